@@ -1,0 +1,1 @@
+"""Settings and Ray Serve config files, one per way of running."""

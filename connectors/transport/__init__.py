@@ -1,0 +1,1 @@
+"""Moving bytes and messages between agents: NIXL, and an in-memory transport for tests and simulations."""
