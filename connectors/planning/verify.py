@@ -1,0 +1,69 @@
+"""Proof that a set of plans writes every wanted byte of a consumer rank exactly once, and no other byte."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from connectors.errors import CoverError
+from connectors.planning.blocks import Ints
+from connectors.planning.descriptors import BlockMoves, Runs, build_runs
+from connectors.planning.layout import EngineLayout
+from connectors.planning.plan import PairPlan
+
+
+def wanted_bytes(consumer: EngineLayout, block_ids: Sequence[Ints]) -> tuple[Ints, Ints]:
+    """(addresses, lengths) of all rows of the given blocks, ``block_ids[g]`` being those of group g, sorted."""
+    addresses: list[Ints] = []
+    lengths: list[Ints] = []
+    for group, ids in zip(consumer.groups, block_ids, strict=True):
+        for pages in group.layers:
+            grid = (
+                pages.address
+                + ids[:, None, None] * pages.block_stride_bytes
+                + np.arange(pages.heads, dtype=np.int64)[None, :, None] * pages.head_stride_bytes
+                + np.arange(pages.rows, dtype=np.int64)[None, None, :] * pages.row_stride_bytes
+            ).ravel()
+            addresses.append(grid)
+            lengths.append(np.full(grid.shape, pages.row_bytes, np.int64))
+    return _merged(np.concatenate(addresses), np.concatenate(lengths), "wanted")
+
+
+def verify_cover(consumer: EngineLayout, block_ids: Sequence[Ints], runs: Sequence[Runs]) -> None:
+    """Raise CoverError unless ``runs`` (of all producer ranks together) cover the wanted bytes exactly once."""
+    want_address, want_length = wanted_bytes(consumer, block_ids)
+    if runs and sum(len(part) for part in runs):
+        dst = np.concatenate([part.dst for part in runs])
+        length = np.concatenate([part.length for part in runs])
+        got_address, got_length = _merged(dst, length, "written")
+    else:
+        got_address = got_length = np.empty(0, np.int64)
+    if not (np.array_equal(want_address, got_address) and np.array_equal(want_length, got_length)):
+        missing, extra = int(want_length.sum()), int(got_length.sum())
+        raise CoverError(f"the plans write {extra} bytes where {missing} are wanted, or write them elsewhere")
+
+
+def prove_plans(consumer: EngineLayout, plans: Sequence[PairPlan]) -> None:
+    """Prove a consumer rank's plans on one block of every group.
+
+    Pieces are the same for all blocks, and pages of different blocks do not overlap, so one block stands for all.
+    Each group is proved by itself because groups may share memory.
+    """
+    for group in consumer.groups:
+        ids = [np.empty(0, np.int64) for _ in consumer.groups]
+        ids[group.index] = np.asarray([min(1, consumer.num_blocks - 1)], np.int64)
+        move = BlockMoves(group.index, ids[group.index], ids[group.index])
+        verify_cover(consumer, ids, [build_runs(plan, [move]) for plan in plans])
+
+
+def _merged(address: Ints, length: Ints, what: str) -> tuple[Ints, Ints]:
+    """Sort intervals, refuse overlaps, and merge those that touch."""
+    order = np.argsort(address, kind="stable")
+    address, length = address[order], length[order]
+    ends = address + length
+    if (address[1:] < ends[:-1]).any():
+        first = int(np.flatnonzero(address[1:] < ends[:-1])[0])
+        raise CoverError(f"bytes at address {int(address[first + 1]):#x} are {what} twice")
+    starts = np.flatnonzero(np.concatenate(([True], address[1:] != ends[:-1])))
+    return address[starts], np.add.reduceat(length, starts) if len(length) else length
