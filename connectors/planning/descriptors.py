@@ -52,9 +52,7 @@ def build_runs(plan: PairPlan, moves: Sequence[BlockMoves]) -> Runs:
 def _expand(plan: GroupPlan, move: BlockMoves) -> tuple[Ints, Ints, Ints]:
     """Every piece of every block, ordered by piece, then by block, so that neighbouring blocks can merge."""
     if move.src_ids.shape != move.dst_ids.shape:
-        raise PlanError(
-            f"group {move.group}: {len(move.src_ids)} source for {len(move.dst_ids)} destination blocks"
-        )
+        raise PlanError(f"group {move.group}: {len(move.src_ids)} source for {len(move.dst_ids)} destination blocks")
     src = plan.src_address[:, None] + plan.src_block_stride[:, None] * move.src_ids[None, :]
     dst = plan.dst_address[:, None] + plan.dst_block_stride[:, None] * move.dst_ids[None, :]
     length = np.broadcast_to(plan.piece_bytes[:, None], src.shape)

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from connectors.errors import PlanError
 
 
-class GroupKind(str, Enum):
+class GroupKind(StrEnum):
     """How a group's layers look back: at everything, or through a window of ``window_tokens``."""
 
     FULL = "full"
@@ -61,9 +61,7 @@ class LayerPages:
     def __post_init__(self) -> None:
         sizes = (self.block_stride_bytes, self.heads, self.head_stride_bytes, self.rows, self.row_bytes)
         if min(sizes) <= 0 or self.row_stride_bytes < self.row_bytes:
-            raise PlanError(
-                f"layer {self.layer!r}: sizes and strides must be positive and rows must not overlap"
-            )
+            raise PlanError(f"layer {self.layer!r}: sizes and strides must be positive and rows must not overlap")
 
     @property
     def head_bytes(self) -> int:
@@ -127,9 +125,7 @@ class EngineLayout:
             + pages.row_bytes
         )
         if not any(region.address <= pages.address and last <= region.end for region in self.regions):
-            raise PlanError(
-                f"layer {pages.layer!r}: its {self.num_blocks} pages do not lie inside one region"
-            )
+            raise PlanError(f"layer {pages.layer!r}: its {self.num_blocks} pages do not lie inside one region")
 
 
 def unique_regions(spans: Iterable[Region]) -> tuple[Region, ...]:
@@ -142,11 +138,7 @@ def unique_regions(spans: Iterable[Region]) -> tuple[Region, ...]:
     merged: list[Region] = []
     for span in sorted(spans, key=lambda s: (s.memory, s.device, s.address, -s.length_bytes)):
         last = merged[-1] if merged else None
-        if (
-            last is not None
-            and (last.memory, last.device) == (span.memory, span.device)
-            and span.address < last.end
-        ):
+        if last is not None and (last.memory, last.device) == (span.memory, span.device) and span.address < last.end:
             length = max(last.end, span.end) - last.address
             merged[-1] = Region(last.address, length, last.memory, last.device)
         else:

@@ -126,9 +126,7 @@ def _plan_group(src: Group, dst: Group, shares: list[HeadShare], src_first: int,
     return GroupPlan(*(np.ascontiguousarray(column) for column in columns))
 
 
-def _pieces(
-    src: LayerPages, src_head: int, dst: LayerPages, dst_head: int, heads: int
-) -> list[tuple[int, int, int]]:
+def _pieces(src: LayerPages, src_head: int, dst: LayerPages, dst_head: int, heads: int) -> list[tuple[int, int, int]]:
     """(source offset, destination offset, bytes) of ``heads`` heads of one page, as few as both sides allow.
 
     ``src_head`` and ``dst_head`` count from the first head that each rank holds.

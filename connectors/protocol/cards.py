@@ -1,0 +1,159 @@
+"""Cards: what engines tell each other about themselves before any transfer, and when two of them fit.
+
+A *worker card* describes one worker's cache, an *engine card* all workers of one engine start. Cards travel as JSON:
+they are read once a pair and a person debugging a refusal wants to see them.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+from connectors.errors import IncompatiblePeerError, PlanError, WireError
+from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Region
+from connectors.planning.plan import check_compatible
+
+PROTOCOL_VERSION = 1
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """What makes KV of two engines interchangeable, apart from its layout.
+
+    ``model`` is a digest of the model's own configuration rather than its path: two hosts may keep one model in two
+    places. ``cache_dtype`` is the dtype of the KV cache, ``engine_version`` that of vLLM.
+    """
+
+    model: str
+    dtype: str
+    cache_dtype: str
+    engine_version: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCard:
+    """One worker: who it is, what its cache looks like, and the transport metadata needed to reach it."""
+
+    incarnation: str
+    identity: ModelIdentity
+    layout: EngineLayout
+    transport: str
+    transport_metadata: bytes
+
+    @property
+    def rank(self) -> int:
+        return self.layout.tp_rank
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCard:
+    """All workers of one engine, by rank."""
+
+    incarnation: str
+    workers: tuple[WorkerCard, ...]
+
+    @property
+    def tp_size(self) -> int:
+        return len(self.workers)
+
+
+def check_peers(producer: WorkerCard, consumer: WorkerCard) -> None:
+    """Raise IncompatiblePeerError, naming the first difference, unless the producer's KV fits the consumer."""
+    if producer.transport != consumer.transport:
+        raise IncompatiblePeerError(
+            "transport", consumer.transport, producer.transport, "configure the same transport on both engines"
+        )
+    for field, remedy in (
+        ("model", "serve the same model on both engines"),
+        ("dtype", "start both engines with the same dtype"),
+        ("cache_dtype", "start both engines with the same kv_cache_dtype"),
+        ("engine_version", "run the same vLLM release on both sides"),
+    ):
+        ours, theirs = getattr(consumer.identity, field), getattr(producer.identity, field)
+        if ours != theirs:
+            raise IncompatiblePeerError(field, ours, theirs, remedy)
+    check_compatible(producer.layout, consumer.layout)
+
+
+def encode_worker_card(card: WorkerCard) -> bytes:
+    fields = asdict(card)
+    fields["transport_metadata"] = base64.b64encode(card.transport_metadata).decode()
+    return json.dumps({"version": PROTOCOL_VERSION, "worker": fields}, separators=(",", ":")).encode()
+
+
+def decode_worker_card(payload: bytes) -> WorkerCard:
+    """Raises WireError for anything that is not a card of this protocol version."""
+    try:
+        document = json.loads(payload)
+        if document["version"] != PROTOCOL_VERSION:
+            raise WireError(
+                f"the peer's card has protocol version {document['version']!r}, this engine speaks {PROTOCOL_VERSION}; "
+                "run the same Tandem release on both sides"
+            )
+        fields = document["worker"]
+        return WorkerCard(
+            incarnation=_text(fields["incarnation"]),
+            identity=ModelIdentity(**{key: _text(value) for key, value in fields["identity"].items()}),
+            layout=_layout(fields["layout"]),
+            transport=_text(fields["transport"]),
+            transport_metadata=base64.b64decode(fields["transport_metadata"], validate=True),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, PlanError, RecursionError) as error:
+        raise WireError(f"malformed worker card: {error}") from error
+
+
+def engine_card(workers: dict[int, WorkerCard]) -> EngineCard:
+    """Put the workers' cards together. Raises WireError unless they are all ranks of one engine start."""
+    cards = tuple(workers[rank] for rank in sorted(workers))
+    if not cards or sorted(workers) != list(range(len(cards))):
+        raise WireError(f"an engine's cards must be ranks 0..n-1, got {sorted(workers)}")
+    if len({card.incarnation for card in cards}) != 1:
+        raise WireError("an engine's cards must all be of one incarnation")
+    for rank, card in enumerate(cards):
+        if (card.layout.tp_rank, card.layout.tp_size) != (rank, len(cards)):
+            raise WireError(f"card {rank} says it is rank {card.layout.tp_rank} of {card.layout.tp_size}")
+    return EngineCard(cards[0].incarnation, cards)
+
+
+def _layout(fields: dict[str, Any]) -> EngineLayout:
+    return EngineLayout(
+        tp_rank=_whole(fields["tp_rank"]),
+        tp_size=_whole(fields["tp_size"]),
+        kv_heads=_whole(fields["kv_heads"]),
+        num_blocks=_whole(fields["num_blocks"]),
+        regions=tuple(_checked(Region, region) for region in fields["regions"]),
+        groups=tuple(
+            Group(
+                index=_whole(group["index"]),
+                kind=GroupKind(group["kind"]),
+                block_tokens=_whole(group["block_tokens"]),
+                window_tokens=None if group["window_tokens"] is None else _whole(group["window_tokens"]),
+                layers=tuple(_checked(LayerPages, pages) for pages in group["layers"]),
+            )
+            for group in fields["groups"]
+        ),
+    )
+
+
+def _checked(kind: type[_T], fields: dict[str, Any]) -> _T:
+    """Build a dataclass whose fields are all text or whole numbers, refusing anything else."""
+    for key, value in fields.items():
+        if not isinstance(value, str):
+            _whole(value, key)
+    return kind(**fields)
+
+
+def _whole(value: object, key: str = "a number") -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
+        raise WireError(f"{key} must be a whole number of at most 63 bits, not {value!r}")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise WireError(f"expected text, not {value!r}")
+    return value

@@ -1,0 +1,71 @@
+"""``kv_transfer_params``: how a router names a transfer to the two engines.
+
+These are the keys that public prefill/decode proxies pass around, plus ``transfer_id``, with which both legs can be
+sent at once, and ``describe``, which asks an engine for its address.
+
+    prefill leg   do_remote_decode=True  [transfer_id] [describe]
+    its answer    do_remote_prefill=True, remote_engine_id, remote_host, remote_port, tp_size, transfer_id, ...
+    decode leg    the answer, unchanged; or the same keys made by a router that knows the engine's address
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from connectors.errors import WireError
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAddress:
+    """Where to shake hands with an engine start, and which start it must be."""
+
+    incarnation: str
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProduceParams:
+    """The request is to be prefilled here for a consumer elsewhere. Without an id the producer makes one."""
+
+    transfer_id: str | None
+    describe: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumeParams:
+    """The request's KV comes from the engine at ``producer``."""
+
+    transfer_id: str
+    producer: EngineAddress
+
+
+def parse_params(params: Mapping[str, object] | None) -> ProduceParams | ConsumeParams | None:
+    """None where the request has nothing to do with another engine. Raises WireError naming the key that is wrong."""
+    if not params:
+        return None
+    produce, consume = bool(params.get("do_remote_decode")), bool(params.get("do_remote_prefill"))
+    if produce and consume:
+        raise WireError("kv_transfer_params: do_remote_decode and do_remote_prefill exclude each other")
+    transfer_id = params.get("transfer_id")
+    if transfer_id is not None and (not isinstance(transfer_id, str) or not 0 < len(transfer_id) <= 256):
+        raise WireError("kv_transfer_params: transfer_id must be text of 1 to 256 characters")
+    if produce:
+        return ProduceParams(transfer_id, bool(params.get("describe")))
+    if not consume:
+        return None
+    if transfer_id is None:
+        raise WireError("kv_transfer_params: transfer_id is missing; pass the prefill answer's parameters on unchanged")
+    return ConsumeParams(transfer_id, _address(params))
+
+
+def _address(params: Mapping[str, object]) -> EngineAddress:
+    incarnation, host, port = (params.get(key) for key in ("remote_engine_id", "remote_host", "remote_port"))
+    if not isinstance(incarnation, str) or not incarnation:
+        raise WireError("kv_transfer_params: remote_engine_id must name the prefill engine's start")
+    if not isinstance(host, str) or not host:
+        raise WireError("kv_transfer_params: remote_host must be a host name or address")
+    if type(port) is not int or not 0 < port < 65536:
+        raise WireError(f"kv_transfer_params: remote_port must be a port number, not {port!r}")
+    return EngineAddress(incarnation, host, port)

@@ -1,0 +1,232 @@
+"""The messages of a transfer, versioned, and the request parameters that name one.
+
+Frame: ``b"TDM"``, one version byte, the header's length (uint32, little endian), a JSON header, then the block
+vectors that the header counts, as int64. Anything else raises WireError.
+
+    consumer -> producer   Hello, Offer, Cancel
+    producer -> consumer   Welcome, Refused, Alive, Fin, Aborted, Cancelled
+
+Every message carries who sent it and which incarnation it is meant for: ids of an engine that has been restarted
+since are answered, never acted on.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from connectors.errors import PlanError, WireError
+from connectors.planning.blocks import BlockSet
+from connectors.protocol.cards import PROTOCOL_VERSION
+
+_PREFIX = struct.Struct("<3sBI")
+_MAGIC = b"TDM"
+MAX_FRAME_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One worker of one engine start."""
+
+    incarnation: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A consumer introduces itself with its card, so that the producer can reach it and plan."""
+
+    card: bytes
+    kind: ClassVar[str] = "hello"
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The producer has planned for this consumer and takes its offers."""
+
+    kind: ClassVar[str] = "welcome"
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The producer will not serve this consumer; ``reason`` says what differs."""
+
+    reason: str
+    kind: ClassVar[str] = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The consumer's blocks to fill, per group, so that it can resume at ``end_token``. Valid once."""
+
+    transfer_id: str
+    end_token: int
+    groups: tuple[BlockSet, ...]
+    kind: ClassVar[str] = "offer"
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """The producer still means to deliver: the request waits or is being computed."""
+
+    transfer_id: str
+    kind: ClassVar[str] = "alive"
+
+
+@dataclass(frozen=True, slots=True)
+class Fin:
+    """Everything offered has been written, ``total_bytes`` in all. The producer writes no more."""
+
+    transfer_id: str
+    total_bytes: int
+    kind: ClassVar[str] = "fin"
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """The producer will not deliver, and writes no more."""
+
+    transfer_id: str
+    reason: str
+    kind: ClassVar[str] = "aborted"
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """The consumer wants nothing (more). It keeps its blocks until the producer has answered."""
+
+    transfer_id: str
+    kind: ClassVar[str] = "cancel"
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """The producer's answer to Cancel: it writes no more."""
+
+    transfer_id: str
+    kind: ClassVar[str] = "cancelled"
+
+
+Message = Hello | Welcome | Refused | Offer | Alive | Fin | Aborted | Cancel | Cancelled
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """A message with its sender and the incarnation that it is meant for."""
+
+    sender: Peer
+    receiver_incarnation: str
+    message: Message
+
+
+def encode(envelope: Envelope) -> bytes:
+    message = envelope.message
+    header: dict[str, Any] = {
+        "kind": message.kind,
+        "from": envelope.sender.incarnation,
+        "rank": envelope.sender.rank,
+        "to": envelope.receiver_incarnation,
+    }
+    body = b""
+    match message:
+        case Hello():
+            body = message.card
+        case Offer():
+            header |= {"id": message.transfer_id, "end": message.end_token, "blocks": [len(g) for g in message.groups]}
+            body = b"".join(v.astype("<i8").tobytes() for g in message.groups for v in (g.positions, g.ids))
+        case Fin():
+            header |= {"id": message.transfer_id, "bytes": message.total_bytes}
+        case Aborted():
+            header |= {"id": message.transfer_id, "reason": message.reason}
+        case Refused():
+            header |= {"reason": message.reason}
+        case Alive() | Cancel() | Cancelled():
+            header |= {"id": message.transfer_id}
+        case Welcome():
+            pass
+    head = json.dumps(header, separators=(",", ":")).encode()
+    return _PREFIX.pack(_MAGIC, PROTOCOL_VERSION, len(head)) + head + body
+
+
+def decode(frame: bytes) -> Envelope:
+    """Raises WireError for a frame that is malformed, truncated, oversized or of another version."""
+    if not _PREFIX.size <= len(frame) <= MAX_FRAME_BYTES:
+        raise WireError(f"a frame of {len(frame)} bytes; expected {_PREFIX.size} to {MAX_FRAME_BYTES}")
+    magic, version, head_bytes = _PREFIX.unpack_from(frame)
+    if magic != _MAGIC:
+        raise WireError("the frame does not start with Tandem's mark; something else talks to this port or agent")
+    if version != PROTOCOL_VERSION:
+        raise WireError(f"the peer speaks protocol version {version}, this engine {PROTOCOL_VERSION}")
+    body_at = _PREFIX.size + head_bytes
+    if body_at > len(frame):
+        raise WireError(f"a header of {head_bytes} bytes in a frame of {len(frame)}: truncated")
+    try:
+        header = json.loads(frame[_PREFIX.size : body_at])
+        if not isinstance(header, dict):
+            raise WireError("the header is not a JSON object")
+        sender = Peer(_text(header, "from"), _count(header, "rank"))
+        return Envelope(sender, _text(header, "to"), _message(header, frame[body_at:]))
+    except (ValueError, RecursionError, PlanError) as error:
+        raise WireError(f"malformed frame: {error}") from error
+
+
+def _message(header: dict[str, Any], body: bytes) -> Message:
+    kind = header.get("kind")
+    if kind not in (Hello.kind, Offer.kind) and body:
+        raise WireError(f"{kind!r} carries {len(body)} bytes that it should not")
+    match kind:
+        case "hello":
+            return Hello(body)
+        case "welcome":
+            return Welcome()
+        case "refused":
+            return Refused(_text(header, "reason"))
+        case "offer":
+            return Offer(_text(header, "id"), _count(header, "end"), _block_sets(header.get("blocks"), body))
+        case "alive":
+            return Alive(_text(header, "id"))
+        case "fin":
+            return Fin(_text(header, "id"), _count(header, "bytes"))
+        case "aborted":
+            return Aborted(_text(header, "id"), _text(header, "reason"))
+        case "cancel":
+            return Cancel(_text(header, "id"))
+        case "cancelled":
+            return Cancelled(_text(header, "id"))
+    raise WireError(f"unknown message {kind!r}")
+
+
+def _block_sets(counts: object, body: bytes) -> tuple[BlockSet, ...]:
+    if not isinstance(counts, list) or not all(type(count) is int and count >= 0 for count in counts):
+        raise WireError("an offer must count the blocks of each group")
+    if len(body) != 16 * sum(counts):
+        raise WireError(f"an offer of {sum(counts)} blocks carries {len(body)} bytes, not 16 a block")
+    numbers = np.frombuffer(body, "<i8").astype(np.int64)
+    sets: list[BlockSet] = []
+    at = 0
+    for count in counts:
+        positions, ids = numbers[at : at + count], numbers[at + count : at + 2 * count]
+        if count and (positions[0] < 0 or ids.min() <= 0 or (np.diff(positions) <= 0).any()):
+            raise WireError("an offer's positions must ascend from 0 and its block ids must be positive")
+        sets.append(BlockSet(positions, ids))
+        at += 2 * count
+    return tuple(sets)
+
+
+def _text(fields: Mapping[str, object], key: str) -> str:
+    value = fields.get(key)
+    if not isinstance(value, str):
+        raise WireError(f"{key!r} must be text, not {value!r}")
+    return value
+
+
+def _count(fields: Mapping[str, object], key: str) -> int:
+    value = fields.get(key)
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise WireError(f"{key!r} must be a whole number, not {value!r}")
+    return value
