@@ -10,8 +10,11 @@ sent at once, and ``describe``, which asks an engine for its address.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from connectors.errors import WireError
 
@@ -69,3 +72,10 @@ def _address(params: Mapping[str, object]) -> EngineAddress:
     if type(port) is not int or not 0 < port < 65536:
         raise WireError(f"kv_transfer_params: remote_port must be a port number, not {port!r}")
     return EngineAddress(incarnation, host, port)
+
+
+def prompt_digest(token_ids: Sequence[int] | None) -> str:
+    """A short digest of a prompt's token ids; empty where a request has none (prompt embeddings)."""
+    if not token_ids:
+        return ""
+    return hashlib.blake2b(np.asarray(token_ids, "<i8").tobytes(), digest_size=16).hexdigest()

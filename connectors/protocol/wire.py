@@ -62,10 +62,14 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The consumer's blocks to fill, per group, so that it can resume at ``end_token``. Valid once."""
+    """The consumer's blocks to fill, per group, so that it can resume at ``end_token``. Valid once.
+
+    ``prompt_digest`` (``params.prompt_digest``) lets the producer refuse to deliver one prompt's KV for another.
+    """
 
     transfer_id: str
     end_token: int
+    prompt_digest: str
     groups: tuple[BlockSet, ...]
     kind: ClassVar[str] = "offer"
 
@@ -137,7 +141,12 @@ def encode(envelope: Envelope) -> bytes:
         case Hello():
             body = message.card
         case Offer():
-            header |= {"id": message.transfer_id, "end": message.end_token, "blocks": [len(g) for g in message.groups]}
+            header |= {
+                "id": message.transfer_id,
+                "end": message.end_token,
+                "prompt": message.prompt_digest,
+                "blocks": [len(g) for g in message.groups],
+            }
             body = b"".join(v.astype("<i8").tobytes() for g in message.groups for v in (g.positions, g.ids))
         case Fin():
             header |= {"id": message.transfer_id, "bytes": message.total_bytes}
@@ -187,7 +196,12 @@ def _message(header: dict[str, Any], body: bytes) -> Message:
         case "refused":
             return Refused(_text(header, "reason"))
         case "offer":
-            return Offer(_text(header, "id"), _count(header, "end"), _block_sets(header.get("blocks"), body))
+            return Offer(
+                _text(header, "id"),
+                _count(header, "end"),
+                _text(header, "prompt"),
+                _block_sets(header.get("blocks"), body),
+            )
         case "alive":
             return Alive(_text(header, "id"))
         case "fin":

@@ -1,0 +1,247 @@
+"""The consumer's side of every transfer of one worker. Sans-I/O: events and ``now`` in, actions out.
+
+    reception    on                          becomes
+    ------------------------------------------------------------------------------------------------
+    (none)       start                       CONNECTING  Connect: shake hands with the producer engine
+    CONNECTING   connected                   OFFERED     an Offer to every partner rank
+    CONNECTING   connect_failed, progress_s  gone        Received(failed): nobody has seen our blocks
+    OFFERED      Fin from all, counts right  gone        Received(ok)
+    OFFERED      Aborted, wrong count, abort,
+                 progress_s without a word   ENDING      Cancel to every partner that may still write
+    ENDING       last partner answers        gone        Received(failed)
+    ENDING       cancel_s                    ENDING      Cancel again; blocks count as quarantined
+
+A partner *may still write* from the moment an Offer was sent to it until its Fin, Aborted or Cancelled has come, or
+until it is known to be dead. ``Received`` gives the blocks back to the scheduler, so it is sent only when no partner
+may still write. Whatever arrives for a transfer that is gone is ignored.
+
+    release      a request that needs nothing from its producer: Cancel to every partner, so that its lease ends early
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from connectors.planning.blocks import BlockSet
+from connectors.protocol.limits import TransferLimits
+from connectors.protocol.params import EngineAddress
+from connectors.protocol.producer import Send
+from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Fin, Message, Offer, Peer
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Shake hands with this engine and report ``connected`` or ``connect_failed``."""
+
+    engine: EngineAddress
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """No partner writes to the request's blocks any more. ``failure`` is None where all KV has arrived."""
+
+    request_id: str
+    failure: str | None
+
+
+ConsumerAction = Connect | Send | Received
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What one request wants: ``groups[g]`` are the blocks of group g to fill so that it resumes at ``end_token``."""
+
+    request_id: str
+    transfer_id: str
+    producer: EngineAddress
+    end_token: int
+    prompt_digest: str
+    groups: tuple[BlockSet, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Partner:
+    """One producer rank that talks to this worker; ``block_bytes[g]`` is what it sends for a block of group g."""
+
+    peer: Peer
+    block_bytes: tuple[int, ...]
+
+
+class _Stage(Enum):
+    CONNECTING = auto()
+    OFFERED = auto()
+    ENDING = auto()
+
+
+@dataclass(slots=True)
+class _Reception:
+    order: Order
+    stage: _Stage
+    heard_at: float
+    writing: dict[Peer, Partner] = field(default_factory=dict)
+    failure: str | None = None
+    cancelled_at: float = 0.0
+    quarantined: bool = False
+
+
+class Consumer:
+    """All transfers that one worker consumes. Not thread-safe; its owner serialises calls."""
+
+    def __init__(self, limits: TransferLimits) -> None:
+        self._limits = limits
+        self._receptions: dict[str, _Reception] = {}
+        self._partners: dict[str, tuple[Partner, ...]] = {}
+        self._releases: dict[str, list[tuple[str, float]]] = {}
+
+    def start(self, order: Order, now: float) -> list[ConsumerAction]:
+        """A request's blocks are allocated; fetch their contents."""
+        reception = self._receptions[order.request_id] = _Reception(order, _Stage.CONNECTING, now)
+        partners = self._partners.get(order.producer.incarnation)
+        return [Connect(order.producer)] if partners is None else self._offer(reception, partners, now)
+
+    def release(self, transfer_id: str, producer: EngineAddress, now: float) -> list[ConsumerAction]:
+        """A request wants nothing of this transfer (any more) and holds no blocks for it."""
+        partners = self._partners.get(producer.incarnation)
+        if partners is None:
+            self._releases.setdefault(producer.incarnation, []).append((transfer_id, now))
+            return [Connect(producer)]
+        return [Send(partner.peer, Cancel(transfer_id)) for partner in partners]
+
+    def abort(self, request_id: str, now: float) -> list[ConsumerAction]:
+        """The request has been aborted; its blocks are freed once ``Received`` says so."""
+        reception = self._receptions.get(request_id)
+        return self._fail(reception, "the request was aborted", now) if reception else []
+
+    def connected(self, incarnation: str, partners: Sequence[Partner], now: float) -> list[ConsumerAction]:
+        """The handshake with an engine start has succeeded; ``partners`` are its ranks that talk to this worker."""
+        self._partners[incarnation] = tuple(partners)
+        actions: list[ConsumerAction] = []
+        for reception in list(self._receptions.values()):
+            if reception.stage is _Stage.CONNECTING and reception.order.producer.incarnation == incarnation:
+                actions += self._offer(reception, self._partners[incarnation], now)
+        for transfer_id, _ in self._releases.pop(incarnation, []):
+            actions += [Send(partner.peer, Cancel(transfer_id)) for partner in partners]
+        return actions
+
+    def connect_failed(self, incarnation: str, reason: str, now: float) -> list[ConsumerAction]:
+        """The handshake failed. The next request for this engine start tries again."""
+        self._releases.pop(incarnation, None)
+        actions: list[ConsumerAction] = []
+        for reception in list(self._receptions.values()):
+            if reception.stage is _Stage.CONNECTING and reception.order.producer.incarnation == incarnation:
+                actions += self._fail(reception, reason, now)
+        return actions
+
+    def engine_lost(self, incarnation: str, reason: str, now: float) -> list[ConsumerAction]:
+        """The producer engine is known to be dead: none of its workers writes any more."""
+        self._partners.pop(incarnation, None)
+        actions = self.connect_failed(incarnation, reason, now)
+        for reception in list(self._receptions.values()):
+            if reception.order.producer.incarnation == incarnation:
+                reception.writing.clear()
+                actions += self._fail(reception, reason, now)
+        return actions
+
+    def message(self, peer: Peer, message: Message, now: float) -> list[ConsumerAction]:
+        """A message of a producer worker."""
+        if not isinstance(message, Fin | Aborted | Cancelled | Alive):
+            return []
+        actions: list[ConsumerAction] = []
+        for reception in self._of_transfer(message.transfer_id):
+            partner = reception.writing.get(peer)
+            if partner is None:
+                continue
+            reception.heard_at = now
+            if isinstance(message, Alive):
+                continue
+            del reception.writing[peer]
+            actions += self._answered(reception, partner, message, now)
+        return actions
+
+    def tick(self, now: float) -> list[ConsumerAction]:
+        """Deadlines. Call it a few times a second."""
+        actions: list[ConsumerAction] = []
+        for reception in list(self._receptions.values()):
+            if reception.stage is _Stage.ENDING:
+                if now - reception.cancelled_at >= self._limits.cancel_s:
+                    reception.quarantined = True
+                    actions += self._cancel(reception, now)
+            elif now - reception.heard_at >= self._silence_s(reception):
+                silence = f"nothing was heard of the transfer for {self._silence_s(reception):g} s"
+                actions += self._fail(reception, silence, now)
+        for incarnation, waiting in list(self._releases.items()):
+            self._releases[incarnation] = [item for item in waiting if now - item[1] < self._limits.lease_s]
+            if not self._releases[incarnation]:
+                del self._releases[incarnation]
+        return actions
+
+    def unanswered_engines(self) -> set[EngineAddress]:
+        """Engines that have not answered a Cancel within cancel_s: is there still a process?"""
+        return {r.order.producer for r in self._receptions.values() if r.quarantined}
+
+    def census(self) -> dict[str, int]:
+        """Receptions by stage, and how many hold blocks in quarantine."""
+        counts = {stage.name.lower(): 0 for stage in _Stage}
+        for reception in self._receptions.values():
+            counts[reception.stage.name.lower()] += 1
+        return counts | {"quarantined": sum(r.quarantined for r in self._receptions.values())}
+
+    # ---- inside ------------------------------------------------------------------------------------------------
+
+    def _silence_s(self, reception: _Reception) -> float:
+        connecting = reception.stage is _Stage.CONNECTING
+        return max(self._limits.handshake_s, self._limits.progress_s) if connecting else self._limits.progress_s
+
+    def _of_transfer(self, transfer_id: str) -> list[_Reception]:
+        return [r for r in self._receptions.values() if r.order.transfer_id == transfer_id]
+
+    def _offer(self, reception: _Reception, partners: Sequence[Partner], now: float) -> list[ConsumerAction]:
+        order = reception.order
+        reception.stage, reception.heard_at = _Stage.OFFERED, now
+        reception.writing = {partner.peer: partner for partner in partners}
+        offer = Offer(order.transfer_id, order.end_token, order.prompt_digest, order.groups)
+        return [Send(partner.peer, offer) for partner in partners]
+
+    def _answered(
+        self, reception: _Reception, partner: Partner, message: Fin | Aborted | Cancelled, now: float
+    ) -> list[ConsumerAction]:
+        """A partner writes no more. Is the reception over, and is what it wrote what was wanted?"""
+        if isinstance(message, Fin):
+            expected = expected_bytes(reception.order.groups, partner.block_bytes)
+            if message.total_bytes != expected:
+                failure = f"rank {partner.peer.rank} wrote {message.total_bytes} bytes where {expected} were offered"
+                return self._fail(reception, failure, now)
+        elif reception.stage is not _Stage.ENDING:
+            reason = message.reason if isinstance(message, Aborted) else "the producer has cancelled the transfer"
+            return self._fail(reception, f"rank {partner.peer.rank}: {reason}", now)
+        return [] if reception.writing else self._end(reception)
+
+    def _fail(self, reception: _Reception, reason: str, now: float) -> list[ConsumerAction]:
+        if reception.failure is None:
+            reception.failure = reason
+        if not reception.writing:
+            return self._end(reception)
+        if reception.stage is _Stage.ENDING:
+            return []
+        reception.stage = _Stage.ENDING
+        return self._cancel(reception, now)
+
+    def _cancel(self, reception: _Reception, now: float) -> list[ConsumerAction]:
+        reception.cancelled_at = now
+        return [Send(peer, Cancel(reception.order.transfer_id)) for peer in reception.writing]
+
+    def _end(self, reception: _Reception) -> list[ConsumerAction]:
+        del self._receptions[reception.order.request_id]
+        return [Received(reception.order.request_id, reception.failure)]
+
+
+def expected_bytes(groups: Sequence[BlockSet], block_bytes: Sequence[int]) -> int:
+    """Bytes that a partner must report in Fin for an offer of ``groups``."""
+    return sum(len(blocks) * size for blocks, size in zip(groups, block_bytes, strict=True))
+
+
+def failures(actions: Sequence[ConsumerAction]) -> Mapping[str, str]:
+    """request id -> reason, of the receptions that some actions report as failed."""
+    return {a.request_id: a.failure for a in actions if isinstance(a, Received) and a.failure is not None}

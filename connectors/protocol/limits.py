@@ -1,0 +1,39 @@
+"""The deadlines of the protocol. Every wait of either machine is bounded by one of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from connectors.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True)
+class TransferLimits:
+    """All in seconds.
+
+    ``handshake_s``   first contact with an engine, the fetching of its cards included
+    ``progress_s``    a consumer waits this long without hearing anything of a transfer before it gives up
+    ``cancel_s``      between two Cancels while a producer has not answered; after the first, blocks are in quarantine
+    ``lease_s``       a producer holds finished blocks for a consumer that has not offered; also how long it remembers
+                      ids of finished transfers and offers whose request has not come
+    ``alive_s``       a producer that cannot write yet says that it is alive this often
+    ``fence_s``       a preempted producer request waits this long for its writes in flight
+    """
+
+    handshake_s: float = 30.0
+    progress_s: float = 30.0
+    cancel_s: float = 5.0
+    lease_s: float = 60.0
+    alive_s: float = 5.0
+    fence_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+                raise ConfigurationError(f"transfer.{field.name} must be a positive number of seconds, not {value!r}")
+        if self.alive_s * 2 > self.progress_s:
+            raise ConfigurationError(
+                f"transfer.alive_s ({self.alive_s}) must be at most half of transfer.progress_s ({self.progress_s}), "
+                "or a producer that waits its turn is taken for dead"
+            )
