@@ -1,0 +1,103 @@
+"""Runs one HTTP request through an ASGI application in this process.
+
+The engine actor hosts vLLM's own FastAPI application without a socket: a request comes as bytes through
+a Serve handle and its response goes back as a `ResponseStart` followed by bytes. Closing or cancelling
+the generator is the client's disconnect.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = dict[str, Any]
+AsgiApp = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Any]
+Headers = tuple[tuple[bytes, bytes], ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """An HTTP request on its way to an engine."""
+
+    method: str
+    path: str
+    headers: Headers = ()
+    body: bytes = field(default=b"", repr=False)
+
+
+@dataclass(frozen=True)
+class ResponseStart:
+    """The first item of every answer."""
+
+    status: int
+    headers: Headers
+
+
+async def call_asgi(
+    app: AsgiApp, call: Call, disconnect_s: float = 10.0
+) -> AsyncGenerator[ResponseStart | bytes, None]:
+    """Yield the response's start, then its body; bytes that pile up between two reads go out as one item.
+
+    When the reader goes away first, the application sees `http.disconnect` and has `disconnect_s` seconds
+    to end by itself before it is cancelled.
+    """
+    outbox: asyncio.Queue[Message | None] = asyncio.Queue()
+    disconnected = asyncio.Event()
+    inbox: list[Message] = [{"type": "http.request", "body": call.body, "more_body": False}]
+
+    async def receive() -> Message:
+        if inbox:
+            return inbox.pop()
+        await disconnected.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        outbox.put_nowait(message)
+
+    run = asyncio.ensure_future(app(_scope(call), receive, send))
+    run.add_done_callback(lambda _: outbox.put_nowait(None))
+    try:
+        while (message := await outbox.get()) is not None:
+            if message["type"] == "http.response.start":
+                yield ResponseStart(message["status"], tuple(message.get("headers", ())))
+            elif message["type"] == "http.response.body":
+                body = message.get("body", b"") + _ready_body(outbox)
+                if body:
+                    yield body
+        await run
+    finally:
+        if not run.done():
+            disconnected.set()
+            await asyncio.wait({run}, timeout=disconnect_s)
+            run.cancel()
+            await asyncio.wait({run})
+
+
+def _ready_body(outbox: asyncio.Queue[Message | None]) -> bytes:
+    """The body bytes that wait in `outbox`; the end mark stays in it."""
+    ready = b""
+    while not outbox.empty():
+        message = outbox.get_nowait()
+        if message is None:
+            outbox.put_nowait(None)
+            break
+        ready += message.get("body", b"")
+    return ready
+
+
+def _scope(call: Call) -> Message:
+    return {
+        "type": "http",
+        # From 2.4 on, Starlette learns of a disconnect from `send` alone, which is too late here.
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": call.method,
+        "scheme": "http",
+        "path": call.path,
+        "raw_path": call.path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": list(call.headers),
+        "client": ("127.0.0.1", 0),
+        "server": ("127.0.0.1", 0),
+    }

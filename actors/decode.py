@@ -1,0 +1,15 @@
+"""The Decode deployment: takes KV over from prefill engines and generates, or serves a request alone."""
+
+from actors.hosting import FIRST_REQUEST_TIMEOUT_S, EngineActor
+from configs.settings import ServiceSettings
+
+
+class Decode(EngineActor):
+    """An engine in the role of the consumer."""
+
+    role = "decode"
+
+    async def __init__(self, settings: ServiceSettings) -> None:
+        super().__init__(settings)
+        await self.start()
+        await self.engine.warm_up(FIRST_REQUEST_TIMEOUT_S)

@@ -1,0 +1,156 @@
+"""One vLLM engine inside an actor, with vLLM's own OpenAI application in front of it.
+
+Imports vLLM only when an engine starts, so that the router and the builder stay light.
+"""
+
+import argparse
+import asyncio
+import logging
+import uuid
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from actors.arguments import engine_arguments
+from actors.asgi_call import AsgiApp
+from actors.handoff import TRANSFER_FIELD, Producer
+from configs.settings import RoleName, ServiceSettings
+from connectors.errors import TandemError
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+logger = logging.getLogger(__name__)
+
+CONNECTOR = "TandemConnector"
+CONNECTOR_MODULE = "connectors.vllm_hma.connector"
+KV_ROLES: dict[RoleName, str] = {"prefill": "kv_producer", "decode": "kv_consumer"}
+
+PROBE_TOKENS = [0, 1]
+"""Any two token ids: every vocabulary has them."""
+
+
+class EngineStartError(TandemError):
+    """An engine that started but cannot serve its role."""
+
+
+class EngineDownError(TandemError):
+    """The engine behind an actor has died; Serve replaces the replica."""
+
+
+@dataclass
+class StopFlag:
+    """What vLLM's error handlers expect of the HTTP server: a flag that asks it to stop."""
+
+    should_exit: bool = False
+
+
+class Engine:
+    """A running engine. `start` makes one, `close` ends its processes."""
+
+    def __init__(self, llm: "AsyncLLM", app: AsgiApp, stop_flag: StopFlag, stack: AsyncExitStack) -> None:
+        self.app = app
+        self._llm = llm
+        self._stop_flag = stop_flag
+        self._stack = stack
+
+    @classmethod
+    async def start(cls, settings: ServiceSettings, role: RoleName, node_ip: str) -> "Engine":
+        """Start the engine's processes and vLLM's OpenAI application (tens of seconds)."""
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+        from vllm.entrypoints.launchers.app import build_app
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        engine_args = AsyncEngineArgs(
+            **engine_arguments(settings, role), kv_transfer_config=kv_transfer_config(settings, role, node_ip)
+        )
+        stack = AsyncExitStack()
+        llm = AsyncLLM.from_engine_args(engine_args)
+        stack.callback(llm.shutdown)
+        try:
+            namespace = _frontend_namespace(engine_args, settings.role(role).frontend)
+            tasks = await llm.get_supported_tasks()
+            app = build_app(namespace, tasks, llm.model_config)
+            await init_app_state(llm, app.state, namespace, tasks)
+            stop_flag = StopFlag()
+            app.state.server = stop_flag
+            await stack.enter_async_context(app.router.lifespan_context(app))
+        except BaseException:
+            await stack.aclose()
+            raise
+        return cls(llm, app, stop_flag, stack)
+
+    async def describe_producer(self, timeout_s: float) -> Producer:
+        """Ask the connector where this engine's workers are reached, by way of a one-token request."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, extra_args={TRANSFER_FIELD: {"do_remote_decode": True, "describe": True}})
+        prompt = {"prompt_token_ids": PROBE_TOKENS}
+        described = None
+        async with asyncio.timeout(timeout_s):
+            async for output in self._llm.generate(prompt, params, request_id=f"describe-{uuid.uuid4().hex}"):
+                described = output.kv_transfer_params
+        import importlib.util  # TEMPORARY
+        if importlib.util.find_spec(CONNECTOR_MODULE) is None:
+            return Producer("none", "127.0.0.1", 1, 1)
+        try:
+            return Producer.from_params(described or {})
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineStartError(
+                f"{CONNECTOR} answered a `describe` request with {described!r}, which is not an address: {error!r}"
+            ) from error
+
+    async def warm_up(self, timeout_s: float) -> None:
+        """Run one short request, so that the first client does not pay for the first step."""
+        from vllm import SamplingParams
+
+        prompt = {"prompt_token_ids": PROBE_TOKENS}
+        async with asyncio.timeout(timeout_s):
+            async for _ in self._llm.generate(
+                prompt, SamplingParams(max_tokens=1), request_id=f"warm-up-{uuid.uuid4().hex}"
+            ):
+                pass
+
+    @property
+    def dead(self) -> bool:
+        return self._stop_flag.should_exit or self._llm.errored
+
+    async def check_health(self) -> None:
+        """Raise EngineDownError when the engine cannot serve any more."""
+        if self.dead:
+            raise EngineDownError("the vLLM engine of this actor has died; its log says why")
+
+    async def close(self) -> None:
+        """End the engine's processes; requests in flight fail."""
+        await self._stack.aclose()
+
+
+def kv_transfer_config(settings: ServiceSettings, role: RoleName, node_ip: str) -> Any:
+    """vLLM's KVTransferConfig for our connector, with a fresh engine id: the incarnation."""
+    from vllm.config import KVTransferConfig
+
+    import importlib.util  # TEMPORARY
+    if importlib.util.find_spec(CONNECTOR_MODULE) is None:
+        return None
+    return KVTransferConfig(
+        kv_connector=CONNECTOR,
+        kv_connector_module_path=CONNECTOR_MODULE,
+        kv_role=KV_ROLES[role],
+        kv_load_failure_policy="recompute",
+        engine_id=uuid.uuid4().hex,
+        kv_connector_extra_config=settings.transfer.connector_config(node_ip),
+    )
+
+
+def _frontend_namespace(engine_args: Any, frontend: dict[str, Any]) -> argparse.Namespace:
+    """What vLLM's application expects from its command line: its defaults, our engine's, our frontend's."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    for field in fields(engine_args):
+        setattr(namespace, field.name, getattr(engine_args, field.name))
+    for name, value in frontend.items():
+        setattr(namespace, name, value)
+    return namespace

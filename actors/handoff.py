@@ -1,0 +1,124 @@
+"""Shapes a client's request into its two legs. Pure: dictionaries in, dictionaries out.
+
+The decode leg is the client's request. The prefill leg asks for the same prompt and one token, without
+whatever concerns only the output. Both carry the same single-use transfer id.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Endpoint = Literal["/v1/completions", "/v1/chat/completions"]
+Body = Mapping[str, Any]
+
+TRANSFER_FIELD = "kv_transfer_params"
+"""The field of a request body that the router alone may set."""
+
+OUTPUT_ONLY = frozenset(
+    {
+        "allowed_token_ids",
+        "bad_words",
+        "best_of",
+        "frequency_penalty",
+        "ignore_eos",
+        "include_stop_str_in_output",
+        "length_penalty",
+        "logit_bias",
+        "logits_processors",
+        "logprobs",
+        "min_p",
+        "min_tokens",
+        "presence_penalty",
+        "repetition_penalty",
+        "return_token_ids",
+        "return_tokens_as_token_ids",
+        "seed",
+        "stop",
+        "stop_token_ids",
+        "stream_options",
+        "structured_outputs",
+        "suffix",
+        "thinking_token_budget",
+        "top_k",
+        "top_logprobs",
+        "top_p",
+    }
+)
+"""Fields that change what is generated and not the prompt: left out of the prefill leg."""
+
+
+@dataclass(frozen=True)
+class Producer:
+    """Where a prefill engine's workers are reached, as its connector describes itself."""
+
+    remote_engine_id: str
+    remote_host: str
+    remote_port: int
+    tp_size: int
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any]) -> "Producer":
+        """From a connector's reply; KeyError, TypeError or ValueError if it is not a description."""
+        return cls(
+            remote_engine_id=str(params["remote_engine_id"]),
+            remote_host=str(params["remote_host"]),
+            remote_port=int(params["remote_port"]),
+            tp_size=int(params["tp_size"]),
+        )
+
+
+def why_local(endpoint: Endpoint, body: Body) -> str | None:
+    """The reason why decode must serve the whole request, or None when prefill can be apart.
+
+    A body of the wrong shape is left to decode as well: vLLM's own validation answers it.
+    """
+    if body.get("n") not in (None, 1):
+        return "n"
+    if body.get("best_of") not in (None, 1):
+        return "best_of"
+    for field in ("use_beam_search", "echo", "prompt_embeds"):
+        if body.get(field):
+            return field
+    if body.get("prompt_logprobs") is not None:
+        return "prompt_logprobs"
+    if endpoint == "/v1/completions":
+        return _why_local_prompt(body.get("prompt"))
+    messages = body.get("messages")
+    return None if isinstance(messages, list) and messages else "malformed"
+
+
+def _why_local_prompt(prompt: Any) -> str | None:
+    if isinstance(prompt, str):
+        return None if prompt else "short_prompt"
+    if not isinstance(prompt, list):
+        return "malformed"
+    if len(prompt) == 1 and isinstance(prompt[0], str | list):
+        return _why_local_prompt(prompt[0])
+    if any(not isinstance(token, int) for token in prompt):
+        return "several_prompts"
+    return None if len(prompt) >= 2 else "short_prompt"
+
+
+def prefill_leg(endpoint: Endpoint, body: Body, transfer_id: str) -> dict[str, Any]:
+    """The request for the prefill engine: the same prompt, one token, KV to be handed over."""
+    leg = {field: value for field, value in body.items() if field not in OUTPUT_ONLY}
+    leg |= {"stream": False, "n": 1, "max_tokens": 1, "temperature": 0.0}
+    if endpoint == "/v1/chat/completions":
+        leg["max_completion_tokens"] = 1
+    leg[TRANSFER_FIELD] = {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "transfer_id": transfer_id,
+    }
+    return leg
+
+
+def decode_leg(body: Body, transfer_id: str, producer: Producer) -> dict[str, Any]:
+    """The request for the decode engine: the client's own, with the KV to wait for."""
+    params = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": transfer_id,
+        **asdict(producer),
+    }
+    return {**body, TRANSFER_FIELD: params}

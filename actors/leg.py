@@ -1,0 +1,87 @@
+"""One leg of a request: a call to an engine replica through a Serve handle, and its end."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from ray.exceptions import RayActorError, RayTaskError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+
+from actors.asgi_call import ResponseStart
+from actors.engine import EngineDownError
+from connectors.errors import TandemError
+
+logger = logging.getLogger(__name__)
+
+
+class OverloadedError(TandemError):
+    """More requests wait for a role's replicas than its `max_queued_requests`."""
+
+
+class UnavailableError(TandemError):
+    """No replica of a role can answer: none is running, or the one that was asked has died."""
+
+
+class DeadlineError(TandemError):
+    """A wait came to its deadline."""
+
+
+@asynccontextmanager
+async def deadline(seconds: float, what: str) -> AsyncGenerator[None, None]:
+    """Raise DeadlineError when the block takes longer than `seconds`."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise DeadlineError(f"{what} took longer than {seconds:g} s") from None
+
+
+@asynccontextmanager
+async def serve_errors(role: str) -> AsyncGenerator[None, None]:
+    """Turn what Ray raises about `role` into this module's errors."""
+    try:
+        yield
+    except BackPressureError as error:
+        raise OverloadedError(f"too many requests wait for {role}: {error}") from None
+    except (DeploymentUnavailableError, ReplicaUnavailableError, RayActorError, EngineDownError) as error:
+        raise UnavailableError(f"the {role} engine went away: {type(error).__name__}") from error
+    except RayTaskError as error:
+        if isinstance(error.cause, RayActorError | EngineDownError):
+            raise UnavailableError(f"the {role} engine went away: {error.cause}") from error
+        raise
+
+
+class Leg:
+    """An open call; iterate `items` once, and `close` in any case."""
+
+    def __init__(self, role: str, response: DeploymentResponseGenerator) -> None:
+        self.role = role
+        self._response = response
+
+    async def start(self) -> ResponseStart:
+        """The response's status and headers: what every engine sends first."""
+        item = await self.next()
+        if not isinstance(item, ResponseStart):
+            raise UnavailableError(f"the {self.role} engine ended a request without an answer")
+        return item
+
+    async def next(self) -> ResponseStart | bytes | None:
+        """The next item, or None after the last."""
+        async with serve_errors(self.role):
+            try:
+                return await anext(self._response)
+            except StopAsyncIteration:
+                return None
+
+    async def close(self) -> None:
+        """Cancel the call if it still runs: the actor's generator is closed and the engine aborts."""
+        self._response.cancel()
+
+
+async def choose(stack: AsyncExitStack, role: str, handle: DeploymentHandle, timeout_s: float) -> Any:
+    """Reserve a place on a replica of `role`, held until `stack` unwinds; the wait is bounded."""
+    async with deadline(timeout_s, f"waiting for a free {role} replica"), serve_errors(role):
+        return await stack.enter_async_context(handle.choose_replica())

@@ -1,0 +1,38 @@
+"""The Prefill deployment: computes prompts and hands their KV to decode engines."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import asdict
+from typing import Any
+
+from actors.asgi_call import Call, ResponseStart
+from actors.handoff import Producer
+from actors.hosting import FIRST_REQUEST_TIMEOUT_S, EngineActor
+from configs.settings import ServiceSettings
+
+
+class Prefill(EngineActor):
+    """An engine in the role of the producer."""
+
+    role = "prefill"
+
+    async def __init__(self, settings: ServiceSettings) -> None:
+        super().__init__(settings)
+        await self.start()
+        self._producer: Producer = await self.engine.describe_producer(FIRST_REQUEST_TIMEOUT_S)
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Where this engine's workers are reached; Serve brings it to the router with each selection."""
+        return asdict(self._producer)
+
+    async def call_and_hold(self, call: Call, hold_s: float) -> AsyncGenerator[ResponseStart | bytes, None]:
+        """Like `call`, but the request counts as ongoing until the caller cancels it, at most `hold_s` more.
+
+        The engine has answered before its KV has arrived: a replica that is told to stop must wait for
+        the handover, and an autoscaler must see the load.
+        """
+        async with aclosing(self.call(call)) as answer:
+            async for item in answer:
+                yield item
+        await asyncio.sleep(hold_s)

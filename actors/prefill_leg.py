@@ -1,0 +1,62 @@
+"""The prefill leg's life in the router: watched from its dispatch to the end of the handover."""
+
+import asyncio
+import logging
+
+from actors.leg import DeadlineError, Leg, deadline
+from actors.router_metrics import RouterMetrics
+from connectors.errors import TandemError
+
+logger = logging.getLogger(__name__)
+
+
+class PrefillLeg:
+    """Owns the task that reads the leg.
+
+    A leg that fails does not fail the request: decode's connector learns of it from its peer, or from
+    the peer's silence, and decode computes the prompt itself. So failures are counted and logged.
+    """
+
+    def __init__(self, leg: Leg, transfer_id: str, timeout_s: float, metrics: RouterMetrics) -> None:
+        self._leg = leg
+        self._transfer_id = transfer_id
+        self._timeout_s = timeout_s
+        self._metrics = metrics
+        self._task = asyncio.create_task(self._watch(), name=f"prefill-leg-{transfer_id}")
+
+    def release(self) -> None:
+        """The handover is done: the leg need not count as ongoing any more."""
+        self._task.cancel()
+
+    async def close(self) -> None:
+        """End the leg wherever it is; a prefill that still runs is aborted."""
+        self._task.cancel()
+        await asyncio.wait({self._task})
+
+    async def _watch(self) -> None:
+        outcome = "cancelled"
+        try:
+            async with deadline(self._timeout_s, f"prefill of transfer {self._transfer_id}"):
+                outcome = await self._read_answer()
+            while await self._leg.next() is not None:
+                pass
+        except DeadlineError as error:
+            outcome = "late"
+            logger.warning("%s", error)
+        except TandemError as error:
+            outcome = "failed"
+            logger.warning("prefill of transfer %s failed: %s", self._transfer_id, error)
+        except Exception:
+            outcome = "failed"
+            logger.exception("prefill of transfer %s failed", self._transfer_id)
+        finally:
+            self._metrics.prefill_legs.labels(outcome).inc()
+            await self._leg.close()
+
+    async def _read_answer(self) -> str:
+        start = await self._leg.start()
+        if start.status < 400:
+            return "done"
+        body = await self._leg.next()
+        logger.warning("prefill of transfer %s: HTTP %d %r", self._transfer_id, start.status, body)
+        return "rejected"

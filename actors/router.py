@@ -1,0 +1,194 @@
+"""The router: sends both legs of a request to a pair of engines at once and relays decode's answer."""
+
+import asyncio
+import json
+import logging
+import uuid
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+
+from actors.asgi_call import Call, Headers, ResponseStart
+from actors.handoff import Endpoint, Producer, decode_leg, prefill_leg, why_local
+from actors.leg import Leg, OverloadedError, choose, deadline, serve_errors
+from actors.prefill_leg import PrefillLeg
+from actors.router_metrics import RouterMetrics
+from configs.settings import RoleName, RouterLimits
+from connectors.errors import TandemError
+
+logger = logging.getLogger(__name__)
+
+NO_PREFILL = "no_prefill"
+"""Why decode served a request that could have been split: no prefill replica took it in time."""
+
+
+@dataclass(frozen=True)
+class ClientRequest:
+    """A validated request: its body as received and as an object."""
+
+    endpoint: Endpoint
+    headers: Headers
+    raw: bytes
+    body: Mapping[str, Any]
+
+
+class Answer:
+    """Decode's answer. `chunks` relays its body and lets the prefill leg go at the first byte."""
+
+    def __init__(self, start: ResponseStart, local_reason: str | None, decode: Leg, expires_at: float) -> None:
+        self.start = start
+        self.local_reason = local_reason
+        self._decode = decode
+        self._expires_at = expires_at
+        self._prefill: PrefillLeg | None = None
+
+    @property
+    def route(self) -> str:
+        """`remote` when another engine computed the prompt, `local` when decode did."""
+        return "remote" if self.local_reason is None else "local"
+
+    def holds(self, prefill: PrefillLeg) -> None:
+        """Keep `prefill` open until the handover is done."""
+        self._prefill = prefill
+
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        """The body as it comes; DeadlineError once the request's time is over."""
+        while (item := await self._next()) is not None:
+            if self._prefill is not None:
+                self._prefill.release()
+            if isinstance(item, bytes):
+                yield item
+
+    async def _next(self) -> ResponseStart | bytes | None:
+        left_s = self._expires_at - asyncio.get_running_loop().time()
+        async with deadline(max(left_s, 0.0), "the rest of the answer"):
+            return await self._decode.next()
+
+
+class Router:
+    """Holds the handles of both roles. `answer` opens a request; closing it ends both legs."""
+
+    def __init__(self, limits: RouterLimits, prefill: DeploymentHandle, decode: DeploymentHandle) -> None:
+        self.limits = limits
+        self.metrics = RouterMetrics()
+        self._roles: dict[RoleName, DeploymentHandle] = {"prefill": prefill, "decode": decode}
+        self._prefill = prefill.options(method_name="call_and_hold", stream=True)
+        self._decode = decode.options(method_name="call", stream=True)
+        self._ongoing = 0
+
+    def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Serve's hook: new deadlines and limits for the requests that come from now on."""
+        self.limits = RouterLimits.model_validate(user_config)
+
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Count a request while it is here; raises OverloadedError when there are too many."""
+        if self._ongoing >= self.limits.max_ongoing_requests:
+            raise OverloadedError(f"{self._ongoing} requests are being served, which is the limit")
+        self._ongoing += 1
+        try:
+            with self.metrics.ongoing.track_inprogress():
+                yield
+        finally:
+            self._ongoing -= 1
+
+    @asynccontextmanager
+    async def answer(self, request: ClientRequest) -> AsyncGenerator[Answer, None]:
+        """Serve `request`. Leaving the context closes whatever still runs of it on either engine.
+
+        Raises OverloadedError, UnavailableError or DeadlineError when decode gives no answer.
+        """
+        limits = self.limits
+        expires_at = asyncio.get_running_loop().time() + limits.request_timeout_s
+        local_reason = why_local(request.endpoint, request.body)
+        async with AsyncExitStack() as stack:
+            async with deadline(limits.request_timeout_s, "the request"):
+                decode_place, prefill_place = await self._choose_pair(stack, local_reason is None)
+                if local_reason is None and prefill_place is None:
+                    local_reason = NO_PREFILL
+                call = Call("POST", request.endpoint, request.headers, request.raw)
+                prefill = None
+                if prefill_place is not None:
+                    transfer_id = uuid.uuid4().hex
+                    producer = Producer.from_params(prefill_place.replica_metadata)
+                    call = _with_body(request, decode_leg(request.body, transfer_id, producer))
+                    shaped = _with_body(request, prefill_leg(request.endpoint, request.body, transfer_id))
+                    prefill = PrefillLeg(
+                        Leg("prefill", self._prefill.dispatch(prefill_place, shaped, limits.request_timeout_s)),
+                        transfer_id,
+                        limits.prefill_timeout_s,
+                        self.metrics,
+                    )
+                    stack.push_async_callback(prefill.close)
+                decode = Leg("decode", self._decode.dispatch(decode_place, call))
+                stack.push_async_callback(decode.close)
+                answer = Answer(await decode.start(), local_reason, decode, expires_at)
+                if prefill is not None:
+                    answer.holds(prefill)
+            yield answer
+
+    async def _choose_pair(self, stack: AsyncExitStack, split: bool) -> tuple[Any, Any]:
+        """Places on a decode and, if `split`, on a prefill replica; without the latter decode serves alone."""
+        timeout_s = self.limits.replica_timeout_s
+        if not split:
+            return await choose(stack, "decode", self._decode, timeout_s), None
+        decode, prefill = await asyncio.gather(
+            choose(stack, "decode", self._decode, timeout_s),
+            choose(stack, "prefill", self._prefill, timeout_s),
+            return_exceptions=True,
+        )
+        if isinstance(decode, BaseException):
+            raise decode
+        if isinstance(prefill, BaseException):
+            if not isinstance(prefill, TandemError):
+                raise prefill
+            logger.warning("serving a request on decode alone: %s", prefill)
+            return decode, None
+        return decode, prefill
+
+    async def models(self, headers: Headers) -> tuple[ResponseStart, bytes]:
+        """Decode's answer to GET /v1/models."""
+        async with AsyncExitStack() as stack, deadline(self.limits.replica_timeout_s, "GET /v1/models"):
+            place = await choose(stack, "decode", self._decode, self.limits.replica_timeout_s)
+            leg = Leg("decode", self._decode.dispatch(place, Call("GET", "/v1/models", headers)))
+            stack.push_async_callback(leg.close)
+            start, body = await leg.start(), b""
+            while isinstance(item := await leg.next(), bytes):
+                body += item
+            return start, body
+
+    async def healthy(self) -> dict[RoleName, int]:
+        """How many replicas of each role answer within `health_timeout_s`."""
+        answers = await asyncio.gather(
+            *(self._ask_all(role, "ping", self.limits.health_timeout_s) for role in self._roles)
+        )
+        return {role: len(replies) for role, replies in zip(self._roles, answers, strict=True)}
+
+    async def engine_metrics(self) -> list[tuple[RoleName, str, str]]:
+        """(role, replica, exposition) of every replica that answers within `metrics_timeout_s`."""
+        answers = await asyncio.gather(
+            *(self._ask_all(role, "metrics", self.limits.metrics_timeout_s) for role in self._roles)
+        )
+        pairs = zip(self._roles, answers, strict=True)
+        return [(role, replica, text) for role, replies in pairs for replica, text in replies]
+
+    async def _ask_all(self, role: RoleName, method: str, timeout_s: float) -> list[Any]:
+        """What the replicas of `role` return from `method`; those that fail or are late are left out."""
+        try:
+            async with deadline(timeout_s, f"asking the {role} replicas"), serve_errors(role):
+                response = self._roles[role].broadcast(method)
+                replies = await response.results_async(return_exceptions=True)
+        except TandemError as error:
+            logger.warning("%s: %s", method, error)
+            return []
+        failures = [reply for reply in replies if isinstance(reply, BaseException)]
+        for failure in failures:
+            logger.warning("%s failed on a %s replica: %s", method, role, failure)
+        return [reply for reply in replies if not isinstance(reply, BaseException)]
+
+
+def _with_body(request: ClientRequest, body: Mapping[str, Any]) -> Call:
+    return Call("POST", request.endpoint, request.headers, json.dumps(body).encode())

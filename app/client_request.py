@@ -1,0 +1,59 @@
+"""From an HTTP request to a `ClientRequest`: the little that is checked before an engine sees it."""
+
+import json
+import uuid
+from http import HTTPStatus
+from typing import Any
+
+from starlette.requests import Request
+
+from actors.asgi_call import Headers
+from actors.handoff import TRANSFER_FIELD, Endpoint
+from actors.router import ClientRequest
+from app.http_errors import BadRequestError
+
+FORWARDED_HEADERS = frozenset({b"accept", b"traceparent", b"tracestate", b"x-request-id"})
+"""Request headers that reach the engines."""
+
+
+async def read_request(request: Request, endpoint: Endpoint, max_body_bytes: int) -> ClientRequest:
+    """Read and check a request; raises BadRequestError, or ClientDisconnect when the client goes away."""
+    raw = await _read_body(request, max_body_bytes)
+    return ClientRequest(endpoint, forwarded_headers(request), raw, parse_body(raw))
+
+
+def forwarded_headers(request: Request) -> Headers:
+    """The headers for both legs; both carry the same X-Request-Id, a fresh one if the client sent none."""
+    given = {name: value for name, value in request.headers.raw if name in FORWARDED_HEADERS}
+    given.setdefault(b"x-request-id", uuid.uuid4().hex.encode())
+    return (*given.items(), (b"content-type", b"application/json"))
+
+
+def parse_body(raw: bytes) -> dict[str, Any]:
+    """The body as an object without a field that only the router may set."""
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise BadRequestError(f"the body is not valid JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise BadRequestError(f"the body must be a JSON object, not {type(body).__name__}")
+    if TRANSFER_FIELD in body:
+        raise BadRequestError(
+            f"{TRANSFER_FIELD} is set by this service and cannot come from a client", param=TRANSFER_FIELD
+        )
+    return body
+
+
+async def _read_body(request: Request, max_body_bytes: int) -> bytes:
+    too_large = BadRequestError(
+        f"the body is larger than {max_body_bytes} bytes", status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+    )
+    length = request.headers.get("content-length", "0")
+    if length.isdigit() and int(length) > max_body_bytes:
+        raise too_large
+    chunks = bytearray()
+    async for chunk in request.stream():
+        chunks += chunk
+        if len(chunks) > max_body_bytes:
+            raise too_large
+    return bytes(chunks)

@@ -1,0 +1,111 @@
+"""The generating routes as an ASGI endpoint: relays bytes as they come and watches for the client's leaving."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from http import HTTPStatus
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive, Scope, Send
+
+from actors.handoff import Endpoint
+from actors.router import Answer, ClientRequest, Router
+from app.client_request import read_request
+from app.http_errors import error_event, error_response, status_of
+from connectors.errors import TandemError
+
+logger = logging.getLogger(__name__)
+
+RELAYED_HEADERS = frozenset({b"content-type", b"content-length", b"x-request-id"})
+"""Response headers of the decode engine that reach the client."""
+
+ROUTE_HEADER = b"x-tandem-route"
+LOCAL_REASON_HEADER = b"x-tandem-local-reason"
+
+REFUSED = "refused"
+"""The `route` of a request that no engine answered, in the metrics."""
+
+
+class Generate:
+    """Serves one endpoint."""
+
+    def __init__(self, router: Router, endpoint: Endpoint) -> None:
+        self._router = router
+        self._endpoint = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        limits = self._router.limits
+        try:
+            with self._router.admitted():
+                request = await read_request(Request(scope, receive), self._endpoint, limits.max_body_bytes)
+                await _until_disconnect(receive, self._relay(request, send))
+        except ClientDisconnect:
+            self._router.metrics.disconnects.inc()
+        except Exception as error:
+            status = status_of(error)
+            if status is HTTPStatus.INTERNAL_SERVER_ERROR:
+                logger.exception("a request failed")
+            self._router.metrics.requests.labels(REFUSED, "", int(status)).inc()
+            await error_response(error, limits.retry_after_s)(scope, receive, send)
+
+    async def _relay(self, request: ClientRequest, send: Send) -> None:
+        began_s = asyncio.get_running_loop().time()
+        metrics = self._router.metrics
+        async with self._router.answer(request) as answer:
+            headers = _response_headers(answer)
+            streams = _is_event_stream(headers)
+            chunks = answer.chunks()
+            if streams:
+                head = await anext(chunks, b"")
+                metrics.first_byte.labels(answer.route).observe(asyncio.get_running_loop().time() - began_s)
+            else:
+                head = b"".join([chunk async for chunk in chunks])
+            status = answer.start.status
+            metrics.requests.labels(answer.route, answer.local_reason or "", status).inc()
+            await send({"type": "http.response.start", "status": status, "headers": headers})
+            await send({"type": "http.response.body", "body": head, "more_body": streams})
+            if streams:
+                await self._relay_rest(chunks, send)
+
+    async def _relay_rest(self, chunks: AsyncGenerator[bytes, None], send: Send) -> None:
+        try:
+            async for chunk in chunks:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        except TandemError as error:
+            self._router.metrics.broken_streams.inc()
+            logger.warning("a stream broke off: %s", error)
+            await send({"type": "http.response.body", "body": error_event(error), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _response_headers(answer: Answer) -> list[tuple[bytes, bytes]]:
+    headers = [(name, value) for name, value in answer.start.headers if name in RELAYED_HEADERS]
+    headers.append((ROUTE_HEADER, answer.route.encode()))
+    if answer.local_reason is not None:
+        headers.append((LOCAL_REASON_HEADER, answer.local_reason.encode()))
+    return headers
+
+
+def _is_event_stream(headers: list[tuple[bytes, bytes]]) -> bool:
+    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
+
+
+async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work`, and cancel it when the client goes away; either way it has ended when this returns."""
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        await working
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.wait({working, leaving})
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

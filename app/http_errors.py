@@ -1,0 +1,69 @@
+"""Errors as OpenAI clients expect them, and which of ours becomes which status."""
+
+import json
+from http import HTTPStatus
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from actors.leg import DeadlineError, OverloadedError, UnavailableError
+
+ERROR_TYPES = {
+    HTTPStatus.BAD_REQUEST: "BadRequestError",
+    HTTPStatus.NOT_FOUND: "NotFoundError",
+    HTTPStatus.METHOD_NOT_ALLOWED: "MethodNotAllowedError",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "RequestTooLargeError",
+    HTTPStatus.TOO_MANY_REQUESTS: "RateLimitError",
+    HTTPStatus.INTERNAL_SERVER_ERROR: "InternalServerError",
+    HTTPStatus.SERVICE_UNAVAILABLE: "ServiceUnavailableError",
+    HTTPStatus.GATEWAY_TIMEOUT: "TimeoutError",
+}
+"""The `type` of an error by its status; the names are vLLM's where vLLM has one."""
+
+
+class BadRequestError(Exception):
+    """The client's request is refused before any engine sees it. `param` names the field."""
+
+    def __init__(self, message: str, param: str | None = None, status: int = HTTPStatus.BAD_REQUEST) -> None:
+        super().__init__(message)
+        self.param = param
+        self.status = HTTPStatus(status)
+
+
+def error_body(status: HTTPStatus, message: str, param: str | None = None) -> dict[str, Any]:
+    """`{"error": ...}` in OpenAI's form."""
+    kind = ERROR_TYPES.get(status, status.phrase)
+    return {"error": {"message": message, "type": kind, "param": param, "code": int(status)}}
+
+
+def status_of(error: Exception) -> HTTPStatus:
+    """The status that says what `error` means to a client."""
+    match error:
+        case BadRequestError():
+            return error.status
+        case OverloadedError():
+            return HTTPStatus.TOO_MANY_REQUESTS
+        case UnavailableError():
+            return HTTPStatus.SERVICE_UNAVAILABLE
+        case DeadlineError():
+            return HTTPStatus.GATEWAY_TIMEOUT
+        case _:
+            return HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+def error_response(error: Exception, retry_after_s: int) -> JSONResponse:
+    """The response for `error`; one that a client may try again says when."""
+    status = status_of(error)
+    internal = status is HTTPStatus.INTERNAL_SERVER_ERROR
+    message = "internal error; the router's log has the details" if internal else str(error)
+    headers = {}
+    if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
+        headers["Retry-After"] = str(retry_after_s)
+    param = error.param if isinstance(error, BadRequestError) else None
+    return JSONResponse(error_body(status, message, param), status_code=status, headers=headers)
+
+
+def error_event(error: Exception) -> bytes:
+    """A server-sent event for an error after the first byte, and the end of the stream."""
+    body = error_body(status_of(error), str(error))
+    return f"data: {json.dumps(body)}\n\ndata: [DONE]\n\n".encode()

@@ -1,0 +1,84 @@
+"""Builds the service: `app.main:build` for a Serve config file, `app.main:app` for `serve build`.
+
+applications:
+  - name: tandem
+    import_path: app.main:build
+    args: {model: demo}
+"""
+
+from typing import Any
+
+from ray import serve
+from ray.serve.config import BackpressureConfig, RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp
+
+from actors.arguments import check_arguments, engine_environment
+from actors.decode import Decode
+from actors.prefill import Prefill
+from actors.router import Router
+from actors.routing import LeastOngoing
+from app.openai import build_http
+from configs.settings import RoleName, RouterLimits, ServiceSettings
+
+ROUTER_SURPLUS_REQUESTS = 64
+"""Places in a router replica beyond its own limit: those requests get a 429 with a reason at once."""
+
+
+@serve.ingress()
+class HttpRouter(Router):
+    """The router with its HTTP surface: the ingress of the application."""
+
+    def __init__(self, limits: RouterLimits, prefill: DeploymentHandle, decode: DeploymentHandle) -> None:
+        super().__init__(limits, prefill, decode)
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Serve's hook: the ASGI application of this replica."""
+        return build_http(self)
+
+
+def build(args: ServiceSettings) -> serve.Application:
+    """The application for `args`; raises SettingsError naming a key that cannot be used."""
+    check_arguments(args)
+    prefill = _deploy_engine(Prefill, "prefill", args)
+    decode = _deploy_engine(Decode, "decode", args)
+    router = serve.deployment(
+        HttpRouter,
+        name="Router",
+        num_replicas=args.router.replicas,
+        ray_actor_options={"num_cpus": args.router.num_cpus},
+        max_ongoing_requests=args.router.max_ongoing_requests + ROUTER_SURPLUS_REQUESTS,
+        user_config=args.router.limits().model_dump(),
+    )
+    return router.bind(args.router.limits(), prefill, decode)
+
+
+def _deploy_engine(actor: type, role: RoleName, settings: ServiceSettings) -> serve.Application:
+    own = settings.role(role)
+    scaling: dict[str, Any] = (
+        {"num_replicas": own.replicas} if isinstance(own.replicas, int) else {"autoscaling_config": own.replicas}
+    )
+    deployment = serve.deployment(
+        actor,
+        name=role.capitalize(),
+        ray_actor_options={
+            "num_cpus": own.num_cpus,
+            "num_gpus": own.num_gpus,
+            "resources": own.resources,
+            "runtime_env": {"env_vars": engine_environment(settings, role)},
+        },
+        max_ongoing_requests=own.max_ongoing_requests,
+        max_queued_requests=own.max_queued_requests,
+        backpressure_config=BackpressureConfig(status_code=429, retry_after_s=settings.router.retry_after_s),
+        request_router_config=RequestRouterConfig(request_router_class=LeastOngoing),
+        graceful_shutdown_timeout_s=own.drain_s,
+        **scaling,
+    )
+    return deployment.bind(settings)
+
+
+def __getattr__(name: str) -> serve.Application:
+    """`app`, the service with default settings: made when asked for, as only `serve build` needs it."""
+    if name == "app":
+        return build(ServiceSettings())
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,64 @@
+"""The HTTP surface: OpenAI's routes, /health and /metrics, as one ASGI application over the router."""
+
+import logging
+from http import HTTPStatus
+from typing import get_args
+
+from prometheus_client import generate_latest
+from ray import serve
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from actors.handoff import Endpoint
+from actors.router import Router
+from app.client_request import forwarded_headers
+from app.generate import Generate
+from app.http_errors import error_body, error_response
+from app.metrics import CONTENT_TYPE, merge
+
+logger = logging.getLogger(__name__)
+
+
+def build_http(router: Router) -> ASGIApp:
+    """The application that serves `router`."""
+
+    async def models(request: Request) -> Response:
+        try:
+            start, body = await router.models(forwarded_headers(request))
+        except Exception as error:
+            return error_response(error, router.limits.retry_after_s)
+        return Response(body, start.status, media_type="application/json")
+
+    async def health(_: Request) -> Response:
+        replicas = await router.healthy()
+        status = HTTPStatus.OK if all(replicas.values()) else HTTPStatus.SERVICE_UNAVAILABLE
+        return JSONResponse({"replicas": replicas}, status_code=status)
+
+    async def metrics(_: Request) -> Response:
+        replica = serve.get_replica_context().replica_id.unique_id
+        own = generate_latest(router.metrics.registry).decode()
+        merged = merge([("router", replica, own), *await router.engine_metrics()])
+        return Response(merged, media_type=CONTENT_TYPE)
+
+    return Starlette(
+        routes=[
+            *(Route(path, Generate(router, path), methods=["POST"]) for path in get_args(Endpoint)),
+            Route("/v1/models", models, methods=["GET"]),
+            Route("/health", health, methods=["GET"]),
+            Route("/metrics", metrics, methods=["GET"]),
+        ],
+        exception_handlers={HTTPException: refuse_route},
+    )
+
+
+async def refuse_route(request: Request, error: Exception) -> Response:
+    """Starlette's own refusals (no such path, wrong method) in OpenAI's form."""
+    if not isinstance(error, HTTPException):
+        raise error
+    status = HTTPStatus(error.status_code)
+    message = f"{request.method} {request.url.path}: {status.phrase.lower()}"
+    return JSONResponse(error_body(status, message), status_code=status, headers=error.headers)

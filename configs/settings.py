@@ -1,0 +1,158 @@
+"""What an operator may set: one frozen model for the whole service, read from a Serve config file's `args`.
+
+Unknown keys and values out of range are refused by name. Times are in seconds (`_s`), sizes in bytes
+(`_bytes`) or GiB (`_gib`). Engine arguments are handed to vLLM as they are; `actors.arguments` checks
+their names against the installed vLLM.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+DEMO_MODEL = "demo"
+"""The value of `model` that stands for the checkpoint embedded in `app.demo`."""
+
+DEMO_MODEL_DIR = Path(__file__).resolve().parent.parent / "app" / "demo" / "model"
+DEMO_SERVED_NAME = "tandem-demo"
+
+RoleName = Literal["prefill", "decode"]
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class SettingsError(ValueError):
+    """A configuration that cannot be started; the message names each offending key."""
+
+
+class Frozen(BaseModel):
+    """Immutable, and a key it does not know is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class CpuSettings(Frozen):
+    """How an engine without a GPU uses its host; ignored by roles with `num_gpus` > 0."""
+
+    kv_cache_gib: int = Field(1, ge=1, description="KV cache of each engine worker (GiB)")
+    omp_threads: int = Field(1, ge=1, description="OpenMP threads of each engine worker")
+    threads_bind: str = Field("nobind", description="vLLM's thread binding: nobind, auto or lists of cores")
+
+    def environment(self) -> dict[str, str]:
+        return {
+            "VLLM_CPU_KVCACHE_SPACE": str(self.kv_cache_gib),
+            "VLLM_CPU_OMP_THREADS_BIND": self.threads_bind,
+            "OMP_NUM_THREADS": str(self.omp_threads),
+        }
+
+
+class TransferSettings(Frozen):
+    """Handed to the KV connector as its `kv_connector_extra_config`."""
+
+    side_channel_host: str | None = Field(
+        None, description="address that the peer's workers dial; unset: the IP address of the actor's node"
+    )
+    side_channel_port: int = Field(0, ge=0, le=65535, description="0: any free port")
+    handshake_s: Seconds = Field(30.0, description="first contact between two engines")
+    progress_s: Seconds = Field(60.0, description="longest wait for a sign of life of a running transfer")
+    cancel_s: Seconds = Field(10.0, description="longest wait for a cancelled transfer's acknowledgement")
+    lease_s: Seconds = Field(60.0, description="how long finished blocks wait for a decode engine to ask")
+    connector: dict[str, Any] = Field(
+        default_factory=dict, description="further keys, passed to the connector unchanged"
+    )
+
+    def connector_config(self, node_ip: str) -> dict[str, Any]:
+        """The connector's settings on a node with the address `node_ip`."""
+        named = self.model_dump(exclude={"connector"})
+        named["side_channel_host"] = self.side_channel_host or node_ip
+        return named | self.connector
+
+
+class RouterLimits(Frozen):
+    """The router's deadlines and limits; Serve's `user_config` changes them while it runs."""
+
+    request_timeout_s: Seconds = Field(600.0, description="from a request's arrival to its last byte")
+    prefill_timeout_s: Seconds = Field(120.0, description="from a prefill leg's start to its answer")
+    replica_timeout_s: Seconds = Field(10.0, description="wait for a replica that can take a request")
+    health_timeout_s: Seconds = Field(5.0, description="wait for the engines' answers to /health")
+    metrics_timeout_s: Seconds = Field(5.0, description="wait for the engines' answers to /metrics")
+    retry_after_s: int = Field(1, ge=1, description="Retry-After of refusals under overload")
+    max_ongoing_requests: int = Field(256, ge=1, description="requests in one router replica; more get 429")
+    max_body_bytes: int = Field(8 * 2**20, ge=1, description="largest request body")
+
+
+class RouterSettings(RouterLimits):
+    """The Router deployment."""
+
+    replicas: int = Field(1, ge=1)
+    num_cpus: float = Field(0.1, ge=0)
+
+    def limits(self) -> RouterLimits:
+        return RouterLimits(**self.model_dump(include=set(RouterLimits.model_fields)))
+
+
+class RoleSettings(Frozen):
+    """The Prefill or the Decode deployment."""
+
+    replicas: int | dict[str, Any] = Field(1, description="a count, or Serve's autoscaling_config")
+    tensor_parallel_size: int = Field(1, ge=1)
+    engine: dict[str, Any] = Field(default_factory=dict, description="vLLM engine arguments of this role")
+    frontend: dict[str, Any] = Field(
+        default_factory=dict, description="arguments of vLLM's OpenAI layer, such as tool_call_parser"
+    )
+    num_cpus: float = Field(0.5, ge=0, description="what the actor asks of Ray")
+    num_gpus: float = Field(0, ge=0, description="what the actor asks of Ray; 0 runs on the CPU")
+    resources: dict[str, float] = Field(default_factory=dict, description="custom Ray resources")
+    environment: dict[str, str] = Field(default_factory=dict, description="environment of the actor and its engine")
+    max_ongoing_requests: int = Field(64, ge=1, description="requests in one replica")
+    max_queued_requests: int = Field(128, ge=0, description="requests that wait in a router for a replica")
+    drain_s: Seconds = Field(30.0, description="how long a stopping replica may finish its requests")
+
+    @model_validator(mode="after")
+    def _replicas_make_sense(self) -> "RoleSettings":
+        if isinstance(self.replicas, int) and self.replicas < 1:
+            raise ValueError("replicas must be at least 1")
+        return self
+
+
+class ServiceSettings(Frozen):
+    """Everything `app.main:build` takes."""
+
+    model: str = Field(DEMO_MODEL, min_length=1, description="a path, a hub id, or `demo`")
+    served_model_name: str | None = Field(None, description="the name clients use; unset: `model`")
+    engine: dict[str, Any] = Field(default_factory=dict, description="vLLM engine arguments of both roles")
+    prefill: RoleSettings = RoleSettings()
+    decode: RoleSettings = RoleSettings()
+    transfer: TransferSettings = TransferSettings()
+    router: RouterSettings = RouterSettings()
+    cpu: CpuSettings = CpuSettings()
+
+    @property
+    def model_path(self) -> str:
+        """What vLLM loads."""
+        return str(DEMO_MODEL_DIR) if self.model == DEMO_MODEL else self.model
+
+    @property
+    def model_name(self) -> str:
+        """What clients write into `model`."""
+        if self.served_model_name is not None:
+            return self.served_model_name
+        return DEMO_SERVED_NAME if self.model == DEMO_MODEL else self.model
+
+    def role(self, name: RoleName) -> RoleSettings:
+        return self.prefill if name == "prefill" else self.decode
+
+
+def parse_settings(args: dict[str, Any]) -> ServiceSettings:
+    """Settings from a config file's `args`; raises SettingsError with one line per offending key."""
+    try:
+        return ServiceSettings.model_validate(args)
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, problem['loc']))}: {_advice(problem)}" for problem in error.errors()]
+        raise SettingsError("\n".join(lines)) from None
+
+
+def _advice(problem: Any) -> str:
+    if problem["type"] == "extra_forbidden":
+        return "no such setting"
+    return f"{problem['msg']} (got {problem['input']!r})"
