@@ -112,7 +112,12 @@ class Consumer:
     def abort(self, request_id: str, now: float) -> list[ConsumerAction]:
         """The request has been aborted; its blocks are freed once ``Received`` says so."""
         reception = self._receptions.get(request_id)
-        return self._fail(reception, "the request was aborted", now) if reception else []
+        if reception is None:
+            return []
+        if reception.stage is _Stage.CONNECTING:
+            order = reception.order
+            self._releases.setdefault(order.producer.incarnation, []).append((order.transfer_id, now))
+        return self._fail(reception, "the request was aborted", now)
 
     def connected(self, incarnation: str, partners: Sequence[Partner], now: float) -> list[ConsumerAction]:
         """The handshake with an engine start has succeeded; ``partners`` are its ranks that talk to this worker."""

@@ -154,7 +154,7 @@ class Producer:
     def progress(
         self, request_id: str, new_ids: Sequence[Sequence[int]], computed_tokens: int, now: float
     ) -> list[Action]:
-        """A chunk has been computed: KV of ``computed_tokens`` tokens is there. ``new_ids[g]`` extend group g's table."""
+        """A chunk is computed: KV of ``computed_tokens`` tokens is there. ``new_ids[g]`` extend group g's table."""
         transfer = self._by_request.get(request_id)
         if transfer is None:
             return []

@@ -141,12 +141,8 @@ def encode(envelope: Envelope) -> bytes:
         case Hello():
             body = message.card
         case Offer():
-            header |= {
-                "id": message.transfer_id,
-                "end": message.end_token,
-                "prompt": message.prompt_digest,
-                "blocks": [len(g) for g in message.groups],
-            }
+            header |= {"id": message.transfer_id, "end": message.end_token, "prompt": message.prompt_digest}
+            header["blocks"] = [len(blocks) for blocks in message.groups]
             body = b"".join(v.astype("<i8").tobytes() for g in message.groups for v in (g.positions, g.ids))
         case Fin():
             header |= {"id": message.transfer_id, "bytes": message.total_bytes}
@@ -196,12 +192,8 @@ def _message(header: dict[str, Any], body: bytes) -> Message:
         case "refused":
             return Refused(_text(header, "reason"))
         case "offer":
-            return Offer(
-                _text(header, "id"),
-                _count(header, "end"),
-                _text(header, "prompt"),
-                _block_sets(header.get("blocks"), body),
-            )
+            groups = _block_sets(header.get("blocks"), body)
+            return Offer(_text(header, "id"), _count(header, "end"), _text(header, "prompt"), groups)
         case "alive":
             return Alive(_text(header, "id"))
         case "fin":

@@ -1,0 +1,58 @@
+"""What the connector needs of a transport: registered memory, one-sided writes, messages.
+
+The order of calls: ``register`` once, ``metadata`` to be sent to peers, ``add_peer`` with theirs, then ``write`` /
+``poll`` and ``notify`` / ``notifications`` in any order, ``close`` last. A peer can be notified as soon as its
+metadata has been added on this side; it need not have added ours. Calls are serialised by the owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from connectors.planning.descriptors import Runs
+from connectors.planning.layout import Region
+
+WriteHandle = int
+
+
+class Transport(Protocol):
+    """Moves bytes and messages between agents. ``name`` is this agent's, unique among all that may ever meet."""
+
+    name: str
+    kind: str
+
+    def register(self, regions: Sequence[Region]) -> None:
+        """Make memory readable for our writes and writable for peers'. Raises TransportError."""
+
+    def metadata(self) -> bytes:
+        """What a peer needs to reach this agent and its registered memory."""
+        ...
+
+    def add_peer(self, metadata: bytes) -> str:
+        """Learn of a peer; its name. Adding it again is harmless. Raises TransportError for unusable metadata."""
+        ...
+
+    def remove_peer(self, peer: str) -> None:
+        """Forget a peer. Nothing may be under way to it."""
+
+    def write(self, peer: str, runs: Runs, memory: str, peer_memory: str, device: int, peer_device: int) -> WriteHandle:
+        """Start copying ``runs`` from local to the peer's registered memory. Raises TransportError."""
+        ...
+
+    def poll(self, handle: WriteHandle) -> bool:
+        """True once all bytes of a write are in the peer's memory; the handle is spent then.
+
+        Raises TransportError where the write has failed; the handle is spent then too.
+        """
+        ...
+
+    def notify(self, peer: str, payload: bytes) -> None:
+        """Send a message, delivered at most once. Raises TransportError where the peer is known to be out of reach."""
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        """(sender's name, payload) of the messages that have come since the last call."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back. Idempotent."""

@@ -1,0 +1,109 @@
+"""A transport between agents of one process: real bytes, real bounds, no network.
+
+Tests and simulations use it to run whole transfers without NIXL. A ``Fabric`` is the network: agents on one fabric
+can reach each other. Like NIXL it refuses runs outside registered memory, on either side.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from connectors.errors import TransportError
+from connectors.planning.descriptors import Runs
+from connectors.planning.layout import Region
+
+
+class Fabric:
+    """The agents that can reach each other, by name. ``cut`` and ``mend`` take one away and bring it back."""
+
+    def __init__(self) -> None:
+        self.agents: dict[str, MemoryTransport] = {}
+        self.unreachable: set[str] = set()
+
+    def cut(self, name: str) -> None:
+        self.unreachable.add(name)
+
+    def mend(self, name: str) -> None:
+        self.unreachable.discard(name)
+
+    def agent(self, sender: str, peer: str) -> MemoryTransport:
+        if peer not in self.agents or peer in self.unreachable or sender in self.unreachable:
+            raise TransportError(peer, "no such agent can be reached on this fabric")
+        return self.agents[peer]
+
+
+class MemoryTransport:
+    """One agent. Writes are copied when they are posted and are done at the next poll."""
+
+    kind = "memory"
+
+    def __init__(self, name: str, fabric: Fabric) -> None:
+        self.name = name
+        self._fabric = fabric
+        self._regions: list[Region] = []
+        self._peers: set[str] = set()
+        self._inbox: deque[tuple[str, bytes]] = deque()
+        self._pending: set[int] = set()
+        self._next_handle = 0
+        fabric.agents[name] = self
+
+    def register(self, regions: Sequence[Region]) -> None:
+        for region in regions:
+            if region.memory != "DRAM":
+                raise TransportError(self.name, f"the memory transport moves DRAM only, not {region.memory}")
+        self._regions.extend(regions)
+
+    def metadata(self) -> bytes:
+        return self.name.encode()
+
+    def add_peer(self, metadata: bytes) -> str:
+        name = metadata.decode(errors="replace")
+        self._fabric.agent(self.name, name)
+        self._peers.add(name)
+        return name
+
+    def remove_peer(self, peer: str) -> None:
+        self._peers.discard(peer)
+
+    def write(self, peer: str, runs: Runs, memory: str, peer_memory: str, device: int, peer_device: int) -> int:
+        target = self._reach(peer)
+        self._check_inside(self.name, runs.src, runs.length)
+        target._check_inside(peer, runs.dst, runs.length)
+        for dst, src, length in zip(runs.dst.tolist(), runs.src.tolist(), runs.length.tolist(), strict=True):
+            ctypes.memmove(dst, src, length)
+        self._next_handle += 1
+        self._pending.add(self._next_handle)
+        return self._next_handle
+
+    def poll(self, handle: int) -> bool:
+        self._pending.remove(handle)
+        return True
+
+    def notify(self, peer: str, payload: bytes) -> None:
+        self._reach(peer)._inbox.append((self.name, payload))
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        messages = list(self._inbox)
+        self._inbox.clear()
+        return messages
+
+    def close(self) -> None:
+        self._fabric.agents.pop(self.name, None)
+        self._regions.clear()
+
+    def _reach(self, peer: str) -> MemoryTransport:
+        if peer not in self._peers:
+            raise TransportError(peer, "its metadata has not been added")
+        return self._fabric.agent(self.name, peer)
+
+    def _check_inside(self, owner: str, address: np.ndarray, length: np.ndarray) -> None:
+        inside = np.zeros(len(address), bool)
+        for region in self._regions:
+            inside |= (address >= region.address) & (address + length <= region.end)
+        if not inside.all():
+            outside = int(address[~inside][0])
+            raise TransportError(owner, f"address {outside:#x} is not inside its registered memory")

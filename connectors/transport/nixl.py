@@ -1,0 +1,138 @@
+"""NIXL as a transport: the only importer of nixl.
+
+One agent per worker, the UCX back end, a progress thread so that writes move on while the engine computes. Every NIXL
+error becomes a TransportError that names the peer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import numpy as np
+from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t, nixl_xfer_handle
+
+from connectors.errors import TransportError
+from connectors.planning.descriptors import Runs
+from connectors.planning.layout import Region
+
+
+class NixlTransport:
+    """A NIXL agent. NIXL has no error classes that can be imported by name, so any Exception of a call is mapped."""
+
+    kind = "nixl"
+
+    def __init__(self, name: str, backends: Sequence[str] = ("UCX",), threads: int = 0) -> None:
+        self.name = name
+        try:
+            self._agent: nixl_agent | None = nixl_agent(
+                name,
+                nixl_agent_config(
+                    enable_prog_thread=True,
+                    backends=list(backends),
+                    num_threads=threads,
+                    # The side channel's threads add peers while the engine's thread writes.
+                    sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+                ),
+            )
+        except Exception as error:
+            raise TransportError(name, f"NIXL could not start with back ends {list(backends)}: {error}") from error
+        self._registered: list[object] = []
+        self._handles: dict[int, tuple[str, nixl_xfer_handle]] = {}
+        self._next_handle = 0
+
+    def register(self, regions: Sequence[Region]) -> None:
+        for memory in sorted({region.memory for region in regions}):
+            ranges = [(r.address, r.length_bytes, r.device, "") for r in regions if r.memory == memory]
+            try:
+                self._registered.append(self._live().register_memory(ranges, memory))
+            except Exception as error:
+                raise TransportError(self.name, f"registering {len(ranges)} {memory} regions: {error}") from error
+
+    def metadata(self) -> bytes:
+        return bytes(self._live().get_agent_metadata())
+
+    def add_peer(self, metadata: bytes) -> str:
+        try:
+            name = self._live().add_remote_agent(metadata)
+        except Exception as error:
+            raise TransportError("?", f"its agent metadata is not usable: {error}") from error
+        return name.decode() if isinstance(name, bytes) else str(name)
+
+    def remove_peer(self, peer: str) -> None:
+        with contextlib.suppress(Exception):
+            self._live().remove_remote_agent(peer)
+
+    def write(self, peer: str, runs: Runs, memory: str, peer_memory: str, device: int, peer_device: int) -> int:
+        agent = self._live()
+        try:
+            local = agent.get_xfer_descs(_descriptors(runs.src, runs.length, device), memory)
+            remote = agent.get_xfer_descs(_descriptors(runs.dst, runs.length, peer_device), peer_memory)
+            handle = agent.initialize_xfer("WRITE", local, remote, peer)
+            state = agent.transfer(handle)
+        except Exception as error:
+            raise TransportError(peer, f"posting a write of {len(runs)} runs: {error}") from error
+        if state == "ERR":
+            self._release(handle)
+            raise TransportError(peer, f"posting a write of {len(runs)} runs failed")
+        self._next_handle += 1
+        self._handles[self._next_handle] = (peer, handle)
+        return self._next_handle
+
+    def poll(self, handle: int) -> bool:
+        peer, xfer = self._handles[handle]
+        try:
+            state = self._live().check_xfer_state(xfer)
+        except Exception as error:
+            del self._handles[handle]
+            self._release(xfer)
+            raise TransportError(peer, f"a write failed: {error}") from error
+        if state == "PROC":
+            return False
+        del self._handles[handle]
+        self._release(xfer)
+        if state == "ERR":
+            raise TransportError(peer, "a write failed")
+        return True
+
+    def notify(self, peer: str, payload: bytes) -> None:
+        try:
+            self._live().send_notif(peer, payload)
+        except Exception as error:
+            raise TransportError(peer, f"sending a message of {len(payload)} bytes: {error}") from error
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        inbox = self._live().get_new_notifs()
+        return [(_text(peer), payload) for peer, payloads in inbox.items() for payload in payloads]
+
+    def close(self) -> None:
+        agent, self._agent = self._agent, None
+        if agent is None:
+            return
+        for _, xfer in self._handles.values():
+            self._release(xfer)
+        self._handles.clear()
+        for descriptors in self._registered:
+            with contextlib.suppress(Exception):
+                agent.deregister_memory(descriptors)
+
+    def _live(self) -> nixl_agent:
+        if self._agent is None:
+            raise TransportError(self.name, "this transport has been closed")
+        return self._agent
+
+    def _release(self, xfer: nixl_xfer_handle) -> None:
+        # Releasing an unfinished transfer raises after it has started the abort; NIXL then releases it itself.
+        with contextlib.suppress(Exception):
+            xfer.release()
+
+
+def _descriptors(address: np.ndarray, length: np.ndarray, device: int) -> np.ndarray:
+    """(address, bytes, device) rows, as NIXL takes them. Shape (N, 3), uint64."""
+    table = np.empty((len(address), 3), np.uint64)
+    table[:, 0], table[:, 1], table[:, 2] = address, length, device
+    return table
+
+
+def _text(name: str | bytes) -> str:
+    return name.decode() if isinstance(name, bytes) else name

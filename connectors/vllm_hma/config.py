@@ -1,0 +1,64 @@
+"""The connector's own configuration: what ``kv_connector_extra_config`` may hold, checked key by key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from connectors.errors import ConfigurationError
+from connectors.protocol.limits import TransferLimits
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorConfig:
+    """Keys of ``kv_connector_extra_config``; those of ``TransferLimits`` stand beside them.
+
+    ``side_channel_host``   interface on which engines hand out their cards; the default serves one machine only
+    ``side_channel_port``   0 takes a free port; the prefill engine's answers carry the port taken
+    ``advertise_host``      name or address under which peers reach side_channel_host; needed where that is 0.0.0.0
+    ``backends``            NIXL back ends
+    ``trace_path``          append one JSON line per transfer event to this file; for benchmarks
+    """
+
+    side_channel_host: str = "127.0.0.1"
+    side_channel_port: int = 0
+    advertise_host: str = ""
+    backends: tuple[str, ...] = ("UCX",)
+    trace_path: str = ""
+    limits: TransferLimits = field(default_factory=TransferLimits)
+
+    @property
+    def reachable_host(self) -> str:
+        return self.advertise_host or self.side_channel_host
+
+
+_LIMITS = {f.name for f in fields(TransferLimits)}
+_OWN: dict[str, type] = {
+    "side_channel_host": str,
+    "side_channel_port": int,
+    "advertise_host": str,
+    "backends": list,
+    "trace_path": str,
+}
+
+
+def parse_config(extra: Mapping[str, Any]) -> ConnectorConfig:
+    """Raises ConfigurationError that names the key."""
+    for key, value in extra.items():
+        if key not in _OWN and key not in _LIMITS:
+            known = ", ".join(sorted([*_OWN, *_LIMITS]))
+            raise ConfigurationError(f"kv_connector_extra_config: unknown key {key!r}; known are {known}")
+        if key in _OWN and (not isinstance(value, _OWN[key]) or isinstance(value, bool)):
+            raise ConfigurationError(f"kv_connector_extra_config: {key} must be {_OWN[key].__name__}, not {value!r}")
+    own: dict[str, Any] = {key: value for key, value in extra.items() if key in _OWN}
+    if not 0 <= own.get("side_channel_port", 0) < 65536:
+        raise ConfigurationError(f"kv_connector_extra_config: side_channel_port {own['side_channel_port']} is no port")
+    if "backends" in own:
+        own["backends"] = tuple(str(name) for name in own["backends"])
+    config = ConnectorConfig(**own, limits=TransferLimits(**{k: v for k, v in extra.items() if k in _LIMITS}))
+    if config.reachable_host in ("0.0.0.0", "::", ""):
+        raise ConfigurationError(
+            f"kv_connector_extra_config: advertise_host must say how peers reach {config.side_channel_host!r}"
+        )
+    return config
