@@ -27,14 +27,21 @@ class GroupKind(StrEnum):
     SLIDING = "sliding"
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Place:
+    """Where memory lies. ``memory`` is NIXL's word for its kind, ``DRAM`` or ``VRAM``; host memory is device 0."""
+
+    memory: str
+    device: int
+
+
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One range of memory to register. ``memory`` is NIXL's word for its kind: ``DRAM`` or ``VRAM``."""
+    """One range of memory to register."""
 
     address: int
     length_bytes: int
-    memory: str
-    device: int
+    place: Place
 
     @property
     def end(self) -> int:
@@ -112,9 +119,15 @@ class EngineLayout:
             raise PlanError(f"tp_rank {self.tp_rank} does not exist in a group of {self.tp_size}")
         if [group.index for group in self.groups] != list(range(len(self.groups))):
             raise PlanError("groups must be listed in the order of their index, none missing")
+        if len({region.place for region in self.regions}) != 1:
+            raise PlanError("a worker's cache must lie in one kind of memory, on one device")
         for group in self.groups:
             for pages in group.layers:
                 self._check_inside(pages)
+
+    @property
+    def place(self) -> Place:
+        return self.regions[0].place
 
     def _check_inside(self, pages: LayerPages) -> None:
         last = (
@@ -136,11 +149,10 @@ def unique_regions(spans: Iterable[Region]) -> tuple[Region, ...]:
     allocations.
     """
     merged: list[Region] = []
-    for span in sorted(spans, key=lambda s: (s.memory, s.device, s.address, -s.length_bytes)):
+    for span in sorted(spans, key=lambda s: (s.place, s.address, -s.length_bytes)):
         last = merged[-1] if merged else None
-        if last is not None and (last.memory, last.device) == (span.memory, span.device) and span.address < last.end:
-            length = max(last.end, span.end) - last.address
-            merged[-1] = Region(last.address, length, last.memory, last.device)
+        if last is not None and last.place == span.place and span.address < last.end:
+            merged[-1] = Region(last.address, max(last.end, span.end) - last.address, last.place)
         else:
             merged.append(span)
     return tuple(merged)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from connectors.errors import IncompatiblePeerError, PlanError, WireError
-from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Region
+from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Place, Region
 from connectors.planning.plan import check_compatible
 
 PROTOCOL_VERSION = 1
@@ -125,7 +125,10 @@ def _layout(fields: dict[str, Any]) -> EngineLayout:
         tp_size=_whole(fields["tp_size"]),
         kv_heads=_whole(fields["kv_heads"]),
         num_blocks=_whole(fields["num_blocks"]),
-        regions=tuple(_checked(Region, region) for region in fields["regions"]),
+        regions=tuple(
+            Region(_whole(r["address"]), _whole(r["length_bytes"]), _checked(Place, r["place"]))
+            for r in fields["regions"]
+        ),
         groups=tuple(
             Group(
                 index=_whole(group["index"]),

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from connectors.planning.descriptors import Runs
-from connectors.planning.layout import Region
+from connectors.planning.layout import Place, Region
 
 WriteHandle = int
 
@@ -36,8 +36,8 @@ class Transport(Protocol):
     def remove_peer(self, peer: str) -> None:
         """Forget a peer. Nothing may be under way to it."""
 
-    def write(self, peer: str, runs: Runs, memory: str, peer_memory: str, device: int, peer_device: int) -> WriteHandle:
-        """Start copying ``runs`` from local to the peer's registered memory. Raises TransportError."""
+    def write(self, peer: str, runs: Runs, source: Place, target: Place) -> WriteHandle:
+        """Start copying ``runs`` from our registered memory to the peer's. Raises TransportError."""
         ...
 
     def poll(self, handle: WriteHandle) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 
 from connectors.errors import TransportError
 from connectors.planning.descriptors import Runs
-from connectors.planning.layout import Region
+from connectors.planning.layout import Place, Region
 
 
 class Fabric:
@@ -53,8 +53,8 @@ class MemoryTransport:
 
     def register(self, regions: Sequence[Region]) -> None:
         for region in regions:
-            if region.memory != "DRAM":
-                raise TransportError(self.name, f"the memory transport moves DRAM only, not {region.memory}")
+            if region.place.memory != "DRAM":
+                raise TransportError(self.name, f"the memory transport moves DRAM only, not {region.place.memory}")
         self._regions.extend(regions)
 
     def metadata(self) -> bytes:
@@ -69,10 +69,10 @@ class MemoryTransport:
     def remove_peer(self, peer: str) -> None:
         self._peers.discard(peer)
 
-    def write(self, peer: str, runs: Runs, memory: str, peer_memory: str, device: int, peer_device: int) -> int:
-        target = self._reach(peer)
+    def write(self, peer: str, runs: Runs, source: Place, target: Place) -> int:
+        receiver = self._reach(peer)
         self._check_inside(self.name, runs.src, runs.length)
-        target._check_inside(peer, runs.dst, runs.length)
+        receiver._check_inside(peer, runs.dst, runs.length)
         for dst, src, length in zip(runs.dst.tolist(), runs.src.tolist(), runs.length.tolist(), strict=True):
             ctypes.memmove(dst, src, length)
         self._next_handle += 1

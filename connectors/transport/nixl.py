@@ -14,7 +14,7 @@ from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t, nixl_xf
 
 from connectors.errors import TransportError
 from connectors.planning.descriptors import Runs
-from connectors.planning.layout import Region
+from connectors.planning.layout import Place, Region
 
 
 class NixlTransport:
@@ -42,8 +42,8 @@ class NixlTransport:
         self._next_handle = 0
 
     def register(self, regions: Sequence[Region]) -> None:
-        for memory in sorted({region.memory for region in regions}):
-            ranges = [(r.address, r.length_bytes, r.device, "") for r in regions if r.memory == memory]
+        for memory in sorted({region.place.memory for region in regions}):
+            ranges = [(r.address, r.length_bytes, r.place.device, "") for r in regions if r.place.memory == memory]
             try:
                 self._registered.append(self._live().register_memory(ranges, memory))
             except Exception as error:
@@ -63,11 +63,11 @@ class NixlTransport:
         with contextlib.suppress(Exception):
             self._live().remove_remote_agent(peer)
 
-    def write(self, peer: str, runs: Runs, memory: str, peer_memory: str, device: int, peer_device: int) -> int:
+    def write(self, peer: str, runs: Runs, source: Place, target: Place) -> int:
         agent = self._live()
         try:
-            local = agent.get_xfer_descs(_descriptors(runs.src, runs.length, device), memory)
-            remote = agent.get_xfer_descs(_descriptors(runs.dst, runs.length, peer_device), peer_memory)
+            local = agent.get_xfer_descs(_descriptors(runs.src, runs.length, source.device), source.memory)
+            remote = agent.get_xfer_descs(_descriptors(runs.dst, runs.length, target.device), target.memory)
             handle = agent.initialize_xfer("WRITE", local, remote, peer)
             state = agent.transfer(handle)
         except Exception as error:

@@ -141,7 +141,7 @@ def _layer_pages(
     if (blocks, tokens) != (num_blocks, spec.block_size):
         raise UnsupportedCacheError(
             layer,
-            f"the attention kernel splits its {num_blocks} blocks of {spec.block_size} tokens into {blocks} of {tokens}",
+            f"the kernel splits {num_blocks} blocks of {spec.block_size} tokens into {blocks} of {tokens}",
             f"set block_size={tokens}",
         )
     if heads != max(1, kv_heads // tp_size) or (kv_heads >= tp_size and kv_heads % tp_size):
