@@ -83,6 +83,9 @@ def engine_environment(settings: ServiceSettings, role: RoleName) -> dict[str, s
     environment = {"VLLM_NO_USAGE_STATS": "1"}
     if not own.num_gpus:
         environment |= settings.cpu.environment()
+        if engine_arguments(settings, role).get("enforce_eager"):
+            # vLLM's sampler compiles a helper at the first request with logprobs, for many seconds.
+            environment["TORCHDYNAMO_DISABLE"] = "1"
     if Path(settings.model_path).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"
     return environment | own.environment

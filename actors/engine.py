@@ -92,6 +92,7 @@ class Engine:
             async for output in self._llm.generate(prompt, params, request_id=f"describe-{uuid.uuid4().hex}"):
                 described = output.kv_transfer_params
         import importlib.util  # TEMPORARY
+
         if importlib.util.find_spec(CONNECTOR_MODULE) is None:
             return Producer("none", "127.0.0.1", 1, 1)
         try:
@@ -131,6 +132,7 @@ def kv_transfer_config(settings: ServiceSettings, role: RoleName, node_ip: str) 
     from vllm.config import KVTransferConfig
 
     import importlib.util  # TEMPORARY
+
     if importlib.util.find_spec(CONNECTOR_MODULE) is None:
         return None
     return KVTransferConfig(

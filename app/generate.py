@@ -42,6 +42,9 @@ class Generate:
                 await _until_disconnect(receive, self._relay(request, send))
         except ClientDisconnect:
             self._router.metrics.disconnects.inc()
+        except asyncio.CancelledError:  # how Serve's proxy passes a disconnect on
+            self._router.metrics.disconnects.inc()
+            raise
         except Exception as error:
             status = status_of(error)
             if status is HTTPStatus.INTERNAL_SERVER_ERROR:

@@ -28,6 +28,8 @@ class _Merged(Collector):
         families: dict[str, Metric] = {}
         for role, replica, text in self._sources:
             for family in text_string_to_metric_families(text):
+                if family.name.endswith("_created"):  # when a series began: one more line for each
+                    continue
                 merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
                 for sample in family.samples:
                     labels = {**sample.labels, "role": role, "replica": replica}

