@@ -4,15 +4,19 @@
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, RunningReplica
 
 
 def rank(ongoing: Mapping[str, int], turn: int) -> list[str]:
-    """Replica ids, best first: fewest ongoing requests, and among equals the `turn`-th goes first."""
-    names = sorted(ongoing)
-    places = {name: (index - turn) % len(names) for index, name in enumerate(names)}
-    return sorted(names, key=lambda name: (ongoing[name], places[name]))
+    """Replica ids, best first: fewest ongoing requests; among equals, who goes first changes with `turn`."""
+    ranked: list[str] = []
+    for _, equals in groupby(sorted(ongoing, key=lambda name: (ongoing[name], name)), key=ongoing.__getitem__):
+        names = list(equals)
+        first = turn % len(names)
+        ranked += names[first:] + names[:first]
+    return ranked
 
 
 class LeastOngoing(FIFOMixin, RequestRouter):

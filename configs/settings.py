@@ -8,7 +8,7 @@ their names against the installed vLLM.
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 DEMO_MODEL = "demo"
 """The value of `model` that stands for the checkpoint embedded in `app.demo`."""
@@ -47,25 +47,31 @@ class CpuSettings(Frozen):
 
 
 class TransferSettings(Frozen):
-    """Handed to the KV connector as its `kv_connector_extra_config`."""
+    """The KV connector's settings: its `kv_connector_extra_config`, under the connector's own names."""
 
     side_channel_host: str | None = Field(
-        None, description="address that the peer's workers dial; unset: the IP address of the actor's node"
+        None, description="interface where prefill engines answer peers; unset: the address of the node"
     )
     side_channel_port: int = Field(0, ge=0, le=65535, description="0: any free port")
+    advertise_host: str = Field("", description="how peers reach side_channel_host, where that is 0.0.0.0")
+    backends: list[str] = Field(["UCX"], min_length=1, description="NIXL back ends")
+    trace_path: str = Field("", description="append a JSON line per transfer event to this file")
     handshake_s: Seconds = Field(30.0, description="first contact between two engines")
-    progress_s: Seconds = Field(60.0, description="longest wait for a sign of life of a running transfer")
-    cancel_s: Seconds = Field(10.0, description="longest wait for a cancelled transfer's acknowledgement")
+    progress_s: Seconds = Field(30.0, description="longest wait without hearing anything of a transfer")
+    cancel_s: Seconds = Field(5.0, description="between two Cancels that the producer has not answered")
     lease_s: Seconds = Field(60.0, description="how long finished blocks wait for a decode engine to ask")
-    connector: dict[str, Any] = Field(
-        default_factory=dict, description="further keys, passed to the connector unchanged"
-    )
+    alive_s: Seconds = Field(5.0, description="how often a producer that waits its turn says so")
+    fence_s: Seconds = Field(2.0, description="how long a preempted prefill waits for writes in flight")
+
+    @model_validator(mode="after")
+    def _alive_is_heard(self) -> "TransferSettings":
+        if self.alive_s * 2 > self.progress_s:
+            raise ValueError("alive_s must be at most half of progress_s, or a busy producer is taken for dead")
+        return self
 
     def connector_config(self, node_ip: str) -> dict[str, Any]:
-        """The connector's settings on a node with the address `node_ip`."""
-        named = self.model_dump(exclude={"connector"})
-        named["side_channel_host"] = self.side_channel_host or node_ip
-        return named | self.connector
+        """`kv_connector_extra_config` on a node with the address `node_ip`."""
+        return self.model_dump() | {"side_channel_host": self.side_channel_host or node_ip}
 
 
 class RouterLimits(Frozen):
@@ -108,11 +114,12 @@ class RoleSettings(Frozen):
     max_queued_requests: int = Field(128, ge=0, description="requests that wait in a router for a replica")
     drain_s: Seconds = Field(30.0, description="how long a stopping replica may finish its requests")
 
-    @model_validator(mode="after")
-    def _replicas_make_sense(self) -> "RoleSettings":
-        if isinstance(self.replicas, int) and self.replicas < 1:
-            raise ValueError("replicas must be at least 1")
-        return self
+    @field_validator("replicas")
+    @classmethod
+    def _at_least_one(cls, replicas: int | dict[str, Any]) -> int | dict[str, Any]:
+        if isinstance(replicas, int) and replicas < 1:
+            raise ValueError("must be at least 1")
+        return replicas
 
 
 class ServiceSettings(Frozen):
