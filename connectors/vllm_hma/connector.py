@@ -1,0 +1,154 @@
+"""The class that vLLM loads. It forwards to the scheduler's or the workers' half, and does nothing else.
+
+KVTransferConfig(
+    kv_connector="TandemConnector",
+    kv_connector_module_path="connectors.vllm_hma.connector",
+    kv_role="kv_producer" | "kv_consumer" | "kv_both",
+    kv_load_failure_policy="recompute",
+    kv_connector_extra_config={...},  # connectors/vllm_hma/config.py
+)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from connectors.errors import ConfigurationError
+from connectors.vllm_hma.config import parse_config
+from connectors.vllm_hma.orders import CardMetadata, Orders
+from connectors.vllm_hma.scheduler import SchedulerConnector
+from connectors.vllm_hma.translate import group_shapes
+from connectors.vllm_hma.worker import WorkerConnector
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class TandemConnector(KVConnectorBase_V1, SupportsHMA):
+    """Streams each KV cache group's blocks from the engine that prefills to the engine that decodes."""
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = self._kv_transfer_config
+        if transfer.kv_load_failure_policy != "recompute":
+            raise ConfigurationError(
+                "kv_transfer_config: set kv_load_failure_policy='recompute'; with 'fail', vLLM's default, a transfer "
+                "that fails would fail the request"
+            )
+        config = parse_config(transfer.kv_connector_extra_config)
+        # The engine id may be fixed by configuration; with the instance id it is new at every start.
+        incarnation = f"{transfer.engine_id}.{vllm_config.instance_id}"
+        self._scheduler: SchedulerConnector | None = None
+        self._worker: WorkerConnector | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            tp_size = vllm_config.parallel_config.tensor_parallel_size
+            shapes = group_shapes(vllm_config, kv_cache_config)
+            self._scheduler = SchedulerConnector(config, incarnation, tp_size, shapes)
+        else:
+            self._worker = WorkerConnector(config, incarnation, vllm_config, kv_cache_config)
+
+    @property
+    def scheduler(self) -> SchedulerConnector:
+        assert self._scheduler is not None, "vLLM calls scheduler methods on the scheduler's instance"
+        return self._scheduler
+
+    @property
+    def worker(self) -> WorkerConnector:
+        assert self._worker is not None, "vLLM calls worker methods on the workers' instances"
+        return self._worker
+
+    # ---- scheduler's side --------------------------------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self.scheduler.bind_pool(gpu_block_pool)
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        self.scheduler.publish({key: card for key, card in metadata.items() if isinstance(card, CardMetadata)})
+
+    def on_new_request(self, request: Request) -> None:
+        self.scheduler.new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        tokens = self.scheduler.matched_tokens(request, num_computed_tokens)
+        return tokens, tokens > 0
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        return self._kv_cache_config.transfer_group_ids
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self.scheduler.after_alloc(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self.scheduler.orders(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self.scheduler.sending_finished(connector_output.finished_sending or set())
+        self.scheduler.receiving_finished(connector_output.finished_recving or set())
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.scheduler.finished(request)
+
+    # ---- workers' side -----------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return CardMetadata(self.worker.card)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, Orders)
+        self.worker.before_forward(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Loads are asynchronous; they are ordered before and after the forward."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing runs before all of its KV has arrived."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        """A chunk leaves when all of its layers are computed (``wait_for_save``)."""
+
+    def wait_for_save(self) -> None:
+        orders = self._get_connector_metadata()
+        assert isinstance(orders, Orders)
+        self.worker.after_forward(orders)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        sent, received, failed = self.worker.results()
+        return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
+
+    # ---- both --------------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if self._worker is not None:
+            self._worker.close()

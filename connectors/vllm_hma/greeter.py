@@ -1,0 +1,171 @@
+"""First contact between two workers, off the engine's path: both directions, in threads of their own.
+
+    consumer worker                          producer engine / worker
+    fetch the engine's card  -------------->  side channel (engine core)
+    check, add peers, prove the plans
+    Hello(card)              -------------->  check, add peer, plan
+                             <--------------  Welcome | Refused(reason)
+
+Both ends have opened their connections when Welcome arrives, so the first offer does not pay for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from connectors.errors import HandshakeError, TandemError
+from connectors.planning.heads import partners
+from connectors.planning.plan import PairPlan, plan_pair
+from connectors.planning.verify import prove_plans
+from connectors.protocol.cards import EngineCard, WorkerCard, check_peers, decode_worker_card, encode_worker_card
+from connectors.protocol.consumer import Partner
+from connectors.protocol.params import EngineAddress
+from connectors.protocol.producer import Consumer
+from connectors.protocol.wire import Envelope, Hello, Message, Peer, Refused, Welcome, encode
+from connectors.transport.base import Transport
+from connectors.vllm_hma.side_channel import fetch_card
+
+logger = logging.getLogger(__name__)
+
+_THREADS = 4
+
+
+def agent_name(peer: Peer) -> str:
+    """The transport's name for a worker."""
+    return f"{peer.incarnation}/{peer.rank}"
+
+
+class Greeter:
+    """Shakes hands for one worker. The callbacks are called from its threads and take the worker's lock themselves."""
+
+    def __init__(
+        self,
+        card: WorkerCard,
+        transport: Transport,
+        handshake_s: float,
+        on_connected: Callable[[str, list[Partner]], None],
+        on_failed: Callable[[str, str], None],
+        on_welcomed: Callable[[Peer, WorkerCard, PairPlan, Consumer], None],
+    ) -> None:
+        self._card = card
+        self._me = Peer(card.incarnation, card.rank)
+        self._transport = transport
+        self._handshake_s = handshake_s
+        self._on_connected = on_connected
+        self._on_failed = on_failed
+        self._on_welcomed = on_welcomed
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="tandem-greeter")
+        self._lock = threading.Lock()
+        self._connecting: set[str] = set()
+        self._answers: dict[Peer, str | None] = {}
+        self._answered = threading.Condition(self._lock)
+
+    def connect(self, engine: EngineAddress) -> None:
+        """Shake hands with a producer engine in the background; a second call while one is under way does nothing."""
+        with self._lock:
+            if engine.incarnation in self._connecting:
+                return
+            self._connecting.add(engine.incarnation)
+        self._pool.submit(self._guarded, self._connect, engine)
+
+    def greeted(self, sender: Peer, message: Hello) -> None:
+        """A consumer worker has said hello."""
+        self._pool.submit(self._guarded, self._welcome, sender, message)
+
+    def answered(self, sender: Peer, message: Welcome | Refused) -> None:
+        """A producer worker has answered our hello."""
+        with self._answered:
+            self._answers[sender] = message.reason if isinstance(message, Refused) else None
+            self._answered.notify_all()
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _guarded(self, work: Callable[..., None], *arguments: object) -> None:
+        """A bad peer never ends a thread silently."""
+        try:
+            work(*arguments)
+        except Exception:
+            logger.exception("Tandem: first contact failed unexpectedly")
+
+    # ---- as a consumer -----------------------------------------------------------------------------------------
+
+    def _connect(self, engine: EngineAddress) -> None:
+        try:
+            found = self._shake_hands(engine)
+        except TandemError as error:
+            logger.warning("Tandem: no connection with prefill engine %s: %s", engine.incarnation, error)
+            self._on_failed(engine.incarnation, str(error))
+        except Exception as error:
+            logger.exception("Tandem: the handshake with prefill engine %s broke", engine.incarnation)
+            self._on_failed(engine.incarnation, f"the handshake broke: {error!r}")
+        else:
+            self._on_connected(engine.incarnation, found)
+        finally:
+            with self._lock:
+                self._connecting.discard(engine.incarnation)
+
+    def _shake_hands(self, engine: EngineAddress) -> list[Partner]:
+        deadline = time.monotonic() + self._handshake_s
+        card = fetch_card(engine.host, engine.port, engine.incarnation, self._handshake_s)
+        for worker in card.workers:
+            check_peers(worker, self._card)
+        plans = self._plans(card)
+        prove_plans(self._card.layout, list(plans.values()))
+        hello = Hello(encode_worker_card(self._card))
+        waiting = set()
+        for rank in plans:
+            self._transport.add_peer(card.workers[rank].transport_metadata)
+            peer = Peer(card.incarnation, rank)
+            self._send(peer, hello)
+            waiting.add(peer)
+        with self._answered:
+            while not waiting <= self._answers.keys():
+                if not self._answered.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
+                    raise HandshakeError(f"its workers did not answer within {self._handshake_s:g} s")
+            refusals = [reason for peer in sorted(waiting, key=agent_name) if (reason := self._answers.pop(peer))]
+        if refusals:
+            raise HandshakeError(f"it refused: {refusals[0]}")
+        return [
+            Partner(Peer(card.incarnation, rank), tuple(group.block_bytes for group in plan.groups))
+            for rank, plan in plans.items()
+        ]
+
+    def _plans(self, engine: EngineCard) -> dict[int, PairPlan]:
+        """What each producer rank that talks to this worker sends to it."""
+        mine = self._card.layout
+        ranks = [p for p, c in partners(engine.tp_size, mine.tp_size, mine.kv_heads) if c == mine.tp_rank]
+        return {rank: plan_pair(engine.workers[rank].layout, mine) for rank in ranks}
+
+    # ---- as a producer -----------------------------------------------------------------------------------------
+
+    def _welcome(self, sender: Peer, message: Hello) -> None:
+        try:
+            card = decode_worker_card(message.card)
+            if (card.incarnation, card.rank) != (sender.incarnation, sender.rank):
+                raise HandshakeError("the hello's card is another worker's")
+            name = self._transport.add_peer(card.transport_metadata)
+            if name != agent_name(sender):
+                raise HandshakeError(f"the hello's transport metadata is that of {name!r}")
+        except TandemError as error:
+            # Without its metadata the peer cannot be answered; it gives up after handshake_s.
+            logger.warning("Tandem: a hello of decode worker %s is unusable: %s", agent_name(sender), error)
+            return
+        try:
+            check_peers(self._card, card)
+            mine, theirs = self._card.layout, card.layout
+            pairs = partners(mine.tp_size, theirs.tp_size, mine.kv_heads)
+            ranks = frozenset(consumer for producer, consumer in pairs if producer == mine.tp_rank)
+            self._on_welcomed(sender, card, plan_pair(mine, theirs), Consumer(ranks, theirs.num_blocks))
+        except TandemError as error:
+            logger.warning("Tandem: decode worker %s is refused: %s", agent_name(sender), error)
+            self._send(sender, Refused(str(error)))
+            return
+        self._send(sender, Welcome())
+
+    def _send(self, peer: Peer, message: Message) -> None:
+        self._transport.notify(agent_name(peer), encode(Envelope(self._me, peer.incarnation, message)))

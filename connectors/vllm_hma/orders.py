@@ -1,0 +1,78 @@
+"""What the scheduler's half of the connector tells the workers' half, once a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
+
+from connectors.protocol.params import EngineAddress
+
+
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """A request to be produced has been queued."""
+
+    request_id: str
+    transfer_id: str
+    prompt_tokens: int
+    prompt_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """This step computes the request up to ``computed_tokens``; ``new_ids[g]`` extend group g's block table."""
+
+    request_id: str
+    new_ids: tuple[tuple[int, ...], ...]
+    computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A produced request has ended; its blocks stay allocated if ``held``, else ``reason`` says why not."""
+
+    request_id: str
+    held: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Fill a request's blocks with tokens ``[start_token, end_token)``; ``tables[g]`` is group g's block table."""
+
+    request_id: str
+    transfer_id: str
+    producer: EngineAddress
+    prompt_digest: str
+    tables: tuple[tuple[int, ...], ...]
+    start_token: int
+    end_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A request wants nothing of its producer and holds no blocks for it."""
+
+    transfer_id: str
+    producer: EngineAddress
+
+
+@dataclass(slots=True)
+class Orders(KVConnectorMetadata):
+    """All of one step, each list in the order in which things happened."""
+
+    expects: list[Expect] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
+    receives: list[Receive] = field(default_factory=list)
+    aborts: list[str] = field(default_factory=list)
+    releases: list[Release] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class CardMetadata(KVConnectorHandshakeMetadata):
+    """One worker's card, encoded, on its way to the scheduler's process."""
+
+    card: bytes

@@ -1,0 +1,66 @@
+"""Is there still a process behind an engine that does not answer?
+
+A consumer's blocks stay allocated until each producer rank has said that it writes no more, or is known to be dead.
+The kernel knows: where nothing listens on an engine's side channel any more, a connection is refused. A host that
+cannot be reached, or a process that is stopped, proves nothing, and the blocks stay in quarantine.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterable
+
+from connectors.protocol.params import EngineAddress
+
+logger = logging.getLogger(__name__)
+
+# Between the first refusal and the second: an engine core's workers end a moment after it.
+_CONFIRM_S = 2.0
+
+
+class EngineProbe:
+    """Probes the engines that it is told to watch, in a thread that lives only while there are some."""
+
+    def __init__(self, timeout_s: float, on_lost: Callable[[str, str], None]) -> None:
+        self._timeout_s = timeout_s
+        self._on_lost = on_lost
+        self._lock = threading.Lock()
+        self._watched: set[EngineAddress] = set()
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
+
+    def watch(self, engines: Iterable[EngineAddress]) -> None:
+        """Replace the set of engines to probe. Cheap when nothing changes."""
+        with self._lock:
+            self._watched = set(engines)
+            if self._watched and self._thread is None and not self._closed.is_set():
+                self._thread = threading.Thread(target=self._run, name="tandem-probe", daemon=True)
+                self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _run(self) -> None:
+        refused: set[EngineAddress] = set()
+        while True:
+            with self._lock:
+                watched = set(self._watched)
+                if not watched or self._closed.is_set():
+                    self._thread = None
+                    return
+            refusing = {engine for engine in watched if _refuses(engine, self._timeout_s)}
+            for engine in refusing & refused:
+                self._on_lost(engine.incarnation, "the prefill engine's process is gone")
+            refused = refusing
+            self._closed.wait(_CONFIRM_S)
+
+
+def _refuses(engine: EngineAddress, timeout_s: float) -> bool:
+    try:
+        with socket.create_connection((engine.host, engine.port), timeout=timeout_s):
+            return False
+    except OSError as error:
+        return error.errno == errno.ECONNREFUSED

@@ -1,0 +1,249 @@
+"""The scheduler's half: watches requests, and orders the workers to produce and to receive.
+
+    producing   on_new_request -> Expect; each step -> Chunk; the end -> Finished; ``finished_sending`` frees the blocks
+    consuming   tokens are claimed in ``matched_tokens``, blocks are known in ``after_alloc`` -> Receive
+
+A consumer claims all prompt tokens but the last, which it computes itself to get logits. vLLM would also let it claim
+that one and then step back, but by then the sliding-window groups have let go of the oldest token that it attends to.
+The producer computes the last token too, so it loses that same block where the window's edge falls on a block
+boundary: it is pinned in the pool until the transfer has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.request import RequestStatus
+
+from connectors.errors import WireError
+from connectors.planning.blocks import NULL_BLOCK, boundary_position
+from connectors.planning.layout import Group
+from connectors.protocol.cards import decode_worker_card, engine_card
+from connectors.protocol.params import (
+    ConsumeParams,
+    EngineAddress,
+    ProduceParams,
+    parse_params,
+    prompt_digest,
+)
+from connectors.vllm_hma.config import ConnectorConfig
+from connectors.vllm_hma.orders import CardMetadata, Chunk, Expect, Finished, Orders, Receive, Release
+from connectors.vllm_hma.side_channel import CardServer
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Production:
+    """A request that is produced here. ``sent[g]`` ids of group g's table are known to the workers."""
+
+    transfer_id: str
+    prompt_tokens: int
+    sent: list[int]
+    pinned: list[int] = field(default_factory=list)
+
+
+class SchedulerConnector:
+    """One per engine, in the engine core's process."""
+
+    def __init__(self, config: ConnectorConfig, incarnation: str, tp_size: int, groups: tuple[Group, ...]) -> None:
+        self._config = config
+        self._incarnation = incarnation
+        self._tp_size = tp_size
+        self._groups = groups
+        self._orders = Orders()
+        self._productions: dict[str, _Production] = {}
+        self._consumptions: dict[str, ConsumeParams] = {}
+        self._taken: set[str] = set()
+        self._pool: BlockPool | None = None
+        self._server: CardServer | None = None
+
+    # ---- start and end -----------------------------------------------------------------------------------------
+
+    def bind_pool(self, pool: BlockPool) -> None:
+        self._pool = pool
+
+    def publish(self, cards: dict[tuple[int, int], CardMetadata]) -> None:
+        """All workers have registered their memory: hand out their cards from now on."""
+        workers = {tp_rank: decode_worker_card(meta.card) for (_, tp_rank), meta in cards.items()}
+        engine_card(workers)
+        encoded = [cards[key].card for key in sorted(cards)]
+        self._server = CardServer(self._config.side_channel_host, self._config.side_channel_port, encoded)
+        logger.info(
+            "Tandem: engine %s hands out its card on %s:%d",
+            self._incarnation,
+            self._config.side_channel_host,
+            self._server.port,
+        )
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    # ---- requests come and go ----------------------------------------------------------------------------------
+
+    def new_request(self, request: Request) -> None:
+        try:
+            params = parse_params(request.kv_transfer_params)
+        except WireError as error:
+            # The request itself is fine: it is served by this engine alone.
+            logger.warning("request %s: %s; it is computed here", request.request_id, error)
+            return
+        if isinstance(params, ProduceParams) and not params.describe:
+            production = _Production(
+                params.transfer_id or uuid.uuid4().hex, request.num_prompt_tokens, [0] * len(self._groups)
+            )
+            self._productions[request.request_id] = production
+            digest = prompt_digest(request.prompt_token_ids)
+            self._orders.expects.append(
+                Expect(request.request_id, production.transfer_id, production.prompt_tokens, digest)
+            )
+        elif isinstance(params, ConsumeParams):
+            self._consumptions[request.request_id] = params
+
+    def matched_tokens(self, request: Request, computed_tokens: int) -> int:
+        """How many tokens beyond ``computed_tokens`` come from elsewhere. No side effects: it may be asked often."""
+        if request.request_id not in self._consumptions:
+            return 0
+        return max(0, request.num_prompt_tokens - 1 - computed_tokens)
+
+    def after_alloc(self, request: Request, tables: tuple[list[int], ...], external_tokens: int) -> None:
+        """The request's blocks are allocated; its transfer, if any, starts now and is never started again."""
+        params = self._consumptions.pop(request.request_id, None)
+        if params is None:
+            return
+        if external_tokens == 0:
+            self._orders.releases.append(Release(params.transfer_id, params.producer))
+            return
+        end_token = request.num_prompt_tokens - 1
+        self._taken.add(request.request_id)
+        self._orders.receives.append(
+            Receive(
+                request_id=request.request_id,
+                transfer_id=params.transfer_id,
+                producer=params.producer,
+                prompt_digest=prompt_digest(request.prompt_token_ids),
+                tables=tuple(tuple(table) for table in tables),
+                start_token=end_token - external_tokens,
+                end_token=end_token,
+            )
+        )
+
+    def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        """The request has ended. True keeps its blocks until ``finished_sending``."""
+        request_id = request.request_id
+        params = self._consumptions.pop(request_id, None)
+        if params is not None:
+            self._orders.releases.append(Release(params.transfer_id, params.producer))
+        if request_id in self._taken:
+            self._taken.discard(request_id)
+            self._orders.aborts.append(request_id)
+        if request_id not in self._productions:
+            return False, self._describe(request)
+        production = self._productions[request_id]
+        complete = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+        complete = complete and request.num_computed_tokens >= production.prompt_tokens
+        reason = "" if complete else f"the prefill request ended as {request.status.name.lower()}"
+        self._orders.finished.append(Finished(request_id, complete, reason))
+        if not complete:
+            self._drop_production(request_id)
+            return False, None
+        address = self._address()
+        return True, {
+            **address,
+            "transfer_id": production.transfer_id,
+            "remote_request_id": request_id,
+            "remote_num_tokens": production.prompt_tokens,
+        }
+
+    def sending_finished(self, request_ids: set[str]) -> None:
+        """All workers are done with these productions: the scheduler frees their blocks now."""
+        for request_id in request_ids:
+            self._drop_production(request_id)
+
+    def receiving_finished(self, request_ids: set[str]) -> None:
+        self._taken.difference_update(request_ids)
+
+    # ---- each step ---------------------------------------------------------------------------------------------
+
+    def orders(self, output: SchedulerOutput) -> Orders:
+        """What the workers are to do in this step."""
+        orders, self._orders = self._orders, Orders()
+        for request_id in output.preempted_req_ids or ():
+            production = self._productions.get(request_id)
+            if production is not None:
+                production.sent = [0] * len(self._groups)
+                self._unpin(production)
+                orders.preempted.append(request_id)
+        for request_id, computed_before in _scheduled(output):
+            production = self._productions.get(request_id)
+            if production is not None and computed_before < production.prompt_tokens:
+                orders.chunks.append(self._chunk(request_id, production, computed_before, output))
+        return orders
+
+    def _chunk(self, request_id: str, production: _Production, computed_before: int, output: SchedulerOutput) -> Chunk:
+        assert output.kv_connector_block_state is not None
+        tables = output.kv_connector_block_state.get_block_ids(request_id)
+        assert tables is not None, "a scheduled request has a block table"
+        new_ids = tuple(tuple(table[sent:]) for table, sent in zip(tables, production.sent, strict=True))
+        production.sent = [len(table) for table in tables]
+        computed = min(computed_before + output.num_scheduled_tokens[request_id], production.prompt_tokens)
+        if computed == production.prompt_tokens:
+            self._pin_boundary(production, tables)
+        return Chunk(request_id, new_ids, computed)
+
+    def _pin_boundary(self, production: _Production, tables: tuple[list[int], ...]) -> None:
+        """Keep the blocks that resuming one token before the prompt's end still needs."""
+        assert self._pool is not None
+        for group, table in zip(self._groups, tables, strict=True):
+            position = boundary_position(group, production.prompt_tokens - 1, production.prompt_tokens)
+            if position is not None and table[position] != NULL_BLOCK:
+                self._pool.touch([self._pool.blocks[table[position]]])
+                production.pinned.append(table[position])
+
+    def _unpin(self, production: _Production) -> None:
+        if production.pinned:
+            assert self._pool is not None
+            self._pool.free_blocks([self._pool.blocks[block_id] for block_id in production.pinned])
+            production.pinned = []
+
+    def _drop_production(self, request_id: str) -> None:
+        production = self._productions.pop(request_id, None)
+        if production is not None:
+            self._unpin(production)
+
+    def _describe(self, request: Request) -> dict[str, Any] | None:
+        """The answer to ``describe``: where to find this engine."""
+        params = request.kv_transfer_params
+        if params and params.get("do_remote_decode") and params.get("describe"):
+            return self._address()
+        return None
+
+    def _address(self) -> dict[str, Any]:
+        assert self._server is not None, "the side channel is open before the first request"
+        address = EngineAddress(self._incarnation, self._config.reachable_host, self._server.port)
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": address.incarnation,
+            "remote_host": address.host,
+            "remote_port": address.port,
+            "tp_size": self._tp_size,
+        }
+
+
+def _scheduled(output: SchedulerOutput) -> list[tuple[str, int]]:
+    """(request id, tokens computed before this step) of all requests that this step computes."""
+    cached = output.scheduled_cached_reqs
+    return [
+        *((new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs),
+        *zip(cached.req_ids, cached.num_computed_tokens, strict=True),
+    ]

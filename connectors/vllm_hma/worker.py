@@ -1,0 +1,363 @@
+"""The workers' half: carries out the state machines' actions on one rank's memory.
+
+vLLM's hooks and one background thread (the *pump*) drive the same machines under one lock. The hooks see each step as
+soon as it has run; the pump answers peers, polls writes and watches deadlines while the engine computes or idles.
+
+    before_forward   preemptions: writes that read blocks which are about to be overwritten must end first
+    after_forward    the step's orders, then the chunks that it has computed
+    results          what the scheduler may free, and what has arrived
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+from connectors.errors import PlanError, TransportError, WireError
+from connectors.planning.blocks import wanted_blocks
+from connectors.planning.descriptors import build_runs
+from connectors.planning.plan import PairPlan
+from connectors.protocol.cards import WorkerCard, encode_worker_card
+from connectors.protocol.consumer import Connect, ConsumerAction, Order, Partner, Received
+from connectors.protocol.consumer import Consumer as ConsumerMachine
+from connectors.protocol.producer import Action, Consumer, Send, Sent, Write
+from connectors.protocol.producer import Producer as ProducerMachine
+from connectors.protocol.wire import Envelope, Hello, Offer, Peer, Refused, Welcome, decode, encode
+from connectors.transport.base import Transport
+from connectors.transport.nixl import NixlTransport
+from connectors.vllm_hma.config import ConnectorConfig
+from connectors.vllm_hma.fence import StepFence
+from connectors.vllm_hma.greeter import Greeter, agent_name
+from connectors.vllm_hma.orders import Chunk, Orders, Receive
+from connectors.vllm_hma.probe import EngineProbe
+from connectors.vllm_hma.trace import Trace
+from connectors.vllm_hma.translate import check_groups, engine_layout, model_identity
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
+
+_BUSY_S = 0.001
+_OPEN_S = 0.005
+_IDLE_S = 0.05
+
+
+class WorkerConnector:
+    """One per rank. Construction checks the cache; ``register`` makes it ready for transfers."""
+
+    def __init__(
+        self, config: ConnectorConfig, incarnation: str, vllm_config: VllmConfig, cache: KVCacheConfig
+    ) -> None:
+        check_groups(vllm_config, cache)
+        self._config = config
+        self._incarnation = incarnation
+        self._vllm_config = vllm_config
+        self._cache = cache
+        self._runtime: WorkerRuntime | None = None
+
+    def register(self, views: Mapping[str, torch.Tensor]) -> None:
+        """The cache is allocated: describe it, register it, and start talking to peers."""
+        rank = get_tensor_model_parallel_rank()
+        layout = engine_layout(self._vllm_config, self._cache, views, rank)
+        transport = NixlTransport(agent_name(Peer(self._incarnation, rank)), self._config.backends)
+        transport.register(layout.regions)
+        card = WorkerCard(
+            self._incarnation, model_identity(self._vllm_config), layout, transport.kind, transport.metadata()
+        )
+        device = next(iter(views.values())).device
+        self._runtime = WorkerRuntime(self._config, card, transport, StepFence(device))
+        logger.info(
+            "Tandem: rank %d registered %d regions, %d bytes, for %d groups",
+            rank,
+            len(layout.regions),
+            sum(region.length_bytes for region in layout.regions),
+            len(layout.groups),
+        )
+
+    @property
+    def runtime(self) -> WorkerRuntime:
+        assert self._runtime is not None, "vLLM registers the cache before it runs a step"
+        return self._runtime
+
+    @property
+    def card(self) -> bytes:
+        return encode_worker_card(self.runtime.card)
+
+    def before_forward(self, orders: Orders) -> None:
+        self.runtime.before_forward(orders)
+
+    def after_forward(self, orders: Orders) -> None:
+        self.runtime.after_forward(orders)
+
+    def results(self) -> tuple[set[str], set[str], set[str]]:
+        return self.runtime.results()
+
+    def close(self) -> None:
+        if self._runtime is not None:
+            self._runtime.close()
+
+
+class WorkerRuntime:
+    """A registered rank: the two machines, the transport, and what connects them."""
+
+    def __init__(self, config: ConnectorConfig, card: WorkerCard, transport: Transport, fence: StepFence) -> None:
+        self.card = card
+        self._limits = config.limits
+        self._me = Peer(card.incarnation, card.rank)
+        self._transport = transport
+        self._fence = fence
+        self._trace = Trace(config.trace_path, card.incarnation, card.rank)
+        self._lock = threading.RLock()
+        self._producer = ProducerMachine(card.layout.groups, config.limits)
+        self._consumer = ConsumerMachine(config.limits)
+        self._plans: dict[Peer, tuple[WorkerCard, PairPlan]] = {}
+        self._writes: dict[int, int] = {}
+        self._computed: deque[tuple[torch.Event | None, list[Chunk]]] = deque()
+        self._sent: set[str] = set()
+        self._received: dict[str, str | None] = {}
+        self._greeter = Greeter(
+            card, transport, config.limits.handshake_s, self._connected, self._connect_failed, self._welcomed
+        )
+        self._probe = EngineProbe(config.limits.cancel_s, self._engine_lost)
+        self._closed = threading.Event()
+        self._pump_thread = threading.Thread(target=self._pump_forever, name="tandem-pump", daemon=True)
+        self._pump_thread.start()
+
+    # ---- vLLM's hooks ------------------------------------------------------------------------------------------
+
+    def before_forward(self, orders: Orders) -> None:
+        """Wait, at most fence_s, for writes that read preempted blocks; what is left then is given up."""
+        if not orders.preempted:
+            return
+        deadline = time.monotonic() + self._limits.fence_s
+        with self._lock:
+            while any(self._producer.writes_in_flight(request_id) for request_id in orders.preempted):
+                self._poll_writes(time.monotonic())
+                if time.monotonic() >= deadline:
+                    break
+                time.sleep(_BUSY_S / 10)
+            for request_id in orders.preempted:
+                self._computed = deque(
+                    (event, [c for c in chunks if c.request_id != request_id]) for event, chunks in self._computed
+                )
+                self._perform(self._producer.preempted(request_id, time.monotonic()))
+
+    def after_forward(self, orders: Orders) -> None:
+        """Take the step's orders and stream what it has computed."""
+        now = time.monotonic()
+        with self._lock:
+            for expect in orders.expects:
+                self._perform(
+                    self._producer.expect(
+                        expect.request_id, expect.transfer_id, expect.prompt_tokens, expect.prompt_digest, now
+                    )
+                )
+            if orders.chunks:
+                self._computed.append((self._fence.mark(), orders.chunks))
+            for receive in orders.receives:
+                self._receive(receive, now)
+            for request_id in orders.aborts:
+                self._perform(self._consumer.abort(request_id, now))
+            for release in orders.releases:
+                self._perform(self._consumer.release(release.transfer_id, release.producer, now))
+            self._pump(now)
+            for finished in orders.finished:
+                self._perform(self._producer.finished(finished.request_id, finished.held, finished.reason, now))
+
+    def results(self) -> tuple[set[str], set[str], set[str]]:
+        """(sent, received, failed) request ids since the last call; failed ones are among the received."""
+        with self._lock:
+            self._pump(time.monotonic())
+            sent, received = self._sent, self._received
+            self._sent, self._received = set(), {}
+        return sent, set(received), {request_id for request_id, failure in received.items() if failure is not None}
+
+    def close(self) -> None:
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._pump_thread.join(timeout=5)
+        self._greeter.close()
+        self._probe.close()
+        with self._lock:
+            self._transport.close()
+            self._trace.close()
+
+    # ---- the pump ----------------------------------------------------------------------------------------------
+
+    def _pump_forever(self) -> None:
+        while not self._closed.wait(self._pause_s()):
+            try:
+                with self._lock:
+                    if not self._closed.is_set():
+                        self._pump(time.monotonic())
+            except Exception:
+                # Deadlines and answers depend on this thread: it reports, and goes on.
+                logger.exception("Tandem: a round of the pump failed")
+
+    def _pause_s(self) -> float:
+        if self._writes or self._computed:
+            return _BUSY_S
+        producing, consuming = self._producer.census(), self._consumer.census()
+        busy = any(producing[stage] for stage in ("orphan", "live", "held")) or any(consuming.values())
+        return _OPEN_S if busy else _IDLE_S
+
+    def _pump(self, now: float) -> None:
+        """One round: messages, computed chunks, writes, deadlines."""
+        for sender, frame in self._transport.notifications():
+            self._dispatch(sender, frame, now)
+        while self._computed and self._fence.passed(self._computed[0][0]):
+            for chunk in self._computed.popleft()[1]:
+                self._trace.event("chunk", request=chunk.request_id, tokens=chunk.computed_tokens)
+                self._perform(self._producer.progress(chunk.request_id, chunk.new_ids, chunk.computed_tokens, now))
+        self._poll_writes(now)
+        self._perform(self._producer.tick(now))
+        self._perform(self._consumer.tick(now))
+        self._probe.watch(self._consumer.unanswered_engines())
+
+    def _poll_writes(self, now: float) -> None:
+        for write_id, handle in list(self._writes.items()):
+            try:
+                if not self._transport.poll(handle):
+                    continue
+            except TransportError as error:
+                del self._writes[write_id]
+                logger.warning("Tandem: %s", error)
+                self._perform(self._producer.write_failed(write_id, str(error), now))
+            else:
+                del self._writes[write_id]
+                self._trace.event("written", write=write_id)
+                self._perform(self._producer.write_done(write_id, now))
+
+    def _dispatch(self, sender: str, frame: bytes, now: float) -> None:
+        """Hand a frame to whom it concerns. What is malformed, or not for this engine start, is dropped and logged."""
+        try:
+            envelope = decode(frame)
+        except WireError as error:
+            logger.warning("Tandem: a frame from %r is dropped: %s", sender, error)
+            return
+        if sender != agent_name(envelope.sender) or envelope.receiver_incarnation != self._me.incarnation:
+            logger.warning("Tandem: a frame from %r is dropped: it is not what it says, or not for us", sender)
+            return
+        match envelope.message:
+            case Hello() as hello:
+                self._greeter.greeted(envelope.sender, hello)
+            case Welcome() | Refused() as answer:
+                self._greeter.answered(envelope.sender, answer)
+            case message if self._producer.knows(envelope.sender):
+                if isinstance(message, Offer):
+                    self._trace.event("offer", transfer=message.transfer_id, consumer=envelope.sender.rank)
+                self._perform(self._producer.message(envelope.sender, message, now))
+            case message:
+                self._perform(self._consumer.message(envelope.sender, message, now))
+
+    # ---- actions -----------------------------------------------------------------------------------------------
+
+    def _perform(self, actions: Iterable[Action | ConsumerAction]) -> None:
+        todo = deque(actions)
+        while todo:
+            match todo.popleft():
+                case Send(peer, message):
+                    self._send(peer, Envelope(self._me, peer.incarnation, message))
+                case Write() as write:
+                    todo.extend(self._write(write))
+                case Sent(request_id):
+                    self._trace.event("sent", request=request_id)
+                    self._sent.add(request_id)
+                case Connect(engine):
+                    self._greeter.connect(engine)
+                case Received(request_id, failure):
+                    if failure is not None:
+                        logger.warning("Tandem: the KV of request %s is computed here: %s", request_id, failure)
+                    self._trace.event("received", request=request_id, failure=failure)
+                    self._received[request_id] = failure
+
+    def _send(self, peer: Peer, envelope: Envelope) -> None:
+        try:
+            self._transport.notify(agent_name(peer), encode(envelope))
+        except TransportError as error:
+            # Deadlines cover lost messages; whether the peer is dead is the probe's business.
+            logger.warning("Tandem: %s is not sent: %s", envelope.message.kind, error)
+
+    def _write(self, write: Write) -> list[Action]:
+        """Post a write; a failure to post is one of the write."""
+        now = time.monotonic()
+        known = self._plans.get(write.peer)
+        try:
+            if known is None:
+                raise TransportError(agent_name(write.peer), "the consumer is gone")
+            card, plan = known
+            runs = build_runs(plan, write.moves)
+            if not len(runs):
+                self._producer.write_posted(write.write_id, 0)
+                return self._producer.write_done(write.write_id, now)
+            handle = self._transport.write(agent_name(write.peer), runs, self.card.layout.place, card.layout.place)
+        except (TransportError, PlanError) as error:
+            logger.warning("Tandem: %s", error)
+            return self._producer.write_failed(write.write_id, str(error), now)
+        self._writes[write.write_id] = handle
+        self._producer.write_posted(write.write_id, runs.total_bytes)
+        self._trace.event(
+            "write",
+            write=write.write_id,
+            transfer=write.transfer_id,
+            consumer=write.peer.rank,
+            runs=len(runs),
+            bytes={move.group: len(move.dst_ids) * plan.groups[move.group].block_bytes for move in write.moves},
+        )
+        return []
+
+    def _receive(self, receive: Receive, now: float) -> None:
+        groups = self.card.layout.groups
+        try:
+            wanted = tuple(
+                wanted_blocks(group, table, receive.start_token, receive.end_token)
+                for group, table in zip(groups, receive.tables, strict=True)
+            )
+        except PlanError as error:
+            self._perform([Received(receive.request_id, str(error))])
+            self._perform(self._consumer.release(receive.transfer_id, receive.producer, now))
+            return
+        self._trace.event(
+            "receive",
+            request=receive.request_id,
+            transfer=receive.transfer_id,
+            blocks={group.index: len(blocks) for group, blocks in zip(groups, wanted, strict=True)},
+        )
+        order = Order(
+            receive.request_id,
+            receive.transfer_id,
+            receive.producer,
+            receive.end_token,
+            receive.prompt_digest,
+            wanted,
+        )
+        self._perform(self._consumer.start(order, now))
+
+    # ---- called from other threads -----------------------------------------------------------------------------
+
+    def _connected(self, incarnation: str, found: list[Partner]) -> None:
+        with self._lock:
+            self._perform(self._consumer.connected(incarnation, found, time.monotonic()))
+
+    def _connect_failed(self, incarnation: str, reason: str) -> None:
+        with self._lock:
+            self._perform(self._consumer.connect_failed(incarnation, reason, time.monotonic()))
+
+    def _engine_lost(self, incarnation: str, reason: str) -> None:
+        with self._lock:
+            self._perform(self._consumer.engine_lost(incarnation, reason, time.monotonic()))
+
+    def _welcomed(self, peer: Peer, card: WorkerCard, plan: PairPlan, consumer: Consumer) -> None:
+        with self._lock:
+            self._plans[peer] = (card, plan)
+            self._producer.welcome(peer, consumer)
