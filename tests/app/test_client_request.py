@@ -1,0 +1,80 @@
+"""What the router refuses before an engine sees it."""
+
+import json
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+from app.client_request import forwarded_headers, parse_body, read_request
+from app.http_errors import BadRequestError, error_response
+
+
+@pytest.mark.parametrize(
+    ("raw", "message", "param"),
+    [
+        (b"", "not valid JSON", None),
+        (b"{", "not valid JSON", None),
+        (b"\xff\xfe{}", "not valid JSON", None),
+        (b"[" * 100_000, "not valid JSON", None),
+        (b"[]", "must be a JSON object, not list", None),
+        (b"null", "must be a JSON object, not NoneType", None),
+        (b'{"kv_transfer_params": {}}', "kv_transfer_params is set by this service", "kv_transfer_params"),
+        (b'{"kv_transfer_params": null}', "kv_transfer_params is set by this service", "kv_transfer_params"),
+    ],
+)
+def test_a_body_that_is_refused(raw, message, param):
+    """Each refusal says what is wrong and names the field, where there is one."""
+    with pytest.raises(BadRequestError, match=message) as raised:
+        parse_body(raw)
+    assert raised.value.param == param
+
+
+@pytest.fixture
+def client():
+    """An application that reads requests of at most 100 bytes and echoes what it read."""
+
+    async def endpoint(request: Request) -> JSONResponse:
+        try:
+            read = await read_request(request, "/v1/completions", max_body_bytes=100)
+        except BadRequestError as error:
+            return error_response(error, retry_after_s=1)
+        headers = {name.decode(): value.decode() for name, value in read.headers}
+        return JSONResponse({"body": read.body, "headers": headers})
+
+    with TestClient(Starlette(routes=[Route("/", endpoint, methods=["POST"])])) as client:
+        yield client
+
+
+def test_a_good_request_is_read(client):
+    """The body as an object; of the headers, those for the engines."""
+    reply = client.post("/", json={"prompt": "x"}, headers={"x-request-id": "r1", "authorization": "Bearer s"})
+    assert reply.json() == {
+        "body": {"prompt": "x"},
+        "headers": {"accept": "*/*", "content-type": "application/json", "x-request-id": "r1"},
+    }
+
+
+def test_a_request_without_an_id_gets_one(client):
+    """Both legs carry the same id, so their logs can be joined."""
+    ids = {client.post("/", json={}).json()["headers"]["x-request-id"] for _ in range(2)}
+    assert len(ids) == 2
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_body_over_the_limit_is_refused(client, announced):
+    """413, whether the length was announced or only found while reading."""
+    raw = json.dumps({"prompt": "x" * 200}).encode()
+    reply = client.post("/", content=raw if announced else iter([raw[:50], raw[50:]]))
+    assert reply.status_code == 413
+    assert reply.json()["error"]["code"] == 413
+    assert "100 bytes" in reply.json()["error"]["message"]
+
+
+def test_headers_are_matched_without_case():
+    """ASGI gives them in lower case."""
+    request = Request({"type": "http", "headers": [(b"traceparent", b"00-ab"), (b"cookie", b"c")]})
+    assert dict(forwarded_headers(request))[b"traceparent"] == b"00-ab"
