@@ -91,10 +91,6 @@ class Engine:
         async with asyncio.timeout(timeout_s):
             async for output in self._llm.generate(prompt, params, request_id=f"describe-{uuid.uuid4().hex}"):
                 described = output.kv_transfer_params
-        import importlib.util  # TEMPORARY
-
-        if importlib.util.find_spec(CONNECTOR_MODULE) is None:
-            return Producer("none", "127.0.0.1", 1, 1)
         try:
             return Producer.from_params(described or {})
         except (KeyError, TypeError, ValueError) as error:
@@ -131,10 +127,6 @@ def kv_transfer_config(settings: ServiceSettings, role: RoleName, node_ip: str) 
     """vLLM's KVTransferConfig for our connector, with a fresh engine id: the incarnation."""
     from vllm.config import KVTransferConfig
 
-    import importlib.util  # TEMPORARY
-
-    if importlib.util.find_spec(CONNECTOR_MODULE) is None:
-        return None
     return KVTransferConfig(
         kv_connector=CONNECTOR,
         kv_connector_module_path=CONNECTOR_MODULE,
