@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
@@ -48,6 +48,8 @@ async def serve_errors(role: str) -> AsyncGenerator[None, None]:
         raise OverloadedError(f"too many requests wait for {role}: {error}") from None
     except (DeploymentUnavailableError, ReplicaUnavailableError, RayActorError, EngineDownError) as error:
         raise UnavailableError(f"the {role} engine went away: {type(error).__name__}") from error
+    except TaskCancelledError as error:  # by Serve: the client has gone, or the replica is being stopped
+        raise UnavailableError(f"the call to the {role} engine was cancelled") from error
     except RayTaskError as error:
         if isinstance(error.cause, RayActorError | EngineDownError):
             raise UnavailableError(f"the {role} engine went away: {error.cause}") from error

@@ -58,5 +58,6 @@ class PrefillLeg:
         if start.status < 400:
             return "done"
         body = await self._leg.next()
-        logger.warning("prefill of transfer %s: HTTP %d %r", self._transfer_id, start.status, body)
+        level = logging.WARNING if start.status >= 500 else logging.INFO  # decode refuses a bad request too
+        logger.log(level, "prefill of transfer %s: HTTP %d %r", self._transfer_id, start.status, body)
         return "rejected"

@@ -38,17 +38,25 @@ class ClientRequest:
 class Answer:
     """Decode's answer. `chunks` relays its body and lets the prefill leg go at the first byte."""
 
-    def __init__(self, start: ResponseStart, local_reason: str | None, decode: Leg, expires_at: float) -> None:
+    def __init__(
+        self, start: ResponseStart, local_reason: str | None, decode: Leg, began_at: float, timeout_s: float
+    ) -> None:
         self.start = start
         self.local_reason = local_reason
         self._decode = decode
-        self._expires_at = expires_at
+        self._began_at = began_at
+        self._timeout_s = timeout_s
         self._prefill: PrefillLeg | None = None
 
     @property
     def route(self) -> str:
         """`remote` when another engine computed the prompt, `local` when decode did."""
         return "remote" if self.local_reason is None else "local"
+
+    @property
+    def age_s(self) -> float:
+        """Time since the router took the request."""
+        return asyncio.get_running_loop().time() - self._began_at
 
     def holds(self, prefill: PrefillLeg) -> None:
         """Keep `prefill` open until the handover is done."""
@@ -63,8 +71,7 @@ class Answer:
                 yield item
 
     async def _next(self) -> ResponseStart | bytes | None:
-        left_s = self._expires_at - asyncio.get_running_loop().time()
-        async with deadline(max(left_s, 0.0), "the rest of the answer"):
+        async with deadline(max(self._timeout_s - self.age_s, 0.0), "the rest of the answer"):
             return await self._decode.next()
 
 
@@ -102,7 +109,7 @@ class Router:
         Raises OverloadedError, UnavailableError or DeadlineError when decode gives no answer.
         """
         limits = self.limits
-        expires_at = asyncio.get_running_loop().time() + limits.request_timeout_s
+        began_at = asyncio.get_running_loop().time()
         local_reason = why_local(request.endpoint, request.body)
         async with AsyncExitStack() as stack:
             async with deadline(limits.request_timeout_s, "the request"):
@@ -125,7 +132,7 @@ class Router:
                     stack.push_async_callback(prefill.close)
                 decode = Leg("decode", self._decode.dispatch(decode_place, call))
                 stack.push_async_callback(decode.close)
-                answer = Answer(await decode.start(), local_reason, decode, expires_at)
+                answer = Answer(await decode.start(), local_reason, decode, began_at, limits.request_timeout_s)
                 if prefill is not None:
                     answer.holds(prefill)
             yield answer

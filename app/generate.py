@@ -41,10 +41,7 @@ class Generate:
                 request = await read_request(Request(scope, receive), self._endpoint, limits.max_body_bytes)
                 await _until_disconnect(receive, self._relay(request, send))
         except ClientDisconnect:
-            self._router.metrics.disconnects.inc()
-        except asyncio.CancelledError:  # how Serve's proxy passes a disconnect on
-            self._router.metrics.disconnects.inc()
-            raise
+            return
         except Exception as error:
             status = status_of(error)
             if status is HTTPStatus.INTERNAL_SERVER_ERROR:
@@ -53,25 +50,37 @@ class Generate:
             await error_response(error, limits.retry_after_s)(scope, receive, send)
 
     async def _relay(self, request: ClientRequest, send: Send) -> None:
-        began_s = asyncio.get_running_loop().time()
-        metrics = self._router.metrics
-        async with self._router.answer(request) as answer:
-            headers = _response_headers(answer)
-            streams = _is_event_stream(headers)
-            chunks = answer.chunks()
-            if streams:
-                head = await anext(chunks, b"")
-                metrics.first_byte.labels(answer.route).observe(asyncio.get_running_loop().time() - began_s)
-            else:
-                head = b"".join([chunk async for chunk in chunks])
-            status = answer.start.status
-            metrics.requests.labels(answer.route, answer.local_reason or "", status).inc()
-            await send({"type": "http.response.start", "status": status, "headers": headers})
-            await send({"type": "http.response.body", "body": head, "more_body": streams})
-            if streams:
-                await self._relay_rest(chunks, send)
+        complete = False
+        try:
+            async with self._router.answer(request) as answer:
+                await self._send(answer, send)
+                complete = True
+        except asyncio.CancelledError:
+            # Also after the last byte, when Serve's proxy has the answer and ends the request.
+            if not complete:
+                self._router.metrics.disconnects.inc()
+            raise
 
-    async def _relay_rest(self, chunks: AsyncGenerator[bytes, None], send: Send) -> None:
+    async def _send(self, answer: Answer, send: Send) -> None:
+        """Send `answer` to the client. Nothing is sent before its first byte is there, so until then an
+        error can have a status of its own."""
+        metrics = self._router.metrics
+        headers = _response_headers(answer)
+        streams = _is_event_stream(headers)
+        chunks = answer.chunks()
+        if streams:
+            head = await anext(chunks, b"")
+            metrics.first_byte.labels(answer.route).observe(answer.age_s)
+        else:
+            head = b"".join([chunk async for chunk in chunks])
+        status = answer.start.status
+        metrics.requests.labels(answer.route, answer.local_reason or "", status).inc()
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": head, "more_body": streams})
+        if streams:
+            await self._send_rest(chunks, send)
+
+    async def _send_rest(self, chunks: AsyncGenerator[bytes, None], send: Send) -> None:
         try:
             async for chunk in chunks:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})

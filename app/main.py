@@ -72,6 +72,7 @@ def _deploy_engine(actor: type, role: RoleName, settings: ServiceSettings) -> se
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=settings.router.retry_after_s),
         request_router_config=RequestRouterConfig(request_router_class=LeastOngoing),
         graceful_shutdown_timeout_s=own.drain_s,
+        max_constructor_retry_count=own.start_attempts,
         **scaling,
     )
     return deployment.bind(settings)

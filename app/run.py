@@ -86,7 +86,8 @@ def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings) -> in
 
     http = config.get("http_options", {})
     address = f"{http.get('host', '127.0.0.1')}:{http.get('port', 8000)}"
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for stop in (signal.SIGINT, signal.SIGTERM):  # a shell's background job comes with SIGINT ignored
+        signal.signal(stop, signal.default_int_handler)
     say("starting a Ray cluster for this run")
     ray.init(address="local", namespace="serve", include_dashboard=False, log_to_driver=True)
     watcher = Watcher(address, settings.model_name)

@@ -112,6 +112,7 @@ class RoleSettings(Frozen):
     environment: dict[str, str] = Field(default_factory=dict, description="environment of the actor and its engine")
     max_ongoing_requests: int = Field(64, ge=1, description="requests in one replica")
     max_queued_requests: int = Field(128, ge=0, description="requests that wait in a router for a replica")
+    start_attempts: int = Field(3, ge=1, description="failed starts after which the service gives up")
     drain_s: Seconds = Field(30.0, description="how long a stopping replica may finish its requests")
 
     @field_validator("replicas")
