@@ -45,7 +45,11 @@ class WireError(TandemError):
 
 
 class HandshakeError(TandemError):
-    """The first contact with an engine failed: it did not answer in time, or is not the engine we were sent to."""
+    """The first contact with an engine failed: it did not answer in time, or it refused."""
+
+
+class StaleReferenceError(HandshakeError):
+    """Another engine start answers where the one we were sent to used to be: that one is gone."""
 
 
 class TransportError(TandemError):

@@ -1,7 +1,8 @@
 """NIXL as a transport: the only importer of nixl.
 
-One agent per worker, the UCX back end, a progress thread so that writes move on while the engine computes. Every NIXL
-error becomes a TransportError that names the peer.
+One agent per worker, the UCX back end. NIXL's own progress thread spins: it takes a whole core per worker, idle or not.
+It stays off, and whoever owns the transport calls ``poll`` and ``notifications`` often enough for writes to move on
+(docs/decisions/0003). Every NIXL error becomes a TransportError that names the peer.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class NixlTransport:
             self._agent: nixl_agent | None = nixl_agent(
                 name,
                 nixl_agent_config(
-                    enable_prog_thread=True,
+                    enable_prog_thread=False,
                     backends=list(backends),
                     num_threads=threads,
                     # The side channel's threads add peers while the engine's thread writes.

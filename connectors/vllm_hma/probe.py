@@ -1,19 +1,23 @@
 """Is there still a process behind an engine that does not answer?
 
 A consumer's blocks stay allocated until each producer rank has said that it writes no more, or is known to be dead.
-The kernel knows: where nothing listens on an engine's side channel any more, a connection is refused. A host that
-cannot be reached, or a process that is stopped, proves nothing, and the blocks stay in quarantine.
+The kernel knows: where nothing listens on an engine's side channel any more, a connection is refused; and where another
+engine start answers on its port, it has ended. A host that cannot be reached, or a process that is stopped, proves
+nothing, and the blocks stay in quarantine.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import socket
 import threading
 from collections.abc import Callable, Iterable
 
+from connectors.errors import StaleReferenceError, TandemError
 from connectors.protocol.params import EngineAddress
+from connectors.vllm_hma.side_channel import fetch_card
 
 logger = logging.getLogger(__name__)
 
@@ -51,16 +55,21 @@ class EngineProbe:
                 if not watched or self._closed.is_set():
                     self._thread = None
                     return
-            refusing = {engine for engine in watched if _refuses(engine, self._timeout_s)}
+            refusing = {engine for engine in watched if _gone(engine, self._timeout_s)}
             for engine in refusing & refused:
                 self._on_lost(engine.incarnation, "the prefill engine's process is gone")
             refused = refusing
             self._closed.wait(_CONFIRM_S)
 
 
-def _refuses(engine: EngineAddress, timeout_s: float) -> bool:
+def _gone(engine: EngineAddress, timeout_s: float) -> bool:
     try:
-        with socket.create_connection((engine.host, engine.port), timeout=timeout_s):
-            return False
+        socket.create_connection((engine.host, engine.port), timeout=timeout_s).close()
     except OSError as error:
         return error.errno == errno.ECONNREFUSED
+    with contextlib.suppress(TandemError):
+        try:
+            fetch_card(engine.host, engine.port, engine.incarnation, timeout_s)
+        except StaleReferenceError:
+            return True
+    return False

@@ -11,7 +11,7 @@ import threading
 
 import zmq
 
-from connectors.errors import ConfigurationError, HandshakeError, WireError
+from connectors.errors import ConfigurationError, HandshakeError, StaleReferenceError, WireError
 from connectors.protocol.cards import EngineCard, decode_worker_card, engine_card
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class CardServer:
 def fetch_card(host: str, port: int, incarnation: str, timeout_s: float) -> EngineCard:
     """Ask an engine for its card.
 
-    Raises HandshakeError where nobody answers in time or another start of the engine does (a stale reference), and
+    Raises HandshakeError where nobody answers in time, StaleReferenceError where another start of the engine does, and
     WireError where the answer is no card.
     """
     context = zmq.Context()
@@ -100,7 +100,7 @@ def fetch_card(host: str, port: int, incarnation: str, timeout_s: float) -> Engi
     cards = [decode_worker_card(part) for part in parts]
     card = engine_card({worker.rank: worker for worker in cards})
     if card.incarnation != incarnation:
-        raise HandshakeError(
+        raise StaleReferenceError(
             f"at {host}:{port} now runs engine {card.incarnation}, not {incarnation}: the request refers to an engine "
             "that has been restarted since"
         )

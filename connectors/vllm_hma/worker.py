@@ -29,7 +29,7 @@ from connectors.protocol.consumer import Connect, ConsumerAction, Order, Partner
 from connectors.protocol.consumer import Consumer as ConsumerMachine
 from connectors.protocol.producer import Action, Consumer, Send, Sent, Write
 from connectors.protocol.producer import Producer as ProducerMachine
-from connectors.protocol.wire import Envelope, Hello, Offer, Peer, Refused, Welcome, decode, encode
+from connectors.protocol.wire import Cancel, Envelope, Hello, Offer, Peer, Refused, Welcome, decode, encode
 from connectors.transport.base import Transport
 from connectors.transport.nixl import NixlTransport
 from connectors.vllm_hma.config import ConnectorConfig
@@ -46,9 +46,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_BUSY_S = 0.001
-_OPEN_S = 0.005
-_IDLE_S = 0.05
+# The pump's rests. NIXL moves bytes and messages only when it is called, on both sides.
+_BUSY_S = 0.0005
+_OPEN_S = 0.001
+_IDLE_S = 0.01
 
 
 class WorkerConnector:
@@ -144,7 +145,7 @@ class WorkerRuntime:
                 self._poll_writes(time.monotonic())
                 if time.monotonic() >= deadline:
                     break
-                time.sleep(_BUSY_S / 10)
+                time.sleep(_BUSY_S)
             for request_id in orders.preempted:
                 self._computed = deque(
                     (event, [c for c in chunks if c.request_id != request_id]) for event, chunks in self._computed
@@ -195,16 +196,19 @@ class WorkerRuntime:
     # ---- the pump ----------------------------------------------------------------------------------------------
 
     def _pump_forever(self) -> None:
-        while not self._closed.wait(self._pause_s()):
+        pause_s = _IDLE_S
+        while not self._closed.wait(pause_s):
             try:
                 with self._lock:
                     if not self._closed.is_set():
                         self._pump(time.monotonic())
+                    pause_s = self._pause_s()
             except Exception:
                 # Deadlines and answers depend on this thread: it reports, and goes on.
                 logger.exception("Tandem: a round of the pump failed")
 
     def _pause_s(self) -> float:
+        """How long the pump may rest: the engine's own steps pump too."""
         if self._writes or self._computed:
             return _BUSY_S
         producing, consuming = self._producer.census(), self._consumer.census()
@@ -253,9 +257,11 @@ class WorkerRuntime:
                 self._greeter.greeted(envelope.sender, hello)
             case Welcome() | Refused() as answer:
                 self._greeter.answered(envelope.sender, answer)
-            case message if self._producer.knows(envelope.sender):
-                if isinstance(message, Offer):
-                    self._trace.event("offer", transfer=message.transfer_id, consumer=envelope.sender.rank)
+            case Offer() | Cancel() as message:
+                if not self._producer.knows(envelope.sender):
+                    logger.warning("Tandem: %s of %r is dropped: it has not said hello", message.kind, sender)
+                    return
+                self._trace.event(message.kind, transfer=message.transfer_id, consumer=envelope.sender.rank)
                 self._perform(self._producer.message(envelope.sender, message, now))
             case message:
                 self._perform(self._consumer.message(envelope.sender, message, now))
