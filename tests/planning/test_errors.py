@@ -1,0 +1,42 @@
+"""The error tree: every text says what is wrong, where, and what to do."""
+
+import inspect
+
+from connectors import errors
+
+
+def test_every_error_is_ours() -> None:
+    """One base, so that an edge can catch all of them, and a docstring for each."""
+    classes = [value for _, value in inspect.getmembers(errors, inspect.isclass)]
+    assert len(classes) >= 9
+    for kind in classes:
+        assert issubclass(kind, errors.TandemError)
+        assert kind.__doc__
+
+
+def test_a_broken_cover_is_a_broken_plan() -> None:
+    """Who handles plans handles their proofs."""
+    assert issubclass(errors.CoverError, errors.PlanError)
+
+
+def test_incompatible_peers_read_well() -> None:
+    """Field, both values, remedy; the field can be read by programs."""
+    error = errors.IncompatiblePeerError("dtype", "bfloat16", "float16", "start both engines with the same dtype")
+    assert str(error) == (
+        "dtype differs: this engine has 'bfloat16', the peer 'float16'; start both engines with the same dtype"
+    )
+    assert error.field == "dtype"
+
+
+def test_unsupported_caches_read_well() -> None:
+    """Layer, what is not known, remedy."""
+    error = errors.UnsupportedCacheError("layers.3.attn", "its cache is compressed", "serve it without Tandem")
+    assert str(error) == "layer 'layers.3.attn': its cache is compressed; serve it without Tandem"
+    assert error.layer == "layers.3.attn"
+
+
+def test_transport_errors_name_the_peer() -> None:
+    """Where it failed comes first."""
+    error = errors.TransportError("decode-1", "a write failed")
+    assert str(error) == "peer 'decode-1': a write failed"
+    assert error.peer == "decode-1"

@@ -1,0 +1,84 @@
+"""Planning and protocol stay pure: what they import, looked at in a fresh interpreter and in their source."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import connectors.planning
+import connectors.protocol
+
+PACKAGES = (connectors.planning, connectors.protocol)
+HEAVY = ("torch", "vllm", "nixl", "ray", "zmq", "prometheus_client", "pydantic")
+
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+import connectors.planning, connectors.protocol
+for package in (connectors.planning, connectors.protocol):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        importlib.import_module(module.name)
+print(" ".join(sorted(sys.modules)))
+"""
+
+
+def sources() -> list[Path]:
+    return sorted(path for package in PACKAGES for path in Path(package.__path__[0]).rglob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    """All modules that a file imports, wherever in the file."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name} imports relatively"
+            names.add(node.module or "")
+    return names
+
+
+def test_a_fresh_interpreter_finds_nothing_heavy() -> None:
+    """Importing every module of both packages loads no engine, no transport, no service."""
+    root = Path(connectors.planning.__path__[0]).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL], capture_output=True, text=True, check=True, cwd=root, timeout=120
+    )
+    loaded = set(done.stdout.split())
+    assert {f"connectors.planning.{name}" for name in ("layout", "heads", "blocks", "plan", "verify")} <= loaded
+    assert {f"connectors.protocol.{name}" for name in ("wire", "cards", "producer", "consumer")} <= loaded
+    assert not {name.split(".")[0] for name in loaded} & set(HEAVY)
+    assert not {name for name in loaded if name.startswith(("connectors.transport", "connectors.vllm_hma"))}
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_sources_import_little(path: Path) -> None:
+    """The standard library, numpy, and connectors.{errors,planning,protocol}; planning knows no protocol."""
+    ours = ("connectors.errors", "connectors.planning")
+    if path.parent.name == "protocol":
+        ours += ("connectors.protocol",)
+    for name in imported(path):
+        top = name.split(".")[0]
+        assert top in sys.stdlib_module_names or top == "numpy" or name.startswith(ours), f"{path.name}: {name}"
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_no_clocks_threads_or_sockets(path: Path) -> None:
+    """Sans-I/O: time comes in as ``now``, nothing waits, nothing is sent, no environment is read."""
+    forbidden = {"time", "datetime", "threading", "asyncio", "socket", "os", "subprocess", "multiprocessing", "random"}
+    assert not {name.split(".")[0] for name in imported(path)} & forbidden
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
+def test_package_files_hold_a_docstring(package: object) -> None:
+    """``__init__`` says what the package is and imports nothing."""
+    tree = ast.parse(Path(package.__path__[0], "__init__.py").read_text())
+    assert ast.get_docstring(tree)
+    assert len(tree.body) == 1
+
+
+def test_modules_stay_readable() -> None:
+    """No file grows beyond 450 lines."""
+    long = {path.name: len(path.read_text().splitlines()) for path in sources()}
+    assert not {name: lines for name, lines in long.items() if lines > 450}
