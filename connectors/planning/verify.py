@@ -59,6 +59,8 @@ def prove_plans(consumer: EngineLayout, plans: Sequence[PairPlan]) -> None:
 
 def _merged(address: Ints, length: Ints, what: str) -> tuple[Ints, Ints]:
     """Sort intervals, refuse overlaps, and merge those that touch."""
+    if not len(address):
+        return address, length
     order = np.argsort(address, kind="stable")
     address, length = address[order], length[order]
     ends = address + length
@@ -66,4 +68,4 @@ def _merged(address: Ints, length: Ints, what: str) -> tuple[Ints, Ints]:
         first = int(np.flatnonzero(address[1:] < ends[:-1])[0])
         raise CoverError(f"bytes at address {int(address[first + 1]):#x} are {what} twice")
     starts = np.flatnonzero(np.concatenate(([True], address[1:] != ends[:-1])))
-    return address[starts], np.add.reduceat(length, starts) if len(length) else length
+    return address[starts], np.add.reduceat(length, starts)
