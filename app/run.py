@@ -86,10 +86,10 @@ def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings) -> in
 
     http = config.get("http_options", {})
     address = f"{http.get('host', '127.0.0.1')}:{http.get('port', 8000)}"
-    for stop in (signal.SIGINT, signal.SIGTERM):  # a shell's background job comes with SIGINT ignored
-        signal.signal(stop, signal.default_int_handler)
+    interrupt_on_signals()
     say("starting a Ray cluster for this run")
     ray.init(address="local", namespace="serve", include_dashboard=False, log_to_driver=True)
+    interrupt_on_signals()  # Ray has put a handler of its own in their place, which prints a stack trace
     watcher = Watcher(address, settings.model_name)
     try:
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
@@ -104,6 +104,12 @@ def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings) -> in
         say("stopping")
         ray.shutdown()
     return 1 if watcher.failure else 0
+
+
+def interrupt_on_signals() -> None:
+    """Make SIGINT and SIGTERM a KeyboardInterrupt; a shell's background job comes with SIGINT ignored."""
+    for stop in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(stop, signal.default_int_handler)
 
 
 class Watcher:
