@@ -1,0 +1,219 @@
+"""Cards: they come back as they went, refuse what is not one, and name what differs between two engines."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from connectors.errors import IncompatiblePeerError, WireError
+from connectors.protocol.cards import (
+    PROTOCOL_VERSION,
+    ModelIdentity,
+    WorkerCard,
+    check_peers,
+    decode_worker_card,
+    encode_worker_card,
+    engine_card,
+)
+from tests.planning.builders import Shape, make_rank, with_field
+
+IDENTITY = ModelIdentity("m0de1", "bfloat16", "auto", "0.32.0")
+
+
+def card(rank: int = 0, tp_size: int = 1, shape: Shape | None = None, **changes: object) -> WorkerCard:
+    layout = make_rank(shape or Shape(), rank, tp_size).layout
+    return replace(WorkerCard("engine-a", IDENTITY, layout, "nixl", b"\x00meta\xff"), **changes)
+
+
+def document(**changes: object) -> dict[str, object]:
+    return json.loads(encode_worker_card(card())) | changes
+
+
+def changed(path: list[str | int], value: object) -> bytes:
+    """A good card with one field replaced, or left out where ``value`` is Ellipsis."""
+    whole = document()
+    inner = whole["worker"]
+    for key in path[:-1]:
+        inner = inner[key]
+    if value is Ellipsis:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = value
+    return json.dumps(whole).encode()
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("style", ["packed", "token_major"])
+def test_round_trip(style: str, tp_size: int) -> None:
+    """Every field of every rank's card comes back, strides and windows included."""
+    for rank in range(tp_size):
+        ours = card(rank, tp_size, Shape(style=style))
+        assert decode_worker_card(encode_worker_card(ours)) == ours
+        assert ours.rank == rank
+
+
+def test_an_engine_card_holds_all_ranks_in_order() -> None:
+    """Cards come in any order; the engine's are by rank."""
+    cards = {rank: card(rank, 3, Shape(kv_heads=3)) for rank in (2, 0, 1)}
+    engine = engine_card(cards)
+    assert (engine.incarnation, engine.tp_size) == ("engine-a", 3)
+    assert [worker.rank for worker in engine.workers] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("cards", "says"),
+    [
+        ({}, "must be ranks 0..n-1, got \\[\\]"),
+        ({1: card(1, 2)}, "must be ranks 0..n-1, got \\[1\\]"),
+        ({0: card(0, 2), 1: card(1, 2, incarnation="engine-b")}, "one incarnation"),
+        ({0: card(0, 2)}, "card 0 says it is rank 0 of 2"),
+        ({0: card(1, 2), 1: card(0, 2)}, "card 0 says it is rank 1 of 2"),
+    ],
+)
+def test_cards_that_are_no_engine_are_refused(cards: dict[int, WorkerCard], says: str) -> None:
+    """All ranks of one start, none missing, each in its place."""
+    with pytest.raises(WireError, match=says):
+        engine_card(cards)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "field", "remedy"),
+    [
+        ({"transport": "memory"}, "transport", "same transport"),
+        ({"identity": replace(IDENTITY, model="other")}, "model", "same model"),
+        ({"identity": replace(IDENTITY, dtype="float32")}, "dtype", "same dtype"),
+        ({"identity": replace(IDENTITY, cache_dtype="fp8")}, "cache_dtype", "same kv_cache_dtype"),
+        ({"identity": replace(IDENTITY, engine_version="0.31.0")}, "engine_version", "same vLLM release"),
+        ({"layout": make_rank(Shape(kv_heads=8), 0, 1).layout}, "number of KV heads", "same model"),
+        (
+            {"layout": with_field(make_rank(Shape(), 0, 1).layout, 0, block_tokens=32)},
+            "block_tokens of KV cache group 0",
+            "same block_size",
+        ),
+        ({"layout": make_rank(Shape(style="packed"), 0, 1).layout}, "packing of layer 'layers.0.0'", "KV layout"),
+    ],
+)
+def test_differences_are_named(theirs: dict[str, object], field: str, remedy: str) -> None:
+    """Model, dtype, cache dtype, version, transport, layout: field, our value, theirs, and what to do."""
+    with pytest.raises(IncompatiblePeerError, match=remedy) as refusal:
+        check_peers(card(**theirs), card())
+    assert refusal.value.field == field
+    assert f"{field} differs: this engine has" in str(refusal.value)
+
+
+def test_our_side_and_theirs_are_not_mixed_up() -> None:
+    """The consumer reads the text: its own value comes first."""
+    with pytest.raises(IncompatiblePeerError, match="this engine has 'bfloat16', the peer 'float32'"):
+        check_peers(card(identity=replace(IDENTITY, dtype="float32")), card())
+
+
+def test_engines_that_fit() -> None:
+    """Another start, TP size, pool and address space is no difference."""
+    check_peers(card(1, 2, Shape(num_blocks=40), incarnation="engine-b"), card(3, 4))
+
+
+def test_another_version_says_both() -> None:
+    """An old peer is told so, rather than misread."""
+    payload = json.dumps(document(version=PROTOCOL_VERSION + 1)).encode()
+    with pytest.raises(WireError, match=f"version {PROTOCOL_VERSION + 1}, this engine speaks {PROTOCOL_VERSION}"):
+        decode_worker_card(payload)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b'"card"',
+        b"{}",
+        b"{",
+        b"\xff\xff",
+        b"[" * 100_000,
+        json.dumps({"version": PROTOCOL_VERSION}).encode(),
+        json.dumps({"version": PROTOCOL_VERSION, "worker": []}).encode(),
+        changed(["incarnation"], 3),
+        changed(["incarnation"], ...),
+        changed(["identity"], []),
+        changed(["identity", "model"], 7),
+        changed(["identity", "model"], ...),
+        changed(["identity", "weight"], "x"),
+        changed(["transport"], None),
+        changed(["transport_metadata"], "not base64!"),
+        changed(["transport_metadata"], 5),
+        changed(["transport_metadata"], "ünïcode"),
+        changed(["layout"], "x"),
+        changed(["layout", "tp_rank"], 1),
+        changed(["layout", "tp_rank"], -1),
+        changed(["layout", "tp_size"], 0),
+        changed(["layout", "kv_heads"], 4.0),
+        changed(["layout", "kv_heads"], True),
+        changed(["layout", "kv_heads"], 2**63),
+        changed(["layout", "num_blocks"], "12"),
+        changed(["layout", "num_blocks"], 10**6),
+        changed(["layout", "regions"], []),
+        changed(["layout", "regions"], {"a": 1}),
+        changed(["layout", "regions", 0, "address"], -4096),
+        changed(["layout", "regions", 0, "place"], "DRAM"),
+        changed(["layout", "regions", 0, "place", "memory"], 5),
+        changed(["layout", "regions", 0, "place", "device"], "0"),
+        changed(["layout", "groups", 0, "kind"], "mamba"),
+        changed(["layout", "groups", 0, "kind"], ["full"]),
+        changed(["layout", "groups", 0, "index"], 2),
+        changed(["layout", "groups", 0, "window_tokens"], None),
+        changed(["layout", "groups", 2, "window_tokens"], 8),
+        changed(["layout", "groups", 0, "layers"], None),
+        changed(["layout", "groups", 0, "layers", 0], 3),
+        changed(["layout", "groups", 0, "layers", 0, "address"], "0x1000"),
+        changed(["layout", "groups", 0, "layers", 0, "address"], 1),
+        changed(["layout", "groups", 0, "layers", 0, "heads"], 0),
+        changed(["layout", "groups", 0, "layers", 0, "rows"], ...),
+        changed(["layout", "groups", 0, "layers", 0, "layer"], 3),
+        changed(["layout", "groups", 0, "layers", 0, "packing"], 3),
+        changed(["layout", "groups", 0, "layers", 0, "colour"], 3),
+    ],
+)
+def test_what_is_not_a_card_is_refused(payload: bytes) -> None:
+    """A field that is missing, unknown, of another type or impossible: WireError, with a text."""
+    with pytest.raises(WireError, match=r"card|text|number"):
+        decode_worker_card(payload)
+
+
+def all_paths(node: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+    """The way to every field of a card."""
+    if isinstance(node, dict):
+        keys: list[str | int] = list(node)
+    else:
+        keys = list(range(len(node))) if isinstance(node, list) else []
+    return [p for key in keys for p in ((*path, key), *all_paths(node[key], (*path, key)))]
+
+
+PATHS = all_paths(document()["worker"])
+ANY = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.lists(st.integers(), max_size=2)
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.sampled_from(PATHS), ANY | st.just(...))
+def test_fuzz_fields(path: tuple[str | int, ...], value: object) -> None:
+    """Any field replaced by anything: a card that encodes again, or a WireError."""
+    try:
+        decoded = decode_worker_card(changed(list(path), value))
+    except WireError:
+        return
+    assert decode_worker_card(encode_worker_card(decoded)) == decoded
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=100), st.integers(0, 3000))
+def test_fuzz_bytes(payload: bytes, cut: int) -> None:
+    """Any bytes, and a card with bytes overwritten anywhere."""
+    whole = encode_worker_card(card())
+    for candidate in (payload, whole[:cut], whole[:cut] + payload + whole[cut + len(payload) :]):
+        try:
+            decode_worker_card(candidate)
+        except WireError:
+            continue

@@ -1,0 +1,98 @@
+"""Request parameters, prompt digests and limits: what a router or an operator hands in."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from connectors.errors import ConfigurationError, WireError
+from connectors.protocol.limits import TransferLimits
+from connectors.protocol.params import ConsumeParams, EngineAddress, ProduceParams, parse_params, prompt_digest
+
+DECODE_LEG = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_engine_id": "engine-a",
+    "remote_host": "10.0.0.7",
+    "remote_port": 5600,
+    "tp_size": 2,
+    "transfer_id": "t-1",
+    "remote_block_ids": None,
+}
+
+
+@pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": False, "do_remote_prefill": False}, {"x": 1}])
+def test_requests_without_a_transfer(params: dict[str, object] | None) -> None:
+    """Nothing asked, nothing done."""
+    assert parse_params(params) is None
+
+
+def test_prefill_legs() -> None:
+    """An id of the router's, or one that the producer makes; ``describe`` asks for the address."""
+    assert parse_params({"do_remote_decode": True}) == ProduceParams(None, False)
+    assert parse_params({"do_remote_decode": True, "transfer_id": "t"}) == ProduceParams("t", False)
+    assert parse_params({"do_remote_decode": True, "describe": True}) == ProduceParams(None, True)
+
+
+def test_decode_legs() -> None:
+    """The prefill answer's parameters, unchanged; keys of public proxies that we do not need are ignored."""
+    assert parse_params(DECODE_LEG) == ConsumeParams("t-1", EngineAddress("engine-a", "10.0.0.7", 5600))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"do_remote_decode": True}, "do_remote_decode and do_remote_prefill exclude each other"),
+        ({"transfer_id": None}, "transfer_id is missing"),
+        ({"transfer_id": ""}, "transfer_id must be text"),
+        ({"transfer_id": 5}, "transfer_id must be text"),
+        ({"transfer_id": "x" * 257}, "transfer_id must be text of 1 to 256"),
+        ({"remote_engine_id": None}, "remote_engine_id"),
+        ({"remote_engine_id": ""}, "remote_engine_id"),
+        ({"remote_host": 7}, "remote_host"),
+        ({"remote_port": None}, "remote_port"),
+        ({"remote_port": "5600"}, "remote_port must be a port number, not '5600'"),
+        ({"remote_port": True}, "remote_port"),
+        ({"remote_port": 0}, "remote_port"),
+        ({"remote_port": 65536}, "remote_port"),
+    ],
+)
+def test_wrong_keys_are_named(change: dict[str, object], says: str) -> None:
+    """The error begins with kv_transfer_params and names the key."""
+    with pytest.raises(WireError, match=f"kv_transfer_params: .*{says}"):
+        parse_params(DECODE_LEG | change)
+
+
+VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=300) | st.lists(st.integers())
+
+
+@given(st.dictionaries(st.sampled_from([*DECODE_LEG, "describe"]), VALUES), st.booleans())
+def test_fuzz_params(changes: dict[str, object], complete: bool) -> None:
+    """Any values under any keys: parsed, or a WireError."""
+    try:
+        parsed = parse_params((DECODE_LEG if complete else {}) | changes)
+    except WireError:
+        return
+    assert parsed is None or isinstance(parsed, ProduceParams | ConsumeParams)
+
+
+def test_prompt_digests_tell_prompts_apart() -> None:
+    """Order and values count; a request without token ids has no digest."""
+    prompts = [[1, 2, 3], [3, 2, 1], [1, 2], [1, 2, 3, 0], [2**40]]
+    assert len({prompt_digest(prompt) for prompt in prompts}) == len(prompts)
+    assert prompt_digest(prompts[0]) == prompt_digest(tuple(prompts[0]))
+    assert prompt_digest([]) == prompt_digest(None) == ""
+
+
+@pytest.mark.parametrize("field", ["handshake_s", "progress_s", "cancel_s", "lease_s", "alive_s", "fence_s"])
+@pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan"), True, "5", None])
+def test_limits_are_positive_seconds(field: str, value: object) -> None:
+    """No wait without an end, and no end before its begin; the error names the setting."""
+    with pytest.raises(ConfigurationError, match=f"transfer.{field} must be a positive number of seconds"):
+        TransferLimits(**{field: value})
+
+
+def test_alive_fits_twice_into_progress() -> None:
+    """A producer that waits its turn is heard before it is given up, even if one word is lost."""
+    TransferLimits(progress_s=10, alive_s=5)
+    with pytest.raises(ConfigurationError, match=r"transfer.alive_s \(6\) .* half of transfer.progress_s \(10\)"):
+        TransferLimits(progress_s=10, alive_s=6)

@@ -1,0 +1,246 @@
+"""Messages on the wire: they come back as they went, and everything else is a WireError."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from connectors.errors import WireError
+from connectors.planning.blocks import BlockSet, empty_blocks
+from connectors.protocol.cards import PROTOCOL_VERSION
+from connectors.protocol.wire import (
+    MAX_FRAME_BYTES,
+    Aborted,
+    Alive,
+    Cancel,
+    Cancelled,
+    Envelope,
+    Fin,
+    Hello,
+    Message,
+    Offer,
+    Peer,
+    Refused,
+    Welcome,
+    decode,
+    encode,
+)
+
+SENDER = Peer("engine-a", 3)
+
+
+def blocks(*pairs: tuple[int, int]) -> BlockSet:
+    return BlockSet(np.array([p for p, _ in pairs], np.int64), np.array([i for _, i in pairs], np.int64))
+
+
+MESSAGES: list[Message] = [
+    Hello(b'{"card": "\x00\xff"}'),
+    Hello(b""),
+    Welcome(),
+    Refused("dtype differs"),
+    Offer("t-1", 37, "d1ge57", (blocks((0, 9), (1, 4), (7, 2**40)), empty_blocks(), blocks((5, 1)))),
+    Offer("t-2", 0, "", ()),
+    Alive("t-1"),
+    Fin("t-1", 2**40),
+    Aborted("t-1", "the lease has expired"),
+    Cancel("t-1"),
+    Cancelled("ünïcode ✓"),
+]
+
+
+def frame(header: object, body: bytes = b"", magic: bytes = b"TDM", version: int = PROTOCOL_VERSION) -> bytes:
+    head = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<3sBI", magic, version, len(head)) + head + body
+
+
+def offer_header(**changes: object) -> dict[str, object]:
+    return {
+        "kind": "offer",
+        "from": "a",
+        "rank": 0,
+        "to": "b",
+        "id": "t",
+        "end": 9,
+        "prompt": "",
+        "blocks": [],
+    } | changes
+
+
+def vectors(*numbers: int) -> bytes:
+    return np.array(numbers, "<i8").tobytes()
+
+
+def same(left: Message, right: Message) -> bool:
+    """Equality that looks into block vectors."""
+    if not isinstance(left, Offer) or not isinstance(right, Offer):
+        return left == right
+    return (left.transfer_id, left.end_token, left.prompt_digest, len(left.groups)) == (
+        right.transfer_id,
+        right.end_token,
+        right.prompt_digest,
+        len(right.groups),
+    ) and all(
+        np.array_equal(a.positions, b.positions) and np.array_equal(a.ids, b.ids)
+        for a, b in zip(left.groups, right.groups, strict=True)
+    )
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.kind)
+def test_round_trip(message: Message) -> None:
+    """Sender, receiver and every field come back."""
+    envelope = decode(encode(Envelope(SENDER, "engine-b", message)))
+    assert (envelope.sender, envelope.receiver_incarnation) == (SENDER, "engine-b")
+    assert same(envelope.message, message)
+
+
+def test_every_message_is_covered() -> None:
+    """A new message gets a round trip here."""
+    assert {message.kind for message in MESSAGES} == {kind.kind for kind in Message.__args__}
+
+
+@given(
+    st.text(max_size=40),
+    st.integers(0, 2**63 - 1),
+    st.lists(st.sets(st.integers(0, 2**62), max_size=20), max_size=4),
+    st.integers(1, 2**62),
+)
+def test_any_offer_round_trips(transfer_id: str, end: int, positions: list[set[int]], first: int) -> None:
+    """Whatever ids, positions and numbers of groups."""
+    groups = tuple(
+        blocks(*((p, first + 100 * g + i) for i, p in enumerate(sorted(positions[g])))) for g in range(len(positions))
+    )
+    offer = Offer(transfer_id, end, "digest", groups)
+    assert same(decode(encode(Envelope(SENDER, "b", offer))).message, offer)
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.kind)
+def test_truncated_at_every_length(message: Message) -> None:
+    """A frame that ends early is refused, wherever it ends. Only a card has an end that the frame cannot know."""
+    whole = encode(Envelope(SENDER, "engine-b", message))
+    body = len(message.card) if isinstance(message, Hello) else 0
+    for length in range(len(whole) - body):
+        with pytest.raises(WireError):
+            decode(whole[:length])
+
+
+@pytest.mark.parametrize("message", [m for m in MESSAGES if not isinstance(m, Hello)], ids=lambda message: message.kind)
+def test_bytes_after_the_end_are_refused(message: Message) -> None:
+    """A frame carries what its header says, and nothing else."""
+    with pytest.raises(WireError):
+        decode(encode(Envelope(SENDER, "engine-b", message)) + b"\0")
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (b"", "a frame of 0 bytes"),
+        (frame({}, magic=b"XYZ"), "does not start with Tandem's mark"),
+        (frame({}, version=PROTOCOL_VERSION + 1), f"version {PROTOCOL_VERSION + 1}, this engine {PROTOCOL_VERSION}"),
+        (frame({}, version=0), "version 0"),
+        (struct.pack("<3sBI", b"TDM", PROTOCOL_VERSION, 2**32 - 1), "truncated"),
+        (frame(b"not json"), "malformed frame"),
+        (frame(b"\xff\xfe"), "malformed frame"),
+        (frame(b""), "malformed frame"),
+        (frame(b"[" * 100_000), "malformed frame"),
+        (frame([1]), "not a JSON object"),
+        (frame("text"), "not a JSON object"),
+        (frame({}), "'from' must be text"),
+        (frame({"from": 3, "rank": 0}), "'from' must be text, not 3"),
+        (frame({"from": "a", "rank": -1}), "'rank' must be a whole number, not -1"),
+        (frame({"from": "a", "rank": 1.0}), "'rank' must be a whole number"),
+        (frame({"from": "a", "rank": True}), "'rank' must be a whole number"),
+        (frame({"from": "a", "rank": 2**63}), "'rank' must be a whole number"),
+        (frame({"from": "a", "rank": 0}), "'to' must be text"),
+        (frame({"from": "a", "rank": 0, "to": "b"}), "unknown message None"),
+        (frame({"from": "a", "rank": 0, "to": "b", "kind": "greet"}), "unknown message 'greet'"),
+        (frame({"from": "a", "rank": 0, "to": "b", "kind": ["fin"]}), "unknown message"),
+        (frame({"from": "a", "rank": 0, "to": "b", "kind": "fin", "id": "t"}), "'bytes' must be a whole number"),
+        (frame({"from": "a", "rank": 0, "to": "b", "kind": "fin", "id": "t", "bytes": -5}), "not -5"),
+        (frame({"from": "a", "rank": 0, "to": "b", "kind": "alive"}), "'id' must be text"),
+        (frame({"from": "a", "rank": 0, "to": "b", "kind": "alive", "id": "t"}, b"x"), "1 bytes that it should not"),
+        (frame(offer_header(end=-1)), "'end' must be a whole number"),
+        (frame(offer_header(prompt=None)), "'prompt' must be text"),
+        (frame(offer_header(blocks=None)), "count the blocks of each group"),
+        (frame(offer_header(blocks=[-1])), "count the blocks of each group"),
+        (frame(offer_header(blocks=[True])), "count the blocks of each group"),
+        (frame(offer_header(blocks=[1.0]), vectors(0, 1)), "count the blocks of each group"),
+        (frame(offer_header(blocks=[1])), "an offer of 1 blocks carries 0 bytes"),
+        (frame(offer_header(blocks=[1]), vectors(0, 1, 2)), "not 16 a block"),
+        (frame(offer_header(blocks=[2**62, 2**62])), "not 16 a block"),
+        (frame(offer_header(blocks=[1]), vectors(-1, 5)), "positions must ascend from 0"),
+        (frame(offer_header(blocks=[1]), vectors(0, 0)), "block ids must be positive"),
+        (frame(offer_header(blocks=[1]), vectors(0, -7)), "block ids must be positive"),
+        (frame(offer_header(blocks=[2]), vectors(3, 3, 1, 2)), "positions must ascend"),
+        (frame(offer_header(blocks=[2]), vectors(4, 3, 1, 2)), "positions must ascend"),
+        (frame(offer_header(blocks=[2]), vectors(-(2**63), 2**63 - 1, 1, 2)), "positions must ascend"),
+        (frame(offer_header(blocks=[3]), vectors(0, 2**63 - 1, -5, 1, 2, 3)), "positions must ascend from 0"),
+    ],
+)
+def test_malformed_frames_say_why(bad: bytes, says: str) -> None:
+    """The text names what is wrong, so that a log line is enough to understand it."""
+    with pytest.raises(WireError, match=says):
+        decode(bad)
+
+
+def test_a_block_that_is_offered_twice_is_refused() -> None:
+    """Two positions cannot be written into one block: one of them would be lost."""
+    for counts, body in (([2], vectors(0, 1, 5, 5)), ([1, 1], vectors(0, 5, 0, 5))):
+        with pytest.raises(WireError, match="twice"):
+            decode(frame(offer_header(blocks=counts), body))
+
+
+def test_oversized_frames_are_refused() -> None:
+    """A frame is at most 64 MiB, whatever it says."""
+    with pytest.raises(WireError, match=f"a frame of {MAX_FRAME_BYTES + 1} bytes"):
+        decode(bytes(MAX_FRAME_BYTES + 1))
+
+
+def raises_nothing_else(payload: bytes) -> None:
+    """decode returns or raises WireError; what it returns can be encoded again."""
+    try:
+        envelope = decode(payload)
+    except WireError:
+        return
+    assert same(decode(encode(envelope)).message, envelope.message)
+
+
+@settings(max_examples=300)
+@given(st.binary(max_size=200))
+def test_fuzz_bytes(payload: bytes) -> None:
+    """Any bytes, and any bytes behind a valid prefix."""
+    raises_nothing_else(payload)
+    raises_nothing_else(frame(payload))
+
+
+@settings(max_examples=300)
+@given(st.integers(0, len(MESSAGES) - 1), st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=4))
+def test_fuzz_flipped_bytes(which: int, flips: list[tuple[int, int]]) -> None:
+    """Frames with a few bytes changed."""
+    payload = bytearray(encode(Envelope(SENDER, "engine-b", MESSAGES[which])))
+    for at, value in flips:
+        payload[at % len(payload)] = value
+    raises_nothing_else(bytes(payload))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+HEADER_KEYS = ("kind", "from", "rank", "to", "id", "end", "prompt", "blocks", "bytes", "reason")
+
+
+@settings(max_examples=300)
+@given(
+    st.sampled_from([kind.kind for kind in Message.__args__]),
+    st.dictionaries(st.sampled_from(HEADER_KEYS), JSON, max_size=2),
+    st.lists(st.integers(-(2**63), 2**63 - 1), max_size=6),
+)
+@example("offer", {"blocks": [10**4000, 9 * 10**4299, 9 * 10**4299]}, [])
+def test_fuzz_headers(kind: str, changes: dict[str, object], numbers: list[int]) -> None:
+    """Well-formed JSON with fields of any type, before any vector."""
+    header = offer_header(kind=kind, bytes=3, reason="r", blocks=[len(numbers) // 2]) | changes
+    raises_nothing_else(frame(header, vectors(*numbers) if kind == "offer" else b""))
