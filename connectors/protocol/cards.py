@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 from dataclasses import asdict, dataclass
+from dataclasses import fields as fields_of
 from typing import Any, TypeVar
 
 from connectors.errors import IncompatiblePeerError, PlanError, WireError
@@ -142,12 +143,13 @@ def _layout(fields: dict[str, Any]) -> EngineLayout:
     )
 
 
-def _checked(kind: type[_T], fields: dict[str, Any]) -> _T:
+def _checked(kind: type[_T], values: dict[str, Any]) -> _T:
     """Build a dataclass whose fields are all text or whole numbers, refusing anything else."""
-    for key, value in fields.items():
-        if not isinstance(value, str):
-            _whole(value, key)
-    return kind(**fields)
+    built = kind(**values)
+    for field in fields_of(kind):  # type: ignore[arg-type]
+        value = getattr(built, field.name)
+        _text(value, field.name) if field.type == "str" else _whole(value, field.name)
+    return built
 
 
 def _whole(value: object, key: str = "a number") -> int:
@@ -156,7 +158,7 @@ def _whole(value: object, key: str = "a number") -> int:
     return value
 
 
-def _text(value: object) -> str:
+def _text(value: object, key: str = "a field") -> str:
     if not isinstance(value, str):
-        raise WireError(f"expected text, not {value!r}")
+        raise WireError(f"{key} must be text, not {value!r}")
     return value

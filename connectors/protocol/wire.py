@@ -217,10 +217,13 @@ def _block_sets(counts: object, body: bytes) -> tuple[BlockSet, ...]:
     at = 0
     for count in counts:
         positions, ids = numbers[at : at + count], numbers[at + count : at + 2 * count]
-        if count and (positions[0] < 0 or ids.min() <= 0 or (np.diff(positions) <= 0).any()):
+        if count and (positions.min() < 0 or ids.min() <= 0 or (np.diff(positions) <= 0).any()):
             raise WireError("an offer's positions must ascend from 0 and its block ids must be positive")
         sets.append(BlockSet(positions, ids))
         at += 2 * count
+    ids = np.concatenate([blocks.ids for blocks in sets]) if sets else np.empty(0, np.int64)
+    if len(np.unique(ids)) != len(ids):
+        raise WireError("an offer names a block twice; groups draw their ids from one pool, so one would be lost")
     return tuple(sets)
 
 
