@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
@@ -56,8 +57,16 @@ async def serve_errors(role: str) -> AsyncGenerator[None, None]:
         raise
 
 
+@dataclass(frozen=True)
+class Opened:
+    """A response whose body has begun: nothing of it has been generated before."""
+
+    start: ResponseStart
+    head: bytes
+
+
 class Leg:
-    """An open call; iterate `items` once, and `close` in any case."""
+    """An open call: `start` or `open`, then `next` until None; `close` in any case."""
 
     def __init__(self, role: str, response: DeploymentResponseGenerator) -> None:
         self.role = role
@@ -69,6 +78,12 @@ class Leg:
         if not isinstance(item, ResponseStart):
             raise UnavailableError(f"the {self.role} engine ended a request without an answer")
         return item
+
+    async def open(self) -> Opened:
+        """Wait for the first bytes of the body."""
+        start = await self.start()
+        head = await self.next()
+        return Opened(start, head if isinstance(head, bytes) else b"")
 
     async def next(self) -> ResponseStart | bytes | None:
         """The next item, or None after the last."""

@@ -10,14 +10,19 @@ from connectors.errors import TandemError
 logger = logging.getLogger(__name__)
 
 
-class PrefillLeg:
-    """Owns the task that reads the leg.
+BROKEN = frozenset({"rejected", "failed", "late"})
+"""Outcomes after which no KV, or not all of it, comes from this leg."""
 
-    A leg that fails does not fail the request: decode's connector learns of it from its peer, or from
-    the peer's silence, and decode computes the prompt itself. So failures are counted and logged.
+
+class PrefillLeg:
+    """Owns the task that reads the leg. `broken` is done when the leg ends without its answer.
+
+    A broken leg does not fail the request: while decode has not begun to answer, the router asks decode
+    to serve it alone, which is sooner than decode's connector can learn of it.
     """
 
     def __init__(self, leg: Leg, transfer_id: str, timeout_s: float, metrics: RouterMetrics) -> None:
+        self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._leg = leg
         self._transfer_id = transfer_id
         self._timeout_s = timeout_s
@@ -38,7 +43,7 @@ class PrefillLeg:
         try:
             async with deadline(self._timeout_s, f"prefill of transfer {self._transfer_id}"):
                 outcome = await self._read_answer()
-            while await self._leg.next() is not None:
+            while outcome == "done" and await self._leg.next() is not None:
                 pass
         except DeadlineError as error:
             outcome = "late"
@@ -51,6 +56,8 @@ class PrefillLeg:
             logger.exception("prefill of transfer %s failed", self._transfer_id)
         finally:
             self._metrics.prefill_legs.labels(outcome).inc()
+            if outcome in BROKEN and not self.broken.done():
+                self.broken.set_result(outcome)
             await self._leg.close()
 
     async def _read_answer(self) -> str:

@@ -13,7 +13,7 @@ from ray.serve.handle import DeploymentHandle
 
 from actors.asgi_call import Call, Headers, ResponseStart
 from actors.handoff import Endpoint, Producer, decode_leg, prefill_leg, why_local
-from actors.leg import Leg, OverloadedError, choose, deadline, serve_errors
+from actors.leg import Leg, Opened, OverloadedError, choose, deadline, serve_errors
 from actors.prefill_leg import PrefillLeg
 from actors.router_metrics import RouterMetrics
 from configs.settings import RoleName, RouterLimits
@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 NO_PREFILL = "no_prefill"
 """Why decode served a request that could have been split: no prefill replica took it in time."""
+
+PREFILL_FAILED = "prefill_failed"
+"""Why decode served a request that had been split: its prefill leg broke before decode's first byte."""
 
 
 @dataclass(frozen=True)
@@ -36,43 +39,45 @@ class ClientRequest:
 
 
 class Answer:
-    """Decode's answer. `chunks` relays its body and lets the prefill leg go at the first byte."""
+    """Decode's answer, opened: its first bytes are there, so the handover is done."""
 
-    def __init__(
-        self, start: ResponseStart, local_reason: str | None, decode: Leg, began_at: float, timeout_s: float
-    ) -> None:
-        self.start = start
+    def __init__(self, opened: Opened, decode: Leg, local_reason: str | None, timing: "Timing") -> None:
+        self.start = opened.start
         self.local_reason = local_reason
+        self.first_byte_s = timing.age_s
+        self._head = opened.head
         self._decode = decode
-        self._began_at = began_at
-        self._timeout_s = timeout_s
-        self._prefill: PrefillLeg | None = None
+        self._timing = timing
 
     @property
     def route(self) -> str:
         """`remote` when another engine computed the prompt, `local` when decode did."""
         return "remote" if self.local_reason is None else "local"
 
-    @property
-    def age_s(self) -> float:
-        """Time since the router took the request."""
-        return asyncio.get_running_loop().time() - self._began_at
-
-    def holds(self, prefill: PrefillLeg) -> None:
-        """Keep `prefill` open until the handover is done."""
-        self._prefill = prefill
-
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """The body as it comes; DeadlineError once the request's time is over."""
-        while (item := await self._next()) is not None:
-            if self._prefill is not None:
-                self._prefill.release()
+        item: ResponseStart | bytes | None = self._head
+        while item is not None:
             if isinstance(item, bytes):
                 yield item
+            async with deadline(self._timing.left_s, "the rest of the answer"):
+                item = await self._decode.next()
 
-    async def _next(self) -> ResponseStart | bytes | None:
-        async with deadline(max(self._timeout_s - self.age_s, 0.0), "the rest of the answer"):
-            return await self._decode.next()
+
+class Timing:
+    """How long ago the router took a request, and how long it may still take."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._began_at = asyncio.get_running_loop().time()
+
+    @property
+    def age_s(self) -> float:
+        return asyncio.get_running_loop().time() - self._began_at
+
+    @property
+    def left_s(self) -> float:
+        return max(self._timeout_s - self.age_s, 0.0)
 
 
 class Router:
@@ -108,52 +113,72 @@ class Router:
 
         Raises OverloadedError, UnavailableError or DeadlineError when decode gives no answer.
         """
-        limits = self.limits
-        began_at = asyncio.get_running_loop().time()
+        timing = Timing(self.limits.request_timeout_s)
         local_reason = why_local(request.endpoint, request.body)
         async with AsyncExitStack() as stack:
-            async with deadline(limits.request_timeout_s, "the request"):
-                decode_place, prefill_place = await self._choose_pair(stack, local_reason is None)
-                if local_reason is None and prefill_place is None:
-                    local_reason = NO_PREFILL
-                call = Call("POST", request.endpoint, request.headers, request.raw)
-                prefill = None
-                if prefill_place is not None:
-                    transfer_id = uuid.uuid4().hex
-                    producer = Producer.from_params(prefill_place.replica_metadata)
-                    call = _with_body(request, decode_leg(request.body, transfer_id, producer))
-                    shaped = _with_body(request, prefill_leg(request.endpoint, request.body, transfer_id))
-                    prefill = PrefillLeg(
-                        Leg("prefill", self._prefill.dispatch(prefill_place, shaped, limits.request_timeout_s)),
-                        transfer_id,
-                        limits.prefill_timeout_s,
-                        self.metrics,
-                    )
-                    stack.push_async_callback(prefill.close)
-                decode = Leg("decode", self._decode.dispatch(decode_place, call))
-                stack.push_async_callback(decode.close)
-                answer = Answer(await decode.start(), local_reason, decode, began_at, limits.request_timeout_s)
-                if prefill is not None:
-                    answer.holds(prefill)
+            async with deadline(timing.left_s, "the request"):
+                answer = None
+                if local_reason is None:
+                    answer, local_reason = await self._try_split(stack, request, timing)
+                if answer is None:
+                    answer = await self._serve_alone(stack, request, local_reason, timing)
             yield answer
 
-    async def _choose_pair(self, stack: AsyncExitStack, split: bool) -> tuple[Any, Any]:
-        """Places on a decode and, if `split`, on a prefill replica; without the latter decode serves alone."""
-        timeout_s = self.limits.replica_timeout_s
-        if not split:
-            return await choose(stack, "decode", self._decode, timeout_s), None
+    async def _try_split(
+        self, stack: AsyncExitStack, request: ClientRequest, timing: Timing
+    ) -> tuple[Answer | None, str | None]:
+        """Dispatch both legs. Without an answer, why decode must serve the request alone."""
+        async with AsyncExitStack() as legs:
+            decode_place, prefill_place = await self._choose_pair(legs)
+            if prefill_place is None:
+                return None, NO_PREFILL
+            transfer_id = uuid.uuid4().hex
+            producer = Producer.from_params(prefill_place.replica_metadata)
+            prefill_call = _call(request, prefill_leg(request.endpoint, request.body, transfer_id))
+            decode_call = _call(request, decode_leg(request.body, transfer_id, producer))
+            prefill = PrefillLeg(
+                Leg("prefill", self._prefill.dispatch(prefill_place, prefill_call, timing.left_s)),
+                transfer_id,
+                self.limits.prefill_timeout_s,
+                self.metrics,
+            )
+            legs.push_async_callback(prefill.close)
+            decode = Leg("decode", self._decode.dispatch(decode_place, decode_call))
+            legs.push_async_callback(decode.close)
+            opening = asyncio.ensure_future(decode.open())
+            legs.callback(opening.cancel)
+            await asyncio.wait({opening, prefill.broken}, return_when=asyncio.FIRST_COMPLETED)
+            if not opening.done():
+                return None, PREFILL_FAILED
+            answer = Answer(await opening, decode, None, timing)
+            prefill.release()
+            stack.push_async_exit(legs.pop_all())
+            return answer, None
+
+    async def _serve_alone(
+        self, stack: AsyncExitStack, request: ClientRequest, reason: str | None, timing: Timing
+    ) -> Answer:
+        """The request as the client sent it, on a decode replica."""
+        place = await choose(stack, "decode", self._decode, self.limits.replica_timeout_s)
+        call = Call("POST", request.endpoint, request.headers, request.raw)
+        decode = Leg("decode", self._decode.dispatch(place, call))
+        stack.push_async_callback(decode.close)
+        return Answer(await decode.open(), decode, reason, timing)
+
+    async def _choose_pair(self, stack: AsyncExitStack) -> tuple[Any, Any]:
+        """Places on a decode and on a prefill replica; None for the latter when none is free in time."""
         decode, prefill = await asyncio.gather(
-            choose(stack, "decode", self._decode, timeout_s),
-            choose(stack, "prefill", self._prefill, timeout_s),
+            choose(stack, "decode", self._decode, self.limits.replica_timeout_s),
+            choose(stack, "prefill", self._prefill, self.limits.prefill_wait_s),
             return_exceptions=True,
         )
         if isinstance(decode, BaseException):
             raise decode
-        if isinstance(prefill, BaseException):
-            if not isinstance(prefill, TandemError):
-                raise prefill
+        if isinstance(prefill, TandemError):
             logger.warning("serving a request on decode alone: %s", prefill)
             return decode, None
+        if isinstance(prefill, BaseException):
+            raise prefill
         return decode, prefill
 
     async def models(self, headers: Headers) -> tuple[ResponseStart, bytes]:
@@ -197,5 +222,5 @@ class Router:
         return [reply for reply in replies if not isinstance(reply, BaseException)]
 
 
-def _with_body(request: ClientRequest, body: Mapping[str, Any]) -> Call:
+def _call(request: ClientRequest, body: Mapping[str, Any]) -> Call:
     return Call("POST", request.endpoint, request.headers, json.dumps(body).encode())

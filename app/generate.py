@@ -70,7 +70,7 @@ class Generate:
         chunks = answer.chunks()
         if streams:
             head = await anext(chunks, b"")
-            metrics.first_byte.labels(answer.route).observe(answer.age_s)
+            metrics.first_byte.labels(answer.route).observe(answer.first_byte_s)
         else:
             head = b"".join([chunk async for chunk in chunks])
         status = answer.start.status

@@ -24,6 +24,9 @@ from configs.settings import RoleName, RouterLimits, ServiceSettings
 ROUTER_SURPLUS_REQUESTS = 64
 """Places in a router replica beyond its own limit: those requests get a 429 with a reason at once."""
 
+HEALTH_CHECK_PERIOD_S = 2.0
+"""Serve replaces a replica after three failed checks: a dead engine is out of service in 6 s."""
+
 
 @serve.ingress()
 class HttpRouter(Router):
@@ -72,6 +75,7 @@ def _deploy_engine(actor: type, role: RoleName, settings: ServiceSettings) -> se
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=settings.router.retry_after_s),
         request_router_config=RequestRouterConfig(request_router_class=LeastOngoing),
         graceful_shutdown_timeout_s=own.drain_s,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
         max_constructor_retry_count=own.start_attempts,
         **scaling,
     )

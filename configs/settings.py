@@ -79,7 +79,8 @@ class RouterLimits(Frozen):
 
     request_timeout_s: Seconds = Field(600.0, description="from a request's arrival to its last byte")
     prefill_timeout_s: Seconds = Field(120.0, description="from a prefill leg's start to its answer")
-    replica_timeout_s: Seconds = Field(10.0, description="wait for a replica that can take a request")
+    replica_timeout_s: Seconds = Field(10.0, description="wait for a decode replica with a free place")
+    prefill_wait_s: Seconds = Field(1.0, description="the same for prefill; then decode serves alone")
     health_timeout_s: Seconds = Field(5.0, description="wait for the engines' answers to /health")
     metrics_timeout_s: Seconds = Field(5.0, description="wait for the engines' answers to /metrics")
     retry_after_s: int = Field(1, ge=1, description="Retry-After of refusals under overload")
