@@ -1,0 +1,329 @@
+"""The consumer's machine, row by row of the table in its docstring."""
+
+import numpy as np
+import pytest
+
+from connectors.planning.blocks import BlockSet, empty_blocks
+from connectors.protocol.consumer import Connect, Consumer, Order, Partner, Received, expected_bytes, failures
+from connectors.protocol.limits import TransferLimits
+from connectors.protocol.params import EngineAddress
+from connectors.protocol.producer import Send
+from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Fin, Offer, Peer, Welcome
+
+LIMITS = TransferLimits(handshake_s=7, progress_s=10, cancel_s=2, lease_s=20, alive_s=1, fence_s=1)
+ENGINE = EngineAddress("engine-a", "host", 1)
+OTHER = EngineAddress("engine-b", "host", 2)
+P0, P1 = Peer("engine-a", 0), Peer("engine-a", 1)
+PARTNERS = (Partner(P0, (10, 1)), Partner(P1, (20, 0)))
+
+
+def blocks(*ids: int) -> BlockSet:
+    return BlockSet(np.arange(len(ids), dtype=np.int64), np.array(ids, np.int64))
+
+
+def order(request_id: str = "r", transfer_id: str = "t", producer: EngineAddress = ENGINE) -> Order:
+    return Order(request_id, transfer_id, producer, 9, "digest", (blocks(4, 5, 6), blocks(7)))
+
+
+FIN0, FIN1 = Fin("t", 31), Fin("t", 60)
+
+
+def offered(*orders: Order) -> Consumer:
+    """A machine that has offered: all partners of engine-a may write."""
+    consumer = Consumer(LIMITS)
+    for each in orders or (order(),):
+        consumer.start(each, 0.0)
+    consumer.connected("engine-a", PARTNERS, 0.0)
+    return consumer
+
+
+def cancels(*peers: Peer) -> list[Send]:
+    return [Send(peer, Cancel("t")) for peer in peers]
+
+
+def empty(consumer: Consumer) -> bool:
+    return not any(consumer.census().values()) and not consumer.unanswered_engines()
+
+
+# ---- (none), CONNECTING ------------------------------------------------------------------------------------------
+
+
+def test_start_connects_first() -> None:
+    """(none) + start -> CONNECTING, Connect."""
+    consumer = Consumer(LIMITS)
+    assert consumer.start(order(), 0.0) == [Connect(ENGINE)]
+    assert consumer.census()["connecting"] == 1
+
+
+def test_connected_offers_to_every_partner() -> None:
+    """CONNECTING + connected -> OFFERED, an Offer to each partner rank, with the order's blocks."""
+    consumer = Consumer(LIMITS)
+    consumer.start(order(), 0.0)
+    sends = consumer.connected("engine-a", PARTNERS, 1.0)
+    assert [send.peer for send in sends] == [P0, P1]
+    for send in sends:
+        assert isinstance(send.message, Offer)
+        assert (send.message.transfer_id, send.message.end_token, send.message.prompt_digest) == ("t", 9, "digest")
+        assert [group.ids.tolist() for group in send.message.groups] == [[4, 5, 6], [7]]
+    assert consumer.census()["offered"] == 1
+
+
+def test_a_known_engine_is_offered_at_once() -> None:
+    """The handshake is done once an engine start."""
+    consumer = offered()
+    assert [send.peer for send in consumer.start(order("r2", "t2"), 1.0)] == [P0, P1]
+
+
+def test_connected_to_another_engine_changes_nothing() -> None:
+    """Only the transfers of that engine start go on."""
+    consumer = Consumer(LIMITS)
+    consumer.start(order(), 0.0)
+    assert consumer.connected("engine-b", PARTNERS, 1.0) == []
+    assert consumer.census()["connecting"] == 1
+
+
+def test_connect_failed_ends_at_once() -> None:
+    """CONNECTING + connect_failed -> gone, Received(failed): nobody has seen our blocks."""
+    consumer = Consumer(LIMITS)
+    consumer.start(order(), 0.0)
+    assert consumer.connect_failed("engine-a", "dtype differs", 1.0) == [Received("r", "dtype differs")]
+    assert empty(consumer)
+    assert consumer.start(order("r2", "t2"), 2.0) == [Connect(ENGINE)]
+
+
+def test_connecting_ends_by_itself() -> None:
+    """CONNECTING + the longer of handshake_s and progress_s -> gone, Received(failed)."""
+    consumer = Consumer(LIMITS)
+    consumer.start(order(), 0.0)
+    assert consumer.tick(9.9) == []
+    assert failures(consumer.tick(10.0)) == {"r": "nothing was heard of the transfer for 10 s"}
+    assert empty(consumer)
+
+
+# ---- OFFERED -----------------------------------------------------------------------------------------------------
+
+
+def test_all_fins_end_well() -> None:
+    """OFFERED + Fin from all, counts right -> gone, Received(ok), and not before the last one."""
+    consumer = offered()
+    assert consumer.message(P1, FIN1, 1.0) == []
+    assert consumer.message(P0, FIN0, 2.0) == [Received("r", None)]
+    assert empty(consumer)
+
+
+def test_a_fin_counts_once() -> None:
+    """A duplicate of one rank's Fin does not stand for another rank's."""
+    consumer = offered()
+    consumer.message(P1, FIN1, 1.0)
+    assert consumer.message(P1, FIN1, 1.0) == []
+    assert consumer.census()["offered"] == 1
+
+
+@pytest.mark.parametrize("count", [0, 30, 32, 60])
+def test_a_wrong_count_is_never_decoded_from(count: int) -> None:
+    """OFFERED + wrong count -> ENDING, Cancel to those that may still write; Received(failed) at their answer."""
+    consumer = offered()
+    assert consumer.message(P0, Fin("t", count), 1.0) == cancels(P1)
+    assert consumer.message(P1, FIN1, 1.0) == [Received("r", f"rank 0 wrote {count} bytes where 31 were offered")]
+
+
+def test_a_wrong_last_count_ends_at_once() -> None:
+    """Where nobody else may write, the failure is the end."""
+    consumer = offered()
+    consumer.message(P0, FIN0, 1.0)
+    assert consumer.message(P1, Fin("t", 59), 1.0) == [Received("r", "rank 1 wrote 59 bytes where 60 were offered")]
+
+
+def test_aborted_cancels_the_others() -> None:
+    """OFFERED + Aborted -> ENDING, Cancel to every partner that may still write, and only to those."""
+    consumer = offered()
+    assert consumer.message(P0, Aborted("t", "preempted"), 1.0) == cancels(P1)
+    assert consumer.message(P1, Cancelled("t"), 1.0) == [Received("r", "rank 0: preempted")]
+
+
+def test_cancelled_without_being_asked_is_a_failure() -> None:
+    """OFFERED + Cancelled: another request has called the transfer off; what was written is not complete."""
+    consumer = offered()
+    assert consumer.message(P0, Cancelled("t"), 1.0) == cancels(P1)
+    assert consumer.message(P1, FIN1, 1.0) == [Received("r", "rank 0: the producer has cancelled the transfer")]
+
+
+def test_abort_waits_for_the_partners() -> None:
+    """OFFERED + abort -> ENDING, Cancel; blocks come back when all have answered, each in its own way."""
+    consumer = offered()
+    assert consumer.abort("r", 1.0) == cancels(P0, P1)
+    assert consumer.message(P0, FIN0, 2.0) == []
+    assert consumer.message(P1, Aborted("t", "expired"), 2.0) == [Received("r", "the request was aborted")]
+    assert empty(consumer)
+
+
+def test_abort_twice_cancels_once() -> None:
+    """A second abort adds nothing; one of a request that is gone neither."""
+    consumer = offered()
+    consumer.abort("r", 1.0)
+    assert consumer.abort("r", 1.0) == []
+    assert consumer.abort("unknown", 1.0) == []
+
+
+def test_silence_is_a_failure() -> None:
+    """OFFERED + progress_s without a word -> ENDING, Cancel."""
+    consumer = offered()
+    assert consumer.tick(9.9) == []
+    assert consumer.tick(10.0) == cancels(P0, P1)
+    consumer.message(P0, Cancelled("t"), 10.5)
+    assert consumer.message(P1, Cancelled("t"), 10.5) == [
+        Received("r", "nothing was heard of the transfer for 10 s"),
+    ]
+
+
+def test_alive_is_a_word() -> None:
+    """Alive postpones the silence, as any message of a partner does."""
+    consumer = offered()
+    for now in (9.0, 18.0, 27.0):
+        assert consumer.message(P0, Alive("t"), now) == []
+        assert consumer.tick(now + 9.9) == []
+    assert consumer.tick(37.0) == cancels(P0, P1)
+
+
+def test_alive_of_a_finished_partner_does_not_count() -> None:
+    """Only those that may still write can keep a reception waiting."""
+    consumer = offered()
+    consumer.message(P0, FIN0, 1.0)
+    consumer.message(P0, Alive("t"), 9.0)
+    assert consumer.tick(11.0) == cancels(P1)
+
+
+# ---- ENDING ------------------------------------------------------------------------------------------------------
+
+
+def test_unanswered_cancels_are_repeated() -> None:
+    """ENDING + cancel_s -> Cancel again to those that have not answered, and the blocks count as quarantined."""
+    consumer = offered()
+    consumer.abort("r", 0.0)
+    consumer.message(P0, Cancelled("t"), 0.5)
+    assert (consumer.tick(1.9), consumer.census()["quarantined"]) == ([], 0)
+    assert consumer.tick(2.0) == cancels(P1)
+    assert (consumer.census()["quarantined"], consumer.unanswered_engines()) == (1, {ENGINE})
+    assert (consumer.tick(3.9), consumer.tick(4.0)) == ([], cancels(P1))
+    assert consumer.message(P1, Cancelled("t"), 4.1) == [Received("r", "the request was aborted")]
+    assert empty(consumer)
+
+
+def test_no_deadline_frees_blocks_that_may_be_written() -> None:
+    """ENDING lasts until every partner has answered or is dead: time alone never gives blocks back."""
+    consumer = offered()
+    consumer.abort("r", 0.0)
+    for now in range(1, 2000, 7):
+        assert not failures(consumer.tick(float(now)))
+    reason = "no process answers"
+    assert consumer.engine_lost("engine-a", reason, 2000.0) == [Received("r", "the request was aborted")]
+
+
+def test_alive_does_not_end_anything() -> None:
+    """ENDING + Alive: the partner may still write."""
+    consumer = offered()
+    consumer.abort("r", 0.0)
+    assert consumer.message(P0, Alive("t"), 1.0) == []
+    assert consumer.tick(2.0) == cancels(P0, P1)
+
+
+def test_the_first_failure_is_reported() -> None:
+    """Later ones are consequences."""
+    consumer = offered()
+    consumer.message(P0, Fin("t", 1), 1.0)
+    consumer.abort("r", 1.0)
+    assert "rank 0 wrote 1 bytes" in failures(consumer.message(P1, Fin("t", 2), 1.0))["r"]
+
+
+# ---- engine_lost, strangers, release -----------------------------------------------------------------------------
+
+
+def test_a_dead_engine_writes_no_more() -> None:
+    """engine_lost ends receptions in every stage, of that engine start only, and the next one connects anew."""
+    consumer = offered(order("r1", "t1"), order("r2", "t2"))
+    consumer.start(order("r3", "t3", OTHER), 0.0)
+    consumer.abort("r1", 1.0)
+    assert failures(consumer.engine_lost("engine-a", "it is gone", 2.0)) == {
+        "r1": "the request was aborted",
+        "r2": "it is gone",
+    }
+    assert failures(consumer.engine_lost("engine-b", "it is gone too", 2.0)) == {"r3": "it is gone too"}
+    assert empty(consumer)
+    assert consumer.start(order("r4", "t4"), 3.0) == [Connect(ENGINE)]
+
+
+def test_strangers_change_nothing() -> None:
+    """Other ranks, other engine starts, other transfers and other kinds of message are ignored."""
+    consumer = offered()
+    for peer, message in (
+        (Peer("engine-a", 2), Fin("t", 0)),
+        (Peer("engine-a-before", 0), FIN0),
+        (P0, Fin("t-other", 31)),
+        (P0, Welcome()),
+        (P0, Cancel("t")),
+    ):
+        assert consumer.message(peer, message, 1.0) == []
+    assert consumer.census()["offered"] == 1
+
+
+def test_whatever_comes_after_the_end_is_ignored() -> None:
+    """A transfer that is gone answers nothing."""
+    consumer = offered()
+    consumer.message(P0, FIN0, 1.0)
+    consumer.message(P1, FIN1, 1.0)
+    for message in (FIN0, Alive("t"), Aborted("t", "x"), Cancelled("t")):
+        assert consumer.message(P0, message, 2.0) == []
+
+
+def test_release_cancels_at_every_partner() -> None:
+    """A request that needs nothing from its producer ends the lease early."""
+    consumer = offered()
+    assert consumer.release("t9", ENGINE, 1.0) == [Send(P0, Cancel("t9")), Send(P1, Cancel("t9"))]
+
+
+def test_release_connects_where_it_must() -> None:
+    """To an engine that is not known yet: Connect, then Cancel; forgotten where that fails or takes lease_s."""
+    consumer = Consumer(LIMITS)
+    assert consumer.release("t", ENGINE, 0.0) == [Connect(ENGINE)]
+    assert consumer.connected("engine-a", PARTNERS, 1.0) == cancels(P0, P1)
+    assert consumer.connected("engine-a", PARTNERS, 2.0) == []
+    consumer.release("t", OTHER, 0.0)
+    consumer.connect_failed("engine-b", "no", 1.0)
+    assert consumer.connected("engine-b", PARTNERS, 2.0) == []
+    late = Consumer(LIMITS)
+    late.release("t", ENGINE, 0.0)
+    assert late.tick(20.0) == []
+    assert late.connected("engine-a", PARTNERS, 20.1) == []
+
+
+def test_abort_while_connecting_releases() -> None:
+    """CONNECTING + abort -> gone at once; when the producer is known, it hears that nobody will come."""
+    consumer = Consumer(LIMITS)
+    consumer.start(order(), 0.0)
+    assert consumer.abort("r", 1.0) == [Received("r", "the request was aborted")]
+    assert consumer.connected("engine-a", PARTNERS, 2.0) == cancels(P0, P1)
+
+
+def test_a_transfer_id_is_for_one_request() -> None:
+    """A second request with the id of one under way (n > 1 copies it) fails alone: the Fin is not for its blocks."""
+    consumer = offered()
+    twin = Order("twin", "t", ENGINE, 9, "digest", (blocks(14, 15, 16), blocks(17)))
+    assert list(failures(consumer.start(twin, 1.0))) == ["twin"]
+    consumer.message(P0, FIN0, 2.0)
+    assert consumer.message(P1, FIN1, 2.0) == [Received("r", None)]
+    assert empty(consumer)
+
+
+def test_expected_bytes_by_hand() -> None:
+    """Blocks of each group times what the partner sends of one."""
+    assert expected_bytes((blocks(1, 2, 3), blocks(9)), (10, 1)) == 31
+    assert expected_bytes((empty_blocks(), blocks(9)), (10, 0)) == 0
+
+
+def test_a_partner_without_a_share_is_waited_for() -> None:
+    """It writes nothing and says so: Fin with 0 bytes."""
+    consumer = Consumer(LIMITS)
+    consumer.start(order(), 0.0)
+    consumer.connected("engine-a", (PARTNERS[0], Partner(P1, (0, 0))), 0.0)
+    assert consumer.message(P0, FIN0, 1.0) == []
+    assert consumer.message(P1, Fin("t", 0), 1.0) == [Received("r", None)]

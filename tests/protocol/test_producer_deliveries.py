@@ -1,0 +1,231 @@
+"""A delivery of the producer's machine, row by row of the second table; preemption, loss, strangers, time."""
+
+import pytest
+
+from connectors.planning.blocks import empty_blocks
+from connectors.protocol.producer import Send, Sent, written
+from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Fin, Offer, Welcome
+from tests.protocol.production import (
+    C0,
+    C1,
+    STRANGER,
+    TABLES,
+    aborted_reason,
+    blocks,
+    finish_write,
+    held,
+    live,
+    machine,
+    moves,
+    offer,
+    only_write,
+)
+
+
+def test_fin_waits_for_the_writes() -> None:
+    """OPEN + all written -> CLOSED, Fin: not while one write is in flight."""
+    producer = live()
+    producer.message(C0, offer(), 0.5)
+    first = only_write(producer.progress("r", [[1, 2], [4, 5]], 8, 1.0))
+    last = only_write(producer.progress("r", [[3], [6]], 12, 2.0))
+    assert finish_write(producer, last, 21, 2.5) == []
+    assert producer.writes_in_flight("r") == (first.write_id,)
+    assert finish_write(producer, first, 40, 3.0) == [Send(C0, Fin("t", 61))]
+
+
+def test_cancel_waits_for_the_writes() -> None:
+    """OPEN + Cancel -> CLOSED, Cancelled, once its writes have ended, and nothing is posted meanwhile."""
+    producer = live()
+    producer.message(C0, offer(), 0.5)
+    write = only_write(producer.progress("r", [[1, 2], [4, 5]], 8, 1.0))
+    assert producer.message(C0, Cancel("t"), 1.5) == []
+    assert producer.message(C0, Cancel("t"), 1.6) == []
+    assert producer.progress("r", [[3], [6]], 12, 2.0) == []
+    assert finish_write(producer, write, 20, 3.0) == [Send(C0, Cancelled("t"))]
+    assert producer.message(C0, Cancel("t"), 4.0) == [Send(C0, Cancelled("t"))]
+
+
+def test_a_failed_write_aborts_when_all_have_ended() -> None:
+    """OPEN + a failure -> CLOSED, Aborted, once its writes have ended."""
+    producer = live()
+    producer.message(C0, offer(), 0.5)
+    first = only_write(producer.progress("r", [[1, 2], [4, 5]], 8, 1.0))
+    second = only_write(producer.progress("r", [[3], [6]], 12, 2.0))
+    assert producer.write_failed(first.write_id, "broken", 2.5) == []
+    assert aborted_reason(finish_write(producer, second, 21, 3.0)) == "a write failed: broken"
+    assert producer.finished("r", True, "", 4.0) == [Sent("r")]
+
+
+def test_one_consumer_rank_does_not_disturb_another() -> None:
+    """A failure of one delivery leaves the other alone."""
+    producer = live((0, 1))
+    producer.message(C0, offer(), 0.5)
+    producer.message(C1, offer(), 0.5)
+    to0, to1 = written(producer.progress("r", *TABLES, 1.0))
+    assert aborted_reason(producer.write_failed(to0.write_id, "broken", 2.0)) == "a write failed: broken"
+    assert finish_write(producer, to1, 61, 3.0) == [Send(C1, Fin("t", 61))]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"digest": "other"}, "different prompts"),
+        ({"end_token": 13}, "13 tokens are wanted of a prompt of 12"),
+        ({"groups": (blocks([0], [50]),)}, "1 KV cache groups, the model has 2"),
+        ({"groups": (blocks([0], [100]), empty_blocks())}, "block 100 does not exist"),
+        ({"groups": (blocks([0, 3], [50, 51]), empty_blocks())}, "group 0 lies behind the last token"),
+    ],
+)
+def test_offers_that_cannot_be_served(changes: dict[str, object], says: str) -> None:
+    """They are answered with Aborted and a reason, when the request is known; nothing is written."""
+    wanted = offer(end_token=changes.get("end_token", 11), digest=changes.get("digest", "digest"))
+    wanted = Offer("t", wanted.end_token, wanted.prompt_digest, changes.get("groups", wanted.groups))
+    early = machine()
+    assert early.message(C0, wanted, 0.0) == []
+    assert says in aborted_reason(early.expect("r", "t", 12, "digest", 1.0))
+    late = live()
+    late.progress("r", *TABLES, 1.0)
+    assert says in aborted_reason(late.message(C0, wanted, 2.0))
+
+
+def test_a_block_that_has_left_the_window_is_not_sent() -> None:
+    """A window before the prompt's last one may have been freed, and belong to somebody else: Aborted."""
+    producer = live()
+    producer.progress("r", *TABLES, 1.0)
+    wanted = Offer("t", 8, "digest", (blocks([0, 1], [50, 51]), blocks([1], [60])))
+    assert "group 1" in aborted_reason(producer.message(C0, wanted, 2.0))
+
+
+def test_a_null_block_at_the_source_is_not_sent() -> None:
+    """What the producer no longer holds is Aborted, never read from the null block."""
+    producer = live()
+    producer.message(C0, offer(), 0.5)
+    reason = aborted_reason(producer.progress("r", [[1, 0, 3], [4, 5, 6]], 12, 1.0))
+    assert reason == "the prefill engine no longer holds a block that is wanted"
+
+
+def test_blocks_that_never_come_are_not_counted() -> None:
+    """A table shorter than the prompt leaves blocks unwritten; Fin's count says so and the consumer refuses it."""
+    producer = live()
+    producer.message(C0, offer(), 0.5)
+    write = only_write(producer.progress("r", [[1], [4]], 12, 1.0))
+    assert finish_write(producer, write, 10, 2.0) == [Send(C0, Fin("t", 10))]
+
+
+# ---- preemption, loss, strangers, time ---------------------------------------------------------------------------
+
+
+def test_preemption_during_a_write_aborts() -> None:
+    """The old blocks may carry another's bytes by now: Aborted once the write has ended."""
+    producer = live()
+    producer.message(C0, offer(), 0.5)
+    write = only_write(producer.progress("r", [[1, 2], [4, 5]], 8, 1.0))
+    assert producer.writes_in_flight("r") == (write.write_id,)
+    assert producer.preempted("r", 1.5) == []
+    assert aborted_reason(finish_write(producer, write, 20, 2.0)) == "the prefill was preempted during a write"
+
+
+def test_preemption_between_writes_goes_on() -> None:
+    """What had been written stays right; the rest comes from the new blocks, once they are computed."""
+    producer = live()
+    producer.message(C0, offer(), 0.5)
+    finish_write(producer, only_write(producer.progress("r", [[1, 2], [4, 5]], 8, 1.0)), 20, 1.2)
+    assert producer.preempted("r", 1.5) == []
+    assert producer.progress("r", [[11], [14]], 4, 2.0) == []
+    assert producer.progress("r", [[12], [15]], 8, 2.5) == []
+    last = only_write(producer.progress("r", [[13], [16]], 12, 3.0))
+    assert moves(last) == {0: [(13, 52)], 1: [(16, 60)]}
+    assert finish_write(producer, last, 41, 3.5) == [Send(C0, Fin("t", 61))]
+
+
+def test_a_lost_peer_ends_its_deliveries() -> None:
+    """Its transfers are given up, its blocks come back, and nobody is answered."""
+    producer = held()
+    write = only_write(producer.message(C0, offer(), 3.0))
+    assert producer.peer_lost(C0, 4.0) == []
+    assert not producer.knows(C0)
+    assert producer.write_failed(write.write_id, "unreachable", 5.0) == [Sent("r")]
+
+
+def test_a_lost_peer_in_an_open_delivery() -> None:
+    """The same while the request is computed: later chunks are not written."""
+    producer = live()
+    producer.message(C0, offer(), 0.5)
+    assert producer.peer_lost(C0, 1.0) == []
+    assert producer.progress("r", *TABLES, 2.0) == []
+    assert producer.finished("r", True, "", 3.0) == [Sent("r")]
+
+
+def test_another_consumer_is_refused() -> None:
+    """A transfer belongs to the first consumer engine that speaks of it."""
+    producer = live()
+    producer.message(C0, offer(), 0.5)
+    assert "another consumer" in aborted_reason(producer.message(STRANGER, offer(), 1.0))
+    assert producer.message(STRANGER, Cancel("t"), 1.0) == [Send(STRANGER, Cancelled("t"))]
+    assert len(written(producer.progress("r", *TABLES, 2.0))) == 1
+
+
+def test_a_second_offer_is_not_written_for() -> None:
+    """Offers are valid once: a duplicate changes nothing while the first is open."""
+    producer = live()
+    producer.message(C0, offer(), 0.5)
+    again = Offer("t", 11, "digest", (blocks([0, 1, 2], [70, 71, 72]), blocks([2], [80])))
+    assert producer.message(C0, again, 0.6) == []
+    assert moves(only_write(producer.progress("r", *TABLES, 1.0)))[0] == [(1, 50), (2, 51), (3, 52)]
+
+
+def test_a_second_offer_is_never_answered_with_the_first_ones_fin() -> None:
+    """A Fin names a transfer only: given to a later offer it would vouch for blocks that nobody has written."""
+    producer = live((0, 1))
+    producer.progress("r", *TABLES, 1.0)
+    finish_write(producer, only_write(producer.message(C0, offer(), 2.0)), 61, 3.0)
+    again = Offer("t", 11, "digest", (blocks([0, 1, 2], [70, 71, 72]), blocks([2], [80])))
+    aborted_reason(producer.message(C0, again, 4.0))
+
+
+@pytest.mark.parametrize("question", [Cancel("t"), offer()], ids=["Cancel", "Offer"])
+def test_a_gone_transfer_answers_when_its_writes_have_ended(question: Cancel | Offer) -> None:
+    """A request that ended during a write: its consumer's blocks are not free while that write may land."""
+    producer = live()
+    producer.message(C0, offer(), 0.5)
+    write = only_write(producer.progress("r", *TABLES, 1.0))
+    assert producer.finished("r", False, "the client left", 2.0) == []
+    assert producer.message(C0, question, 2.5) == []
+    (answer,) = finish_write(producer, write, 61, 3.0)
+    assert isinstance(answer.message, Aborted | Cancelled)
+    assert producer.message(C0, Cancel("t"), 4.0) == [Send(C0, Cancelled("t"))]
+
+
+def test_a_gone_transfer_is_not_forgotten_during_a_write() -> None:
+    """However long the write takes, nobody is told that it has ended before it has."""
+    producer = live()
+    producer.message(C0, offer(), 0.5)
+    write = only_write(producer.progress("r", *TABLES, 1.0))
+    producer.finished("r", False, "the client left", 2.0)
+    for now in (22.0, 42.0, 62.0):
+        assert written(producer.tick(now)) == []
+        assert producer.message(C0, Cancel("t"), now) == []
+    assert finish_write(producer, write, 61, 70.0) == [Send(C0, Cancelled("t"))]
+    producer.tick(90.0)
+    producer.tick(110.0)
+    assert not any(producer.census().values())
+
+
+def test_alive_while_the_consumer_waits() -> None:
+    """Every alive_s to whoever has offered and cannot be written for yet; to nobody before the request is known."""
+    producer = machine()
+    producer.message(C0, offer(), 0.0)
+    assert producer.tick(1.0) == []
+    producer.expect("r", "t", 12, "digest", 1.5)
+    assert producer.tick(2.0) == [Send(C0, Alive("t"))]
+    assert producer.tick(2.9) == []
+    assert producer.tick(3.0) == [Send(C0, Alive("t"))]
+    producer.message(C0, Cancel("t"), 3.5)
+    assert producer.tick(5.0) == []
+
+
+def test_what_is_not_for_a_producer_is_ignored() -> None:
+    """Consumers' messages only."""
+    producer = live()
+    for message in (Welcome(), Fin("t", 0), Alive("t"), Aborted("t", ""), Cancelled("t")):
+        assert producer.message(C0, message, 1.0) == []
