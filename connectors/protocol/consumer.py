@@ -3,6 +3,7 @@
     reception    on                          becomes
     ------------------------------------------------------------------------------------------------
     (none)       start                       CONNECTING  Connect: shake hands with the producer engine
+    (none)       start, id under way         gone        Received(failed): ids are for one request
     CONNECTING   connected                   OFFERED     an Offer to every partner rank
     CONNECTING   connect_failed, progress_s  gone        Received(failed): nobody has seen our blocks
     OFFERED      Fin from all, counts right  gone        Received(ok)
@@ -96,7 +97,13 @@ class Consumer:
         self._releases: dict[str, list[tuple[str, float]]] = {}
 
     def start(self, order: Order, now: float) -> list[ConsumerAction]:
-        """A request's blocks are allocated; fetch their contents."""
+        """A request's blocks are allocated; fetch their contents.
+
+        Where another request receives this transfer (n > 1 copies its parameters), this one fails at once: a Fin
+        names the transfer only, and would be taken for both.
+        """
+        if self._of_transfer(order.transfer_id):
+            return [Received(order.request_id, "another request receives this transfer; an id is for one request")]
         reception = self._receptions[order.request_id] = _Reception(order, _Stage.CONNECTING, now)
         partners = self._partners.get(order.producer.incarnation)
         return [Connect(order.producer)] if partners is None else self._offer(reception, partners, now)

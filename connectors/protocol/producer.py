@@ -22,7 +22,8 @@ A *transfer* is one request's KV for one consumer engine; each consumer rank tha
     OPEN       a failure                 CLOSED   Aborted, once its writes have ended
 
 A delivery that is closed is never written for again: its Fin, Aborted or Cancelled is the consumer's licence to use or
-free its blocks. Ids of transfers that are gone are remembered for lease_s; offers for them are answered with Aborted.
+free its blocks. Ids of transfers that are gone are remembered for lease_s; offers for them are answered with Aborted,
+but nothing is answered while a write for that consumer rank is still in flight.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from enum import Enum, auto
 
 import numpy as np
 
-from connectors.planning.blocks import NULL_BLOCK, BlockSet, complete_positions
+from connectors.planning.blocks import NULL_BLOCK, BlockSet, complete_positions, first_needed_token
 from connectors.planning.descriptors import BlockMoves
 from connectors.planning.layout import Group
 from connectors.protocol.limits import TransferLimits
@@ -274,17 +275,24 @@ class Producer:
     # ---- inside ------------------------------------------------------------------------------------------------
 
     def _offered(self, peer: Peer, offer: Offer, now: float) -> list[Action]:
+        if self._being_written(peer, offer.transfer_id):
+            return []
         transfer = self._transfer_for(peer, offer.transfer_id, now)
         if transfer is None:
             return [Send(peer, Aborted(offer.transfer_id, "this transfer has ended or belongs to another consumer"))]
         delivery = transfer.deliveries.setdefault(peer.rank, _Delivery(peer))
-        if delivery.offer is not None or delivery.closed:
-            # A duplicate changes nothing; what was answered may have been lost, so it is answered again.
-            return [Send(peer, delivery.ending)] if delivery.closed and delivery.ending else []
+        if delivery.closed:
+            # Not with the Fin of the first offer: it would vouch for blocks that nobody has written.
+            return [Send(peer, Aborted(offer.transfer_id, "this transfer has been offered for before"))]
+        if delivery.offer is not None:
+            return []
         delivery.offer, delivery.pending, delivery.last_sent = offer, list(offer.groups), now
         return self._advance(transfer, now)
 
     def _cancelled(self, peer: Peer, transfer_id: str, now: float) -> list[Action]:
+        for delivery in self._being_written(peer, transfer_id):
+            delivery.ending, delivery.pending = Cancelled(transfer_id), []
+            return []
         transfer = self._transfer_for(peer, transfer_id, now)
         if transfer is None:
             return [Send(peer, Cancelled(transfer_id))]
@@ -294,6 +302,14 @@ class Producer:
         delivery.ending = Cancelled(transfer_id)
         delivery.pending = []
         return self._advance(transfer, now)
+
+    def _being_written(self, peer: Peer, transfer_id: str) -> list[_Delivery]:
+        """The delivery that writes are under way for, even if its transfer is gone: it is answered when they end."""
+        return [
+            delivery
+            for transfer, delivery in self._writes.values()
+            if delivery.peer == peer and transfer.transfer_id == transfer_id
+        ][:1]
 
     def _transfer_for(self, peer: Peer, transfer_id: str, now: float) -> _Transfer | None:
         """The transfer that ``peer`` may speak of; made anew where its request has not come yet."""
@@ -337,7 +353,8 @@ class Producer:
         if delivery.ending is not None and not delivery.in_flight:
             delivery.closed = True
             delivery.pending = []
-            actions.append(Send(delivery.peer, delivery.ending))
+            if delivery.peer in self._consumers:
+                actions.append(Send(delivery.peer, delivery.ending))
         return actions
 
     def _problem(self, transfer: _Transfer, peer: Peer, offer: Offer) -> str | None:
@@ -358,6 +375,10 @@ class Producer:
                 return f"block {int(blocks.ids.max())} does not exist in the consumer's pool"
             if int(blocks.positions[-1]) * group.block_tokens >= offer.end_token:
                 return f"a block of group {group.index} lies behind the last token that is wanted"
+            kept = first_needed_token(group, max(0, transfer.prompt_tokens - 1)) // group.block_tokens
+            if int(blocks.positions[0]) < kept:
+                # The table still names it, but the allocator may have given it to another request.
+                return f"a block of group {group.index} lies before the window that the prompt ends with"
         return None
 
     def _ready_moves(self, transfer: _Transfer, delivery: _Delivery, offer: Offer) -> list[BlockMoves] | None:
