@@ -1,0 +1,63 @@
+"""Engines for the end-to-end tests: two in all, of TP 1 and TP 2, each producer and consumer, shared by the session."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from tests.e2e.engines import Pair, describe, start_engine
+from tests.e2e.models import gemma3
+
+# Short, so that tests of expiry do not wait long; long enough for a busy machine.
+LIMITS = {"lease_s": 6.0, "progress_s": 10.0, "alive_s": 1.0, "cancel_s": 2.0, "handshake_s": 30.0}
+
+
+@dataclass
+class Engines:
+    """``one_to_two`` prefills with TP 1 and decodes with TP 2, ``two_to_one`` the other way round."""
+
+    runner: asyncio.Runner
+    one_to_two: Pair
+    two_to_one: Pair
+    trace: Path
+
+    @property
+    def all(self) -> tuple[AsyncLLM, AsyncLLM]:
+        return self.one_to_two.prefill, self.one_to_two.decode
+
+    async def idle(self, within_s: float = 10.0) -> bool:
+        """Do both block pools come back to their baseline? Also forgets all cached prefixes."""
+        deadline = asyncio.get_running_loop().time() + within_s
+        while True:
+            if all([await engine.reset_prefix_cache() for engine in self.all]):
+                return True
+            if asyncio.get_running_loop().time() > deadline:
+                return False
+            await asyncio.sleep(0.1)
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    """Both engines, with prefix caching on."""
+    folder = tmp_path_factory.mktemp("e2e")
+    model, trace = gemma3(folder / "gemma3"), folder / "trace.jsonl"
+    transfer = LIMITS | {"trace_path": str(trace)}
+    with asyncio.Runner() as runner:
+
+        async def start(tp_size: int) -> AsyncLLM:
+            return start_engine(model, tp_size, "kv_both", enable_prefix_caching=True, transfer=transfer)
+
+        one = runner.run(start(1))
+        two = runner.run(start(2))
+        try:
+            yield Engines(
+                runner, Pair(one, two, runner.run(describe(one))), Pair(two, one, runner.run(describe(two))), trace
+            )
+        finally:
+            two.shutdown()
+            one.shutdown()
