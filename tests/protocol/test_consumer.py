@@ -314,6 +314,20 @@ def test_a_transfer_id_is_for_one_request() -> None:
     assert empty(consumer)
 
 
+def test_a_used_transfer_id_is_remembered() -> None:
+    """For lease_s after the end of its reception, so that a late Fin finds nobody to believe it."""
+    consumer = offered()
+    consumer.tick(8.0)
+    consumer.message(P0, FIN0, 8.5)
+    consumer.message(P1, FIN1, 8.5)
+    consumer.tick(27.9)
+    assert failures(consumer.start(order("again"), 27.9)) == {
+        "again": "another request has this transfer; an id is for one request"
+    }
+    consumer.tick(28.5)
+    assert [send.peer for send in consumer.start(order("again"), 28.5)] == [P0, P1]
+
+
 def test_expected_bytes_by_hand() -> None:
     """Blocks of each group times what the partner sends of one."""
     assert expected_bytes((blocks(1, 2, 3), blocks(9)), (10, 1)) == 31

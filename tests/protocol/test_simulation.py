@@ -1,0 +1,49 @@
+"""Both machines pumped at each other through thousands of random schedules.
+
+To replay one: ``python -c "from tests.protocol.scenarios import run; run(SEED)"``.
+"""
+
+from collections import Counter
+
+import pytest
+
+from tests.protocol.scenarios import delivered, run
+from tests.protocol.simulator import Violation
+
+SCHEDULES = 3000
+BATCHES = 10
+
+
+@pytest.fixture(scope="module")
+def totals() -> Counter[str]:
+    """What has happened over all schedules."""
+    return Counter()
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_promises_hold(batch: int, totals: Counter[str]) -> None:
+    """Right or refused, every wait ends, nothing leaks: whatever the schedule."""
+    broken = []
+    for seed in range(batch, SCHEDULES, BATCHES):
+        try:
+            schedule = run(seed)
+        except Violation as violation:
+            broken.append(f"seed {seed}: {violation}")
+            continue
+        totals += schedule.world.counts
+        totals["schedules"] += 1
+        totals["calm"] += schedule.calm
+        totals["engines died"] += schedule.producers_die + schedule.consumers_die
+        for request in schedule.world.consumptions.values():
+            totals["requests that got their KV" if delivered(request) else "requests that did not"] += 1
+    assert not broken, "\n".join(broken[:10])
+
+
+def test_schedules_have_seen_everything(totals: Counter[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The schedules are worth their name: every message, fault and ending has occurred often."""
+    with capsys.disabled():
+        print("\nsimulated:", ", ".join(f"{count} {what}" for what, count in sorted(totals.items())))
+    assert totals["schedules"] == SCHEDULES
+    for what in ("offer", "fin", "cancel", "cancelled", "aborted", "alive", "dropped", "failed writes", "preemptions"):
+        assert totals[what] > SCHEDULES // 50, what
+    assert min(totals["requests that got their KV"], totals["requests that did not"]) > SCHEDULES // 5
