@@ -3,7 +3,8 @@
     reception    on                          becomes
     ------------------------------------------------------------------------------------------------
     (none)       start                       CONNECTING  Connect: shake hands with the producer engine
-    (none)       start, id under way         gone        Received(failed): ids are for one request
+    (none)       start, id used within       gone        Received(failed): an id is for one request
+                 lease_s
     CONNECTING   connected                   OFFERED     an Offer to every partner rank
     CONNECTING   connect_failed, progress_s  gone        Received(failed): nobody has seen our blocks
     OFFERED      Fin from all, counts right  gone        Received(ok)
@@ -95,15 +96,17 @@ class Consumer:
         self._receptions: dict[str, _Reception] = {}
         self._partners: dict[str, tuple[Partner, ...]] = {}
         self._releases: dict[str, list[tuple[str, float]]] = {}
+        self._used: dict[str, float] = {}
 
     def start(self, order: Order, now: float) -> list[ConsumerAction]:
         """A request's blocks are allocated; fetch their contents.
 
-        Where another request receives this transfer (n > 1 copies its parameters), this one fails at once: a Fin
-        names the transfer only, and would be taken for both.
+        Where another request receives this transfer or has (n > 1 copies its parameters), this one fails at once: a
+        Fin names the transfer only, and one that comes late would be taken for this request's.
         """
-        if self._of_transfer(order.transfer_id):
-            return [Received(order.request_id, "another request receives this transfer; an id is for one request")]
+        if order.transfer_id in self._used:
+            return [Received(order.request_id, "another request has this transfer; an id is for one request")]
+        self._used[order.transfer_id] = now
         reception = self._receptions[order.request_id] = _Reception(order, _Stage.CONNECTING, now)
         partners = self._partners.get(order.producer.incarnation)
         return [Connect(order.producer)] if partners is None else self._offer(reception, partners, now)
@@ -183,6 +186,9 @@ class Consumer:
             elif now - reception.heard_at >= self._silence_s(reception):
                 silence = f"nothing was heard of the transfer for {self._silence_s(reception):g} s"
                 actions += self._fail(reception, silence, now)
+        self._used |= {reception.order.transfer_id: now for reception in self._receptions.values()}
+        for transfer_id in [i for i, at in self._used.items() if now - at >= self._limits.lease_s]:
+            del self._used[transfer_id]
         for incarnation, waiting in list(self._releases.items()):
             self._releases[incarnation] = [item for item in waiting if now - item[1] < self._limits.lease_s]
             if not self._releases[incarnation]:
