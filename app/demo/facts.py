@@ -1,0 +1,135 @@
+"""Key-value recall prompts: many `name=value` facts, then a question for one of them.
+
+A prompt reads
+
+    mira=427
+    kelo=093
+    mira?
+
+and its only right completion is `427`. Asked in a chat, the model restates the fact: `mira=427`.
+With the demo tokenizer a name, a digit and every other character here is one token, so prompt
+lengths are exact: see `prompt_tokens`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+_HEADS = ("ba", "de", "fi", "go", "hu", "ja", "ke", "li", "mi", "no", "pu", "ra", "se", "ti", "vo", "zu")
+_TAILS = ("ba", "co", "da", "fe", "ka", "lo", "ma", "ne", "pi", "ra", "ro", "su", "ta", "vi", "xo", "zi")
+
+NAMES = tuple(head + tail for head in _HEADS for tail in _TAILS)
+"""The 256 names facts are about; each is one token."""
+
+VALUE_DIGITS = 3
+"""Digits, and so tokens, in every value."""
+
+SEPARATORS = ("\n", " ", ";")
+"""What may stand between two facts; one prompt uses one of them throughout."""
+
+FACT_TOKENS = 1 + 1 + VALUE_DIGITS + 1
+"""Tokens of one fact: name, `=`, digits, separator."""
+
+_FRAME_TOKENS = 1 + 2
+"""Tokens of a completion prompt beside its facts: the leading <bos>, and the question's name and `?`."""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One `name=value` statement; `value` is VALUE_DIGITS decimal digits."""
+
+    name: str
+    value: str
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.value}"
+
+
+@dataclass(frozen=True)
+class RecallPrompt:
+    """Facts with distinct names, and the index of the one asked for."""
+
+    facts: tuple[Fact, ...]
+    asked: int
+    separator: str = "\n"
+
+    @property
+    def facts_text(self) -> str:
+        """Every fact, each followed by the separator: the part that prompts with other questions share."""
+        return "".join(f"{fact}{self.separator}" for fact in self.facts)
+
+    @property
+    def question_name(self) -> str:
+        return self.facts[self.asked].name
+
+    @property
+    def text(self) -> str:
+        """The completion prompt; also the content of the user message in a chat."""
+        return f"{self.facts_text}{self.question_name}?"
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The prompt as OpenAI chat messages."""
+        return [{"role": "user", "content": self.text}]
+
+    @property
+    def answer(self) -> str:
+        """The one right completion."""
+        return self.facts[self.asked].value
+
+    @property
+    def distance_facts(self) -> int:
+        """How many facts stand between the one asked for and the question."""
+        return len(self.facts) - 1 - self.asked
+
+
+def make_prompt(
+    rng: Random, fact_count: int, distance_facts: int | None = None, separator: str = "\n"
+) -> RecallPrompt:
+    """Draw a prompt of `fact_count` facts whose asked fact has `distance_facts` facts after it.
+
+    `distance_facts` of None draws it uniformly from 0 to fact_count - 1.
+    """
+    if not 1 <= fact_count <= len(NAMES):
+        raise ValueError(f"fact_count must be 1 to {len(NAMES)}, got {fact_count}")
+    if distance_facts is None:
+        distance_facts = rng.randrange(fact_count)
+    if not 0 <= distance_facts < fact_count:
+        raise ValueError(f"distance_facts must be 0 to {fact_count - 1}, got {distance_facts}")
+    facts = tuple(Fact(name, _draw_value(rng)) for name in rng.sample(NAMES, fact_count))
+    return RecallPrompt(facts, fact_count - 1 - distance_facts, separator)
+
+
+def prompt_tokens(fact_count: int) -> int:
+    """Length in tokens of a completion prompt of `fact_count` facts, <bos> included."""
+    return fact_count * FACT_TOKENS + _FRAME_TOKENS
+
+
+def fact_count_for(tokens: int) -> int:
+    """The most facts whose completion prompt takes at most `tokens` tokens; at least 1."""
+    return min(max((tokens - _FRAME_TOKENS) // FACT_TOKENS, 1), len(NAMES))
+
+
+def distance_tokens(distance_facts: int) -> int:
+    """Tokens from the asked fact's name to the question's `?`, the first position that must recall it.
+
+    Every token of the fact is inside a sliding window of w positions when this is less than w.
+    """
+    return (distance_facts + 1) * FACT_TOKENS + 1
+
+
+def exact(prompt: RecallPrompt, completion: str) -> bool:
+    """Whether `completion`, special tokens left out, is the right answer and nothing else.
+
+    A chat's reply states the whole fact, `name=value`; a completion the value alone. Either is right.
+    """
+    return completion.strip().removeprefix(f"{prompt.question_name}=") == prompt.answer
+
+
+def accuracy(outcomes: Sequence[bool]) -> float:
+    """Share of true outcomes, 0 to 1; 0 for none."""
+    return sum(outcomes) / len(outcomes) if outcomes else 0.0
+
+
+def _draw_value(rng: Random) -> str:
+    return f"{rng.randrange(10**VALUE_DIGITS):0{VALUE_DIGITS}d}"

@@ -1,0 +1,6 @@
+"""Where the committed demo checkpoint lies."""
+
+from pathlib import Path
+
+MODEL_DIR = Path(__file__).resolve().parent / "model"
+"""Directory with config.json, model.safetensors and the tokenizer; a valid vLLM `model` argument."""
