@@ -26,8 +26,15 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Accepted:
+    """The first item of every call through a handle: `replica` has it, from here on it can be cancelled."""
+
+    replica: str
+
+
+@dataclass(frozen=True)
 class ResponseStart:
-    """The first item of every answer."""
+    """The first item of every response."""
 
     status: int
     headers: Headers

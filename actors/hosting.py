@@ -7,11 +7,13 @@ from contextlib import aclosing
 import ray
 from ray import serve
 
-from actors.asgi_call import Call, ResponseStart, call_asgi
+from actors.asgi_call import Accepted, Call, ResponseStart, call_asgi
 from actors.engine import Engine, EngineDownError
 from configs.settings import RoleName, ServiceSettings
 
 logger = logging.getLogger(__name__)
+
+CallItem = Accepted | ResponseStart | bytes
 
 FIRST_REQUEST_TIMEOUT_S = 120.0
 """For the first request of an engine's life, which may compile and page in."""
@@ -38,12 +40,13 @@ class EngineActor:
             raise EngineDownError(f"the {self.role} engine of replica {self.replica} is not running")
         return self._engine
 
-    async def call(self, call: Call) -> AsyncGenerator[ResponseStart | bytes, None]:
+    async def call(self, call: Call) -> AsyncGenerator[CallItem, None]:
         """Run `call` through vLLM's application; closing the generator aborts the request in the engine."""
-        async with aclosing(call_asgi(self.engine.app, call)) as answer:
+        yield Accepted(self.replica)
+        engine = self.engine
+        async with aclosing(call_asgi(engine.app, call)) as answer:
             async for item in answer:
-                if isinstance(item, ResponseStart) and item.status >= 500 and self.engine.dead:
-                    raise EngineDownError(f"the {self.role} engine of replica {self.replica} died")
+                await engine.check_health()  # vLLM turns a dead engine into an answer with status 500
                 yield item
 
     async def metrics(self) -> tuple[str, str]:

@@ -11,11 +11,19 @@ from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from actors.asgi_call import ResponseStart
+from actors.asgi_call import Accepted, ResponseStart
 from actors.engine import EngineDownError
 from connectors.errors import TandemError
 
 logger = logging.getLogger(__name__)
+
+
+ACCEPT_S = 5.0
+"""How long an end of a call waits for the replica to acknowledge its beginning; normally milliseconds."""
+
+
+UNAVAILABLE = (DeploymentUnavailableError, ReplicaUnavailableError, RayActorError, EngineDownError)
+"""What Ray or an actor raises when a replica cannot answer any more."""
 
 
 class OverloadedError(TandemError):
@@ -46,15 +54,15 @@ async def serve_errors(role: str) -> AsyncGenerator[None, None]:
     try:
         yield
     except BackPressureError as error:
-        raise OverloadedError(f"too many requests wait for {role}: {error}") from None
-    except (DeploymentUnavailableError, ReplicaUnavailableError, RayActorError, EngineDownError) as error:
-        raise UnavailableError(f"the {role} engine went away: {type(error).__name__}") from error
+        raise OverloadedError(f"too many requests wait for a {role} replica") from error
+    except UNAVAILABLE as error:
+        raise UnavailableError(f"the {role} engine is not available; try again") from error
     except TaskCancelledError as error:  # by Serve: the client has gone, or the replica is being stopped
         raise UnavailableError(f"the call to the {role} engine was cancelled") from error
     except RayTaskError as error:
-        if isinstance(error.cause, RayActorError | EngineDownError):
-            raise UnavailableError(f"the {role} engine went away: {error.cause}") from error
-        raise
+        if not isinstance(error.cause, UNAVAILABLE):
+            raise
+        raise UnavailableError(f"the {role} engine is not available; try again") from error
 
 
 @dataclass(frozen=True)
@@ -66,14 +74,20 @@ class Opened:
 
 
 class Leg:
-    """An open call: `start` or `open`, then `next` until None; `close` in any case."""
+    """An open call: `start` or `open`, then `next` until None; `close` in any case.
+
+    Ray 2.60 loses a place that was reserved with `choose_replica` when the dispatch to it is cancelled
+    before it has been sent. So nothing here cancels a call before the replica has acknowledged it.
+    """
 
     def __init__(self, role: str, response: DeploymentResponseGenerator) -> None:
         self.role = role
         self._response = response
+        self._accepted = asyncio.create_task(self._accept(), name=f"{role}-accepts")
 
     async def start(self) -> ResponseStart:
-        """The response's status and headers: what every engine sends first."""
+        """The response's status and headers."""
+        await asyncio.shield(self._accepted)
         item = await self.next()
         if not isinstance(item, ResponseStart):
             raise UnavailableError(f"the {self.role} engine ended a request without an answer")
@@ -85,7 +99,7 @@ class Leg:
         head = await self.next()
         return Opened(start, head if isinstance(head, bytes) else b"")
 
-    async def next(self) -> ResponseStart | bytes | None:
+    async def next(self) -> Accepted | ResponseStart | bytes | None:
         """The next item, or None after the last."""
         async with serve_errors(self.role):
             try:
@@ -95,7 +109,13 @@ class Leg:
 
     async def close(self) -> None:
         """Cancel the call if it still runs: the actor's generator is closed and the engine aborts."""
-        self._response.cancel()
+        try:
+            await asyncio.wait({self._accepted}, timeout=ACCEPT_S)
+        finally:
+            self._response.cancel()
+
+    async def _accept(self) -> None:
+        await self.next()
 
 
 async def choose(stack: AsyncExitStack, role: str, handle: DeploymentHandle, timeout_s: float) -> Any:

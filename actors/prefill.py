@@ -6,9 +6,9 @@ from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any
 
-from actors.asgi_call import Call, ResponseStart
+from actors.asgi_call import Call
 from actors.handoff import Producer
-from actors.hosting import FIRST_REQUEST_TIMEOUT_S, EngineActor
+from actors.hosting import FIRST_REQUEST_TIMEOUT_S, CallItem, EngineActor
 from configs.settings import ServiceSettings
 
 
@@ -26,7 +26,7 @@ class Prefill(EngineActor):
         """Where this engine's workers are reached; Serve brings it to the router with each selection."""
         return asdict(self._producer)
 
-    async def call_and_hold(self, call: Call, hold_s: float) -> AsyncGenerator[ResponseStart | bytes, None]:
+    async def call_and_hold(self, call: Call, hold_s: float) -> AsyncGenerator[CallItem, None]:
         """Like `call`, but the request counts as ongoing until the caller cancels it, at most `hold_s` more.
 
         The engine has answered before its KV has arrived: a replica that is told to stop must wait for

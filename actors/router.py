@@ -56,7 +56,7 @@ class Answer:
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """The body as it comes; DeadlineError once the request's time is over."""
-        item: ResponseStart | bytes | None = self._head
+        item: Any = self._head
         while item is not None:
             if isinstance(item, bytes):
                 yield item
