@@ -1,0 +1,65 @@
+"""Two pairs of engines on one machine, one awake at a time, so that both meet the same machine.
+
+An *arm* is a prefill and a decode engine with one connector. Requests alternate between the arms; the arm that does
+not run is stopped (SIGSTOP), because NIXL's progress threads, which vLLM's connector starts, spin when idle and
+would slow the other arm down. vLLM's connector also pins its worker to the last core of the machine: every thread of
+both arms is given all cores back before anything is measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import psutil
+from vllm.v1.engine.async_llm import AsyncLLM
+
+
+@dataclass
+class Arm:
+    """One connector's engines and the ids of all their processes."""
+
+    name: str
+    prefill: AsyncLLM
+    decode: AsyncLLM
+    pids: list[int]
+
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[None]:
+        """Run this arm's processes, and stop them again."""
+        self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self.sleep()
+
+    def sleep(self) -> None:
+        """Stop this arm's processes until they are ``awake``."""
+        self._signal(signal.SIGSTOP)
+
+    def shutdown(self) -> None:
+        self._signal(signal.SIGCONT)
+        self.decode.shutdown()
+        self.prefill.shutdown()
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def children() -> set[int]:
+    """All descendants of this process."""
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def free_cores(pids: list[int]) -> None:
+    """Undo any pinning: all threads may run on all cores."""
+    cores = range(os.cpu_count() or 1)
+    for pid in pids:
+        for thread in psutil.Process(pid).threads():
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(thread.id, cores)

@@ -1,0 +1,226 @@
+"""Handover and TTFT of Tandem's connector beside vLLM's NixlConnector, engine to engine, in one interleaved run.
+
+python -m benchmarks.handover [--requests 12] [--lengths 200,1000,2000]
+
+ttft        the client sends -> the decode engine's first token. Tandem's legs are sent at once; NixlConnector's in
+            turn, which is its protocol.
+handover    the prefill engine's first token (its last chunk has ended) -> the decode engine's first token, both
+            stamped in the engine cores on the clock that all processes share
+step        one decode step of the same request. What a handover needs beyond it is the connector's doing.
+bytes       bytes moved over the bytes that decode needs: every token of full attention, the window of the others
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import tempfile
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import REGISTRY
+from vllm import SamplingParams, TokensPrompt
+from vllm.config import KVTransferConfig
+from vllm.outputs import RequestOutput
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from benchmarks.arms import Arm, children, free_cores
+from benchmarks.report import ratios, summary, write
+from tests.e2e.engines import describe, start_engine
+from tests.e2e.models import VOCABULARY, WINDOW_TOKENS, benchmark_gemma3
+
+DECODE_TOKENS = 9
+NIXL_FIRST_PORT = 5600
+ENGINE: dict[str, Any] = {"max_num_batched_tokens": 256, "block_size": 32, "enable_prefix_caching": False}
+
+
+@dataclass
+class Samples:
+    ttft_ms: list[float] = field(default_factory=list)
+    handover_ms: list[float] = field(default_factory=list)
+    step_ms: list[float] = field(default_factory=list)
+    moved_over_ideal: list[float] = field(default_factory=list)
+
+    @property
+    def beyond_step_ms(self) -> list[float]:
+        return [handover - step for handover, step in zip(self.handover_ms, self.step_ms, strict=True)]
+
+
+@dataclass(frozen=True)
+class Leg:
+    output: RequestOutput
+    first_token_at: float
+
+
+async def leg(engine: AsyncLLM, prompt: list[int], max_tokens: int, transfer: dict[str, Any]) -> Leg:
+    """One request; ``first_token_at`` is the client's monotonic clock."""
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args={"kv_transfer_params": transfer},
+    )
+    first_token_at = 0.0
+    final = None
+    async for output in engine.generate(TokensPrompt(prompt_token_ids=prompt), params, uuid.uuid4().hex):
+        first_token_at = first_token_at or time.monotonic()
+        final = output
+    assert final is not None
+    return Leg(final, first_token_at)
+
+
+async def tandem(arm: Arm, address: dict[str, Any], prompt: list[int]) -> tuple[Leg, Leg]:
+    transfer_id = uuid.uuid4().hex
+    produce = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+    prefill, decode = await asyncio.gather(
+        leg(arm.prefill, prompt, 1, produce),
+        leg(arm.decode, prompt, DECODE_TOKENS, address | {"transfer_id": transfer_id}),
+    )
+    return prefill, decode
+
+
+async def nixl(arm: Arm, prompt: list[int]) -> tuple[Leg, Leg]:
+    produce = {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+    }
+    prefill = await leg(arm.prefill, prompt, 1, produce)
+    assert prefill.output.kv_transfer_params is not None
+    return prefill, await leg(arm.decode, prompt, DECODE_TOKENS, prefill.output.kv_transfer_params)
+
+
+def ideal_bytes(model: dict[str, int], tokens: int) -> int:
+    """Bytes of KV that decode needs to go on after ``tokens`` prompt tokens."""
+    window = min(tokens, WINDOW_TOKENS)
+    return model["token_bytes_a_layer"] * (model["full_layers"] * tokens + model["sliding_layers"] * window)
+
+
+def nixl_bytes() -> float:
+    """All bytes that NixlConnector says it has moved."""
+    return sum(
+        sample.value
+        for metric in REGISTRY.collect()
+        for sample in metric.samples
+        if sample.name == "vllm:nixl_bytes_transferred_sum"
+    )
+
+
+def traced_bytes(trace: Path) -> int:
+    """All bytes that Tandem's producers have written."""
+    events = (json.loads(line) for line in trace.read_text().splitlines())
+    return sum(sum(event["bytes"].values()) for event in events if event["event"] == "write")
+
+
+def start_arm(name: str, model: str, transfers: tuple[KVTransferConfig, KVTransferConfig]) -> Arm:
+    before = children()
+    engines = []
+    for number, transfer in enumerate(transfers):
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(NIXL_FIRST_PORT + 10 * number)
+        engines.append(start_engine(model, 1, None, kv_transfer_config=transfer, **ENGINE))
+    pids = sorted(children() - before)
+    free_cores(pids)
+    return Arm(name, *engines, pids)
+
+
+async def measure(requests: int, lengths: list[int], folder: Path) -> dict[str, Any]:
+    model = benchmark_gemma3(folder / "model")
+    trace = folder / "trace.jsonl"
+    ours = start_arm(
+        "tandem",
+        model.path,
+        tuple(
+            KVTransferConfig(
+                kv_connector="TandemConnector",
+                kv_connector_module_path="connectors.vllm_hma.connector",
+                kv_role=role,
+                kv_load_failure_policy="recompute",
+                kv_connector_extra_config={"trace_path": str(trace)},
+            )
+            for role in ("kv_producer", "kv_consumer")
+        ),
+    )
+    address = await describe(ours.prefill)
+    theirs = None
+    try:
+        theirs = start_arm(
+            "nixl",
+            model.path,
+            tuple(
+                KVTransferConfig(kv_connector="NixlConnector", kv_role=role, kv_load_failure_policy="recompute")
+                for role in ("kv_producer", "kv_consumer")
+            ),
+        )
+        rng = random.Random(0)
+        samples = {length: {"tandem": Samples(), "nixl": Samples()} for length in lengths}
+        for arm in (ours, theirs):
+            arm.sleep()
+        rounds = [(n, length) for n in range(-2, requests) for length in lengths]
+        for number, length in rounds:
+            prompt = [rng.randrange(3, VOCABULARY) for _ in range(length)]
+            order = (ours, theirs) if (number + length) % 2 else (theirs, ours)
+            for arm in order:
+                with arm.awake():
+                    moved = -(traced_bytes(trace) if arm is ours else nixl_bytes())
+                    started = time.monotonic()
+                    run = tandem(arm, address, prompt) if arm is ours else nixl(arm, prompt)
+                    prefill, decode = await asyncio.wait_for(run, 120)
+                    await asyncio.sleep(0.2)
+                    moved += traced_bytes(trace) if arm is ours else nixl_bytes()
+                if number < 0:
+                    continue
+                first, last = prefill.output.metrics, decode.output.metrics
+                assert first is not None
+                assert last is not None
+                sample = samples[length][arm.name]
+                sample.ttft_ms.append(1e3 * (decode.first_token_at - started))
+                sample.handover_ms.append(1e3 * (last.first_token_ts - first.first_token_ts))
+                sample.step_ms.append(1e3 * (last.last_token_ts - last.first_token_ts) / (DECODE_TOKENS - 1))
+                sample.moved_over_ideal.append(moved / ideal_bytes(model.shape, length - 1))
+    finally:
+        ours.shutdown()
+        if theirs is not None:
+            theirs.shutdown()
+    return {str(length): _compare(**both) for length, both in samples.items()}
+
+
+def _compare(tandem: Samples, nixl: Samples) -> dict[str, Any]:
+    kinds = ("ttft_ms", "handover_ms", "step_ms", "beyond_step_ms", "moved_over_ideal")
+    table: dict[str, Any] = {
+        kind: {"tandem": summary(getattr(tandem, kind)), "nixl": summary(getattr(nixl, kind))} for kind in kinds
+    }
+    for kind in ("ttft_ms", "handover_ms", "beyond_step_ms"):
+        table[kind]["ratio"] = ratios(getattr(tandem, kind), getattr(nixl, kind))
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=12, help="measured requests per length and connector")
+    parser.add_argument("--lengths", default="200,1000,2000", help="prompt tokens")
+    arguments = parser.parse_args()
+    lengths = [int(length) for length in arguments.lengths.split(",")]
+    with tempfile.TemporaryDirectory() as folder:
+        result = asyncio.run(measure(arguments.requests, lengths, Path(folder)))
+    print(f"{'tokens':>7} {'measure':<18} {'tandem':>20} {'NixlConnector':>20} {'ratio':>20}")
+    for length, table in result.items():
+        for kind, row in table.items():
+            ours, theirs = (f"{s['median']:.2f} ({s['q1']:.2f}-{s['q3']:.2f})" for s in (row["tandem"], row["nixl"]))
+            r = row.get("ratio")
+            ratio = f"{r['of_medians']:.2f} ({r['q1']:.2f}-{r['q3']:.2f})" if r else ""
+            print(f"{length:>7} {kind:<18} {ours:>20} {theirs:>20} {ratio:>20}")
+    print("written to", write("handover", {"requests": arguments.requests, "prompt_tokens": result}))
+
+
+if __name__ == "__main__":
+    main()

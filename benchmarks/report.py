@@ -1,0 +1,35 @@
+"""Medians with spread, and ratios of paired measurements."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import vllm
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return {"median": middle, "q1": low, "q3": high, "count": len(values)}
+
+
+def ratios(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+    """Ratio of the medians, and the quartiles of the ratios of paired measurements."""
+    paired = summary([a / b for a, b in zip(ours, theirs, strict=True)])
+    return {"of_medians": statistics.median(ours) / statistics.median(theirs), "q1": paired["q1"], "q3": paired["q3"]}
+
+
+def write(name: str, document: dict[str, Any]) -> Path:
+    """Write ``benchmarks/results/NAME.json`` with what produced it."""
+    folder = Path(__file__).parent / "results"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}.json"
+    machine = {"cores": os.cpu_count(), "machine": platform.machine(), "vllm": vllm.__version__}
+    path.write_text(json.dumps({"run_on": machine, **document}, indent=2) + "\n")
+    return path
