@@ -1,7 +1,8 @@
 """Measures the demo model's exact-match accuracy on held-out prompts: `python -m app.demo.evaluate`.
 
 Prints a table of the accuracy by form (completion or chat), prompt length, and whether the asked
-fact lies within the sliding window or outside it. Exits 1 when any row is under 99 %.
+fact lies within the sliding window or outside it. Exits 1 when the accuracy within it, outside it or
+over all prompts is under 99 %.
 """
 
 import argparse
@@ -128,7 +129,7 @@ def _text_of_ended(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 
 def main() -> None:
-    """Measure, print the table, and exit 1 if a row is under REQUIRED_ACCURACY."""
+    """Measure, print the table, and exit 1 if a total is under REQUIRED_ACCURACY."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=MODEL_DIR, help="checkpoint directory")
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
@@ -155,11 +156,14 @@ def main() -> None:
     for (form, (shortest, longest), side), outcomes in rows.items():
         tokens = f"{shortest}-{longest}"
         print(f"{form:<12}{tokens:<12}{side:<10}{len(outcomes):>8}{accuracy(outcomes):>9.2%}")
-    everything = [right for outcomes in rows.values() for right in outcomes]
-    print(f"{'all':<34}{len(everything):>8}{accuracy(everything):>9.2%}")
+    totals = []
+    for sides in (("within",), ("outside",), ("within", "outside")):
+        outcomes = [right for row, row_outcomes in rows.items() if row[2] in sides for right in row_outcomes]
+        totals.append(accuracy(outcomes))
+        print(f"{'all':<24}{sides[0] if len(sides) == 1 else '':<10}{len(outcomes):>8}{totals[-1]:>9.2%}")
     for line in wrong[: arguments.show]:
         print("wrong:", line)
-    if min(accuracy(outcomes) for outcomes in rows.values()) < REQUIRED_ACCURACY:
+    if min(totals) < REQUIRED_ACCURACY:
         raise SystemExit(1)
 
 
