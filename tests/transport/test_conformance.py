@@ -1,0 +1,302 @@
+"""What every transport does: one suite, run on the in-memory one and on NIXL, with real memory on both."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from connectors.errors import TransportError
+from connectors.planning.descriptors import Runs
+from connectors.planning.layout import Place, Region
+from connectors.transport.memory import Fabric, MemoryTransport
+from tests.transport.agents import HOST, Agent, make_agent, receive, runs, until, write
+
+SIZE = 1 << 20
+CANARY = 0xA5
+
+
+@pytest.fixture(scope="module", params=["memory", "nixl"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def fabric() -> Fabric:
+    return Fabric()
+
+
+@pytest.fixture(scope="module")
+def pair(kind: str, fabric: Fabric) -> Iterator[tuple[Agent, Agent]]:
+    """Two agents that know each other. First contact costs time, so they serve the whole module."""
+    ours, theirs = (make_agent(kind, fabric, SIZE) for _ in range(2))
+    for one, other in ((ours, theirs), (theirs, ours)):
+        assert one.transport.add_peer(other.transport.metadata()) == other.name
+    yield ours, theirs
+    ours.transport.close()
+    theirs.transport.close()
+
+
+@pytest.fixture
+def fresh(pair: tuple[Agent, Agent]) -> tuple[Agent, Agent]:
+    """The pair with distinct source bytes and a canary at the destination."""
+    pair[0].buffer[:] = np.arange(SIZE // 4, dtype="<u4").view(np.uint8)
+    pair[1].buffer[:] = CANARY
+    return pair
+
+
+@pytest.fixture
+def lone(kind: str, fabric: Fabric) -> Iterator[Agent]:
+    """An agent of its own, for tests that close it."""
+    agent = make_agent(kind, fabric, 4096)
+    yield agent
+    agent.transport.close()
+
+
+def test_kind_is_what_cards_say(kind: str, pair: tuple[Agent, Agent]) -> None:
+    """The transport's kind is compared between engines before any transfer."""
+    assert pair[0].transport.kind == kind
+
+
+def test_a_write_moves_its_bytes_and_no_others(fresh: tuple[Agent, Agent]) -> None:
+    """Odd addresses and lengths, and all that is around them untouched."""
+    ours, theirs = fresh
+    write(ours, theirs, runs((ours.address + 3, theirs.address + 1001, 777), (ours.address + 5000, theirs.address, 1)))
+    expected = np.full(SIZE, CANARY, np.uint8)
+    expected[1001:1778] = ours.buffer[3:780]
+    expected[0] = ours.buffer[5000]
+    assert np.array_equal(theirs.buffer, expected)
+
+
+def test_a_whole_region_can_be_written(fresh: tuple[Agent, Agent]) -> None:
+    """From the first byte to the last."""
+    ours, theirs = fresh
+    write(ours, theirs, runs((ours.address, theirs.address, SIZE)))
+    assert np.array_equal(theirs.buffer, ours.buffer)
+
+
+def test_ten_thousand_fragments(fresh: tuple[Agent, Agent]) -> None:
+    """One write of 10,000 runs in reverse order, none of them adjacent."""
+    ours, theirs = fresh
+    at = np.arange(10_000, dtype=np.int64) * 100
+    write(ours, theirs, Runs(ours.address + at[::-1], theirs.address + at, np.full(10_000, 64, np.int64)))
+    expected = np.full(SIZE, CANARY, np.uint8)
+    for src, dst in zip(at[::-1].tolist(), at.tolist(), strict=True):
+        expected[dst : dst + 64] = ours.buffer[src : src + 64]
+    assert np.array_equal(theirs.buffer, expected)
+
+
+def test_many_writes_at_once(fresh: tuple[Agent, Agent]) -> None:
+    """Handles are told apart, each ends by itself."""
+    ours, theirs = fresh
+    handles = {
+        ours.transport.write(theirs.name, runs((ours.address + 64 * k, theirs.address + 128 * k, 64)), HOST, HOST): k
+        for k in range(50)
+    }
+    assert len(handles) == 50
+    open_handles = set(handles)
+
+    def all_done() -> bool:
+        open_handles.difference_update({handle for handle in open_handles if ours.transport.poll(handle)})
+        return not open_handles
+
+    until(all_done, [theirs])
+    for k in range(50):
+        assert np.array_equal(theirs.buffer[128 * k : 128 * k + 64], ours.buffer[64 * k : 64 * k + 64])
+
+
+@pytest.mark.parametrize("which", ["source before", "source after", "target before", "target after", "one of many"])
+def test_writes_outside_registered_memory_are_refused(fresh: tuple[Agent, Agent], which: str) -> None:
+    """On either side, by a single byte: TransportError, and nothing has been written."""
+    ours, theirs = fresh
+    good = (ours.address, theirs.address, 8)
+    bad = {
+        "source before": (ours.address - 1, theirs.address, 8),
+        "source after": (ours.end - 7, theirs.address, 8),
+        "target before": (ours.address, theirs.address - 1, 8),
+        "target after": (ours.address, theirs.end - 7, 8),
+        "one of many": (ours.address, theirs.end, 8),
+    }[which]
+    with pytest.raises(TransportError):
+        write(ours, theirs, runs(good, bad) if which == "one of many" else runs(bad))
+    assert (theirs.buffer == CANARY).all()
+
+
+def test_a_write_of_nothing_is_refused(pair: tuple[Agent, Agent]) -> None:
+    """Who has nothing to write must not post a write: it could never end."""
+    with pytest.raises(TransportError, match="0 runs"):
+        pair[0].transport.write(pair[1].name, Runs(*[np.empty(0, np.int64)] * 3), HOST, HOST)
+
+
+def test_a_write_goes_on_after_a_refused_one(fresh: tuple[Agent, Agent]) -> None:
+    """A refusal does not break the connection."""
+    ours, theirs = fresh
+    with pytest.raises(TransportError):
+        write(ours, theirs, runs((ours.address, theirs.end, 8)))
+    write(ours, theirs, runs((ours.address, theirs.address, 8)))
+    assert np.array_equal(theirs.buffer[:8], ours.buffer[:8])
+
+
+def test_messages_arrive_whole_and_once(pair: tuple[Agent, Agent]) -> None:
+    """With the sender's name, and whatever bytes. Their order is not promised."""
+    ours, theirs = pair
+    payloads = [b"hello", b"", bytes(range(256)), b"\0\0", "ünïcode".encode()]
+    for payload in payloads:
+        ours.transport.notify(theirs.name, payload)
+    assert sorted(receive(theirs, len(payloads), ours)) == sorted((ours.name, payload) for payload in payloads)
+    assert theirs.transport.notifications() == []
+
+
+def test_messages_go_both_ways(pair: tuple[Agent, Agent]) -> None:
+    """The receiver answers on the same connection."""
+    ours, theirs = pair
+    ours.transport.notify(theirs.name, b"question")
+    receive(theirs, 1, ours)
+    theirs.transport.notify(ours.name, b"answer")
+    assert receive(ours, 1, theirs) == [(theirs.name, b"answer")]
+
+
+def test_a_large_message(pair: tuple[Agent, Agent]) -> None:
+    """1 MB, as an offer of a very long prompt may be."""
+    ours, theirs = pair
+    payload = np.random.default_rng(0).bytes(1 << 20)
+    ours.transport.notify(theirs.name, payload)
+    assert receive(theirs, 1, ours) == [(ours.name, payload)]
+
+
+def test_a_message_does_not_need_an_introduction(pair: tuple[Agent, Agent], lone: Agent) -> None:
+    """Who has a peer's metadata can notify it; that it has not added ours does not matter."""
+    lone.transport.add_peer(pair[0].transport.metadata())
+    lone.transport.notify(pair[0].name, b"hello, you do not know me")
+    assert receive(pair[0], 1, lone) == [(lone.name, b"hello, you do not know me")]
+
+
+def test_adding_a_peer_again_is_harmless(fresh: tuple[Agent, Agent]) -> None:
+    """The same name comes back, and writes go on."""
+    ours, theirs = fresh
+    assert ours.transport.add_peer(theirs.transport.metadata()) == theirs.name
+    write(ours, theirs, runs((ours.address, theirs.address, 8)))
+
+
+@pytest.mark.parametrize("metadata", [b"", b"junk", bytes(1000), b"\xff" * 40])
+def test_unusable_metadata_is_refused(pair: tuple[Agent, Agent], metadata: bytes) -> None:
+    """TransportError, whatever the bytes."""
+    with pytest.raises(TransportError):
+        pair[0].transport.add_peer(metadata)
+
+
+def test_unknown_peers_are_refused(pair: tuple[Agent, Agent]) -> None:
+    """A write or a message to a name that was never added: TransportError naming it."""
+    ours, theirs = pair
+    with pytest.raises(TransportError) as refusal:
+        ours.transport.write("nobody", runs((ours.address, theirs.address, 8)), HOST, HOST)
+    assert refusal.value.peer == "nobody"
+    with pytest.raises(TransportError) as refusal:
+        ours.transport.notify("nobody", b"hello")
+    assert refusal.value.peer == "nobody"
+
+
+def test_unregistered_kinds_of_memory_are_refused(pair: tuple[Agent, Agent]) -> None:
+    """A kind of memory that this machine has not, or that nobody knows, is a TransportError at registration."""
+    with pytest.raises(TransportError):
+        pair[0].transport.register([Region(pair[0].address, 16, Place("NO_SUCH_MEMORY", 0))])
+
+
+def test_regions_registered_later_can_be_written(kind: str, fabric: Fabric, lone: Agent) -> None:
+    """All regions of one call, and those of a second one before the metadata goes out."""
+    more = [np.zeros(512, np.uint8) for _ in range(3)]
+    lone.transport.register([Region(buffer.ctypes.data, 512, HOST) for buffer in more])
+    sender = make_agent(kind, fabric, 4096, fill=7)
+    sender.transport.add_peer(lone.transport.metadata())
+    targets = [lone.address, *(buffer.ctypes.data for buffer in more)]
+    write(sender, lone, runs(*((sender.address, target, 512) for target in targets)))
+    assert all((buffer == 7).all() for buffer in more)
+    sender.transport.close()
+
+
+def test_close_is_idempotent_and_final(lone: Agent, pair: tuple[Agent, Agent]) -> None:
+    """A second close does nothing; whatever else is asked of a closed transport is a TransportError."""
+    metadata = pair[0].transport.metadata()
+    lone.transport.add_peer(metadata)
+    handle = lone.transport.write(pair[0].name, runs((lone.address, pair[0].address, 8)), HOST, HOST)
+    lone.transport.close()
+    lone.transport.close()
+    for call in (
+        lambda: lone.transport.notify(pair[0].name, b"x"),
+        lambda: lone.transport.write(pair[0].name, runs((lone.address, pair[0].address, 8)), HOST, HOST),
+        lambda: lone.transport.add_peer(metadata),
+        lambda: lone.transport.register([Region(lone.address, 16, HOST)]),
+        lambda: lone.transport.poll(handle),
+        lone.transport.metadata,
+        lone.transport.notifications,
+    ):
+        with pytest.raises(TransportError) as refusal:
+            call()
+        assert refusal.value.peer == lone.name
+    lone.transport.remove_peer(pair[0].name)
+
+
+def test_a_closed_peer_breaks_nothing(kind: str, fabric: Fabric) -> None:
+    """Writes and messages to a peer that has closed raise TransportError or do nothing; the agent lives on."""
+    ours, gone, other = (make_agent(kind, fabric, 4096, fill=9) for _ in range(3))
+    for peer in (gone, other):
+        ours.transport.add_peer(peer.transport.metadata())
+    write(ours, gone, runs((ours.address, gone.address, 8)))
+    ours.transport.notify(gone.name, b"hello")
+    receive(gone, 1, ours)
+    gone.transport.close()
+    gone.buffer[:] = CANARY
+    for _ in range(3):
+        try:
+            write(ours, gone, runs((ours.address, gone.address, 64)))
+        except TransportError as error:
+            assert error.peer == gone.name  # noqa: PT017
+        try:
+            ours.transport.notify(gone.name, b"are you there?")
+        except TransportError as error:
+            assert error.peer == gone.name  # noqa: PT017
+    ours.transport.remove_peer(gone.name)
+    other.buffer[:] = 0
+    write(ours, other, runs((ours.address, other.address, 64)))
+    assert (other.buffer[:64] == 9).all()
+    ours.transport.close()
+    other.transport.close()
+
+
+def test_a_removed_peer_is_unknown(kind: str, fabric: Fabric, pair: tuple[Agent, Agent], lone: Agent) -> None:
+    """After remove_peer nothing is sent; adding it again brings it back; removing an unknown one is harmless."""
+    theirs = pair[1]
+    theirs.buffer[:] = CANARY
+    lone.transport.add_peer(theirs.transport.metadata())
+    lone.transport.remove_peer("nobody")
+    lone.transport.remove_peer(theirs.name)
+    with pytest.raises(TransportError):
+        lone.transport.write(theirs.name, runs((lone.address, theirs.address, 8)), HOST, HOST)
+    lone.transport.add_peer(theirs.transport.metadata())
+    write(lone, theirs, runs((lone.address, theirs.address, 8)))
+    assert (theirs.buffer[:8] == 0).all()
+
+
+def test_a_spent_handle_is_an_error(fresh: tuple[Agent, Agent]) -> None:
+    """A handle is good until its write has ended, and never means another write."""
+    ours, theirs = fresh
+    handle = ours.transport.write(theirs.name, runs((ours.address, theirs.address, 8)), HOST, HOST)
+    until(lambda: ours.transport.poll(handle), [theirs])
+    with pytest.raises(KeyError):
+        ours.transport.poll(handle)
+    assert ours.transport.write(theirs.name, runs((ours.address, theirs.address, 8)), HOST, HOST) != handle
+
+
+def test_a_cut_fabric_reaches_nobody() -> None:
+    """The memory transport's own tool for fault tests: cut and mend, by name."""
+    fabric = Fabric()
+    ours, theirs = (make_agent("memory", fabric, 64) for _ in range(2))
+    assert isinstance(ours.transport, MemoryTransport)
+    ours.transport.add_peer(theirs.transport.metadata())
+    for name in (ours.name, theirs.name):
+        fabric.cut(name)
+        with pytest.raises(TransportError):
+            ours.transport.notify(theirs.name, b"x")
+        with pytest.raises(TransportError):
+            write(ours, theirs, runs((ours.address, theirs.address, 8)))
+        fabric.mend(name)
+        write(ours, theirs, runs((ours.address, theirs.address, 8)))
