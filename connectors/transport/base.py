@@ -37,7 +37,7 @@ class Transport(Protocol):
         """Forget a peer. Nothing may be under way to it."""
 
     def write(self, peer: str, runs: Runs, source: Place, target: Place) -> WriteHandle:
-        """Start copying ``runs`` from our registered memory to the peer's. Raises TransportError."""
+        """Start copying ``runs``, at least one, from our registered memory to the peer's. Raises TransportError."""
         ...
 
     def poll(self, handle: WriteHandle) -> bool:

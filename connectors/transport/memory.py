@@ -49,18 +49,22 @@ class MemoryTransport:
         self._inbox: deque[tuple[str, bytes]] = deque()
         self._pending: set[int] = set()
         self._next_handle = 0
+        self._closed = False
         fabric.agents[name] = self
 
     def register(self, regions: Sequence[Region]) -> None:
+        self._check_open()
         for region in regions:
             if region.place.memory != "DRAM":
                 raise TransportError(self.name, f"the memory transport moves DRAM only, not {region.place.memory}")
         self._regions.extend(regions)
 
     def metadata(self) -> bytes:
+        self._check_open()
         return self.name.encode()
 
     def add_peer(self, metadata: bytes) -> str:
+        self._check_open()
         name = metadata.decode(errors="replace")
         self._fabric.agent(self.name, name)
         self._peers.add(name)
@@ -71,6 +75,8 @@ class MemoryTransport:
 
     def write(self, peer: str, runs: Runs, source: Place, target: Place) -> int:
         receiver = self._reach(peer)
+        if not len(runs):
+            raise TransportError(peer, "a write of 0 runs")
         self._check_inside(self.name, runs.src, runs.length)
         receiver._check_inside(peer, runs.dst, runs.length)
         for dst, src, length in zip(runs.dst.tolist(), runs.src.tolist(), runs.length.tolist(), strict=True):
@@ -80,6 +86,7 @@ class MemoryTransport:
         return self._next_handle
 
     def poll(self, handle: int) -> bool:
+        self._check_open()
         self._pending.remove(handle)
         return True
 
@@ -87,15 +94,23 @@ class MemoryTransport:
         self._reach(peer)._inbox.append((self.name, payload))
 
     def notifications(self) -> list[tuple[str, bytes]]:
+        self._check_open()
         messages = list(self._inbox)
         self._inbox.clear()
         return messages
 
     def close(self) -> None:
-        self._fabric.agents.pop(self.name, None)
-        self._regions.clear()
+        if not self._closed:
+            self._closed = True
+            self._fabric.agents.pop(self.name, None)
+            self._regions.clear()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportError(self.name, "this transport has been closed")
 
     def _reach(self, peer: str) -> MemoryTransport:
+        self._check_open()
         if peer not in self._peers:
             raise TransportError(peer, "its metadata has not been added")
         return self._fabric.agent(self.name, peer)

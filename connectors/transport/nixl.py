@@ -43,10 +43,11 @@ class NixlTransport:
         self._next_handle = 0
 
     def register(self, regions: Sequence[Region]) -> None:
+        agent = self._live()
         for memory in sorted({region.place.memory for region in regions}):
             ranges = [(r.address, r.length_bytes, r.place.device, "") for r in regions if r.place.memory == memory]
             try:
-                self._registered.append(self._live().register_memory(ranges, memory))
+                self._registered.append(agent.register_memory(ranges, memory))
             except Exception as error:
                 raise TransportError(self.name, f"registering {len(ranges)} {memory} regions: {error}") from error
 
@@ -54,8 +55,9 @@ class NixlTransport:
         return bytes(self._live().get_agent_metadata())
 
     def add_peer(self, metadata: bytes) -> str:
+        agent = self._live()
         try:
-            name = self._live().add_remote_agent(metadata)
+            name = agent.add_remote_agent(metadata)
         except Exception as error:
             raise TransportError("?", f"its agent metadata is not usable: {error}") from error
         return name.decode() if isinstance(name, bytes) else str(name)
@@ -70,8 +72,12 @@ class NixlTransport:
             local = agent.get_xfer_descs(_descriptors(runs.src, runs.length, source.device), source.memory)
             remote = agent.get_xfer_descs(_descriptors(runs.dst, runs.length, target.device), target.memory)
             handle = agent.initialize_xfer("WRITE", local, remote, peer)
+        except Exception as error:
+            raise TransportError(peer, f"preparing a write of {len(runs)} runs: {error}") from error
+        try:
             state = agent.transfer(handle)
         except Exception as error:
+            self._release(handle)
             raise TransportError(peer, f"posting a write of {len(runs)} runs: {error}") from error
         if state == "ERR":
             self._release(handle)
@@ -81,9 +87,10 @@ class NixlTransport:
         return self._next_handle
 
     def poll(self, handle: int) -> bool:
+        agent = self._live()
         peer, xfer = self._handles[handle]
         try:
-            state = self._live().check_xfer_state(xfer)
+            state = agent.check_xfer_state(xfer)
         except Exception as error:
             del self._handles[handle]
             self._release(xfer)
@@ -97,8 +104,9 @@ class NixlTransport:
         return True
 
     def notify(self, peer: str, payload: bytes) -> None:
+        agent = self._live()
         try:
-            self._live().send_notif(peer, payload)
+            agent.send_notif(peer, payload)
         except Exception as error:
             raise TransportError(peer, f"sending a message of {len(payload)} bytes: {error}") from error
 
