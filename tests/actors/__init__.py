@@ -1,0 +1,1 @@
+"""The router, the actors and what they are made of."""

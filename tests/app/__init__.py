@@ -1,0 +1,1 @@
+"""The HTTP edge and the demo model."""

@@ -1,0 +1,290 @@
+"""The whole service, as a client sees it: prefill TP 1 -> decode TP 2, real engines, the demo model.
+
+One start serves all tests of this file; the last one stops it and looks for what was left behind.
+"""
+
+import asyncio
+import json
+import random
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from app.demo.facts import RecallPrompt, exact, make_prompt
+from tests.e2e.service_process import ROOT, ServiceProcess, write_config
+
+pytestmark = pytest.mark.engine
+
+MODEL = "tandem-demo"
+TURN = [{"role": "user", "content": "hello"}]
+IDLE_TIMEOUT_S = 20.0
+FACTS_FAR = 120
+"""Facts of a long prompt: about 840 tokens, four chunks of prefill, several sliding windows."""
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory) -> Iterator[ServiceProcess]:
+    folder = tmp_path_factory.mktemp("service")
+    service = ServiceProcess(write_config("local-unequal-tp.yaml", folder), folder)
+    service.start()
+    yield service
+    service.stop()
+
+
+@pytest.fixture(scope="module")
+def http(service) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=service.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def sdk(service) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{service.url}/v1", api_key="unused", max_retries=0, timeout=60)
+
+
+def metric(http: httpx.Client, name: str, **labels: str) -> float:
+    """The sum of the samples of `name` that have `labels`."""
+    total = 0.0
+    for line in http.get("/metrics").text.splitlines():
+        match = re.fullmatch(r"([\w:]+)\{(.*)\} (\S+)", line)
+        if match and match[1] == name and all(f'{key}="{value}"' in match[2] for key, value in labels.items()):
+            total += float(match[3])
+    return total
+
+
+def busy(http: httpx.Client) -> dict[str, float]:
+    """What should be zero when nothing is being served: requests and blocks of either engine."""
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    found = {f"{role} {name}": metric(http, name, role=role) for role in ("prefill", "decode") for name in names}
+    return {name: value for name, value in found.items() if value}
+
+
+def wait_until_idle(http: httpx.Client) -> None:
+    """Both engines without requests and with all their blocks, within a bound."""
+    give_up_at = time.monotonic() + IDLE_TIMEOUT_S
+    while left := busy(http):
+        assert time.monotonic() < give_up_at, f"still busy after {IDLE_TIMEOUT_S} s: {left}"
+        time.sleep(0.2)
+
+
+def sse(text: str) -> list[dict]:
+    """The events of a stream, which must end in [DONE]."""
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def completion(prompt: object, **more: object) -> dict:
+    return {"model": MODEL, "prompt": prompt, "max_tokens": 5, "temperature": 0, **more}
+
+
+def recall(seed: int, facts: int = FACTS_FAR) -> RecallPrompt:
+    """A prompt whose asked fact is the first: far outside the sliding window of a long prompt."""
+    return make_prompt(random.Random(f"e2e {seed}"), facts, distance_facts=facts - 1)
+
+
+def test_health_and_models(http):
+    """Both roles answer; the model goes by its served name."""
+    assert http.get("/health").json() == {"replicas": {"prefill": 1, "decode": 1}}
+    assert [model["id"] for model in http.get("/v1/models").json()["data"]] == [MODEL]
+
+
+def test_answers_are_right_and_their_kv_comes_from_prefill(http):
+    """The answer stands far outside the window: it is right only if the moved blocks are."""
+    wait_until_idle(http)
+    labels = {"role": "decode", "source": "external_kv_transfer"}
+    before = metric(http, "vllm:prompt_tokens_by_source_total", **labels)
+    prompt_tokens = 0
+    for seed in range(4):
+        prompt = recall(seed)
+        reply = http.post("/v1/completions", json=completion(prompt.text))
+        assert reply.status_code == 200
+        assert reply.headers["x-tandem-route"] == "remote"
+        assert exact(prompt, reply.json()["choices"][0]["text"])
+        prompt_tokens += reply.json()["usage"]["prompt_tokens"]
+    moved = metric(http, "vllm:prompt_tokens_by_source_total", **labels) - before
+    assert moved == pytest.approx(prompt_tokens, abs=4), "decode recomputes at most each prompt's last token"
+
+
+def test_completions_through_the_sdk(sdk):
+    """Whole and streamed answers are the same text."""
+    prompt = recall(10, facts=40)
+    whole = sdk.completions.create(model=MODEL, prompt=prompt.text, max_tokens=5, temperature=0)
+    parts = sdk.completions.create(model=MODEL, prompt=prompt.text, max_tokens=5, temperature=0, stream=True)
+    assert exact(prompt, whole.choices[0].text)
+    assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
+
+
+def test_chat_through_the_sdk(sdk):
+    """The same with a chat template between."""
+    prompt = recall(11, facts=40)
+    ask = {"model": MODEL, "messages": prompt.messages, "max_tokens": 5, "temperature": 0}
+    whole = sdk.chat.completions.create(**ask)
+    parts = sdk.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True})
+    streamed = list(parts)
+    text = "".join(part.choices[0].delta.content or "" for part in streamed if part.choices)
+    assert exact(prompt, whole.choices[0].message.content)
+    assert text == whole.choices[0].message.content
+    assert streamed[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_a_stream_comes_in_pieces(http):
+    """Events one by one, as server-sent events, and a mark at the end."""
+    with http.stream(
+        "POST", "/v1/completions", json=completion("a", max_tokens=30, ignore_eos=True, stream=True)
+    ) as reply:
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        assert reply.headers["x-tandem-route"] == "remote"
+        pieces = list(reply.iter_raw())
+    assert len(sse(b"".join(pieces).decode())) >= 30
+    assert len(pieces) > 5
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "reason"),
+    [
+        ("/v1/completions", completion("abc", n=2, temperature=1), "n"),
+        ("/v1/completions", completion(["abc", "def"]), "several_prompts"),
+        ("/v1/completions", completion([7]), "short_prompt"),
+        ("/v1/completions", completion("abc", echo=True, logprobs=1), "echo"),
+        ("/v1/completions", completion("abc", prompt_logprobs=1), "prompt_logprobs"),
+        ("/v1/completions", completion("abc", use_beam_search=True, n=2), "n"),
+        ("/v1/chat/completions", {"model": MODEL, "messages": TURN, "n": 2, "max_tokens": 2}, "n"),
+    ],
+)
+def test_what_cannot_be_split_is_served_by_decode(http, endpoint, body, reason):
+    """It works all the same, and says so."""
+    reply = http.post(endpoint, json=body)
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["x-tandem-route"] == "local"
+    assert reply.headers["x-tandem-local-reason"] == reason
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"min_tokens": 3},
+        {"logprobs": 3},
+        {"stop": ["9"]},
+        {"prompt": [5, 6, 7, 8]},
+        {"stream": True, "stream_options": {"include_usage": True}},
+        {"truncate_prompt_tokens": 4},
+    ],
+    ids=lambda more: next(iter(more)),
+)
+def test_options_of_the_output_are_decodes_alone(http, more):
+    """They are split, and neither leg trips over them."""
+    reply = http.post("/v1/completions", json=completion("some text here") | more)
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["x-tandem-route"] == "remote"
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "content", "status", "message"),
+    [
+        ("/v1/completions", b"{", 400, "not valid JSON"),
+        ("/v1/completions", b"[]", 400, "must be a JSON object"),
+        ("/v1/completions", completion("a", kv_transfer_params={}), 400, "kv_transfer_params"),
+        ("/v1/completions", completion("a") | {"model": "other"}, 404, "other"),
+        ("/v1/completions", completion("a", max_tokens=-1), 400, "max_tokens"),
+        ("/v1/completions", completion("a", max_tokens="many"), 400, "max_tokens"),
+        ("/v1/completions", completion("a", temperature=-3), 400, "temperature"),
+        ("/v1/completions", completion("!" * 3000), 400, "context length"),
+        ("/v1/completions", completion([5, 10**9]), 400, "vocabulary"),
+        ("/v1/completions", {"model": MODEL}, 400, "prompt"),
+        ("/v1/completions", completion(""), 400, "prompt"),
+        ("/v1/chat/completions", {"model": MODEL, "messages": "hi"}, 400, "messages"),
+        ("/v1/chat/completions", {"model": MODEL, "messages": TURN, "n": 0}, 400, "n"),
+        ("/v1/embeddings", {"model": MODEL, "input": "a"}, 404, "/v1/embeddings"),
+        ("/v1/completions", b"x" * (9 * 2**20), 413, "bytes"),
+    ],
+)
+def test_a_bad_request_gets_an_error_in_openais_form(http, endpoint, content, status, message):
+    """Never a 500, never a wait."""
+    sent = {"content": content} if isinstance(content, bytes) else {"json": content}
+    began = time.monotonic()
+    reply = http.post(endpoint, headers={"content-type": "application/json"}, **sent)
+    assert reply.status_code == status, reply.text
+    assert message in reply.json()["error"]["message"]
+    assert reply.json()["error"]["code"] == status
+    assert time.monotonic() - began < 5
+
+
+def test_the_sdk_sees_typed_errors(sdk):
+    """OpenAI's client maps statuses and bodies to its own classes."""
+    with pytest.raises(openai.NotFoundError, match="nope"):
+        sdk.completions.create(model="nope", prompt="a")
+    with pytest.raises(openai.BadRequestError, match="kv_transfer_params"):
+        sdk.completions.create(model=MODEL, prompt="a", extra_body={"kv_transfer_params": {"x": 1}})
+
+
+async def _leave(service: ServiceProcess, body: dict, after_s: float) -> None:
+    async with httpx.AsyncClient(base_url=service.url, timeout=60) as client:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(after_s):
+                await client.post("/v1/completions", json=body)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("after_s", "facts"), [(1.0, 4), (0.03, 200)], ids=["in decode", "in prefill"])
+async def test_a_client_that_leaves_ends_both_legs(service, http, stream, after_s, facts):
+    """Requests and blocks of both engines go back to zero, long before the answer would have ended."""
+    body = completion(recall(20, facts).text, max_tokens=600, min_tokens=600, ignore_eos=True, stream=stream)
+    before = metric(http, "tandem_client_disconnects_total")
+    await _leave(service, body, after_s)
+    await asyncio.sleep(0.2)
+    wait_until_idle(http)
+    assert metric(http, "tandem_client_disconnects_total") == before + 1
+    assert http.get("/health").status_code == 200
+
+
+async def test_many_at_once(service, http):
+    """Right answers for all, and nothing stays behind."""
+    prompts = [recall(100 + index, facts=5 + 9 * index) for index in range(16)]
+    async with httpx.AsyncClient(base_url=service.url, timeout=120) as client:
+        replies = await asyncio.gather(
+            *(client.post("/v1/completions", json=completion(prompt.text)) for prompt in prompts)
+        )
+    texts = [reply.json()["choices"][0]["text"] for reply in replies]
+    wrong = [prompt.answer for prompt, text in zip(prompts, texts, strict=True) if not exact(prompt, text)]
+    assert not wrong
+    wait_until_idle(http)
+
+
+def test_metrics_are_one_exposition(http):
+    """Every family once, both engines' samples told apart."""
+    text = http.get("/metrics").text
+    types = [line for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(types) == len(set(types))
+    assert metric(http, "vllm:request_success_total", role="prefill") > 0
+    assert metric(http, "vllm:request_success_total", role="decode") > 0
+    assert metric(http, "tandem_requests_total", role="router", route="remote", status="200") > 0
+
+
+def test_a_wrong_key_stops_the_start_with_one_message(tmp_path):
+    """The message names the key; there is no stack trace and nothing was started."""
+    config = write_config("local.yaml", tmp_path, decode={"tensor_parallel": 2})
+    run = subprocess.run(
+        [sys.executable, "-m", "app.run", "--config", str(config)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert run.returncode == 2
+    assert run.stderr.strip() == f"{config}: decode.tensor_parallel: no such setting"
+    assert "Ray" not in run.stdout
+
+
+def test_stopping_leaves_nothing(service):
+    """Ctrl-C ends Ray's processes, the actors and vLLM's engine cores and workers."""
+    names = [" ".join(process.cmdline()) for process in service.processes()]
+    assert sum("EngineCore" in name for name in names) == 2
+    assert sum("Worker_TP" in name for name in names) == 2
+    assert service.stop() == []
