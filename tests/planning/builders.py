@@ -81,12 +81,20 @@ def strides(shape: Shape, heads: int) -> tuple[int, int, int, int]:
     return blocks * block, block, rows * step, step
 
 
-def make_rank(shape: Shape, tp_rank: int, tp_size: int, fill: int = CANARY) -> Rank:
-    """One worker's cache, filled with ``fill``. Layer k of every group lies in buffer k where regions are shared."""
+def make_rank(
+    shape: Shape, tp_rank: int, tp_size: int, fill: int = CANARY, memory: Sequence[np.ndarray] | None = None
+) -> Rank:
+    """One worker's cache, filled with ``fill``. Layer k of every group lies in buffer k where regions are shared.
+
+    ``memory`` gives the buffers, which may be longer than needed.
+    """
     heads = heads_of(tp_rank, tp_size, shape.kv_heads)
     size, block_stride, head_stride, row_stride = strides(shape, len(heads))
     layers = max(count for _, _, count in shape.groups) if shape.shared else sum(count for _, _, count in shape.groups)
-    buffers = [np.full(size, fill, np.uint8) for _ in range(layers)]
+    buffers = [np.empty(size, np.uint8) for _ in range(layers)] if memory is None else list(memory[:layers])
+    for buffer in buffers:
+        assert buffer.nbytes >= size
+        buffer[:] = fill
     groups, views, used = [], [], 0
     for index, (kind, window, count) in enumerate(shape.groups):
         own = buffers[:count] if shape.shared else buffers[used : used + count]

@@ -1,0 +1,182 @@
+"""Two engines without engines: the machines of all ranks of both sides over real NIXL, in one process.
+
+Everything that ranks say to each other goes through cards, frames and notifications; only the order of the handshake
+is cut short. Agents live as long as the test session: each case builds its layouts over the same registered memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from connectors.planning.descriptors import build_runs
+from connectors.planning.heads import partners
+from connectors.planning.layout import Region
+from connectors.planning.plan import PairPlan, plan_pair
+from connectors.planning.verify import prove_plans
+from connectors.protocol.cards import ModelIdentity, WorkerCard, check_peers, decode_worker_card, encode_worker_card
+from connectors.protocol.consumer import Connect, ConsumerAction, Order, Partner, Received
+from connectors.protocol.consumer import Consumer as ConsumerMachine
+from connectors.protocol.limits import TransferLimits
+from connectors.protocol.params import EngineAddress
+from connectors.protocol.producer import Action, Consumer, Producer, Send, Sent, Write
+from connectors.protocol.wire import Envelope, Peer, decode, encode
+from connectors.transport.nixl import NixlTransport
+from tests.planning.builders import HOST, Rank, Shape, make_rank
+
+PREFILL, DECODE = "prefill", "decode"
+ADDRESS = EngineAddress(PREFILL, "host", 1)
+IDENTITY = ModelIdentity("model", "float32", "auto", "0.32.0")
+DEADLINE_S = 30.0
+REGIONS = 2
+
+
+def agent_name(peer: Peer) -> str:
+    return f"{peer.incarnation}/{peer.rank}"
+
+
+class Host:
+    """Registered memory and an agent for one rank of one side, for all cases."""
+
+    def __init__(self, peer: Peer, region_bytes: int) -> None:
+        self.peer = peer
+        self.memory = [np.zeros(region_bytes, np.uint8) for _ in range(REGIONS)]
+        self.transport = NixlTransport(agent_name(peer))
+        self.transport.register([Region(buffer.ctypes.data, buffer.nbytes, HOST) for buffer in self.memory])
+
+
+@dataclass
+class Worker:
+    """One rank in one case: its layout over the host's memory, and its side's machine."""
+
+    host: Host
+    rank: Rank
+    machine: Producer | ConsumerMachine
+    plans: dict[Peer, PairPlan] = field(default_factory=dict)
+    writes: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def card(self) -> bytes:
+        layout, transport = self.rank.layout, self.host.transport
+        card = WorkerCard(self.host.peer.incarnation, IDENTITY, layout, transport.kind, transport.metadata())
+        return encode_worker_card(card)
+
+
+class Engines:
+    """A prefill and a decode engine of given TP sizes over the hosts' memory."""
+
+    def __init__(self, hosts: dict[Peer, Host], shapes: tuple[Shape, Shape], tp: tuple[int, int]) -> None:
+        self.limits = TransferLimits()
+        self.prefill = [self._worker(hosts[Peer(PREFILL, r)], shapes[0], r, tp[0]) for r in range(tp[0])]
+        self.decode = [self._worker(hosts[Peer(DECODE, r)], shapes[1], r, tp[1]) for r in range(tp[1])]
+        self.sent: list[str] = []
+        self.received: list[tuple[str, str | None]] = []
+        self.bytes_written = 0
+        self.messages: list[str] = []
+        self._introduce(partners(tp[0], tp[1], shapes[0].kv_heads))
+
+    def _worker(self, host: Host, shape: Shape, rank: int, tp_size: int) -> Worker:
+        built = make_rank(shape, rank, tp_size, memory=host.memory)
+        groups = built.layout.groups
+        machine = Producer(groups, self.limits) if host.peer.incarnation == PREFILL else ConsumerMachine(self.limits)
+        return Worker(host, built, machine)
+
+    def _introduce(self, pairs: tuple[tuple[int, int], ...]) -> None:
+        """Both ends read each other's cards, check and plan; Hello and Welcome are cut short."""
+        for c, consumer in enumerate(self.decode):
+            ours = decode_worker_card(consumer.card)
+            cards = [decode_worker_card(producer.card) for producer in self.prefill]
+            plans = [plan_pair(card.layout, ours.layout) for card in cards]
+            prove_plans(ours.layout, plans)
+            found = []
+            for p, producer in enumerate(self.prefill):
+                if (p, c) not in pairs:
+                    continue
+                check_peers(cards[p], ours)
+                consumer.host.transport.add_peer(cards[p].transport_metadata)
+                producer.host.transport.add_peer(ours.transport_metadata)
+                producer.plans[consumer.host.peer] = plans[p]
+                talking = frozenset(other for rank, other in pairs if rank == p)
+                producer.machine.welcome(consumer.host.peer, Consumer(talking, ours.layout.num_blocks))
+                found.append(Partner(producer.host.peer, tuple(group.block_bytes for group in plans[p].groups)))
+            self.perform(consumer, consumer.machine.connected(PREFILL, found, self.now))
+
+    @property
+    def now(self) -> float:
+        return time.monotonic()
+
+    # ---- what the schedulers say -----------------------------------------------------------------------------------
+
+    def expect(self, request_id: str, transfer_id: str, prompt_tokens: int, digest: str) -> None:
+        for worker in self.prefill:
+            self.perform(worker, worker.machine.expect(request_id, transfer_id, prompt_tokens, digest, self.now))
+
+    def progress(self, request_id: str, new_ids: list[list[int]], computed_tokens: int) -> None:
+        for worker in self.prefill:
+            self.perform(worker, worker.machine.progress(request_id, new_ids, computed_tokens, self.now))
+
+    def finished(self, request_id: str) -> None:
+        for worker in self.prefill:
+            self.perform(worker, worker.machine.finished(request_id, True, "", self.now))
+
+    def start(self, order: Order) -> None:
+        for worker in self.decode:
+            self.perform(worker, worker.machine.start(order, self.now))
+
+    # ---- wheels ----------------------------------------------------------------------------------------------------
+
+    def perform(self, worker: Worker, actions: list[Action] | list[ConsumerAction]) -> None:
+        for action in actions:
+            match action:
+                case Send(peer, message):
+                    self.messages.append(message.kind)
+                    frame = encode(Envelope(worker.host.peer, peer.incarnation, message))
+                    worker.host.transport.notify(agent_name(peer), frame)
+                case Write():
+                    self._write(worker, action)
+                case Sent(request_id):
+                    self.sent.append(request_id)
+                case Received(request_id, failure):
+                    self.received.append((request_id, failure))
+                case Connect():
+                    raise AssertionError("engines are introduced before the first request")
+
+    def _write(self, worker: Worker, write: Write) -> None:
+        runs = build_runs(worker.plans[write.peer], write.moves)
+        worker.machine.write_posted(write.write_id, runs.total_bytes)
+        self.bytes_written += runs.total_bytes
+        if len(runs):
+            handle = worker.host.transport.write(agent_name(write.peer), runs, HOST, HOST)
+            worker.writes[write.write_id] = handle
+        else:
+            self.perform(worker, worker.machine.write_done(write.write_id, self.now))
+
+    def turn(self) -> None:
+        """One round on every rank: messages, writes, deadlines."""
+        for worker in (*self.prefill, *self.decode):
+            for sender, frame in worker.host.transport.notifications():
+                envelope = decode(frame)
+                assert sender == agent_name(envelope.sender)
+                assert envelope.receiver_incarnation == worker.host.peer.incarnation
+                self.perform(worker, worker.machine.message(envelope.sender, envelope.message, self.now))
+            for write_id, handle in list(worker.writes.items()):
+                if worker.host.transport.poll(handle):
+                    del worker.writes[write_id]
+                    self.perform(worker, worker.machine.write_done(write_id, self.now))
+            self.perform(worker, worker.machine.tick(self.now))
+
+    def until(self, done: Callable[[], bool], what: str) -> None:
+        deadline = self.now + DEADLINE_S
+        while not done():
+            assert self.now < deadline, f"{what} has not happened within {DEADLINE_S} s"
+            self.turn()
+
+    def settle(self, writes: int) -> None:
+        """Until all producer ranks together have posted and ended this many bytes of writes."""
+        self.until(
+            lambda: self.bytes_written >= writes and not any(worker.writes for worker in self.prefill),
+            f"the writing of {writes} bytes",
+        )
