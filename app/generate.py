@@ -3,9 +3,12 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Coroutine
+from contextlib import suppress
+from contextvars import Context
 from http import HTTPStatus
 from typing import Any
 
+from ray.exceptions import TaskCancelledError
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
@@ -40,7 +43,7 @@ class Generate:
             with self._router.admitted():
                 request = await read_request(Request(scope, receive), self._endpoint, limits.max_body_bytes)
                 await _until_disconnect(receive, self._relay(request, send))
-        except ClientDisconnect:
+        except (ClientDisconnect, TaskCancelledError):
             return
         except Exception as error:
             status = status_of(error)
@@ -104,8 +107,13 @@ def _is_event_stream(headers: list[tuple[bytes, bytes]]) -> bool:
 
 
 async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work`, and cancel it when the client goes away; either way it has ended when this returns."""
-    working = asyncio.create_task(work)
+    """Run `work`, and cancel it when the client goes away; either way it has ended when this returns.
+
+    `work` runs in a context of its own, which makes its calls nobody's children for Ray. Otherwise Ray would
+    cancel each of them with the request, at once and wherever it is; a reservation of a replica's place
+    that is cancelled on its way back is never given back. Here only their owner cancels them.
+    """
+    working = asyncio.create_task(work, context=Context())
     leaving = asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -119,5 +127,6 @@ async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -
 
 
 async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    with suppress(TaskCancelledError):  # Serve's proxy has cancelled its side
+        while (await receive())["type"] != "http.disconnect":
+            pass

@@ -1,0 +1,70 @@
+"""Real vLLM configurations, specs and tensors, made without starting an engine."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
+
+from app.demo.paths import MODEL_DIR
+
+BLOCKS, BLOCK_TOKENS, HEADS, HEAD_SIZE, WINDOW = 8, 32, 4, 32, 128
+CONTENT = 2 * HEAD_SIZE
+BLOCK_ELEMENTS = HEADS * BLOCK_TOKENS * CONTENT
+
+
+@cache
+def vllm_config(**overrides: Any) -> VllmConfig:
+    """vLLM's own configuration for the demo model (4 KV heads)."""
+    arguments: dict[str, Any] = {
+        "model": str(MODEL_DIR),
+        "dtype": "float32",
+        "block_size": BLOCK_TOKENS,
+        "enforce_eager": True,
+    }
+    return EngineArgs(**(arguments | overrides)).create_engine_config()
+
+
+def full(**overrides: Any) -> FullAttentionSpec:
+    return FullAttentionSpec(**(_attention() | overrides))
+
+
+def sliding(**overrides: Any) -> SlidingWindowSpec:
+    return SlidingWindowSpec(**(_attention() | {"sliding_window": WINDOW} | overrides))
+
+
+def _attention() -> dict[str, Any]:
+    return {"block_size": BLOCK_TOKENS, "num_kv_heads": HEADS, "head_size": HEAD_SIZE, "dtype": torch.float32}
+
+
+def cache_config(*groups: tuple[list[str], KVCacheSpec]) -> KVCacheConfig:
+    """A cache of ``BLOCKS`` blocks; each group is its layers and their spec."""
+    longest = max(len(layers) for layers, _ in groups)
+    tensors = [
+        KVCacheTensor(
+            size=BLOCKS * BLOCK_ELEMENTS * 4,
+            layers=[layers[i] for layers, _ in groups if i < len(layers)],
+            layer_stride=0,
+            block_stride=BLOCK_ELEMENTS * 4,
+        )
+        for i in range(longest)
+    ]
+    return KVCacheConfig(BLOCKS, tensors, [KVCacheGroupSpec(layers, spec) for layers, spec in groups])
+
+
+def views(config: KVCacheConfig) -> dict[str, torch.Tensor]:
+    """One tensor for the i-th layers of all groups, as vLLM lays hybrid caches out on the CPU."""
+    longest = max(len(group.layer_names) for group in config.kv_cache_groups)
+    storage = torch.zeros(longest, BLOCKS, HEADS, BLOCK_TOKENS, CONTENT)
+    return {layer: storage[i] for group in config.kv_cache_groups for i, layer in enumerate(group.layer_names)}

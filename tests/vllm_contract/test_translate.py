@@ -1,0 +1,117 @@
+"""What ``translate.py`` reads from vLLM's own objects, and what it refuses, by layer and by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from connectors.errors import UnsupportedCacheError
+from connectors.planning.layout import GroupKind
+from connectors.vllm_hma.translate import engine_layout, group_shapes, model_identity
+from tests.vllm_contract.caches import (
+    BLOCK_ELEMENTS,
+    BLOCK_TOKENS,
+    BLOCKS,
+    CONTENT,
+    HEADS,
+    WINDOW,
+    cache_config,
+    full,
+    sliding,
+    views,
+    vllm_config,
+)
+
+
+def test_layers_of_three_groups_on_two_tensors() -> None:
+    """Layers that share memory give one region; groups keep their own kind, window and pages."""
+    cache = cache_config((["s0", "s3"], sliding()), (["s1", "s4"], sliding()), (["f2", "f5"], full()))
+    tensors = views(cache)
+    layout = engine_layout(vllm_config(), cache, tensors, tp_rank=0)
+    assert [(g.kind, g.window_tokens, g.block_tokens) for g in layout.groups] == [
+        (GroupKind.SLIDING, WINDOW, BLOCK_TOKENS),
+        (GroupKind.SLIDING, WINDOW, BLOCK_TOKENS),
+        (GroupKind.FULL, None, BLOCK_TOKENS),
+    ]
+    bases = [tensors["s0"].data_ptr(), tensors["s3"].data_ptr()]
+    assert [(r.address, r.length_bytes) for r in layout.regions] == [(b, BLOCKS * BLOCK_ELEMENTS * 4) for b in bases]
+    assert [[pages.address for pages in group.layers] for group in layout.groups] == [bases] * 3
+    pages = layout.groups[2].layers[1]
+    assert (pages.layer, pages.heads, pages.rows) == ("f5", HEADS, 1)
+    assert pages.row_bytes == BLOCK_TOKENS * CONTENT * 4
+    assert pages.block_stride_bytes == pages.page_bytes == BLOCK_ELEMENTS * 4
+    assert pages.packing.startswith("cpu-attention/"), "CPU attention packs within a head by instruction set"
+
+
+def test_the_scheduler_sees_the_same_groups() -> None:
+    """Both halves agree on kind, window and block size, though one has no tensors."""
+    cache = cache_config((["s0"], sliding()), (["f2"], full()))
+    layout = engine_layout(vllm_config(), cache, views(cache), tp_rank=0)
+    seen = [(g.index, g.kind, g.block_tokens, g.window_tokens) for g in group_shapes(vllm_config(), cache)]
+    assert seen == [(g.index, g.kind, g.block_tokens, g.window_tokens) for g in layout.groups]
+
+
+def test_specs_inside_a_uniform_group() -> None:
+    """Layers whose specs are nested in one UniformTypeKVCacheSpecs are read one by one."""
+    nested = UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs={"a": full(), "b": full()})
+    cache = cache_config((["a", "b"], nested))
+    (group,) = engine_layout(vllm_config(), cache, views(cache), tp_rank=0).groups
+    assert [pages.layer for pages in group.layers] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        MambaSpec(block_size=BLOCK_TOKENS, shapes=((4, 4),), dtypes=(torch.float32,)),
+        MLAAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=64, dtype=torch.float32),
+        CrossAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=HEADS, head_size=32, dtype=torch.float32),
+        ChunkedLocalAttentionSpec(
+            block_size=BLOCK_TOKENS, num_kv_heads=HEADS, head_size=32, dtype=torch.float32, attention_chunk_size=64
+        ),
+        sliding(extra_retained_tokens=1),
+    ],
+    ids=lambda spec: type(spec).__name__,
+)
+def test_unknown_kinds_are_refused_by_name(spec: KVCacheSpec) -> None:
+    """The error names the layer, what it keeps, and a remedy; subclasses of known specs are no exception."""
+    with pytest.raises(UnsupportedCacheError, match=r"layer 'odd': .*; serve this model without") as refused:
+        group_shapes(vllm_config(), cache_config((["odd"], spec)))
+    assert refused.value.layer == "odd"
+
+
+def test_a_kernel_block_size_of_its_own_is_refused() -> None:
+    """Views that are cut finer than the allocator's blocks are refused, with the block size that would do."""
+    cache = cache_config((["f"], full()))
+    split = {"f": views(cache)["f"].view(BLOCKS * 2, HEADS, BLOCK_TOKENS // 2, CONTENT)}
+    with pytest.raises(UnsupportedCacheError, match="set block_size=16"):
+        engine_layout(vllm_config(), cache, split, tp_rank=0)
+
+
+def test_head_counts_that_do_not_add_up_are_refused() -> None:
+    """A layer that keeps another number of heads than the model says is not guessed at."""
+    cache = cache_config((["f"], full(num_kv_heads=2)))
+    narrow = {"f": torch.zeros(BLOCKS, 2, BLOCK_TOKENS, CONTENT)}
+    with pytest.raises(UnsupportedCacheError, match="keeps 2 KV heads"):
+        engine_layout(vllm_config(), cache, narrow, tp_rank=0)
+
+
+def test_token_major_pages_are_refused_on_the_cpu() -> None:
+    """CPU attention needs contiguous heads; anything else means that its layout has changed."""
+    cache = cache_config((["f"], full()))
+    token_major = {"f": torch.zeros(BLOCKS, BLOCK_TOKENS, HEADS, CONTENT).transpose(1, 2)}
+    with pytest.raises(UnsupportedCacheError, match="heads are not contiguous"):
+        engine_layout(vllm_config(), cache, token_major, tp_rank=0)
+
+
+def test_identity_tells_models_apart() -> None:
+    """One model in two places has one identity; other weights under the same configuration have another."""
+    assert model_identity(vllm_config()) == model_identity(vllm_config(max_model_len=1024))
+    assert model_identity(vllm_config()) != model_identity(vllm_config(dtype="bfloat16"))
