@@ -182,6 +182,11 @@ class WorkerRuntime:
             self._sent, self._received = set(), {}
         return sent, set(received), {request_id for request_id, failure in received.items() if failure is not None}
 
+    def census(self) -> dict[str, int]:
+        """What is under way: producing and consuming transfers by stage, writes, blocks in quarantine."""
+        with self._lock:
+            return self._producer.census() | self._consumer.census()
+
     def close(self) -> None:
         if self._closed.is_set():
             return
