@@ -91,8 +91,8 @@ class RouterLimits(Frozen):
 class RouterSettings(RouterLimits):
     """The Router deployment."""
 
-    replicas: int = Field(1, ge=1)
-    num_cpus: float = Field(0.1, ge=0)
+    replicas: int = Field(1, ge=1, description="routers behind the HTTP proxy")
+    num_cpus: float = Field(0.1, ge=0, description="what the actor asks of Ray")
 
     def limits(self) -> RouterLimits:
         return RouterLimits(**self.model_dump(include=set(RouterLimits.model_fields)))
@@ -102,7 +102,7 @@ class RoleSettings(Frozen):
     """The Prefill or the Decode deployment."""
 
     replicas: int | dict[str, Any] = Field(1, description="a count, or Serve's autoscaling_config")
-    tensor_parallel_size: int = Field(1, ge=1)
+    tensor_parallel_size: int = Field(1, ge=1, description="ranks of one engine; the roles may differ")
     engine: dict[str, Any] = Field(default_factory=dict, description="vLLM engine arguments of this role")
     frontend: dict[str, Any] = Field(
         default_factory=dict, description="arguments of vLLM's OpenAI layer, such as tool_call_parser"
@@ -130,11 +130,11 @@ class ServiceSettings(Frozen):
     model: str = Field(DEMO_MODEL, min_length=1, description="a path, a hub id, or `demo`")
     served_model_name: str | None = Field(None, description="the name clients use; unset: `model`")
     engine: dict[str, Any] = Field(default_factory=dict, description="vLLM engine arguments of both roles")
-    prefill: RoleSettings = RoleSettings()
-    decode: RoleSettings = RoleSettings()
-    transfer: TransferSettings = TransferSettings()
-    router: RouterSettings = RouterSettings()
-    cpu: CpuSettings = CpuSettings()
+    prefill: RoleSettings = Field(RoleSettings(), description="the engines that read prompts")
+    decode: RoleSettings = Field(RoleSettings(), description="the engines that write answers")
+    transfer: TransferSettings = Field(TransferSettings(), description="the KV connector")
+    router: RouterSettings = Field(RouterSettings(), description="the HTTP side")
+    cpu: CpuSettings = Field(CpuSettings(), description="engines without a GPU")
 
     @property
     def model_path(self) -> str:

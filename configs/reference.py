@@ -1,0 +1,76 @@
+"""Writes the configuration reference from the settings: `python -m configs.reference > docs/configuration.md`.
+
+A test compares the committed page with what this prints.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from configs.settings import (
+    CpuSettings,
+    RoleSettings,
+    RouterLimits,
+    RouterSettings,
+    ServiceSettings,
+    TransferSettings,
+)
+
+_INTRODUCTION = """# Configuration reference
+
+<!-- Written by `python -m configs.reference`; do not edit by hand. -->
+
+A configuration is a Ray Serve config file; these are the keys of `args` under Tandem's application. Unknown keys
+and values out of range stop the start with a message that names them. Times are seconds (`_s`), sizes bytes (`_bytes`)
+or GiB (`_gib`). The files in `configs/` are complete examples.
+"""
+
+_SECTIONS: tuple[tuple[str, type[BaseModel], str], ...] = (
+    ("The service", ServiceSettings, "`args:`"),
+    ("`prefill` and `decode`", RoleSettings, "One set for each role. `engine` here overrides `engine` of the service."),
+    ("`transfer`", TransferSettings, "How engines find each other, and the deadlines of a transfer."),
+    (
+        "`router`",
+        RouterSettings,
+        "All but `replicas` and `num_cpus` can be changed while the service runs, through Serve's `user_config` of the "
+        "`Router` deployment.",
+    ),
+    ("`cpu`", CpuSettings, "For roles without `num_gpus`."),
+)
+
+
+def reference() -> str:
+    """The page, as Markdown."""
+    parts = [_INTRODUCTION]
+    for title, model, text in _SECTIONS:
+        parts.append(f"## {title}\n\n{text}\n\n| key | default | meaning |\n|---|---|---|")
+        parts.append("\n".join(_row(name, field) for name, field in _fields(model).items()) + "\n")
+    return "\n".join(parts)
+
+
+def _fields(model: type[BaseModel]) -> dict[str, Any]:
+    own = model.model_fields
+    if model is RouterSettings:
+        limits = RouterLimits.model_fields
+        return {name: own[name] for name in (*(n for n in own if n not in limits), *limits)}
+    return dict(own)
+
+
+def _row(name: str, field: Any) -> str:
+    if field.default_factory is not None:
+        default = repr(field.default_factory())
+    elif field.default is PydanticUndefined:
+        default = "required"
+    elif isinstance(field.default, BaseModel):
+        default = "see below"
+    else:
+        default = repr(field.default)
+    shown = default if default in ("required", "see below") else f"`{default}`"
+    return f"| `{name}` | {shown} | {field.description or ''} |"
+
+
+if __name__ == "__main__":
+    print(reference(), end="")
