@@ -43,8 +43,13 @@ check: $(STAMP) ## Lint, formatting and types
 	$(BIN)/mypy
 
 .PHONY: bench
-bench: $(STAMP) ## Measure the handover side by side with vLLM's own connector
+bench: $(STAMP) ## Measure handover and TTFT side by side with vLLM's own connector
 	$(BIN)/python -m benchmarks.handover
+	$(BIN)/python -m benchmarks.service
+
+.PHONY: identity
+identity: $(STAMP) ## Compare tokens and logprobs with one engine, at four pairs of TP sizes
+	$(BIN)/python -m tests.e2e.identity
 
 .PHONY: demo-eval
 demo-eval: $(STAMP) ## Measure the demo model's recall on held-out prompts

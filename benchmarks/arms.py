@@ -19,36 +19,45 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 
 @dataclass
-class Arm:
-    """One connector's engines and the ids of all their processes."""
+class Processes:
+    """Processes that are awake or stopped together."""
 
-    name: str
-    prefill: AsyncLLM
-    decode: AsyncLLM
     pids: list[int]
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
-        """Run this arm's processes, and stop them again."""
-        self._signal(signal.SIGCONT)
+        """Run these processes, and stop them again."""
+        self.wake()
         try:
             yield
         finally:
             self.sleep()
 
-    def sleep(self) -> None:
-        """Stop this arm's processes until they are ``awake``."""
-        self._signal(signal.SIGSTOP)
-
-    def shutdown(self) -> None:
+    def wake(self) -> None:
         self._signal(signal.SIGCONT)
-        self.decode.shutdown()
-        self.prefill.shutdown()
+
+    def sleep(self) -> None:
+        """Stop until ``awake``."""
+        self._signal(signal.SIGSTOP)
 
     def _signal(self, number: signal.Signals) -> None:
         for pid in self.pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
+
+
+@dataclass
+class Arm(Processes):
+    """One connector's engines, with the ids of all their processes."""
+
+    name: str
+    prefill: AsyncLLM
+    decode: AsyncLLM
+
+    def shutdown(self) -> None:
+        self.wake()
+        self.decode.shutdown()
+        self.prefill.shutdown()
 
 
 def children() -> set[int]:

@@ -130,7 +130,7 @@ def start_arm(name: str, model: str, transfers: tuple[KVTransferConfig, KVTransf
         engines.append(start_engine(model, 1, None, kv_transfer_config=transfer, **ENGINE))
     pids = sorted(children() - before)
     free_cores(pids)
-    return Arm(name, *engines, pids)
+    return Arm(pids, name, *engines)
 
 
 async def measure(requests: int, lengths: list[int], folder: Path) -> dict[str, Any]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-VOCABULARY = 512
+from app.demo.paths import MODEL_DIR
+
+VOCABULARY = 576
 WINDOW_TOKENS = 128
 
 
@@ -27,8 +30,13 @@ def gemma3(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
 
 
 def benchmark_gemma3(folder: Path) -> SizedModel:
-    """The same kind of model, large enough that prefill takes a while: 12 layers, about 30 million parameters."""
+    """The same kind of model, large enough that prefill takes a while: 12 layers, about 14 million parameters.
+
+    It carries the demo model's tokenizer, so that servers can stream text.
+    """
     _save_gemma3(folder, 0, hidden=448, layer_types=_layers(5, 2), heads=8, kv_heads=4, head_dim=64)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL_DIR / name, folder / name)
     token_bytes = 2 * 4 * 64 * 4
     return SizedModel(str(folder), {"full_layers": 2, "sliding_layers": 10, "token_bytes_a_layer": token_bytes})
 

@@ -1,0 +1,176 @@
+"""TTFT of Tandem's whole service, Ray and router included, beside a direct client on vLLM's NixlConnector.
+
+    python -m benchmarks.service [--requests 12] [--lengths 200,1000,2000]
+
+    tandem   one streaming HTTP request to Tandem's router (one prefill, one decode replica, started as users start it)
+    nixl     two stock vLLM servers with NixlConnector and a client that knows both: it posts to prefill, then posts the
+             answer's parameters to decode and streams. No router at all, which is the best case of that protocol.
+
+Time to first token runs from the first byte sent to the first streamed token received. Requests alternate; the side
+that does not run is stopped (``arms.py``): all processes of the two servers, and the engine processes of the service.
+Ray's own processes run all the time, at Tandem's and at the other side's expense.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import yaml
+
+from benchmarks.arms import Processes, free_cores
+from benchmarks.report import ratios, summary, write
+from tests.e2e.models import VOCABULARY, benchmark_gemma3
+from tests.e2e.service_process import ServiceProcess, free_port
+from tests.e2e.vllm_server import start_vllm, stop, wait_until_up
+
+ANSWER_TOKENS = 8
+ENGINE = {
+    "max_model_len": 4096,
+    "block_size": 32,
+    "max_num_batched_tokens": 256,
+    "max_num_seqs": 16,
+    "enable_prefix_caching": False,
+}
+
+
+def first_token_ms(client: httpx.Client, url: str, body: dict[str, Any], started: float) -> float:
+    """Stream a completion to its end; milliseconds from ``started`` to its first token."""
+    first = 0.0
+    with client.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}) as response:
+        response.raise_for_status()
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                first = first or time.monotonic()
+                assert "choices" in json.loads(line[6:]), line
+    return 1e3 * (first - started)
+
+
+def through_tandem(client: httpx.Client, url: str, body: dict[str, Any]) -> float:
+    return first_token_ms(client, url, body, time.monotonic())
+
+
+def through_nixl(client: httpx.Client, prefill: str, decode: str, body: dict[str, Any]) -> float:
+    started = time.monotonic()
+    produce = {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+    }
+    answer = client.post(
+        f"{prefill}/v1/completions", json=body | {"max_tokens": 1, "kv_transfer_params": produce}
+    ).raise_for_status()
+    return first_token_ms(client, decode, body | {"kv_transfer_params": answer.json()["kv_transfer_params"]}, started)
+
+
+def service_config(model: str, folder: Path) -> Path:
+    """The shipped configuration, serving the benchmark's model with the benchmark's engine arguments."""
+    config = yaml.safe_load((Path(__file__).parent.parent / "configs" / "local.yaml").read_text())
+    args = config["applications"][0]["args"]
+    args |= {"model": model, "served_model_name": "demo", "engine": ENGINE}
+    path = folder / "service.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def measure(requests: int, lengths: list[int], folder: Path) -> dict[str, Any]:
+    model = benchmark_gemma3(folder / "model").path
+    service = ServiceProcess(service_config(model, folder), folder)
+    service.start()
+    servers = []
+    try:
+        ports = [free_port(), free_port()]
+        prefill, decode = (f"http://127.0.0.1:{port}" for port in ports)
+        for number, (role, port) in enumerate(zip(("kv_producer", "kv_consumer"), ports, strict=True)):
+            transfer = {"kv_connector": "NixlConnector", "kv_role": role}
+            side_channel = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(5600 + 10 * number)}
+            servers.append(start_vllm(folder, role, model, port, transfer, side_channel))
+        for url, server in zip((prefill, decode), servers, strict=True):
+            wait_until_up(f"{url}/health", server, folder)
+        theirs = Processes([p.pid for s in servers for p in [*psutil.Process(s.pid).children(True)]])
+        theirs.pids += [server.pid for server in servers]
+        ours = Processes([p.pid for p in service.processes() if p.name().startswith("VLLM::")])
+        assert len(ours.pids) >= 4, "two engine cores and two workers"
+        free_cores(theirs.pids + ours.pids)
+        sides: dict[str, tuple[Processes, Callable[[httpx.Client, dict[str, Any]], float]]] = {
+            "tandem": (ours, lambda client, body: through_tandem(client, service.url, body)),
+            "nixl": (theirs, lambda client, body: through_nixl(client, prefill, decode, body)),
+        }
+        return _alternate(sides, requests, lengths)
+    finally:
+        for pid in {pid for s in servers for pid in _tree(s.pid)}:
+            psutil.Process(pid).resume()
+        stop(servers)
+        for process in service.processes():
+            process.resume()
+        service.stop()
+
+
+def _tree(pid: int) -> list[int]:
+    return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+
+
+def _alternate(sides: dict[str, Any], requests: int, lengths: list[int]) -> dict[str, Any]:
+    rng = random.Random(0)
+    samples: dict[int, dict[str, list[float]]] = {length: {"tandem": [], "nixl": []} for length in lengths}
+    for processes, _ in sides.values():
+        processes.sleep()
+    with httpx.Client(timeout=120) as client:
+        for number in range(-2, requests):
+            for length in lengths:
+                prompt = [rng.randrange(3, VOCABULARY) for _ in range(length)]
+                body = {
+                    "model": "demo",
+                    "prompt": prompt,
+                    "max_tokens": ANSWER_TOKENS,
+                    "temperature": 0,
+                    "ignore_eos": True,
+                }
+                for name in sorted(sides, reverse=bool((number + length) % 2)):
+                    processes, send = sides[name]
+                    with processes.awake():
+                        ttft_ms = send(client, body)
+                    if number >= 0:
+                        samples[length][name].append(ttft_ms)
+    return {
+        str(length): {
+            "tandem_ttft_ms": summary(both["tandem"]),
+            "nixl_ttft_ms": summary(both["nixl"]),
+            "ratio": ratios(both["tandem"], both["nixl"]),
+        }
+        for length, both in samples.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=12, help="measured requests per length and side")
+    parser.add_argument("--lengths", default="200,1000,2000", help="prompt tokens")
+    arguments = parser.parse_args()
+    lengths = [int(length) for length in arguments.lengths.split(",")]
+    with tempfile.TemporaryDirectory() as folder:
+        result = measure(arguments.requests, lengths, Path(folder))
+    print(f"{'tokens':>7} {'tandem TTFT ms':>26} {'direct on NixlConnector':>26} {'ratio':>20}")
+    for length, row in result.items():
+        ours, theirs = (
+            f"{side['median']:.1f} ({side['q1']:.1f}-{side['q3']:.1f})"
+            for side in (row["tandem_ttft_ms"], row["nixl_ttft_ms"])
+        )
+        ratio = f"{row['ratio']['of_medians']:.2f} ({row['ratio']['q1']:.2f}-{row['ratio']['q3']:.2f})"
+        print(f"{length:>7} {ours:>26} {theirs:>26} {ratio:>20}")
+    print("written to", write("service", {"requests": arguments.requests, "prompt_tokens": result}))
+
+
+if __name__ == "__main__":
+    main()
