@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import httpx
 import openai
@@ -244,6 +245,23 @@ async def test_a_client_that_leaves_ends_both_legs(service, http, stream, after_
     assert http.get("/health").status_code == 200
 
 
+async def test_clients_that_leave_at_any_moment(service, http):
+    """No place on a replica stays taken; the last test's stop would wait for it."""
+    rng = random.Random("leaving")
+    body = completion(recall(30).text, stream=True, max_tokens=50)
+
+    async def leave(client: httpx.AsyncClient, index: int) -> None:
+        await asyncio.sleep(0.02 * index)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(rng.uniform(0.002, 0.15)):
+                await client.post("/v1/completions", json=body)
+
+    async with httpx.AsyncClient(base_url=service.url, timeout=60) as client:
+        await asyncio.gather(*(leave(client, index) for index in range(150)))
+    await asyncio.sleep(0.2)
+    wait_until_idle(http)
+
+
 async def test_many_at_once(service, http):
     """Right answers for all, and nothing stays behind."""
     prompts = [recall(100 + index, facts=5 + 9 * index) for index in range(16)]
@@ -288,3 +306,4 @@ def test_stopping_leaves_nothing(service):
     assert sum("EngineCore" in name for name in names) == 2
     assert sum("Worker_TP" in name for name in names) == 2
     assert service.stop() == []
+    assert "did not shut down after grace period" not in service.log
