@@ -148,6 +148,8 @@ def test_another_version_says_both() -> None:
         changed(["layout", "tp_rank"], 1),
         changed(["layout", "tp_rank"], -1),
         changed(["layout", "tp_size"], 0),
+        changed(["layout", "tp_size"], 2**40),
+        changed(["layout", "kv_heads"], 2**40),
         changed(["layout", "kv_heads"], 4.0),
         changed(["layout", "kv_heads"], True),
         changed(["layout", "kv_heads"], 2**63),
