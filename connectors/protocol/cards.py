@@ -17,6 +17,7 @@ from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPage
 from connectors.planning.plan import check_compatible
 
 PROTOCOL_VERSION = 1
+_MOST = 4096
 
 _T = TypeVar("_T")
 
@@ -123,8 +124,8 @@ def engine_card(workers: dict[int, WorkerCard]) -> EngineCard:
 def _layout(fields: dict[str, Any]) -> EngineLayout:
     return EngineLayout(
         tp_rank=_whole(fields["tp_rank"]),
-        tp_size=_whole(fields["tp_size"]),
-        kv_heads=_whole(fields["kv_heads"]),
+        tp_size=_few(fields["tp_size"]),
+        kv_heads=_few(fields["kv_heads"]),
         num_blocks=_whole(fields["num_blocks"]),
         regions=tuple(
             Region(_whole(r["address"]), _whole(r["length_bytes"]), _checked(Place, r["place"]))
@@ -156,6 +157,13 @@ def _whole(value: object, key: str = "a number") -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
         raise WireError(f"{key} must be a whole number of at most 63 bits, not {value!r}")
     return value
+
+
+def _few(value: object) -> int:
+    """A number that planning counts up to: a card must not make its reader count for ever."""
+    if _whole(value) > _MOST:
+        raise WireError(f"{value!r} ranks or heads; at most {_MOST} are planned for")
+    return _whole(value)
 
 
 def _text(value: object, key: str = "a field") -> str:
