@@ -162,7 +162,7 @@ def _whole(value: object, key: str = "a number") -> int:
 def _few(value: object) -> int:
     """A number that planning counts up to: a card must not make its reader count for ever."""
     if _whole(value) > _MOST:
-        raise WireError(f"{value!r} ranks or heads; at most {_MOST} are planned for")
+        raise WireError(f"a number of ranks or heads is {value!r}; at most {_MOST} can be planned for")
     return _whole(value)
 
 
