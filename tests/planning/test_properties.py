@@ -52,7 +52,7 @@ def shape_pairs(draw: st.DrawFn) -> tuple[Shape, Shape]:
     return Shape(**common, **draw(own)), Shape(**common, **draw(own))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(shape_pairs(), st.integers(1, 5), st.integers(1, 5), st.integers(0, 2**32 - 1))
 def test_any_transfer_equals_the_oracle(
     shapes: tuple[Shape, Shape], producer_tp: int, consumer_tp: int, seed: int
@@ -73,7 +73,7 @@ def test_any_transfer_equals_the_oracle(
         assert rank.region_bytes() == reference.region_bytes()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(shape_pairs(), st.integers(1, 4), st.integers(1, 4), st.data())
 def test_any_damage_is_refused(
     shapes: tuple[Shape, Shape], producer_tp: int, consumer_tp: int, data: st.DataObject
@@ -105,7 +105,7 @@ def test_any_damage_is_refused(
         verify_cover(consumers[rank].layout, wanted_ids(moves), runs)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), max_size=12))
 def test_regions_hold_each_byte_once(spans: list[tuple[int, int]]) -> None:
     """Merged regions cover exactly the bytes of the spans, do not overlap, and hold every span whole."""
@@ -116,7 +116,7 @@ def test_regions_hold_each_byte_once(spans: list[tuple[int, int]]) -> None:
     assert len({region.address for region in regions}) == len(regions)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shape_pairs(), st.integers(1, 4), st.integers(1, 4))
 def test_plans_do_not_depend_on_pool_sizes(shapes: tuple[Shape, Shape], producer_tp: int, consumer_tp: int) -> None:
     """Bytes of a block per pair of ranks add up to what the consumer rank keeps of it, in every group."""

@@ -198,7 +198,7 @@ ANY = (
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.sampled_from(PATHS), ANY | st.just(...))
 def test_fuzz_fields(path: tuple[str | int, ...], value: object) -> None:
     """Any field replaced by anything: a card that encodes again, or a WireError."""
@@ -209,7 +209,7 @@ def test_fuzz_fields(path: tuple[str | int, ...], value: object) -> None:
     assert decode_worker_card(encode_worker_card(decoded)) == decoded
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=100), st.integers(0, 3000))
 def test_fuzz_bytes(payload: bytes, cut: int) -> None:
     """Any bytes, and a card with bytes overwritten anywhere."""
