@@ -1,0 +1,199 @@
+"""The router over real Serve handles, with engines that misbehave on demand.
+
+`Engine` speaks the actors' interface and does what a request's prompt tells it. A parked decode leg (one with
+`kv_transfer_params`) waits for KV that never comes unless its prefill leg answers.
+"""
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+
+import httpx
+import pytest
+import ray
+from ray import serve
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from actors.asgi_call import Accepted, Call, call_asgi
+from actors.engine import EngineDownError
+from actors.handoff import TRANSFER_FIELD
+from app.main import HttpRouter
+from configs.settings import RouterLimits
+
+LIMITS = RouterLimits(
+    request_timeout_s=3,
+    prefill_timeout_s=0.5,
+    replica_timeout_s=1,
+    max_ongoing_requests=4,
+    retry_after_s=7,
+    max_body_bytes=10_000,
+)
+FOREVER_S = 60.0
+
+
+class Engine:
+    """One role's actor without an engine."""
+
+    def __init__(self, role: str) -> None:
+        self.role = role
+        self.running = 0
+        routes = [Route("/v1/completions", self.complete, methods=["POST"])]
+        self.app = Starlette(routes=routes)
+
+    def record_replica_metadata(self) -> dict[str, object]:
+        return {"remote_engine_id": "e", "remote_host": "127.0.0.1", "remote_port": 1, "tp_size": 1}
+
+    async def call(self, call: Call) -> AsyncGenerator[object, None]:
+        yield Accepted("fake")
+        self.running += 1
+        try:
+            if f"{self.role} dies" in json.loads(call.body)["prompt"]:
+                raise EngineDownError(self.role)
+            async with aclosing(call_asgi(self.app, call, disconnect_s=0.1)) as answer:
+                async for item in answer:
+                    if item == b"poison":
+                        raise EngineDownError(self.role)
+                    yield item
+        finally:
+            self.running -= 1
+
+    async def call_and_hold(self, call: Call, hold_s: float) -> AsyncGenerator[object, None]:
+        async with aclosing(self.call(call)) as answer:
+            async for item in answer:
+                yield item
+        self.running += 1
+        try:
+            await asyncio.sleep(hold_s)
+        finally:
+            self.running -= 1
+
+    async def ping(self) -> str:
+        return "fake"
+
+    async def metrics(self) -> tuple[str, str]:
+        return "fake", f"# TYPE calls gauge\ncalls {self.running}\n"
+
+    async def complete(self, request: Request) -> Response:
+        body = await request.json()
+        prompt = body["prompt"]
+        if f"{self.role} rejects" in prompt:
+            return JSONResponse({"error": {"message": "no", "code": 400}}, status_code=400)
+        if f"{self.role} hangs" in prompt:
+            await asyncio.sleep(FOREVER_S)
+        parked = body.get(TRANSFER_FIELD, {}).get("do_remote_prefill")
+        if parked and "prefill" in prompt:
+            await asyncio.sleep(FOREVER_S)
+        await asyncio.sleep(0.05)
+        if not body.get("stream"):
+            return JSONResponse({"role": self.role, "parked": bool(parked)})
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            yield b"data: {}\n\n"
+            await asyncio.sleep(0.1)
+            yield b"poison" if "breaks off" in prompt else b"data: [DONE]\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """The router's address, on a Ray cluster of this module alone."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(address="local", namespace="serve", include_dashboard=False, num_cpus=4, log_to_driver=False)
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        actor = serve.deployment(Engine).options(ray_actor_options={"num_cpus": 0.1})
+        router = serve.deployment(HttpRouter).options(ray_actor_options={"num_cpus": 0.1})
+        prefill, decode = actor.options(name="Prefill"), actor.options(name="Decode")
+        serve.run(router.bind(LIMITS, prefill.bind("prefill"), decode.bind("decode")), name="tandem")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+@pytest.fixture
+async def client(url) -> AsyncGenerator[httpx.AsyncClient, None]:
+    async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+        yield client
+        await idle(client)
+
+
+async def ask(client: httpx.AsyncClient, prompt: str, **more: object) -> httpx.Response:
+    return await client.post("/v1/completions", json={"prompt": prompt, **more})
+
+
+async def idle(client: httpx.AsyncClient) -> None:
+    """Every test leaves both actors without a call."""
+    async with asyncio.timeout(5):
+        while True:
+            text = (await client.get("/metrics")).text
+            calls = [line.rsplit(" ", 1)[1] for line in text.splitlines() if line.startswith("calls{")]
+            if calls == ["0.0", "0.0"]:
+                return
+            await asyncio.sleep(0.05)
+
+
+async def test_both_legs_answer(client):
+    """Decode's answer is relayed; the held prefill leg is let go."""
+    reply = await ask(client, "all is well")
+    assert reply.json() == {"role": "decode", "parked": True}
+    assert reply.headers["x-tandem-route"] == "remote"
+
+
+@pytest.mark.parametrize("failure", ["prefill dies", "prefill rejects", "prefill hangs"])
+async def test_a_broken_prefill_leg_leaves_the_request_to_decode(client, failure):
+    """Dead, refusing or later than prefill_timeout_s: decode serves the client's own request."""
+    reply = await ask(client, failure)
+    assert reply.json() == {"role": "decode", "parked": False}
+    assert reply.headers["x-tandem-local-reason"] == "prefill_failed"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("prompt", "status"), [("decode dies", 503), ("decode hangs", 504), ("decode rejects", 400)])
+async def test_decodes_end_is_the_requests(client, prompt, status, stream):
+    """An error before the first byte has its own status, for streams too."""
+    reply = await ask(client, prompt, stream=stream)
+    assert reply.status_code == status
+    assert reply.json()["error"]["code"] == status
+    assert reply.headers.get("retry-after") == ("7" if status == 503 else None)
+
+
+async def test_a_stream_that_breaks_off_says_so(client):
+    """What was sent stays; an error event and the end mark follow."""
+    reply = await ask(client, "breaks off", stream=True)
+    first, error, done = reply.text.strip().split("\n\n")
+    assert (reply.status_code, first, done) == (200, "data: {}", "data: [DONE]")
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == 503
+
+
+async def test_too_many_requests_are_refused_at_once(client):
+    """Those within the limit are served; the others get 429 and when to try again."""
+    replies = await asyncio.gather(*(ask(client, "decode hangs") for _ in range(6)))
+    assert sorted(reply.status_code for reply in replies) == [429, 429, 504, 504, 504, 504]
+    refused = next(reply for reply in replies if reply.status_code == 429)
+    assert refused.headers["retry-after"] == "7"
+    assert refused.json()["error"]["type"] == "RateLimitError"
+
+
+@pytest.mark.parametrize("prompt", ["decode hangs", "prefill hangs", "both are well"])
+async def test_a_client_that_leaves_ends_both_calls(client, prompt):
+    """The fixture waits for both actors to be without a call."""
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.03):
+            await ask(client, prompt)
+
+
+async def test_health_names_the_replicas(client):
+    """200 while both roles answer."""
+    reply = await client.get("/health")
+    assert (reply.status_code, reply.json()) == (200, {"replicas": {"prefill": 1, "decode": 1}})
