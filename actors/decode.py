@@ -10,6 +10,5 @@ class Decode(EngineActor):
     role = "decode"
 
     async def __init__(self, settings: ServiceSettings) -> None:
-        super().__init__(settings)
-        await self.start()
+        await super().__init__(settings)
         await self.engine.warm_up(FIRST_REQUEST_TIMEOUT_S)

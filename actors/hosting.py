@@ -8,7 +8,7 @@ import ray
 from ray import serve
 
 from actors.asgi_call import Accepted, Call, ResponseStart, call_asgi
-from actors.engine import Engine, EngineDownError
+from actors.engine import Engine
 from configs.settings import RoleName, ServiceSettings
 
 logger = logging.getLogger(__name__)
@@ -24,29 +24,18 @@ class EngineActor:
 
     role: RoleName
 
-    def __init__(self, settings: ServiceSettings) -> None:
-        self.settings = settings
-        self.replica = serve.get_replica_context().replica_id.unique_id
-        self._engine: Engine | None = None
-
-    async def start(self) -> None:
+    async def __init__(self, settings: ServiceSettings) -> None:
         """Start the engine; Serve calls the replica ready after this."""
+        self.replica = serve.get_replica_context().replica_id.unique_id
         logger.info("starting the %s engine of replica %s", self.role, self.replica)
-        self._engine = await Engine.start(self.settings, self.role, ray.util.get_node_ip_address())
-
-    @property
-    def engine(self) -> Engine:
-        if self._engine is None:
-            raise EngineDownError(f"the {self.role} engine of replica {self.replica} is not running")
-        return self._engine
+        self.engine = await Engine.start(settings, self.role, ray.util.get_node_ip_address())
 
     async def call(self, call: Call) -> AsyncGenerator[CallItem, None]:
         """Run `call` through vLLM's application; closing the generator aborts the request in the engine."""
         yield Accepted(self.replica)
-        engine = self.engine
-        async with aclosing(call_asgi(engine.app, call)) as answer:
+        async with aclosing(call_asgi(self.engine.app, call)) as answer:
             async for item in answer:
-                await engine.check_health()  # vLLM turns a dead engine into an answer with status 500
+                await self.engine.check_health()  # vLLM turns a dead engine into an answer with status 500
                 yield item
 
     async def metrics(self) -> tuple[str, str]:
@@ -66,6 +55,5 @@ class EngineActor:
 
     async def __del__(self) -> None:
         """Serve's hook at the end of a replica's life (awaited by Serve, not by the collector)."""
-        if self._engine is not None:
-            engine, self._engine = self._engine, None
-            await engine.close()
+        if hasattr(self, "engine"):  # not if it never started
+            await self.engine.close()

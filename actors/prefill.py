@@ -18,8 +18,7 @@ class Prefill(EngineActor):
     role = "prefill"
 
     async def __init__(self, settings: ServiceSettings) -> None:
-        super().__init__(settings)
-        await self.start()
+        await super().__init__(settings)
         self._producer: Producer = await self.engine.describe_producer(FIRST_REQUEST_TIMEOUT_S)
 
     def record_replica_metadata(self) -> dict[str, Any]:
