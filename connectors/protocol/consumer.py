@@ -124,9 +124,6 @@ class Consumer:
         reception = self._receptions.get(request_id)
         if reception is None:
             return []
-        if reception.stage is _Stage.CONNECTING:
-            order = reception.order
-            self._releases.setdefault(order.producer.incarnation, []).append((order.transfer_id, now))
         return self._fail(reception, "the request was aborted", now)
 
     def connected(self, incarnation: str, partners: Sequence[Partner], now: float) -> list[ConsumerAction]:
@@ -142,11 +139,11 @@ class Consumer:
 
     def connect_failed(self, incarnation: str, reason: str, now: float) -> list[ConsumerAction]:
         """The handshake failed. The next request for this engine start tries again."""
-        self._releases.pop(incarnation, None)
         actions: list[ConsumerAction] = []
         for reception in list(self._receptions.values()):
             if reception.stage is _Stage.CONNECTING and reception.order.producer.incarnation == incarnation:
                 actions += self._fail(reception, reason, now)
+        self._releases.pop(incarnation, None)
         return actions
 
     def engine_lost(self, incarnation: str, reason: str, now: float) -> list[ConsumerAction]:
@@ -239,6 +236,10 @@ class Consumer:
     def _fail(self, reception: _Reception, reason: str, now: float) -> list[ConsumerAction]:
         if reception.failure is None:
             reception.failure = reason
+        if reception.stage is _Stage.CONNECTING:
+            # Should the handshake succeed after all, the producer need not hold its blocks until the lease ends.
+            waiting = self._releases.setdefault(reception.order.producer.incarnation, [])
+            waiting.append((reception.order.transfer_id, now))
         if not reception.writing:
             return self._end(reception)
         if reception.stage is _Stage.ENDING:

@@ -88,7 +88,10 @@ class _Stage(Enum):
 
 @dataclass(slots=True)
 class _Delivery:
-    """``pending[g]`` are the offered blocks of group g that have not been written yet."""
+    """``pending[g]`` are the offered blocks of group g that have not been written yet.
+
+    ``in_flight`` are the writes under way and their bytes; ``moved_at`` is when one was last posted or done.
+    """
 
     peer: Peer
     offer: Offer | None = None
@@ -98,6 +101,7 @@ class _Delivery:
     ending: Message | None = None
     closed: bool = False
     last_sent: float = 0.0
+    moved_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -238,6 +242,7 @@ class Producer:
     def write_done(self, write_id: int, now: float) -> list[Action]:
         transfer, delivery = self._writes.pop(write_id)
         delivery.written_bytes += delivery.in_flight.pop(write_id)
+        delivery.moved_at = now
         return self._advance(transfer, now)
 
     def write_failed(self, write_id: int, reason: str, now: float) -> list[Action]:
@@ -256,7 +261,9 @@ class Producer:
         for transfer in list(self._transfers.values()):
             for delivery in transfer.deliveries.values():
                 waiting = delivery.offer is not None and not delivery.closed and transfer.request_id is not None
-                if waiting and now - delivery.last_sent >= self._limits.alive_s:
+                # A write that hangs is no sign of life: the consumer's progress_s must end its wait.
+                hangs = delivery.in_flight and now - delivery.moved_at >= self._limits.progress_s
+                if waiting and not hangs and now - delivery.last_sent >= self._limits.alive_s:
                     delivery.last_sent = now
                     actions.append(Send(delivery.peer, Alive(transfer.transfer_id)))
             if transfer.stage is not _Stage.LIVE and now - transfer.since >= self._limits.lease_s:
@@ -346,6 +353,7 @@ class Producer:
             elif moves:
                 self._next_write_id += 1
                 delivery.in_flight[self._next_write_id] = 0
+                delivery.moved_at = now
                 self._writes[self._next_write_id] = (transfer, delivery)
                 actions.append(Write(self._next_write_id, transfer.transfer_id, delivery.peer, tuple(moves)))
             elif transfer.computed_tokens >= offer.end_token and not delivery.in_flight:

@@ -2,7 +2,8 @@
 
 The order of calls: ``register`` once, ``metadata`` to be sent to peers, ``add_peer`` with theirs, then ``write`` /
 ``poll`` and ``notify`` / ``notifications`` in any order, ``close`` last. A peer can be notified as soon as its
-metadata has been added on this side; it need not have added ours. Calls are serialised by the owner.
+metadata has been added on this side; it need not have added ours. ``add_peer`` and ``notify`` may be called from any
+thread at any time; the owner serialises the others.
 """
 
 from __future__ import annotations

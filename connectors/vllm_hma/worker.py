@@ -3,8 +3,8 @@
 vLLM's hooks and one background thread (the *pump*) drive the same machines under one lock. The hooks see each step as
 soon as it has run; the pump answers peers, polls writes and watches deadlines while the engine computes or idles.
 
-    before_forward   preemptions: writes that read blocks which are about to be overwritten must end first
-    after_forward    the step's orders, then the chunks that it has computed
+    before_forward   requests that come, end without holding their blocks, or are preempted: blocks change hands
+    after_forward    the chunks that the step has computed, and the rest of its orders
     results          what the scheduler may free, and what has arrived
 """
 
@@ -35,7 +35,7 @@ from connectors.transport.nixl import NixlTransport
 from connectors.vllm_hma.config import ConnectorConfig
 from connectors.vllm_hma.fence import StepFence
 from connectors.vllm_hma.greeter import Greeter, agent_name
-from connectors.vllm_hma.orders import Chunk, Orders, Receive
+from connectors.vllm_hma.orders import Chunk, Finished, Orders, Receive
 from connectors.vllm_hma.probe import EngineProbe
 from connectors.vllm_hma.trace import Trace
 from connectors.vllm_hma.translate import check_groups, engine_layout, model_identity
@@ -136,32 +136,53 @@ class WorkerRuntime:
     # ---- vLLM's hooks ------------------------------------------------------------------------------------------
 
     def before_forward(self, orders: Orders) -> None:
-        """Wait, at most fence_s, for writes that read preempted blocks; what is left then is given up."""
-        if not orders.preempted:
-            return
-        deadline = time.monotonic() + self._limits.fence_s
-        with self._lock:
-            while any(self._producer.writes_in_flight(request_id) for request_id in orders.preempted):
-                self._poll_writes(time.monotonic())
-                if time.monotonic() >= deadline:
-                    break
-                time.sleep(_BUSY_S)
-            for request_id in orders.preempted:
-                self._computed = deque(
-                    (event, [c for c in chunks if c.request_id != request_id]) for event, chunks in self._computed
-                )
-                self._perform(self._producer.preempted(request_id, time.monotonic()))
+        """What must be known before this step overwrites blocks that have changed hands.
 
-    def after_forward(self, orders: Orders) -> None:
-        """Take the step's orders and stream what it has computed."""
-        now = time.monotonic()
+        Requests that ended without holding their blocks deliver nothing from here on. Writes that read blocks of a
+        preempted request get fence_s to end; those that do not are given up with their delivery.
+        """
         with self._lock:
             for expect in orders.expects:
                 self._perform(
                     self._producer.expect(
-                        expect.request_id, expect.transfer_id, expect.prompt_tokens, expect.prompt_digest, now
+                        expect.request_id,
+                        expect.transfer_id,
+                        expect.prompt_tokens,
+                        expect.prompt_digest,
+                        time.monotonic(),
                     )
                 )
+            for finished in orders.finished:
+                if not finished.held:
+                    self._drop_chunks(finished.request_id)
+                    self._finish(finished)
+            if orders.preempted:
+                self._fence_preempted(orders.preempted)
+
+    def _fence_preempted(self, request_ids: list[str]) -> None:
+        deadline = time.monotonic() + self._limits.fence_s
+        while any(self._producer.writes_in_flight(request_id) for request_id in request_ids):
+            self._poll_writes(time.monotonic())
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(_BUSY_S)
+        for request_id in request_ids:
+            self._drop_chunks(request_id)
+            self._perform(self._producer.preempted(request_id, time.monotonic()))
+
+    def _drop_chunks(self, request_id: str) -> None:
+        """Chunks that the device has not been seen to complete are of blocks that the request has lost."""
+        self._computed = deque(
+            (event, [chunk for chunk in chunks if chunk.request_id != request_id]) for event, chunks in self._computed
+        )
+
+    def _finish(self, finished: Finished) -> None:
+        self._perform(self._producer.finished(finished.request_id, finished.held, finished.reason, time.monotonic()))
+
+    def after_forward(self, orders: Orders) -> None:
+        """Stream what the step has computed, and take the rest of its orders."""
+        now = time.monotonic()
+        with self._lock:
             if orders.chunks:
                 self._computed.append((self._fence.mark(), orders.chunks))
             for receive in orders.receives:
@@ -172,7 +193,8 @@ class WorkerRuntime:
                 self._perform(self._consumer.release(release.transfer_id, release.producer, now))
             self._pump(now)
             for finished in orders.finished:
-                self._perform(self._producer.finished(finished.request_id, finished.held, finished.reason, now))
+                if finished.held:
+                    self._finish(finished)
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
         """(sent, received, failed) request ids since the last call; failed ones are among the received."""

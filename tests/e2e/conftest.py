@@ -22,6 +22,7 @@ class Engines:
     """``one_to_two`` prefills with TP 1 and decodes with TP 2, ``two_to_one`` the other way round."""
 
     runner: asyncio.Runner
+    model: str
     one_to_two: Pair
     two_to_one: Pair
     trace: Path
@@ -56,7 +57,11 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
         two = runner.run(start(2))
         try:
             yield Engines(
-                runner, Pair(one, two, runner.run(describe(one))), Pair(two, one, runner.run(describe(two))), trace
+                runner,
+                model,
+                Pair(one, two, runner.run(describe(one))),
+                Pair(two, one, runner.run(describe(two))),
+                trace,
             )
         finally:
             two.shutdown()

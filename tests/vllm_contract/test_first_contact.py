@@ -58,6 +58,8 @@ class Worker:
         return EngineAddress(self.card.incarnation, "127.0.0.1", self.server.port)
 
     def step(self, **orders: list) -> None:
+        """One engine step, as vLLM's hooks see it."""
+        self.runtime.before_forward(Orders(**orders))
         self.runtime.after_forward(Orders(**orders))
 
     def close(self) -> None:

@@ -1,0 +1,72 @@
+"""A producer that runs out of blocks preempts requests in the middle of a transfer; no answer may suffer for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client import REGISTRY
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from tests.e2e.conftest import LIMITS, Engines
+from tests.e2e.engines import Pair, describe, generate, start_engine
+from tests.e2e.identity import MAX_TOKENS, difference, prompts
+
+pytestmark = pytest.mark.engine
+
+# Enough for one prompt of 700 tokens (22 blocks of full attention, two windows and a chunk of 512), not for two.
+BLOCKS = 80
+
+
+@pytest.fixture(scope="module")
+def tight(engines: Engines) -> Iterator[AsyncLLM]:
+    """A TP 1 prefill engine with a small pool, which admits requests that it cannot finish together."""
+
+    async def start() -> AsyncLLM:
+        return start_engine(
+            engines.model,
+            1,
+            "kv_producer",
+            num_gpu_blocks_override=BLOCKS,
+            scheduler_reserve_full_isl=False,
+            max_num_batched_tokens=512,
+            max_model_len=1024,
+            transfer=LIMITS,
+        )
+
+    engine = engines.runner.run(start())
+    yield engine
+    engine.shutdown()
+
+
+def preemptions() -> float:
+    return sum(
+        sample.value
+        for metric in REGISTRY.collect()
+        for sample in metric.samples
+        if sample.name == "vllm:num_preemptions_total"
+    )
+
+
+def test_preempted_prefills_deliver_the_right_kv(engines: Engines, tight: AsyncLLM) -> None:
+    """Concurrent long prompts preempt each other on the producer; every answer is that of one engine."""
+
+    async def run() -> None:
+        decode = engines.one_to_two.decode
+        pair = Pair(tight, decode, await describe(tight))
+        todo = [prompt for prompt in prompts(40, 700, seed=60) if len(prompt) > 500][:8]
+        references = []
+        for prompt in todo:
+            references.append(await generate(decode, prompt, MAX_TOKENS))
+            assert await decode.reset_prefix_cache()
+        before = preemptions()
+        answers = await asyncio.wait_for(
+            asyncio.gather(*(pair.together(prompt, MAX_TOKENS) for prompt in todo)), timeout=120
+        )
+        assert preemptions() > before, "the pool was meant to be too small"
+        assert [difference(r, a) for r, a in zip(references, answers, strict=True)] == [None] * len(todo)
+        assert await engines.idle()
+        assert await tight.reset_prefix_cache()
+
+    engines.runner.run(run())
