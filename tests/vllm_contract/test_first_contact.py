@@ -4,107 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
-import torch
 import zmq
 
 from connectors.errors import HandshakeError, StaleReferenceError, WireError
-from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Place, Region
-from connectors.protocol.cards import ModelIdentity, WorkerCard, encode_worker_card
-from connectors.protocol.limits import TransferLimits
-from connectors.protocol.params import EngineAddress, prompt_digest
-from connectors.transport.memory import Fabric, MemoryTransport
-from connectors.vllm_hma.config import ConnectorConfig
-from connectors.vllm_hma.fence import StepFence
-from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders, Receive
+from connectors.protocol.params import EngineAddress
+from connectors.vllm_hma.orders import Chunk, Expect, Finished
 from connectors.vllm_hma.side_channel import CardServer, fetch_card
-from connectors.vllm_hma.worker import WorkerRuntime
-
-BLOCKS, BLOCK_TOKENS, BLOCK_BYTES = 8, 4, 64
-IDENTITY = ModelIdentity("model", "float32", "auto", "0.32.0")
-LIMITS = TransferLimits(handshake_s=3.0, progress_s=1.0, alive_s=0.2, cancel_s=0.3, lease_s=2.0)
-DIGEST = prompt_digest([1, 2, 3])
-
-
-class Worker:
-    """A WorkerRuntime over a numpy cache of one full-attention group, and the side channel that shows its card."""
-
-    def __init__(self, fabric: Fabric, name: str, identity: ModelIdentity = IDENTITY, packing: str = "p") -> None:
-        self.cache = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
-        address = self.cache.ctypes.data
-        pages = LayerPages("layer", address, BLOCK_BYTES, 1, BLOCK_BYTES, 1, BLOCK_BYTES, BLOCK_BYTES, packing)
-        layout = EngineLayout(
-            0,
-            1,
-            1,
-            BLOCKS,
-            (Region(address, self.cache.nbytes, Place("DRAM", 0)),),
-            (Group(0, GroupKind.FULL, BLOCK_TOKENS, None, (pages,)),),
-        )
-        transport = MemoryTransport(f"{name}/0", fabric)
-        transport.register(layout.regions)
-        self.card = WorkerCard(name, identity, layout, transport.kind, transport.metadata())
-        self.runtime = WorkerRuntime(
-            ConnectorConfig(limits=LIMITS), self.card, transport, StepFence(torch.device("cpu"))
-        )
-        self.server = CardServer("127.0.0.1", 0, [encode_worker_card(self.card)])
-
-    @property
-    def address(self) -> EngineAddress:
-        return EngineAddress(self.card.incarnation, "127.0.0.1", self.server.port)
-
-    def step(self, **orders: list) -> None:
-        """One engine step, as vLLM's hooks see it."""
-        self.runtime.before_forward(Orders(**orders))
-        self.runtime.after_forward(Orders(**orders))
-
-    def close(self) -> None:
-        self.server.close()
-        self.runtime.close()
-
-
-@pytest.fixture
-def worker() -> Iterator[Callable[..., Worker]]:
-    """Makes workers on one fabric, and closes them."""
-    fabric = Fabric()
-    made: list[Worker] = []
-
-    def make(name: str, **overrides: object) -> Worker:
-        made.append(Worker(fabric, name, **overrides))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-
-
-def receive(producer: EngineAddress, request: str = "r") -> Receive:
-    """An order for two blocks, tokens 0 to 6 of a prompt of 7."""
-    return Receive(request, "t", producer, DIGEST, ((3, 5),), 0, 6)
-
-
-def until(condition: Callable[[], bool], within_s: float = 8.0) -> None:
-    """Wait for another thread's work, at most ``within_s``."""
-    give_up_at = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < give_up_at, f"not within {within_s} s"
-        time.sleep(0.005)
-
-
-def results(worker: Worker, within_s: float = 8.0) -> tuple[set[str], set[str], set[str]]:
-    """Step until the worker reports something."""
-    reported: list[tuple[set[str], set[str], set[str]]] = []
-
-    def something() -> bool:
-        reported.append(worker.runtime.results())
-        return any(reported[-1])
-
-    until(something, within_s)
-    return reported[-1]
+from tests.vllm_contract.workers import BLOCKS, DIGEST, IDENTITY, Worker, receive, results, until
 
 
 def test_a_transfer_from_first_contact_to_the_end(worker: Callable[..., Worker]) -> None:

@@ -1,0 +1,25 @@
+"""Fixtures of the contract tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from connectors.transport.memory import Fabric
+from tests.vllm_contract.workers import Worker
+
+
+@pytest.fixture
+def worker() -> Iterator[Callable[..., Worker]]:
+    """Makes workers on one fabric, and closes them."""
+    fabric = Fabric()
+    made: list[Worker] = []
+
+    def make(name: str, **overrides: object) -> Worker:
+        made.append(Worker(fabric, name, **overrides))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()

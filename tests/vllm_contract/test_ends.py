@@ -1,0 +1,90 @@
+"""How a worker ends transfers when the scheduler, the transport or the peer ends something first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from connectors.transport.memory import MemoryTransport
+from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders
+from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
+
+
+class HeldWrites(MemoryTransport):
+    """Writes are done only once ``let_go`` is set, as over a slow network."""
+
+    let_go = False
+
+    def poll(self, handle: int) -> bool:
+        return self.let_go and super().poll(handle)
+
+
+def both_ends(worker: Callable[..., Worker]) -> tuple[Worker, Worker]:
+    """A producer whose only write is under way, all of the prompt computed, and its consumer."""
+    producer, consumer = worker("p", transport_class=HeldWrites), worker("c")
+    producer.cache[:] = np.arange(1, 9, dtype=np.uint8)[:, None]
+    consumer.step(receives=[receive(producer.address)])
+    producer.step(expects=[Expect("q", "t", 7, DIGEST)])
+    producer.step(chunks=[Chunk("q", ((1, 2),), 7)])
+    until(lambda: producer.runtime.census()["writes"] == 1)
+    return producer, consumer
+
+
+def let_go(producer: Worker) -> None:
+    assert isinstance(producer.transport, HeldWrites)
+    producer.transport.let_go = True
+
+
+def test_an_abort_while_the_last_write_is_under_way(worker: Callable[..., Worker]) -> None:
+    """The transfer of a request that has ended is called off before a step may overwrite its blocks: never a Fin."""
+    producer, consumer = both_ends(worker)
+    orders = Orders(finished=[Finished("q", False, "aborted")])
+    producer.runtime.before_forward(orders)
+    let_go(producer)
+    producer.runtime.after_forward(orders)
+    assert results(consumer) == (set(), {"r"}, {"r"})
+
+
+def test_a_request_that_comes_and_goes_between_two_steps(worker: Callable[..., Worker]) -> None:
+    """Queued and aborted before any step ran: nothing stays behind."""
+    producer = worker("p")
+    producer.step(expects=[Expect("q", "t", 7, DIGEST)], finished=[Finished("q", False, "aborted")])
+    assert producer.runtime.census()["live"] == 0
+
+
+def test_preemption_waits_for_the_write(worker: Callable[..., Worker]) -> None:
+    """A write that ends within fence_s is whole: the transfer goes on, and what was delivered counts."""
+    producer, consumer = both_ends(worker)
+    let_go(producer)
+    producer.step(preempted=["q"])
+    producer.step(chunks=[Chunk("q", ((3, 4),), 7)])
+    assert results(consumer) == (set(), {"r"}, set())
+    assert consumer.cache[[3, 5], 0].tolist() == [2, 3]
+
+
+def test_preemption_gives_up_a_write_that_hangs(worker: Callable[..., Worker]) -> None:
+    """A write that outlives fence_s may read foreign bytes: its consumer is told so once it has ended."""
+    producer, consumer = both_ends(worker)
+    producer.step(preempted=["q"])
+    let_go(producer)
+    producer.step(chunks=[Chunk("q", ((3, 4),), 7)])
+    assert results(consumer) == (set(), {"r"}, {"r"})
+
+
+def test_a_write_that_hangs_is_no_sign_of_life(worker: Callable[..., Worker]) -> None:
+    """The consumer gives up after progress_s of a hanging write, and keeps its blocks until the producer answers."""
+    producer, consumer = both_ends(worker)
+    until(lambda: consumer.runtime.census()["quarantined"] == 1)
+    assert consumer.runtime.results() == (set(), set(), set())
+    let_go(producer)
+    assert results(consumer) == (set(), {"r"}, {"r"})
+
+
+def test_an_aborted_request_frees_its_blocks_once_writes_have_ended(worker: Callable[..., Worker]) -> None:
+    """A consumer's abort is reported only after the producer has said that it writes no more."""
+    producer, consumer = both_ends(worker)
+    consumer.step(aborts=["r"])
+    assert consumer.runtime.results() == (set(), set(), set())
+    let_go(producer)
+    assert results(consumer) == (set(), {"r"}, {"r"})
