@@ -34,6 +34,7 @@ from benchmarks.arms import Arm, children, free_cores
 from benchmarks.report import ratios, summary, write
 from tests.e2e.engines import describe, start_engine
 from tests.e2e.models import VOCABULARY, WINDOW_TOKENS, benchmark_gemma3
+from tests.e2e.sequential_proxy import PRODUCE
 
 DECODE_TOKENS = 9
 NIXL_FIRST_PORT = 5600
@@ -87,15 +88,7 @@ async def tandem(arm: Arm, address: dict[str, Any], prompt: list[int]) -> tuple[
 
 
 async def nixl(arm: Arm, prompt: list[int]) -> tuple[Leg, Leg]:
-    produce = {
-        "do_remote_decode": True,
-        "do_remote_prefill": False,
-        "remote_engine_id": None,
-        "remote_block_ids": None,
-        "remote_host": None,
-        "remote_port": None,
-    }
-    prefill = await leg(arm.prefill, prompt, 1, produce)
+    prefill = await leg(arm.prefill, prompt, 1, PRODUCE)
     assert prefill.output.kv_transfer_params is not None
     return prefill, await leg(arm.decode, prompt, DECODE_TOKENS, prefill.output.kv_transfer_params)
 

@@ -29,6 +29,7 @@ import yaml
 from benchmarks.arms import Processes, free_cores
 from benchmarks.report import ratios, summary, write
 from tests.e2e.models import VOCABULARY, benchmark_gemma3
+from tests.e2e.sequential_proxy import PRODUCE
 from tests.e2e.service_process import ServiceProcess, free_port
 from tests.e2e.vllm_server import start_vllm, stop, wait_until_up
 
@@ -60,16 +61,8 @@ def through_tandem(client: httpx.Client, url: str, body: dict[str, Any]) -> floa
 
 def through_nixl(client: httpx.Client, prefill: str, decode: str, body: dict[str, Any]) -> float:
     started = time.monotonic()
-    produce = {
-        "do_remote_decode": True,
-        "do_remote_prefill": False,
-        "remote_engine_id": None,
-        "remote_block_ids": None,
-        "remote_host": None,
-        "remote_port": None,
-    }
     answer = client.post(
-        f"{prefill}/v1/completions", json=body | {"max_tokens": 1, "kv_transfer_params": produce}
+        f"{prefill}/v1/completions", json=body | {"max_tokens": 1, "kv_transfer_params": PRODUCE}
     ).raise_for_status()
     return first_token_ms(client, decode, body | {"kv_transfer_params": answer.json()["kv_transfer_params"]}, started)
 

@@ -18,6 +18,8 @@ from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from tests.e2e.sequential_proxy import PRODUCE
+
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -121,15 +123,7 @@ class Pair:
 
     async def in_turn(self, prompt: Sequence[int], max_tokens: int) -> Answer:
         """Prefill first, its answer handed to decode, as public proxies do."""
-        leg = {
-            "do_remote_decode": True,
-            "do_remote_prefill": False,
-            "remote_engine_id": None,
-            "remote_block_ids": None,
-            "remote_host": None,
-            "remote_port": None,
-        }
-        first = await generate(self.prefill, prompt, 1, leg, logprobs=None)
+            first = await generate(self.prefill, prompt, 1, PRODUCE, logprobs=None)
         assert first.transfer is not None
         return await generate(self.decode, prompt, max_tokens, first.transfer)
 

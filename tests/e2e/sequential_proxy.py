@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-_PRODUCE = {
+PRODUCE: dict[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
     "remote_engine_id": None,
@@ -24,6 +24,7 @@ _PRODUCE = {
     "remote_host": None,
     "remote_port": None,
 }
+"""What a public proxy sends with the prefill request."""
 
 
 def proxy(prefill_url: str, decode_url: str) -> FastAPI:
@@ -33,7 +34,7 @@ def proxy(prefill_url: str, decode_url: str) -> FastAPI:
     @app.post("/v1/{path:path}")
     async def forward(path: str, request: Request) -> JSONResponse:
         body: dict[str, Any] = await request.json()
-        first = body | {"max_tokens": 1, "stream": False, "kv_transfer_params": _PRODUCE}
+        first = body | {"max_tokens": 1, "stream": False, "kv_transfer_params": PRODUCE}
         answer = await client.post(f"{prefill_url}/v1/{path}", json=first)
         answer.raise_for_status()
         second = body | {"kv_transfer_params": answer.json()["kv_transfer_params"]}
