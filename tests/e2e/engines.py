@@ -123,7 +123,7 @@ class Pair:
 
     async def in_turn(self, prompt: Sequence[int], max_tokens: int) -> Answer:
         """Prefill first, its answer handed to decode, as public proxies do."""
-            first = await generate(self.prefill, prompt, 1, PRODUCE, logprobs=None)
+        first = await generate(self.prefill, prompt, 1, PRODUCE, logprobs=None)
         assert first.transfer is not None
         return await generate(self.decode, prompt, max_tokens, first.transfer)
 
