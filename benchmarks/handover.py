@@ -47,6 +47,7 @@ class Samples:
     handover_ms: list[float] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
     moved_over_ideal: list[float] = field(default_factory=list)
+    landed_early: list[float] = field(default_factory=list)
 
     @property
     def beyond_step_ms(self) -> list[float]:
@@ -109,10 +110,23 @@ def nixl_bytes() -> float:
     )
 
 
-def traced_bytes(trace: Path) -> int:
-    """All bytes that Tandem's producers have written."""
-    events = (json.loads(line) for line in trace.read_text().splitlines())
+def traced(trace: Path) -> list[dict[str, Any]]:
+    """Everything that Tandem's workers have traced so far."""
+    return [json.loads(line) for line in trace.read_text().splitlines()]
+
+
+def written_bytes(events: list[dict[str, Any]]) -> int:
     return sum(sum(event["bytes"].values()) for event in events if event["event"] == "write")
+
+
+def landed_early(events: list[dict[str, Any]]) -> float:
+    """The share of one transfer's full-attention bytes that had been written when its last chunk ended."""
+    blocks: dict[str, int] = next(event for event in events if event["event"] == "receive")["blocks"]
+    full = max(blocks, key=lambda group: blocks[group])
+    last_chunk_ended = max(event["t"] for event in events if event["event"] == "chunk")
+    done = {event["write"]: event["t"] for event in events if event["event"] == "written"}
+    writes = [(event["bytes"].get(full, 0), done[event["write"]]) for event in events if event["event"] == "write"]
+    return sum(count for count, at in writes if at <= last_chunk_ended) / sum(count for count, _ in writes)
 
 
 def start_arm(name: str, model: str, transfers: tuple[KVTransferConfig, KVTransferConfig]) -> Arm:
@@ -164,12 +178,13 @@ async def measure(requests: int, lengths: list[int], folder: Path) -> dict[str, 
             order = (ours, theirs) if (number + length) % 2 else (theirs, ours)
             for arm in order:
                 with arm.awake():
-                    moved = -(traced_bytes(trace) if arm is ours else nixl_bytes())
+                    seen, before = len(traced(trace)), nixl_bytes()
                     started = time.monotonic()
                     run = tandem(arm, address, prompt) if arm is ours else nixl(arm, prompt)
                     prefill, decode = await asyncio.wait_for(run, 120)
                     await asyncio.sleep(0.2)
-                    moved += traced_bytes(trace) if arm is ours else nixl_bytes()
+                    events = traced(trace)[seen:]
+                    moved = written_bytes(events) if arm is ours else nixl_bytes() - before
                 if number < 0:
                     continue
                 first, last = prefill.output.metrics, decode.output.metrics
@@ -180,6 +195,8 @@ async def measure(requests: int, lengths: list[int], folder: Path) -> dict[str, 
                 sample.handover_ms.append(1e3 * (last.first_token_ts - first.first_token_ts))
                 sample.step_ms.append(1e3 * (last.last_token_ts - last.first_token_ts) / (DECODE_TOKENS - 1))
                 sample.moved_over_ideal.append(moved / ideal_bytes(model.shape, length - 1))
+                if arm is ours:
+                    sample.landed_early.append(landed_early(events))
     finally:
         ours.shutdown()
         if theirs is not None:
@@ -192,9 +209,14 @@ def _compare(tandem: Samples, nixl: Samples) -> dict[str, Any]:
     table: dict[str, Any] = {
         kind: {"tandem": summary(getattr(tandem, kind)), "nixl": summary(getattr(nixl, kind))} for kind in kinds
     }
+    table["landed_early"] = {"tandem": summary(tandem.landed_early)}
     for kind in ("ttft_ms", "handover_ms", "beyond_step_ms"):
         table[kind]["ratio"] = ratios(getattr(tandem, kind), getattr(nixl, kind))
     return table
+
+
+def _cell(side: dict[str, float] | None) -> str:
+    return f"{side['median']:.2f} ({side['q1']:.2f}-{side['q3']:.2f})" if side else ""
 
 
 def main() -> None:
@@ -208,7 +230,7 @@ def main() -> None:
     print(f"{'tokens':>7} {'measure':<18} {'tandem':>20} {'NixlConnector':>20} {'ratio':>20}")
     for length, table in result.items():
         for kind, row in table.items():
-            ours, theirs = (f"{s['median']:.2f} ({s['q1']:.2f}-{s['q3']:.2f})" for s in (row["tandem"], row["nixl"]))
+            ours, theirs = (_cell(row.get(side)) for side in ("tandem", "nixl"))
             r = row.get("ratio")
             ratio = f"{r['of_medians']:.2f} ({r['q1']:.2f}-{r['q3']:.2f})" if r else ""
             print(f"{length:>7} {kind:<18} {ours:>20} {theirs:>20} {ratio:>20}")
