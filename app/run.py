@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from configs.settings import ServiceSettings, SettingsError, parse_settings
+from configs.settings import DEMO_SERVED_NAME, ServiceSettings, SettingsError, parse_settings
 
 IMPORT_PATH = "app.main:build"
 POLL_S = 1.0
@@ -25,8 +25,10 @@ REPORT_S = 15.0
 
 CURL = (
     "curl -s http://{address}/v1/completions -H 'Content-Type: application/json' "
-    '-d \'{{"model": "{model}", "prompt": "Hello", "max_tokens": 8}}\''
+    '-d \'{{"model": "{model}", "prompt": "{prompt}", "max_tokens": 8}}\''
 )
+DEMO_PROMPT = r"mira=427\nkelo=093\nkelo?"
+"""What the demo model was trained for; its answer is 093."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -142,7 +144,8 @@ class Watcher:
                 return
             if application.status == "RUNNING" and self._healthy():
                 say(f"ready after {time.monotonic() - began:.0f} s; try:")
-                print(CURL.format(address=self._address, model=self._model), flush=True)
+                prompt = DEMO_PROMPT if self._model == DEMO_SERVED_NAME else "Hello"
+                print(CURL.format(address=self._address, model=self._model, prompt=prompt), flush=True)
                 return
             if time.monotonic() - reported > REPORT_S:
                 reported = time.monotonic()
