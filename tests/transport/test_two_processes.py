@@ -1,0 +1,90 @@
+"""NIXL between two processes over TCP, where a write is under way long after it has been posted."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import time
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+MEGABYTES = 64
+TIMEOUT_S = 60.0
+
+
+def receiver(pipe: Connection) -> None:
+    """Owns the destination; says what it held at the moment when the sender's message came."""
+    os.environ["UCX_TLS"] = "tcp,self"
+    from connectors.planning.layout import Place, Region
+    from connectors.transport.nixl import NixlTransport
+
+    memory = np.zeros(MEGABYTES << 20, np.uint8)
+    transport = NixlTransport("receiver/0")
+    transport.register([Region(memory.ctypes.data, memory.nbytes, Place("DRAM", 0))])
+    pipe.send((transport.metadata(), memory.ctypes.data))
+    give_up_at = time.monotonic() + TIMEOUT_S
+    while not transport.notifications():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.0005)
+    pipe.send(hashlib.blake2b(memory).hexdigest())
+    pipe.recv()
+    transport.close()
+
+
+def sender(pipe: Connection) -> None:
+    """Writes, polls until done, then sends a message. Says how often it had to poll, and what it has sent."""
+    os.environ["UCX_TLS"] = "tcp,self"
+    from connectors.planning.descriptors import Runs
+    from connectors.planning.layout import Place, Region
+    from connectors.transport.nixl import NixlTransport
+
+    place = Place("DRAM", 0)
+    memory = np.random.default_rng(0).integers(0, 256, MEGABYTES << 20, np.uint8)
+    transport = NixlTransport("sender/0")
+    transport.register([Region(memory.ctypes.data, memory.nbytes, place)])
+    metadata, address = pipe.recv()
+    peer = transport.add_peer(metadata)
+    starts = np.arange(0, memory.nbytes, 1 << 20, dtype=np.int64)
+    runs = Runs(memory.ctypes.data + starts, address + starts, np.full(len(starts), 1 << 20, np.int64))
+    handle = transport.write(peer, runs, place, place)
+    polls = 0
+    give_up_at = time.monotonic() + TIMEOUT_S
+    while not transport.poll(handle):
+        polls += 1
+        assert time.monotonic() < give_up_at
+    transport.notify(peer, b"written")
+    pipe.send((polls, hashlib.blake2b(memory).hexdigest()))
+    # Messages leave only while NIXL is called.
+    while not pipe.poll(0.001):
+        transport.notifications()
+    transport.close()
+
+
+def test_poll_waits_for_the_last_byte() -> None:
+    """When ``poll`` says done, all bytes are in the other process, and a message sent then finds them there."""
+    context = multiprocessing.get_context("spawn")
+    ends = [context.Pipe() for _ in range(2)]
+    workers = [
+        context.Process(target=work, args=(theirs,)) for work, (_, theirs) in zip((receiver, sender), ends, strict=True)
+    ]
+    for worker in workers:
+        worker.start()
+    to_receiver, to_sender = (ours for ours, _ in ends)
+    try:
+        assert to_receiver.poll(TIMEOUT_S)
+        to_sender.send(to_receiver.recv())
+        assert to_sender.poll(TIMEOUT_S)
+        polls, sent = to_sender.recv()
+        assert to_receiver.poll(TIMEOUT_S)
+        assert to_receiver.recv() == sent
+        assert polls > 0, "the write was done when it was posted: this test would prove nothing"
+        to_receiver.send(None)
+        to_sender.send(None)
+        for worker in workers:
+            worker.join(TIMEOUT_S)
+        assert [worker.exitcode for worker in workers] == [0, 0]
+    finally:
+        for worker in workers:
+            worker.kill()
