@@ -39,6 +39,9 @@ CHAT_TOKENS_BEFORE, CHAT_TOKENS_AFTER = 1, 2
 MAX_NEW_TOKENS = 2 + VALUE_DIGITS + 1
 """Room for `name=value` and the token that ends it, without which a completion is wrong."""
 
+END_TOKENS = ("<eos>", "<end_of_turn>\n")
+"""What ends a completion, and what ends a chat's reply."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -61,9 +64,7 @@ class Case:
     def token_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """The prompt as the model takes it, <bos> included."""
         if self.chat:
-            return tokenizer.apply_chat_template(
-                self.prompt.messages, add_generation_prompt=True, return_dict=False
-            )
+            return tokenizer.apply_chat_template(self.prompt.messages, add_generation_prompt=True, return_dict=False)
         return tokenizer(self.prompt.text).input_ids
 
 
@@ -104,13 +105,11 @@ def complete_with_transformers(
             inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=MAX_NEW_TOKENS, do_sample=False
         )
         new_ids = generated[0, len(ids) :].tolist()
-        completions.append(_text_of_ended(tokenizer, new_ids))
+        completions.append(text_of_ended(tokenizer, new_ids))
     return completions
 
 
-def complete_with_vllm(
-    model_dir: Path, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]]
-) -> list[str]:
+def complete_with_vllm(model_dir: Path, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]]) -> list[str]:
     """As `complete_with_transformers`, but batched in one vLLM engine."""
     from vllm import LLM, SamplingParams
 
@@ -119,12 +118,12 @@ def complete_with_vllm(
         [{"prompt_token_ids": ids} for ids in prompts],
         SamplingParams(temperature=0, max_tokens=MAX_NEW_TOKENS),
     )
-    return [_text_of_ended(tokenizer, list(output.outputs[0].token_ids)) for output in outputs]
+    return [text_of_ended(tokenizer, list(output.outputs[0].token_ids)) for output in outputs]
 
 
-def _text_of_ended(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+def text_of_ended(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     """The text of a completion's `ids`; a mark that no answer bears stands in for a missing end token."""
-    ended = ids[-1] in tokenizer.convert_tokens_to_ids(["<eos>", "<end_of_turn>\n"])
+    ended = ids[-1] in tokenizer.convert_tokens_to_ids(list(END_TOKENS))
     return tokenizer.decode(ids, skip_special_tokens=True) + ("" if ended else " (runs on)")
 
 

@@ -83,9 +83,7 @@ class RecallPrompt:
         return len(self.facts) - 1 - self.asked
 
 
-def make_prompt(
-    rng: Random, fact_count: int, distance_facts: int | None = None, separator: str = "\n"
-) -> RecallPrompt:
+def make_prompt(rng: Random, fact_count: int, distance_facts: int | None = None, separator: str = "\n") -> RecallPrompt:
     """Draw a prompt of `fact_count` facts whose asked fact has `distance_facts` facts after it.
 
     `distance_facts` of None draws it uniformly from 0 to fact_count - 1.

@@ -147,9 +147,7 @@ def training_segments(prompt: RecallPrompt, asked: list[int], chat: bool) -> Ite
             yield f"{fact.value}{EOS}", True
 
 
-def draw_batch(
-    rng: Random, tokenizer: PreTrainedTokenizerFast, stage: Stage
-) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_batch(rng: Random, tokenizer: PreTrainedTokenizerFast, stage: Stage) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw token ids and labels, both int64 [sequences, tokens].
 
     All sequences of a batch have the same numbers of facts and questions, so none needs padding.
