@@ -74,8 +74,12 @@ def _address(params: Mapping[str, object]) -> EngineAddress:
     return EngineAddress(incarnation, host, port)
 
 
-def prompt_digest(token_ids: Sequence[int] | None) -> str:
-    """A short digest of a prompt's token ids; empty where a request has none (prompt embeddings)."""
-    if not token_ids:
-        return ""
-    return hashlib.blake2b(np.asarray(token_ids, "<i8").tobytes(), digest_size=16).hexdigest()
+def prompt_digest(token_ids: Sequence[int] | None, others: Sequence[str] = ()) -> str:
+    """A short digest of all that a prompt's KV depends on, besides the model.
+
+    ``others`` are what token ids do not say: the identities of images and the like, a LoRA adapter, a cache salt.
+    """
+    digest = hashlib.blake2b(np.asarray(token_ids or (), "<i8").tobytes(), digest_size=16)
+    for other in others:
+        digest.update(len(other).to_bytes(8, "little") + other.encode())
+    return digest.hexdigest()

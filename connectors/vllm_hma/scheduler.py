@@ -97,12 +97,16 @@ class SchedulerConnector:
             # The request itself is fine: it is served by this engine alone.
             logger.warning("request %s: %s; it is computed here", request.request_id, error)
             return
+        if params is not None and request.prompt_embeds is not None:
+            # Nothing says whether two requests with embeddings have the same prompt.
+            logger.warning("request %s has prompt embeddings; it is computed here", request.request_id)
+            return
         if isinstance(params, ProduceParams) and not params.describe:
             production = _Production(
                 params.transfer_id or uuid.uuid4().hex, request.num_prompt_tokens, [0] * len(self._groups)
             )
             self._productions[request.request_id] = production
-            digest = prompt_digest(request.prompt_token_ids)
+            digest = _digest(request)
             self._orders.expects.append(
                 Expect(request.request_id, production.transfer_id, production.prompt_tokens, digest)
             )
@@ -130,7 +134,7 @@ class SchedulerConnector:
                 request_id=request.request_id,
                 transfer_id=params.transfer_id,
                 producer=params.producer,
-                prompt_digest=prompt_digest(request.prompt_token_ids),
+                prompt_digest=_digest(request),
                 tables=tuple(tuple(table) for table in tables),
                 start_token=end_token - external_tokens,
                 end_token=end_token,
@@ -238,6 +242,16 @@ class SchedulerConnector:
             "remote_port": address.port,
             "tp_size": self._tp_size,
         }
+
+
+def _digest(request: Request) -> str:
+    """What both requests of a transfer must agree on before one's KV is used for the other."""
+    others = [feature.identifier for feature in request.mm_features]
+    if request.lora_request is not None:
+        others.append(request.lora_request.lora_name)
+    if request.cache_salt is not None:
+        others.append(request.cache_salt)
+    return prompt_digest(request.prompt_token_ids, others)
 
 
 def _scheduled(output: SchedulerOutput) -> list[tuple[str, int]]:

@@ -76,11 +76,12 @@ def test_fuzz_params(changes: dict[str, object], complete: bool) -> None:
 
 
 def test_prompt_digests_tell_prompts_apart() -> None:
-    """Order and values count; a request without token ids has no digest."""
+    """Order and values count, and so does whatever else KV depends on: an image, an adapter, a salt."""
     prompts = [[1, 2, 3], [3, 2, 1], [1, 2], [1, 2, 3, 0], [2**40]]
     assert len({prompt_digest(prompt) for prompt in prompts}) == len(prompts)
     assert prompt_digest(prompts[0]) == prompt_digest(tuple(prompts[0]))
-    assert prompt_digest([]) == prompt_digest(None) == ""
+    others = [[], ["adapter"], ["image-1"], ["image-2"], ["image-1", "adapter"], ["image-1adapter"]]
+    assert len({prompt_digest(prompts[0], other) for other in others}) == len(others)
 
 
 @pytest.mark.parametrize("field", ["handshake_s", "progress_s", "cancel_s", "lease_s", "alive_s", "fence_s"])
