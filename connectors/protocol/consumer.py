@@ -27,28 +27,10 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from connectors.planning.blocks import BlockSet
+from connectors.protocol.actions import Connect, ConsumerAction, Received, Send
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress
-from connectors.protocol.producer import Send
 from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Fin, Message, Offer, Peer
-
-
-@dataclass(frozen=True, slots=True)
-class Connect:
-    """Shake hands with this engine and report ``connected`` or ``connect_failed``."""
-
-    engine: EngineAddress
-
-
-@dataclass(frozen=True, slots=True)
-class Received:
-    """No partner writes to the request's blocks any more. ``failure`` is None where all KV has arrived."""
-
-    request_id: str
-    failure: str | None
-
-
-ConsumerAction = Connect | Send | Received
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ from connectors.planning.plan import PairPlan, plan_pair
 from connectors.planning.verify import prove_plans
 from connectors.protocol.cards import EngineCard, WorkerCard, check_peers, decode_worker_card, encode_worker_card
 from connectors.protocol.consumer import Partner
+from connectors.protocol.delivery import Consumer
 from connectors.protocol.params import EngineAddress
-from connectors.protocol.producer import Consumer
 from connectors.protocol.wire import Envelope, Hello, Message, Peer, Refused, Welcome, encode
 from connectors.transport.base import Transport
 from connectors.vllm_hma.side_channel import fetch_card

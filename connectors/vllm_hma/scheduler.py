@@ -102,6 +102,14 @@ class SchedulerConnector:
             logger.warning("request %s has prompt embeddings; it is computed here", request.request_id)
             return
         if isinstance(params, ProduceParams) and not params.describe:
+            if request.max_tokens != 1:
+                # Decoding here would slide the windows on, and blocks that the consumer needs would be gone.
+                logger.warning(
+                    "request %s is not produced: a prefill leg must set max_tokens=1, not %d",
+                    request.request_id,
+                    request.max_tokens,
+                )
+                return
             production = _Production(
                 params.transfer_id or uuid.uuid4().hex, request.num_prompt_tokens, [0] * len(self._groups)
             )

@@ -24,10 +24,11 @@ from connectors.errors import PlanError, TransportError, WireError
 from connectors.planning.blocks import wanted_blocks
 from connectors.planning.descriptors import build_runs
 from connectors.planning.plan import PairPlan
+from connectors.protocol.actions import Connect, ConsumerAction, ProducerAction, Received, Send, Sent, Write
 from connectors.protocol.cards import WorkerCard, encode_worker_card
-from connectors.protocol.consumer import Connect, ConsumerAction, Order, Partner, Received
 from connectors.protocol.consumer import Consumer as ConsumerMachine
-from connectors.protocol.producer import Action, Consumer, Send, Sent, Write
+from connectors.protocol.consumer import Order, Partner
+from connectors.protocol.delivery import Consumer
 from connectors.protocol.producer import Producer as ProducerMachine
 from connectors.protocol.wire import Cancel, Envelope, Hello, Offer, Peer, Refused, Welcome, decode, encode
 from connectors.transport.base import Transport
@@ -295,7 +296,7 @@ class WorkerRuntime:
 
     # ---- actions -----------------------------------------------------------------------------------------------
 
-    def _perform(self, actions: Iterable[Action | ConsumerAction]) -> None:
+    def _perform(self, actions: Iterable[ProducerAction | ConsumerAction]) -> None:
         todo = deque(actions)
         while todo:
             match todo.popleft():
@@ -321,7 +322,7 @@ class WorkerRuntime:
             # Deadlines cover lost messages; whether the peer is dead is the probe's business.
             logger.warning("Tandem: %s is not sent: %s", envelope.message.kind, error)
 
-    def _write(self, write: Write) -> list[Action]:
+    def _write(self, write: Write) -> list[ProducerAction]:
         """Post a write; a failure to post is one of the write."""
         now = time.monotonic()
         known = self._plans.get(write.peer)

@@ -154,6 +154,19 @@ def test_another_prompts_kv_is_refused(engines: Engines) -> None:
     engines.runner.run(run())
 
 
+def test_a_prefill_leg_that_decodes_is_not_produced(engines: Engines) -> None:
+    """With more than one token its windows slide on: it answers for itself, holds nothing and offers nothing."""
+
+    async def run() -> None:
+        leg = {"do_remote_decode": True}
+        answer = await generate(engines.one_to_two.prefill, random_prompt(300, seed=35), 4, leg, logprobs=None)
+        assert len(answer.tokens) == 4
+        assert answer.transfer is None
+        assert await engines.idle()
+
+    engines.runner.run(run())
+
+
 def test_a_lease_ends(engines: Engines) -> None:
     """Finished blocks that nobody fetches go back to the pool after lease_s."""
 

@@ -4,8 +4,10 @@ import numpy as np
 
 from connectors.planning.blocks import BlockSet
 from connectors.planning.layout import Group, GroupKind
+from connectors.protocol.actions import ProducerAction, Send, Write
+from connectors.protocol.delivery import Consumer
 from connectors.protocol.limits import TransferLimits
-from connectors.protocol.producer import Action, Consumer, Producer, Send, Write
+from connectors.protocol.producer import Producer
 from connectors.protocol.wire import Aborted, Offer, Peer
 
 LIMITS = TransferLimits(handshake_s=7, progress_s=10, cancel_s=2, lease_s=20, alive_s=1, fence_s=1)
@@ -46,13 +48,13 @@ def moves(write: Write) -> dict[int, list[tuple[int, int]]]:
     return {move.group: list(zip(move.src_ids.tolist(), move.dst_ids.tolist(), strict=True)) for move in write.moves}
 
 
-def only_write(actions: list[Action]) -> Write:
+def only_write(actions: list[ProducerAction]) -> Write:
     (write,) = actions
     assert isinstance(write, Write)
     return write
 
 
-def finish_write(producer: Producer, write: Write, total_bytes: int, now: float) -> list[Action]:
+def finish_write(producer: Producer, write: Write, total_bytes: int, now: float) -> list[ProducerAction]:
     producer.write_posted(write.write_id, total_bytes)
     return producer.write_done(write.write_id, now)
 
@@ -65,7 +67,7 @@ def held(ranks: tuple[int, ...] = (0,)) -> Producer:
     return producer
 
 
-def aborted_reason(actions: list[Action]) -> str:
+def aborted_reason(actions: list[ProducerAction]) -> str:
     (send,) = actions
     assert isinstance(send, Send)
     assert isinstance(send.message, Aborted)

@@ -20,11 +20,13 @@ from dataclasses import dataclass, field
 from connectors.planning.blocks import wanted_blocks
 from connectors.planning.heads import head_shares, partners
 from connectors.planning.layout import Group, GroupKind
-from connectors.protocol.consumer import Connect, ConsumerAction, Order, Partner, Received
+from connectors.protocol.actions import Connect, ConsumerAction, ProducerAction, Received, Send, Sent, Write
 from connectors.protocol.consumer import Consumer as ConsumerMachine
+from connectors.protocol.consumer import Order, Partner
+from connectors.protocol.delivery import Consumer
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress
-from connectors.protocol.producer import Action, Consumer, Producer, Send, Sent, Write
+from connectors.protocol.producer import Producer
 from connectors.protocol.wire import Cancel, Envelope, Message, Offer, Peer, decode, encode
 
 GROUPS = (
@@ -178,7 +180,7 @@ class World:
 
     # ---- the prefill engine ----------------------------------------------------------------------------------------
 
-    def produce(self, rank: int, actions: list[Action]) -> None:
+    def produce(self, rank: int, actions: list[ProducerAction]) -> None:
         for action in actions:
             match action:
                 case Send(peer, message):

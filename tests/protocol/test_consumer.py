@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from connectors.planning.blocks import BlockSet, empty_blocks
-from connectors.protocol.consumer import Connect, Consumer, Order, Partner, Received, expected_bytes, failures
+from connectors.protocol.actions import Connect, Received, Send
+from connectors.protocol.consumer import Consumer, Order, Partner, expected_bytes, failures
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress
-from connectors.protocol.producer import Send
 from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Fin, Offer, Peer, Welcome
 
 LIMITS = TransferLimits(handshake_s=7, progress_s=10, cancel_s=2, lease_s=20, alive_s=1, fence_s=1)

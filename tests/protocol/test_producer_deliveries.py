@@ -3,7 +3,8 @@
 import pytest
 
 from connectors.planning.blocks import empty_blocks
-from connectors.protocol.producer import Send, Sent, written
+from connectors.protocol.actions import Send, Sent
+from connectors.protocol.producer import written
 from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Fin, Offer, Welcome
 from tests.protocol.production import (
     C0,

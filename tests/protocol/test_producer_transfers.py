@@ -2,7 +2,7 @@
 
 import pytest
 
-from connectors.protocol.producer import Send, Sent
+from connectors.protocol.actions import Send, Sent
 from connectors.protocol.wire import Aborted, Cancel, Cancelled, Fin
 from tests.protocol.production import (
     C0,

@@ -17,12 +17,14 @@ from connectors.planning.heads import partners
 from connectors.planning.layout import Region
 from connectors.planning.plan import PairPlan, plan_pair
 from connectors.planning.verify import prove_plans
+from connectors.protocol.actions import Connect, ConsumerAction, ProducerAction, Received, Send, Sent, Write
 from connectors.protocol.cards import ModelIdentity, WorkerCard, check_peers, decode_worker_card, encode_worker_card
-from connectors.protocol.consumer import Connect, ConsumerAction, Order, Partner, Received
 from connectors.protocol.consumer import Consumer as ConsumerMachine
+from connectors.protocol.consumer import Order, Partner
+from connectors.protocol.delivery import Consumer
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress
-from connectors.protocol.producer import Action, Consumer, Producer, Send, Sent, Write
+from connectors.protocol.producer import Producer
 from connectors.protocol.wire import Envelope, Peer, decode, encode
 from connectors.transport.nixl import NixlTransport
 from tests.planning.builders import HOST, Rank, Shape, make_rank
@@ -128,7 +130,7 @@ class Engines:
 
     # ---- wheels ----------------------------------------------------------------------------------------------------
 
-    def perform(self, worker: Worker, actions: list[Action] | list[ConsumerAction]) -> None:
+    def perform(self, worker: Worker, actions: list[ProducerAction] | list[ConsumerAction]) -> None:
         for action in actions:
             match action:
                 case Send(peer, message):
