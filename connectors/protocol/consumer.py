@@ -8,6 +8,7 @@
     CONNECTING   connected                   OFFERED     an Offer to every partner rank
     CONNECTING   connect_failed, progress_s  gone        Received(failed): nobody has seen our blocks
     OFFERED      Fin from all, counts right  gone        Received(ok)
+    OFFERED      an Offer cannot be sent      ENDING      that partner never may write; Cancel to the others
     OFFERED      Aborted, wrong count, abort,
                  progress_s without a word   ENDING      Cancel to every partner that may still write
     ENDING       last partner answers        gone        Received(failed)
@@ -152,6 +153,15 @@ class Consumer:
                 continue
             del reception.writing[peer]
             actions += self._answered(reception, partner, message, now)
+        return actions
+
+    def undelivered(self, peer: Peer, message: Message, now: float) -> list[ConsumerAction]:
+        """A message could not be sent. A partner that an Offer has not reached knows no block to write to."""
+        actions: list[ConsumerAction] = []
+        if isinstance(message, Offer):
+            for reception in self._of_transfer(message.transfer_id):
+                if reception.writing.pop(peer, None) is not None:
+                    actions += self._fail(reception, f"rank {peer.rank} of the prefill engine is out of reach", now)
         return actions
 
     def tick(self, now: float) -> list[ConsumerAction]:

@@ -48,6 +48,8 @@ def parse_params(params: Mapping[str, object] | None) -> ProduceParams | Consume
     """None where the request has nothing to do with another engine. Raises WireError naming the key that is wrong."""
     if not params:
         return None
+    if not isinstance(params, Mapping):
+        raise WireError(f"kv_transfer_params must be an object, not {type(params).__name__}")
     produce, consume = bool(params.get("do_remote_decode")), bool(params.get("do_remote_prefill"))
     if produce and consume:
         raise WireError("kv_transfer_params: do_remote_decode and do_remote_prefill exclude each other")

@@ -2,8 +2,8 @@
 
 The order of calls: ``register`` once, ``metadata`` to be sent to peers, ``add_peer`` with theirs, then ``write`` /
 ``poll`` and ``notify`` / ``notifications`` in any order, ``close`` last. A peer can be notified as soon as its
-metadata has been added on this side; it need not have added ours. ``add_peer`` and ``notify`` may be called from any
-thread at any time; the owner serialises the others.
+metadata has been added on this side; it need not have added ours. ``add_peer``, ``reconnect`` and ``notify`` may be
+called from any thread at any time; the owner serialises the others.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ class Transport(Protocol):
     def add_peer(self, metadata: bytes) -> str:
         """Learn of a peer; its name. Adding it again is harmless. Raises TransportError for unusable metadata."""
         ...
+
+    def reconnect(self, peer: str) -> None:
+        """Make the connection to an added peer anew. Raises TransportError, also while a write to it is under way."""
 
     def remove_peer(self, peer: str) -> None:
         """Forget a peer. Nothing may be under way to it."""

@@ -47,7 +47,7 @@ class MemoryTransport:
         self._regions: list[Region] = []
         self._peers: set[str] = set()
         self._inbox: deque[tuple[str, bytes]] = deque()
-        self._pending: set[int] = set()
+        self._pending: dict[int, str] = {}
         self._next_handle = 0
         self._closed = False
         fabric.agents[name] = self
@@ -70,6 +70,11 @@ class MemoryTransport:
         self._peers.add(name)
         return name
 
+    def reconnect(self, peer: str) -> None:
+        if peer in self._pending.values():
+            raise TransportError(peer, "a write to it is under way; it cannot be connected to anew")
+        self._reach(peer)
+
     def remove_peer(self, peer: str) -> None:
         self._peers.discard(peer)
 
@@ -82,12 +87,12 @@ class MemoryTransport:
         for dst, src, length in zip(runs.dst.tolist(), runs.src.tolist(), runs.length.tolist(), strict=True):
             ctypes.memmove(dst, src, length)
         self._next_handle += 1
-        self._pending.add(self._next_handle)
+        self._pending[self._next_handle] = peer
         return self._next_handle
 
     def poll(self, handle: int) -> bool:
         self._check_open()
-        self._pending.remove(handle)
+        del self._pending[handle]
         return True
 
     def notify(self, peer: str, payload: bytes) -> None:

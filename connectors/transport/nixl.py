@@ -40,6 +40,7 @@ class NixlTransport:
             raise TransportError(name, f"NIXL could not start with back ends {list(backends)}: {error}") from error
         self._registered: list[object] = []
         self._handles: dict[int, tuple[str, nixl_xfer_handle]] = {}
+        self._metadata: dict[str, bytes] = {}
         self._next_handle = 0
 
     def register(self, regions: Sequence[Region]) -> None:
@@ -60,9 +61,21 @@ class NixlTransport:
             name = agent.add_remote_agent(metadata)
         except Exception as error:
             raise TransportError("?", f"its agent metadata is not usable: {error}") from error
-        return name.decode() if isinstance(name, bytes) else str(name)
+        peer = _text(name)
+        self._metadata[peer] = metadata
+        return peer
+
+    def reconnect(self, peer: str) -> None:
+        if any(owner == peer for owner, _ in list(self._handles.values())):
+            raise TransportError(peer, "a write to it is under way; it cannot be connected to anew")
+        metadata = self._metadata.get(peer)
+        if metadata is None:
+            raise TransportError(peer, "its metadata has not been added")
+        self.remove_peer(peer)
+        self.add_peer(metadata)
 
     def remove_peer(self, peer: str) -> None:
+        self._metadata.pop(peer, None)
         with contextlib.suppress(Exception):
             self._live().remove_remote_agent(peer)
 
@@ -111,7 +124,11 @@ class NixlTransport:
             raise TransportError(peer, f"sending a message of {len(payload)} bytes: {error}") from error
 
     def notifications(self) -> list[tuple[str, bytes]]:
-        inbox = self._live().get_new_notifs()
+        agent = self._live()
+        try:
+            inbox = agent.get_new_notifs()
+        except Exception as error:
+            raise TransportError(self.name, f"taking messages: {error}") from error
         return [(_text(peer), payload) for peer, payloads in inbox.items() for payload in payloads]
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ Both ends have opened their connections when Welcome arrives, so the first offer
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -25,18 +26,16 @@ from connectors.protocol.cards import EngineCard, WorkerCard, check_peers, decod
 from connectors.protocol.consumer import Partner
 from connectors.protocol.delivery import Consumer
 from connectors.protocol.params import EngineAddress
-from connectors.protocol.wire import Envelope, Hello, Message, Peer, Refused, Welcome, encode
+from connectors.protocol.wire import Hello, Peer, Refused, Welcome
 from connectors.transport.base import Transport
+from connectors.vllm_hma.post import Post, agent_name
 from connectors.vllm_hma.side_channel import fetch_card
 
 logger = logging.getLogger(__name__)
 
-_THREADS = 4
-
-
-def agent_name(peer: Peer) -> str:
-    """The transport's name for a worker."""
-    return f"{peer.incarnation}/{peer.rank}"
+# Connecting waits for peers that may be silent; greeting must not wait behind it.
+_CONNECT_THREADS = 32
+_GREET_THREADS = 4
 
 
 class Greeter:
@@ -46,19 +45,21 @@ class Greeter:
         self,
         card: WorkerCard,
         transport: Transport,
+        post: Post,
         handshake_s: float,
         on_connected: Callable[[str, list[Partner]], None],
         on_failed: Callable[[str, str], None],
         on_welcomed: Callable[[Peer, WorkerCard, PairPlan, Consumer], None],
     ) -> None:
         self._card = card
-        self._me = Peer(card.incarnation, card.rank)
         self._transport = transport
+        self._post = post
         self._handshake_s = handshake_s
         self._on_connected = on_connected
         self._on_failed = on_failed
         self._on_welcomed = on_welcomed
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="tandem-greeter")
+        self._connects = ThreadPoolExecutor(_CONNECT_THREADS, thread_name_prefix="tandem-connect")
+        self._greets = ThreadPoolExecutor(_GREET_THREADS, thread_name_prefix="tandem-greet")
         self._lock = threading.Lock()
         self._connecting: set[str] = set()
         self._answers: dict[Peer, str | None] = {}
@@ -70,11 +71,11 @@ class Greeter:
             if engine.incarnation in self._connecting:
                 return
             self._connecting.add(engine.incarnation)
-        self._pool.submit(self._guarded, self._connect, engine)
+        self._submit(self._connects, self._connect, engine)
 
     def greeted(self, sender: Peer, message: Hello) -> None:
         """A consumer worker has said hello."""
-        self._pool.submit(self._guarded, self._welcome, sender, message)
+        self._submit(self._greets, self._welcome, sender, message)
 
     def answered(self, sender: Peer, message: Welcome | Refused) -> None:
         """A producer worker has answered our hello."""
@@ -83,31 +84,43 @@ class Greeter:
             self._answered.notify_all()
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._connects, self._greets):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _submit(self, pool: ThreadPoolExecutor, work: Callable[..., None], *arguments: object) -> None:
+        # A pool that is shut down refuses work: this worker is being closed.
+        with contextlib.suppress(RuntimeError):
+            pool.submit(self._guarded, work, *arguments)
 
     def _guarded(self, work: Callable[..., None], *arguments: object) -> None:
         """A bad peer never ends a thread silently."""
         try:
             work(*arguments)
+        except TandemError as error:
+            logger.warning("Tandem: first contact failed: %s", error)
         except Exception:
             logger.exception("Tandem: first contact failed unexpectedly")
 
     # ---- as a consumer -----------------------------------------------------------------------------------------
 
     def _connect(self, engine: EngineAddress) -> None:
+        found: list[Partner] | None = None
+        failure = ""
         try:
             found = self._shake_hands(engine)
         except TandemError as error:
             logger.warning("Tandem: no connection with prefill engine %s: %s", engine.incarnation, error)
-            self._on_failed(engine.incarnation, str(error))
+            failure = str(error)
         except Exception as error:
             logger.exception("Tandem: the handshake with prefill engine %s broke", engine.incarnation)
-            self._on_failed(engine.incarnation, f"the handshake broke: {error!r}")
+            failure = f"the handshake broke: {error!r}"
+        # First, so that a request which comes from here on starts a handshake of its own.
+        with self._lock:
+            self._connecting.discard(engine.incarnation)
+        if found is None:
+            self._on_failed(engine.incarnation, failure)
         else:
             self._on_connected(engine.incarnation, found)
-        finally:
-            with self._lock:
-                self._connecting.discard(engine.incarnation)
 
     def _shake_hands(self, engine: EngineAddress) -> list[Partner]:
         deadline = time.monotonic() + self._handshake_s
@@ -121,7 +134,7 @@ class Greeter:
         for rank in plans:
             self._transport.add_peer(card.workers[rank].transport_metadata)
             peer = Peer(card.incarnation, rank)
-            self._send(peer, hello)
+            self._post.send(peer, hello)
             waiting.add(peer)
         with self._answered:
             while not waiting <= self._answers.keys():
@@ -163,9 +176,6 @@ class Greeter:
             self._on_welcomed(sender, card, plan_pair(mine, theirs), Consumer(ranks, theirs.num_blocks))
         except TandemError as error:
             logger.warning("Tandem: decode worker %s is refused: %s", agent_name(sender), error)
-            self._send(sender, Refused(str(error)))
+            self._post.send(sender, Refused(str(error)))
             return
-        self._send(sender, Welcome())
-
-    def _send(self, peer: Peer, message: Message) -> None:
-        self._transport.notify(agent_name(peer), encode(Envelope(self._me, peer.incarnation, message)))
+        self._post.send(sender, Welcome())

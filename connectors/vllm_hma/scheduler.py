@@ -254,9 +254,9 @@ class SchedulerConnector:
 
 def _digest(request: Request) -> str:
     """What both requests of a transfer must agree on before one's KV is used for the other."""
-    others = [feature.identifier for feature in request.mm_features]
+    others = [f"{f.identifier}@{f.mm_position.offset}+{f.mm_position.length}" for f in request.mm_features]
     if request.lora_request is not None:
-        others.append(request.lora_request.lora_name)
+        others += [request.lora_request.lora_name, request.lora_request.lora_path]
     if request.cache_salt is not None:
         others.append(request.cache_salt)
     return prompt_digest(request.prompt_token_ids, others)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-_SAMPLE_BYTES = 1 << 20
+_SAMPLE_BYTES, _SAMPLES = 1 << 18, 16
 _SEPARATE = "serve this model without Tandem's connector"
 
 
@@ -82,18 +82,20 @@ def check_groups(config: VllmConfig, cache: KVCacheConfig) -> None:
 
 
 def model_identity(config: VllmConfig) -> ModelIdentity:
-    """What must be equal on both engines. Cheap: reads at most 2 MiB of each weight file."""
+    """What must be equal on both engines. Cheap: reads at most 4 MiB of each weight file."""
     model = config.model_config
     digest = hashlib.blake2b(digest_size=16)
     path = Path(model.model)
     if path.is_dir():
-        for file in sorted([*path.glob("*.safetensors"), *path.glob("*.bin"), path / "config.json"]):
+        for file in sorted([*path.glob("*.safetensors"), *path.glob("*.bin")]):
             digest.update(f"{file.name}:{file.stat().st_size}:".encode())
             digest.update(_sample(file))
     else:
-        hub_config = {k: v for k, v in model.hf_config.to_dict().items() if k not in ("_name_or_path",)}
         digest.update(f"{model.model}@{model.revision}:".encode())
-        digest.update(json.dumps(hub_config, sort_keys=True, default=str).encode())
+    # As loaded, so that hf_overrides and the like count.
+    effective = {key: value for key, value in model.hf_config.to_dict().items() if key != "_name_or_path"}
+    effective["tandem"] = [str(model.quantization), config.load_config.load_format == "dummy"]
+    digest.update(json.dumps(effective, sort_keys=True, default=str).encode())
     return ModelIdentity(
         model=digest.hexdigest(),
         dtype=str(model.dtype),
@@ -103,11 +105,14 @@ def model_identity(config: VllmConfig) -> ModelIdentity:
 
 
 def _sample(file: Path) -> bytes:
-    """The first and last MiB: a safetensors header with all names and shapes, and some weights."""
+    """Pieces from the first byte, a safetensors header with all names and shapes, to the last."""
+    size = file.stat().st_size
     with file.open("rb") as stream:
-        head = stream.read(_SAMPLE_BYTES)
-        stream.seek(max(0, file.stat().st_size - _SAMPLE_BYTES))
-        return head + stream.read(_SAMPLE_BYTES)
+        pieces = []
+        for number in range(_SAMPLES):
+            stream.seek(max(0, size - _SAMPLE_BYTES) * number // (_SAMPLES - 1))
+            pieces.append(stream.read(_SAMPLE_BYTES))
+    return b"".join(pieces)
 
 
 def _layer_spec(spec: KVCacheSpec, layer: str) -> KVCacheSpec:

@@ -22,7 +22,8 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from connectors.errors import PlanError, TransportError, WireError
 from connectors.planning.blocks import wanted_blocks
-from connectors.planning.descriptors import build_runs
+from connectors.planning.descriptors import Runs, build_runs
+from connectors.planning.layout import Place
 from connectors.planning.plan import PairPlan
 from connectors.protocol.actions import Connect, ConsumerAction, ProducerAction, Received, Send, Sent, Write
 from connectors.protocol.cards import WorkerCard, encode_worker_card
@@ -30,13 +31,14 @@ from connectors.protocol.consumer import Consumer as ConsumerMachine
 from connectors.protocol.consumer import Order, Partner
 from connectors.protocol.delivery import Consumer
 from connectors.protocol.producer import Producer as ProducerMachine
-from connectors.protocol.wire import Cancel, Envelope, Hello, Offer, Peer, Refused, Welcome, decode, encode
-from connectors.transport.base import Transport
+from connectors.protocol.wire import Cancel, Hello, Message, Offer, Peer, Refused, Welcome, decode
+from connectors.transport.base import Transport, WriteHandle
 from connectors.transport.nixl import NixlTransport
 from connectors.vllm_hma.config import ConnectorConfig
 from connectors.vllm_hma.fence import StepFence
-from connectors.vllm_hma.greeter import Greeter, agent_name
+from connectors.vllm_hma.greeter import Greeter
 from connectors.vllm_hma.orders import Chunk, Finished, Orders, Receive
+from connectors.vllm_hma.post import Post, agent_name
 from connectors.vllm_hma.probe import EngineProbe
 from connectors.vllm_hma.trace import Trace
 from connectors.vllm_hma.translate import check_groups, engine_layout, model_identity
@@ -51,6 +53,7 @@ logger = logging.getLogger(__name__)
 _BUSY_S = 0.0005
 _OPEN_S = 0.001
 _IDLE_S = 0.01
+_COMPLAIN_EVERY_S = 10.0
 
 
 class WorkerConnector:
@@ -116,6 +119,7 @@ class WorkerRuntime:
         self._limits = config.limits
         self._me = Peer(card.incarnation, card.rank)
         self._transport = transport
+        self._post = Post(self._me, transport)
         self._fence = fence
         self._trace = Trace(config.trace_path, card.incarnation, card.rank)
         self._lock = threading.RLock()
@@ -126,8 +130,15 @@ class WorkerRuntime:
         self._computed: deque[tuple[torch.Event | None, list[Chunk]]] = deque()
         self._sent: set[str] = set()
         self._received: dict[str, str | None] = {}
+        self._complained_at = float("-inf")
         self._greeter = Greeter(
-            card, transport, config.limits.handshake_s, self._connected, self._connect_failed, self._welcomed
+            card,
+            transport,
+            self._post,
+            config.limits.handshake_s,
+            self._connected,
+            self._connect_failed,
+            self._welcomed,
         )
         self._probe = EngineProbe(config.limits.cancel_s, self._engine_lost)
         self._closed = threading.Event()
@@ -226,14 +237,10 @@ class WorkerRuntime:
     def _pump_forever(self) -> None:
         pause_s = _IDLE_S
         while not self._closed.wait(pause_s):
-            try:
-                with self._lock:
-                    if not self._closed.is_set():
-                        self._pump(time.monotonic())
-                    pause_s = self._pause_s()
-            except Exception:
-                # Deadlines and answers depend on this thread: it reports, and goes on.
-                logger.exception("Tandem: a round of the pump failed")
+            with self._lock:
+                if not self._closed.is_set():
+                    self._pump(time.monotonic())
+                pause_s = self._pause_s()
 
     def _pause_s(self) -> float:
         """How long the pump may rest: the engine's own steps pump too."""
@@ -244,7 +251,16 @@ class WorkerRuntime:
         return _OPEN_S if busy else _IDLE_S
 
     def _pump(self, now: float) -> None:
-        """One round: messages, computed chunks, writes, deadlines."""
+        """One round, which never raises: vLLM's hooks would end the engine, the thread all deadlines and answers."""
+        try:
+            self._round(now)
+        except Exception:
+            if now - self._complained_at >= _COMPLAIN_EVERY_S:
+                self._complained_at = now
+                logger.exception("Tandem: a round of the pump failed; the next one goes on")
+
+    def _round(self, now: float) -> None:
+        """Messages, computed chunks, writes, deadlines."""
         for sender, frame in self._transport.notifications():
             self._dispatch(sender, frame, now)
         while self._computed and self._fence.passed(self._computed[0][0]):
@@ -301,7 +317,7 @@ class WorkerRuntime:
         while todo:
             match todo.popleft():
                 case Send(peer, message):
-                    self._send(peer, Envelope(self._me, peer.incarnation, message))
+                    todo.extend(self._send(peer, message))
                 case Write() as write:
                     todo.extend(self._write(write))
                 case Sent(request_id):
@@ -315,12 +331,13 @@ class WorkerRuntime:
                     self._trace.event("received", request=request_id, failure=failure)
                     self._received[request_id] = failure
 
-    def _send(self, peer: Peer, envelope: Envelope) -> None:
+    def _send(self, peer: Peer, message: Message) -> list[ConsumerAction]:
         try:
-            self._transport.notify(agent_name(peer), encode(envelope))
+            self._post.send(peer, message)
         except TransportError as error:
-            # Deadlines cover lost messages; whether the peer is dead is the probe's business.
-            logger.warning("Tandem: %s is not sent: %s", envelope.message.kind, error)
+            logger.warning("Tandem: %s is not sent: %s", message.kind, error)
+            return self._consumer.undelivered(peer, message, time.monotonic())
+        return []
 
     def _write(self, write: Write) -> list[ProducerAction]:
         """Post a write; a failure to post is one of the write."""
@@ -334,7 +351,7 @@ class WorkerRuntime:
             if not len(runs):
                 self._producer.write_posted(write.write_id, 0)
                 return self._producer.write_done(write.write_id, now)
-            handle = self._transport.write(agent_name(write.peer), runs, self.card.layout.place, card.layout.place)
+            handle = self._post_write(agent_name(write.peer), runs, self.card.layout.place, card.layout.place)
         except (TransportError, PlanError) as error:
             logger.warning("Tandem: %s", error)
             return self._producer.write_failed(write.write_id, str(error), now)
@@ -349,6 +366,13 @@ class WorkerRuntime:
             bytes={move.group: len(move.dst_ids) * plan.groups[move.group].block_bytes for move in write.moves},
         )
         return []
+
+    def _post_write(self, peer: str, runs: Runs, source: Place, target: Place) -> WriteHandle:
+        try:
+            return self._transport.write(peer, runs, source, target)
+        except TransportError as error:
+            self._post.reconnect(peer, error)
+            return self._transport.write(peer, runs, source, target)
 
     def _receive(self, receive: Receive, now: float) -> None:
         groups = self.card.layout.groups

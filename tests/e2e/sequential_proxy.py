@@ -35,6 +35,8 @@ def proxy(prefill_url: str, decode_url: str) -> FastAPI:
     async def forward(path: str, request: Request) -> JSONResponse:
         body: dict[str, Any] = await request.json()
         first = body | {"max_tokens": 1, "stream": False, "kv_transfer_params": PRODUCE}
+        if path == "chat/completions":
+            first["max_completion_tokens"] = 1
         answer = await client.post(f"{prefill_url}/v1/{path}", json=first)
         answer.raise_for_status()
         second = body | {"kv_transfer_params": answer.json()["kv_transfer_params"]}

@@ -177,6 +177,34 @@ def test_adding_a_peer_again_is_harmless(fresh: tuple[Agent, Agent]) -> None:
     write(ours, theirs, runs((ours.address, theirs.address, 8)))
 
 
+def test_a_connection_made_anew(fresh: tuple[Agent, Agent]) -> None:
+    """After ``reconnect`` writes and messages go through in both directions, as before."""
+    ours, theirs = fresh
+    ours.transport.reconnect(theirs.name)
+    write(ours, theirs, runs((ours.address, theirs.address, 512)))
+    assert np.array_equal(theirs.buffer[:512], ours.buffer[:512])
+    ours.transport.notify(theirs.name, b"there")
+    assert receive(theirs, 1, ours) == [(ours.name, b"there")]
+    theirs.transport.notify(ours.name, b"and back")
+    assert receive(ours, 1, theirs) == [(theirs.name, b"and back")]
+
+
+def test_no_connection_is_made_anew_under_a_write(fresh: tuple[Agent, Agent]) -> None:
+    """``reconnect`` is refused until the last write to the peer has been polled to its end."""
+    ours, theirs = fresh
+    handle = ours.transport.write(theirs.name, runs((ours.address, theirs.address, 512)), HOST, HOST)
+    with pytest.raises(TransportError, match="under way"):
+        ours.transport.reconnect(theirs.name)
+    until(lambda: ours.transport.poll(handle), [theirs])
+    ours.transport.reconnect(theirs.name)
+
+
+def test_nobody_unknown_is_connected_to_anew(pair: tuple[Agent, Agent]) -> None:
+    """``reconnect`` is for peers that have been added."""
+    with pytest.raises(TransportError, match="nobody"):
+        pair[0].transport.reconnect("nobody/0")
+
+
 @pytest.mark.parametrize("metadata", [b"", b"junk", bytes(1000), b"\xff" * 40])
 def test_unusable_metadata_is_refused(pair: tuple[Agent, Agent], metadata: bytes) -> None:
     """TransportError, whatever the bytes."""

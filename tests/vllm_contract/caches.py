@@ -33,6 +33,8 @@ def vllm_config(**overrides: Any) -> VllmConfig:
         "block_size": BLOCK_TOKENS,
         "enforce_eager": True,
     }
+    if "hf_overrides" in overrides:
+        overrides["hf_overrides"] = dict(overrides["hf_overrides"])
     return EngineArgs(**(arguments | overrides)).create_engine_config()
 
 

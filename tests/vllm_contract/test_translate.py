@@ -115,3 +115,5 @@ def test_identity_tells_models_apart() -> None:
     """One model in two places has one identity; other weights under the same configuration have another."""
     assert model_identity(vllm_config()) == model_identity(vllm_config(max_model_len=1024))
     assert model_identity(vllm_config()) != model_identity(vllm_config(dtype="bfloat16"))
+    other_window = vllm_config(hf_overrides=frozenset({("sliding_window", 64)}))
+    assert model_identity(vllm_config()).model != model_identity(other_window).model

@@ -69,9 +69,9 @@ class Worker:
         self.runtime.close()
 
 
-def receive(producer: EngineAddress, request: str = "r") -> Receive:
+def receive(producer: EngineAddress, request: str = "r", transfer: str = "t") -> Receive:
     """An order for two blocks, tokens 0 to 6 of a prompt of 7."""
-    return Receive(request, "t", producer, DIGEST, ((3, 5),), 0, 6)
+    return Receive(request, transfer, producer, DIGEST, ((3, 5),), 0, 6)
 
 
 def until(condition: Callable[[], bool], within_s: float = 8.0) -> None:

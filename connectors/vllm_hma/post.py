@@ -1,0 +1,54 @@
+"""Messages to other workers, over connections that may have broken since.
+
+A connection that was reset stays broken on this side, whatever becomes of the network, until it is made anew. So a
+message that cannot be sent is sent once more over a fresh connection.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from connectors.errors import TransportError
+from connectors.protocol.wire import Envelope, Message, Peer, encode
+from connectors.transport.base import Transport
+
+logger = logging.getLogger(__name__)
+
+# A dead peer is not worth a fresh connection for every message to it.
+_RECONNECT_EVERY_S = 1.0
+
+
+def agent_name(peer: Peer) -> str:
+    """The transport's name for a worker."""
+    return f"{peer.incarnation}/{peer.rank}"
+
+
+class Post:
+    """Sends for one worker. Thread-safe."""
+
+    def __init__(self, me: Peer, transport: Transport) -> None:
+        self._me = me
+        self._transport = transport
+        self._lock = threading.Lock()
+        self._reconnected_at: dict[str, float] = {}
+
+    def send(self, peer: Peer, message: Message) -> None:
+        """Raises TransportError where the message cannot be sent, even over a fresh connection."""
+        name, frame = agent_name(peer), encode(Envelope(self._me, peer.incarnation, message))
+        try:
+            self._transport.notify(name, frame)
+        except TransportError as error:
+            self.reconnect(name, error)
+            self._transport.notify(name, frame)
+
+    def reconnect(self, name: str, error: TransportError) -> None:
+        """Make the connection to ``name`` anew after ``error``; raises it again where that was done a moment ago."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._reconnected_at.get(name, float("-inf")) < _RECONNECT_EVERY_S:
+                raise error
+            self._reconnected_at[name] = now
+            logger.warning("Tandem: connecting to %r anew: %s", name, error)
+            self._transport.reconnect(name)

@@ -1,0 +1,97 @@
+"""Connections that break between two live workers, and workers that cannot be reached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from connectors.errors import TransportError
+from connectors.planning.descriptors import Runs
+from connectors.planning.layout import Place
+from connectors.transport.memory import MemoryTransport
+from connectors.vllm_hma.orders import Chunk, Expect
+from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
+
+
+class Breakable(MemoryTransport):
+    """As NIXL over TCP after a reset: nothing passes to any peer until its connection is made anew."""
+
+    broken = False
+
+    def notify(self, peer: str, payload: bytes) -> None:
+        self._check(peer)
+        super().notify(peer, payload)
+
+    def write(self, peer: str, runs: Runs, source: Place, target: Place) -> int:
+        self._check(peer)
+        return super().write(peer, runs, source, target)
+
+    def reconnect(self, peer: str) -> None:
+        super().reconnect(peer)
+        self.broken = False
+
+    def _check(self, peer: str) -> None:
+        if self.broken:
+            raise TransportError(peer, "NIXL_ERR_REMOTE_DISCONNECT")
+
+
+def met(worker: Callable[..., Worker]) -> tuple[Worker, Worker]:
+    """A producer and a consumer that have completed a first transfer."""
+    producer, consumer = (worker(name, transport_class=Breakable) for name in ("p", "c"))
+    producer.cache[:] = np.arange(1, 9, dtype=np.uint8)[:, None]
+    deliver(producer, consumer, "first")
+    return producer, consumer
+
+
+def deliver(producer: Worker, consumer: Worker, transfer: str) -> None:
+    consumer.cache[:] = 0
+    consumer.step(receives=[receive(producer.address, transfer, transfer)])
+    producer.step(expects=[Expect(f"q-{transfer}", transfer, 7, DIGEST)])
+    producer.step(chunks=[Chunk(f"q-{transfer}", ((1, 2),), 7)])
+    assert results(consumer) == (set(), {transfer}, set())
+    assert consumer.cache[[3, 5], 0].tolist() == [2, 3]
+
+
+def break_connection(worker: Worker) -> None:
+    assert isinstance(worker.transport, Breakable)
+    worker.transport.broken = True
+
+
+def test_a_connection_that_broke_on_the_consumers_side(worker: Callable[..., Worker]) -> None:
+    """The next offer goes out over a fresh connection."""
+    producer, consumer = met(worker)
+    break_connection(consumer)
+    deliver(producer, consumer, "second")
+
+
+def test_a_connection_that_broke_on_the_producers_side(worker: Callable[..., Worker]) -> None:
+    """The next write, and with it Fin, goes out over a fresh connection."""
+    producer, consumer = met(worker)
+    break_connection(producer)
+    deliver(producer, consumer, "second")
+
+
+def test_an_offer_that_reaches_nobody_holds_no_blocks(worker: Callable[..., Worker]) -> None:
+    """A producer out of reach never learned of the blocks: the request is computed at once, nothing is quarantined."""
+    producer, consumer = met(worker)
+    consumer.transport._fabric.cut("p/0")
+    consumer.step(receives=[receive(producer.address, "lost", "lost")])
+    assert results(consumer, within_s=0.9) == (set(), {"lost"}, {"lost"})
+    assert consumer.runtime.census()["quarantined"] == 0
+    consumer.transport._fabric.mend("p/0")
+    deliver(producer, consumer, "found")
+
+
+def test_a_hook_never_raises(worker: Callable[..., Worker]) -> None:
+    """A transport that fails in any way does not end the engine; the next round goes on."""
+    producer, consumer = met(worker)
+
+    def failing() -> list[tuple[str, bytes]]:
+        raise RuntimeError("anything")
+
+    consumer.transport.notifications = failing  # type: ignore[method-assign]
+    assert consumer.runtime.results() == (set(), set(), set())
+    del consumer.transport.notifications
+    until(lambda: consumer.runtime.census()["offered"] == 0)
+    deliver(producer, consumer, "second")
