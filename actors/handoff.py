@@ -25,6 +25,7 @@ OUTPUT_ONLY = frozenset(
         "length_penalty",
         "logit_bias",
         "logits_processors",
+        "logprob_token_ids",
         "logprobs",
         "min_p",
         "min_tokens",

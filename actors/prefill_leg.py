@@ -37,6 +37,8 @@ class PrefillLeg:
         """End the leg wherever it is; a prefill that still runs is aborted."""
         self._task.cancel()
         await asyncio.wait({self._task})
+        # A task that is cancelled before its first step never reaches its own `finally`.
+        await self._leg.close()
 
     async def _watch(self) -> None:
         outcome = "cancelled"

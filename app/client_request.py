@@ -41,6 +41,11 @@ def parse_body(raw: bytes) -> dict[str, Any]:
         raise BadRequestError(
             f"{TRANSFER_FIELD} is set by this service and cannot come from a client", param=TRANSFER_FIELD
         )
+    extra = body.get("vllm_xargs")
+    if isinstance(extra, dict) and TRANSFER_FIELD in extra:
+        raise BadRequestError(
+            f"vllm_xargs.{TRANSFER_FIELD} is set by this service and cannot come from a client", param="vllm_xargs"
+        )
     return body
 
 

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from actors.handoff import Endpoint
 from actors.router import Answer, ClientRequest, Router
 from app.client_request import read_request
-from app.http_errors import error_event, error_response, status_of
+from app.http_errors import BadRequestError, error_event, error_response, status_of
 from connectors.errors import TandemError
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Generate:
         limits = self._router.limits
         try:
             with self._router.admitted():
-                request = await read_request(Request(scope, receive), self._endpoint, limits.max_body_bytes)
+                request = await self._read(Request(scope, receive))
                 await _until_disconnect(receive, self._relay(request, send))
         except (ClientDisconnect, TaskCancelledError):
             return
@@ -51,6 +51,16 @@ class Generate:
                 logger.exception("a request failed")
             self._router.metrics.requests.labels(REFUSED, "", int(status)).inc()
             await error_response(error, limits.retry_after_s)(scope, receive, send)
+
+    async def _read(self, request: Request) -> ClientRequest:
+        """A body that never ends must not keep its place among the admitted for ever."""
+        limits = self._router.limits
+        try:
+            async with asyncio.timeout(limits.body_timeout_s):
+                return await read_request(request, self._endpoint, limits.max_body_bytes)
+        except TimeoutError:
+            message = f"the body did not arrive within {limits.body_timeout_s:g} s"
+            raise BadRequestError(message, status=HTTPStatus.REQUEST_TIMEOUT) from None
 
     async def _relay(self, request: ClientRequest, send: Send) -> None:
         complete = False
@@ -87,9 +97,10 @@ class Generate:
         try:
             async for chunk in chunks:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        except TandemError as error:
+        except Exception as error:
+            # The response has begun: whatever happens now can only be said in it.
             self._router.metrics.broken_streams.inc()
-            logger.warning("a stream broke off: %s", error)
+            logger.warning("a stream broke off: %s", error, exc_info=not isinstance(error, TandemError))
             await send({"type": "http.response.body", "body": error_event(error), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -12,6 +12,7 @@ ERROR_TYPES = {
     HTTPStatus.BAD_REQUEST: "BadRequestError",
     HTTPStatus.NOT_FOUND: "NotFoundError",
     HTTPStatus.METHOD_NOT_ALLOWED: "MethodNotAllowedError",
+    HTTPStatus.REQUEST_TIMEOUT: "RequestTimeoutError",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "RequestTooLargeError",
     HTTPStatus.TOO_MANY_REQUESTS: "RateLimitError",
     HTTPStatus.INTERNAL_SERVER_ERROR: "InternalServerError",
@@ -51,19 +52,24 @@ def status_of(error: Exception) -> HTTPStatus:
             return HTTPStatus.INTERNAL_SERVER_ERROR
 
 
+def message_of(error: Exception) -> str:
+    """What a client may read of `error`: nothing of what only the log should have."""
+    if status_of(error) is HTTPStatus.INTERNAL_SERVER_ERROR:
+        return "internal error; the router's log has the details"
+    return str(error)
+
+
 def error_response(error: Exception, retry_after_s: int) -> JSONResponse:
     """The response for `error`; one that a client may try again says when."""
     status = status_of(error)
-    internal = status is HTTPStatus.INTERNAL_SERVER_ERROR
-    message = "internal error; the router's log has the details" if internal else str(error)
     headers = {}
     if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
         headers["Retry-After"] = str(retry_after_s)
     param = error.param if isinstance(error, BadRequestError) else None
-    return JSONResponse(error_body(status, message, param), status_code=status, headers=headers)
+    return JSONResponse(error_body(status, message_of(error), param), status_code=status, headers=headers)
 
 
 def error_event(error: Exception) -> bytes:
     """A server-sent event for an error after the first byte, and the end of the stream."""
-    body = error_body(status_of(error), str(error))
+    body = error_body(status_of(error), message_of(error))
     return f"data: {json.dumps(body)}\n\ndata: [DONE]\n\n".encode()

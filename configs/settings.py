@@ -78,6 +78,7 @@ class RouterLimits(Frozen):
     """The router's deadlines and limits; Serve's `user_config` changes them while it runs."""
 
     request_timeout_s: Seconds = Field(600.0, description="from a request's arrival to its last byte")
+    body_timeout_s: Seconds = Field(30.0, description="from a request's arrival to the end of its body")
     prefill_timeout_s: Seconds = Field(120.0, description="from a prefill leg's start to its answer")
     replica_timeout_s: Seconds = Field(10.0, description="wait for a decode replica with a free place")
     prefill_wait_s: Seconds = Field(1.0, description="the same for prefill; then decode serves alone")

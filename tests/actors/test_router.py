@@ -28,6 +28,7 @@ from configs.settings import RouterLimits
 
 LIMITS = RouterLimits(
     request_timeout_s=3,
+    body_timeout_s=0.5,
     prefill_timeout_s=0.5,
     replica_timeout_s=1,
     max_ongoing_requests=4,
@@ -183,6 +184,17 @@ async def test_too_many_requests_are_refused_at_once(client):
     refused = next(reply for reply in replies if reply.status_code == 429)
     assert refused.headers["retry-after"] == "7"
     assert refused.json()["error"]["type"] == "RateLimitError"
+
+
+async def test_a_body_that_never_ends(client):
+    """It loses its place among the admitted after body_timeout_s, with an answer."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+    writer.write(head.encode() + b'{"prompt": "and then')
+    async with asyncio.timeout(10):
+        status = await reader.readline()
+    writer.close()
+    assert b" 408 " in status
 
 
 @pytest.mark.parametrize("prompt", ["decode hangs", "prefill hangs", "both are well"])

@@ -24,6 +24,7 @@ from app.http_errors import BadRequestError, error_response
         (b"null", "must be a JSON object, not NoneType", None),
         (b'{"kv_transfer_params": {}}', "kv_transfer_params is set by this service", "kv_transfer_params"),
         (b'{"kv_transfer_params": null}', "kv_transfer_params is set by this service", "kv_transfer_params"),
+        (b'{"vllm_xargs": {"kv_transfer_params": "x"}}', "vllm_xargs.kv_transfer_params is set by", "vllm_xargs"),
     ],
 )
 def test_a_body_that_is_refused(raw, message, param):
