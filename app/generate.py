@@ -27,7 +27,7 @@ ROUTE_HEADER = b"x-tandem-route"
 LOCAL_REASON_HEADER = b"x-tandem-local-reason"
 
 REFUSED = "refused"
-"""The `route` of a request that no engine answered, in the metrics."""
+"""The `route` of a request that was refused, by the router or an engine, in the metrics."""
 
 
 class Generate:
@@ -87,7 +87,8 @@ class Generate:
         else:
             head = b"".join([chunk async for chunk in chunks])
         status = answer.start.status
-        metrics.requests.labels(answer.route, answer.local_reason or "", status).inc()
+        route, reason = (REFUSED, "") if status >= HTTPStatus.BAD_REQUEST else (answer.route, answer.local_reason)
+        metrics.requests.labels(route, reason or "", status).inc()
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": head, "more_body": streams})
         if streams:
@@ -107,6 +108,8 @@ class Generate:
 
 def _response_headers(answer: Answer) -> list[tuple[bytes, bytes]]:
     headers = [(name, value) for name, value in answer.start.headers if name in RELAYED_HEADERS]
+    if answer.start.status >= HTTPStatus.BAD_REQUEST:
+        return headers  # nothing was computed anywhere
     headers.append((ROUTE_HEADER, answer.route.encode()))
     if answer.local_reason is not None:
         headers.append((LOCAL_REASON_HEADER, answer.local_reason.encode()))

@@ -25,7 +25,7 @@ REPORT_S = 15.0
 
 CURL = (
     "curl -s http://{address}/v1/completions -H 'Content-Type: application/json' "
-    '-d \'{{"model": "{model}", "prompt": "{prompt}", "max_tokens": 8}}\''
+    '-d \'{{"model": "{model}", "prompt": "{prompt}", "max_tokens": 8, "temperature": 0}}\''
 )
 DEMO_PROMPT = r"mira=427\nkelo=093\nkelo?"
 """What the demo model was trained for; its answer is 093."""
@@ -68,14 +68,40 @@ def load(path: Path, port: int | None) -> tuple[dict[str, Any], ServiceSettings]
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
         raise SettingsError("\n".join(lines)) from None
+    problems = _unknown_keys(config)
+    if problems:
+        raise SettingsError("\n".join(problems))
     ours = [one for one in config["applications"] if one["import_path"] == IMPORT_PATH]
     if len(ours) != 1:
         raise SettingsError(f"applications: exactly one must have import_path {IMPORT_PATH}")
     settings = parse_settings(ours[0].get("args") or {})
     check_arguments(settings)
+    _check_model(settings)
     if port is not None:
         config.setdefault("http_options", {})["port"] = port
     return config, settings
+
+
+def _unknown_keys(config: dict[str, Any]) -> list[str]:
+    """Serve ignores keys that it does not know, and with a misspelt `args` all of ours."""
+    from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
+
+    levels: list[tuple[str, Any, Any]] = [("", config, ServeDeploySchema)]
+    levels.append(("http_options.", config.get("http_options") or {}, HTTPOptionsSchema))
+    levels += [(f"applications.{i}.", one, ServeApplicationSchema) for i, one in enumerate(config["applications"])]
+    return [
+        f"{where}{key}: Ray Serve has no such key"
+        for where, mapping, schema in levels
+        for key in mapping
+        if key not in schema.model_fields
+    ]
+
+
+def _check_model(settings: ServiceSettings) -> None:
+    """A path that holds no model would be taken for a hub id, and fail there after a while, less clearly."""
+    path = Path(settings.model_path)
+    if (path.is_absolute() or settings.model_path.startswith(".")) and not (path / "config.json").is_file():
+        raise SettingsError(f"model: there is no config.json in {settings.model_path!r}")
 
 
 def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings) -> int:

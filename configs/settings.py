@@ -129,7 +129,7 @@ class ServiceSettings(Frozen):
     """Everything `app.main:build` takes."""
 
     model: str = Field(DEMO_MODEL, min_length=1, description="a path, a hub id, or `demo`")
-    served_model_name: str | None = Field(None, description="the name clients use; unset: `model`")
+    served_model_name: str | None = Field(None, description="the name clients use; unset: `model`, or `tandem-demo`")
     engine: dict[str, Any] = Field(default_factory=dict, description="vLLM engine arguments of both roles")
     prefill: RoleSettings = Field(RoleSettings(), description="the engines that read prompts")
     decode: RoleSettings = Field(RoleSettings(), description="the engines that write answers")

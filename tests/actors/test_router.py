@@ -166,6 +166,7 @@ async def test_decodes_end_is_the_requests(client, prompt, status, stream):
     reply = await ask(client, prompt, stream=stream)
     assert reply.status_code == status
     assert reply.json()["error"]["code"] == status
+    assert "x-tandem-route" not in reply.headers
     assert reply.headers.get("retry-after") == ("7" if status == 503 else None)
 
 

@@ -38,7 +38,8 @@ def proxy(prefill_url: str, decode_url: str) -> FastAPI:
         if path == "chat/completions":
             first["max_completion_tokens"] = 1
         answer = await client.post(f"{prefill_url}/v1/{path}", json=first)
-        answer.raise_for_status()
+        if answer.status_code != 200:
+            return JSONResponse(answer.json(), answer.status_code)
         second = body | {"kv_transfer_params": answer.json()["kv_transfer_params"]}
         answer = await client.post(f"{decode_url}/v1/{path}", json=second)
         return JSONResponse(answer.json(), answer.status_code)

@@ -1,0 +1,48 @@
+"""What the launcher refuses before it starts anything."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from app.run import load
+from configs.settings import SettingsError
+
+LOCAL = Path(__file__).resolve().parents[2] / "configs" / "local.yaml"
+
+
+def write(folder: Path, config: object) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+@pytest.mark.parametrize("path", sorted(LOCAL.parent.glob("*.yaml")), ids=lambda path: path.name)
+def test_the_shipped_configurations_load(path: Path) -> None:
+    """Each names our application once, and its settings and engine arguments are known."""
+    config, settings = load(path, port=8123)
+    assert config["http_options"]["port"] == 8123
+    assert settings.model == "demo"
+
+
+@pytest.mark.parametrize(
+    ("rename", "message"),
+    [
+        (("http_options", "http_option"), "^http_option: Ray Serve has no such key"),
+        (("args", "arg"), r"^applications\.0\.arg: Ray Serve has no such key"),
+        (("host", "hots"), r"^http_options\.hots: Ray Serve has no such key"),
+    ],
+)
+def test_keys_that_serve_would_ignore(tmp_path: Path, rename: tuple[str, str], message: str) -> None:
+    """A misspelt key outside `args` is named too; Serve itself would start on defaults."""
+    text = LOCAL.read_text().replace(f"{rename[0]}:", f"{rename[1]}:", 1)
+    with pytest.raises(SettingsError, match=message):
+        load(write(tmp_path, yaml.safe_load(text)), None)
+
+
+def test_a_path_without_a_model(tmp_path: Path) -> None:
+    """It is not tried as a hub id."""
+    config = yaml.safe_load(LOCAL.read_text())
+    config["applications"][0]["args"]["model"] = str(tmp_path)
+    with pytest.raises(SettingsError, match=r"^model: there is no config\.json in"):
+        load(write(tmp_path, config), None)
