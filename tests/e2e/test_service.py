@@ -32,9 +32,7 @@ FACTS_FAR = 120
 @pytest.fixture(scope="module")
 def service(tmp_path_factory) -> Iterator[ServiceProcess]:
     folder = tmp_path_factory.mktemp("service")
-    # KV of a request that decode refuses after prefill has finished is leased: for less than IDLE_TIMEOUT_S here.
-    transfer = {"lease_s": 8}
-    service = ServiceProcess(write_config("local-unequal-tp.yaml", folder, transfer=transfer), folder)
+    service = ServiceProcess(write_config("local-unequal-tp.yaml", folder), folder)
     service.start()
     yield service
     service.stop()
