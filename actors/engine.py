@@ -98,6 +98,13 @@ class Engine:
                 f"{CONNECTOR} answered a `describe` request with {described!r}, which is not an address: {error!r}"
             ) from error
 
+    async def discard(self, transfer_id: str) -> None:
+        """Tell the connector that nobody will fetch this transfer's KV. Costs no forward."""
+        await self._llm.notify_kv_transfer_request_rejected(
+            f"discard-{uuid.uuid4().hex}",
+            {"do_remote_decode": True, "transfer_id": transfer_id, "discard": True},
+        )
+
     async def warm_up(self, timeout_s: float) -> None:
         """Run one short request, so that the first client does not pay for the first step."""
         from vllm import SamplingParams

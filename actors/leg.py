@@ -107,10 +107,15 @@ class Leg:
             except StopAsyncIteration:
                 return None
 
+    async def accepted(self) -> bool:
+        """Whether a replica has the call; waits for it at most ACCEPT_S."""
+        await asyncio.wait({self._accepted}, timeout=ACCEPT_S)
+        return self._accepted.done() and not self._accepted.cancelled() and self._accepted.exception() is None
+
     async def close(self) -> None:
         """Cancel the call if it still runs: the actor's generator is closed and the engine aborts."""
         try:
-            await asyncio.wait({self._accepted}, timeout=ACCEPT_S)
+            await self.accepted()
         finally:
             self._response.cancel()
 

@@ -19,19 +19,29 @@ class Prefill(EngineActor):
 
     async def __init__(self, settings: ServiceSettings) -> None:
         await super().__init__(settings)
+        self._held: set[str] = set()
         self._producer: Producer = await self.engine.describe_producer(FIRST_REQUEST_TIMEOUT_S)
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Where this engine's workers are reached; Serve brings it to the router with each selection."""
         return asdict(self._producer)
 
-    async def call_and_hold(self, call: Call, hold_s: float) -> AsyncGenerator[CallItem, None]:
+    async def call_and_hold(self, call: Call, transfer_id: str, hold_s: float) -> AsyncGenerator[CallItem, None]:
         """Like `call`, but the request counts as ongoing until the caller cancels it, at most `hold_s` more.
 
         The engine has answered before its KV has arrived: a replica that is told to stop must wait for
         the handover, and an autoscaler must see the load.
         """
-        async with aclosing(self.call(call)) as answer:
-            async for item in answer:
-                yield item
-        await asyncio.sleep(hold_s)
+        self._held.add(transfer_id)
+        try:
+            async with aclosing(self.call(call)) as answer:
+                async for item in answer:
+                    yield item
+            await asyncio.sleep(hold_s)
+        finally:
+            self._held.discard(transfer_id)
+
+    async def discard(self, transfer_id: str) -> None:
+        """Give back the KV of a call that is held here; a transfer of another replica's is none of ours."""
+        if transfer_id in self._held:
+            await self.engine.discard(transfer_id)

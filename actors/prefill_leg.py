@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 
 from actors.leg import DeadlineError, Leg, deadline
 from actors.router_metrics import RouterMetrics
@@ -13,31 +14,51 @@ logger = logging.getLogger(__name__)
 BROKEN = frozenset({"rejected", "failed", "late"})
 """Outcomes after which no KV, or not all of it, comes from this leg."""
 
+Discard = Callable[[str], Awaitable[None]]
+"""Tells the prefill replicas that nobody will fetch a transfer's KV; bounded, and does not raise."""
+
 
 class PrefillLeg:
     """Owns the task that reads the leg. `broken` is done when the leg ends without its answer.
 
     A broken leg does not fail the request: while decode has not begun to answer, the router asks decode
     to serve it alone, which is sooner than decode's connector can learn of it.
+
+    A leg that ends before its handover may leave finished KV behind that no decode engine has heard of: decode has
+    refused the request, or the client left before decode's engine had it. So it is discarded before the leg is closed.
     """
 
-    def __init__(self, leg: Leg, transfer_id: str, timeout_s: float, metrics: RouterMetrics) -> None:
+    def __init__(self, leg: Leg, transfer_id: str, timeout_s: float, metrics: RouterMetrics, discard: Discard) -> None:
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._leg = leg
         self._transfer_id = transfer_id
         self._timeout_s = timeout_s
         self._metrics = metrics
+        self._discard = discard
+        self._holds_kv = True
+        self._ending: asyncio.Task[None] | None = None
         self._task = asyncio.create_task(self._watch(), name=f"prefill-leg-{transfer_id}")
 
     def release(self) -> None:
         """The handover is done: the leg need not count as ongoing any more."""
+        self._holds_kv = False
         self._task.cancel()
+        self._end()
 
     async def close(self) -> None:
         """End the leg wherever it is; a prefill that still runs is aborted."""
         self._task.cancel()
-        await asyncio.wait({self._task})
-        # A task that is cancelled before its first step never reaches its own `finally`.
+        await asyncio.wait({self._task, self._end()})
+
+    def _end(self) -> asyncio.Task[None]:
+        """The leg's end, once, in a task of its own: whoever waits for it may be cancelled."""
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end_leg(), name=f"prefill-leg-ends-{self._transfer_id}")
+        return self._ending
+
+    async def _end_leg(self) -> None:
+        if self._holds_kv and await self._leg.accepted():
+            await self._discard(self._transfer_id)
         await self._leg.close()
 
     async def _watch(self) -> None:
@@ -58,9 +79,11 @@ class PrefillLeg:
             logger.exception("prefill of transfer %s failed", self._transfer_id)
         finally:
             self._metrics.prefill_legs.labels(outcome).inc()
+            if outcome == "rejected":
+                self._holds_kv = False
             if outcome in BROKEN and not self.broken.done():
                 self.broken.set_result(outcome)
-            await self._leg.close()
+            self._end()
 
     async def _read_answer(self) -> str:
         start = await self._leg.start()

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
@@ -137,10 +138,11 @@ class Router:
             prefill_call = _call(request, prefill_leg(request.endpoint, request.body, transfer_id))
             decode_call = _call(request, decode_leg(request.body, transfer_id, producer))
             prefill = PrefillLeg(
-                Leg("prefill", self._prefill.dispatch(prefill_place, prefill_call, timing.left_s)),
+                Leg("prefill", self._prefill.dispatch(prefill_place, prefill_call, transfer_id, timing.left_s)),
                 transfer_id,
                 self.limits.prefill_timeout_s,
                 self.metrics,
+                self._discard,
             )
             legs.push_async_callback(prefill.close)
             decode = Leg("decode", self._decode.dispatch(decode_place, decode_call))
@@ -151,7 +153,8 @@ class Router:
             if not opening.done():
                 return None, PREFILL_FAILED
             answer = Answer(await opening, decode, None, timing)
-            prefill.release()
+            if answer.start.status < HTTPStatus.BAD_REQUEST:
+                prefill.release()
             stack.push_async_exit(legs.pop_all())
             return answer, None
 
@@ -207,11 +210,16 @@ class Router:
         pairs = zip(self._roles, answers, strict=True)
         return [(role, replica, text) for role, replies in pairs for replica, text in replies]
 
-    async def _ask_all(self, role: RoleName, method: str, timeout_s: float) -> list[Any]:
+    async def _discard(self, transfer_id: str) -> None:
+        """Have the prefill replica that holds this transfer give its KV back; where that fails, its lease will."""
+        self.metrics.discards.inc()
+        await self._ask_all("prefill", "discard", self.limits.health_timeout_s, transfer_id)
+
+    async def _ask_all(self, role: RoleName, method: str, timeout_s: float, *arguments: object) -> list[Any]:
         """What the replicas of `role` return from `method`; those that fail or are late are left out."""
         try:
             async with deadline(timeout_s, f"asking the {role} replicas"), serve_errors(role):
-                response = self._roles[role].broadcast(method)
+                response = self._roles[role].broadcast(method, *arguments)
                 replies = await response.results_async(return_exceptions=True)
         except TandemError as error:
             logger.warning("%s: %s", method, error)

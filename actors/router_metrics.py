@@ -23,6 +23,11 @@ class RouterMetrics:
             ["outcome"],
             registry=self.registry,
         )
+        self.discards = Counter(
+            "tandem_discards",
+            "Transfers that were given up because decode did not take them over.",
+            registry=self.registry,
+        )
         self.disconnects = Counter(
             "tandem_client_disconnects",
             "Requests whose client went away before the end of its answer.",

@@ -33,6 +33,10 @@ class Stage(Enum):
     HELD = auto()
 
 
+NOBODY = ""
+"""The consumer of a transfer that was discarded: no peer's incarnation is empty."""
+
+
 @dataclass(slots=True)
 class Delivery:
     """One consumer rank's share. ``pending[g]`` are the offered blocks of group g that have not been written yet.
@@ -68,9 +72,11 @@ class Transfer:
     deliveries: dict[int, Delivery] = field(default_factory=dict)
 
     def delivered(self) -> bool:
-        """Every rank of the consumer that was to be served has been, or wants nothing."""
-        return self.expected_ranks is not None and all(
-            rank in self.deliveries and self.deliveries[rank].closed for rank in self.expected_ranks
+        """Every rank of the consumer that was to be served has been, or wants nothing, and no write is under way."""
+        return (
+            self.expected_ranks is not None
+            and self.expected_ranks <= self.deliveries.keys()
+            and all(delivery.closed for delivery in self.deliveries.values())
         )
 
 

@@ -1,9 +1,10 @@
 """``kv_transfer_params``: how a router names a transfer to the two engines.
 
 These are the keys that public prefill/decode proxies pass around, plus ``transfer_id``, with which both legs can be
-sent at once, and ``describe``, which asks an engine for its address.
+sent at once, ``describe``, which asks an engine for its address, and ``discard``, which gives up a transfer.
 
     prefill leg   do_remote_decode=True  [transfer_id] [describe]
+    discard       do_remote_decode=True  transfer_id  discard=True; nothing is computed for it
     its answer    do_remote_prefill=True, remote_engine_id, remote_host, remote_port, tp_size, transfer_id, ...
     decode leg    the answer, unchanged; or the same keys made by a router that knows the engine's address
 """
@@ -37,6 +38,13 @@ class ProduceParams:
 
 
 @dataclass(frozen=True, slots=True)
+class DiscardParams:
+    """Nobody will fetch this transfer's KV, whether its request is here already or not."""
+
+    transfer_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class ConsumeParams:
     """The request's KV comes from the engine at ``producer``."""
 
@@ -44,7 +52,7 @@ class ConsumeParams:
     producer: EngineAddress
 
 
-def parse_params(params: Mapping[str, object] | None) -> ProduceParams | ConsumeParams | None:
+def parse_params(params: Mapping[str, object] | None) -> ProduceParams | DiscardParams | ConsumeParams | None:
     """None where the request has nothing to do with another engine. Raises WireError naming the key that is wrong."""
     if not params:
         return None
@@ -56,6 +64,10 @@ def parse_params(params: Mapping[str, object] | None) -> ProduceParams | Consume
     transfer_id = params.get("transfer_id")
     if transfer_id is not None and (not isinstance(transfer_id, str) or not 0 < len(transfer_id) <= 256):
         raise WireError("kv_transfer_params: transfer_id must be text of 1 to 256 characters")
+    if produce and params.get("discard"):
+        if transfer_id is None:
+            raise WireError("kv_transfer_params: discard needs the transfer_id that is given up")
+        return DiscardParams(transfer_id)
     if produce:
         return ProduceParams(transfer_id, bool(params.get("describe")))
     if not consume:

@@ -12,6 +12,7 @@ A *transfer* is one request's KV for one consumer engine; each consumer rank tha
     LIVE       finished, not held        gone     open deliveries: Aborted once their writes have ended
     HELD       all deliveries closed     gone     Sent: the scheduler may free the blocks
     HELD       lease_s, no offer         gone     Sent
+    (any)      discard                   (same)   open deliveries: Aborted; nobody is waited for: HELD becomes gone
 
     delivery   on                        becomes
     -------------------------------------------------------------------------------------
@@ -32,7 +33,7 @@ from collections.abc import Iterable, Sequence
 
 from connectors.planning.layout import Group
 from connectors.protocol.actions import ProducerAction, Send, Sent, Write
-from connectors.protocol.delivery import Consumer, Delivery, Stage, Transfer, offer_problem, take_ready
+from connectors.protocol.delivery import NOBODY, Consumer, Delivery, Stage, Transfer, offer_problem, take_ready
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Fin, Message, Offer, Peer
 
@@ -113,6 +114,24 @@ class Producer:
             actions += self._end(transfer, delivery, reason, now)
         self._forget(transfer, now)
         return actions
+
+    def discard(self, transfer_id: str, now: float) -> list[ProducerAction]:
+        """Whoever asked for this transfer has given it up: its KV is not held for anybody.
+
+        Its request may be here or come later; then it runs, and is Sent as soon as it has finished.
+        """
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None:
+            self._gone.setdefault(transfer_id, now)
+            return []
+        actions: list[ProducerAction] = []
+        for delivery in transfer.deliveries.values():
+            actions += self._end(transfer, delivery, "the router has given the transfer up", now)
+        if transfer.stage is Stage.ORPHAN:
+            self._forget(transfer, now)
+            return actions
+        transfer.consumer, transfer.expected_ranks = NOBODY, frozenset()
+        return actions + self._advance(transfer, now)
 
     def writes_in_flight(self, request_id: str) -> tuple[int, ...]:
         """Ids of the writes that read this request's blocks."""

@@ -60,7 +60,7 @@ class Release:
 
 @dataclass(slots=True)
 class Orders(KVConnectorMetadata):
-    """All of one step, each list in the order in which things happened."""
+    """All of one step, each list in the order in which things happened. ``discards`` are transfer ids."""
 
     expects: list[Expect] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
@@ -69,6 +69,7 @@ class Orders(KVConnectorMetadata):
     receives: list[Receive] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
     releases: list[Release] = field(default_factory=list)
+    discards: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from connectors.planning.layout import Group
 from connectors.protocol.cards import decode_worker_card, engine_card
 from connectors.protocol.params import (
     ConsumeParams,
+    DiscardParams,
     EngineAddress,
     ProduceParams,
     parse_params,
@@ -96,6 +97,9 @@ class SchedulerConnector:
         except WireError as error:
             # The request itself is fine: it is served by this engine alone.
             logger.warning("request %s: %s; it is computed here", request.request_id, error)
+            return
+        if isinstance(params, DiscardParams):
+            self._orders.discards.append(params.transfer_id)
             return
         if params is not None and request.prompt_embeds is not None:
             # Nothing says whether two requests with embeddings have the same prompt.

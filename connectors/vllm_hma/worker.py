@@ -203,6 +203,8 @@ class WorkerRuntime:
                 self._perform(self._consumer.abort(request_id, now))
             for release in orders.releases:
                 self._perform(self._consumer.release(release.transfer_id, release.producer, now))
+            for transfer_id in orders.discards:
+                self._perform(self._producer.discard(transfer_id, now))
             self._pump(now)
             for finished in orders.finished:
                 if finished.held:

@@ -44,6 +44,8 @@ class Engine:
     def __init__(self, role: str) -> None:
         self.role = role
         self.running = 0
+        self.held: set[str] = set()
+        self.discarded = 0
         routes = [Route("/v1/completions", self.complete, methods=["POST"])]
         self.app = Starlette(routes=routes)
 
@@ -64,21 +66,26 @@ class Engine:
         finally:
             self.running -= 1
 
-    async def call_and_hold(self, call: Call, hold_s: float) -> AsyncGenerator[object, None]:
-        async with aclosing(self.call(call)) as answer:
-            async for item in answer:
-                yield item
+    async def call_and_hold(self, call: Call, transfer_id: str, hold_s: float) -> AsyncGenerator[object, None]:
+        self.held.add(transfer_id)
         self.running += 1
         try:
+            async with aclosing(self.call(call)) as answer:
+                async for item in answer:
+                    yield item
             await asyncio.sleep(hold_s)
         finally:
+            self.held.discard(transfer_id)
             self.running -= 1
+
+    async def discard(self, transfer_id: str) -> None:
+        self.discarded += transfer_id in self.held
 
     async def ping(self) -> str:
         return "fake"
 
     async def metrics(self) -> tuple[str, str]:
-        return "fake", f"# TYPE calls gauge\ncalls {self.running}\n"
+        return "fake", f"# TYPE calls gauge\ncalls {self.running}\n# TYPE gave gauge\ngave {self.discarded}\n"
 
     async def complete(self, request: Request) -> Response:
         body = await request.json()
@@ -168,6 +175,42 @@ async def test_decodes_end_is_the_requests(client, prompt, status, stream):
     assert reply.json()["error"]["code"] == status
     assert "x-tandem-route" not in reply.headers
     assert reply.headers.get("retry-after") == ("7" if status == 503 else None)
+
+
+async def discarded(client: httpx.AsyncClient) -> float:
+    """How many held calls the prefill actor was told to give up."""
+    lines = (await client.get("/metrics")).text.splitlines()
+    (count,) = (line.rsplit(" ", 1)[1] for line in lines if line.startswith("gave{") and 'role="prefill"' in line)
+    return float(count)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "times"),
+    [
+        ("all is well", 0),
+        ("breaks off", 0),
+        ("prefill rejects", 0),
+        ("decode rejects", 1),
+        ("decode dies", 1),
+        ("prefill hangs", 1),
+    ],
+)
+async def test_kv_that_decode_does_not_fetch_is_discarded(client, prompt, times):
+    """While its call is still held, so that the replica knows the transfer for its own."""
+    before = await discarded(client)
+    await ask(client, prompt)
+    await idle(client)
+    assert await discarded(client) == before + times
+
+
+async def test_kv_of_a_client_that_leaves_is_discarded(client):
+    """Decode may never have heard of the transfer."""
+    before = await discarded(client)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):
+            await ask(client, "decode hangs")
+    await idle(client)
+    assert await discarded(client) == before + 1
 
 
 async def test_a_stream_that_breaks_off_says_so(client):

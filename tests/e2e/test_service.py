@@ -245,6 +245,27 @@ async def test_a_client_that_leaves_ends_both_legs(service, http, stream, after_
     assert http.get("/health").status_code == 200
 
 
+@pytest.mark.parametrize("leaves", [False, True], ids=["refused", "left"])
+async def test_a_prefill_that_ends_before_decode_says_no(service, http, leaves):
+    """KV that nobody will fetch is given back at once, not when its lease ends."""
+    wait_until_idle(http)
+    done = metric(http, "vllm:request_success_total", role="prefill")
+    # Decode's API server reads all of this before it refuses it; the prefill leg goes without.
+    body = completion("a", logit_bias={str(10**6 + token): 1 for token in range(300_000)}, max_tokens="many")
+    async with httpx.AsyncClient(base_url=service.url, timeout=60) as client:
+        asked = asyncio.create_task(client.post("/v1/completions", json=body))
+        give_up_at = time.monotonic() + 30
+        while metric(http, "vllm:request_success_total", role="prefill") == done:
+            assert time.monotonic() < give_up_at, "prefill has not run"
+            await asyncio.sleep(0.01)
+        if leaves:
+            asked.cancel()
+        else:
+            assert (await asked).status_code == 400
+    await asyncio.sleep(0.2)
+    wait_until_idle(http)
+
+
 async def test_clients_that_leave_at_any_moment(service, http):
     """No place on a replica stays taken; the last test's stop would wait for it."""
     rng = random.Random("leaving")

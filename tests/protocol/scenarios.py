@@ -195,6 +195,11 @@ def add_request(world: World, prefills: list[Prefill], rng: random.Random, numbe
     if chance(0.1):
         for rank in range(len(world.consumers)):
             world.at(when, lambda r=rank: world.on_consumer(r, lambda m: m.release(transfer, ENGINE, world.now)))
+    if chance(0.1):
+        discards = when + rng.uniform(-1, 2)
+        for rank in range(len(world.producers)):
+            at = discards + rng.uniform(0, 0.1)
+            world.at(at, lambda r=rank: world.on_producer(r, lambda m: m.discard(transfer, world.now)))
     if not chance(0.1):
         asked = "another prompt" if chance(0.05) else prompt
         prefix = 4 * rng.randint(0, (tokens - 1) // 4) if rng.random() < 0.3 else 0

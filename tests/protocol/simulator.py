@@ -193,6 +193,11 @@ class World:
                         raise Violation(f"{request_id} was sent twice on rank {rank}")
                     self.free_when_sent(request_id)
 
+    def on_producer(self, rank: int, call: Callable[[Producer], list[ProducerAction]]) -> None:
+        if self.producers[rank].alive:
+            self.counts["discards"] += 1
+            self.produce(rank, call(self.producers[rank].machine))
+
     def free_when_sent(self, request_id: str) -> None:
         """The scheduler frees a held request's blocks when all its workers have sent them."""
         if request_id in self.held_blocks and len(self.sent.get(request_id, ())) == len(self.producers):

@@ -6,7 +6,14 @@ from hypothesis import strategies as st
 
 from connectors.errors import ConfigurationError, WireError
 from connectors.protocol.limits import TransferLimits
-from connectors.protocol.params import ConsumeParams, EngineAddress, ProduceParams, parse_params, prompt_digest
+from connectors.protocol.params import (
+    ConsumeParams,
+    DiscardParams,
+    EngineAddress,
+    ProduceParams,
+    parse_params,
+    prompt_digest,
+)
 
 DECODE_LEG = {
     "do_remote_prefill": True,
@@ -31,6 +38,13 @@ def test_prefill_legs() -> None:
     assert parse_params({"do_remote_decode": True}) == ProduceParams(None, False)
     assert parse_params({"do_remote_decode": True, "transfer_id": "t"}) == ProduceParams("t", False)
     assert parse_params({"do_remote_decode": True, "describe": True}) == ProduceParams(None, True)
+
+
+def test_discards() -> None:
+    """They name the transfer that nobody will fetch."""
+    assert parse_params({"do_remote_decode": True, "discard": True, "transfer_id": "t"}) == DiscardParams("t")
+    with pytest.raises(WireError, match="discard needs the transfer_id"):
+        parse_params({"do_remote_decode": True, "discard": True})
 
 
 def test_decode_legs() -> None:
@@ -65,14 +79,14 @@ def test_wrong_keys_are_named(change: dict[str, object], says: str) -> None:
 VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=300) | st.lists(st.integers())
 
 
-@given(st.dictionaries(st.sampled_from([*DECODE_LEG, "describe"]), VALUES), st.booleans())
+@given(st.dictionaries(st.sampled_from([*DECODE_LEG, "describe", "discard"]), VALUES), st.booleans())
 def test_fuzz_params(changes: dict[str, object], complete: bool) -> None:
     """Any values under any keys: parsed, or a WireError."""
     try:
         parsed = parse_params((DECODE_LEG if complete else {}) | changes)
     except WireError:
         return
-    assert parsed is None or isinstance(parsed, ProduceParams | ConsumeParams)
+    assert parsed is None or isinstance(parsed, ProduceParams | DiscardParams | ConsumeParams)
 
 
 def test_prompt_digests_tell_prompts_apart() -> None:

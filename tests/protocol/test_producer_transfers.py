@@ -98,6 +98,48 @@ def test_one_rank_may_want_nothing() -> None:
     assert producer.message(C1, Cancel("t"), 5.0) == [Send(C1, Cancelled("t")), Sent("r")]
 
 
+def test_a_discarded_transfer_is_held_for_nobody() -> None:
+    """HELD + discard -> gone, Sent; an offer that comes later is refused."""
+    producer = held()
+    assert producer.discard("t", 3.0) == [Sent("r")]
+    assert aborted_reason(producer.message(C0, offer(), 4.0)).startswith("this transfer has ended")
+    assert producer.discard("t", 5.0) == []
+
+
+def test_a_discard_while_the_prompt_is_computed() -> None:
+    """LIVE + discard: the open delivery is Aborted, late offers too, and the end of the request is its release."""
+    producer = live((0, 1))
+    assert producer.message(C0, offer(), 0.5) == []
+    assert producer.discard("t", 1.0) == [Send(C0, Aborted("t", "the router has given the transfer up"))]
+    assert aborted_reason(producer.message(C1, offer(), 1.5)).startswith("this transfer has ended")
+    assert producer.message(C1, Cancel("t"), 1.6) == [Send(C1, Cancelled("t"))]
+    assert producer.progress("r", *TABLES, 2.0) == []
+    assert producer.finished("r", True, "", 3.0) == [Sent("r")]
+
+
+def test_a_discard_does_not_end_under_a_write() -> None:
+    """HELD + discard with a write in flight: the blocks are read, so they stay until it has ended."""
+    producer = held((0, 1))
+    write = only_write(producer.message(C0, offer(), 3.0))
+    assert producer.discard("t", 4.0) == []
+    gave_up = Aborted("t", "the router has given the transfer up")
+    assert finish_write(producer, write, 61, 5.0) == [Send(C0, gave_up), Sent("r")]
+
+
+@pytest.mark.parametrize("offered", [True, False])
+def test_a_discard_before_the_request(offered: bool) -> None:
+    """(none) or ORPHAN + discard: the offer is Aborted, and a request that comes after all is Sent when it ends."""
+    producer = machine()
+    if offered:
+        producer.message(C0, offer(), 0.0)
+    assert len(producer.discard("t", 1.0)) == offered
+    producer.expect("r", "t", 12, "digest", 2.0)
+    assert producer.progress("r", *TABLES, 3.0) == []
+    assert producer.finished("r", True, "", 4.0) == [Sent("r")]
+    producer.tick(40.0)
+    assert not any(producer.census().values())
+
+
 def test_a_lease_expires() -> None:
     """HELD + lease_s, no offer -> gone, Sent, once."""
     producer = held()

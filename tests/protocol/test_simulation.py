@@ -44,6 +44,17 @@ def test_schedules_have_seen_everything(totals: Counter[str], capsys: pytest.Cap
     with capsys.disabled():
         print("\nsimulated:", ", ".join(f"{count} {what}" for what, count in sorted(totals.items())))
     assert totals["schedules"] == SCHEDULES
-    for what in ("offer", "fin", "cancel", "cancelled", "aborted", "alive", "dropped", "failed writes", "preemptions"):
+    for what in (
+        "offer",
+        "fin",
+        "cancel",
+        "cancelled",
+        "aborted",
+        "alive",
+        "dropped",
+        "failed writes",
+        "preemptions",
+        "discards",
+    ):
         assert totals[what] > SCHEDULES // 50, what
     assert min(totals["requests that got their KV"], totals["requests that did not"]) > SCHEDULES // 5
