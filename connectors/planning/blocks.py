@@ -1,7 +1,9 @@
-"""Tokens to blocks: which positions of a block table are wanted, and which a chunk has completed.
+"""Tokens to blocks, and blocks to what moves: which positions are wanted, and which a chunk has completed.
 
 A *position* is an index into a group's block table: position ``p`` covers tokens ``[p*B, (p+1)*B)`` of the request.
 Block id 0 is the allocator's null block: it stands where a sliding window has passed and nothing is stored.
+A *unit* is the largest stretch of tokens that lies in one block on both sides: unit ``u`` covers ``[u*U, (u+1)*U)``, U
+dividing the block sizes of producer and consumer. A state group has one position and one unit, 0: the state itself.
 """
 
 from __future__ import annotations
@@ -35,6 +37,30 @@ class BlockSet:
         return len(self.positions)
 
 
+@dataclass(frozen=True, slots=True)
+class UnitShape:
+    """How one group's blocks are cut between two engines: ``tokens`` a unit, so many units a block on each side."""
+
+    tokens: int
+    src_units: int
+    dst_units: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSet:
+    """Units to fill: ``units[i]`` goes into part ``dst_parts[i]`` of the consumer's block ``dst_ids[i]``."""
+
+    units: Ints
+    dst_ids: Ints
+    dst_parts: Ints
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    def where(self, mask: npt.NDArray[np.bool_]) -> UnitSet:
+        return UnitSet(self.units[mask], self.dst_ids[mask], self.dst_parts[mask])
+
+
 def empty_blocks() -> BlockSet:
     return BlockSet(np.empty(0, np.int64), np.empty(0, np.int64))
 
@@ -44,6 +70,9 @@ def first_needed_token(group: Group, resume_token: int) -> int:
     if group.kind is GroupKind.SLIDING:
         assert group.window_tokens is not None
         return max(0, resume_token - group.window_tokens + 1)
+    if group.kind is GroupKind.CHUNKED:
+        assert group.window_tokens is not None
+        return resume_token // group.window_tokens * group.window_tokens
     return 0
 
 
@@ -51,15 +80,18 @@ def wanted_blocks(group: Group, table: Sequence[int], start_token: int, end_toke
     """The blocks that must be filled so that a consumer can resume at ``end_token``.
 
     Tokens before ``start_token`` are already in the consumer's own cache (a prefix hit); their blocks may be shared
-    with other requests and are never written. Tokens before the window are not needed.
+    with other requests and are never written. Tokens before the window are not needed. Of a state group it is the
+    block of the running state, the table's last.
 
     Raises PlanError where the table has no block for a token that is needed: the caller then computes it itself.
     """
     if not 0 <= start_token <= end_token:
         raise PlanError(f"tokens [{start_token}, {end_token}) are not a range")
+    if group.kind is GroupKind.STATE:
+        return _state_block(group, table) if start_token < end_token else empty_blocks()
     first = max(first_needed_token(group, end_token), start_token) // group.block_tokens
     stop = -(-end_token // group.block_tokens)
-    if start_token == end_token or first >= stop:
+    if start_token == end_token or first_needed_token(group, end_token) >= end_token or first >= stop:
         return empty_blocks()
     if stop > len(table):
         raise PlanError(
@@ -72,23 +104,43 @@ def wanted_blocks(group: Group, table: Sequence[int], start_token: int, end_toke
     return BlockSet(np.arange(first, stop, dtype=np.int64), ids)
 
 
-def complete_positions(
-    positions: Ints, block_tokens: int, computed_tokens: int, end_token: int
-) -> npt.NDArray[np.bool_]:
-    """Mask of the positions whose tokens below ``end_token`` are all computed.
+def _state_block(group: Group, table: Sequence[int]) -> BlockSet:
+    if not table or table[-1] == NULL_BLOCK:
+        raise PlanError(f"group {group.index}: no block is allocated for the request's state")
+    return BlockSet(np.zeros(1, np.int64), np.asarray(table[-1:], np.int64))
 
-    The last block of a prompt is complete when the prompt is, although it is not full.
+
+def wanted_units(group: Group, blocks: BlockSet, shape: UnitShape, end_token: int) -> UnitSet:
+    """The units of a consumer's blocks that carry tokens it needs to resume at ``end_token``.
+
+    A block larger than a unit may begin before the window, where a producer with smaller blocks holds nothing any
+    more, and may end behind the prompt. Both sides compute this, so both count the same bytes.
     """
-    return np.minimum((positions + 1) * block_tokens, end_token) <= computed_tokens
+    if group.kind is GroupKind.STATE:
+        return UnitSet(blocks.positions, blocks.ids, np.zeros(len(blocks), np.int64))
+    parts = np.arange(shape.dst_units, dtype=np.int64)
+    units = (blocks.positions[:, None] * shape.dst_units + parts[None, :]).ravel()
+    every = UnitSet(units, np.repeat(blocks.ids, shape.dst_units), np.tile(parts, len(blocks)))
+    first = first_needed_token(group, end_token)
+    return every.where((units * shape.tokens < end_token) & ((units + 1) * shape.tokens > first))
 
 
-def boundary_position(group: Group, resume_token: int, computed_tokens: int) -> int | None:
-    """The table position that resuming at ``resume_token`` needs and computing up to ``computed_tokens`` has released.
+def complete_units(group: Group, units: Ints, shape: UnitShape, computed: int, end_token: int) -> npt.NDArray[np.bool_]:
+    """Mask of the units whose tokens below ``end_token`` are all computed.
+
+    The last unit of a prompt is complete when the prompt is, although it is not full. A state is the prompt's when
+    exactly ``end_token`` tokens are in it.
+    """
+    if group.kind is GroupKind.STATE:
+        return np.full(len(units), computed == end_token)
+    return np.minimum((units + 1) * shape.tokens, end_token) <= computed
+
+
+def boundary_positions(group: Group, resume_token: int, computed_tokens: int) -> range:
+    """The table positions that resuming at ``resume_token`` needs and computing up to ``computed_tokens`` released.
 
     A producer computes the whole prompt, so its window ends one token later than that of a consumer which resumes at
-    the last prompt token. Where that token starts a block, the allocator has let go of one block too many.
-    None where nothing is lost.
+    the last prompt token. Where that token starts a block, or a chunk, the allocator has let go of too much.
     """
     needed = first_needed_token(group, resume_token) // group.block_tokens
-    kept = first_needed_token(group, computed_tokens) // group.block_tokens
-    return needed if needed < kept else None
+    return range(needed, first_needed_token(group, computed_tokens) // group.block_tokens)

@@ -32,16 +32,25 @@ class Runs:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockMoves:
-    """Blocks of one group to move: ``src_ids[i]`` of the producer to ``dst_ids[i]`` of the consumer."""
+class Moves:
+    """Units of one group to move: part ``src_parts[i]`` of the producer's block ``src_ids[i]`` to the consumer's.
+
+    ``layers`` limits the move to layers ``[first, stop)`` of the group.
+    """
 
     group: int
     src_ids: Ints
+    src_parts: Ints
     dst_ids: Ints
+    dst_parts: Ints
+    layers: tuple[int, int] | None = None
+
+    def __len__(self) -> int:
+        return len(self.dst_ids)
 
 
-def build_runs(plan: PairPlan, moves: Sequence[BlockMoves]) -> Runs:
-    """All runs of some blocks of some groups, adjacent ones merged."""
+def build_runs(plan: PairPlan, moves: Sequence[Moves]) -> Runs:
+    """All runs of some units of some groups, adjacent ones merged."""
     parts = [_expand(plan.groups[move.group], move) for move in moves]
     if not parts:
         empty = np.empty(0, np.int64)
@@ -49,13 +58,20 @@ def build_runs(plan: PairPlan, moves: Sequence[BlockMoves]) -> Runs:
     return coalesce(Runs(*(np.concatenate(column) for column in zip(*parts, strict=True))))
 
 
-def _expand(plan: GroupPlan, move: BlockMoves) -> tuple[Ints, Ints, Ints]:
-    """Every piece of every block, ordered by piece, then by block, so that neighbouring blocks can merge."""
+def move_bytes(plan: PairPlan, move: Moves) -> int:
+    """How many bytes a move is."""
+    group = plan.groups[move.group]
+    return len(move) * int(group.piece_bytes[group.pieces_of(move.layers)].sum())
+
+
+def _expand(plan: GroupPlan, move: Moves) -> tuple[Ints, Ints, Ints]:
+    """Every piece of every unit, ordered by piece, then by unit, so that neighbouring units can merge."""
     if move.src_ids.shape != move.dst_ids.shape:
-        raise PlanError(f"group {move.group}: {len(move.src_ids)} source for {len(move.dst_ids)} destination blocks")
-    src = plan.src_address[:, None] + plan.src_block_stride[:, None] * move.src_ids[None, :]
-    dst = plan.dst_address[:, None] + plan.dst_block_stride[:, None] * move.dst_ids[None, :]
-    length = np.broadcast_to(plan.piece_bytes[:, None], src.shape)
+        raise PlanError(f"group {move.group}: {len(move.src_ids)} source for {len(move.dst_ids)} destination units")
+    pieces = plan.pieces_of(move.layers)
+    src = plan.src.at(pieces, move.src_ids, move.src_parts)
+    dst = plan.dst.at(pieces, move.dst_ids, move.dst_parts)
+    length = np.broadcast_to(plan.piece_bytes[pieces, None], src.shape)
     return src.ravel(), dst.ravel(), length.ravel()
 
 

@@ -4,11 +4,13 @@
     rank r of n holds a replica of the one head r*H//n     H <  n
 
 Sizes need not divide each other. Every consumer rank gets each of its heads from exactly one producer rank; where
-several producer ranks hold a head, the consumers that want it are spread over them.
+several producer ranks hold a head, the load is spread over them: by consumer rank, and where there are fewer consumers
+than holders, by layer too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from connectors.errors import PlanError
@@ -32,34 +34,48 @@ def held_heads(rank: int, tp_size: int, kv_heads: int) -> range:
     return range(first, max(first + 1, (rank + 1) * kv_heads // tp_size))
 
 
-def head_shares(producer_tp: int, consumer_tp: int, kv_heads: int) -> tuple[HeadShare, ...]:
-    """Every share of one transfer, ordered by consumer rank, then by head.
+def head_shares(producer_tp: int, consumer_tp: int, kv_heads: int, turn: int = 0) -> tuple[HeadShare, ...]:
+    """Every share of one layer of one transfer, ordered by consumer rank, then by head.
 
-    Heads that one consumer rank takes from one producer rank are contiguous and come as one share.
+    Heads that one consumer rank takes from one producer rank are contiguous and come as one share. ``turn`` numbers
+    the layer: layers take turns over the ranks that hold replicas.
     """
     producers = [held_heads(rank, producer_tp, kv_heads) for rank in range(producer_tp)]
     consumers = [held_heads(rank, consumer_tp, kv_heads) for rank in range(consumer_tp)]
     shares: list[HeadShare] = []
     for consumer_rank, wanted in enumerate(consumers):
-        for head in wanted:
-            holders = [rank for rank, held in enumerate(producers) if head in held]
-            wanting = [rank for rank, heads in enumerate(consumers) if head in heads]
-            chosen = holders[wanting.index(consumer_rank) * len(holders) // len(wanting)]
-            last = shares[-1] if shares else None
-            if last and (last.producer_rank, last.consumer_rank, last.stop) == (chosen, consumer_rank, head):
-                shares[-1] = HeadShare(chosen, consumer_rank, last.first, head + 1)
-            else:
+        if kv_heads >= producer_tp:
+            for producer_rank, held in enumerate(producers):
+                first, stop = max(held.start, wanted.start), min(held.stop, wanted.stop)
+                if first < stop:
+                    shares.append(HeadShare(producer_rank, consumer_rank, first, stop))
+        else:
+            for head in wanted:
+                chosen = _replica(producers, consumers, head, consumer_rank, turn)
                 shares.append(HeadShare(chosen, consumer_rank, head, head + 1))
     return tuple(shares)
 
 
-def partners(producer_tp: int, consumer_tp: int, kv_heads: int) -> tuple[tuple[int, int], ...]:
+def _replica(producers: list[range], consumers: list[range], head: int, consumer_rank: int, turn: int) -> int:
+    """The holder of ``head`` that serves ``consumer_rank`` in this turn: each holder has its own consumers."""
+    holders = [rank for rank, held in enumerate(producers) if head in held]
+    wanting = [rank for rank, heads in enumerate(consumers) if head in heads]
+    place = wanting.index(consumer_rank)
+    first = place * len(holders) // len(wanting)
+    stop = max(first + 1, (place + 1) * len(holders) // len(wanting))
+    return holders[first + turn % (stop - first)]
+
+
+def partners(producer_tp: int, consumer_tp: int, turns: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """The (producer rank, consumer rank) pairs that must talk about each transfer, sorted.
 
-    These are the pairs with a share. A producer rank that holds only replicas nobody takes still has to learn when
-    its blocks are free, so consumer rank ``p % consumer_tp`` talks to it, about nothing but that.
+    ``turns`` are (turn, KV heads) of the layout's parts. The pairs are those with a share. A producer rank that holds
+    only replicas nobody takes still has to learn when its blocks are free, so consumer rank ``p % consumer_tp`` talks
+    to it, about nothing but that.
     """
-    pairs = {(s.producer_rank, s.consumer_rank) for s in head_shares(producer_tp, consumer_tp, kv_heads)}
+    different = {(turn if heads < producer_tp else 0, heads) for turn, heads in turns}
+    shares = (share for turn, heads in different for share in head_shares(producer_tp, consumer_tp, heads, turn))
+    pairs = {(share.producer_rank, share.consumer_rank) for share in shares}
     used = {producer for producer, _ in pairs}
     pairs.update((rank, rank % consumer_tp) for rank in range(producer_tp) if rank not in used)
     return tuple(sorted(pairs))

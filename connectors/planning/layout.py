@@ -4,27 +4,39 @@ Words: a *region* is one registered range of memory, unique by base address. A *
 namespace of block ids. A *page* is what one block holds of one layer. Several layers of different groups may lie in
 one region; their pages are told apart by block id only, because all groups draw ids from one pool.
 
-    address of (block b, head h, token t) of a layer
-        = address + b * block_stride_bytes + h * head_stride_bytes + t * row_stride_bytes
+    address of (block b, kernel block k, head h, row r) of a layer = address
+        + b * block_stride_bytes + k * kernel_block_stride_bytes + h * head_stride_bytes + r * row_stride_bytes
 
-and ``row_bytes`` bytes lie there. A layout whose tokens cannot be told apart within a head (CPU attention packs K
-rows, then V rows) is described as one row per block: ``rows = 1``.
+and ``row_bytes`` bytes lie there. A *row* is what cannot be cut: one token, or several that a kernel packs together.
+A *kernel block* is what the attention kernel takes for a block where the allocator's are larger. A layer whose page
+is not regular in this sense is described as several layers, its *parts*: CPU attention's K and V, a Mamba layer's
+convolution and recurrent state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from connectors.errors import PlanError
+from connectors.planning.heads import held_heads
 
 
 class GroupKind(StrEnum):
-    """How a group's layers look back: at everything, or through a window of ``window_tokens``."""
+    """How a group's layers look back.
+
+    ``FULL`` at everything, ``SLIDING`` through a window of ``window_tokens``, ``CHUNKED`` to the beginning of the
+    current chunk of ``window_tokens``. ``STATE`` keeps one running state a request and no tokens at all.
+    """
 
     FULL = "full"
     SLIDING = "sliding"
+    CHUNKED = "chunked"
+    STATE = "state"
+
+
+WINDOWED = frozenset({GroupKind.SLIDING, GroupKind.CHUNKED})
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -50,40 +62,57 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """One layer's pages on one worker. Strides and sizes are bytes; ``heads`` counts the KV heads held here.
+    """One layer's pages on one worker. Strides and sizes are bytes.
 
-    ``packing`` names how bytes lie within a row. Two engines exchange bytes only where it is equal.
+    ``total_heads`` counts the KV heads of the whole model, ``heads`` those held here (``heads.held_heads`` says which):
+    whatever is split over tensor-parallel ranks in equal parts counts as heads, MLA's one latent as a single one.
+    ``rows`` are those of one head in one kernel block. ``packing`` names how bytes lie within a row; two engines
+    exchange bytes only where it is equal.
     """
 
     layer: str
     address: int
     block_stride_bytes: int
+    total_heads: int
     heads: int
     head_stride_bytes: int
     rows: int
     row_stride_bytes: int
     row_bytes: int
     packing: str
+    kernel_blocks: int = 1
+    kernel_block_stride_bytes: int = 0
 
     def __post_init__(self) -> None:
-        sizes = (self.block_stride_bytes, self.heads, self.head_stride_bytes, self.rows, self.row_bytes)
-        if min(sizes) <= 0 or self.row_stride_bytes < self.row_bytes:
+        counts = (self.total_heads, self.heads, self.rows, self.kernel_blocks)
+        sizes = (self.block_stride_bytes, self.head_stride_bytes, self.row_bytes)
+        if min(*counts, *sizes) <= 0 or self.row_stride_bytes < self.row_bytes:
             raise PlanError(f"layer {self.layer!r}: sizes and strides must be positive and rows must not overlap")
-
-    @property
-    def head_bytes(self) -> int:
-        """Bytes that one block holds of one head."""
-        return self.rows * self.row_bytes
+        if (self.kernel_blocks == 1) != (self.kernel_block_stride_bytes == 0):
+            raise PlanError(f"layer {self.layer!r}: a stride of kernel blocks belongs to several of them")
 
     @property
     def page_bytes(self) -> int:
         """Bytes of content in one block (padding not counted)."""
-        return self.heads * self.head_bytes
+        return self.kernel_blocks * self.heads * self.rows * self.row_bytes
+
+    @property
+    def last_offset(self) -> int:
+        """Where the last byte of a page ends, from the page's address."""
+        return (
+            (self.kernel_blocks - 1) * self.kernel_block_stride_bytes
+            + (self.heads - 1) * self.head_stride_bytes
+            + (self.rows - 1) * self.row_stride_bytes
+            + self.row_bytes
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One HMA cache group: layers that share block tables of ``block_tokens`` tokens a block."""
+    """One HMA cache group: layers that share block tables of ``block_tokens`` tokens a block.
+
+    A state group's ``block_tokens`` says how often the allocator starts another state, and nothing about bytes.
+    """
 
     index: int
     kind: GroupKind
@@ -94,22 +123,29 @@ class Group:
     def __post_init__(self) -> None:
         if self.block_tokens <= 0:
             raise PlanError(f"group {self.index}: block_tokens must be positive, not {self.block_tokens}")
-        if (self.kind is GroupKind.SLIDING) != (self.window_tokens is not None):
-            raise PlanError(f"group {self.index}: a window belongs to sliding groups, and to them only")
+        if (self.kind in WINDOWED) != (self.window_tokens is not None) or self.window_tokens == 0:
+            raise PlanError(f"group {self.index}: a window belongs to sliding and chunked groups, and to them only")
+        for pages in self.layers:
+            if self.kind is not GroupKind.STATE and self.block_tokens % (pages.kernel_blocks * pages.rows):
+                rows = pages.kernel_blocks * pages.rows
+                raise PlanError(f"layer {pages.layer!r}: {self.block_tokens} tokens do not fill {rows} rows evenly")
 
     @property
     def block_bytes(self) -> int:
         """Bytes of content that one block id stands for, over all layers of the group, on this worker."""
         return sum(pages.page_bytes for pages in self.layers)
 
+    def row_tokens(self, pages: LayerPages) -> int:
+        """Tokens in one row of ``pages``."""
+        return self.block_tokens // (pages.kernel_blocks * pages.rows)
+
 
 @dataclass(frozen=True, slots=True)
 class EngineLayout:
-    """One worker's whole cache: rank ``tp_rank`` of ``tp_size``, of a model with ``kv_heads`` KV heads in all."""
+    """One worker's whole cache: rank ``tp_rank`` of ``tp_size``."""
 
     tp_rank: int
     tp_size: int
-    kv_heads: int
     num_blocks: int
     regions: tuple[Region, ...]
     groups: tuple[Group, ...]
@@ -125,20 +161,38 @@ class EngineLayout:
             for pages in group.layers:
                 self._check_inside(pages)
 
+                held = len(held_heads(self.tp_rank, self.tp_size, pages.total_heads))
+                if held != pages.heads:
+                    raise PlanError(
+                        f"layer {pages.layer!r}: rank {self.tp_rank} of {self.tp_size} holds {pages.heads} of "
+                        f"{pages.total_heads} heads where an even split gives it {held}"
+                    )
+
     @property
     def place(self) -> Place:
         return self.regions[0].place
 
-    def _check_inside(self, pages: LayerPages) -> None:
-        last = (
-            pages.address
-            + (self.num_blocks - 1) * pages.block_stride_bytes
-            + (pages.heads - 1) * pages.head_stride_bytes
-            + (pages.rows - 1) * pages.row_stride_bytes
-            + pages.row_bytes
+    @property
+    def turns(self) -> frozenset[tuple[int, int]]:
+        """(number of the layer, heads in all) of every part: what decides who talks to whom."""
+        return frozenset(
+            (turn, pages.total_heads) for group in self.groups for turn, pages in numbered(group, self.groups)
         )
+
+    def _check_inside(self, pages: LayerPages) -> None:
+        last = pages.address + (self.num_blocks - 1) * pages.block_stride_bytes + pages.last_offset
         if not any(region.address <= pages.address and last <= region.end for region in self.regions):
             raise PlanError(f"layer {pages.layer!r}: its {self.num_blocks} pages do not lie inside one region")
+
+
+def numbered(group: Group, groups: Sequence[Group]) -> list[tuple[int, LayerPages]]:
+    """The parts of a group with the number of their layer; parts of one layer follow each other and share it."""
+    turn = sum(len({pages.layer for pages in before.layers}) for before in groups[: group.index]) - 1
+    found, last = [], None
+    for pages in group.layers:
+        turn, last = turn + (pages.layer != last), pages.layer
+        found.append((turn, pages))
+    return found
 
 
 def unique_regions(spans: Iterable[Region]) -> tuple[Region, ...]:

@@ -1,36 +1,64 @@
-"""(producer layout, consumer layout) -> the strided pieces that each block of each group is moved in.
+"""(producer layout, consumer layout) -> the strided pieces that each unit of each group is moved in.
 
-A plan is made once for a pair of ranks. Everything that geometry has to say about one block of one group is four
-numbers a piece: where it starts at the source and the destination, and how far the next block is. Applying it to
-block ids is a broadcast (``descriptors.py``), whatever the model.
+A plan is made once for a pair of ranks. Everything that geometry has to say about one unit of one group is a few
+numbers a piece: where it starts at the source and the destination, how far the next block is, and where the units of
+a block lie in it. Applying it to block ids is a broadcast (``descriptors.py``), whatever the model.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from connectors.errors import IncompatiblePeerError, PlanError
-from connectors.planning.blocks import Ints
+from connectors.planning.blocks import Ints, UnitShape
 from connectors.planning.heads import HeadShare, head_shares, held_heads
-from connectors.planning.layout import EngineLayout, Group, LayerPages
+from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, numbered
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One end of a group's K pieces: address for block id 0, bytes to the next block, and where unit j of a block lies.
+
+    Shapes: ``address`` and ``block_stride`` (K,), ``unit_offset`` (K, units a block).
+    """
+
+    address: Ints
+    block_stride: Ints
+    unit_offset: Ints
+
+    def at(self, pieces: slice, ids: Ints, parts: Ints) -> Ints:
+        """Address of every piece of every unit, shape (pieces, units)."""
+        blocks = self.address[pieces, None] + self.block_stride[pieces, None] * ids[None, :]
+        if self.unit_offset.shape[1] == 1:
+            return blocks
+        return blocks + self.unit_offset[pieces][:, parts]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """The K pieces of one block of one group, as vectors of length K: addresses for block id 0, strides, bytes."""
+    """The K pieces of one unit of one group, in the order of its layers; ``layer_of[k]`` counts layers in the group."""
 
-    src_address: Ints
-    src_block_stride: Ints
-    dst_address: Ints
-    dst_block_stride: Ints
+    shape: UnitShape
+    src: Side
+    dst: Side
     piece_bytes: Ints
+    layer_of: Ints
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes that this pair of ranks moves for one block id."""
+    def unit_bytes(self) -> int:
+        """Bytes that this pair of ranks moves for one unit."""
         return int(self.piece_bytes.sum())
+
+    def pieces_of(self, layers: tuple[int, int] | None) -> slice:
+        """The pieces of layers ``[first, stop)`` of the group; None means all."""
+        if layers is None:
+            return slice(0, len(self.piece_bytes))
+        first, stop = np.searchsorted(self.layer_of, layers)
+        return slice(int(first), int(stop))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,46 +69,65 @@ class PairPlan:
     consumer_rank: int
     groups: tuple[GroupPlan, ...]
 
-    def transfer_bytes(self, block_counts: tuple[int, ...]) -> int:
-        """Bytes of a whole transfer that wants ``block_counts[g]`` blocks of group g."""
-        if len(block_counts) != len(self.groups):
-            raise PlanError(f"{len(block_counts)} block counts for {len(self.groups)} groups")
-        return sum(count * plan.block_bytes for count, plan in zip(block_counts, self.groups, strict=True))
+    @property
+    def shapes(self) -> tuple[UnitShape, ...]:
+        return tuple(plan.shape for plan in self.groups)
+
+    @property
+    def unit_bytes(self) -> tuple[int, ...]:
+        return tuple(plan.unit_bytes for plan in self.groups)
 
 
 def check_compatible(producer: EngineLayout, consumer: EngineLayout) -> None:
     """Raise IncompatiblePeerError, naming the first thing that differs, where no plan can exist."""
     same_model = "start both engines with the same model and dtype"
-    same_blocks = "give both engines the same block_size"
-    if producer.kv_heads != consumer.kv_heads:
-        raise IncompatiblePeerError("number of KV heads", consumer.kv_heads, producer.kv_heads, same_model)
     if len(producer.groups) != len(consumer.groups):
         ours, theirs = len(consumer.groups), len(producer.groups)
         raise IncompatiblePeerError("number of KV cache groups", ours, theirs, same_model)
     for theirs_group, ours_group in zip(producer.groups, consumer.groups, strict=True):
         where = f"of KV cache group {ours_group.index}"
-        for field, remedy in (
-            ("kind", same_model),
-            ("window_tokens", same_model),
-            ("block_tokens", same_blocks),
-        ):
-            ours_value, theirs_value = getattr(ours_group, field), getattr(theirs_group, field)
-            if ours_value != theirs_value:
-                raise IncompatiblePeerError(f"{field} {where}", ours_value, theirs_value, remedy)
-        ours_names = tuple(pages.layer for pages in ours_group.layers)
-        theirs_names = tuple(pages.layer for pages in theirs_group.layers)
-        if ours_names != theirs_names:
-            raise IncompatiblePeerError(f"layers {where}", ours_names, theirs_names, same_model)
+        _same(f"kind {where}", ours_group.kind, theirs_group.kind, same_model)
+        _same(f"window_tokens {where}", ours_group.window_tokens, theirs_group.window_tokens, same_model)
+        ours_names, theirs_names = (tuple(p.layer for p in g.layers) for g in (ours_group, theirs_group))
+        _same(f"layers {where}", ours_names, theirs_names, same_model)
         for theirs_pages, ours_pages in zip(theirs_group.layers, ours_group.layers, strict=True):
-            for field in ("packing", "rows", "row_bytes"):
-                ours_value, theirs_value = getattr(ours_pages, field), getattr(theirs_pages, field)
-                if ours_value != theirs_value:
-                    raise IncompatiblePeerError(
-                        f"{field} of layer {ours_pages.layer!r}",
-                        ours_value,
-                        theirs_value,
-                        f"{same_model} and KV layout",
-                    )
+            _check_pages(theirs_group, theirs_pages, ours_group, ours_pages)
+
+
+def _check_pages(theirs_group: Group, theirs: LayerPages, ours_group: Group, ours: LayerPages) -> None:
+    same_layout = "start both engines with the same model, dtype and KV layout"
+    of = f"of layer {ours.layer!r}"
+    _same(f"number of KV heads {of}", ours.total_heads, theirs.total_heads, same_layout)
+    _same(f"packing {of}", ours.packing, theirs.packing, same_layout)
+    if ours_group.kind is GroupKind.STATE:
+        for field in ("rows", "row_bytes"):
+            _same(f"{field} {of}", getattr(ours, field), getattr(theirs, field), same_layout)
+        return
+    sizes = f"the block sizes are {ours_group.block_tokens} and {theirs_group.block_tokens} tokens; "
+    ours_row, theirs_row = ours_group.row_tokens(ours), theirs_group.row_tokens(theirs)
+    _same(f"tokens in what cannot be cut {of}", ours_row, theirs_row, f"{sizes}give both engines the same block_size")
+    _same(f"row_bytes {of}", ours.row_bytes, theirs.row_bytes, same_layout)
+
+
+def _same(field: str, ours: object, theirs: object, remedy: str) -> None:
+    if ours != theirs:
+        raise IncompatiblePeerError(field, ours, theirs, remedy)
+
+
+def unit_shape(src: Group, dst: Group) -> UnitShape:
+    """The largest unit that lies in one block, and in one kernel block, on both sides."""
+    if src.kind is GroupKind.STATE:
+        return UnitShape(1, 1, 1)
+    blocks = [group.block_tokens // pages.kernel_blocks for group in (src, dst) for pages in group.layers]
+    tokens = math.gcd(src.block_tokens, dst.block_tokens, *blocks)
+    for group in (src, dst):
+        for pages in group.layers:
+            if tokens % group.row_tokens(pages):
+                raise PlanError(
+                    f"layer {pages.layer!r}: blocks of {src.block_tokens} and {dst.block_tokens} tokens have "
+                    f"{tokens} in common, and {group.row_tokens(pages)} tokens are packed together"
+                )
+    return UnitShape(tokens, src.block_tokens // tokens, dst.block_tokens // tokens)
 
 
 def plan_pair(producer: EngineLayout, consumer: EngineLayout) -> PairPlan:
@@ -88,71 +135,127 @@ def plan_pair(producer: EngineLayout, consumer: EngineLayout) -> PairPlan:
 
     A pair without a share gets a plan without pieces: it exchanges messages and no bytes.
     """
-    shares = [
-        share
-        for share in head_shares(producer.tp_size, consumer.tp_size, consumer.kv_heads)
-        if (share.producer_rank, share.consumer_rank) == (producer.tp_rank, consumer.tp_rank)
-    ]
-    src_first = held_heads(producer.tp_rank, producer.tp_size, producer.kv_heads).start
-    dst_first = held_heads(consumer.tp_rank, consumer.tp_size, consumer.kv_heads).start
+
+    def shares(turn: int, heads: int) -> list[HeadShare]:
+        every = head_shares(producer.tp_size, consumer.tp_size, heads, turn)
+        return [s for s in every if (s.producer_rank, s.consumer_rank) == (producer.tp_rank, consumer.tp_rank)]
+
     groups = tuple(
-        _plan_group(src, dst, shares, src_first, dst_first)
+        _plan_group(_Ends(src, producer), _Ends(dst, consumer), numbered(src, producer.groups), shares)
         for src, dst in zip(producer.groups, consumer.groups, strict=True)
     )
     return PairPlan(producer.tp_rank, consumer.tp_rank, groups)
 
 
-def _plan_group(src: Group, dst: Group, shares: list[HeadShare], src_first: int, dst_first: int) -> GroupPlan:
-    pieces: list[tuple[int, int, int, int, int]] = []
-    for src_pages, dst_pages in zip(src.layers, dst.layers, strict=True):
-        for share in shares:
-            for src_offset, dst_offset, length in _pieces(
-                src_pages,
-                share.first - src_first,
-                dst_pages,
-                share.first - dst_first,
-                share.stop - share.first,
-            ):
-                pieces.append(
-                    (
-                        src_pages.address + src_offset,
-                        src_pages.block_stride_bytes,
-                        dst_pages.address + dst_offset,
-                        dst_pages.block_stride_bytes,
-                        length,
-                    )
-                )
-    columns = np.asarray(pieces, np.int64).reshape(-1, 5).T
-    return GroupPlan(*(np.ascontiguousarray(column) for column in columns))
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """One side's group, on the rank that holds it."""
+
+    group: Group
+    engine: EngineLayout
+
+    def first_head(self, pages: LayerPages) -> int:
+        return held_heads(self.engine.tp_rank, self.engine.tp_size, pages.total_heads).start
 
 
-def _pieces(src: LayerPages, src_head: int, dst: LayerPages, dst_head: int, heads: int) -> list[tuple[int, int, int]]:
-    """(source offset, destination offset, bytes) of ``heads`` heads of one page, as few as both sides allow.
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A stretch of one unit that is contiguous on both sides, as offsets from the pages' addresses."""
 
-    ``src_head`` and ``dst_head`` count from the first head that each rank holds.
+    src: int
+    dst: int
+    length: int
+
+
+_Column = tuple[int, LayerPages, LayerPages, _Piece]
+
+
+def _plan_group(
+    src: _Ends, dst: _Ends, turns: list[tuple[int, LayerPages]], shares: Callable[[int, int], list[HeadShare]]
+) -> GroupPlan:
+    shape = unit_shape(src.group, dst.group)
+    columns: list[_Column] = []
+    for (turn, src_pages), dst_pages in zip(turns, dst.group.layers, strict=True):
+        rows = src_pages.rows
+        if src.group.kind is not GroupKind.STATE:
+            rows = shape.tokens // src.group.row_tokens(src_pages)
+        for share in shares(turn, src_pages.total_heads):
+            first = (share.first - src.first_head(src_pages), share.first - dst.first_head(dst_pages))
+            pieces = _pieces(src_pages, dst_pages, first, share.stop - share.first, rows)
+            columns += [(turn, src_pages, dst_pages, piece) for piece in pieces]
+    if (shape.src_units, shape.dst_units) == (1, 1):
+        columns = _merge_columns(columns)
+    first_turn = turns[0][0] if turns else 0
+    return GroupPlan(
+        shape,
+        _side(src.group, shape, shape.src_units, [(pages, piece.src) for _, pages, _, piece in columns]),
+        _side(dst.group, shape, shape.dst_units, [(pages, piece.dst) for _, _, pages, piece in columns]),
+        np.asarray([piece.length for *_, piece in columns], np.int64),
+        np.asarray([turn - first_turn for turn, *_ in columns], np.int64),
+    )
+
+
+def _side(group: Group, shape: UnitShape, units: int, pieces: list[tuple[LayerPages, int]]) -> Side:
+    offsets = np.zeros((len(pieces), units), np.int64)
+    for row, (pages, _) in enumerate(pieces):
+        if units > 1:
+            kernel_tokens = group.block_tokens // pages.kernel_blocks
+            token = np.arange(units, dtype=np.int64) * shape.tokens
+            offsets[row] = token // kernel_tokens * pages.kernel_block_stride_bytes
+            offsets[row] += token % kernel_tokens // group.row_tokens(pages) * pages.row_stride_bytes
+    address = [pages.address + offset for pages, offset in pieces]
+    stride = [pages.block_stride_bytes for pages, _ in pieces]
+    return Side(np.asarray(address, np.int64), np.asarray(stride, np.int64), offsets)
+
+
+def _merge_columns(columns: list[_Column]) -> list[_Column]:
+    """Join pieces that continue each other in every block: K and V of a head, a state's parts."""
+    merged: list[_Column] = []
+    order = sorted(columns, key=lambda c: (c[0], c[1].address + c[3].src))
+    for turn, src, dst, piece in order:
+        if merged:
+            last_turn, last_src, last_dst, last = merged[-1]
+            continues = (
+                last_turn == turn
+                and last_src.address + last.src + last.length == src.address + piece.src
+                and last_dst.address + last.dst + last.length == dst.address + piece.dst
+                and last_src.block_stride_bytes == src.block_stride_bytes
+                and last_dst.block_stride_bytes == dst.block_stride_bytes
+            )
+            if continues:
+                merged[-1] = (turn, last_src, last_dst, _Piece(last.src, last.dst, last.length + piece.length))
+                continue
+        merged.append((turn, src, dst, piece))
+    return merged
+
+
+def _pieces(src: LayerPages, dst: LayerPages, first: tuple[int, int], heads: int, rows: int) -> list[_Piece]:
+    """``heads`` heads of ``rows`` rows, in as few pieces as both sides allow.
+
+    ``first`` are their numbers among the heads that the source's and the destination's rank hold.
     """
+    src_head, dst_head = first
     if src_head + heads > src.heads or dst_head + heads > dst.heads:
         raise PlanError(f"layer {src.layer!r}: a share of {heads} heads reaches past the heads that are held")
-    rows_dense = all(p.rows == 1 or p.row_stride_bytes == p.row_bytes for p in (src, dst))
-    heads_dense = all(p.head_stride_bytes == p.head_bytes for p in (src, dst))
+    row_bytes, head_bytes = src.row_bytes, rows * src.row_bytes
+    rows_dense = all(rows == 1 or pages.row_stride_bytes == row_bytes for pages in (src, dst))
+    heads_dense = all(heads == 1 or pages.head_stride_bytes == head_bytes for pages in (src, dst))
     src_base, dst_base = src_head * src.head_stride_bytes, dst_head * dst.head_stride_bytes
-    if heads == 1 and rows_dense:
-        return [(src_base, dst_base, src.head_bytes)]
     if rows_dense and heads_dense:
-        return [(src_base, dst_base, heads * src.head_bytes)]
+        return [_Piece(src_base, dst_base, heads * head_bytes)]
     if rows_dense:
         return [
-            (src_base + h * src.head_stride_bytes, dst_base + h * dst.head_stride_bytes, src.head_bytes)
+            _Piece(src_base + h * src.head_stride_bytes, dst_base + h * dst.head_stride_bytes, head_bytes)
             for h in range(heads)
         ]
-    heads_adjacent = all(p.head_stride_bytes == p.row_bytes for p in (src, dst))
-    head_steps, length = (1, heads * src.row_bytes) if heads_adjacent else (heads, src.row_bytes)
+    heads_adjacent = all(pages.head_stride_bytes == row_bytes for pages in (src, dst))
+    head_steps, length = (1, heads * row_bytes) if heads_adjacent else (heads, row_bytes)
     return [
-        (
+        _Piece(
             src_base + h * src.head_stride_bytes + r * src.row_stride_bytes,
             dst_base + h * dst.head_stride_bytes + r * dst.row_stride_bytes,
             length,
         )
-        for r in range(src.rows)
+        for r in range(rows)
         for h in range(head_steps)
     ]

@@ -8,7 +8,7 @@ import numpy as np
 
 from connectors.errors import CoverError
 from connectors.planning.blocks import Ints
-from connectors.planning.descriptors import BlockMoves, Runs, build_runs
+from connectors.planning.descriptors import Moves, Runs, build_runs
 from connectors.planning.layout import EngineLayout
 from connectors.planning.plan import PairPlan
 
@@ -19,12 +19,14 @@ def wanted_bytes(consumer: EngineLayout, block_ids: Sequence[Ints]) -> tuple[Int
     lengths: list[Ints] = []
     for group, ids in zip(consumer.groups, block_ids, strict=True):
         for pages in group.layers:
-            grid = (
-                pages.address
-                + ids[:, None, None] * pages.block_stride_bytes
-                + np.arange(pages.heads, dtype=np.int64)[None, :, None] * pages.head_stride_bytes
-                + np.arange(pages.rows, dtype=np.int64)[None, None, :] * pages.row_stride_bytes
-            ).ravel()
+            steps = (
+                (pages.kernel_blocks, pages.kernel_block_stride_bytes),
+                (pages.heads, pages.head_stride_bytes),
+                (pages.rows, pages.row_stride_bytes),
+            )
+            grid = pages.address + ids * pages.block_stride_bytes
+            for count, stride in steps:
+                grid = np.add.outer(grid, np.arange(count, dtype=np.int64) * stride).ravel()
             addresses.append(grid)
             lengths.append(np.full(grid.shape, pages.row_bytes, np.int64))
     return _merged(np.concatenate(addresses), np.concatenate(lengths), "wanted")
@@ -53,8 +55,12 @@ def prove_plans(consumer: EngineLayout, plans: Sequence[PairPlan]) -> None:
     for group in consumer.groups:
         ids = [np.empty(0, np.int64) for _ in consumer.groups]
         ids[group.index] = np.asarray([min(1, consumer.num_blocks - 1)], np.int64)
-        move = BlockMoves(group.index, ids[group.index], ids[group.index])
-        verify_cover(consumer, ids, [build_runs(plan, [move]) for plan in plans])
+        runs = []
+        for plan in plans:
+            parts = np.arange(plan.groups[group.index].shape.dst_units, dtype=np.int64)
+            every = np.repeat(ids[group.index], len(parts))
+            runs.append(build_runs(plan, [Moves(group.index, every, np.zeros_like(parts), every, parts)]))
+        verify_cover(consumer, ids, runs)
 
 
 def _merged(address: Ints, length: Ints, what: str) -> tuple[Ints, Ints]:

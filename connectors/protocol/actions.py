@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from connectors.planning.descriptors import BlockMoves
+from connectors.planning.descriptors import Moves
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.wire import Message, Peer
 
@@ -24,7 +24,7 @@ class Write:
     write_id: int
     transfer_id: str
     peer: Peer
-    moves: tuple[BlockMoves, ...]
+    moves: tuple[Moves, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,9 @@ from connectors.errors import IncompatiblePeerError, PlanError, WireError
 from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Place, Region
 from connectors.planning.plan import check_compatible
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 _MOST = 4096
+_MOST_ROWS = 2**20
 
 _T = TypeVar("_T")
 
@@ -125,7 +126,6 @@ def _layout(fields: dict[str, Any]) -> EngineLayout:
     return EngineLayout(
         tp_rank=_whole(fields["tp_rank"]),
         tp_size=_few(fields["tp_size"]),
-        kv_heads=_few(fields["kv_heads"]),
         num_blocks=_whole(fields["num_blocks"]),
         regions=tuple(
             Region(_whole(r["address"]), _whole(r["length_bytes"]), _checked(Place, r["place"]))
@@ -137,11 +137,18 @@ def _layout(fields: dict[str, Any]) -> EngineLayout:
                 kind=GroupKind(group["kind"]),
                 block_tokens=_whole(group["block_tokens"]),
                 window_tokens=None if group["window_tokens"] is None else _whole(group["window_tokens"]),
-                layers=tuple(_checked(LayerPages, pages) for pages in group["layers"]),
+                layers=tuple(_pages(pages) for pages in group["layers"]),
             )
             for group in fields["groups"]
         ),
     )
+
+
+def _pages(fields: dict[str, Any]) -> LayerPages:
+    pages = _checked(LayerPages, fields)
+    if max(pages.kernel_blocks, pages.rows, pages.heads) > _MOST_ROWS:
+        raise WireError(f"layer {pages.layer!r} is described by more than {_MOST_ROWS} rows, heads or kernel blocks")
+    return pages
 
 
 def _checked(kind: type[_T], values: dict[str, Any]) -> _T:

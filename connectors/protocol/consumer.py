@@ -27,7 +27,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from connectors.planning.blocks import BlockSet
+from connectors.planning.blocks import BlockSet, UnitShape, wanted_units
+from connectors.planning.layout import Group
 from connectors.protocol.actions import Connect, ConsumerAction, Received, Send
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress
@@ -48,10 +49,11 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Partner:
-    """One producer rank that talks to this worker; ``block_bytes[g]`` is what it sends for a block of group g."""
+    """One producer rank that talks to this worker; ``unit_bytes[g]`` is what it sends for a unit of group g."""
 
     peer: Peer
-    block_bytes: tuple[int, ...]
+    shapes: tuple[UnitShape, ...]
+    unit_bytes: tuple[int, ...]
 
 
 class _Stage(Enum):
@@ -74,7 +76,8 @@ class _Reception:
 class Consumer:
     """All transfers that one worker consumes. Not thread-safe; its owner serialises calls."""
 
-    def __init__(self, limits: TransferLimits) -> None:
+    def __init__(self, groups: Sequence[Group], limits: TransferLimits) -> None:
+        self._groups = tuple(groups)
         self._limits = limits
         self._receptions: dict[str, _Reception] = {}
         self._partners: dict[str, tuple[Partner, ...]] = {}
@@ -216,7 +219,7 @@ class Consumer:
     ) -> list[ConsumerAction]:
         """A partner writes no more. Is the reception over, and is what it wrote what was wanted?"""
         if isinstance(message, Fin):
-            expected = expected_bytes(reception.order.groups, partner.block_bytes)
+            expected = expected_bytes(self._groups, reception.order, partner)
             if message.total_bytes != expected:
                 failure = f"rank {partner.peer.rank} wrote {message.total_bytes} bytes where {expected} were offered"
                 return self._fail(reception, failure, now)
@@ -248,9 +251,14 @@ class Consumer:
         return [Received(reception.order.request_id, reception.failure)]
 
 
-def expected_bytes(groups: Sequence[BlockSet], block_bytes: Sequence[int]) -> int:
-    """Bytes that a partner must report in Fin for an offer of ``groups``."""
-    return sum(len(blocks) * size for blocks, size in zip(groups, block_bytes, strict=True))
+def expected_bytes(groups: Sequence[Group], order: Order, partner: Partner) -> int:
+    """Bytes that a partner must report in Fin for an order."""
+    return sum(
+        len(wanted_units(group, blocks, shape, order.end_token)) * unit_bytes
+        for group, blocks, shape, unit_bytes in zip(
+            groups, order.groups, partner.shapes, partner.unit_bytes, strict=True
+        )
+    )
 
 
 def failures(actions: Sequence[ConsumerAction]) -> Mapping[str, str]:

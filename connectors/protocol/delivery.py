@@ -8,9 +8,16 @@ from enum import Enum, auto
 
 import numpy as np
 
-from connectors.planning.blocks import NULL_BLOCK, BlockSet, complete_positions, first_needed_token
-from connectors.planning.descriptors import BlockMoves
-from connectors.planning.layout import Group
+from connectors.planning.blocks import (
+    NULL_BLOCK,
+    UnitSet,
+    UnitShape,
+    complete_units,
+    first_needed_token,
+    wanted_units,
+)
+from connectors.planning.descriptors import Moves
+from connectors.planning.layout import Group, GroupKind
 from connectors.protocol.wire import Message, Offer, Peer
 
 
@@ -18,11 +25,13 @@ from connectors.protocol.wire import Message, Offer, Peer
 class Consumer:
     """What the producer knows of a consumer worker after its Hello.
 
-    ``partner_ranks`` are the ranks of that engine which talk to this producer rank, ``num_blocks`` its pool's size.
+    ``partner_ranks`` are the ranks of that engine which talk to this producer rank, ``num_blocks`` its pool's size,
+    ``shapes[g]`` how blocks of group g are cut between the two.
     """
 
     partner_ranks: frozenset[int]
     num_blocks: int
+    shapes: tuple[UnitShape, ...]
 
 
 class Stage(Enum):
@@ -39,14 +48,16 @@ NOBODY = ""
 
 @dataclass(slots=True)
 class Delivery:
-    """One consumer rank's share. ``pending[g]`` are the offered blocks of group g that have not been written yet.
+    """One consumer rank's share.
 
-    ``in_flight`` are the writes under way and their bytes; ``moved_at`` is when one was last posted or done.
+    ``pending[g]`` are the offered units of group g that have not been written yet, once the offer has been found to fit
+    the request. ``in_flight`` are the writes under way and their bytes; ``moved_at`` is when one was last posted or
+    done.
     """
 
     peer: Peer
     offer: Offer | None = None
-    pending: list[BlockSet] = field(default_factory=list)
+    pending: list[UnitSet] | None = None
     in_flight: dict[int, int] = field(default_factory=dict)
     written_bytes: int = 0
     ending: Message | None = None
@@ -80,7 +91,7 @@ class Transfer:
         )
 
 
-def offer_problem(transfer: Transfer, offer: Offer, groups: Sequence[Group], consumer: Consumer | None) -> str | None:
+def offer_problem(transfer: Transfer, offer: Offer, groups: Sequence[Group], consumer: Consumer) -> str | None:
     """Why an offer cannot be served at all."""
     if offer.prompt_digest != transfer.prompt_digest:
         return "the two requests of this transfer have different prompts"
@@ -88,39 +99,56 @@ def offer_problem(transfer: Transfer, offer: Offer, groups: Sequence[Group], con
         return f"{offer.end_token} tokens are wanted of a prompt of {transfer.prompt_tokens}"
     if len(offer.groups) != len(groups):
         return f"blocks are offered for {len(offer.groups)} KV cache groups, the model has {len(groups)}"
-    if consumer is None:
-        return "the consumer is gone"
-    for group, blocks in zip(groups, offer.groups, strict=True):
+    for group, blocks, shape in zip(groups, offer.groups, consumer.shapes, strict=True):
         if not len(blocks):
             continue
         if int(blocks.ids.max()) >= consumer.num_blocks:
             return f"block {int(blocks.ids.max())} does not exist in the consumer's pool"
-        if int(blocks.positions[-1]) * group.block_tokens >= offer.end_token:
+        if group.kind is GroupKind.STATE:
+            if blocks.positions.tolist() != [0]:
+                return f"group {group.index} has one state a request, blocks are offered for {len(blocks)}"
+            continue
+        if int(blocks.positions[-1]) * shape.tokens * shape.dst_units >= offer.end_token:
             return f"a block of group {group.index} lies behind the last token that is wanted"
-        kept = first_needed_token(group, max(0, transfer.prompt_tokens - 1)) // group.block_tokens
-        if int(blocks.positions[0]) < kept:
+        kept = first_needed_token(group, max(0, transfer.prompt_tokens - 1)) // group.block_tokens * group.block_tokens
+        units = wanted_units(group, blocks, shape, offer.end_token).units
+        if len(units) and int(units[0]) * shape.tokens < kept:
             # The table still names it, but the allocator may have given it to another request.
             return f"a block of group {group.index} lies before the window that the prompt ends with"
     return None
 
 
-def take_ready(transfer: Transfer, delivery: Delivery, groups: Sequence[Group]) -> list[BlockMoves] | None:
-    """Take the pending blocks whose tokens are all computed. None where a source block is gone for good."""
+def wanted(offer: Offer, groups: Sequence[Group], consumer: Consumer) -> list[UnitSet]:
+    """The units of an offer, by group."""
+    return [
+        wanted_units(group, blocks, shape, offer.end_token)
+        for group, blocks, shape in zip(groups, offer.groups, consumer.shapes, strict=True)
+    ]
+
+
+def take_ready(
+    transfer: Transfer, delivery: Delivery, groups: Sequence[Group], consumer: Consumer
+) -> list[Moves] | None:
+    """Take the pending units whose tokens are all computed. None where a source block is gone for good."""
     assert delivery.offer is not None
-    moves: list[BlockMoves] = []
-    for group, table in zip(groups, transfer.tables, strict=True):
+    assert delivery.pending is not None
+    moves: list[Moves] = []
+    for group, table, shape in zip(groups, transfer.tables, consumer.shapes, strict=True):
         pending = delivery.pending[group.index]
         if not len(pending):
             continue
-        ready = complete_positions(
-            pending.positions, group.block_tokens, transfer.computed_tokens, delivery.offer.end_token
-        ) & (pending.positions < len(table))
+        ready = complete_units(group, pending.units, shape, transfer.computed_tokens, delivery.offer.end_token)
+        if group.kind is GroupKind.STATE:
+            places = np.full(len(pending), len(table) - 1)
+        else:
+            places = pending.units // shape.src_units
+        ready &= (places < len(table)) & (places >= 0)
         if not ready.any():
             continue
-        positions = pending.positions[ready]
-        src_ids = np.fromiter((table[p] for p in positions.tolist()), np.int64, len(positions))
+        taken = pending.where(ready)
+        src_ids = np.asarray(table, np.int64)[places[ready]]
         if (src_ids == NULL_BLOCK).any():
             return None
-        moves.append(BlockMoves(group.index, src_ids, pending.ids[ready]))
-        delivery.pending[group.index] = BlockSet(pending.positions[~ready], pending.ids[~ready])
+        moves.append(Moves(group.index, src_ids, taken.units % shape.src_units, taken.dst_ids, taken.dst_parts))
+        delivery.pending[group.index] = pending.where(~ready)
     return moves

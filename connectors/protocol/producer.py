@@ -31,9 +31,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from connectors.planning.descriptors import Moves
 from connectors.planning.layout import Group
 from connectors.protocol.actions import ProducerAction, Send, Sent, Write
-from connectors.protocol.delivery import NOBODY, Consumer, Delivery, Stage, Transfer, offer_problem, take_ready
+from connectors.protocol.delivery import NOBODY, Consumer, Delivery, Stage, Transfer, offer_problem, take_ready, wanted
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Fin, Message, Offer, Peer
 
@@ -224,12 +225,12 @@ class Producer:
             return [Send(peer, Aborted(offer.transfer_id, "this transfer has been offered for before"))]
         if delivery.offer is not None:
             return []
-        delivery.offer, delivery.pending, delivery.last_sent = offer, list(offer.groups), now
+        delivery.offer, delivery.last_sent = offer, now
         return self._advance(transfer, now)
 
     def _cancelled(self, peer: Peer, transfer_id: str, now: float) -> list[ProducerAction]:
         for delivery in self._being_written(peer, transfer_id):
-            delivery.ending, delivery.pending = Cancelled(transfer_id), []
+            delivery.ending, delivery.pending = Cancelled(transfer_id), None
             return []
         transfer = self._transfer_for(peer, transfer_id, now)
         if transfer is None:
@@ -238,7 +239,7 @@ class Producer:
         if delivery.closed:
             return [Send(peer, Cancelled(transfer_id))]
         delivery.ending = Cancelled(transfer_id)
-        delivery.pending = []
+        delivery.pending = None
         return self._advance(transfer, now)
 
     def _being_written(self, peer: Peer, transfer_id: str) -> list[Delivery]:
@@ -275,12 +276,9 @@ class Producer:
         actions: list[ProducerAction] = []
         offer = delivery.offer
         if delivery.ending is None and offer is not None and transfer.request_id is not None:
-            problem = offer_problem(transfer, offer, self._groups, self._consumers.get(delivery.peer))
-            moves = None if problem else take_ready(transfer, delivery, self._groups)
-            if moves is None:
-                delivery.ending = Aborted(
-                    transfer.transfer_id, problem or "the prefill engine no longer holds a block that is wanted"
-                )
+            problem, moves = self._take(transfer, delivery, offer)
+            if problem is not None:
+                delivery.ending = Aborted(transfer.transfer_id, problem)
             elif moves:
                 self._next_write_id += 1
                 delivery.in_flight[self._next_write_id] = 0
@@ -291,10 +289,25 @@ class Producer:
                 delivery.ending = Fin(transfer.transfer_id, delivery.written_bytes)
         if delivery.ending is not None and not delivery.in_flight:
             delivery.closed = True
-            delivery.pending = []
+            delivery.pending = None
             if delivery.peer in self._consumers:
                 actions.append(Send(delivery.peer, delivery.ending))
         return actions
+
+    def _take(self, transfer: Transfer, delivery: Delivery, offer: Offer) -> tuple[str | None, list[Moves]]:
+        """What of an offer can be written now, or why it cannot be served."""
+        consumer = self._consumers.get(delivery.peer)
+        if consumer is None:
+            return "the consumer is gone", []
+        if delivery.pending is None:
+            problem = offer_problem(transfer, offer, self._groups, consumer)
+            if problem is not None:
+                return problem, []
+            delivery.pending = wanted(offer, self._groups, consumer)
+        moves = take_ready(transfer, delivery, self._groups, consumer)
+        if moves is None:
+            return "the prefill engine no longer holds a block that is wanted", []
+        return None, moves
 
     def _end(self, transfer: Transfer, delivery: Delivery, reason: str, now: float) -> list[ProducerAction]:
         """Give a delivery up; its consumer hears of it once no write is under way."""
@@ -302,7 +315,7 @@ class Producer:
             return []
         if delivery.ending is None:
             delivery.ending = Aborted(transfer.transfer_id, reason)
-        delivery.pending = []
+        delivery.pending = None
         return self._advance(transfer, now)
 
     def _expire(self, transfer: Transfer, now: float) -> list[ProducerAction]:

@@ -143,15 +143,12 @@ class Greeter:
             refusals = [reason for peer in sorted(waiting, key=agent_name) if (reason := self._answers.pop(peer))]
         if refusals:
             raise HandshakeError(f"it refused: {refusals[0]}")
-        return [
-            Partner(Peer(card.incarnation, rank), tuple(group.block_bytes for group in plan.groups))
-            for rank, plan in plans.items()
-        ]
+        return [Partner(Peer(card.incarnation, rank), plan.shapes, plan.unit_bytes) for rank, plan in plans.items()]
 
     def _plans(self, engine: EngineCard) -> dict[int, PairPlan]:
         """What each producer rank that talks to this worker sends to it."""
         mine = self._card.layout
-        ranks = [p for p, c in partners(engine.tp_size, mine.tp_size, mine.kv_heads) if c == mine.tp_rank]
+        ranks = [p for p, c in partners(engine.tp_size, mine.tp_size, mine.turns) if c == mine.tp_rank]
         return {rank: plan_pair(engine.workers[rank].layout, mine) for rank in ranks}
 
     # ---- as a producer -----------------------------------------------------------------------------------------
@@ -171,9 +168,10 @@ class Greeter:
         try:
             check_peers(self._card, card)
             mine, theirs = self._card.layout, card.layout
-            pairs = partners(mine.tp_size, theirs.tp_size, mine.kv_heads)
+            pairs = partners(mine.tp_size, theirs.tp_size, mine.turns)
             ranks = frozenset(consumer for producer, consumer in pairs if producer == mine.tp_rank)
-            self._on_welcomed(sender, card, plan_pair(mine, theirs), Consumer(ranks, theirs.num_blocks))
+            plan = plan_pair(mine, theirs)
+            self._on_welcomed(sender, card, plan, Consumer(ranks, theirs.num_blocks, plan.shapes))
         except TandemError as error:
             logger.warning("Tandem: decode worker %s is refused: %s", agent_name(sender), error)
             self._post.send(sender, Refused(str(error)))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.request import RequestStatus
 
 from connectors.errors import WireError
-from connectors.planning.blocks import NULL_BLOCK, boundary_position
+from connectors.planning.blocks import NULL_BLOCK, boundary_positions
 from connectors.planning.layout import Group
 from connectors.protocol.cards import decode_worker_card, engine_card
 from connectors.protocol.params import (
@@ -220,10 +220,10 @@ class SchedulerConnector:
         """Keep the blocks that resuming one token before the prompt's end still needs."""
         assert self._pool is not None
         for group, table in zip(self._groups, tables, strict=True):
-            position = boundary_position(group, production.prompt_tokens - 1, production.prompt_tokens)
-            if position is not None and table[position] != NULL_BLOCK:
-                self._pool.touch([self._pool.blocks[table[position]]])
-                production.pinned.append(table[position])
+            for position in boundary_positions(group, production.prompt_tokens - 1, production.prompt_tokens):
+                if table[position] != NULL_BLOCK:
+                    self._pool.touch([self._pool.blocks[table[position]]])
+                    production.pinned.append(table[position])
 
     def _unpin(self, production: _Production) -> None:
         if production.pinned:

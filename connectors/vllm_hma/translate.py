@@ -52,7 +52,7 @@ def engine_layout(
         kind, window = _kind(group.layer_names[0], specs[0])
         groups.append(Group(index, kind, specs[0].block_size, window, layers))
     regions = unique_regions(_span(views[layer]) for group in cache.kv_cache_groups for layer in group.layer_names)
-    return EngineLayout(tp_rank, tp_size, heads, cache.num_blocks, regions, tuple(groups))
+    return EngineLayout(tp_rank, tp_size, cache.num_blocks, regions, tuple(groups))
 
 
 def group_shapes(config: VllmConfig, cache: KVCacheConfig) -> tuple[Group, ...]:
@@ -170,6 +170,7 @@ def _layer_pages(
         layer=layer,
         address=view.data_ptr(),
         block_stride_bytes=block_stride,
+        total_heads=kv_heads,
         heads=heads,
         head_stride_bytes=head_stride if heads > 1 else rows * row_bytes,
         rows=rows,

@@ -22,7 +22,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from connectors.errors import PlanError, TransportError, WireError
 from connectors.planning.blocks import wanted_blocks
-from connectors.planning.descriptors import Runs, build_runs
+from connectors.planning.descriptors import Runs, build_runs, move_bytes
 from connectors.planning.layout import Place
 from connectors.planning.plan import PairPlan
 from connectors.protocol.actions import Connect, ConsumerAction, ProducerAction, Received, Send, Sent, Write
@@ -124,7 +124,7 @@ class WorkerRuntime:
         self._trace = Trace(config.trace_path, card.incarnation, card.rank)
         self._lock = threading.RLock()
         self._producer = ProducerMachine(card.layout.groups, config.limits)
-        self._consumer = ConsumerMachine(config.limits)
+        self._consumer = ConsumerMachine(card.layout.groups, config.limits)
         self._plans: dict[Peer, tuple[WorkerCard, PairPlan]] = {}
         self._writes: dict[int, int] = {}
         self._computed: deque[tuple[torch.Event | None, list[Chunk]]] = deque()
@@ -365,7 +365,7 @@ class WorkerRuntime:
             transfer=write.transfer_id,
             consumer=write.peer.rank,
             runs=len(runs),
-            bytes={move.group: len(move.dst_ids) * plan.groups[move.group].block_bytes for move in write.moves},
+            bytes={move.group: move_bytes(plan, move) for move in write.moves},
         )
         return []
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from connectors.planning.descriptors import BlockMoves, Runs, build_runs
+from connectors.planning.descriptors import Moves, Runs, build_runs
 from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Place, Region, unique_regions
 from connectors.planning.plan import PairPlan, plan_pair
 
@@ -105,6 +105,7 @@ def make_rank(
                 layer=f"layers.{index}.{k}",
                 address=buffer.ctypes.data,
                 block_stride_bytes=block_stride,
+                total_heads=shape.kv_heads,
                 heads=len(heads),
                 head_stride_bytes=head_stride,
                 rows=1 if packed else shape.rows,
@@ -126,7 +127,7 @@ def make_rank(
             ]
         )
     regions = unique_regions(Region(buffer.ctypes.data, buffer.nbytes, HOST) for buffer in buffers)
-    layout = EngineLayout(tp_rank, tp_size, shape.kv_heads, shape.num_blocks, regions, tuple(groups))
+    layout = EngineLayout(tp_rank, tp_size, shape.num_blocks, regions, tuple(groups))
     return Rank(layout, heads, views, buffers)
 
 
@@ -148,7 +149,7 @@ def fill_distinct(engine: Sequence[Rank], shape: Shape) -> None:
                 view[...] = content[region_of[pages.address]][:, rank.heads]
 
 
-def oracle_copy(producers: Sequence[Rank], consumers: Sequence[Rank], moves: Sequence[BlockMoves]) -> None:
+def oracle_copy(producers: Sequence[Rank], consumers: Sequence[Rank], moves: Sequence[Moves]) -> None:
     """What a transfer must do, row by row: every (layer, head, row) of every wanted block, from whoever holds it."""
     for consumer in consumers:
         for move in moves:
@@ -171,7 +172,12 @@ def all_plans(producers: Sequence[Rank], consumers: Sequence[Rank]) -> list[list
     return [[plan_pair(p.layout, c.layout) for p in producers] for c in consumers]
 
 
-def draw_moves(rng: np.random.Generator, producer: Shape, consumer: Shape) -> list[BlockMoves]:
+def whole_blocks(group: int, src_ids: np.ndarray, dst_ids: np.ndarray) -> Moves:
+    """Blocks that are one unit on both sides."""
+    return Moves(group, src_ids, np.zeros_like(src_ids), dst_ids, np.zeros_like(dst_ids))
+
+
+def draw_moves(rng: np.random.Generator, producer: Shape, consumer: Shape) -> list[Moves]:
     """Fragmented block ids: disjoint between groups, as one pool deals them, and never the null block."""
     most = (min(producer.num_blocks, consumer.num_blocks) - 1) // len(producer.groups)
     src = rng.permutation(np.arange(1, producer.num_blocks))
@@ -179,16 +185,16 @@ def draw_moves(rng: np.random.Generator, producer: Shape, consumer: Shape) -> li
     moves, at = [], 0
     for group in range(len(producer.groups)):
         count = int(rng.integers(0, most + 1))
-        moves.append(BlockMoves(group, src[at : at + count].copy(), dst[at : at + count].copy()))
+        moves.append(whole_blocks(group, src[at : at + count].copy(), dst[at : at + count].copy()))
         at += count
     return moves
 
 
-def wanted_ids(moves: Sequence[BlockMoves]) -> list[np.ndarray]:
+def wanted_ids(moves: Sequence[Moves]) -> list[np.ndarray]:
     return [move.dst_ids for move in moves]
 
 
-def runs_of(plans: Sequence[PairPlan], moves: Sequence[BlockMoves]) -> list[Runs]:
+def runs_of(plans: Sequence[PairPlan], moves: Sequence[Moves]) -> list[Runs]:
     return [build_runs(plan, moves) for plan in plans]
 
 

@@ -6,8 +6,9 @@ import pytest
 from connectors.errors import PlanError
 from connectors.planning.blocks import (
     BlockSet,
-    boundary_position,
-    complete_positions,
+    UnitShape,
+    boundary_positions,
+    complete_units,
     empty_blocks,
     first_needed_token,
     wanted_blocks,
@@ -65,7 +66,7 @@ def test_full_attention_wants_all_blocks(start: int, end: int, positions: list[i
         (8, 36, 39, [9]),  # a prefix hit inside the window
         (8, 8, 39, [8, 9]),  # a prefix hit before the window
         (1, 0, 8, []),  # a window of one token: the next token looks at itself only
-        (1, 0, 9, [2]),  # the block is only touched, but it is begun: at most one block too many
+        (1, 0, 9, []),  # even where that token does not begin a block
     ],
 )
 def test_sliding_window_wants_its_window(window: int, start: int, end: int, positions: list[int]) -> None:
@@ -121,9 +122,9 @@ def test_a_backward_range_is_refused(start: int, end: int) -> None:
         (11, 12, [True, True, False]),
     ],
 )
-def test_complete_positions(computed: int, end: int, complete: list[bool]) -> None:
+def test_complete_units(computed: int, end: int, complete: list[bool]) -> None:
     """A block is complete when all its tokens below the end are computed."""
-    assert complete_positions(np.arange(3), 4, computed, end).tolist() == complete
+    assert complete_units(FULL, np.arange(3), UnitShape(4, 1, 1), computed, end).tolist() == complete
 
 
 @pytest.mark.parametrize(
@@ -138,20 +139,20 @@ def test_complete_positions(computed: int, end: int, complete: list[bool]) -> No
         (100, 6, 7, None),
     ],
 )
-def test_boundary_position(window: int, resume: int, computed: int, position: int | None) -> None:
+def test_boundary_positions(window: int, resume: int, computed: int, position: int | None) -> None:
     """The one block that computing the last prompt token releases and resuming at that token needs."""
-    assert boundary_position(sliding(window), resume, computed) == position
-    assert boundary_position(FULL, resume, computed) is None
+    assert list(boundary_positions(sliding(window), resume, computed)) == [p for p in [position] if p is not None]
+    assert list(boundary_positions(FULL, resume, computed)) == []
 
 
-def test_boundary_position_is_what_differs() -> None:
+def test_boundary_positions_are_what_differs() -> None:
     """For all prompts and windows: wanted positions before what the allocator keeps are exactly the boundary one."""
     for window in range(1, 14):
         group = sliding(window)
         for prompt in range(2, 38):
             kept = max(0, prompt - window + 1) // 4
             lost = [p for p in wanted_blocks(group, TABLE, 0, prompt - 1).positions.tolist() if p < kept]
-            assert lost in ([], [boundary_position(group, prompt - 1, prompt)])
+            assert lost in ([], list(boundary_positions(group, prompt - 1, prompt)))
 
 
 def test_block_sets_are_two_vectors_of_one_length() -> None:

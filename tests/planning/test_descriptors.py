@@ -1,12 +1,15 @@
 """Plans applied to block ids: how runs merge, and what they add up to."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from connectors.errors import PlanError
-from connectors.planning.descriptors import BlockMoves, Runs, build_runs, coalesce
+from connectors.planning.descriptors import Runs, build_runs, coalesce, move_bytes
+from connectors.planning.layout import GroupKind
 from connectors.planning.plan import plan_pair
-from tests.planning.builders import Shape, draw_moves, make_rank, runs_of
+from tests.planning.builders import Shape, draw_moves, make_rank, runs_of, whole_blocks
 
 
 def ints(*values: int) -> np.ndarray:
@@ -56,16 +59,16 @@ def test_neighbouring_blocks_are_one_run_a_layer(
     """Equal dense layouts: blocks that follow each other on both sides make one run a layer."""
     shape = Shape(num_blocks=12)
     plan = plan_pair(make_rank(shape, 0, 1).layout, make_rank(shape, 0, 1).layout)
-    built = build_runs(plan, [BlockMoves(0, ints(*src_ids), ints(*dst_ids))])
+    built = build_runs(plan, [whole_blocks(0, ints(*src_ids), ints(*dst_ids))])
     assert len(built) == 2 * count
-    assert built.total_bytes == plan.transfer_bytes((len(src_ids), 0, 0))
+    assert built.total_bytes == len(src_ids) * plan.unit_bytes[0]
 
 
 def test_padding_ends_a_run() -> None:
     """Padding between pages is not moved, so every block is its own run."""
     padded = Shape(pad_bytes=8)
     plan = plan_pair(make_rank(padded, 0, 1).layout, make_rank(padded, 0, 1).layout)
-    assert len(build_runs(plan, [BlockMoves(2, ints(1, 2, 3), ints(1, 2, 3))])) == 6
+    assert len(build_runs(plan, [whole_blocks(2, ints(1, 2, 3), ints(1, 2, 3))])) == 6
 
 
 def test_nothing_to_move() -> None:
@@ -78,25 +81,29 @@ def test_nothing_to_move() -> None:
 def test_a_pair_without_a_share_moves_nothing() -> None:
     """Ranks that only talk have a plan without pieces: blocks expand to no runs."""
     shape = Shape(kv_heads=2)
-    plan = plan_pair(make_rank(shape, 1, 4).layout, make_rank(shape, 0, 1).layout)
-    assert plan.transfer_bytes((3, 3, 3)) == 0
-    assert len(build_runs(plan, [BlockMoves(0, ints(1, 2), ints(3, 4))])) == 0
+    plan = plan_pair(make_rank(shape, 1, 2).layout, make_rank(shape, 0, 2).layout)
+    assert plan.unit_bytes == (0, 0, 0)
+    assert len(build_runs(plan, [whole_blocks(0, ints(1, 2), ints(3, 4))])) == 0
 
 
 def test_unequal_ids_are_refused() -> None:
     """A source for every destination; the error names the group."""
     shape = Shape()
     plan = plan_pair(make_rank(shape, 0, 1).layout, make_rank(shape, 0, 1).layout)
-    with pytest.raises(PlanError, match="group 1: 2 source for 1 destination blocks"):
-        build_runs(plan, [BlockMoves(1, ints(1, 2), ints(3))])
+    with pytest.raises(PlanError, match="group 1: 2 source for 1 destination units"):
+        build_runs(plan, [whole_blocks(1, ints(1, 2), ints(3))])
 
 
-def test_transfer_bytes_counts_every_group() -> None:
-    """One count a group, or a PlanError."""
-    shape = Shape()
-    plan = plan_pair(make_rank(shape, 0, 1).layout, make_rank(shape, 0, 1).layout)
-    with pytest.raises(PlanError, match="2 block counts for 3 groups"):
-        plan.transfer_bytes((1, 1))
+def test_layers_can_move_one_after_the_other() -> None:
+    """Moves limited to layers [first, stop) are the pieces of those layers, and all of them together are the move."""
+    shape = Shape(groups=((GroupKind.FULL, None, 3),), style="token_major")
+    plan = plan_pair(make_rank(shape, 0, 1).layout, make_rank(shape, 0, 2).layout)
+    whole = whole_blocks(0, ints(1, 2, 5), ints(3, 4, 2))
+    parts = [replace(whole, layers=layers) for layers in ((0, 1), (1, 3), (3, 9))]
+    together = [row for part in parts for row in rows(build_runs(plan, [part]))]
+    assert sorted(together) == sorted(rows(build_runs(plan, [whole])))
+    third = move_bytes(plan, whole) // 3
+    assert [move_bytes(plan, part) for part in (*parts, whole)] == [third, 2 * third, 0, 3 * third]
 
 
 @pytest.mark.parametrize("style", ["packed", "head_major", "token_major", "heads_outer"])
@@ -117,5 +124,5 @@ def test_ten_thousand_blocks_in_little_time() -> None:
     shape = Shape(num_blocks=20_001, row_bytes=8, rows=1)
     plan = plan_pair(make_rank(shape, 0, 1).layout, make_rank(shape, 0, 1).layout)
     ids = np.arange(1, 20_001, 2)
-    built = build_runs(plan, [BlockMoves(0, ids, ids[::-1].copy())])
-    assert (len(built), built.total_bytes) == (20_000, plan.transfer_bytes((10_000, 0, 0)))
+    built = build_runs(plan, [whole_blocks(0, ids, ids[::-1].copy())])
+    assert (len(built), built.total_bytes) == (20_000, 10_000 * plan.unit_bytes[0])

@@ -77,14 +77,37 @@ def test_replicas_share_the_work() -> None:
     [
         ((1, 2, 4), ((0, 0), (0, 1))),
         ((3, 2, 6), ((0, 0), (1, 0), (1, 1), (2, 1))),
-        # producer ranks 1 and 3 hold replicas that nobody takes; consumer rank p % 1 tells them when to free
+        # one layer: producer ranks 1 and 3 hold replicas that nobody takes; consumer rank p % n tells them when to free
         ((4, 1, 2), ((0, 0), (1, 0), (2, 0), (3, 0))),
         ((4, 2, 1), ((0, 0), (1, 1), (2, 1), (3, 1))),
     ],
 )
 def test_partners_by_hand(case: tuple[int, int, int], pairs: tuple[tuple[int, int], ...]) -> None:
     """Ranks with a share talk, and no producer rank is left without a consumer rank to talk to."""
-    assert partners(*case) == pairs
+    producer_tp, consumer_tp, heads = case
+    assert partners(producer_tp, consumer_tp, [(0, heads)]) == pairs
+
+
+@pytest.mark.parametrize(
+    ("case", "senders"),
+    [
+        ((4, 1, 1), [[0], [1], [2], [3], [0]]),  # one latent on four ranks, one consumer: layers take turns
+        ((4, 2, 1), [[0, 2], [1, 3], [0, 2], [1, 3], [0, 2]]),  # two consumers: each has two of the ranks
+        ((8, 2, 2), [[0, 4], [1, 5], [2, 6], [3, 7], [0, 4]]),
+        ((4, 4, 1), [[0, 1, 2, 3]] * 5),  # each consumer has its own
+        ((2, 4, 1), [[0, 0, 1, 1]] * 5),
+        ((2, 1, 4), [[0, 1]] * 5),  # no replicas
+        ((3, 2, 1), [[0, 1], [0, 2], [0, 1], [0, 2], [0, 1]]),
+    ],
+)
+def test_layers_take_turns_over_replicas(case: tuple[int, int, int], senders: list[list[int]]) -> None:
+    """Where there are more holders than consumers, all of them work; consumers never share a holder without need."""
+    for turn, expected in enumerate(senders):
+        assert [share.producer_rank for share in head_shares(*case, turn)] == expected
+    producer_tp, consumer_tp, heads = case
+    used = {rank for ranks in senders for rank in ranks}
+    pairs = partners(producer_tp, consumer_tp, [(turn, heads) for turn in range(len(senders))])
+    assert used <= {producer for producer, _ in pairs} == set(range(producer_tp))
 
 
 def test_nobody_is_without_a_partner() -> None:
@@ -92,7 +115,7 @@ def test_nobody_is_without_a_partner() -> None:
     for kv_heads in (1, 2, 3, 4, 8):
         for producer_tp in range(1, 6):
             for consumer_tp in range(1, 6):
-                pairs = partners(producer_tp, consumer_tp, kv_heads)
+                pairs = partners(producer_tp, consumer_tp, [(0, kv_heads), (1, kv_heads)])
                 assert {p for p, _ in pairs} == set(range(producer_tp))
                 assert {c for _, c in pairs} == set(range(consumer_tp))
 

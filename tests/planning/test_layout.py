@@ -10,9 +10,9 @@ from tests.planning.builders import HOST, Shape, make_rank
 
 GPU0, GPU1 = Place("VRAM", 0), Place("VRAM", 1)
 
-PAGES = LayerPages("a", 1000, 100, 2, 50, 5, 10, 10, "rows")
+PAGES = LayerPages("a", 1000, 100, 2, 2, 50, 5, 10, 10, "rows")
 FULL = Group(0, GroupKind.FULL, 5, None, (PAGES,))
-LAYOUT = EngineLayout(0, 1, 2, 4, (Region(1000, 400, HOST),), (FULL,))
+LAYOUT = EngineLayout(0, 1, 4, (Region(1000, 400, HOST),), (FULL,))
 
 
 def region(address: int, length: int, place: Place = HOST) -> Region:
@@ -58,7 +58,7 @@ def test_shared_buffers_are_one_region_each() -> None:
 
 def test_sizes_are_derived() -> None:
     """Content is heads times rows times row bytes, padding not counted; a group's is the sum over its layers."""
-    assert (PAGES.head_bytes, PAGES.page_bytes, FULL.block_bytes) == (50, 100, 100)
+    assert (PAGES.page_bytes, FULL.block_bytes, FULL.row_tokens(PAGES)) == (100, 100, 1)
     padded = replace(PAGES, block_stride_bytes=128)
     assert replace(FULL, layers=(PAGES, padded)).block_bytes == 200
     assert region(100, 50).end == 150
@@ -86,8 +86,8 @@ def test_impossible_pages_are_refused(change: dict[str, int]) -> None:
     ("kind", "block_tokens", "window", "says"),
     [
         (GroupKind.FULL, 0, None, "block_tokens must be positive, not 0"),
-        (GroupKind.FULL, 4, 8, "a window belongs to sliding groups"),
-        (GroupKind.SLIDING, 4, None, "a window belongs to sliding groups"),
+        (GroupKind.FULL, 4, 8, "a window belongs to sliding and chunked groups"),
+        (GroupKind.SLIDING, 4, None, "a window belongs to sliding and chunked groups"),
     ],
 )
 def test_impossible_groups_are_refused(kind: GroupKind, block_tokens: int, window: int | None, says: str) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from connectors.errors import IncompatiblePeerError, PlanError
-from connectors.planning.descriptors import BlockMoves
+from connectors.planning.descriptors import move_bytes
 from connectors.planning.layout import GroupKind
 from connectors.planning.plan import check_compatible, plan_pair
 from connectors.planning.verify import prove_plans, verify_cover
@@ -26,6 +26,7 @@ from tests.planning.builders import (
     oracle_copy,
     runs_of,
     wanted_ids,
+    whole_blocks,
     with_field,
 )
 
@@ -47,8 +48,7 @@ def transfer_and_compare(producer: Shape, consumer: Shape, tp: tuple[int, int], 
         prove_plans(rank.layout, plans)
         runs = runs_of(plans, moves)
         verify_cover(rank.layout, wanted_ids(moves), runs)
-        counts = tuple(len(move.dst_ids) for move in moves)
-        assert [part.total_bytes for part in runs] == [plan.transfer_bytes(counts) for plan in plans]
+        assert [part.total_bytes for part in runs] == [sum(move_bytes(plan, m) for m in moves) for plan in plans]
         for part in runs:
             execute(part)
     for rank, reference in zip(planned, expected, strict=True):
@@ -101,8 +101,8 @@ def test_equal_dense_layouts_are_one_piece_a_layer() -> None:
         ("head_major", (1, 2), 1),
         ("head_major", (4, 2), 1),
         ("heads_outer", (1, 1), 4),
-        ("token_major", (1, 1), 4),  # one per row: all heads of a row lie together
-        ("token_major", (4, 2), 4),
+        ("token_major", (1, 1), 1),
+        ("token_major", (4, 2), 4),  # one per row: all heads of a row lie together
         ("gapped_rows", (1, 2), 8),  # one per row and head
     ):
         shape = Shape(style=style)
@@ -115,11 +115,12 @@ def test_swapped_head_slices_are_seen_by_the_oracle() -> None:
     shape = Shape()
     producers, planned, expected = make_engine(shape, 1), make_engine(shape, 2), make_engine(shape, 2)
     fill_distinct(producers, shape)
-    moves = [BlockMoves(0, np.array([3]), np.array([5]))]
+    moves = [whole_blocks(0, np.array([3]), np.array([5]))]
     oracle_copy(producers, expected, moves)
     (plan,) = all_plans(producers, planned)[1]
     group = plan.groups[0]
-    wrong = replace(plan, groups=(replace(group, src_address=group.src_address - 2 * 64), *plan.groups[1:]))
+    src = replace(group.src, address=group.src.address - 2 * 64)
+    wrong = replace(plan, groups=(replace(group, src=src), *plan.groups[1:]))
     runs = runs_of([wrong], moves)
     verify_cover(planned[1].layout, [np.array([5]), np.array([], np.int64), np.array([], np.int64)], runs)
     execute(runs[0])
@@ -139,15 +140,19 @@ def layer_changed(**changes: object) -> object:
 @pytest.mark.parametrize(
     ("theirs", "field", "remedy"),
     [
-        (make_rank(Shape(kv_heads=8), 0, 1).layout, "number of KV heads", "same model"),
+        (
+            make_rank(Shape(kv_heads=8), 0, 1).layout,
+            "number of KV heads of layer 'layers.0.0'",
+            "same model, dtype and KV layout",
+        ),
         (make_rank(Shape(groups=GEMMA[:2]), 0, 1).layout, "number of KV cache groups", "same model"),
         (with_field(BASE, 2, kind=GroupKind.SLIDING, window_tokens=8), "kind of KV cache group 2", "same model"),
         (with_field(BASE, 1, window_tokens=9), "window_tokens of KV cache group 1", "same model"),
-        (with_field(BASE, 0, block_tokens=8), "block_tokens of KV cache group 0", "same block_size"),
+        (with_field(BASE, 0, block_tokens=8), "tokens in what cannot be cut of layer 'layers.0.0'", "same block_size"),
         (layer_changed(layer="other"), "layers of KV cache group 1", "same model"),
         (with_field(BASE, 1, layers=BASE.groups[1].layers[:1]), "layers of KV cache group 1", "same model"),
         (layer_changed(packing="other"), "packing of layer 'layers.1.1'", "KV layout"),
-        (layer_changed(rows=3), "rows of layer 'layers.1.1'", "KV layout"),
+        (layer_changed(rows=2), "tokens in what cannot be cut of layer 'layers.1.1'", "same block_size"),
         (layer_changed(row_bytes=8), "row_bytes of layer 'layers.1.1'", "KV layout"),
     ],
 )
@@ -170,8 +175,7 @@ def test_what_may_differ_is_accepted() -> None:
 
 
 def test_pages_with_fewer_heads_than_the_rank_holds_are_refused() -> None:
-    """A layer that keeps fewer heads than its rank's share cannot be planned; the error names it."""
+    """A layer that keeps fewer heads than its rank's share is no layout; the error names it."""
     pages = BASE.groups[0].layers
-    broken = with_field(BASE, 0, layers=(replace(pages[0], heads=3), pages[1]))
-    with pytest.raises(PlanError, match=r"layer 'layers\.0\.0': a share of 4 heads"):
-        plan_pair(broken, BASE)
+    with pytest.raises(PlanError, match=r"layer 'layers\.0\.0': rank 0 of 1 holds 3 of 4 heads .* gives it 4"):
+        with_field(BASE, 0, layers=(replace(pages[0], heads=3), pages[1]))

@@ -36,7 +36,8 @@ def shape_pairs(draw: st.DrawFn) -> tuple[Shape, Shape]:
     packed = draw(st.booleans())
     common = {
         "kv_heads": draw(st.integers(1, 8)),
-        "rows": draw(st.integers(1, 4)),
+        "rows": (rows := draw(st.integers(1, 4))),
+        "block_tokens": rows,
         "row_bytes": 8 * draw(st.integers(1, 3)),
         "groups": tuple(draw(st.lists(group, min_size=1, max_size=3))),
     }
@@ -124,4 +125,4 @@ def test_plans_do_not_depend_on_pool_sizes(shapes: tuple[Shape, Shape], producer
         ranks = make_engine(consumer, consumer_tp)
         for rank, plans in zip(ranks, all_plans(make_engine(shapes[0], producer_tp), ranks), strict=True):
             for index, group in enumerate(rank.layout.groups):
-                assert sum(plan.groups[index].block_bytes for plan in plans) == group.block_bytes
+                assert sum(plan.groups[index].unit_bytes for plan in plans) == group.block_bytes

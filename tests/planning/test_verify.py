@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from connectors.errors import CoverError
-from connectors.planning.descriptors import BlockMoves, Runs, coalesce
-from connectors.planning.plan import GroupPlan, PairPlan
+from connectors.planning.descriptors import Runs, coalesce
+from connectors.planning.plan import GroupPlan, PairPlan, Side
 from connectors.planning.verify import prove_plans, verify_cover, wanted_bytes
-from tests.planning.builders import Rank, Shape, all_plans, draw_moves, make_engine, runs_of, wanted_ids
+from tests.planning.builders import Rank, Shape, all_plans, draw_moves, make_engine, runs_of, wanted_ids, whole_blocks
 
 TP_PAIRS = [(1, 1), (1, 2), (2, 1), (2, 4), (4, 2), (3, 2)]
 STYLES = ["packed", "head_major", "token_major"]
@@ -28,8 +28,8 @@ def edit(plan: PairPlan, group: int, change: object) -> PairPlan:
 
 
 def columns(plan: GroupPlan, rows: np.ndarray) -> GroupPlan:
-    names = ("src_address", "src_block_stride", "dst_address", "dst_block_stride", "piece_bytes")
-    return GroupPlan(*(getattr(plan, name)[rows] for name in names))
+    src, dst = (Side(s.address[rows], s.block_stride[rows], s.unit_offset[rows]) for s in (plan.src, plan.dst))
+    return GroupPlan(plan.shape, src, dst, plan.piece_bytes[rows], plan.layer_of[rows])
 
 
 def drop(plan: GroupPlan) -> GroupPlan:
@@ -41,7 +41,7 @@ def duplicate(plan: GroupPlan) -> GroupPlan:
 
 
 def shift(plan: GroupPlan) -> GroupPlan:
-    return replace(plan, dst_address=plan.dst_address + 8)
+    return replace(plan, dst=replace(plan.dst, address=plan.dst.address + 8))
 
 
 def shorten(plan: GroupPlan) -> GroupPlan:
@@ -53,11 +53,11 @@ def lengthen(plan: GroupPlan) -> GroupPlan:
 
 
 def other_layer(plan: GroupPlan) -> GroupPlan:
-    return replace(plan, dst_address=np.full_like(plan.dst_address, plan.dst_address[0]))
+    return replace(plan, dst=replace(plan.dst, address=np.full_like(plan.dst.address, plan.dst.address[0])))
 
 
 def stride(plan: GroupPlan) -> GroupPlan:
-    return replace(plan, dst_block_stride=plan.dst_block_stride + 8)
+    return replace(plan, dst=replace(plan.dst, block_stride=plan.dst.block_stride + 8))
 
 
 @pytest.mark.parametrize("change", [drop, duplicate, shift, shorten, lengthen, other_layer, stride])
@@ -67,7 +67,7 @@ def test_mutated_plans_are_refused(tp: tuple[int, int], style: str, change: obje
     """A plan is proved before it is trusted: bytes missing, doubled, moved or too many are refused."""
     consumer, plans = consumer_and_plans(tp, style)
     prove_plans(consumer.layout, plans)
-    sender = next(at for at, plan in enumerate(plans) if plan.groups[1].block_bytes)
+    sender = next(at for at, plan in enumerate(plans) if plan.groups[1].unit_bytes)
     for group in range(3):
         mutated = [edit(plan, group, change) if at == sender else plan for at, plan in enumerate(plans)]
         with pytest.raises(CoverError):
@@ -78,7 +78,7 @@ def test_mutated_plans_are_refused(tp: tuple[int, int], style: str, change: obje
 def test_a_missing_or_doubled_rank_is_refused(tp: tuple[int, int]) -> None:
     """All producer ranks together cover the wanted bytes; one less leaves a hole, one twice writes bytes twice."""
     consumer, plans = consumer_and_plans(tp, "head_major")
-    senders = [plan for plan in plans if plan.groups[0].block_bytes]
+    senders = [plan for plan in plans if plan.groups[0].unit_bytes]
     with pytest.raises(CoverError, match="wanted"):
         prove_plans(consumer.layout, senders[1:])
     with pytest.raises(CoverError, match="written twice"):
@@ -100,8 +100,10 @@ def test_whole_transfers_are_verified() -> None:
     shape = Shape(style="token_major")
     producers, consumers = make_engine(shape, 2), make_engine(shape, 1)
     plans = all_plans(producers, consumers)[0]
-    moves = [BlockMoves(group, np.array([1 + group, 5 + group]), np.array([7 - group, 10 - group])) for group in (0, 2)]
-    ids = [move.dst_ids for move in (moves[0], BlockMoves(1, *[np.empty(0, np.int64)] * 2), moves[1])]
+    moves = [
+        whole_blocks(group, np.array([1 + group, 5 + group]), np.array([7 - group, 10 - group])) for group in (0, 2)
+    ]
+    ids = [move.dst_ids for move in (moves[0], whole_blocks(1, *[np.empty(0, np.int64)] * 2), moves[1])]
     good = runs_of(plans, moves)
     verify_cover(consumers[0].layout, ids, good)
     keep = np.arange(1, len(good[0]))
@@ -125,7 +127,7 @@ def test_blocks_that_nobody_wants_are_refused() -> None:
     plans = all_plans(producers, consumers)[0]
     none = np.empty(0, np.int64)
     for written in ([2, 3], [3]):
-        moves = [BlockMoves(0, np.array(written), np.array(written))]
+        moves = [whole_blocks(0, np.array(written), np.array(written))]
         with pytest.raises(CoverError, match="wanted"):
             verify_cover(consumers[0].layout, [np.array([2]), none, none], runs_of(plans, moves))
 
@@ -161,7 +163,7 @@ def test_one_block_wanted_twice_is_refused() -> None:
 def test_merging_does_not_change_a_proof() -> None:
     """Coalesced or not, the same bytes are covered."""
     consumer, plans = consumer_and_plans((1, 1), "head_major")
-    moves = [BlockMoves(group, np.arange(1, 4) + 3 * group, np.arange(1, 4) + 3 * group) for group in range(3)]
+    moves = [whole_blocks(group, np.arange(1, 4) + 3 * group, np.arange(1, 4) + 3 * group) for group in range(3)]
     runs = runs_of(plans, moves)[0]
     assert len(coalesce(runs)) == len(runs)
     halves = Runs(

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from connectors.planning.blocks import BlockSet
+from connectors.planning.blocks import BlockSet, UnitShape
 from connectors.planning.layout import Group, GroupKind
 from connectors.protocol.actions import ProducerAction, Send, Write
 from connectors.protocol.delivery import Consumer
@@ -12,6 +12,7 @@ from connectors.protocol.wire import Aborted, Offer, Peer
 
 LIMITS = TransferLimits(handshake_s=7, progress_s=10, cancel_s=2, lease_s=20, alive_s=1, fence_s=1)
 GROUPS = (Group(0, GroupKind.FULL, 4, None, ()), Group(1, GroupKind.SLIDING, 4, 4, ()))
+SHAPES = (UnitShape(4, 1, 1), UnitShape(4, 1, 1))
 C0, C1 = Peer("engine-c", 0), Peer("engine-c", 1)
 STRANGER = Peer("engine-d", 0)
 
@@ -32,8 +33,8 @@ def machine(ranks: tuple[int, ...] = (0,)) -> Producer:
     """A machine that has welcomed the consumer's ranks."""
     producer = Producer(GROUPS, LIMITS)
     for rank in (0, 1):
-        producer.welcome(Peer("engine-c", rank), Consumer(frozenset(ranks), 100))
-    producer.welcome(STRANGER, Consumer(frozenset({0}), 100))
+        producer.welcome(Peer("engine-c", rank), Consumer(frozenset(ranks), 100, SHAPES))
+    producer.welcome(STRANGER, Consumer(frozenset({0}), 100, SHAPES))
     return producer
 
 

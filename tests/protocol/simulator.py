@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from connectors.planning.blocks import wanted_blocks
+from connectors.planning.blocks import UnitShape, wanted_blocks
 from connectors.planning.heads import head_shares, partners
 from connectors.planning.layout import Group, GroupKind
 from connectors.protocol.actions import Connect, ConsumerAction, ProducerAction, Received, Send, Sent, Write
@@ -34,6 +34,7 @@ GROUPS = (
     Group(1, GroupKind.SLIDING, 4, 7, ()),
     Group(2, GroupKind.SLIDING, 2, 4, ()),
 )
+SHAPES = tuple(UnitShape(group.block_tokens, 1, 1) for group in GROUPS)
 HEAD_BYTES = (16, 8, 4)
 LIMITS = TransferLimits(handshake_s=2, progress_s=3, cancel_s=1, lease_s=5, alive_s=1, fence_s=0.5)
 TICK_S = 0.5
@@ -114,8 +115,8 @@ class World:
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.order = 0
         self.producers = [ProducerRank(Producer(GROUPS, LIMITS)) for _ in range(producer_tp)]
-        self.consumers = [ConsumerRank(ConsumerMachine(LIMITS)) for _ in range(consumer_tp)]
-        self.pairs = partners(producer_tp, consumer_tp, kv_heads)
+        self.consumers = [ConsumerRank(ConsumerMachine(GROUPS, LIMITS)) for _ in range(consumer_tp)]
+        self.pairs = partners(producer_tp, consumer_tp, [(0, kv_heads)])
         self.heads = Counter[tuple[int, int]]()
         for share in head_shares(producer_tp, consumer_tp, kv_heads):
             self.heads[share.producer_rank, share.consumer_rank] += share.stop - share.first
@@ -303,9 +304,9 @@ class World:
         for p, c in self.pairs:
             if c == rank:
                 ours = frozenset(other for producer, other in self.pairs if producer == p)
-                self.producers[p].machine.welcome(Peer(DECODE, rank), Consumer(ours, POOL))
+                self.producers[p].machine.welcome(Peer(DECODE, rank), Consumer(ours, POOL, SHAPES))
                 sizes = tuple(size * self.heads[p, c] for size in HEAD_BYTES)
-                found.append(Partner(Peer(incarnation, p), sizes))
+                found.append(Partner(Peer(incarnation, p), SHAPES, sizes))
         self.on_consumer(rank, lambda m: m.connected(incarnation, found, self.now))
 
     def received(self, rank: int, request: Consumption, failure: str | None) -> None:

@@ -1,9 +1,12 @@
 """The consumer's machine, row by row of the table in its docstring."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from connectors.planning.blocks import BlockSet, empty_blocks
+from connectors.planning.blocks import BlockSet, UnitShape, empty_blocks
+from connectors.planning.layout import Group, GroupKind
 from connectors.protocol.actions import Connect, Received, Send
 from connectors.protocol.consumer import Consumer, Order, Partner, expected_bytes, failures
 from connectors.protocol.limits import TransferLimits
@@ -14,7 +17,9 @@ LIMITS = TransferLimits(handshake_s=7, progress_s=10, cancel_s=2, lease_s=20, al
 ENGINE = EngineAddress("engine-a", "host", 1)
 OTHER = EngineAddress("engine-b", "host", 2)
 P0, P1 = Peer("engine-a", 0), Peer("engine-a", 1)
-PARTNERS = (Partner(P0, (10, 1)), Partner(P1, (20, 0)))
+GROUPS = (Group(0, GroupKind.FULL, 4, None, ()), Group(1, GroupKind.FULL, 4, None, ()))
+SHAPES = (UnitShape(4, 1, 1), UnitShape(4, 1, 1))
+PARTNERS = (Partner(P0, SHAPES, (10, 1)), Partner(P1, SHAPES, (20, 0)))
 
 
 def blocks(*ids: int) -> BlockSet:
@@ -30,7 +35,7 @@ FIN0, FIN1 = Fin("t", 31), Fin("t", 60)
 
 def offered(*orders: Order) -> Consumer:
     """A machine that has offered: all partners of engine-a may write."""
-    consumer = Consumer(LIMITS)
+    consumer = Consumer(GROUPS, LIMITS)
     for each in orders or (order(),):
         consumer.start(each, 0.0)
     consumer.connected("engine-a", PARTNERS, 0.0)
@@ -50,14 +55,14 @@ def empty(consumer: Consumer) -> bool:
 
 def test_start_connects_first() -> None:
     """(none) + start -> CONNECTING, Connect."""
-    consumer = Consumer(LIMITS)
+    consumer = Consumer(GROUPS, LIMITS)
     assert consumer.start(order(), 0.0) == [Connect(ENGINE)]
     assert consumer.census()["connecting"] == 1
 
 
 def test_connected_offers_to_every_partner() -> None:
     """CONNECTING + connected -> OFFERED, an Offer to each partner rank, with the order's blocks."""
-    consumer = Consumer(LIMITS)
+    consumer = Consumer(GROUPS, LIMITS)
     consumer.start(order(), 0.0)
     sends = consumer.connected("engine-a", PARTNERS, 1.0)
     assert [send.peer for send in sends] == [P0, P1]
@@ -76,7 +81,7 @@ def test_a_known_engine_is_offered_at_once() -> None:
 
 def test_connected_to_another_engine_changes_nothing() -> None:
     """Only the transfers of that engine start go on."""
-    consumer = Consumer(LIMITS)
+    consumer = Consumer(GROUPS, LIMITS)
     consumer.start(order(), 0.0)
     assert consumer.connected("engine-b", PARTNERS, 1.0) == []
     assert consumer.census()["connecting"] == 1
@@ -84,7 +89,7 @@ def test_connected_to_another_engine_changes_nothing() -> None:
 
 def test_connect_failed_ends_at_once() -> None:
     """CONNECTING + connect_failed -> gone, Received(failed): nobody has seen our blocks."""
-    consumer = Consumer(LIMITS)
+    consumer = Consumer(GROUPS, LIMITS)
     consumer.start(order(), 0.0)
     assert consumer.connect_failed("engine-a", "dtype differs", 1.0) == [Received("r", "dtype differs")]
     assert empty(consumer)
@@ -93,7 +98,7 @@ def test_connect_failed_ends_at_once() -> None:
 
 def test_connecting_ends_by_itself() -> None:
     """CONNECTING + the longer of handshake_s and progress_s -> gone, Received(failed)."""
-    consumer = Consumer(LIMITS)
+    consumer = Consumer(GROUPS, LIMITS)
     consumer.start(order(), 0.0)
     assert consumer.tick(9.9) == []
     assert failures(consumer.tick(10.0)) == {"r": "nothing was heard of the transfer for 10 s"}
@@ -283,14 +288,14 @@ def test_release_cancels_at_every_partner() -> None:
 
 def test_release_connects_where_it_must() -> None:
     """To an engine that is not known yet: Connect, then Cancel; forgotten where that fails or takes lease_s."""
-    consumer = Consumer(LIMITS)
+    consumer = Consumer(GROUPS, LIMITS)
     assert consumer.release("t", ENGINE, 0.0) == [Connect(ENGINE)]
     assert consumer.connected("engine-a", PARTNERS, 1.0) == cancels(P0, P1)
     assert consumer.connected("engine-a", PARTNERS, 2.0) == []
     consumer.release("t", OTHER, 0.0)
     consumer.connect_failed("engine-b", "no", 1.0)
     assert consumer.connected("engine-b", PARTNERS, 2.0) == []
-    late = Consumer(LIMITS)
+    late = Consumer(GROUPS, LIMITS)
     late.release("t", ENGINE, 0.0)
     assert late.tick(20.0) == []
     assert late.connected("engine-a", PARTNERS, 20.1) == []
@@ -298,7 +303,7 @@ def test_release_connects_where_it_must() -> None:
 
 def test_abort_while_connecting_releases() -> None:
     """CONNECTING + abort -> gone at once; when the producer is known, it hears that nobody will come."""
-    consumer = Consumer(LIMITS)
+    consumer = Consumer(GROUPS, LIMITS)
     consumer.start(order(), 0.0)
     assert consumer.abort("r", 1.0) == [Received("r", "the request was aborted")]
     assert consumer.connected("engine-a", PARTNERS, 2.0) == cancels(P0, P1)
@@ -329,15 +334,19 @@ def test_a_used_transfer_id_is_remembered() -> None:
 
 
 def test_expected_bytes_by_hand() -> None:
-    """Blocks of each group times what the partner sends of one."""
-    assert expected_bytes((blocks(1, 2, 3), blocks(9)), (10, 1)) == 31
-    assert expected_bytes((empty_blocks(), blocks(9)), (10, 0)) == 0
+    """Units of each group times what the partner sends of one."""
+    nothing = replace(order(), groups=(empty_blocks(), blocks(9)))
+    assert expected_bytes(GROUPS, order(), PARTNERS[0]) == 31
+    assert expected_bytes(GROUPS, nothing, Partner(P0, SHAPES, (10, 0))) == 0
+    halves = (UnitShape(2, 2, 2), UnitShape(4, 1, 1))
+    # 9 tokens of 3 blocks of 4: five halves carry some of them
+    assert expected_bytes(GROUPS, order(), Partner(P0, halves, (10, 1))) == 51
 
 
 def test_a_partner_without_a_share_is_waited_for() -> None:
     """It writes nothing and says so: Fin with 0 bytes."""
-    consumer = Consumer(LIMITS)
+    consumer = Consumer(GROUPS, LIMITS)
     consumer.start(order(), 0.0)
-    consumer.connected("engine-a", (PARTNERS[0], Partner(P1, (0, 0))), 0.0)
+    consumer.connected("engine-a", (PARTNERS[0], Partner(P1, SHAPES, (0, 0))), 0.0)
     assert consumer.message(P0, FIN0, 1.0) == []
     assert consumer.message(P1, Fin("t", 0), 1.0) == [Received("r", None)]

@@ -78,12 +78,14 @@ class Engines:
         self.received: list[tuple[str, str | None]] = []
         self.bytes_written = 0
         self.messages: list[str] = []
-        self._introduce(partners(tp[0], tp[1], shapes[0].kv_heads))
+        self._introduce(partners(tp[0], tp[1], self.decode[0].rank.layout.turns))
 
     def _worker(self, host: Host, shape: Shape, rank: int, tp_size: int) -> Worker:
         built = make_rank(shape, rank, tp_size, memory=host.memory)
         groups = built.layout.groups
-        machine = Producer(groups, self.limits) if host.peer.incarnation == PREFILL else ConsumerMachine(self.limits)
+        machine = (
+            Producer(groups, self.limits) if host.peer.incarnation == PREFILL else ConsumerMachine(groups, self.limits)
+        )
         return Worker(host, built, machine)
 
     def _introduce(self, pairs: tuple[tuple[int, int], ...]) -> None:
@@ -102,8 +104,8 @@ class Engines:
                 producer.host.transport.add_peer(ours.transport_metadata)
                 producer.plans[consumer.host.peer] = plans[p]
                 talking = frozenset(other for rank, other in pairs if rank == p)
-                producer.machine.welcome(consumer.host.peer, Consumer(talking, ours.layout.num_blocks))
-                found.append(Partner(producer.host.peer, tuple(group.block_bytes for group in plans[p].groups)))
+                producer.machine.welcome(consumer.host.peer, Consumer(talking, ours.layout.num_blocks, plans[p].shapes))
+                found.append(Partner(producer.host.peer, plans[p].shapes, plans[p].unit_bytes))
             self.perform(consumer, consumer.machine.connected(PREFILL, found, self.now))
 
     @property

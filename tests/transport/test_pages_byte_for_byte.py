@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from connectors.planning.blocks import wanted_blocks
-from connectors.planning.descriptors import BlockMoves
+from connectors.planning.descriptors import Moves
 from connectors.planning.layout import GroupKind
 from connectors.protocol.consumer import Order
 from connectors.protocol.wire import Peer
-from tests.planning.builders import CANARY, Rank, Shape, fill_distinct, make_engine, oracle_copy
+from tests.planning.builders import CANARY, Rank, Shape, fill_distinct, make_engine, oracle_copy, whole_blocks
 from tests.transport.engines import ADDRESS, DECODE, PREFILL, Engines, Host
 
 TP_PAIRS = [(1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (4, 2)]
@@ -49,7 +49,7 @@ def compute(live: list[Rank], final: list[Rank], tables: list[np.ndarray], befor
                     view[block, :, row] = content[block, :, row]
 
 
-def pages_equal(consumers: list[Rank], producers: list[Rank], moves: list[BlockMoves]) -> None:
+def pages_equal(consumers: list[Rank], producers: list[Rank], moves: list[Moves]) -> None:
     """Every page of every group, layer and head: the consumer's is the producer's."""
     compared = 0
     for consumer in consumers:
@@ -90,11 +90,11 @@ class Case:
             for group, table in zip(layout.groups, targets, strict=True)
         ]
         self.moves = [
-            BlockMoves(group, self.tables[group][blocks.positions], blocks.ids) for group, blocks in enumerate(wanted)
+            whole_blocks(group, self.tables[group][blocks.positions], blocks.ids) for group, blocks in enumerate(wanted)
         ]
         self.order = Order("d", f"t{seed}", ADDRESS, PROMPT_TOKENS - 1, "digest", tuple(wanted))
 
-    def bytes_of(self, move: BlockMoves) -> int:
+    def bytes_of(self, move: Moves) -> int:
         """Over all consumer ranks, with nothing moved twice."""
         return len(move.dst_ids) * sum(rank.layout.groups[move.group].block_bytes for rank in self.consumers)
 
@@ -140,7 +140,7 @@ def test_streamed(hosts: dict[Peer, Host], tp: tuple[int, int], kv_heads: int, s
         before = after
         if after < CHUNKS[-1]:
             done = after // BLOCK_TOKENS
-            landed = BlockMoves(2, full.src_ids[:done], full.dst_ids[:done])
+            landed = whole_blocks(2, full.src_ids[:done], full.dst_ids[:done])
             case.engines.settle(case.bytes_of(landed))
             assert case.engines.bytes_written == case.bytes_of(landed)
             pages_equal(case.consumers, case.producers, [landed])

@@ -38,10 +38,9 @@ class Worker:
     ) -> None:
         self.cache = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
         address = self.cache.ctypes.data
-        pages = LayerPages("layer", address, BLOCK_BYTES, 1, BLOCK_BYTES, 1, BLOCK_BYTES, BLOCK_BYTES, packing)
+        pages = LayerPages("layer", address, BLOCK_BYTES, 1, 1, BLOCK_BYTES, 1, BLOCK_BYTES, BLOCK_BYTES, packing)
         layout = EngineLayout(
             0,
-            1,
             1,
             BLOCKS,
             (Region(address, self.cache.nbytes, Place("DRAM", 0)),),
