@@ -51,6 +51,10 @@ bench: $(STAMP) ## Measure handover and TTFT side by side with vLLM's own connec
 identity: $(STAMP) ## Compare tokens and logprobs with one engine, at four pairs of TP sizes
 	$(BIN)/python -m tests.e2e.identity
 
+.PHONY: families
+families: $(STAMP) ## The same for every kind of KV cache, between engines of unequal shape (about an hour)
+	$(BIN)/python -m tests.e2e.families
+
 .PHONY: demo-eval
 demo-eval: $(STAMP) ## Measure the demo model's recall on held-out prompts
 	$(BIN)/python -m app.demo.evaluate

@@ -81,14 +81,14 @@ def wanted_blocks(group: Group, table: Sequence[int], start_token: int, end_toke
 
     Tokens before ``start_token`` are already in the consumer's own cache (a prefix hit); their blocks may be shared
     with other requests and are never written. Tokens before the window are not needed. Of a state group it is the
-    block of the running state, the table's last.
+    block of the state after ``end_token`` tokens, at position 0 whatever its position here.
 
     Raises PlanError where the table has no block for a token that is needed: the caller then computes it itself.
     """
     if not 0 <= start_token <= end_token:
         raise PlanError(f"tokens [{start_token}, {end_token}) are not a range")
     if group.kind is GroupKind.STATE:
-        return _state_block(group, table) if start_token < end_token else empty_blocks()
+        return _state_block(group, table, end_token) if start_token < end_token else empty_blocks()
     first = max(first_needed_token(group, end_token), start_token) // group.block_tokens
     stop = -(-end_token // group.block_tokens)
     if start_token == end_token or first_needed_token(group, end_token) >= end_token or first >= stop:
@@ -104,10 +104,16 @@ def wanted_blocks(group: Group, table: Sequence[int], start_token: int, end_toke
     return BlockSet(np.arange(first, stop, dtype=np.int64), ids)
 
 
-def _state_block(group: Group, table: Sequence[int]) -> BlockSet:
-    if not table or table[-1] == NULL_BLOCK:
-        raise PlanError(f"group {group.index}: no block is allocated for the request's state")
-    return BlockSet(np.zeros(1, np.int64), np.asarray(table[-1:], np.int64))
+def state_position(group: Group, end_token: int) -> int:
+    """Where a state group's table names the state after ``end_token`` tokens."""
+    return (end_token - 1) // group.block_tokens
+
+
+def _state_block(group: Group, table: Sequence[int], end_token: int) -> BlockSet:
+    position = state_position(group, end_token)
+    if position >= len(table) or table[position] == NULL_BLOCK:
+        raise PlanError(f"group {group.index}: no block is allocated for the state after {end_token} tokens")
+    return BlockSet(np.zeros(1, np.int64), np.asarray(table[position : position + 1], np.int64))
 
 
 def wanted_units(group: Group, blocks: BlockSet, shape: UnitShape, end_token: int) -> UnitSet:
@@ -134,13 +140,3 @@ def complete_units(group: Group, units: Ints, shape: UnitShape, computed: int, e
     if group.kind is GroupKind.STATE:
         return np.full(len(units), computed == end_token)
     return np.minimum((units + 1) * shape.tokens, end_token) <= computed
-
-
-def boundary_positions(group: Group, resume_token: int, computed_tokens: int) -> range:
-    """The table positions that resuming at ``resume_token`` needs and computing up to ``computed_tokens`` released.
-
-    A producer computes the whole prompt, so its window ends one token later than that of a consumer which resumes at
-    the last prompt token. Where that token starts a block, or a chunk, the allocator has let go of too much.
-    """
-    needed = first_needed_token(group, resume_token) // group.block_tokens
-    return range(needed, first_needed_token(group, computed_tokens) // group.block_tokens)

@@ -4,10 +4,12 @@ Words: a *region* is one registered range of memory, unique by base address. A *
 namespace of block ids. A *page* is what one block holds of one layer. Several layers of different groups may lie in
 one region; their pages are told apart by block id only, because all groups draw ids from one pool.
 
-    address of (block b, kernel block k, head h, row r) of a layer = address
-        + b * block_stride_bytes + k * kernel_block_stride_bytes + h * head_stride_bytes + r * row_stride_bytes
+    address of (block b, kernel block k, head h, stripe s, row r) of a layer = address
+        + b * block_stride_bytes + k * kernel_block_stride_bytes
+        + h * head_stride_bytes + s * stripe_stride_bytes + r * row_stride_bytes
 
 and ``row_bytes`` bytes lie there. A *row* is what cannot be cut: one token, or several that a kernel packs together.
+A *stripe* is a part of a head's content that a kernel keeps apart for all tokens of a block: K by columns, say.
 A *kernel block* is what the attention kernel takes for a block where the allocator's are larger. A layer whose page
 is not regular in this sense is described as several layers, its *parts*: CPU attention's K and V, a Mamba layer's
 convolution and recurrent state.
@@ -66,8 +68,8 @@ class LayerPages:
 
     ``total_heads`` counts the KV heads of the whole model, ``heads`` those held here (``heads.held_heads`` says which):
     whatever is split over tensor-parallel ranks in equal parts counts as heads, MLA's one latent as a single one.
-    ``rows`` are those of one head in one kernel block. ``packing`` names how bytes lie within a row; two engines
-    exchange bytes only where it is equal.
+    ``rows`` are those of one head's stripe in one kernel block. ``packing`` names how bytes lie within a row; two
+    engines exchange bytes only where it is equal.
     """
 
     layer: str
@@ -82,19 +84,27 @@ class LayerPages:
     packing: str
     kernel_blocks: int = 1
     kernel_block_stride_bytes: int = 0
+    stripes: int = 1
+    stripe_stride_bytes: int = 0
 
     def __post_init__(self) -> None:
-        counts = (self.total_heads, self.heads, self.rows, self.kernel_blocks)
+        counts = (self.total_heads, self.heads, self.rows, self.kernel_blocks, self.stripes)
         sizes = (self.block_stride_bytes, self.head_stride_bytes, self.row_bytes)
         if min(*counts, *sizes) <= 0 or self.row_stride_bytes < self.row_bytes:
             raise PlanError(f"layer {self.layer!r}: sizes and strides must be positive and rows must not overlap")
-        if (self.kernel_blocks == 1) != (self.kernel_block_stride_bytes == 0):
-            raise PlanError(f"layer {self.layer!r}: a stride of kernel blocks belongs to several of them")
+        for count, stride in (
+            (self.kernel_blocks, self.kernel_block_stride_bytes),
+            (self.stripes, self.stripe_stride_bytes),
+        ):
+            if (count == 1) != (stride == 0) or stride < 0:
+                raise PlanError(
+                    f"layer {self.layer!r}: several stripes or kernel blocks have a stride, a single one none"
+                )
 
     @property
     def page_bytes(self) -> int:
         """Bytes of content in one block (padding not counted)."""
-        return self.kernel_blocks * self.heads * self.rows * self.row_bytes
+        return self.kernel_blocks * self.heads * self.stripes * self.rows * self.row_bytes
 
     @property
     def last_offset(self) -> int:
@@ -102,6 +112,7 @@ class LayerPages:
         return (
             (self.kernel_blocks - 1) * self.kernel_block_stride_bytes
             + (self.heads - 1) * self.head_stride_bytes
+            + (self.stripes - 1) * self.stripe_stride_bytes
             + (self.rows - 1) * self.row_stride_bytes
             + self.row_bytes
         )

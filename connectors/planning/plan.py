@@ -7,6 +7,7 @@ a block lie in it. Applying it to block ids is a broadcast (``descriptors.py``),
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -99,6 +100,7 @@ def _check_pages(theirs_group: Group, theirs: LayerPages, ours_group: Group, our
     of = f"of layer {ours.layer!r}"
     _same(f"number of KV heads {of}", ours.total_heads, theirs.total_heads, same_layout)
     _same(f"packing {of}", ours.packing, theirs.packing, same_layout)
+    _same(f"stripes {of}", ours.stripes, theirs.stripes, same_layout)
     if ours_group.kind is GroupKind.STATE:
         for field in ("rows", "row_bytes"):
             _same(f"{field} {of}", getattr(ours, field), getattr(theirs, field), same_layout)
@@ -237,25 +239,21 @@ def _pieces(src: LayerPages, dst: LayerPages, first: tuple[int, int], heads: int
     src_head, dst_head = first
     if src_head + heads > src.heads or dst_head + heads > dst.heads:
         raise PlanError(f"layer {src.layer!r}: a share of {heads} heads reaches past the heads that are held")
-    row_bytes, head_bytes = src.row_bytes, rows * src.row_bytes
-    rows_dense = all(rows == 1 or pages.row_stride_bytes == row_bytes for pages in (src, dst))
-    heads_dense = all(heads == 1 or pages.head_stride_bytes == head_bytes for pages in (src, dst))
+    steps = [
+        (heads, src.head_stride_bytes, dst.head_stride_bytes),
+        (src.stripes, src.stripe_stride_bytes, dst.stripe_stride_bytes),
+        (rows, src.row_stride_bytes, dst.row_stride_bytes),
+    ]
+    left = sorted((step for step in steps if step[0] > 1), key=lambda step: step[1])
+    length = src.row_bytes
+    while left and left[0][1] == left[0][2] == length:
+        length *= left.pop(0)[0]
     src_base, dst_base = src_head * src.head_stride_bytes, dst_head * dst.head_stride_bytes
-    if rows_dense and heads_dense:
-        return [_Piece(src_base, dst_base, heads * head_bytes)]
-    if rows_dense:
-        return [
-            _Piece(src_base + h * src.head_stride_bytes, dst_base + h * dst.head_stride_bytes, head_bytes)
-            for h in range(heads)
-        ]
-    heads_adjacent = all(pages.head_stride_bytes == row_bytes for pages in (src, dst))
-    head_steps, length = (1, heads * row_bytes) if heads_adjacent else (heads, row_bytes)
     return [
         _Piece(
-            src_base + h * src.head_stride_bytes + r * src.row_stride_bytes,
-            dst_base + h * dst.head_stride_bytes + r * dst.row_stride_bytes,
+            src_base + sum(at * step[1] for at, step in zip(place, left, strict=True)),
+            dst_base + sum(at * step[2] for at, step in zip(place, left, strict=True)),
             length,
         )
-        for r in range(rows)
-        for h in range(head_steps)
+        for place in itertools.product(*(range(step[0]) for step in left))
     ]

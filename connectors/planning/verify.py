@@ -22,6 +22,7 @@ def wanted_bytes(consumer: EngineLayout, block_ids: Sequence[Ints]) -> tuple[Int
             steps = (
                 (pages.kernel_blocks, pages.kernel_block_stride_bytes),
                 (pages.heads, pages.head_stride_bytes),
+                (pages.stripes, pages.stripe_stride_bytes),
                 (pages.rows, pages.row_stride_bytes),
             )
             grid = pages.address + ids * pages.block_stride_bytes

@@ -146,8 +146,10 @@ def _layout(fields: dict[str, Any]) -> EngineLayout:
 
 def _pages(fields: dict[str, Any]) -> LayerPages:
     pages = _checked(LayerPages, fields)
-    if max(pages.kernel_blocks, pages.rows, pages.heads) > _MOST_ROWS:
-        raise WireError(f"layer {pages.layer!r} is described by more than {_MOST_ROWS} rows, heads or kernel blocks")
+    if max(pages.kernel_blocks, pages.rows, pages.heads, pages.stripes) > _MOST_ROWS:
+        raise WireError(
+            f"layer {pages.layer!r} is described by more than {_MOST_ROWS} rows, stripes, heads or kernel blocks"
+        )
     return pages
 
 

@@ -14,6 +14,7 @@ from connectors.planning.blocks import (
     UnitShape,
     complete_units,
     first_needed_token,
+    state_position,
     wanted_units,
 )
 from connectors.planning.descriptors import Moves
@@ -110,7 +111,7 @@ def offer_problem(transfer: Transfer, offer: Offer, groups: Sequence[Group], con
             continue
         if int(blocks.positions[-1]) * shape.tokens * shape.dst_units >= offer.end_token:
             return f"a block of group {group.index} lies behind the last token that is wanted"
-        kept = first_needed_token(group, max(0, transfer.prompt_tokens - 1)) // group.block_tokens * group.block_tokens
+        kept = first_needed_token(group, transfer.prompt_tokens) // group.block_tokens * group.block_tokens
         units = wanted_units(group, blocks, shape, offer.end_token).units
         if len(units) and int(units[0]) * shape.tokens < kept:
             # The table still names it, but the allocator may have given it to another request.
@@ -139,7 +140,7 @@ def take_ready(
             continue
         ready = complete_units(group, pending.units, shape, transfer.computed_tokens, delivery.offer.end_token)
         if group.kind is GroupKind.STATE:
-            places = np.full(len(pending), len(table) - 1)
+            places = np.full(len(pending), state_position(group, delivery.offer.end_token))
         else:
             places = pending.units // shape.src_units
         ready &= (places < len(table)) & (places >= 0)

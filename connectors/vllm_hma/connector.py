@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -79,9 +78,6 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker
 
     # ---- scheduler's side --------------------------------------------------------------------------------------
-
-    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        self.scheduler.bind_pool(gpu_block_pool)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]

@@ -4,22 +4,21 @@
     consuming   tokens are claimed in ``matched_tokens``, blocks are known in ``after_alloc`` -> Receive
 
 A consumer claims all prompt tokens but the last, which it computes itself to get logits. vLLM would also let it claim
-that one and then step back, but by then the sliding-window groups have let go of the oldest token that it attends to.
-The producer computes the last token too, so it loses that same block where the window's edge falls on a block
-boundary: it is pinned in the pool until the transfer has ended.
+that one and then step back, but by then the sliding-window groups have let go of the oldest token that it attends to,
+and a state would have taken the token in twice. So the producer drops the last token of the prompt when the request
+comes: its windows end, and its states are, where the consumer resumes.
 """
 
 from __future__ import annotations
 
 import logging
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
 from connectors.errors import WireError
-from connectors.planning.blocks import NULL_BLOCK, boundary_positions
 from connectors.planning.layout import Group
 from connectors.protocol.cards import decode_worker_card, engine_card
 from connectors.protocol.params import (
@@ -35,7 +34,6 @@ from connectors.vllm_hma.orders import CardMetadata, Chunk, Expect, Finished, Or
 from connectors.vllm_hma.side_channel import CardServer
 
 if TYPE_CHECKING:
-    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -49,7 +47,6 @@ class _Production:
     transfer_id: str
     prompt_tokens: int
     sent: list[int]
-    pinned: list[int] = field(default_factory=list)
 
 
 class SchedulerConnector:
@@ -64,13 +61,9 @@ class SchedulerConnector:
         self._productions: dict[str, _Production] = {}
         self._consumptions: dict[str, ConsumeParams] = {}
         self._taken: set[str] = set()
-        self._pool: BlockPool | None = None
         self._server: CardServer | None = None
 
     # ---- start and end -----------------------------------------------------------------------------------------
-
-    def bind_pool(self, pool: BlockPool) -> None:
-        self._pool = pool
 
     def publish(self, cards: dict[tuple[int, int], CardMetadata]) -> None:
         """All workers have registered their memory: hand out their cards from now on."""
@@ -114,11 +107,12 @@ class SchedulerConnector:
                     request.max_tokens,
                 )
                 return
+            digest = _digest(request)
+            _drop_last_token(request)
             production = _Production(
                 params.transfer_id or uuid.uuid4().hex, request.num_prompt_tokens, [0] * len(self._groups)
             )
             self._productions[request.request_id] = production
-            digest = _digest(request)
             self._orders.expects.append(
                 Expect(request.request_id, production.transfer_id, production.prompt_tokens, digest)
             )
@@ -170,7 +164,7 @@ class SchedulerConnector:
         reason = "" if complete else f"the prefill request ended as {request.status.name.lower()}"
         self._orders.finished.append(Finished(request_id, complete, reason))
         if not complete:
-            self._drop_production(request_id)
+            del self._productions[request_id]
             return False, None
         address = self._address()
         return True, {
@@ -183,7 +177,7 @@ class SchedulerConnector:
     def sending_finished(self, request_ids: set[str]) -> None:
         """All workers are done with these productions: the scheduler frees their blocks now."""
         for request_id in request_ids:
-            self._drop_production(request_id)
+            self._productions.pop(request_id, None)
 
     def receiving_finished(self, request_ids: set[str]) -> None:
         self._taken.difference_update(request_ids)
@@ -197,7 +191,6 @@ class SchedulerConnector:
             production = self._productions.get(request_id)
             if production is not None:
                 production.sent = [0] * len(self._groups)
-                self._unpin(production)
                 orders.preempted.append(request_id)
         for request_id, computed_before in _scheduled(output):
             production = self._productions.get(request_id)
@@ -212,29 +205,7 @@ class SchedulerConnector:
         new_ids = tuple(tuple(table[sent:]) for table, sent in zip(tables, production.sent, strict=True))
         production.sent = [len(table) for table in tables]
         computed = min(computed_before + output.num_scheduled_tokens[request_id], production.prompt_tokens)
-        if computed == production.prompt_tokens:
-            self._pin_boundary(production, tables)
         return Chunk(request_id, new_ids, computed)
-
-    def _pin_boundary(self, production: _Production, tables: tuple[list[int], ...]) -> None:
-        """Keep the blocks that resuming one token before the prompt's end still needs."""
-        assert self._pool is not None
-        for group, table in zip(self._groups, tables, strict=True):
-            for position in boundary_positions(group, production.prompt_tokens - 1, production.prompt_tokens):
-                if table[position] != NULL_BLOCK:
-                    self._pool.touch([self._pool.blocks[table[position]]])
-                    production.pinned.append(table[position])
-
-    def _unpin(self, production: _Production) -> None:
-        if production.pinned:
-            assert self._pool is not None
-            self._pool.free_blocks([self._pool.blocks[block_id] for block_id in production.pinned])
-            production.pinned = []
-
-    def _drop_production(self, request_id: str) -> None:
-        production = self._productions.pop(request_id, None)
-        if production is not None:
-            self._unpin(production)
 
     def _describe(self, request: Request) -> dict[str, Any] | None:
         """The answer to ``describe``: where to find this engine."""
@@ -254,6 +225,15 @@ class SchedulerConnector:
             "remote_port": address.port,
             "tp_size": self._tp_size,
         }
+
+
+def _drop_last_token(request: Request) -> None:
+    """Let vLLM compute a prompt without its last token, which is the consumer's to compute."""
+    if request.num_prompt_tokens < 2 or request.prompt_token_ids is None:
+        return
+    del request.prompt_token_ids[-1]
+    del request._all_token_ids[-1]
+    request.num_prompt_tokens -= 1
 
 
 def _digest(request: Request) -> str:

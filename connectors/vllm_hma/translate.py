@@ -1,8 +1,9 @@
 """The only reader of vLLM's cache specs and tensors: turns them into an ``EngineLayout``, once.
 
-vLLM 0.32 views every attention layer's cache as (blocks, KV heads, tokens, content), content being K and V of one
+vLLM 0.32 views every attention layer's cache as (blocks, KV heads, states, content), content being K and V of one
 token of one head, whatever the strides behind it. CPU attention keeps that shape and packs a head's tokens in an order
-of its own (K rows, then V rows, by instruction set): its heads move whole, and only between equal packings.
+of its own: K first, then V, each in tiles of some tokens by instruction set (``cpu_tile_tokens``). State layers (Mamba
+and its kin) keep one page of int8 a state: ``states.py`` says what is in it.
 
 A new model family is a new branch here, and nowhere else. What is not known is refused, by layer and spec.
 """
@@ -12,17 +13,29 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import vllm
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from connectors.errors import UnsupportedCacheError
 from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Place, Region, unique_regions
 from connectors.protocol.cards import ModelIdentity
+from connectors.vllm_hma.states import state_parts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,50 +48,48 @@ _SEPARATE = "serve this model without Tandem's connector"
 def engine_layout(
     config: VllmConfig, cache: KVCacheConfig, views: Mapping[str, torch.Tensor], tp_rank: int
 ) -> EngineLayout:
-    """This worker's cache. ``views[layer]`` has shape (blocks, KV heads, tokens, content).
+    """This worker's cache. ``views[layer]`` is an attention layer's (blocks, KV heads, states, content) tensor.
 
     Raises UnsupportedCacheError for a layer whose bytes cannot be mapped.
     """
-    check_groups(config, cache)
-    heads = config.model_config.get_total_num_kv_heads()
     tp_size = config.parallel_config.tensor_parallel_size
     groups = []
-    for index, group in enumerate(cache.kv_cache_groups):
-        specs = [_layer_spec(group.kv_cache_spec, layer) for layer in group.layer_names]
-        layers = tuple(
-            _layer_pages(config, layer, spec, views[layer], cache.num_blocks, heads, tp_size)
-            for layer, spec in zip(group.layer_names, specs, strict=True)
-        )
-        kind, window = _kind(group.layer_names[0], specs[0])
-        groups.append(Group(index, kind, specs[0].block_size, window, layers))
+    for shape, group in zip(group_shapes(config, cache), cache.kv_cache_groups, strict=True):
+        layers: list[LayerPages] = []
+        for layer in group.layer_names:
+            view, spec = views[layer], _layer_spec(group.kv_cache_spec, layer)
+            if not isinstance(view, torch.Tensor) or view.ndim != 4:
+                raise UnsupportedCacheError(layer, "its cache is not one tensor of four dimensions", _SEPARATE)
+            if isinstance(spec, MambaSpec):
+                layers += state_parts(config, layer, spec, view, cache.num_blocks)
+            else:
+                assert isinstance(spec, AttentionSpec)
+                layers += _attention_parts(config, layer, spec, view, cache.num_blocks)
+        groups.append(Group(shape.index, shape.kind, shape.block_tokens, shape.window_tokens, tuple(layers)))
     regions = unique_regions(_span(views[layer]) for group in cache.kv_cache_groups for layer in group.layer_names)
     return EngineLayout(tp_rank, tp_size, cache.num_blocks, regions, tuple(groups))
 
 
 def group_shapes(config: VllmConfig, cache: KVCacheConfig) -> tuple[Group, ...]:
-    """The groups without their layers: what the scheduler, which has no tensors, needs to know."""
-    check_groups(config, cache)
-    shapes = []
-    for index, group in enumerate(cache.kv_cache_groups):
-        spec = _layer_spec(group.kv_cache_spec, group.layer_names[0])
-        kind, window = _kind(group.layer_names[0], spec)
-        shapes.append(Group(index, kind, spec.block_size, window, ()))
-    return tuple(shapes)
+    """The groups without their layers: what the scheduler, which has no tensors, needs to know.
 
-
-def check_groups(config: VllmConfig, cache: KVCacheConfig) -> None:
-    """Refuse what the connector cannot carry, before the engine accepts a request."""
+    Raises UnsupportedCacheError for what the connector cannot carry, before the engine accepts a request.
+    """
     parallel = config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise UnsupportedCacheError("*", f"{name}={getattr(parallel, name)} splits a layer's KV", f"set {name}=1")
-    for group in cache.kv_cache_groups:
+    shapes = []
+    for index, group in enumerate(cache.kv_cache_groups):
         specs = {layer: _layer_spec(group.kv_cache_spec, layer) for layer in group.layer_names}
         kinds = {(*_kind(layer, spec), spec.block_size) for layer, spec in specs.items()}
         if len(kinds) != 1:
             raise UnsupportedCacheError(group.layer_names[0], "its group mixes kinds of attention", _SEPARATE)
         if not group.enable_kv_transfer or group.host_resident:
             raise UnsupportedCacheError(group.layer_names[0], "its group is kept out of KV transfers", _SEPARATE)
+        ((kind, window, block_tokens),) = kinds
+        shapes.append(Group(index, kind, block_tokens, window, ()))
+    return tuple(shapes)
 
 
 def model_identity(config: VllmConfig) -> ModelIdentity:
@@ -120,64 +131,122 @@ def _layer_spec(spec: KVCacheSpec, layer: str) -> KVCacheSpec:
 
 
 def _kind(layer: str, spec: KVCacheSpec) -> tuple[GroupKind, int | None]:
-    # Exact types: a subclass (MLA, sink attention) keeps other bytes behind the same fields.
-    if type(spec) is FullAttentionSpec:
+    # Exact types: a subclass (sink attention, say) keeps other bytes behind the same fields.
+    if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
         return GroupKind.FULL, None
-    if type(spec) is SlidingWindowSpec:
+    if isinstance(spec, SlidingWindowSpec) and type(spec) in (SlidingWindowSpec, SlidingWindowMLASpec):
         if spec.extra_retained_tokens:
             raise UnsupportedCacheError(layer, "its window retains tokens for speculative decoding", _SEPARATE)
+        if getattr(spec, "bounded_replay", False):
+            raise UnsupportedCacheError(layer, "its window is replayed after a load", _SEPARATE)
         return GroupKind.SLIDING, spec.sliding_window
+    if type(spec) is ChunkedLocalAttentionSpec:
+        return GroupKind.CHUNKED, spec.attention_chunk_size
+    if type(spec) is MambaSpec:
+        return GroupKind.STATE, None
     raise UnsupportedCacheError(layer, f"the connector does not know how {type(spec).__name__} keeps KV", _SEPARATE)
 
 
-def _layer_pages(
-    config: VllmConfig,
-    layer: str,
-    spec: KVCacheSpec,
-    view: torch.Tensor,
-    num_blocks: int,
-    kv_heads: int,
-    tp_size: int,
-) -> LayerPages:
-    assert isinstance(spec, FullAttentionSpec | SlidingWindowSpec)
-    if not isinstance(view, torch.Tensor) or view.ndim != 4:
-        raise UnsupportedCacheError(layer, "its cache is not one tensor of (blocks, heads, tokens, content)", _SEPARATE)
-    blocks, heads, tokens, _ = view.shape
-    if (blocks, tokens) != (num_blocks, spec.block_size):
+def _attention_parts(
+    config: VllmConfig, layer: str, spec: AttentionSpec, view: torch.Tensor, num_blocks: int
+) -> list[LayerPages]:
+    """An attention layer's pages: one part, or K and V apart where a kernel packs them apart."""
+    blocks, heads, rows, _ = view.shape
+    kernel_blocks = blocks // num_blocks
+    if blocks % num_blocks or spec.block_size % (kernel_blocks * rows):
         raise UnsupportedCacheError(
-            layer,
-            f"the kernel splits {num_blocks} blocks of {spec.block_size} tokens into {blocks} of {tokens}",
-            f"set block_size={tokens}",
-        )
-    if heads != max(1, kv_heads // tp_size) or (kv_heads >= tp_size and kv_heads % tp_size):
-        raise UnsupportedCacheError(
-            layer, f"it keeps {heads} KV heads on this rank, {kv_heads} heads over {tp_size} ranks", _SEPARATE
+            layer, f"{num_blocks} blocks of {spec.block_size} tokens are viewed as {blocks} of {rows}", _SEPARATE
         )
     size = view.element_size()
-    block_stride, head_stride, token_stride, content_stride = (stride * size for stride in view.stride())
+    block_stride, head_stride, row_stride, content_stride = (stride * size for stride in view.stride())
     content = view.shape[3] * size
     if content_stride != size:
         raise UnsupportedCacheError(layer, "the content of its tokens is not contiguous", _SEPARATE)
-    if view.device.type == "cpu":
-        if token_stride != content:
-            raise UnsupportedCacheError(layer, "its heads are not contiguous, which CPU attention needs", _SEPARATE)
-        isa = _get_attn_isa(config.model_config.dtype, spec.block_size, spec.head_size, config.cache_config.cache_dtype)
-        rows, row_stride, row_bytes, packing = 1, tokens * content, tokens * content, f"cpu-attention/{isa}"
-    else:
-        rows, row_stride, row_bytes, packing = tokens, token_stride, content, "tokens"
-    # A single head or block leaves its stride undefined in torch; any value that does not overlap will do.
-    return LayerPages(
+    packing = f"{spec.dtype}/{spec.kv_quant_mode.name}/{getattr(spec, 'cache_dtype_str', None)}"
+    total = _total_heads(config, layer, spec, heads)
+    page = LayerPages(
         layer=layer,
         address=view.data_ptr(),
-        block_stride_bytes=block_stride,
-        total_heads=kv_heads,
+        block_stride_bytes=block_stride * kernel_blocks,
+        total_heads=total,
         heads=heads,
-        head_stride_bytes=head_stride if heads > 1 else rows * row_bytes,
+        # A single head leaves its stride undefined in torch; any value that does not overlap will do.
+        head_stride_bytes=head_stride if heads > 1 else rows * content,
         rows=rows,
-        row_stride_bytes=row_stride,
-        row_bytes=row_bytes,
-        packing=f"{packing}/{spec.dtype}/{spec.kv_quant_mode.name}",
+        row_stride_bytes=row_stride if rows > 1 else content,
+        row_bytes=content,
+        packing=f"tokens/{packing}",
+        kernel_blocks=kernel_blocks,
+        kernel_block_stride_bytes=block_stride if kernel_blocks > 1 else 0,
     )
+    if view.device.type == "cpu" and not isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
+        return _cpu_parts(config, page, spec, size)
+    return [page]
+
+
+def _total_heads(config: VllmConfig, layer: str, spec: AttentionSpec, heads: int) -> int:
+    """KV heads of the whole model in this layer, of which vLLM has put ``heads`` on this rank."""
+    tp_size = config.parallel_config.tensor_parallel_size
+    if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec) and heads == 1:
+        return 1
+    total = config.model_config.get_total_num_kv_heads()
+    expected = max(1, total // tp_size)
+    if (total >= tp_size and total % tp_size) or expected != heads or spec.num_heads != spec.num_kv_heads:
+        raise UnsupportedCacheError(
+            layer, f"it keeps {heads} KV heads on this rank, {total} heads over {tp_size} ranks", _SEPARATE
+        )
+    return total
+
+
+def _cpu_parts(config: VllmConfig, page: LayerPages, spec: AttentionSpec, size: int) -> list[LayerPages]:
+    """CPU attention's page: for each head all of K, then all of V, each in stripes of ``width`` elements a token."""
+    tokens = page.rows
+    if page.row_stride_bytes != page.row_bytes:
+        raise UnsupportedCacheError(page.layer, "its heads are not contiguous, which CPU attention needs", _SEPARATE)
+    isa = _get_attn_isa(config.model_config.dtype, tokens, spec.head_size, config.cache_config.cache_dtype)
+    parts, offset = [], 0
+    for name, head_size, stripe in zip("kv", (spec.head_size, spec.head_size_v), _cpu_stripes(isa), strict=True):
+        width = head_size if stripe.dims is None else stripe.dims
+        # An unknown packing is one row that cannot be cut.
+        granule = stripe.tokens or tokens
+        stripes = head_size // width
+        parts.append(
+            replace(
+                page,
+                address=page.address + offset,
+                rows=tokens // granule,
+                row_bytes=granule * width * size,
+                row_stride_bytes=granule * width * size,
+                packing=f"cpu-attention/{isa.removesuffix('16')}/{name}/{page.packing}",
+                stripes=stripes,
+                stripe_stride_bytes=tokens * width * size if stripes > 1 else 0,
+            )
+        )
+        offset += tokens * head_size * size
+    return parts
+
+
+@dataclass(frozen=True, slots=True)
+class Stripes:
+    """How CPU attention packs K or V of one head: (head size / dims) stripes, cut between ``tokens`` tokens.
+
+    ``dims`` None is the whole head, one stripe; ``tokens`` None a packing that cannot be cut.
+    """
+
+    dims: int | None
+    tokens: int | None
+
+
+CPU_PACKING = {
+    "vec": (Stripes(1, 1), Stripes(None, 1)),
+    "vec16": (Stripes(1, 1), Stripes(None, 1)),
+    "amx": (Stripes(None, 16), Stripes(16, 2)),
+}
+"""(K, V) by instruction set; proved on the running machine by tests/vllm_contract/test_cpu_packing.py."""
+
+
+def _cpu_stripes(isa: str) -> tuple[Stripes, Stripes]:
+    return CPU_PACKING.get(isa, (Stripes(None, None), Stripes(None, None)))
 
 
 def _span(view: torch.Tensor) -> Region:

@@ -41,7 +41,7 @@ from connectors.vllm_hma.orders import Chunk, Finished, Orders, Receive
 from connectors.vllm_hma.post import Post, agent_name
 from connectors.vllm_hma.probe import EngineProbe
 from connectors.vllm_hma.trace import Trace
-from connectors.vllm_hma.translate import check_groups, engine_layout, model_identity
+from connectors.vllm_hma.translate import engine_layout, group_shapes, model_identity
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -62,7 +62,7 @@ class WorkerConnector:
     def __init__(
         self, config: ConnectorConfig, incarnation: str, vllm_config: VllmConfig, cache: KVCacheConfig
     ) -> None:
-        check_groups(vllm_config, cache)
+        group_shapes(vllm_config, cache)
         self._config = config
         self._incarnation = incarnation
         self._vllm_config = vllm_config

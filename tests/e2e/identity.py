@@ -40,15 +40,15 @@ def prompts(count: int, longest: int, seed: int) -> list[list[int]]:
     return [[rng.randrange(3, VOCABULARY) for _ in range(n)] for n in lengths]
 
 
-def difference(reference: Answer, answer: Answer) -> str | None:
+def difference(reference: Answer, answer: Answer, tolerance: float = LOGPROB_TOLERANCE) -> str | None:
     """What is wrong with ``answer``, or None where it is the reference's."""
     first = abs(reference.logprobs[0][0][1] - answer.logprobs[0][0][1])
-    if first > LOGPROB_TOLERANCE:
+    if first > tolerance:
         return f"first-token logprobs differ by {first:.1e}"
     for position, (wanted, got) in enumerate(zip(reference.tokens, answer.tokens, strict=True)):
         if wanted != got:
             (_, best), (_, second) = reference.logprobs[position][:2]
-            if best - second < TIE_LOGPROB:
+            if best - second < max(TIE_LOGPROB, 2 * tolerance if tolerance > LOGPROB_TOLERANCE else 0.0):
                 return None
             return f"token {position} is {got} where {wanted} is best by {best - second:.1e}"
     return None
@@ -61,7 +61,9 @@ class Outcome:
     worst_logprob: float
 
 
-async def compare(pair: Pair, cases: Sequence[tuple[list[int], Answer]]) -> Outcome:
+async def compare(
+    pair: Pair, cases: Sequence[tuple[list[int], Answer]], tolerance: float = LOGPROB_TOLERANCE
+) -> Outcome:
     """Send every prompt through the pair, both legs at once and in turn by turns."""
     wrong: list[str] = []
     worst = 0.0
@@ -69,7 +71,7 @@ async def compare(pair: Pair, cases: Sequence[tuple[list[int], Answer]]) -> Outc
         send = pair.in_turn if index % 4 == 3 else pair.together
         answer = await send(prompt, MAX_TOKENS)
         worst = max(worst, abs(reference.logprobs[0][0][1] - answer.logprobs[0][0][1]))
-        problem = difference(reference, answer)
+        problem = difference(reference, answer, tolerance)
         if problem:
             wrong.append(f"{len(prompt)} tokens, {send.__name__}: {problem}")
     return Outcome(len(cases), tuple(wrong), worst)

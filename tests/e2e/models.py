@@ -7,7 +7,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 from app.demo.paths import MODEL_DIR
 
@@ -39,6 +58,147 @@ def benchmark_gemma3(folder: Path) -> SizedModel:
         shutil.copy(MODEL_DIR / name, folder / name)
     token_bytes = 2 * 4 * 64 * 4
     return SizedModel(str(folder), {"full_layers": 2, "sliding_layers": 10, "token_bytes_a_layer": token_bytes})
+
+
+def llama(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
+    """Full attention only: one KV cache group of four layers. Its path."""
+    config = LlamaConfig(**_SIZES, **_attention(kv_heads), num_hidden_layers=4)
+    return _save(LlamaForCausalLM, config, folder, seed)
+
+
+def gpt_oss(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
+    """A gpt-oss: sliding and full layers in turn, attention sinks, experts. Its path."""
+    config = GptOssConfig(
+        **_SIZES | {"tie_word_embeddings": False},
+        **_attention(kv_heads),
+        num_hidden_layers=4,
+        layer_types=_layers(1, 2),
+        sliding_window=WINDOW_TOKENS,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    )
+    return _save(GptOssForCausalLM, config, folder, seed)
+
+
+def llama4(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
+    """Chunked local attention in three layers of four, full attention without positions in the fourth. Its path."""
+    config = Llama4TextConfig(
+        **_SIZES,
+        **_attention(kv_heads),
+        num_hidden_layers=4,
+        intermediate_size_mlp=256,
+        moe_layers=[],
+        interleave_moe_layer_step=0,
+        attention_chunk_size=WINDOW_TOKENS,
+        no_rope_layers=[1, 1, 1, 0],
+        num_local_experts=2,
+    )
+    return _save(Llama4ForCausalLM, config, folder, seed)
+
+
+def deepseek_v2(folder: Path, seed: int = 0) -> str:
+    """Multi-head latent attention: one latent head of 576 values, which CPU's kernel is compiled for. Its path."""
+    config = DeepseekV2Config(
+        **_SIZES | {"tie_word_embeddings": False},
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        # Of vLLM's rotations only this one, DeepSeek's own, is right for latent attention on CPU.
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 2.0,
+            "original_max_position_embeddings": 2048,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=64,
+        v_head_dim=32,
+        first_k_dense_replace=3,
+        n_routed_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=64,
+    )
+    return _save(DeepseekV2ForCausalLM, config, folder, seed)
+
+
+def falcon_h1(folder: Path, kv_heads: int = 4, state_groups: int = 1, seed: int = 0) -> str:
+    """Attention and Mamba-2 side by side in every layer. Its path."""
+    config = FalconH1Config(
+        **_SIZES,
+        **_attention(kv_heads),
+        num_hidden_layers=3,
+        mamba_d_ssm=128,
+        mamba_n_heads=4,
+        mamba_d_head=32,
+        mamba_n_groups=state_groups,
+        mamba_d_state=64,
+        mamba_chunk_size=64,
+    )
+    return _save(FalconH1ForCausalLM, config, folder, seed)
+
+
+def qwen3_next(folder: Path, kv_heads: int = 2, seed: int = 0) -> str:
+    """Three gated delta net layers, then one of full attention, twice; vLLM wants experts in one of them. Its path."""
+    config = Qwen3NextConfig(
+        **_SIZES | {"tie_word_embeddings": False},
+        **_attention(kv_heads) | {"head_dim": 128},
+        num_hidden_layers=8,
+        layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 2,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        mlp_only_layers=list(range(1, 8)),
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+    )
+    return _save(Qwen3NextForCausalLM, config, folder, seed)
+
+
+def lfm2(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
+    """Short convolutions, whose state has no recurrent part, with one layer of full attention in three. Its path."""
+    config = Lfm2Config(
+        **_SIZES,
+        **_attention(kv_heads, head_dim=False),
+        num_hidden_layers=6,
+        layer_types=["conv", "conv", "full_attention"] * 2,
+        block_auto_adjust_ff_dim=False,
+        conv_dim=128,
+        block_dim=128,
+        conv_L_cache=3,
+    )
+    return _save(Lfm2ForCausalLM, config, folder, seed)
+
+
+# The default initializer range, 0.02, leaves logits so flat that a wrong block would hardly change them.
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def _attention(kv_heads: int, head_dim: bool = True) -> dict[str, int]:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": kv_heads}
+    return heads | ({"head_dim": 32} if head_dim else {})
+
+
+def _save(kind: type[PreTrainedModel], config: PreTrainedConfig, folder: Path, seed: int) -> str:
+    torch.manual_seed(seed)
+    kind(config).float().save_pretrained(folder)
+    return str(folder)
 
 
 def _layers(sliding: int, repeats: int) -> list[str]:

@@ -7,7 +7,6 @@ from connectors.errors import PlanError
 from connectors.planning.blocks import (
     BlockSet,
     UnitShape,
-    boundary_positions,
     complete_units,
     empty_blocks,
     first_needed_token,
@@ -125,34 +124,6 @@ def test_a_backward_range_is_refused(start: int, end: int) -> None:
 def test_complete_units(computed: int, end: int, complete: list[bool]) -> None:
     """A block is complete when all its tokens below the end are computed."""
     assert complete_units(FULL, np.arange(3), UnitShape(4, 1, 1), computed, end).tolist() == complete
-
-
-@pytest.mark.parametrize(
-    ("window", "resume", "computed", "position"),
-    [
-        # needed from resume-W+1, kept from computed-W+1; a block is lost where the second begins a later block
-        (4, 6, 7, 0),  # needed from 3, kept from 4
-        (4, 7, 8, None),  # needed from 4, kept from 5: the same block
-        (4, 10, 11, 1),  # needed from 7, kept from 8
-        (5, 7, 8, 0),
-        (8, 10, 11, 0),
-        (100, 6, 7, None),
-    ],
-)
-def test_boundary_positions(window: int, resume: int, computed: int, position: int | None) -> None:
-    """The one block that computing the last prompt token releases and resuming at that token needs."""
-    assert list(boundary_positions(sliding(window), resume, computed)) == [p for p in [position] if p is not None]
-    assert list(boundary_positions(FULL, resume, computed)) == []
-
-
-def test_boundary_positions_are_what_differs() -> None:
-    """For all prompts and windows: wanted positions before what the allocator keeps are exactly the boundary one."""
-    for window in range(1, 14):
-        group = sliding(window)
-        for prompt in range(2, 38):
-            kept = max(0, prompt - window + 1) // 4
-            lost = [p for p in wanted_blocks(group, TABLE, 0, prompt - 1).positions.tolist() if p < kept]
-            assert lost in ([], list(boundary_positions(group, prompt - 1, prompt)))
 
 
 def test_block_sets_are_two_vectors_of_one_length() -> None:

@@ -178,14 +178,14 @@ def add_request(world: World, prefills: list[Prefill], rng: random.Random, numbe
 
     transfer, prompt, tokens = f"t{number}", f"prompt-{number}", rng.randint(2, 40)
     begins = rng.uniform(0, 4)
-    prefill = Prefill(world, f"p{number}", transfer, prompt, tokens)
+    prefill = Prefill(world, f"p{number}", transfer, prompt, tokens - 1)
     comes, ends = not chance(0.1), begins
     if comes:
         prefill.schedule(begins + (rng.uniform(0, 4) if chance(0.3) else 0.0), rng, chance(0.15), chance(0.2))
         prefills.append(prefill)
         ends = prefill.ends_at
     if comes and chance(0.1):
-        twin = Prefill(world, f"p{number}-twin", transfer, prompt, tokens)
+        twin = Prefill(world, f"p{number}-twin", transfer, prompt, tokens - 1)
         twin.schedule(begins + rng.uniform(0, 2), rng, False, False)
         prefills.append(twin)
         ends = max(ends, twin.ends_at)

@@ -8,8 +8,9 @@ from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     KVCacheSpec,
-    MambaSpec,
     MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
     UniformTypeKVCacheSpecs,
 )
 
@@ -43,12 +44,12 @@ def test_layers_of_three_groups_on_two_tensors() -> None:
     ]
     bases = [tensors["s0"].data_ptr(), tensors["s3"].data_ptr()]
     assert [(r.address, r.length_bytes) for r in layout.regions] == [(b, BLOCKS * BLOCK_ELEMENTS * 4) for b in bases]
-    assert [[pages.address for pages in group.layers] for group in layout.groups] == [bases] * 3
-    pages = layout.groups[2].layers[1]
-    assert (pages.layer, pages.heads, pages.rows) == ("f5", HEADS, 1)
-    assert pages.row_bytes == BLOCK_TOKENS * CONTENT * 4
-    assert pages.block_stride_bytes == pages.page_bytes == BLOCK_ELEMENTS * 4
-    assert pages.packing.startswith("cpu-attention/"), "CPU attention packs within a head by instruction set"
+    assert [[pages.address for pages in group.layers[::2]] for group in layout.groups] == [bases] * 3
+    key, value = layout.groups[2].layers[2:]
+    assert [(part.layer, part.heads, part.total_heads) for part in (key, value)] == [("f5", HEADS, HEADS)] * 2
+    assert key.block_stride_bytes == key.page_bytes + value.page_bytes == BLOCK_ELEMENTS * 4
+    assert value.address - key.address == BLOCK_TOKENS * CONTENT * 4 // 2, "a head is K, then V"
+    assert [part.packing.split("/")[2] for part in (key, value)] == ["k", "v"]
 
 
 def test_the_scheduler_sees_the_same_groups() -> None:
@@ -64,19 +65,23 @@ def test_specs_inside_a_uniform_group() -> None:
     nested = UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs={"a": full(), "b": full()})
     cache = cache_config((["a", "b"], nested))
     (group,) = engine_layout(vllm_config(), cache, views(cache), tp_rank=0).groups
-    assert [pages.layer for pages in group.layers] == ["a", "b"]
+    assert [pages.layer for pages in group.layers] == ["a", "a", "b", "b"]
 
 
 @pytest.mark.parametrize(
     "spec",
     [
-        MambaSpec(block_size=BLOCK_TOKENS, shapes=((4, 4),), dtypes=(torch.float32,)),
-        MLAAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=64, dtype=torch.float32),
         CrossAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=HEADS, head_size=32, dtype=torch.float32),
-        ChunkedLocalAttentionSpec(
-            block_size=BLOCK_TOKENS, num_kv_heads=HEADS, head_size=32, dtype=torch.float32, attention_chunk_size=64
-        ),
+        SinkFullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=HEADS, head_size=32, dtype=torch.float32),
         sliding(extra_retained_tokens=1),
+        SlidingWindowMLASpec(
+            block_size=BLOCK_TOKENS,
+            num_kv_heads=1,
+            head_size=64,
+            dtype=torch.float32,
+            sliding_window=64,
+            bounded_replay=True,
+        ),
     ],
     ids=lambda spec: type(spec).__name__,
 )
@@ -87,12 +92,35 @@ def test_unknown_kinds_are_refused_by_name(spec: KVCacheSpec) -> None:
     assert refused.value.layer == "odd"
 
 
-def test_a_kernel_block_size_of_its_own_is_refused() -> None:
-    """Views that are cut finer than the allocator's blocks are refused, with the block size that would do."""
+def test_a_kernel_block_size_of_its_own() -> None:
+    """Views that are cut finer than the allocator's blocks: kernel blocks of one stride, and the same bytes."""
     cache = cache_config((["f"], full()))
     split = {"f": views(cache)["f"].view(BLOCKS * 2, HEADS, BLOCK_TOKENS // 2, CONTENT)}
-    with pytest.raises(UnsupportedCacheError, match="set block_size=16"):
-        engine_layout(vllm_config(), cache, split, tp_rank=0)
+    layout = engine_layout(vllm_config(), cache, split, tp_rank=0)
+    for part in layout.groups[0].layers:
+        assert (part.kernel_blocks, part.kernel_block_stride_bytes) == (2, BLOCK_ELEMENTS * 4 // 2)
+        assert part.block_stride_bytes == BLOCK_ELEMENTS * 4
+    assert layout.groups[0].block_bytes == BLOCK_ELEMENTS * 4
+    with pytest.raises(UnsupportedCacheError, match="8 blocks of 32 tokens are viewed as 12 of 32"):
+        engine_layout(vllm_config(), cache, {"f": torch.zeros(12, HEADS, BLOCK_TOKENS, CONTENT)}, tp_rank=0)
+
+
+def test_mla_is_one_head_on_every_rank() -> None:
+    """Its rows are tokens, its single latent is a replica wherever it lies."""
+    spec = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
+    layout = engine_layout(vllm_config(), cache_config((["m"], spec)), {"m": torch.zeros(BLOCKS, 1, 16, 576)}, 0)
+    (pages,) = layout.groups[0].layers
+    assert (layout.groups[0].kind, pages.total_heads, pages.heads) == (GroupKind.FULL, 1, 1)
+    assert (pages.rows, pages.row_bytes, layout.groups[0].row_tokens(pages)) == (16, 576 * 4, 1)
+
+
+def test_chunked_attention_is_a_kind_of_its_own() -> None:
+    """Only where the allocator frees by chunks: a full-attention spec that mentions a chunk keeps all blocks."""
+    chunked = ChunkedLocalAttentionSpec(
+        block_size=BLOCK_TOKENS, num_kv_heads=HEADS, head_size=32, dtype=torch.float32, attention_chunk_size=64
+    )
+    shapes = group_shapes(vllm_config(), cache_config((["c"], chunked), (["f"], full(attention_chunk_size=64))))
+    assert [(g.kind, g.window_tokens) for g in shapes] == [(GroupKind.CHUNKED, 64), (GroupKind.FULL, None)]
 
 
 def test_head_counts_that_do_not_add_up_are_refused() -> None:

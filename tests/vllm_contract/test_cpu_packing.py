@@ -1,0 +1,144 @@
+"""How CPU attention packs the tokens of one head in one block, read back from the bytes that vLLM's own op writes.
+
+A head's page is K, then V. Each half is ``head_size / dims`` stripes, one per run of ``dims`` head dimensions; a stripe
+holds all tokens of the block in order, ``dims`` elements each, and is cut at multiples of ``tokens``. So the half, seen
+as (stripes, block_size, dims), is cut and joined along its middle axis, whatever the block size.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from vllm import _custom_ops as ops
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+from vllm.v1.attention.backends.mla.amx_mla import AMXMLAImpl
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
+
+from connectors.vllm_hma.translate import CPU_PACKING
+
+HEADS, HEAD = 2, 1
+FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+KINDS = [
+    *[("vec", dtype, "auto", (32, 96, 128)) for dtype in (FP32, BF16, FP16)],
+    *[("vec", BF16, kind, (64,)) for kind in FP8],
+    *[("vec16", dtype, "auto", (64, 80)) for dtype in (FP32, BF16, FP16)],
+    *[("amx", BF16, kind, (32, 96, 128)) for kind in ("auto", *FP8)],
+]
+CASES = [(isa, dtype, kind, size) for isa, dtype, kind, sizes in KINDS for size in sizes]
+packings = pytest.mark.parametrize(("isa", "dtype", "kind", "size"), CASES)
+
+
+def write(
+    isa: str, kind: str, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor
+) -> None:
+    """As ``CPUAttentionBackendImpl.do_kv_cache_update`` does; ``cache`` is (blocks, heads, tokens, K and V)."""
+    blocks, heads, tokens, content = cache.shape
+    halves = cache.view(blocks, heads, 2 * tokens, content // 2).chunk(2, dim=2)
+    try:
+        ops.cpu_attn_reshape_and_cache(key, value, *halves, slots, isa, kv_cache_dtype=kind)
+    except RuntimeError as error:
+        if "Unsupported CPU attention configuration" not in str(error):
+            raise
+        pytest.skip(f"vLLM's build for this machine has no {isa}, {kind}")
+
+
+def empty(dtype: torch.dtype, kind: str, blocks: int, tokens: int, size: int) -> torch.Tensor:
+    """A cache of zeros, as vLLM allocates it: fp8 is kept as bytes."""
+    return torch.zeros(blocks, HEADS, tokens, 2 * size, dtype=torch.uint8 if kind in FP8 else dtype)
+
+
+def origins(isa: str, dtype: torch.dtype, kind: str, size: int, tokens: int) -> torch.Tensor:
+    """(2, tokens * size): which (token, dim), as token * size + dim, each element of a page's K and V came from."""
+    source = torch.arange(2 * tokens * size)
+    found = torch.zeros_like(source)
+    for digit in range(math.ceil(math.log(len(source), 8))):  # Powers of two: exact in every dtype.
+        written = (2.0 ** (source // 8**digit % 8 - 3)).to(dtype).view(2, tokens, 1, size).expand(-1, -1, HEADS, -1)
+        cache = empty(dtype, kind, 1, tokens, size)
+        write(isa, kind, written[0].contiguous(), written[1].contiguous(), torch.arange(tokens), cache)
+        page = cache[0, HEAD].flatten()
+        found += ((page.view(FP8.get(kind, dtype)).float().log2() + 3).long()) * 8**digit
+    return found.view(2, -1) - torch.tensor([[0], [tokens * size]])
+
+
+def stripes(page: torch.Tensor, isa: str, half: int) -> torch.Tensor:
+    """K or V of (..., tokens, K and V) pages as (..., stripes, tokens, dims)."""
+    *outer, tokens, content = page.shape
+    part = page.reshape(*outer, 2, -1).select(-2, half)
+    return part.unflatten(-1, (-1, tokens, CPU_PACKING[isa][half].dims or content // 2))
+
+
+@packings
+def test_where_each_token_lies(isa: str, dtype: torch.dtype, kind: str, size: int) -> None:
+    """Each granule holds its own tokens, in one order for all granules, stripes and block sizes, and half of it holds
+    them all; a token has elements in every stripe, so where stripes are several, no tile is one contiguous run."""
+    orders: list[list[torch.Tensor]] = [[], []]
+    for tokens in (32, 64, 96, 128):
+        for half, found in enumerate(origins(isa, dtype, kind, size, tokens)):
+            dims, granule = CPU_PACKING[isa][half].dims or size, CPU_PACKING[isa][half].tokens
+            cut = found.view(size // dims, tokens // granule, granule * dims)
+            token = cut // size - torch.arange(tokens // granule)[:, None] * granule
+            dim = cut % size - torch.arange(size // dims)[:, None, None] * dims
+            within = token * dims + dim
+            assert torch.equal(within.sort().values, torch.arange(granule * dims).expand_as(within))
+            assert granule == 1 or len(token[0, 0, : granule // 2 * dims].unique()) == granule
+            orders[half].append(within.flatten(0, 1))
+    assert [len(torch.cat(order).unique(dim=0)) for order in orders] == [1, 1]
+
+
+@packings
+@pytest.mark.parametrize(("small", "large"), [(32, 64), (64, 128), (32, 96)])
+def test_small_blocks_make_a_large_one(
+    isa: str, dtype: torch.dtype, kind: str, size: int, small: int, large: int
+) -> None:
+    """The same tokens in blocks of both sizes: the large block's stripes are those of the small ones, end to end."""
+    key, value = torch.randn(2, large, HEADS, size).to(dtype)
+    pages = {}
+    for tokens in (small, large):
+        pages[tokens] = empty(dtype, kind, large // tokens, tokens, size)
+        write(isa, kind, key, value, torch.arange(large), pages[tokens])
+    for half in (0, 1):
+        joined = torch.cat(tuple(stripes(pages[small], isa, half)), dim=-2)
+        assert torch.equal(joined, stripes(pages[large], isa, half)[0])
+
+
+@packings
+def test_a_write_touches_its_own_tokens_only(isa: str, dtype: torch.dtype, kind: str, size: int) -> None:
+    """Tokens 3 to 7 and a padding slot: every other element of the block keeps its bytes."""
+    before = empty(dtype, kind, 1, 64, size).view(torch.uint8).fill_(0x35)
+    after = before.clone()
+    key, value = torch.rand(2, 6, HEADS, size).to(dtype) + 2
+    write(isa, kind, key, value, torch.tensor([3, 4, 5, 6, 7, -1]), after.view(torch.uint8 if kind in FP8 else dtype))
+    itemsize = 1 if kind in FP8 else dtype.itemsize
+    changed = (before != after).view(HEADS, 2, 64 * size, itemsize).any(-1)[HEAD]
+    for half, found in zip(changed, origins(isa, dtype, kind, size, 64), strict=True):
+        assert set((found[half] // size).tolist()) == {3, 4, 5, 6, 7}
+        assert int(half.sum()) == 5 * size, "each value written is new"
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+def test_the_isa_follows_the_block_size(dtype: torch.dtype) -> None:
+    """Multiples of 32 share one; other block sizes, and head sizes off 32, have vec16, which packs as vec does."""
+    wide = "amx" if torch.cpu._is_amx_tile_supported() and dtype is BF16 else "vec"
+    for size in (32, 64, 96, 128, 256, 512):
+        assert {_get_attn_isa(dtype, tokens, size) for tokens in (32, 64, 96, 128, 256)} == {wide}
+        assert {_get_attn_isa(dtype, tokens, size) for tokens in (16, 48, 80)} == {"vec16"}
+    assert {_get_attn_isa(dtype, tokens, size) for tokens in (16, 32, 64) for size in (80, 112)} == {"vec16"}
+    assert CPU_PACKING["vec"] == CPU_PACKING["vec16"]
+
+
+@pytest.mark.parametrize("backend", [CPUMLAImpl, AMXMLAImpl])
+@pytest.mark.parametrize("tokens", [16, 32, 64])
+def test_mla_keeps_plain_rows(backend: type[CPUMLAImpl | AMXMLAImpl], tokens: int) -> None:
+    """(block, token, latent then rope): can be cut at any token."""
+    if backend is AMXMLAImpl and not hasattr(torch.ops._C, "concat_and_cache_mla_cpu"):
+        pytest.skip("vLLM's build for this machine has no AMX MLA")
+    latent, rope = torch.randn(tokens + 5, 512, dtype=BF16), torch.randn(tokens + 5, 1, 64, dtype=BF16)
+    cache = torch.full((3, tokens, 576), 7.0, dtype=BF16)
+    expected = cache.clone().view(-1, 576)
+    slots = torch.arange(tokens + 5) + tokens // 2
+    expected[slots] = torch.cat([latent, rope[:, 0]], dim=1)
+    backend.do_kv_cache_update(None, latent, rope, cache, slots, "auto", None)  # type: ignore[arg-type]
+    assert torch.equal(cache.view(-1, 576), expected)
