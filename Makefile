@@ -51,6 +51,10 @@ bench: $(STAMP) ## Measure handover and TTFT side by side with vLLM's own connec
 identity: $(STAMP) ## Compare tokens and logprobs with one engine, at four pairs of TP sizes
 	$(BIN)/python -m tests.e2e.identity
 
+.PHONY: corruption
+corruption: $(STAMP) ## Damage 6,000 transfers in six ways, and believe 10,000 clean ones
+	TANDEM_CORRUPTION=1 $(BIN)/python -m pytest tests/transport/test_corruption.py
+
 .PHONY: demo-eval
 demo-eval: $(STAMP) ## Measure the demo model's recall on held-out prompts
 	$(BIN)/python -m app.demo.evaluate

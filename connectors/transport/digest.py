@@ -20,6 +20,7 @@ from enum import Enum, auto
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from numpy.lib.stride_tricks import as_strided
 
 from connectors.errors import ConfigurationError, PlanError
 from connectors.planning.blocks import Ints
@@ -51,6 +52,7 @@ class Memory:
         self._span = max(region.end for region in layout.regions) - self._base
         # One array from the first region to the last: only addresses of pages are ever read, never what lies between.
         self._bytes: Bytes = np.frombuffer((ctypes.c_uint8 * self._span).from_address(self._base), np.uint8)
+        self._rows: dict[int, Bytes] = {}
 
     def feed(self, hasher: xxhash.xxh3_128, address: Ints, length: int) -> None:
         """Hash ``length`` bytes at each address, in order."""
@@ -63,10 +65,18 @@ class Memory:
             for at, size in zip(offset[starts].tolist(), (counts * length).tolist(), strict=True):
                 hasher.update(self._bytes[at : at + size])
             return
-        rows = np.lib.stride_tricks.as_strided(self._bytes, (self._span - length + 1, length), (1, 1), writeable=False)
+        rows = self._rows_of(length)
         step = max(1, _GATHER_BYTES // length)
         for first in range(0, len(offset), step):
             hasher.update(rows[offset[first : first + step]])
+
+    def _rows_of(self, length: int) -> Bytes:
+        """A view in which row i is the ``length`` bytes at offset i."""
+        rows = self._rows.get(length)
+        if rows is None:
+            shape = (self._span - length + 1, length)
+            rows = self._rows[length] = as_strided(self._bytes, shape, (1, 1), writeable=False)
+        return rows
 
 
 @dataclass(frozen=True, slots=True)
