@@ -55,6 +55,10 @@ identity: $(STAMP) ## Compare tokens and logprobs with one engine, at four pairs
 families: $(STAMP) ## The same for every kind of KV cache, between engines of unequal shape (about an hour)
 	$(BIN)/python -m tests.e2e.families
 
+.PHONY: corruption
+corruption: $(STAMP) ## Damage 6,000 transfers in six ways, and believe 10,000 clean ones
+	TANDEM_CORRUPTION=1 $(BIN)/python -m pytest tests/transport/test_corruption.py
+
 .PHONY: demo-eval
 demo-eval: $(STAMP) ## Measure the demo model's recall on held-out prompts
 	$(BIN)/python -m app.demo.evaluate

@@ -55,6 +55,11 @@ class TransferSettings(Frozen):
     side_channel_port: int = Field(0, ge=0, le=65535, description="0: any free port")
     advertise_host: str = Field("", description="how peers reach side_channel_host, where that is 0.0.0.0")
     backends: list[str] = Field(["UCX"], min_length=1, description="NIXL back ends")
+    integrity: Literal["auto", "full", "off"] = Field(
+        "auto",
+        description="full: decode compares digests of all KV that it fetches before it runs the request; off; "
+        "auto: full where both KV caches lie in host memory, off elsewhere",
+    )
     trace_path: str = Field("", description="append a JSON line per transfer event to this file")
     handshake_s: Seconds = Field(30.0, description="first contact between two engines")
     progress_s: Seconds = Field(30.0, description="longest wait without hearing anything of a transfer")

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
+from connectors.planning.blocks import Ints, UnitSet
 from connectors.planning.descriptors import Moves
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.wire import Message, Peer
+
+
+class Digest(Protocol):
+    """Of the bytes of one transfer of one pair of ranks, on one end. Machines carry it; its owner feeds it memory."""
+
+    def add(self, group: int, ids: Ints, parts: Ints, layers: tuple[int, int] | None = None) -> None:
+        """The bytes of some units of a group, in ascending order of the units over all calls."""
+
+    def hexdigest(self) -> str:
+        """32 hexadecimal digits."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +32,16 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Write these blocks to ``peer`` and report ``write_done`` or ``write_failed`` with ``write_id``."""
+    """Write these blocks to ``peer`` and report ``write_done`` or ``write_failed`` with ``write_id``.
+
+    Once posted, the source's bytes are added to ``digest``, if there is one.
+    """
 
     write_id: int
     transfer_id: str
     peer: Peer
     moves: tuple[Moves, ...]
+    digest: Digest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +59,35 @@ class Connect:
 
 
 @dataclass(frozen=True, slots=True)
+class Verify:
+    """Add ``units[g]`` of every group g to ``digest`` and report ``verified``: are these the bytes that were sent?
+
+    The blocks stay this request's until then. ``expected`` is the digest that ``peer`` has sent.
+    """
+
+    request_id: str
+    peer: Peer
+    units: tuple[UnitSet, ...]
+    digest: Digest
+    expected: str
+
+    def problem(self) -> str | None:
+        """Carry it out."""
+        for group, units in enumerate(self.units):
+            self.digest.add(group, units.dst_ids, units.dst_parts)
+        found = self.digest.hexdigest()
+        if found == self.expected:
+            return None
+        return f"the bytes that have arrived are not those that were sent: digest {found} instead of {self.expected}"
+
+
+@dataclass(frozen=True, slots=True)
 class Received:
-    """No partner writes to the request's blocks any more. ``failure`` is None where all KV has arrived."""
+    """No partner writes to the request's blocks any more. ``failure`` is None where all KV has arrived, unharmed."""
 
     request_id: str
     failure: str | None
 
 
 ProducerAction = Send | Write | Sent
-ConsumerAction = Connect | Send | Received
+ConsumerAction = Connect | Send | Verify | Received

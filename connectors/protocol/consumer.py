@@ -7,29 +7,31 @@
                  lease_s
     CONNECTING   connected                   OFFERED     an Offer to every partner rank
     CONNECTING   connect_failed, progress_s  gone        Received(failed): nobody has seen our blocks
-    OFFERED      Fin from all, counts right  gone        Received(ok)
+    OFFERED      Fin, count right            OFFERED     Verify, where a digest was asked for
+    OFFERED      all verified                gone        Received(ok)
     OFFERED      an Offer cannot be sent      ENDING      that partner never may write; Cancel to the others
-    OFFERED      Aborted, wrong count, abort,
-                 progress_s without a word   ENDING      Cancel to every partner that may still write
+    OFFERED      Aborted, wrong count, wrong
+                 digest, abort, progress_s
+                 without a word              ENDING      Cancel to every partner that may still write
     ENDING       last partner answers        gone        Received(failed)
     ENDING       cancel_s                    ENDING      Cancel again; blocks count as quarantined
 
 A partner *may still write* from the moment an Offer was sent to it until its Fin, Aborted or Cancelled has come, or
 until it is known to be dead. ``Received`` gives the blocks back to the scheduler, so it is sent only when no partner
-may still write. Whatever arrives for a transfer that is gone is ignored.
+may still write and nothing is being verified. Whatever arrives for a transfer that is gone is ignored.
 
     release      a request that needs nothing from its producer: Cancel to every partner, so that its lease ends early
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
-from connectors.planning.blocks import BlockSet, UnitShape, wanted_units
+from connectors.planning.blocks import BlockSet, UnitSet, UnitShape, wanted_units
 from connectors.planning.layout import Group
-from connectors.protocol.actions import Connect, ConsumerAction, Received, Send
+from connectors.protocol.actions import Connect, ConsumerAction, Digest, Received, Send, Verify
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Fin, Message, Offer, Peer
@@ -49,11 +51,15 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Partner:
-    """One producer rank that talks to this worker; ``unit_bytes[g]`` is what it sends for a unit of group g."""
+    """One producer rank that talks to this worker; ``unit_bytes[g]`` is what it sends for a unit of group g.
+
+    ``new_digest`` makes the digest of one transfer from it, over our memory; None where none is to be asked for.
+    """
 
     peer: Peer
     shapes: tuple[UnitShape, ...]
     unit_bytes: tuple[int, ...]
+    new_digest: Callable[[], Digest] | None = None
 
 
 class _Stage(Enum):
@@ -68,6 +74,7 @@ class _Reception:
     stage: _Stage
     heard_at: float
     writing: dict[Peer, Partner] = field(default_factory=dict)
+    verifying: set[Peer] = field(default_factory=set)
     failure: str | None = None
     cancelled_at: float = 0.0
     quarantined: bool = False
@@ -137,7 +144,7 @@ class Consumer:
         self._partners.pop(incarnation, None)
         actions = self.connect_failed(incarnation, reason, now)
         for reception in list(self._receptions.values()):
-            if reception.order.producer.incarnation == incarnation:
+            if reception.writing and reception.order.producer.incarnation == incarnation:
                 reception.writing.clear()
                 actions += self._fail(reception, reason, now)
         return actions
@@ -158,6 +165,14 @@ class Consumer:
             actions += self._answered(reception, partner, message, now)
         return actions
 
+    def verified(self, request_id: str, peer: Peer, problem: str | None, now: float) -> list[ConsumerAction]:
+        """What ``peer`` has written has been compared with its digest; ``problem`` says what is wrong."""
+        reception = self._receptions[request_id]
+        reception.verifying.remove(peer)
+        if problem is not None:
+            return self._fail(reception, f"rank {peer.rank}: {problem}", now)
+        return self._end_if_over(reception)
+
     def undelivered(self, peer: Peer, message: Message, now: float) -> list[ConsumerAction]:
         """A message could not be sent. A partner that an Offer has not reached knows no block to write to."""
         actions: list[ConsumerAction] = []
@@ -172,10 +187,10 @@ class Consumer:
         actions: list[ConsumerAction] = []
         for reception in list(self._receptions.values()):
             if reception.stage is _Stage.ENDING:
-                if now - reception.cancelled_at >= self._limits.cancel_s:
+                if reception.writing and now - reception.cancelled_at >= self._limits.cancel_s:
                     reception.quarantined = True
                     actions += self._cancel(reception, now)
-            elif now - reception.heard_at >= self._silence_s(reception):
+            elif self._waits_for_a_word(reception) and now - reception.heard_at >= self._silence_s(reception):
                 silence = f"nothing was heard of the transfer for {self._silence_s(reception):g} s"
                 actions += self._fail(reception, silence, now)
         self._used |= {reception.order.transfer_id: now for reception in self._receptions.values()}
@@ -204,6 +219,9 @@ class Consumer:
         connecting = reception.stage is _Stage.CONNECTING
         return max(self._limits.handshake_s, self._limits.progress_s) if connecting else self._limits.progress_s
 
+    def _waits_for_a_word(self, reception: _Reception) -> bool:
+        return reception.stage is _Stage.CONNECTING or bool(reception.writing)
+
     def _of_transfer(self, transfer_id: str) -> list[_Reception]:
         return [r for r in self._receptions.values() if r.order.transfer_id == transfer_id]
 
@@ -212,7 +230,7 @@ class Consumer:
         reception.stage, reception.heard_at = _Stage.OFFERED, now
         reception.writing = {partner.peer: partner for partner in partners}
         offer = Offer(order.transfer_id, order.end_token, order.prompt_digest, order.groups)
-        return [Send(partner.peer, offer) for partner in partners]
+        return [Send(each.peer, replace(offer, digest=each.new_digest is not None)) for each in partners]
 
     def _answered(
         self, reception: _Reception, partner: Partner, message: Fin | Aborted | Cancelled, now: float
@@ -223,10 +241,17 @@ class Consumer:
             if message.total_bytes != expected:
                 failure = f"rank {partner.peer.rank} wrote {message.total_bytes} bytes where {expected} were offered"
                 return self._fail(reception, failure, now)
+            if partner.new_digest is not None and reception.stage is _Stage.OFFERED:
+                if not message.digest:
+                    return self._fail(reception, f"rank {partner.peer.rank} sent no digest of what it wrote", now)
+                reception.verifying.add(partner.peer)
+                units = units_from(partner, self._groups, reception.order)
+                request_id = reception.order.request_id
+                return [Verify(request_id, partner.peer, units, partner.new_digest(), message.digest)]
         elif reception.stage is not _Stage.ENDING:
             reason = message.reason if isinstance(message, Aborted) else "the producer has cancelled the transfer"
             return self._fail(reception, f"rank {partner.peer.rank}: {reason}", now)
-        return [] if reception.writing else self._end(reception)
+        return self._end_if_over(reception)
 
     def _fail(self, reception: _Reception, reason: str, now: float) -> list[ConsumerAction]:
         if reception.failure is None:
@@ -235,10 +260,8 @@ class Consumer:
             # Should the handshake succeed after all, the producer need not hold its blocks until the lease ends.
             waiting = self._releases.setdefault(reception.order.producer.incarnation, [])
             waiting.append((reception.order.transfer_id, now))
-        if not reception.writing:
-            return self._end(reception)
-        if reception.stage is _Stage.ENDING:
-            return []
+        if reception.stage is _Stage.ENDING or not (reception.writing or reception.verifying):
+            return self._end_if_over(reception)
         reception.stage = _Stage.ENDING
         return self._cancel(reception, now)
 
@@ -246,19 +269,25 @@ class Consumer:
         reception.cancelled_at = now
         return [Send(peer, Cancel(reception.order.transfer_id)) for peer in reception.writing]
 
-    def _end(self, reception: _Reception) -> list[ConsumerAction]:
+    def _end_if_over(self, reception: _Reception) -> list[ConsumerAction]:
+        if reception.writing or reception.verifying:
+            return []
         del self._receptions[reception.order.request_id]
         return [Received(reception.order.request_id, reception.failure)]
 
 
+def units_from(partner: Partner, groups: Sequence[Group], order: Order) -> tuple[UnitSet, ...]:
+    """What a partner must write for an order, by group."""
+    return tuple(
+        wanted_units(group, blocks, shape, order.end_token)
+        for group, blocks, shape in zip(groups, order.groups, partner.shapes, strict=True)
+    )
+
+
 def expected_bytes(groups: Sequence[Group], order: Order, partner: Partner) -> int:
     """Bytes that a partner must report in Fin for an order."""
-    return sum(
-        len(wanted_units(group, blocks, shape, order.end_token)) * unit_bytes
-        for group, blocks, shape, unit_bytes in zip(
-            groups, order.groups, partner.shapes, partner.unit_bytes, strict=True
-        )
-    )
+    units = units_from(partner, groups, order)
+    return sum(len(each) * size for each, size in zip(units, partner.unit_bytes, strict=True))
 
 
 def failures(actions: Sequence[ConsumerAction]) -> Mapping[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -19,6 +19,7 @@ from connectors.planning.blocks import (
 )
 from connectors.planning.descriptors import Moves
 from connectors.planning.layout import Group, GroupKind
+from connectors.protocol.actions import Digest
 from connectors.protocol.wire import Message, Offer, Peer
 
 
@@ -27,12 +28,14 @@ class Consumer:
     """What the producer knows of a consumer worker after its Hello.
 
     ``partner_ranks`` are the ranks of that engine which talk to this producer rank, ``num_blocks`` its pool's size,
-    ``shapes[g]`` how blocks of group g are cut between the two.
+    ``shapes[g]`` how blocks of group g are cut between the two. ``new_digest`` makes the digest of one transfer to it;
+    None where the host cannot read this engine's memory.
     """
 
     partner_ranks: frozenset[int]
     num_blocks: int
     shapes: tuple[UnitShape, ...]
+    new_digest: Callable[[], Digest] | None = None
 
 
 class Stage(Enum):
@@ -52,19 +55,26 @@ class Delivery:
     """One consumer rank's share.
 
     ``pending[g]`` are the offered units of group g that have not been written yet, once the offer has been found to fit
-    the request. ``in_flight`` are the writes under way and their bytes; ``moved_at`` is when one was last posted or
-    done.
+    the request; ``digest`` is made then, if one is asked for. ``in_flight`` are the writes under way and their bytes;
+    ``moved_at`` is when one was last posted or done.
     """
 
     peer: Peer
     offer: Offer | None = None
     pending: list[UnitSet] | None = None
+    digest: Digest | None = None
     in_flight: dict[int, int] = field(default_factory=dict)
     written_bytes: int = 0
     ending: Message | None = None
     closed: bool = False
     last_sent: float = 0.0
     moved_at: float = 0.0
+
+    def taken(self, transfer: Transfer) -> bool:
+        """Nothing is left to be written: all that was offered has been, or the prompt has ended without the rest."""
+        assert self.offer is not None
+        left = self.pending is not None and any(map(len, self.pending))
+        return transfer.computed_tokens >= (transfer.prompt_tokens if left else self.offer.end_token)
 
 
 @dataclass(slots=True)
@@ -94,6 +104,8 @@ class Transfer:
 
 def offer_problem(transfer: Transfer, offer: Offer, groups: Sequence[Group], consumer: Consumer) -> str | None:
     """Why an offer cannot be served at all."""
+    if offer.digest and consumer.new_digest is None:
+        return "a digest is wanted (integrity: full), and the host cannot read the KV cache of this engine"
     if offer.prompt_digest != transfer.prompt_digest:
         return "the two requests of this transfer have different prompts"
     if offer.end_token > transfer.prompt_tokens:
@@ -130,7 +142,11 @@ def wanted(offer: Offer, groups: Sequence[Group], consumer: Consumer) -> list[Un
 def take_ready(
     transfer: Transfer, delivery: Delivery, groups: Sequence[Group], consumer: Consumer
 ) -> list[Moves] | None:
-    """Take the pending units whose tokens are all computed. None where a source block is gone for good."""
+    """Take the pending units whose tokens are all computed. None where a source block is gone for good.
+
+    The prompt's last unit waits for the token behind ``end_token`` too, if that lies in it: it would be computed into
+    the unit while a write reads it.
+    """
     assert delivery.offer is not None
     assert delivery.pending is not None
     moves: list[Moves] = []
@@ -138,7 +154,8 @@ def take_ready(
         pending = delivery.pending[group.index]
         if not len(pending):
             continue
-        ready = complete_units(group, pending.units, shape, transfer.computed_tokens, delivery.offer.end_token)
+        end_token = delivery.offer.end_token if group.kind is GroupKind.STATE else transfer.prompt_tokens
+        ready = complete_units(group, pending.units, shape, transfer.computed_tokens, end_token)
         if group.kind is GroupKind.STATE:
             places = np.full(len(pending), state_position(group, delivery.offer.end_token))
         else:

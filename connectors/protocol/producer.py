@@ -18,7 +18,7 @@ A *transfer* is one request's KV for one consumer engine; each consumer rank tha
     -------------------------------------------------------------------------------------
     AWAITED    Offer                     OPEN     what is complete is written at once, the rest chunk by chunk
     AWAITED    Cancel                    CLOSED   Cancelled
-    OPEN       all written               CLOSED   Fin
+    OPEN       all written               CLOSED   Fin, with the digest of what was written if the offer asks for it
     OPEN       Cancel                    CLOSED   Cancelled, once its writes have ended
     OPEN       a failure                 CLOSED   Aborted, once its writes have ended
 
@@ -284,12 +284,14 @@ class Producer:
                 delivery.in_flight[self._next_write_id] = 0
                 delivery.moved_at = now
                 self._writes[self._next_write_id] = (transfer, delivery)
-                actions.append(Write(self._next_write_id, transfer.transfer_id, delivery.peer, tuple(moves)))
-            elif transfer.computed_tokens >= offer.end_token and not delivery.in_flight:
-                delivery.ending = Fin(transfer.transfer_id, delivery.written_bytes)
+                write_id, moved = self._next_write_id, tuple(moves)
+                actions.append(Write(write_id, transfer.transfer_id, delivery.peer, moved, delivery.digest))
+            elif delivery.taken(transfer) and not delivery.in_flight:
+                digest = "" if delivery.digest is None else delivery.digest.hexdigest()
+                delivery.ending = Fin(transfer.transfer_id, delivery.written_bytes, digest)
         if delivery.ending is not None and not delivery.in_flight:
             delivery.closed = True
-            delivery.pending = None
+            delivery.pending = delivery.digest = None
             if delivery.peer in self._consumers:
                 actions.append(Send(delivery.peer, delivery.ending))
         return actions
@@ -304,6 +306,8 @@ class Producer:
             if problem is not None:
                 return problem, []
             delivery.pending = wanted(offer, self._groups, consumer)
+            if offer.digest and consumer.new_digest is not None:
+                delivery.digest = consumer.new_digest()
         moves = take_ready(transfer, delivery, self._groups, consumer)
         if moves is None:
             return "the prefill engine no longer holds a block that is wanted", []

@@ -13,6 +13,7 @@ since are answered, never acted on.
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from connectors.protocol.cards import PROTOCOL_VERSION
 
 _PREFIX = struct.Struct("<3sBI")
 _MAGIC = b"TDM"
+_DIGEST = re.compile("[0-9a-f]{32}")
 MAX_FRAME_BYTES = 64 * 2**20
 
 
@@ -65,12 +67,14 @@ class Offer:
     """The consumer's blocks to fill, per group, so that it can resume at ``end_token``. Valid once.
 
     ``prompt_digest`` (``params.prompt_digest``) lets the producer refuse to deliver one prompt's KV for another.
+    ``digest`` asks for one of the bytes that are written.
     """
 
     transfer_id: str
     end_token: int
     prompt_digest: str
     groups: tuple[BlockSet, ...]
+    digest: bool = False
     kind: ClassVar[str] = "offer"
 
 
@@ -84,10 +88,14 @@ class Alive:
 
 @dataclass(frozen=True, slots=True)
 class Fin:
-    """Everything offered has been written, ``total_bytes`` in all. The producer writes no more."""
+    """Everything offered has been written, ``total_bytes`` in all. The producer writes no more.
+
+    ``digest`` is that of the bytes as the producer had them, in hexadecimal; empty where the offer asked for none.
+    """
 
     transfer_id: str
     total_bytes: int
+    digest: str = ""
     kind: ClassVar[str] = "fin"
 
 
@@ -142,10 +150,10 @@ def encode(envelope: Envelope) -> bytes:
             body = message.card
         case Offer():
             header |= {"id": message.transfer_id, "end": message.end_token, "prompt": message.prompt_digest}
-            header["blocks"] = [len(blocks) for blocks in message.groups]
+            header |= {"blocks": [len(blocks) for blocks in message.groups], "digest": message.digest}
             body = b"".join(v.astype("<i8").tobytes() for g in message.groups for v in (g.positions, g.ids))
         case Fin():
-            header |= {"id": message.transfer_id, "bytes": message.total_bytes}
+            header |= {"id": message.transfer_id, "bytes": message.total_bytes, "digest": message.digest}
         case Aborted():
             header |= {"id": message.transfer_id, "reason": message.reason}
         case Refused():
@@ -193,11 +201,12 @@ def _message(header: dict[str, Any], body: bytes) -> Message:
             return Refused(_text(header, "reason"))
         case "offer":
             groups = _block_sets(header.get("blocks"), body)
-            return Offer(_text(header, "id"), _count(header, "end"), _text(header, "prompt"), groups)
+            transfer_id, end_token = _text(header, "id"), _count(header, "end")
+            return Offer(transfer_id, end_token, _text(header, "prompt"), groups, _flag(header, "digest"))
         case "alive":
             return Alive(_text(header, "id"))
         case "fin":
-            return Fin(_text(header, "id"), _count(header, "bytes"))
+            return Fin(_text(header, "id"), _count(header, "bytes"), _digest(header, "digest"))
         case "aborted":
             return Aborted(_text(header, "id"), _text(header, "reason"))
         case "cancel":
@@ -231,6 +240,20 @@ def _text(fields: Mapping[str, object], key: str) -> str:
     value = fields.get(key)
     if not isinstance(value, str):
         raise WireError(f"{key!r} must be text, not {value!r}")
+    return value
+
+
+def _flag(fields: Mapping[str, object], key: str) -> bool:
+    value = fields.get(key)
+    if not isinstance(value, bool):
+        raise WireError(f"{key!r} must be true or false, not {value!r}")
+    return value
+
+
+def _digest(fields: Mapping[str, object], key: str) -> str:
+    value = _text(fields, key)
+    if value and not _DIGEST.fullmatch(value):
+        raise WireError(f"{key!r} must be empty or 32 hexadecimal digits, not {value!r}")
     return value
 
 

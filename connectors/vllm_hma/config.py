@@ -18,6 +18,8 @@ class ConnectorConfig:
     ``side_channel_port``   0 takes a free port; the prefill engine's answers carry the port taken
     ``advertise_host``      name or address under which peers reach side_channel_host; needed where that is 0.0.0.0
     ``backends``            NIXL back ends
+    ``integrity``           full: digests of all bytes moved are compared before a request runs; off; auto: full where
+                            the KV cache lies in host memory on both sides, off elsewhere
     ``trace_path``          append one JSON line per transfer event to this file; for benchmarks
     """
 
@@ -25,6 +27,7 @@ class ConnectorConfig:
     side_channel_port: int = 0
     advertise_host: str = ""
     backends: tuple[str, ...] = ("UCX",)
+    integrity: str = "auto"
     trace_path: str = ""
     limits: TransferLimits = field(default_factory=TransferLimits)
 
@@ -33,12 +36,14 @@ class ConnectorConfig:
         return self.advertise_host or self.side_channel_host
 
 
+INTEGRITY = ("auto", "full", "off")
 _LIMITS = {f.name for f in fields(TransferLimits)}
 _OWN: dict[str, type] = {
     "side_channel_host": str,
     "side_channel_port": int,
     "advertise_host": str,
     "backends": list,
+    "integrity": str,
     "trace_path": str,
 }
 
@@ -54,6 +59,10 @@ def parse_config(extra: Mapping[str, Any]) -> ConnectorConfig:
     own: dict[str, Any] = {key: value for key, value in extra.items() if key in _OWN}
     if not 0 <= own.get("side_channel_port", 0) < 65536:
         raise ConfigurationError(f"kv_connector_extra_config: side_channel_port {own['side_channel_port']} is no port")
+    if own.get("integrity", "auto") not in INTEGRITY:
+        raise ConfigurationError(
+            f"kv_connector_extra_config: integrity must be one of {', '.join(INTEGRITY)}, not {own['integrity']!r}"
+        )
     if "backends" in own:
         own["backends"] = tuple(str(name) for name in own["backends"])
     config = ConnectorConfig(**own, limits=TransferLimits(**{k: v for k, v in extra.items() if k in _LIMITS}))

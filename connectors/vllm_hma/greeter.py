@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from connectors.errors import HandshakeError, TandemError
+from connectors.errors import HandshakeError, IncompatiblePeerError, TandemError
 from connectors.planning.heads import partners
 from connectors.planning.plan import PairPlan, plan_pair
 from connectors.planning.verify import prove_plans
@@ -28,6 +28,7 @@ from connectors.protocol.delivery import Consumer
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.wire import Hello, Peer, Refused, Welcome
 from connectors.transport.base import Transport
+from connectors.transport.digest import End, Memory, digests
 from connectors.vllm_hma.post import Post, agent_name
 from connectors.vllm_hma.side_channel import fetch_card
 
@@ -46,6 +47,8 @@ class Greeter:
         card: WorkerCard,
         transport: Transport,
         post: Post,
+        memory: Memory | None,
+        integrity: str,
         handshake_s: float,
         on_connected: Callable[[str, list[Partner]], None],
         on_failed: Callable[[str, str], None],
@@ -54,6 +57,8 @@ class Greeter:
         self._card = card
         self._transport = transport
         self._post = post
+        self._memory = memory
+        self._integrity = integrity
         self._handshake_s = handshake_s
         self._on_connected = on_connected
         self._on_failed = on_failed
@@ -143,7 +148,28 @@ class Greeter:
             refusals = [reason for peer in sorted(waiting, key=agent_name) if (reason := self._answers.pop(peer))]
         if refusals:
             raise HandshakeError(f"it refused: {refusals[0]}")
-        return [Partner(Peer(card.incarnation, rank), plan.shapes, plan.unit_bytes) for rank, plan in plans.items()]
+        memory = self._memory_to_check(card)
+        return [
+            Partner(
+                Peer(card.incarnation, rank),
+                plan.shapes,
+                plan.unit_bytes,
+                None if memory is None else digests(plan, memory, End.TARGET),
+            )
+            for rank, plan in plans.items()
+        ]
+
+    def _memory_to_check(self, producer: EngineCard) -> Memory | None:
+        """Our memory where transfers from ``producer`` are checked, None where they are not."""
+        if self._integrity == "off" or self._memory is None:
+            return None
+        memories = {worker.layout.place.memory for worker in producer.workers}
+        if memories == {"DRAM"}:
+            return self._memory
+        if self._integrity == "full":
+            remedy = "integrity: full needs both KV caches in host memory, set it to auto or off"
+            raise IncompatiblePeerError("memory of the KV cache", "DRAM", *memories, remedy)
+        return None
 
     def _plans(self, engine: EngineCard) -> dict[int, PairPlan]:
         """What each producer rank that talks to this worker sends to it."""
@@ -171,7 +197,8 @@ class Greeter:
             pairs = partners(mine.tp_size, theirs.tp_size, mine.turns)
             ranks = frozenset(consumer for producer, consumer in pairs if producer == mine.tp_rank)
             plan = plan_pair(mine, theirs)
-            self._on_welcomed(sender, card, plan, Consumer(ranks, theirs.num_blocks, plan.shapes))
+            source = None if self._memory is None else digests(plan, self._memory, End.SOURCE)
+            self._on_welcomed(sender, card, plan, Consumer(ranks, theirs.num_blocks, plan.shapes, source))
         except TandemError as error:
             logger.warning("Tandem: decode worker %s is refused: %s", agent_name(sender), error)
             self._post.send(sender, Refused(str(error)))

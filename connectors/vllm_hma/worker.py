@@ -10,22 +10,24 @@ soon as it has run; the pump answers peers, polls writes and watches deadlines w
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-from connectors.errors import PlanError, TransportError, WireError
+from connectors.errors import ConfigurationError, PlanError, TransportError, WireError
 from connectors.planning.blocks import wanted_blocks
 from connectors.planning.descriptors import Runs, build_runs, move_bytes
-from connectors.planning.layout import Place
+from connectors.planning.layout import EngineLayout, Place
 from connectors.planning.plan import PairPlan
-from connectors.protocol.actions import Connect, ConsumerAction, ProducerAction, Received, Send, Sent, Write
+from connectors.protocol.actions import Connect, ConsumerAction, ProducerAction, Received, Send, Sent, Verify, Write
 from connectors.protocol.cards import WorkerCard, encode_worker_card
 from connectors.protocol.consumer import Consumer as ConsumerMachine
 from connectors.protocol.consumer import Order, Partner
@@ -33,6 +35,7 @@ from connectors.protocol.delivery import Consumer
 from connectors.protocol.producer import Producer as ProducerMachine
 from connectors.protocol.wire import Cancel, Hello, Message, Offer, Peer, Refused, Welcome, decode
 from connectors.transport.base import Transport, WriteHandle
+from connectors.transport.digest import Memory
 from connectors.transport.nixl import NixlTransport
 from connectors.vllm_hma.config import ConnectorConfig
 from connectors.vllm_hma.fence import StepFence
@@ -111,10 +114,23 @@ class WorkerConnector:
             self._runtime.close()
 
 
+def readable_memory(config: ConnectorConfig, layout: EngineLayout) -> Memory | None:
+    """The cache as the host can read it, for digests. Raises ConfigurationError where it cannot and must."""
+    if layout.place.memory == "DRAM":
+        return Memory(layout)
+    if config.integrity == "full":
+        raise ConfigurationError(
+            f"kv_connector_extra_config: integrity 'full' compares digests of the KV cache, and the host cannot read "
+            f"{layout.place.memory}; set it to 'auto' or 'off'"
+        )
+    return None
+
+
 class WorkerRuntime:
     """A registered rank: the two machines, the transport, and what connects them."""
 
     def __init__(self, config: ConnectorConfig, card: WorkerCard, transport: Transport, fence: StepFence) -> None:
+        memory = readable_memory(config, card.layout)
         self.card = card
         self._limits = config.limits
         self._me = Peer(card.incarnation, card.rank)
@@ -135,12 +151,16 @@ class WorkerRuntime:
             card,
             transport,
             self._post,
+            memory,
+            config.integrity,
             config.limits.handshake_s,
             self._connected,
             self._connect_failed,
             self._welcomed,
         )
         self._probe = EngineProbe(config.limits.cancel_s, self._engine_lost)
+        # Comparing digests takes a while, and neither the engine's steps nor its answers to peers should wait for it.
+        self._verifier = ThreadPoolExecutor(1, thread_name_prefix="tandem-verify")
         self._closed = threading.Event()
         self._pump_thread = threading.Thread(target=self._pump_forever, name="tandem-pump", daemon=True)
         self._pump_thread.start()
@@ -230,6 +250,7 @@ class WorkerRuntime:
         self._pump_thread.join(timeout=5)
         self._greeter.close()
         self._probe.close()
+        self._verifier.shutdown(cancel_futures=True)
         with self._lock:
             self._transport.close()
             self._trace.close()
@@ -327,6 +348,10 @@ class WorkerRuntime:
                     self._sent.add(request_id)
                 case Connect(engine):
                     self._greeter.connect(engine)
+                case Verify() as verify:
+                    # A pool that is shut down refuses work: this worker is being closed.
+                    with contextlib.suppress(RuntimeError):
+                        self._verifier.submit(self._verify, verify)
                 case Received(request_id, failure):
                     if failure is not None:
                         logger.warning("Tandem: the KV of request %s is computed here: %s", request_id, failure)
@@ -359,6 +384,10 @@ class WorkerRuntime:
             return self._producer.write_failed(write.write_id, str(error), now)
         self._writes[write.write_id] = handle
         self._producer.write_posted(write.write_id, runs.total_bytes)
+        if write.digest is not None:
+            # Now, while these are the request's bytes, whatever becomes of the blocks before the write has read them.
+            for move in write.moves:
+                write.digest.add(move.group, move.src_ids, move.src_parts, move.layers)
         self._trace.event(
             "write",
             write=write.write_id,
@@ -412,6 +441,19 @@ class WorkerRuntime:
     def _connect_failed(self, incarnation: str, reason: str) -> None:
         with self._lock:
             self._perform(self._consumer.connect_failed(incarnation, reason, time.monotonic()))
+
+    def _verify(self, verify: Verify) -> None:
+        """The blocks are nobody else's until the machine has heard the result, which it always does."""
+        started_at = time.monotonic()
+        try:
+            problem = verify.problem()
+        except Exception as error:
+            logger.exception("Tandem: the KV of request %s cannot be verified", verify.request_id)
+            problem = f"its digest cannot be compared: {error!r}"
+        with self._lock:
+            now = time.monotonic()
+            self._trace.event("verified", request=verify.request_id, seconds=now - started_at, problem=problem)
+            self._perform(self._consumer.verified(verify.request_id, verify.peer, problem, now))
 
     def _engine_lost(self, incarnation: str, reason: str) -> None:
         with self._lock:

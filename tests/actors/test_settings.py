@@ -22,6 +22,7 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
         ({"decode": {"tensor_parallel_size": 0}}, "decode.tensor_parallel_size"),
         ({"decode": {"tensor_parallel_size": "many"}}, "decode.tensor_parallel_size"),
         ({"transfer": {"lease_s": 0}}, "transfer.lease_s"),
+        ({"transfer": {"integrity": "on"}}, "transfer.integrity"),
         ({"transfer": {"lease": 5}}, "transfer.lease"),
         ({"transfer": {"alive_s": 20}}, "alive_s"),
         ({"router": {"request_timeout_s": -1}}, "router.request_timeout_s"),

@@ -15,6 +15,7 @@ from tests.protocol.simulator import (
     LIMITS,
     POOL,
     TICK_S,
+    VERIFY_S,
     Consumption,
     Violation,
     Weather,
@@ -157,9 +158,10 @@ def draw(seed: int) -> Schedule:
             write_s=rng.choice([0.05, 0.4, 3.0]),
             write_fails=rng.choice([0, 0, 0.2]),
             refuses=rng.choice([0, 0, 0.3]),
+            damages=rng.choice([0, 0, 0.02]),
             clears_at=CLEARS_AT,
         )
-    world = World(rng, producer_tp, consumer_tp, rng.choice([1, 2, 3, 4, 6]), weather)
+    world = World(rng, producer_tp, consumer_tp, rng.choice([1, 2, 3, 4, 6]), weather, rng.random() < 0.8)
     prefills, last = [], CLEARS_AT if not calm else 0.0
     for number in range(rng.randint(1, 4)):
         last = max(last, add_request(world, prefills, rng, number, calm))
@@ -257,7 +259,7 @@ def bound_s(world: World) -> float:
     """How long after the last thing that happened from outside a request may still take."""
     weather = world.weather
     waits = LIMITS.handshake_s + LIMITS.progress_s + LIMITS.cancel_s
-    return waits + 4 * weather.delay_s + 2 * weather.write_s + 4 * TICK_S
+    return waits + 4 * weather.delay_s + 2 * weather.write_s + VERIFY_S + 4 * TICK_S
 
 
 def run(seed: int) -> Schedule:

@@ -1,8 +1,9 @@
 """A world in which producer and consumer machines are pumped at each other: deterministic, in simulated time.
 
 Blocks carry a tag per rank instead of bytes. A write copies one block after the other at moments of its own, so it can
-be torn; blocks that are given back are overwritten with a stranger's tag at once. Messages pass through the wire
-format, and a network that can lose, double, delay and reorder them. What must hold is checked when it happens:
+be torn; blocks that are given back are overwritten with a stranger's tag at once. A write may also damage what it
+carries, where digests are compared. Messages pass through the wire format, and a network that can lose, double, delay
+and reorder them. What must hold is checked when it happens:
 
     a write lands only in blocks whose request has not been told ``Received`` on that rank
     at ``Received(ok)`` every wanted block holds this prompt's content, from every rank that has a share
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from connectors.planning.blocks import UnitShape, wanted_blocks
 from connectors.planning.heads import head_shares, partners
 from connectors.planning.layout import Group, GroupKind
-from connectors.protocol.actions import Connect, ConsumerAction, ProducerAction, Received, Send, Sent, Write
+from connectors.protocol.actions import Connect, ConsumerAction, ProducerAction, Received, Send, Sent, Verify, Write
 from connectors.protocol.consumer import Consumer as ConsumerMachine
 from connectors.protocol.consumer import Order, Partner
 from connectors.protocol.delivery import Consumer
@@ -28,6 +29,7 @@ from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.producer import Producer
 from connectors.protocol.wire import Cancel, Envelope, Message, Offer, Peer, decode, encode
+from tests.protocol.tally import Tally
 
 GROUPS = (
     Group(0, GroupKind.FULL, 4, None, ()),
@@ -40,6 +42,8 @@ LIMITS = TransferLimits(handshake_s=2, progress_s=3, cancel_s=1, lease_s=5, aliv
 TICK_S = 0.5
 POOL = 400
 STRANGER = ("somebody else's",)
+DAMAGED = ("damaged",)
+VERIFY_S = 0.3
 ENGINE = EngineAddress("prefill-1", "host", 1)
 DECODE = "decode-1"
 
@@ -60,6 +64,7 @@ class Weather:
     write_s: float = 0.2
     write_fails: float = 0.0
     refuses: float = 0.0
+    damages: float = 0.0
     clears_at: float = 0.0
 
 
@@ -110,8 +115,16 @@ class Consumption:
 class World:
     """Both engines, the network between them, and the clock."""
 
-    def __init__(self, rng: random.Random, producer_tp: int, consumer_tp: int, kv_heads: int, weather: Weather) -> None:
-        self.rng, self.weather, self.now = rng, weather, 0.0
+    def __init__(
+        self,
+        rng: random.Random,
+        producer_tp: int,
+        consumer_tp: int,
+        kv_heads: int,
+        weather: Weather,
+        integrity: bool = True,
+    ) -> None:
+        self.rng, self.weather, self.now, self.integrity = rng, weather, 0.0, integrity
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.order = 0
         self.producers = [ProducerRank(Producer(GROUPS, LIMITS)) for _ in range(producer_tp)]
@@ -222,6 +235,9 @@ class World:
         self.counts["writes"] += 1
         lasts = self.rng.uniform(0.001, self.weather.write_s)
         fails = self.stormy and self.rng.random() < self.weather.write_fails
+        if write.digest is not None:
+            for move in write.moves:
+                write.digest.add(move.group, move.src_ids, move.src_parts, move.layers)
         for move in write.moves:
             for src, dst in zip(move.src_ids.tolist(), move.dst_ids.tolist(), strict=True):
                 if not (fails and self.rng.random() < 0.5):
@@ -238,6 +254,9 @@ class World:
         if owner is None or owner.transfer_id != transfer_id:
             raise Violation(f"rank {rank} wrote {transfer_id} into block {dst} of rank {target}, which it had given up")
         consumer.memory[dst, rank] = producer.memory.get(src, STRANGER)
+        if self.stormy and self.integrity and self.rng.random() < self.weather.damages:
+            consumer.memory[dst, rank] = DAMAGED
+            self.counts["damaged blocks"] += 1
 
     def written(self, rank: int, target: int, write_id: int, fails: bool) -> None:
         machine = self.producers[rank].machine
@@ -279,8 +298,17 @@ class World:
                     self.send(Peer(DECODE, rank), peer, message)
                 case Connect():
                     self.connect(rank)
+                case Verify():
+                    lasts = self.rng.uniform(0, VERIFY_S)
+                    self.after(lasts, lambda verify=action: self.verified(rank, verify))
                 case Received(request_id, failure):
                     self.received(rank, self.consumptions[request_id], failure)
+
+    def verified(self, rank: int, verify: Verify) -> None:
+        if self.consumers[rank].alive:
+            problem = verify.problem()
+            self.counts["bad digests" if problem else "good digests"] += 1
+            self.on_consumer(rank, lambda m: m.verified(verify.request_id, verify.peer, problem, self.now))
 
     def connect(self, rank: int) -> None:
         """The handshake, which either works or says why not within handshake_s."""
@@ -304,10 +332,18 @@ class World:
         for p, c in self.pairs:
             if c == rank:
                 ours = frozenset(other for producer, other in self.pairs if producer == p)
-                self.producers[p].machine.welcome(Peer(DECODE, rank), Consumer(ours, POOL, SHAPES))
+                source, target = self.digests(p, c)
+                self.producers[p].machine.welcome(Peer(DECODE, rank), Consumer(ours, POOL, SHAPES, source))
                 sizes = tuple(size * self.heads[p, c] for size in HEAD_BYTES)
-                found.append(Partner(Peer(incarnation, p), SHAPES, sizes))
+                found.append(Partner(Peer(incarnation, p), SHAPES, sizes, target if self.integrity else None))
         self.on_consumer(rank, lambda m: m.connected(incarnation, found, self.now))
+
+    def digests(self, p: int, c: int) -> tuple[Callable[[], Tally], Callable[[], Tally]]:
+        """What makes the digests of a pair of ranks, on either end. A pair without a share moves nothing."""
+        if not self.heads[p, c]:
+            return (lambda: Tally(lambda _: None)), (lambda: Tally(lambda _: None))
+        source, target = self.producers[p].memory, self.consumers[c].memory
+        return (lambda: Tally(lambda block: source.get(block, STRANGER))), (lambda: Tally(lambda b: target[b, p]))
 
     def received(self, rank: int, request: Consumption, failure: str | None) -> None:
         consumer = self.consumers[rank]

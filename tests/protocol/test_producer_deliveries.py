@@ -1,14 +1,19 @@
 """A delivery of the producer's machine, row by row of the second table; preemption, loss, strangers, time."""
 
+import weakref
+from dataclasses import replace
+
 import pytest
 
 from connectors.planning.blocks import empty_blocks
-from connectors.protocol.actions import Send, Sent
-from connectors.protocol.producer import written
+from connectors.protocol.actions import ProducerAction, Send, Sent, Write
+from connectors.protocol.delivery import Consumer
+from connectors.protocol.producer import Producer, written
 from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Fin, Offer, Welcome
 from tests.protocol.production import (
     C0,
     C1,
+    SHAPES,
     STRANGER,
     TABLES,
     aborted_reason,
@@ -21,6 +26,7 @@ from tests.protocol.production import (
     offer,
     only_write,
 )
+from tests.protocol.tally import Tally
 
 
 def test_fin_waits_for_the_writes() -> None:
@@ -111,6 +117,107 @@ def test_blocks_that_never_come_are_not_counted() -> None:
     producer.message(C0, offer(), 0.5)
     write = only_write(producer.progress("r", [[1], [4]], 12, 1.0))
     assert finish_write(producer, write, 10, 2.0) == [Send(C0, Fin("t", 10))]
+
+
+# ---- digests -----------------------------------------------------------------------------------------------------
+
+
+def asking(tallies: list[Tally], can: bool = True) -> Producer:
+    """A live request, and an offer that asks for a digest of a producer that can make them, or cannot."""
+
+    def new_digest() -> Tally:
+        tallies.append(Tally())
+        return tallies[-1]
+
+    producer = machine()
+    producer.welcome(C0, Consumer(frozenset({0}), 100, SHAPES, new_digest if can else None))
+    producer.expect("r", "t", 12, "digest", 0.0)
+    return producer
+
+
+ASKING = replace(offer(), digest=True)
+
+
+def posted(producer: Producer, write: Write, total_bytes: int, now: float) -> list[ProducerAction]:
+    """What an owner does: it posts, adds the source's bytes to the digest, and the write ends."""
+    assert write.digest is not None
+    for move in write.moves:
+        write.digest.add(move.group, move.src_ids, move.src_parts, move.layers)
+    return finish_write(producer, write, total_bytes, now)
+
+
+def test_fin_carries_the_digest_of_all_writes() -> None:
+    """One digest a delivery, whatever the chunks."""
+    producer = asking(tallies := [])
+    producer.message(C0, ASKING, 0.5)
+    posted(producer, only_write(producer.progress("r", [[1, 2], [4, 5]], 8, 1.0)), 20, 1.5)
+    fin = posted(producer, only_write(producer.progress("r", [[3], [6]], 12, 2.0)), 41, 2.5)
+    assert len(tallies) == 1
+    assert tallies[0].seen == {0: [1, 2, 3], 1: [6]}
+    assert fin == [Send(C0, Fin("t", 61, tallies[0].hexdigest()))]
+
+
+def test_no_digest_unless_it_is_asked_for() -> None:
+    """The offer decides."""
+    producer = asking(tallies := [])
+    producer.message(C0, offer(), 0.5)
+    write = only_write(producer.progress("r", *TABLES, 1.0))
+    assert write.digest is None
+    assert finish_write(producer, write, 61, 1.5) == [Send(C0, Fin("t", 61, ""))]
+    assert tallies == []
+
+
+def test_a_digest_that_cannot_be_made_is_refused() -> None:
+    """Aborted with the reason, and nothing is written: a consumer that asks would not believe the bytes."""
+    producer = asking([], can=False)
+    assert "the host cannot read" in aborted_reason(producer.message(C0, ASKING, 0.5))
+
+
+@pytest.mark.parametrize("ending", ["fin", "cancel", "failed write", "preempted", "discard", "not held", "peer lost"])
+def test_a_digest_goes_with_its_delivery(ending: str) -> None:
+    """However a delivery ends, nobody holds its digest when its last write has ended."""
+    producer = asking(tallies := [])
+    producer.message(C0, ASKING, 0.5)
+    write = only_write(producer.progress("r", *TABLES, 1.0))
+    kept = weakref.ref(tallies.pop())
+    assert kept() is not None
+    match ending:
+        case "cancel":
+            producer.message(C0, Cancel("t"), 2.0)
+        case "preempted":
+            producer.preempted("r", 2.0)
+        case "discard":
+            producer.discard("t", 2.0)
+        case "not held":
+            producer.finished("r", False, "the client left", 2.0)
+        case "peer lost":
+            producer.peer_lost(C0, 2.0)
+    if ending == "failed write":
+        producer.write_failed(write.write_id, "broken", 3.0)
+    else:
+        finish_write(producer, write, 61, 3.0)
+    del write
+    assert kept() is None
+
+
+def test_the_last_unit_waits_for_the_whole_prompt() -> None:
+    """The last prompt token lies in the last unit that is wanted: a write must not read it while it is computed."""
+    producer = live()
+    producer.message(C0, offer(), 0.5)
+    first = only_write(producer.progress("r", TABLES[0], 11, 1.0))
+    assert moves(first) == {0: [(1, 50), (2, 51)]}
+    assert finish_write(producer, first, 20, 1.5) == []
+    last = only_write(producer.progress("r", [[], []], 12, 2.0))
+    assert moves(last) == {0: [(3, 52)], 1: [(6, 60)]}
+    assert finish_write(producer, last, 41, 2.5) == [Send(C0, Fin("t", 61))]
+
+
+def test_what_is_complete_is_finished_before_the_prompt_is() -> None:
+    """The last prompt token starts a unit of its own: Fin does not wait for it."""
+    producer = live()
+    producer.message(C0, Offer("t", 8, "digest", (blocks([0, 1], [50, 51]), empty_blocks())), 0.5)
+    write = only_write(producer.progress("r", [[1, 2], [4, 5]], 8, 1.0))
+    assert finish_write(producer, write, 20, 1.5) == [Send(C0, Fin("t", 20))]
 
 
 # ---- preemption, loss, strangers, time ---------------------------------------------------------------------------

@@ -55,6 +55,9 @@ def test_schedules_have_seen_everything(totals: Counter[str], capsys: pytest.Cap
         "failed writes",
         "preemptions",
         "discards",
+        "damaged blocks",
+        "bad digests",
+        "good digests",
     ):
         assert totals[what] > SCHEDULES // 50, what
     assert min(totals["requests that got their KV"], totals["requests that did not"]) > SCHEDULES // 5

@@ -42,9 +42,10 @@ MESSAGES: list[Message] = [
     Welcome(),
     Refused("dtype differs"),
     Offer("t-1", 37, "d1ge57", (blocks((0, 9), (1, 4), (7, 2**40)), empty_blocks(), blocks((5, 1)))),
-    Offer("t-2", 0, "", ()),
+    Offer("t-2", 0, "", (), True),
     Alive("t-1"),
     Fin("t-1", 2**40),
+    Fin("t-1", 0, "0123456789abcdef0123456789abcdef"),
     Aborted("t-1", "the lease has expired"),
     Cancel("t-1"),
     Cancelled("ünïcode ✓"),
@@ -66,7 +67,12 @@ def offer_header(**changes: object) -> dict[str, object]:
         "end": 9,
         "prompt": "",
         "blocks": [],
+        "digest": False,
     } | changes
+
+
+def fin_header(**changes: object) -> dict[str, object]:
+    return {"kind": "fin", "from": "a", "rank": 0, "to": "b", "id": "t", "bytes": 3, "digest": ""} | changes
 
 
 def vectors(*numbers: int) -> bytes:
@@ -77,10 +83,11 @@ def same(left: Message, right: Message) -> bool:
     """Equality that looks into block vectors."""
     if not isinstance(left, Offer) or not isinstance(right, Offer):
         return left == right
-    return (left.transfer_id, left.end_token, left.prompt_digest, len(left.groups)) == (
+    return (left.transfer_id, left.end_token, left.prompt_digest, left.digest, len(left.groups)) == (
         right.transfer_id,
         right.end_token,
         right.prompt_digest,
+        right.digest,
         len(right.groups),
     ) and all(
         np.array_equal(a.positions, b.positions) and np.array_equal(a.ids, b.ids)
@@ -112,7 +119,7 @@ def test_any_offer_round_trips(transfer_id: str, end: int, positions: list[set[i
     groups = tuple(
         blocks(*((p, first + 100 * g + i) for i, p in enumerate(sorted(positions[g])))) for g in range(len(positions))
     )
-    offer = Offer(transfer_id, end, "digest", groups)
+    offer = Offer(transfer_id, end, "digest", groups, end % 2 == 0)
     assert same(decode(encode(Envelope(SENDER, "b", offer))).message, offer)
 
 
@@ -161,6 +168,15 @@ def test_bytes_after_the_end_are_refused(message: Message) -> None:
         (frame({"from": "a", "rank": 0, "to": "b", "kind": "fin", "id": "t", "bytes": -5}), "not -5"),
         (frame({"from": "a", "rank": 0, "to": "b", "kind": "alive"}), "'id' must be text"),
         (frame({"from": "a", "rank": 0, "to": "b", "kind": "alive", "id": "t"}, b"x"), "1 bytes that it should not"),
+        (frame(fin_header(digest=None)), "'digest' must be text, not None"),
+        (frame({k: v for k, v in fin_header().items() if k != "digest"}), "'digest' must be text, not None"),
+        (frame(fin_header(digest="0" * 31)), "'digest' must be empty or 32 hexadecimal digits"),
+        (frame(fin_header(digest="0" * 33)), "'digest' must be empty or 32 hexadecimal digits"),
+        (frame(fin_header(digest="0" * 32 + "\n")), "'digest' must be empty or 32 hexadecimal digits"),
+        (frame(fin_header(digest="A" * 32)), "'digest' must be empty or 32 hexadecimal digits"),
+        (frame(offer_header(digest=None)), "'digest' must be true or false, not None"),
+        (frame(offer_header(digest=1)), "'digest' must be true or false, not 1"),
+        (frame(offer_header(digest="")), "'digest' must be true or false"),
         (frame(offer_header(end=-1)), "'end' must be a whole number"),
         (frame(offer_header(prompt=None)), "'prompt' must be text"),
         (frame(offer_header(blocks=None)), "count the blocks of each group"),
@@ -230,7 +246,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
-HEADER_KEYS = ("kind", "from", "rank", "to", "id", "end", "prompt", "blocks", "bytes", "reason")
+HEADER_KEYS = ("kind", "from", "rank", "to", "id", "end", "prompt", "blocks", "bytes", "reason", "digest")
 
 
 @settings(max_examples=300)
@@ -242,5 +258,6 @@ HEADER_KEYS = ("kind", "from", "rank", "to", "id", "end", "prompt", "blocks", "b
 @example("offer", {"blocks": [10**4000, 9 * 10**4299, 9 * 10**4299]}, [])
 def test_fuzz_headers(kind: str, changes: dict[str, object], numbers: list[int]) -> None:
     """Well-formed JSON with fields of any type, before any vector."""
-    header = offer_header(kind=kind, bytes=3, reason="r", blocks=[len(numbers) // 2]) | changes
+    digest: object = kind == "offer" or "0" * 32
+    header = offer_header(kind=kind, bytes=3, reason="r", blocks=[len(numbers) // 2], digest=digest) | changes
     raises_nothing_else(frame(header, vectors(*numbers) if kind == "offer" else b""))

@@ -17,7 +17,7 @@ from connectors.planning.heads import partners
 from connectors.planning.layout import Region
 from connectors.planning.plan import PairPlan, plan_pair
 from connectors.planning.verify import prove_plans
-from connectors.protocol.actions import Connect, ConsumerAction, ProducerAction, Received, Send, Sent, Write
+from connectors.protocol.actions import Connect, ConsumerAction, ProducerAction, Received, Send, Sent, Verify, Write
 from connectors.protocol.cards import ModelIdentity, WorkerCard, check_peers, decode_worker_card, encode_worker_card
 from connectors.protocol.consumer import Consumer as ConsumerMachine
 from connectors.protocol.consumer import Order, Partner
@@ -26,6 +26,7 @@ from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.producer import Producer
 from connectors.protocol.wire import Envelope, Peer, decode, encode
+from connectors.transport.digest import End, Memory, digests
 from connectors.transport.nixl import NixlTransport
 from tests.planning.builders import HOST, Rank, Shape, make_rank
 
@@ -78,6 +79,7 @@ class Engines:
         self.received: list[tuple[str, str | None]] = []
         self.bytes_written = 0
         self.messages: list[str] = []
+        self.verified = 0
         self._introduce(partners(tp[0], tp[1], self.decode[0].rank.layout.turns))
 
     def _worker(self, host: Host, shape: Shape, rank: int, tp_size: int) -> Worker:
@@ -104,8 +106,11 @@ class Engines:
                 producer.host.transport.add_peer(ours.transport_metadata)
                 producer.plans[consumer.host.peer] = plans[p]
                 talking = frozenset(other for rank, other in pairs if rank == p)
-                producer.machine.welcome(consumer.host.peer, Consumer(talking, ours.layout.num_blocks, plans[p].shapes))
-                found.append(Partner(producer.host.peer, plans[p].shapes, plans[p].unit_bytes))
+                source = digests(plans[p], Memory(producer.rank.layout), End.SOURCE)
+                target = digests(plans[p], Memory(consumer.rank.layout), End.TARGET)
+                welcomed = Consumer(talking, ours.layout.num_blocks, plans[p].shapes, source)
+                producer.machine.welcome(consumer.host.peer, welcomed)
+                found.append(Partner(producer.host.peer, plans[p].shapes, plans[p].unit_bytes, target))
             self.perform(consumer, consumer.machine.connected(PREFILL, found, self.now))
 
     @property
@@ -143,6 +148,9 @@ class Engines:
                     self._write(worker, action)
                 case Sent(request_id):
                     self.sent.append(request_id)
+                case Verify(request_id, peer):
+                    self.verified += 1
+                    self.perform(worker, worker.machine.verified(request_id, peer, action.problem(), self.now))
                 case Received(request_id, failure):
                     self.received.append((request_id, failure))
                 case Connect():
@@ -155,6 +163,9 @@ class Engines:
         if len(runs):
             handle = worker.host.transport.write(agent_name(write.peer), runs, HOST, HOST)
             worker.writes[write.write_id] = handle
+            for move in write.moves:
+                assert write.digest is not None
+                write.digest.add(move.group, move.src_ids, move.src_parts, move.layers)
         else:
             self.perform(worker, worker.machine.write_done(write.write_id, self.now))
 

@@ -111,6 +111,7 @@ class Case:
         self.engines.until(lambda: (len(self.engines.received), len(self.engines.sent)) == everyone, "the end")
         assert self.engines.received == [("d", None)] * everyone[0]
         assert self.engines.sent == ["p"] * everyone[1]
+        assert self.engines.verified == self.engines.messages.count("fin") > 0
         for worker in self.engines.decode:
             assert not any(worker.machine.census().values())
         for worker in self.engines.prefill:

@@ -20,6 +20,8 @@ def test_defaults_serve_one_machine() -> None:
     ("extra", "key"),
     [
         ({"lease": 3}, "lease"),
+        ({"integrity": "ful"}, "integrity must be one of auto, full, off, not 'ful'"),
+        ({"integrity": True}, "integrity"),
         ({"lease_s": 0}, "lease_s"),
         ({"lease_s": "long"}, "lease_s"),
         ({"progress_s": float("nan")}, "progress_s"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 
@@ -35,7 +36,10 @@ class Worker:
         identity: ModelIdentity = IDENTITY,
         packing: str = "p",
         transport_class: type[MemoryTransport] = MemoryTransport,
+        integrity: str = "auto",
+        place: Place = Place("DRAM", 0),  # noqa: B008
     ) -> None:
+        self.integrity = integrity
         self.cache = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
         address = self.cache.ctypes.data
         pages = LayerPages("layer", address, BLOCK_BYTES, 1, 1, BLOCK_BYTES, 1, BLOCK_BYTES, BLOCK_BYTES, packing)
@@ -43,14 +47,14 @@ class Worker:
             0,
             1,
             BLOCKS,
-            (Region(address, self.cache.nbytes, Place("DRAM", 0)),),
+            (Region(address, self.cache.nbytes, place),),
             (Group(0, GroupKind.FULL, BLOCK_TOKENS, None, (pages,)),),
         )
         self.transport = transport = transport_class(f"{name}/0", fabric)
-        transport.register(layout.regions)
+        transport.register([dataclasses.replace(region, place=Place("DRAM", 0)) for region in layout.regions])
         self.card = WorkerCard(name, identity, layout, transport.kind, transport.metadata())
         self.runtime = WorkerRuntime(
-            ConnectorConfig(limits=LIMITS), self.card, transport, StepFence(torch.device("cpu"))
+            ConnectorConfig(integrity=integrity, limits=LIMITS), self.card, transport, StepFence(torch.device("cpu"))
         )
         self.server = CardServer("127.0.0.1", 0, [encode_worker_card(self.card)])
 

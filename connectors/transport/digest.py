@@ -1,0 +1,139 @@
+"""A digest of exactly the bytes that one pair of ranks moves, computed on either end from that end's own memory.
+
+Both ends feed the units of a transfer in ascending order, in whatever chunks; the producer as it posts them, the
+consumer all at once when everything has arrived. Every *stream*, the pieces of one layer of one group that have one
+length, is hashed by itself, unit after unit, so layers may come in any order too. The digest is that of all streams:
+
+    xxh3_128( for every stream: group, first piece, bytes fed, xxh3_128 of the bytes )
+
+The plan orders pieces the same way on both ends, so equal digests mean equal bytes in the places that were meant.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from numpy.lib.stride_tricks import as_strided
+
+from connectors.errors import ConfigurationError, PlanError
+from connectors.planning.blocks import Ints
+from connectors.planning.layout import EngineLayout
+from connectors.planning.plan import GroupPlan, PairPlan, Side
+
+Bytes = npt.NDArray[np.uint8]
+
+# Runs at least this long are hashed where they lie; shorter ones are gathered first, so many bytes at a time.
+_LONG_RUN_BYTES = 16 * 2**10
+_GATHER_BYTES = 512 * 2**10
+
+
+class End(Enum):
+    """Which end of a transfer a digest is made on."""
+
+    SOURCE = auto()
+    TARGET = auto()
+
+
+class Memory:
+    """A worker's cache as the host can read it: the pages of block ids ``[0, num_blocks)`` of ``layout``."""
+
+    def __init__(self, layout: EngineLayout) -> None:
+        if layout.place.memory != "DRAM":
+            raise ConfigurationError(f"a digest needs memory that the host can read, not {layout.place.memory}")
+        self.num_blocks = layout.num_blocks
+        self._base = min(region.address for region in layout.regions)
+        self._span = max(region.end for region in layout.regions) - self._base
+        # One array from the first region to the last: only addresses of pages are ever read, never what lies between.
+        self._bytes: Bytes = np.frombuffer((ctypes.c_uint8 * self._span).from_address(self._base), np.uint8)
+        self._rows: dict[int, Bytes] = {}
+
+    def feed(self, hasher: xxhash.xxh3_128, address: Ints, length: int) -> None:
+        """Hash ``length`` bytes at each address, in order."""
+        if not len(address):
+            return
+        offset = address - self._base
+        starts = np.concatenate(([0], np.flatnonzero(offset[1:] != offset[:-1] + length) + 1))
+        if len(address) * length >= _LONG_RUN_BYTES * len(starts):
+            counts = np.diff(starts, append=len(address))
+            for at, size in zip(offset[starts].tolist(), (counts * length).tolist(), strict=True):
+                hasher.update(self._bytes[at : at + size])
+            return
+        rows = self._rows_of(length)
+        step = max(1, _GATHER_BYTES // length)
+        for first in range(0, len(offset), step):
+            hasher.update(rows[offset[first : first + step]])
+
+    def _rows_of(self, length: int) -> Bytes:
+        """A view in which row i is the ``length`` bytes at offset i."""
+        rows = self._rows.get(length)
+        if rows is None:
+            shape = (self._span - length + 1, length)
+            rows = self._rows[length] = as_strided(self._bytes, shape, (1, 1), writeable=False)
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """Pieces ``[first, stop)`` of a group: of one layer, ``piece_bytes`` each."""
+
+    first: int
+    stop: int
+    piece_bytes: int
+
+
+def digests(plan: PairPlan, memory: Memory, end: End) -> Callable[[], TransferDigest]:
+    """Makes the digests of a pair's transfers on one end. Call it once a pair, and what it returns once a transfer."""
+    groups = tuple((group, group.src if end is End.SOURCE else group.dst, _streams(group)) for group in plan.groups)
+    return lambda: TransferDigest(groups, memory)
+
+
+class TransferDigest:
+    """Of one transfer of one pair of ranks; ``digests`` makes it."""
+
+    def __init__(self, groups: tuple[tuple[GroupPlan, Side, tuple[_Stream, ...]], ...], memory: Memory) -> None:
+        self._groups = groups
+        self._memory = memory
+        self._hashers = [[xxhash.xxh3_128() for _ in streams] for *_, streams in groups]
+        self._fed_bytes = [[0 for _ in streams] for *_, streams in groups]
+
+    def add(self, group: int, ids: Ints, parts: Ints, layers: tuple[int, int] | None = None) -> None:
+        """Part ``parts[i]`` of this end's block ``ids[i]``, for every i in order.
+
+        ``layers`` limits that to layers ``[first, stop)``. Raises PlanError for a block that this end does not have.
+        """
+        if not len(ids):
+            return
+        if not 0 <= int(ids.min()) <= int(ids.max()) < self._memory.num_blocks:
+            raise PlanError(f"group {group}: blocks {ids.min()} to {ids.max()} of {self._memory.num_blocks} are meant")
+        plan, side, streams = self._groups[group]
+        pieces = plan.pieces_of(layers)
+        address = side.at(pieces, ids, parts)
+        for number, stream in enumerate(streams):
+            if pieces.start <= stream.first and stream.stop <= pieces.stop:
+                of_stream = address[stream.first - pieces.start : stream.stop - pieces.start].T.ravel()
+                self._memory.feed(self._hashers[group][number], of_stream, stream.piece_bytes)
+                self._fed_bytes[group][number] += len(of_stream) * stream.piece_bytes
+
+    def hexdigest(self) -> str:
+        """Of all that has been added so far: 32 hexadecimal digits."""
+        whole = xxhash.xxh3_128()
+        for group, (*_, streams) in enumerate(self._groups):
+            for number, stream in enumerate(streams):
+                whole.update(np.array([group, stream.first, self._fed_bytes[group][number]], "<i8"))
+                whole.update(self._hashers[group][number].digest())
+        return whole.hexdigest()
+
+
+def _streams(plan: GroupPlan) -> tuple[_Stream, ...]:
+    if not len(plan.piece_bytes):
+        return ()
+    changes = (np.diff(plan.layer_of) != 0) | (np.diff(plan.piece_bytes) != 0)
+    bounds = [0, *(np.flatnonzero(changes) + 1).tolist(), len(plan.piece_bytes)]
+    return tuple(_Stream(first, stop, int(plan.piece_bytes[first])) for first, stop in itertools.pairwise(bounds))

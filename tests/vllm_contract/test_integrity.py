@@ -1,0 +1,165 @@
+"""Bytes that are damaged between two workers are never decoded from; what the setting asks of a start."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import gc
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from connectors.errors import ConfigurationError
+from connectors.planning.descriptors import Runs
+from connectors.planning.layout import Place
+from connectors.transport.digest import TransferDigest
+from connectors.transport.memory import Fabric, MemoryTransport
+from connectors.vllm_hma.config import ConnectorConfig
+from connectors.vllm_hma.fence import StepFence
+from connectors.vllm_hma.orders import Chunk, Expect, Finished
+from connectors.vllm_hma.worker import WorkerRuntime
+from tests.vllm_contract.workers import BLOCK_BYTES, DIGEST, Worker, receive, results, until
+
+
+class Damaging(MemoryTransport):
+    """Writes arrive with one bit flipped in their last byte."""
+
+    def write(self, peer: str, runs: Runs, source: Place, target: Place) -> int:
+        handle = super().write(peer, runs, source, target)
+        last = int(runs.dst[-1] + runs.length[-1]) - 1
+        ctypes.c_uint8.from_address(last).value ^= 1
+        return handle
+
+
+class Late(MemoryTransport):
+    """Reads what it writes when it is polled, as RDMA may at any moment until then, and not before ``let_go``."""
+
+    let_go = False
+
+    def __init__(self, name: str, fabric: Fabric) -> None:
+        super().__init__(name, fabric)
+        self.posted: dict[int, tuple[str, Runs, Place, Place]] = {}
+
+    def write(self, peer: str, runs: Runs, source: Place, target: Place) -> int:
+        self.posted[len(self.posted) + 1] = (peer, runs, source, target)
+        return len(self.posted)
+
+    def poll(self, handle: int) -> bool:
+        return self.let_go and super().poll(super().write(*self.posted[handle]))
+
+
+def transfer(producer: Worker, consumer: Worker) -> tuple[set[str], set[str], set[str]]:
+    consumer.step(receives=[receive(producer.address)])
+    producer.step(expects=[Expect("q", "t", 7, DIGEST)])
+    producer.step(chunks=[Chunk("q", ((1,),), 4)])
+    producer.step(chunks=[Chunk("q", ((2,),), 7)])
+    outcome = results(consumer)
+    producer.step(finished=[Finished("q", True, "")])
+    assert results(producer) == ({"q"}, set(), set())
+    return outcome
+
+
+def both(worker: Callable[..., Worker], integrity: str, transport: type[MemoryTransport]) -> tuple[Worker, Worker]:
+    producer = worker("p", transport_class=transport)
+    producer.cache[:] = np.arange(1, 9, dtype=np.uint8)[:, None]
+    return producer, worker("c", integrity=integrity)
+
+
+@pytest.mark.parametrize("integrity", ["full", "auto"])
+def test_damaged_bytes_fail_the_transfer(
+    worker: Callable[..., Worker], caplog: pytest.LogCaptureFixture, integrity: str
+) -> None:
+    """The request is computed at the consumer, and the log says which rank's bytes differed. auto is full in DRAM."""
+    assert transfer(*both(worker, integrity, Damaging)) == (set(), {"r"}, {"r"})
+    assert "rank 0: the bytes that have arrived are not those that were sent" in caplog.text
+
+
+def test_integrity_off_compares_nothing(worker: Callable[..., Worker]) -> None:
+    """The same damage goes unnoticed: it is the digest that finds it."""
+    assert transfer(*both(worker, "off", Damaging)) == (set(), {"r"}, set())
+
+
+def test_no_digest_outlives_its_transfer(worker: Callable[..., Worker]) -> None:
+    """Neither of a good transfer nor of a damaged one."""
+    transfer(*both(worker, "full", MemoryTransport))
+    transfer(worker("p2", transport_class=Damaging), worker("c2"))
+    gc.collect()
+    until(lambda: not any(type(thing) is TransferDigest for thing in gc.get_objects()))
+
+
+def test_a_chunk_that_ends_before_the_last_token_is_no_false_alarm(worker: Callable[..., Worker]) -> None:
+    """The last prompt token is computed into the last block while earlier writes are still being read."""
+    producer, consumer = both(worker, "full", Late)
+    consumer.step(receives=[receive(producer.address)])
+    producer.step(expects=[Expect("q", "t", 7, DIGEST)])
+    until(lambda: consumer.runtime.census()["offered"] == producer.runtime.census()["live"] == 1)
+    producer.step(chunks=[Chunk("q", ((1, 2),), 6)])
+    until(lambda: producer.runtime.census()["writes"] == 1)
+    producer.cache[2, -BLOCK_BYTES // 2 :] = 99
+    producer.step(chunks=[Chunk("q", ((),), 7)])
+    assert isinstance(producer.transport, Late)
+    producer.transport.let_go = True
+    assert results(consumer) == (set(), {"r"}, set())
+    assert consumer.cache[5].tolist() == producer.cache[2].tolist()
+
+
+def test_a_source_that_changes_under_a_write_is_found(worker: Callable[..., Worker]) -> None:
+    """The digest is of the bytes that were this request's, not of what the write has read later."""
+    producer, consumer = both(worker, "full", Late)
+    consumer.step(receives=[receive(producer.address)])
+    producer.step(expects=[Expect("q", "t", 7, DIGEST)])
+    producer.step(chunks=[Chunk("q", ((1, 2),), 7)])
+    until(lambda: producer.runtime.census()["writes"] == 1)
+    producer.cache[1] = 77
+    assert isinstance(producer.transport, Late)
+    producer.transport.let_go = True
+    assert results(consumer) == (set(), {"r"}, {"r"})
+
+
+def test_a_verification_that_breaks_ends_the_request(
+    worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever goes wrong while bytes are compared, the request is told."""
+    producer, consumer = both(worker, "full", MemoryTransport)
+    add = TransferDigest.add
+
+    def broken(digest: TransferDigest, group: int, ids: np.ndarray, *rest: object) -> None:
+        if ids.tolist() == [3, 5]:
+            raise RuntimeError("anything")
+        add(digest, group, ids, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(TransferDigest, "add", broken)
+    assert transfer(producer, consumer) == (set(), {"r"}, {"r"})
+
+
+def on_a_gpu(worker: Worker) -> WorkerRuntime:
+    """A runtime whose card says that its cache is on a GPU."""
+    layout = worker.card.layout
+    regions = tuple(dataclasses.replace(region, place=Place("VRAM", 0)) for region in layout.regions)
+    card = dataclasses.replace(worker.card, layout=dataclasses.replace(layout, regions=regions))
+    config = ConnectorConfig(integrity=worker.integrity)
+    return WorkerRuntime(config, card, worker.transport, StepFence(torch.device("cpu")))
+
+
+def test_full_is_refused_where_the_host_cannot_read(worker: Callable[..., Worker]) -> None:
+    """At the start, by name; auto and off start."""
+    with pytest.raises(ConfigurationError, match=r"integrity 'full' .* cannot read VRAM; set it to 'auto' or 'off'"):
+        on_a_gpu(worker("full", integrity="full"))
+    for integrity in ("auto", "off"):
+        on_a_gpu(worker(integrity, integrity=integrity)).close()
+
+
+@pytest.mark.parametrize("integrity", ["full", "auto"])
+def test_a_producer_on_a_gpu(worker: Callable[..., Worker], caplog: pytest.LogCaptureFixture, integrity: str) -> None:
+    """A consumer in host memory that insists on digests refuses it by name, one on auto does without."""
+    producer, consumer = worker("p", place=Place("VRAM", 0)), worker("c", integrity=integrity)
+    consumer.step(receives=[receive(producer.address)])
+    if integrity == "full":
+        assert results(consumer) == (set(), {"r"}, {"r"})
+        assert "memory of the KV cache differs: this engine has 'DRAM', the peer 'VRAM'" in caplog.text
+    else:
+        producer.step(expects=[Expect("q", "t", 7, DIGEST)])
+        producer.step(chunks=[Chunk("q", ((1, 2),), 7)])
+        assert results(consumer) == (set(), {"r"}, set())
