@@ -60,6 +60,11 @@ class TransferSettings(Frozen):
         description="full: decode compares digests of all KV that it fetches before it runs the request; off; "
         "auto: full where both KV caches lie in host memory, off elsewhere",
     )
+    streaming: Literal["auto", "chunk", "layer"] = Field(
+        "auto",
+        description="chunk: KV leaves when a chunk of the prompt is computed; layer: that of the last chunk layer by "
+        "layer; auto: whichever of the two has cost less so far",
+    )
     trace_path: str = Field("", description="append a JSON line per transfer event to this file")
     handshake_s: Seconds = Field(30.0, description="first contact between two engines")
     progress_s: Seconds = Field(30.0, description="longest wait without hearing anything of a transfer")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 import numpy as np
@@ -46,6 +46,9 @@ class Stage(Enum):
     HELD = auto()
 
 
+EVERY_LAYER = 2**31
+"""More layers than any group has."""
+
 NOBODY = ""
 """The consumer of a transfer that was discarded: no peer's incarnation is empty."""
 
@@ -55,13 +58,15 @@ class Delivery:
     """One consumer rank's share.
 
     ``pending[g]`` are the offered units of group g that have not been written yet, once the offer has been found to fit
-    the request; ``digest`` is made then, if one is asked for. ``in_flight`` are the writes under way and their bytes;
+    the request; ``digest`` is made then, if one is asked for. ``early[g]`` are units of group g that the step under way
+    completes, and how many layers of them have been written. ``in_flight`` are the writes under way and their bytes;
     ``moved_at`` is when one was last posted or done.
     """
 
     peer: Peer
     offer: Offer | None = None
     pending: list[UnitSet] | None = None
+    early: dict[int, tuple[Moves, int]] = field(default_factory=dict)
     digest: Digest | None = None
     in_flight: dict[int, int] = field(default_factory=dict)
     written_bytes: int = 0
@@ -73,13 +78,16 @@ class Delivery:
     def taken(self, transfer: Transfer) -> bool:
         """Nothing is left to be written: all that was offered has been, or the prompt has ended without the rest."""
         assert self.offer is not None
-        left = self.pending is not None and any(map(len, self.pending))
+        left = bool(self.early) or (self.pending is not None and any(map(len, self.pending)))
         return transfer.computed_tokens >= (transfer.prompt_tokens if left else self.offer.end_token)
 
 
 @dataclass(slots=True)
 class Transfer:
-    """One request's KV for one consumer engine. ``tables[g]`` is group g's block table, as far as it is known."""
+    """One request's KV for one consumer engine. ``tables[g]`` is group g's block table, as far as it is known.
+
+    ``coming_tokens`` will be computed when the step under way is.
+    """
 
     transfer_id: str
     stage: Stage
@@ -88,6 +96,7 @@ class Transfer:
     prompt_tokens: int = 0
     prompt_digest: str = ""
     computed_tokens: int = 0
+    coming_tokens: int = 0
     tables: list[list[int]] = field(default_factory=list)
     consumer: str | None = None
     expected_ranks: frozenset[int] | None = None
@@ -144,29 +153,61 @@ def take_ready(
 ) -> list[Moves] | None:
     """Take the pending units whose tokens are all computed. None where a source block is gone for good.
 
+    Of units that leave layer by layer it is the layers that have not left, once the step that computes them has ended.
+    """
+    moves: list[Moves] = []
+    if not transfer.coming_tokens:
+        moves = [replace(early, layers=(done, EVERY_LAYER)) for early, done in delivery.early.values()]
+        delivery.early.clear()
+    for group in groups:
+        taken = _take(transfer, delivery, group, consumer, transfer.computed_tokens)
+        if taken is None:
+            return None
+        moves += taken
+    return moves
+
+
+def take_layers(
+    transfer: Transfer, delivery: Delivery, group: Group, consumer: Consumer, stop: int
+) -> list[Moves] | None:
+    """Take layers below ``stop`` of a group's units that the step under way completes, as far as they are not taken."""
+    if group.index not in delivery.early:
+        taken = _take(transfer, delivery, group, consumer, transfer.coming_tokens)
+        if not taken:
+            return taken
+        delivery.early[group.index] = (taken[0], 0)
+    early, done = delivery.early[group.index]
+    if stop <= done:
+        return []
+    delivery.early[group.index] = (early, stop)
+    return [replace(early, layers=(done, stop))]
+
+
+def _take(
+    transfer: Transfer, delivery: Delivery, group: Group, consumer: Consumer, computed_tokens: int
+) -> list[Moves] | None:
+    """The pending units of one group that ``computed_tokens`` complete, if any.
+
     The prompt's last unit waits for the token behind ``end_token`` too, if that lies in it: it would be computed into
     the unit while a write reads it.
     """
     assert delivery.offer is not None
     assert delivery.pending is not None
-    moves: list[Moves] = []
-    for group, table, shape in zip(groups, transfer.tables, consumer.shapes, strict=True):
-        pending = delivery.pending[group.index]
-        if not len(pending):
-            continue
-        end_token = delivery.offer.end_token if group.kind is GroupKind.STATE else transfer.prompt_tokens
-        ready = complete_units(group, pending.units, shape, transfer.computed_tokens, end_token)
-        if group.kind is GroupKind.STATE:
-            places = np.full(len(pending), state_position(group, delivery.offer.end_token))
-        else:
-            places = pending.units // shape.src_units
-        ready &= (places < len(table)) & (places >= 0)
-        if not ready.any():
-            continue
-        taken = pending.where(ready)
-        src_ids = np.asarray(table, np.int64)[places[ready]]
-        if (src_ids == NULL_BLOCK).any():
-            return None
-        moves.append(Moves(group.index, src_ids, taken.units % shape.src_units, taken.dst_ids, taken.dst_parts))
-        delivery.pending[group.index] = pending.where(~ready)
-    return moves
+    shape, table, pending = consumer.shapes[group.index], transfer.tables[group.index], delivery.pending[group.index]
+    if not len(pending):
+        return []
+    if group.kind is GroupKind.STATE:
+        ready = complete_units(group, pending.units, shape, computed_tokens, delivery.offer.end_token)
+        places = np.full(len(pending), state_position(group, delivery.offer.end_token))
+    else:
+        ready = complete_units(group, pending.units, shape, computed_tokens, transfer.prompt_tokens)
+        places = pending.units // shape.src_units
+    ready &= (places < len(table)) & (places >= 0)
+    if not ready.any():
+        return []
+    taken = pending.where(ready)
+    src_ids = np.asarray(table, np.int64)[places[ready]]
+    if (src_ids == NULL_BLOCK).any():
+        return None
+    delivery.pending[group.index] = pending.where(~ready)
+    return [Moves(group.index, src_ids, taken.units % shape.src_units, taken.dst_ids, taken.dst_parts)]

@@ -14,6 +14,8 @@ A *transfer* is one request's KV for one consumer engine; each consumer rank tha
     HELD       lease_s, no offer         gone     Sent
     (any)      discard                   (same)   open deliveries: Aborted; nobody is waited for: HELD becomes gone
 
+    While a step computes a chunk (begin), layers that it has run (layers_computed) can leave before it ends (progress).
+
     delivery   on                        becomes
     -------------------------------------------------------------------------------------
     AWAITED    Offer                     OPEN     what is complete is written at once, the rest chunk by chunk
@@ -34,7 +36,17 @@ from collections.abc import Iterable, Sequence
 from connectors.planning.descriptors import Moves
 from connectors.planning.layout import Group
 from connectors.protocol.actions import ProducerAction, Send, Sent, Write
-from connectors.protocol.delivery import NOBODY, Consumer, Delivery, Stage, Transfer, offer_problem, take_ready, wanted
+from connectors.protocol.delivery import (
+    NOBODY,
+    Consumer,
+    Delivery,
+    Stage,
+    Transfer,
+    offer_problem,
+    take_layers,
+    take_ready,
+    wanted,
+)
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Fin, Message, Offer, Peer
 
@@ -79,8 +91,38 @@ class Producer:
             return []
         for table, ids in zip(transfer.tables, new_ids, strict=True):
             table.extend(ids)
-        transfer.computed_tokens = computed_tokens
+        transfer.computed_tokens, transfer.coming_tokens = computed_tokens, 0
         return self._advance(transfer, now)
+
+    def begin(self, request_id: str, new_ids: Sequence[Sequence[int]], computed_tokens: int) -> None:
+        """A chunk is about to be computed, after which KV of ``computed_tokens`` tokens will be there.
+
+        For owners that can tell when a layer has been computed; ``progress`` still ends the chunk, with no new ids.
+        """
+        transfer = self._by_request.get(request_id)
+        if transfer is None:
+            return
+        for table, ids in zip(transfer.tables, new_ids, strict=True):
+            table.extend(ids)
+        transfer.coming_tokens = computed_tokens
+
+    def layers_computed(self, request_ids: Iterable[str], group: int, stop: int, now: float) -> list[ProducerAction]:
+        """The step that computes these requests' chunks has computed the first ``stop`` layers of a group.
+
+        What the chunks complete of them can leave.
+        """
+        actions: list[ProducerAction] = []
+        for request_id in request_ids:
+            transfer = self._by_request.get(request_id)
+            if transfer is None or transfer.coming_tokens <= transfer.computed_tokens:
+                continue
+            for delivery in transfer.deliveries.values():
+                consumer = self._consumers.get(delivery.peer)
+                if delivery.ending is None and delivery.pending is not None and consumer is not None:
+                    moves = take_layers(transfer, delivery, self._groups[group], consumer, stop)
+                    if moves:
+                        actions.append(self._write(transfer, delivery, moves, now))
+        return actions
 
     def preempted(self, request_id: str, now: float) -> list[ProducerAction]:
         """The request's blocks were taken back; it will be computed again, into other blocks.
@@ -92,10 +134,10 @@ class Producer:
         if transfer is None:
             return []
         transfer.tables = [[] for _ in self._groups]
-        transfer.computed_tokens = 0
+        transfer.computed_tokens = transfer.coming_tokens = 0
         actions: list[ProducerAction] = []
         for delivery in transfer.deliveries.values():
-            if delivery.in_flight:
+            if delivery.in_flight or delivery.early:
                 actions += self._end(transfer, delivery, "the prefill was preempted during a write", now)
         return actions
 
@@ -280,12 +322,7 @@ class Producer:
             if problem is not None:
                 delivery.ending = Aborted(transfer.transfer_id, problem)
             elif moves:
-                self._next_write_id += 1
-                delivery.in_flight[self._next_write_id] = 0
-                delivery.moved_at = now
-                self._writes[self._next_write_id] = (transfer, delivery)
-                write_id, moved = self._next_write_id, tuple(moves)
-                actions.append(Write(write_id, transfer.transfer_id, delivery.peer, moved, delivery.digest))
+                actions.append(self._write(transfer, delivery, moves, now))
             elif delivery.taken(transfer) and not delivery.in_flight:
                 digest = "" if delivery.digest is None else delivery.digest.hexdigest()
                 delivery.ending = Fin(transfer.transfer_id, delivery.written_bytes, digest)
@@ -295,6 +332,13 @@ class Producer:
             if delivery.peer in self._consumers:
                 actions.append(Send(delivery.peer, delivery.ending))
         return actions
+
+    def _write(self, transfer: Transfer, delivery: Delivery, moves: Sequence[Moves], now: float) -> Write:
+        self._next_write_id += 1
+        delivery.in_flight[self._next_write_id] = 0
+        delivery.moved_at = now
+        self._writes[self._next_write_id] = (transfer, delivery)
+        return Write(self._next_write_id, transfer.transfer_id, delivery.peer, tuple(moves), delivery.digest)
 
     def _take(self, transfer: Transfer, delivery: Delivery, offer: Offer) -> tuple[str | None, list[Moves]]:
         """What of an offer can be written now, or why it cannot be served."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from connectors.errors import ConfigurationError
 from connectors.protocol.limits import TransferLimits
+from connectors.vllm_hma.streaming import Streaming
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,8 @@ class ConnectorConfig:
     ``backends``            NIXL back ends
     ``integrity``           full: digests of all bytes moved are compared before a request runs; off; auto: full where
                             the KV cache lies in host memory on both sides, off elsewhere
+    ``streaming``           chunk: blocks leave when the chunk that completes them is computed; layer: those of a
+                            prompt's last chunk layer by layer; auto: whichever of the two has cost less so far
     ``trace_path``          append one JSON line per transfer event to this file; for benchmarks
     """
 
@@ -28,6 +31,7 @@ class ConnectorConfig:
     advertise_host: str = ""
     backends: tuple[str, ...] = ("UCX",)
     integrity: str = "auto"
+    streaming: Streaming = Streaming.AUTO
     trace_path: str = ""
     limits: TransferLimits = field(default_factory=TransferLimits)
 
@@ -36,7 +40,7 @@ class ConnectorConfig:
         return self.advertise_host or self.side_channel_host
 
 
-INTEGRITY = ("auto", "full", "off")
+_CHOICES = {"integrity": ("auto", "full", "off"), "streaming": tuple(Streaming)}
 _LIMITS = {f.name for f in fields(TransferLimits)}
 _OWN: dict[str, type] = {
     "side_channel_host": str,
@@ -44,6 +48,7 @@ _OWN: dict[str, type] = {
     "advertise_host": str,
     "backends": list,
     "integrity": str,
+    "streaming": str,
     "trace_path": str,
 }
 
@@ -59,10 +64,13 @@ def parse_config(extra: Mapping[str, Any]) -> ConnectorConfig:
     own: dict[str, Any] = {key: value for key, value in extra.items() if key in _OWN}
     if not 0 <= own.get("side_channel_port", 0) < 65536:
         raise ConfigurationError(f"kv_connector_extra_config: side_channel_port {own['side_channel_port']} is no port")
-    if own.get("integrity", "auto") not in INTEGRITY:
-        raise ConfigurationError(
-            f"kv_connector_extra_config: integrity must be one of {', '.join(INTEGRITY)}, not {own['integrity']!r}"
-        )
+    for key, choices in _CHOICES.items():
+        if key in own and own[key] not in choices:
+            raise ConfigurationError(
+                f"kv_connector_extra_config: {key} must be one of {', '.join(choices)}, not {own[key]!r}"
+            )
+    if "streaming" in own:
+        own["streaming"] = Streaming(own["streaming"])
     if "backends" in own:
         own["backends"] = tuple(str(name) for name in own["backends"])
     config = ConnectorConfig(**own, limits=TransferLimits(**{k: v for k, v in extra.items() if k in _LIMITS}))

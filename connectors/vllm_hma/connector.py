@@ -130,7 +130,8 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """A chunk leaves when all of its layers are computed (``wait_for_save``)."""
+        """This layer of the step's chunks is computed."""
+        self.worker.layer_computed(layer_name)
 
     def wait_for_save(self) -> None:
         orders = self._get_connector_metadata()

@@ -21,11 +21,15 @@ class Expect:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """This step computes the request up to ``computed_tokens``; ``new_ids[g]`` extend group g's block table."""
+    """This step computes the request up to ``computed_tokens``; ``new_ids[g]`` extend group g's block table.
+
+    ``last`` of its prompt.
+    """
 
     request_id: str
     new_ids: tuple[tuple[int, ...], ...]
     computed_tokens: int
+    last: bool = False
 
 
 @dataclass(frozen=True, slots=True)

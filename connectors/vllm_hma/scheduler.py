@@ -205,7 +205,7 @@ class SchedulerConnector:
         new_ids = tuple(tuple(table[sent:]) for table, sent in zip(tables, production.sent, strict=True))
         production.sent = [len(table) for table in tables]
         computed = min(computed_before + output.num_scheduled_tokens[request_id], production.prompt_tokens)
-        return Chunk(request_id, new_ids, computed)
+        return Chunk(request_id, new_ids, computed, computed == production.prompt_tokens)
 
     def _describe(self, request: Request) -> dict[str, Any] | None:
         """The answer to ``describe``: where to find this engine."""

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,9 +41,11 @@ from connectors.transport.nixl import NixlTransport
 from connectors.vllm_hma.config import ConnectorConfig
 from connectors.vllm_hma.fence import StepFence
 from connectors.vllm_hma.greeter import Greeter
-from connectors.vllm_hma.orders import Chunk, Finished, Orders, Receive
+from connectors.vllm_hma.orders import Finished, Orders, Receive
 from connectors.vllm_hma.post import Post, agent_name
 from connectors.vllm_hma.probe import EngineProbe
+from connectors.vllm_hma.steps import Begun, Ended, Entry, LayersComputed, Steps
+from connectors.vllm_hma.streaming import Governor
 from connectors.vllm_hma.trace import Trace
 from connectors.vllm_hma.translate import engine_layout, group_shapes, model_identity
 
@@ -103,6 +106,9 @@ class WorkerConnector:
     def before_forward(self, orders: Orders) -> None:
         self.runtime.before_forward(orders)
 
+    def layer_computed(self, layer: str) -> None:
+        self.runtime.layer_computed(layer)
+
     def after_forward(self, orders: Orders) -> None:
         self.runtime.after_forward(orders)
 
@@ -126,6 +132,16 @@ def readable_memory(config: ConnectorConfig, layout: EngineLayout) -> Memory | N
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class Exposure:
+    """A prompt's last chunk that has ended at ``since`` while these writes were under way."""
+
+    since: float
+    by_layers: bool
+    engine_s: float
+    writes: set[int]
+
+
 class WorkerRuntime:
     """A registered rank: the two machines, the transport, and what connects them."""
 
@@ -136,14 +152,17 @@ class WorkerRuntime:
         self._me = Peer(card.incarnation, card.rank)
         self._transport = transport
         self._post = Post(self._me, transport)
-        self._fence = fence
+        self._steps = Steps(card.layout.groups, fence)
+        self._governor = Governor(config.streaming)
+        self._by_layers = False
+        self._engine_s = 0.0
+        self._exposed: Exposure | None = None
         self._trace = Trace(config.trace_path, card.incarnation, card.rank)
         self._lock = threading.RLock()
         self._producer = ProducerMachine(card.layout.groups, config.limits)
         self._consumer = ConsumerMachine(card.layout.groups, config.limits)
         self._plans: dict[Peer, tuple[WorkerCard, PairPlan]] = {}
         self._writes: dict[int, int] = {}
-        self._computed: deque[tuple[torch.Event | None, list[Chunk]]] = deque()
         self._sent: set[str] = set()
         self._received: dict[str, str | None] = {}
         self._complained_at = float("-inf")
@@ -162,6 +181,7 @@ class WorkerRuntime:
         # Comparing digests takes a while, and neither the engine's steps nor its answers to peers should wait for it.
         self._verifier = ThreadPoolExecutor(1, thread_name_prefix="tandem-verify")
         self._closed = threading.Event()
+        self._wake = threading.Event()
         self._pump_thread = threading.Thread(target=self._pump_forever, name="tandem-pump", daemon=True)
         self._pump_thread.start()
 
@@ -186,10 +206,15 @@ class WorkerRuntime:
                 )
             for finished in orders.finished:
                 if not finished.held:
-                    self._drop_chunks(finished.request_id)
+                    self._steps.drop(finished.request_id)
                     self._finish(finished)
             if orders.preempted:
                 self._fence_preempted(orders.preempted)
+            last = [chunk for chunk in orders.chunks if chunk.last]
+            self._by_layers = bool(last) and self._governor.by_layers()
+            self._engine_s = 0.0
+            if self._by_layers:
+                self._steps.begin(last)
 
     def _fence_preempted(self, request_ids: list[str]) -> None:
         deadline = time.monotonic() + self._limits.fence_s
@@ -199,24 +224,25 @@ class WorkerRuntime:
                 break
             time.sleep(_BUSY_S)
         for request_id in request_ids:
-            self._drop_chunks(request_id)
+            self._steps.drop(request_id)
             self._perform(self._producer.preempted(request_id, time.monotonic()))
-
-    def _drop_chunks(self, request_id: str) -> None:
-        """Chunks that the device has not been seen to complete are of blocks that the request has lost."""
-        self._computed = deque(
-            (event, [chunk for chunk in chunks if chunk.request_id != request_id]) for event, chunks in self._computed
-        )
 
     def _finish(self, finished: Finished) -> None:
         self._perform(self._producer.finished(finished.request_id, finished.held, finished.reason, time.monotonic()))
+
+    def layer_computed(self, layer: str) -> None:
+        """Called amid the forward: no lock is taken, and the pump's thread does the rest."""
+        if self._by_layers:
+            started_at = time.monotonic()
+            if self._steps.layer(layer):
+                self._wake.set()
+            self._engine_s += time.monotonic() - started_at
 
     def after_forward(self, orders: Orders) -> None:
         """Stream what the step has computed, and take the rest of its orders."""
         now = time.monotonic()
         with self._lock:
-            if orders.chunks:
-                self._computed.append((self._fence.mark(), orders.chunks))
+            self._steps.end(orders.chunks)
             for receive in orders.receives:
                 self._receive(receive, now)
             for request_id in orders.aborts:
@@ -247,6 +273,7 @@ class WorkerRuntime:
         if self._closed.is_set():
             return
         self._closed.set()
+        self._wake.set()
         self._pump_thread.join(timeout=5)
         self._greeter.close()
         self._probe.close()
@@ -259,7 +286,9 @@ class WorkerRuntime:
 
     def _pump_forever(self) -> None:
         pause_s = _IDLE_S
-        while not self._closed.wait(pause_s):
+        while not self._closed.is_set():
+            self._wake.wait(pause_s)
+            self._wake.clear()
             with self._lock:
                 if not self._closed.is_set():
                     self._pump(time.monotonic())
@@ -267,7 +296,7 @@ class WorkerRuntime:
 
     def _pause_s(self) -> float:
         """How long the pump may rest: the engine's own steps pump too."""
-        if self._writes or self._computed:
+        if self._writes or self._steps:
             return _BUSY_S
         producing, consuming = self._producer.census(), self._consumer.census()
         busy = any(producing[stage] for stage in ("orphan", "live", "held")) or any(consuming.values())
@@ -286,14 +315,35 @@ class WorkerRuntime:
         """Messages, computed chunks, writes, deadlines."""
         for sender, frame in self._transport.notifications():
             self._dispatch(sender, frame, now)
-        while self._computed and self._fence.passed(self._computed[0][0]):
-            for chunk in self._computed.popleft()[1]:
-                self._trace.event("chunk", request=chunk.request_id, tokens=chunk.computed_tokens)
-                self._perform(self._producer.progress(chunk.request_id, chunk.new_ids, chunk.computed_tokens, now))
+        for entry in self._steps.passed():
+            self._computed(entry, now)
         self._poll_writes(now)
+        self._measure(now)
         self._perform(self._producer.tick(now))
         self._perform(self._consumer.tick(now))
         self._probe.watch(self._consumer.unanswered_engines())
+
+    def _computed(self, entry: Entry, now: float) -> None:
+        match entry:
+            case Begun(chunks):
+                for chunk in chunks:
+                    self._producer.begin(chunk.request_id, chunk.new_ids, chunk.computed_tokens)
+            case LayersComputed(request_ids, group, stop):
+                self._perform(self._producer.layers_computed(request_ids, group, stop, now))
+            case Ended(chunks, begun):
+                for chunk in chunks:
+                    self._trace.event("chunk", request=chunk.request_id, tokens=chunk.computed_tokens)
+                    new_ids = [()] * len(chunk.new_ids) if chunk.request_id in begun else chunk.new_ids
+                    self._perform(self._producer.progress(chunk.request_id, new_ids, chunk.computed_tokens, now))
+                if any(chunk.last for chunk in chunks) and self._exposed is None:
+                    self._exposed = Exposure(now, bool(begun), self._engine_s, set(self._writes))
+
+    def _measure(self, now: float) -> None:
+        """What the way of sending the last step has cost, once its writes have ended."""
+        exposed = self._exposed
+        if exposed is not None and not exposed.writes & self._writes.keys():
+            self._exposed = None
+            self._governor.cost(exposed.by_layers, now - exposed.since, exposed.engine_s)
 
     def _poll_writes(self, now: float) -> None:
         for write_id, handle in list(self._writes.items()):

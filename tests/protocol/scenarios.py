@@ -12,6 +12,7 @@ from tests.protocol.simulator import (
     DECODE,
     ENGINE,
     GROUPS,
+    LAYERS,
     LIMITS,
     POOL,
     TICK_S,
@@ -35,6 +36,7 @@ class Prefill:
     transfer_id: str
     prompt: str
     prompt_tokens: int
+    by_layers: bool = False
     ends_at: float = 0.0
     held: bool = True
     computed: int = 0
@@ -62,7 +64,10 @@ class Prefill:
         self.world.at(when, lambda: self.begin(chunk))
         lasts = rng.uniform(0.02, 0.5)
         for rank in range(len(self.world.producers)):
-            self.world.at(when + rng.uniform(0.01, lasts), lambda r=rank: self.computed_on(r))
+            done = rng.uniform(0.01, lasts)
+            if self.by_layers:
+                self.world.at(when + rng.uniform(0.005, done), lambda r=rank: self.first_layer_on(r))
+            self.world.at(when + done, lambda r=rank: self.computed_on(r))
         return when + lasts + 0.001
 
     @property
@@ -96,19 +101,41 @@ class Prefill:
             table += ids
             self.owned += ids
             self.new.append(ids)
+        if self.by_layers:
+            for producer in self.world.producers:
+                producer.machine.begin(self.request_id, self.new, self.computed)
+            self.new = [[] for _ in GROUPS]
+
+    def first_layer_on(self, rank: int) -> None:
+        """This rank has computed the chunk's first layer, of every group."""
+        if self.dead:
+            return
+        self.fill(rank, 1)
+        for group in GROUPS:
+            actions = self.world.producers[rank].machine.layers_computed(
+                [self.request_id], group.index, 1, self.world.now
+            )
+            self.world.counts["layers that left early"] += len(actions)
+            self.world.produce(rank, actions)
 
     def computed_on(self, rank: int) -> None:
         """This rank's part of the chunk is in its memory."""
         producer = self.world.producers[rank]
         if self.dead:
             return
+        self.fill(rank, LAYERS)
+        actions = producer.machine.progress(self.request_id, self.new, self.computed, self.world.now)
+        self.world.produce(rank, actions)
+
+    def fill(self, rank: int, layers: int) -> None:
+        """The first layers of all blocks hold what has been computed."""
         for group, table in zip(GROUPS, self.tables, strict=True):
             for position, block in enumerate(table):
                 if block != NULL_BLOCK:
                     filled = min((position + 1) * group.block_tokens, self.computed)
-                    producer.memory[block] = (self.prompt, group.index, position, filled)
-        actions = producer.machine.progress(self.request_id, self.new, self.computed, self.world.now)
-        self.world.produce(rank, actions)
+                    for layer in range(layers):
+                        memory = self.world.producers[rank].memory
+                        memory[block, layer] = (self.prompt, group.index, position, filled)
 
     def preempt(self) -> None:
         if self.dead:
@@ -179,15 +206,15 @@ def add_request(world: World, prefills: list[Prefill], rng: random.Random, numbe
         return not calm and rng.random() < probability
 
     transfer, prompt, tokens = f"t{number}", f"prompt-{number}", rng.randint(2, 40)
-    begins = rng.uniform(0, 4)
-    prefill = Prefill(world, f"p{number}", transfer, prompt, tokens - 1)
+    begins, by_layers = rng.uniform(0, 4), rng.random() < 0.4
+    prefill = Prefill(world, f"p{number}", transfer, prompt, tokens - 1, by_layers)
     comes, ends = not chance(0.1), begins
     if comes:
         prefill.schedule(begins + (rng.uniform(0, 4) if chance(0.3) else 0.0), rng, chance(0.15), chance(0.2))
         prefills.append(prefill)
         ends = prefill.ends_at
     if comes and chance(0.1):
-        twin = Prefill(world, f"p{number}-twin", transfer, prompt, tokens - 1)
+        twin = Prefill(world, f"p{number}-twin", transfer, prompt, tokens - 1, by_layers)
         twin.schedule(begins + rng.uniform(0, 2), rng, False, False)
         prefills.append(twin)
         ends = max(ends, twin.ends_at)

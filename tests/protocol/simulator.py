@@ -13,12 +13,14 @@ and reorder them. What must hold is checked when it happens:
 from __future__ import annotations
 
 import heapq
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from connectors.planning.blocks import UnitShape, wanted_blocks
+from connectors.planning.descriptors import Moves
 from connectors.planning.heads import head_shares, partners
 from connectors.planning.layout import Group, GroupKind
 from connectors.protocol.actions import Connect, ConsumerAction, ProducerAction, Received, Send, Sent, Verify, Write
@@ -37,7 +39,9 @@ GROUPS = (
     Group(2, GroupKind.SLIDING, 2, 4, ()),
 )
 SHAPES = tuple(UnitShape(group.block_tokens, 1, 1) for group in GROUPS)
+LAYERS = 2
 HEAD_BYTES = (16, 8, 4)
+"""Of one head of one block, all layers together."""
 LIMITS = TransferLimits(handshake_s=2, progress_s=3, cancel_s=1, lease_s=5, alive_s=1, fence_s=0.5)
 TICK_S = 0.5
 POOL = 400
@@ -85,14 +89,14 @@ class Pool:
 class ProducerRank:
     machine: Producer
     alive: bool = True
-    memory: dict[int, Tag] = field(default_factory=dict)
+    memory: dict[tuple[int, int], Tag] = field(default_factory=dict)
 
 
 @dataclass
 class ConsumerRank:
     machine: ConsumerMachine
     alive: bool = True
-    memory: dict[tuple[int, int], Tag] = field(default_factory=dict)
+    memory: dict[tuple[int, int, int], Tag] = field(default_factory=dict)
     owner: dict[int, str] = field(default_factory=dict)
     connecting: bool = False
 
@@ -110,6 +114,11 @@ class Consumption:
     order: Order
     results: dict[int, str | None] = field(default_factory=dict)
     ended_at: float = 0.0
+
+
+def layers_of(move: Moves) -> range:
+    first, stop = move.layers or (0, LAYERS)
+    return range(first, min(stop, LAYERS))
 
 
 class World:
@@ -222,12 +231,15 @@ class World:
         self.prefill_pool.give(ids)
         for producer in self.producers:
             for block in ids:
-                producer.memory[block] = STRANGER
+                for layer in range(LAYERS):
+                    producer.memory[block, layer] = STRANGER
 
     def write(self, rank: int, write: Write) -> None:
         producer, target = self.producers[rank], write.peer.rank
         heads = self.heads[rank, target]
-        total = sum(len(move.dst_ids) * HEAD_BYTES[move.group] * heads for move in write.moves)
+        total = sum(
+            len(move.dst_ids) * HEAD_BYTES[move.group] * heads * len(layers_of(move)) // LAYERS for move in write.moves
+        )
         producer.machine.write_posted(write.write_id, total)
         if not total:
             self.produce(rank, producer.machine.write_done(write.write_id, self.now))
@@ -239,23 +251,26 @@ class World:
             for move in write.moves:
                 write.digest.add(move.group, move.src_ids, move.src_parts, move.layers)
         for move in write.moves:
-            for src, dst in zip(move.src_ids.tolist(), move.dst_ids.tolist(), strict=True):
+            pairs = zip(move.src_ids.tolist(), move.dst_ids.tolist(), strict=True)
+            for (src, dst), layer in itertools.product(pairs, layers_of(move)):
                 if not (fails and self.rng.random() < 0.5):
                     when = self.rng.uniform(0, lasts)
-                    self.after(when, lambda s=src, d=dst: self.land(rank, target, write.transfer_id, s, d))
+                    self.after(
+                        when, lambda s=src, d=dst, at=layer: self.land(rank, target, write.transfer_id, s, d, at)
+                    )
         self.after(lasts, lambda: self.written(rank, target, write.write_id, fails))
 
-    def land(self, rank: int, target: int, transfer_id: str, src: int, dst: int) -> None:
-        """One block of a write reaches the consumer's memory, with what the producer's holds now."""
+    def land(self, rank: int, target: int, transfer_id: str, src: int, dst: int, layer: int) -> None:
+        """One block and layer of a write reaches the consumer's memory, with what the producer's holds now."""
         producer, consumer = self.producers[rank], self.consumers[target]
         if not producer.alive or not consumer.alive:
             return
         owner = self.consumptions.get(consumer.owner.get(dst, ""))
         if owner is None or owner.transfer_id != transfer_id:
             raise Violation(f"rank {rank} wrote {transfer_id} into block {dst} of rank {target}, which it had given up")
-        consumer.memory[dst, rank] = producer.memory.get(src, STRANGER)
+        consumer.memory[dst, rank, layer] = producer.memory.get((src, layer), STRANGER)
         if self.stormy and self.integrity and self.rng.random() < self.weather.damages:
-            consumer.memory[dst, rank] = DAMAGED
+            consumer.memory[dst, rank, layer] = DAMAGED
             self.counts["damaged blocks"] += 1
 
     def written(self, rank: int, target: int, write_id: int, fails: bool) -> None:
@@ -283,8 +298,8 @@ class World:
         for rank, consumer in enumerate(self.consumers):
             for block in blocks:
                 consumer.owner[block] = request_id
-                for producer in range(len(self.producers)):
-                    consumer.memory[block, producer] = STRANGER
+                for producer, layer in itertools.product(range(len(self.producers)), range(LAYERS)):
+                    consumer.memory[block, producer, layer] = STRANGER
             self.after(self.rng.uniform(0, 0.1), lambda r=rank: self.on_consumer(r, lambda m: m.start(order, self.now)))
 
     def on_consumer(self, rank: int, call: Callable[[ConsumerMachine], list[ConsumerAction]]) -> None:
@@ -341,9 +356,12 @@ class World:
     def digests(self, p: int, c: int) -> tuple[Callable[[], Tally], Callable[[], Tally]]:
         """What makes the digests of a pair of ranks, on either end. A pair without a share moves nothing."""
         if not self.heads[p, c]:
-            return (lambda: Tally(lambda _: None)), (lambda: Tally(lambda _: None))
+            return (lambda: Tally(lambda *_: None)), (lambda: Tally(lambda *_: None))
         source, target = self.producers[p].memory, self.consumers[c].memory
-        return (lambda: Tally(lambda block: source.get(block, STRANGER))), (lambda: Tally(lambda b: target[b, p]))
+        return (
+            lambda: Tally(lambda block, layer: source.get((block, layer), STRANGER), LAYERS),
+            lambda: Tally(lambda block, layer: target[block, p, layer], LAYERS),
+        )
 
     def received(self, rank: int, request: Consumption, failure: str | None) -> None:
         consumer = self.consumers[rank]
@@ -362,10 +380,10 @@ class World:
         for group, blocks in zip(GROUPS, request.order.groups, strict=True):
             for position, block in zip(blocks.positions.tolist(), blocks.ids.tolist(), strict=True):
                 needed = min((position + 1) * group.block_tokens, request.order.end_token)
-                for p in range(len(self.producers)):
+                for p, layer in itertools.product(range(len(self.producers)), range(LAYERS)):
                     if not self.heads[p, rank]:
                         continue
-                    tag = self.consumers[rank].memory[block, p]
+                    tag = self.consumers[rank].memory[block, p, layer]
                     if tag[:3] != (request.prompt, group.index, position) or tag[3] < needed:
                         raise Violation(
                             f"{request.request_id} was told ok on rank {rank}, but group {group.index}, position "

@@ -9,15 +9,18 @@ from connectors.planning.blocks import Ints
 
 
 class Tally:
-    """Digests ``content(block id)`` of every unit, group by group, as ``TransferDigest`` does with bytes."""
+    """Digests ``content(block id, layer)`` of every unit, layer by layer, as ``TransferDigest`` does with bytes."""
 
-    def __init__(self, content: Callable[[int], object] = lambda block: block) -> None:
+    def __init__(self, content: Callable[[int, int], object] = lambda block, layer: block, layers: int = 1) -> None:
         self._content = content
-        self.seen: dict[int, list[object]] = {}
+        self._layers = layers
+        self.seen: dict[tuple[int, int], list[object]] = {}
 
     def add(self, group: int, ids: Ints, parts: Ints, layers: tuple[int, int] | None = None) -> None:
-        contents = (self._content(block) for block in ids.tolist())
-        self.seen.setdefault(group, []).extend(content for content in contents if content is not None)
+        first, stop = layers or (0, self._layers)
+        for layer in range(first, min(stop, self._layers)):
+            contents = (self._content(block, layer) for block in ids.tolist())
+            self.seen.setdefault((group, layer), []).extend(content for content in contents if content is not None)
 
     def hexdigest(self) -> str:
         seen = sorted((group, contents) for group, contents in self.seen.items() if contents)

@@ -153,7 +153,7 @@ def test_fin_carries_the_digest_of_all_writes() -> None:
     posted(producer, only_write(producer.progress("r", [[1, 2], [4, 5]], 8, 1.0)), 20, 1.5)
     fin = posted(producer, only_write(producer.progress("r", [[3], [6]], 12, 2.0)), 41, 2.5)
     assert len(tallies) == 1
-    assert tallies[0].seen == {0: [1, 2, 3], 1: [6]}
+    assert tallies[0].seen == {(0, 0): [1, 2, 3], (1, 0): [6]}
     assert fin == [Send(C0, Fin("t", 61, tallies[0].hexdigest()))]
 
 

@@ -55,6 +55,7 @@ def test_schedules_have_seen_everything(totals: Counter[str], capsys: pytest.Cap
         "failed writes",
         "preemptions",
         "discards",
+        "layers that left early",
         "damaged blocks",
         "bad digests",
         "good digests",

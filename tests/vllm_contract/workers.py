@@ -18,6 +18,7 @@ from connectors.vllm_hma.config import ConnectorConfig
 from connectors.vllm_hma.fence import StepFence
 from connectors.vllm_hma.orders import Orders, Receive
 from connectors.vllm_hma.side_channel import CardServer
+from connectors.vllm_hma.streaming import Streaming
 from connectors.vllm_hma.worker import WorkerRuntime
 
 BLOCKS, BLOCK_TOKENS, BLOCK_BYTES = 8, 4, 64
@@ -37,6 +38,7 @@ class Worker:
         packing: str = "p",
         transport_class: type[MemoryTransport] = MemoryTransport,
         integrity: str = "auto",
+        streaming: Streaming = Streaming.CHUNK,
         place: Place = Place("DRAM", 0),  # noqa: B008
     ) -> None:
         self.integrity = integrity
@@ -54,7 +56,10 @@ class Worker:
         transport.register([dataclasses.replace(region, place=Place("DRAM", 0)) for region in layout.regions])
         self.card = WorkerCard(name, identity, layout, transport.kind, transport.metadata())
         self.runtime = WorkerRuntime(
-            ConnectorConfig(integrity=integrity, limits=LIMITS), self.card, transport, StepFence(torch.device("cpu"))
+            ConnectorConfig(integrity=integrity, streaming=streaming, limits=LIMITS),
+            self.card,
+            transport,
+            StepFence(torch.device("cpu")),
         )
         self.server = CardServer("127.0.0.1", 0, [encode_worker_card(self.card)])
 

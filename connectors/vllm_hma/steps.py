@@ -1,0 +1,110 @@
+"""What engine steps have computed, in order, and when it may be read by others.
+
+The engine's thread says what a step begins, which layers it has run, and when it has ended. On an accelerator all of
+that is ahead of the device, so every entry carries an event of the ``StepFence`` and comes out only once the event has
+passed. Entries go in without a lock (one thread appends), so that a forward never waits for a peer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from connectors.planning.layout import Group
+from connectors.vllm_hma.fence import StepFence
+from connectors.vllm_hma.orders import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A step is about to compute these chunks, layer by layer."""
+
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayersComputed:
+    """The step has run the first ``stop`` layers of a group for these requests."""
+
+    request_ids: tuple[str, ...]
+    group: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The step has computed these chunks. ``begun`` are the ids of those that a ``Begun`` has announced."""
+
+    chunks: tuple[Chunk, ...]
+    begun: frozenset[str]
+
+
+Entry = Begun | LayersComputed | Ended
+
+
+class Steps:
+    """The entries of the steps that are under way on the device."""
+
+    def __init__(self, groups: Sequence[Group], fence: StepFence) -> None:
+        self._fence = fence
+        self._place: dict[str, tuple[int, int]] = {}
+        for group in groups:
+            names = dict.fromkeys(pages.layer for pages in group.layers)
+            self._place |= {name: (group.index, number) for number, name in enumerate(names)}
+        self._entries: deque[tuple[torch.Event | None, Entry]] = deque()
+        self._begun: tuple[str, ...] = ()
+        self._run: dict[int, set[int]] = {}
+        self._stop: dict[int, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def begin(self, chunks: Sequence[Chunk]) -> None:
+        """The step that comes computes these chunks, and will say which of its layers have been run."""
+        self._begun = tuple(chunk.request_id for chunk in chunks)
+        self._run, self._stop = {}, {}
+        if chunks:
+            self._entries.append((None, Begun(tuple(chunks))))
+
+    def layer(self, name: str) -> bool:
+        """A layer has been run. True if that completes more layers, from the first on, of a chunk that was begun."""
+        place = self._place.get(name)
+        if not self._begun or place is None:
+            return False
+        group, number = place
+        run, before = self._run.setdefault(group, set()), self._stop.get(group, 0)
+        run.add(number)
+        stop = before
+        while stop in run:
+            stop += 1
+        if stop == before:
+            return False
+        self._stop[group] = stop
+        self._entries.append((self._fence.mark(), LayersComputed(self._begun, group, stop)))
+        return True
+
+    def end(self, chunks: Sequence[Chunk]) -> None:
+        """The step has been submitted whole."""
+        if chunks:
+            self._entries.append((self._fence.mark(), Ended(tuple(chunks), frozenset(self._begun))))
+        self._begun = ()
+
+    def drop(self, request_id: str) -> None:
+        """The request has lost its blocks: what steps have computed of it is void."""
+        kept: deque[tuple[torch.Event | None, Entry]] = deque()
+        for event, entry in self._entries:
+            match entry:
+                case Begun(chunks) | Ended(chunks):
+                    left = tuple(chunk for chunk in chunks if chunk.request_id != request_id)
+                    kept.append((event, replace(entry, chunks=left)))
+                case LayersComputed(request_ids):
+                    kept.append((event, replace(entry, request_ids=tuple(i for i in request_ids if i != request_id))))
+        self._entries = kept
+
+    def passed(self) -> Iterator[Entry]:
+        """Take out what the device has done."""
+        while self._entries and self._fence.passed(self._entries[0][0]):
+            yield self._entries.popleft()[1]

@@ -1,0 +1,161 @@
+"""Layers that leave while the step goes on: what steps say of themselves, what workers do of it, and when it pays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from connectors.planning.layout import Group, GroupKind, LayerPages
+from connectors.vllm_hma.fence import StepFence
+from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders
+from connectors.vllm_hma.steps import Begun, Ended, LayersComputed, Steps
+from connectors.vllm_hma.streaming import Governor, Streaming
+from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
+
+
+class SlowFence(StepFence):
+    """A device that has done only what it is told to have done."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.done: set[object] = set()
+        self.marked: list[object] = []
+
+    def mark(self) -> torch.Event | None:
+        self.marked.append(object())
+        return self.marked[-1]  # type: ignore[return-value]
+
+    def passed(self, event: torch.Event | None) -> bool:  # type: ignore[override]
+        return event is None or event in self.done
+
+
+def group(index: int, *layers: str) -> Group:
+    parts = [LayerPages(layer, 4096, 64, 1, 1, 64, 1, 64, 64, part) for layer in layers for part in "kv"]
+    return Group(index, GroupKind.FULL, 4, None, tuple(parts))
+
+
+GROUPS = (group(0, "a", "c"), group(1, "b"))
+FIRST, SECOND = Chunk("q", ((1,), (2,)), 4, True), Chunk("r", ((3,), (4,)), 4, True)
+
+
+def test_layers_come_out_as_they_are_run() -> None:
+    """The first layers of each group without a gap; a layer that is run out of turn waits for those before it."""
+    steps = Steps(GROUPS, StepFence(torch.device("cpu")))
+    steps.begin([FIRST])
+    assert [steps.layer(name) for name in ("c", "b", "a", "unknown")] == [False, True, True, False]
+    steps.end([FIRST, SECOND])
+    assert list(steps.passed()) == [
+        Begun((FIRST,)),
+        LayersComputed(("q",), 1, 1),
+        LayersComputed(("q",), 0, 2),
+        Ended((FIRST, SECOND), frozenset({"q"})),
+    ]
+    assert not steps.layer("a"), "no step is under way"
+
+
+def test_nothing_comes_out_before_the_device_has_done_it() -> None:
+    """Not even what the next step begins: its chunks must not be taken for computed by layers of this one."""
+    fence = SlowFence()
+    steps = Steps(GROUPS, fence)
+    steps.begin([FIRST])
+    steps.layer("a")
+    steps.end([FIRST])
+    steps.begin([SECOND])
+    assert list(steps.passed()) == [Begun((FIRST,))]
+    fence.done.add(fence.marked[0])
+    assert list(steps.passed()) == [LayersComputed(("q",), 0, 1)]
+    fence.done.add(fence.marked[1])
+    assert list(steps.passed()) == [Ended((FIRST,), frozenset({"q"})), Begun((SECOND,))]
+
+
+def test_what_a_request_has_lost_is_dropped() -> None:
+    """Chunks and layers of a request whose blocks were taken back do not come out any more."""
+    fence = SlowFence()
+    steps = Steps(GROUPS, fence)
+    steps.begin([FIRST, SECOND])
+    steps.layer("b")
+    steps.end([FIRST, SECOND])
+    steps.drop("q")
+    fence.done.update(fence.marked)
+    assert list(steps.passed()) == [
+        Begun((SECOND,)),
+        LayersComputed(("r",), 1, 1),
+        Ended((SECOND,), frozenset({"q", "r"})),
+    ]
+
+
+def test_a_layer_arrives_while_the_step_goes_on(worker: Callable[..., Worker]) -> None:
+    """With ``streaming: layer``, all of a one-layer chunk is there before the step has ended; Fin comes after it."""
+    producer, consumer = worker("p", streaming=Streaming.LAYER), worker("c")
+    consumer.step(receives=[receive(producer.address)])
+    producer.step(expects=[Expect("q", "t", 6, DIGEST)])
+    until(lambda: producer.runtime.census()["live"] == 1 and consumer.runtime.census()["offered"] == 1)
+    orders = Orders(chunks=[Chunk("q", ((1, 2),), 6, True)])
+    producer.runtime.before_forward(orders)
+    producer.cache[:] = np.arange(1, 9, dtype=np.uint8)[:, None]
+    producer.runtime.layer_computed("layer")
+    until(lambda: consumer.cache[[3, 5], 0].tolist() == [2, 3])
+    assert consumer.runtime.results() == (set(), set(), set())
+    producer.runtime.after_forward(orders)
+    assert results(consumer) == (set(), {"r"}, set())
+    producer.step(finished=[Finished("q", True, "")])
+    assert results(producer) == ({"q"}, set(), set())
+
+
+def test_chunks_before_the_last_do_not_ask_for_layers(worker: Callable[..., Worker]) -> None:
+    """They hide behind the next chunk; only their end sends them."""
+    producer, consumer = worker("p", streaming=Streaming.LAYER), worker("c")
+    consumer.step(receives=[receive(producer.address)])
+    producer.step(expects=[Expect("q", "t", 6, DIGEST)])
+    until(lambda: producer.runtime.census()["live"] == 1 and consumer.runtime.census()["offered"] == 1)
+    orders = Orders(chunks=[Chunk("q", ((1,),), 4)])
+    producer.runtime.before_forward(orders)
+    producer.cache[:] = 7
+    producer.runtime.layer_computed("layer")
+    assert not producer.runtime.census()["writes"]
+    producer.runtime.after_forward(orders)
+    until(lambda: consumer.cache[3, 0] == 7)
+
+
+# ---- when it pays ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("streaming", "by_layers"), [(Streaming.CHUNK, False), (Streaming.LAYER, True)])
+def test_a_fixed_way_is_kept(streaming: Streaming, by_layers: bool) -> None:
+    """Whatever it costs."""
+    governor = Governor(streaming)
+    for _ in range(40):
+        assert governor.by_layers() is by_layers
+        governor.cost(by_layers, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "layer", "better"),
+    [
+        ((0.010, 0.0), (0.002, 0.001), True),  # a slow link: what is hidden outweighs the engine's time
+        ((0.001, 0.0), (0.001, 0.004), False),  # a fast one: posting costs more than it hides
+    ],
+)
+def test_auto_takes_what_costs_less(chunk: tuple[float, float], layer: tuple[float, float], better: bool) -> None:
+    """Both ways are tried, the better one is taken, and the other now and then, in case things have changed."""
+    governor = Governor(Streaming.AUTO)
+    ways = []
+    for _ in range(200):
+        ways.append(governor.by_layers())
+        governor.cost(ways[-1], *(layer if ways[-1] else chunk))
+    assert ways[:8].count(True) == ways[:8].count(False) == 4
+    assert 0.9 < ways[8:].count(better) / len(ways[8:]) < 1
+
+
+def test_auto_changes_its_mind() -> None:
+    """When the link becomes slow, layers are found to pay after a few tries."""
+    governor = Governor(Streaming.AUTO)
+    for cost in (0.001, 0.020):
+        ways = []
+        for _ in range(300):
+            ways.append(governor.by_layers())
+            governor.cost(ways[-1], 0.001 if ways[-1] else cost, 0.001 if ways[-1] else 0.0)
+    assert ways[100:].count(True) > 180
