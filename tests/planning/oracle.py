@@ -382,7 +382,7 @@ PRODUCERS_AT, CONSUMERS_AT = 1 << 10, 1 << 36
 
 @dataclass
 class Copied:
-    """Every word that was copied: from, to, by which producer rank, and when (computed tokens)."""
+    """Every word that was copied: from, to, by which producer rank, and at what time."""
 
     src: np.ndarray
     dst: np.ndarray
@@ -450,7 +450,10 @@ def expected_pairs(case: Case) -> tuple[tuple[int, int], ...]:
 def transfer_moves(
     case: Case, sources: Sequence[Group], targets: Sequence[Group], shapes: Any
 ) -> tuple[list[tuple[int, list[Any]]], Order]:
-    """The planner's moves, by the number of tokens that were computed when they were made."""
+    """The planner's moves, each with its time: how much had been computed when it was made.
+
+    Time ``c * LAYERS + k``: all chunks before the one that ends at ``c``, and of that one the layers up to ``k``.
+    """
     tables = [table_at(case, case.consumer, group, case.end) for group in range(len(case.kinds))]
     blocks = tuple(
         wanted_blocks(group, table, case.start, case.end) for group, table in zip(targets, tables, strict=True)
@@ -467,8 +470,11 @@ def transfer_moves(
         moves = take_ready(transfer, delivery, sources, consumer)
         assert moves is not None, "every wanted block is there"
         if case.layerwise:
-            moves = [replace(move, layers=(layer, layer + 1)) for layer in range(LAYERS) for move in moves]
-        found.append((computed, moves))
+            for layer in range(LAYERS):
+                limited = [replace(move, layers=(layer, layer + 1)) for move in moves]
+                found.append((computed * LAYERS + layer, limited))
+        else:
+            found.append((computed * LAYERS + LAYERS - 1, moves))
     left = [case.kinds[group] for group, units in enumerate(delivery.pending or ()) if len(units)]
     assert left == [kind for kind in case.kinds if kind == "state" and case.end not in case.chunks]
     return found, Order("r", "t", EngineAddress("", 1, "i"), case.end, "", blocks)
@@ -478,12 +484,12 @@ def apply(case: Case, plans: dict[tuple[int, int], Any], moves: Any) -> tuple[Co
     """All runs of all pairs, word by word, and how many bytes each pair moved."""
     columns, tags, sent = [], [], dict.fromkeys(plans, 0)
     for pair, plan in plans.items():
-        for computed, some in moves:
+        for time, some in moves:
             runs = build_runs(plan, some)
             assert runs.total_bytes == sum(move_bytes(plan, move) for move in some)
             sent[pair] += runs.total_bytes
             columns.append((runs.src, runs.dst, runs.length))
-            tags.append((pair[0], computed, len(runs)))
+            tags.append((pair[0], time, len(runs)))
     src, dst, length = (np.concatenate(column) for column in zip(*columns, strict=True))
     assert not ((src | dst | length) % WORD).any(), "words are not cut"
     src, dst, length = src // WORD, dst // WORD, length // WORD
@@ -527,22 +533,24 @@ def _join(columns: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _produced(case: Case, ranks: list[RankPlace]) -> Any:
-    """(word, content, tokens from which and to which it stands there, rank) of all that the producer keeps."""
+    """(word, content, time from which and to which it stands there, rank) of all that the producer keeps."""
+    chunks, layers = np.asarray(case.chunks), np.arange(LAYERS)[:, None]
     for group, kind in enumerate(case.kinds):
         table = table_at(case, case.producer, group, case.end)
         for number, part in enumerate(case.parts[group]):
             if kind == "state":
-                rows, since, until = np.arange(part.rows), np.full(part.rows, case.end), case.end
+                rows, since, until = np.arange(part.rows), np.full(part.rows, case.end), case.end * LAYERS + LAYERS - 1
             else:
                 rows = np.arange(-(-case.end // part.row_tokens))
                 blocks = rows * part.row_tokens // case.producer.groups[group].block_tokens
                 rows = rows[np.asarray(table)[blocks] > 0]
-                since, until = np.minimum((rows + 1) * part.row_tokens, case.end), FOREVER
+                needed = np.minimum((rows + 1) * part.row_tokens, case.end)
+                since, until = chunks[np.searchsorted(chunks, needed)], FOREVER
             for number_of_rank, rank in enumerate(ranks):
                 where = words_of(case, case.producer, rank, group, number, rows, table[-1])
                 content = contents(case, group, number, rows, rank.parts[group][number].heads)
-                from_token = np.broadcast_to(since[None, :, None, None], where.shape)
-                yield where, content, from_token, np.full_like(where, until), np.full_like(where, number_of_rank)
+                since_time = np.broadcast_to((since * LAYERS + layers)[:, :, None, None], where.shape)
+                yield where, content, since_time, np.full_like(where, until), np.full_like(where, number_of_rank)
 
 
 def _wanted(case: Case, ranks: list[RankPlace]) -> Any:
