@@ -57,6 +57,15 @@ def test_every_wanted_byte_is_written_once(producer_tp: int, kv_heads: int) -> N
     assert words > 50_000
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_group_alone(kind: str) -> None:
+    """Two layers do not take turns over eight replicas: some producer ranks serve nobody, and still have a partner."""
+    for number, (producer_tp, consumer_tp) in enumerate((p, c) for p in TP_SIZES for c in TP_SIZES):
+        random = Random(f"{kind}/{number}")
+        sizes = [BLOCK_SIZES[number % len(BLOCK_SIZES)]]
+        check_case(make_case(random.choice, (producer_tp, consumer_tp), KV_HEADS[number % 3], sizes, [kind]))
+
+
 def test_the_grid_has_all_that_may_differ() -> None:
     """Each (kind, producer's and consumer's block size) is there, and every way of keeping pages is frequent."""
     seen: Counter[object] = Counter()
