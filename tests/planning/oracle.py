@@ -53,8 +53,8 @@ class Keeping:
     """How one engine keeps one group.
 
     ``order`` names the dimensions from the outermost: B block, K kernel block, P part, H head, R row; of a state, the
-    order of H and R in each part, or "conv" where the rows of the first three parts lie in each other. ``gaps`` are
-    words of padding behind each of the dimensions.
+    order of H and R in each part, "conv" where the rows of the first three parts lie in each other, or "apart" where the
+    blocks of the last part are as far apart as two of the others'. ``gaps`` are words of padding behind the dimensions.
     """
 
     block_tokens: int
@@ -118,7 +118,7 @@ def make_case(
             conv = [Part(heads, choose((1, 2)), rows=3) for heads in (kv_heads, groups, groups)]
             parts.append((*conv, Part(kv_heads, 3, rows=choose((1, 2)))))
             for side in (0, 1):
-                order = choose(("conv", "HR", "RH"))
+                order = choose(("conv", "HR", "RH", "apart"))
                 keeping[side].append((size[side], 1, order, tuple(choose((0, 0, 1, 3)) for _ in range(3))))
             continue
         packed = choose((True, False))
@@ -304,7 +304,9 @@ def _place_state(
         offset += size
     for place in places:
         place.strides["B"] = offset + kept.gaps[2]
-    return places, (offset + kept.gaps[2]) * num_blocks
+    if kept.order == "apart":
+        places[-1].strides["B"] *= 2
+    return places, places[-1].strides["B"] * num_blocks
 
 
 def words_of(
