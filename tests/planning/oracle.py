@@ -53,8 +53,8 @@ class Keeping:
     """How one engine keeps one group.
 
     ``order`` names the dimensions from the outermost: B block, K kernel block, P part, H head, R row; of a state, the
-    order of H and R in each part, "conv" where the rows of the first three parts lie in each other, or "apart" where the
-    blocks of the last part are as far apart as two of the others'. ``gaps`` are words of padding behind the dimensions.
+    order of H and R in each part, "conv" where the rows of the first three parts lie in each other, or "apart" where
+    the last part's blocks are twice as far apart as the others'. ``gaps`` are words of padding behind the dimensions.
     """
 
     block_tokens: int
