@@ -52,15 +52,16 @@ class Part:
 class Keeping:
     """How one engine keeps one group.
 
-    ``order`` names the dimensions from the outermost: B block, K kernel block, P part, H head, R row; of a state, the
-    order of H and R in each part, "conv" where the rows of the first three parts lie in each other, or "apart" where
-    the last part's blocks are twice as far apart as the others'. ``gaps`` are words of padding behind the dimensions.
+    ``orders`` name, for each layer, the dimensions from the outermost: B block, K kernel block, P part, H head, R row;
+    of a state, the order of H and R in each part, "conv" where the rows of the first three parts lie in each other, or
+    "apart" where the last part's blocks are twice as far apart as the others'. ``gaps`` are words of padding behind
+    the dimensions, from the innermost.
     """
 
     block_tokens: int
     kernel_blocks: int
-    order: str
-    gaps: tuple[int, ...]
+    orders: tuple[str, ...]
+    gaps: tuple[tuple[int, ...], ...]
     ids: tuple[int, ...]
 
 
@@ -118,8 +119,9 @@ def make_case(
             conv = [Part(heads, choose((1, 2)), rows=3) for heads in (kv_heads, groups, groups)]
             parts.append((*conv, Part(kv_heads, 3, rows=choose((1, 2)))))
             for side in (0, 1):
-                order = choose(("conv", "HR", "RH", "apart"))
-                keeping[side].append((size[side], 1, order, tuple(choose((0, 0, 1, 3)) for _ in range(3))))
+                orders = [choose(("conv", "HR", "RH", "apart")) for _ in range(LAYERS)]
+                gaps = [_gaps(choose, 3) for _ in range(LAYERS)]
+                keeping[side].append((size[side], 1, tuple(orders), tuple(gaps)))
             continue
         packed = choose((True, False))
         cuts = [_kernel_blocks(choose, tokens, packed) for tokens in size]
@@ -129,9 +131,10 @@ def make_case(
         parts.append((part,) if kind == "latent" else (part, part))
         for side in (0, 1):
             orders = [order for order in ORDERS if not shared[side] or order[0] == "B"]
-            order = choose((orders[0], orders[1], *orders))
-            gaps = tuple(choose((0, 0, 0, 1)) for _ in range(5))
-            keeping[side].append((size[side], cuts[side], order, gaps))
+            kept = [choose((orders[0], orders[1], *orders))]
+            kept += [choose((kept[0], kept[0], *orders)) for _ in range(LAYERS - 1)]
+            gaps = [_gaps(choose, 5) for _ in range(LAYERS)]
+            keeping[side].append((size[side], cuts[side], tuple(kept), tuple(gaps)))
     sides = []
     for side in (0, 1):
         counts = [-(-(prompt + 1) // tokens) for tokens, *_ in keeping[side]]
@@ -151,6 +154,10 @@ def make_case(
         choose((True, False)),
         thorough,
     )
+
+
+def _gaps(choose: Choose, count: int) -> tuple[int, ...]:
+    return tuple(choose((0, 0, 1, 3)) for _ in range(count)) if choose((False, False, True)) else (0,) * count
 
 
 def _kernel_blocks(choose: Choose, tokens: int, packed: bool) -> int:
@@ -238,10 +245,10 @@ class PartPlace:
 
 @dataclass
 class RankPlace:
-    """One rank's memory: first words of the layers by group, places of the parts by group, regions as (word, words)."""
+    """One rank's memory: first words by group and layer, parts by group and layer, regions as (word, words)."""
 
     layers: list[list[int]]
-    parts: list[list[PartPlace]]
+    parts: list[list[list[PartPlace]]]
     regions: list[tuple[int, int]]
     stop: int
 
@@ -251,60 +258,76 @@ def place_rank(case: Case, side: Side, rank: int, start: int) -> RankPlace:
     spans, parts = [], []
     for kind, kept, content in zip(case.kinds, side.groups, case.parts, strict=True):
         heads = [held(rank, side.tp, part.heads) for part in content]
-        placed, span = (_place_state if kind == "state" else _place_tokens)(kept, content, heads, side.num_blocks)
-        parts.append(placed)
-        spans.append(span)
+        place = _place_state if kind == "state" else _place_tokens
+        placed = [
+            place(kept, order, gaps, content, heads, side.num_blocks)
+            for order, gaps in zip(kept.orders, kept.gaps, strict=True)
+        ]
+        parts.append([places for places, _ in placed])
+        spans.append([span for _, span in placed])
     if side.shared:
-        stride = max(place.strides["B"] for group in parts for place in group)
-        for group in parts:
-            for place in group:
-                place.strides["B"] = stride
+        every = [place for group in parts for layer in group for place in layer]
+        stride = max(place.strides["B"] for place in every)
+        for place in every:
+            place.strides["B"] = stride
         tensors = [start + layer * (side.num_blocks * stride + 5) for layer in range(LAYERS)]
         regions = [(tensor, side.num_blocks * stride) for tensor in tensors]
         return RankPlace([tensors] * len(parts), parts, regions, tensors[-1] + side.num_blocks * stride + 5)
     layers, regions = [], []
-    for span in spans:
-        layers.append([start, start + span + 3])
-        regions += [(first, span) for first in layers[-1]]
-        start += 2 * (span + 3)
+    for group in spans:
+        layers.append([])
+        for span in group:
+            layers[-1].append(start)
+            regions.append((start, span))
+            start += span + 3
     return RankPlace(layers, parts, regions, start)
 
 
 def _place_tokens(
-    kept: Keeping, content: tuple[Part, ...], heads: list[tuple[int, ...]], num_blocks: int
+    kept: Keeping,
+    order: str,
+    gaps: tuple[int, ...],
+    content: tuple[Part, ...],
+    heads: list[tuple[int, ...]],
+    num_blocks: int,
 ) -> tuple[list[PartPlace], int]:
     rows = kept.block_tokens // kept.kernel_blocks // content[0].row_tokens
     counts = {"B": num_blocks, "K": kept.kernel_blocks, "P": len(content), "H": len(heads[0]), "R": rows}
     strides, size = {}, content[0].words
-    for dimension, gap in zip(reversed(kept.order), kept.gaps, strict=True):
+    for dimension, gap in zip(reversed(order), gaps, strict=True):
         strides[dimension] = size
         size = size * counts[dimension] + gap
     return [PartPlace(p * strides["P"], dict(strides), heads[p]) for p in range(len(content))], size
 
 
 def _place_state(
-    kept: Keeping, content: tuple[Part, ...], heads: list[tuple[int, ...]], num_blocks: int
+    kept: Keeping,
+    order: str,
+    gaps: tuple[int, ...],
+    content: tuple[Part, ...],
+    heads: list[tuple[int, ...]],
+    num_blocks: int,
 ) -> tuple[list[PartPlace], int]:
     places, offset = [], 0
-    if kept.order == "conv":
-        row = sum(len(own) * part.words for own, part in zip(heads[:3], content[:3], strict=True)) + kept.gaps[0]
+    if order == "conv":
+        row = sum(len(own) * part.words for own, part in zip(heads[:3], content[:3], strict=True)) + gaps[0]
         for own, part in zip(heads[:3], content[:3], strict=True):
             places.append(PartPlace(offset, {"H": part.words, "R": row, "K": 0}, own))
             offset += len(own) * part.words
-        offset = row * content[0].rows + kept.gaps[1]
+        offset = row * content[0].rows + gaps[1]
     for own, part in list(zip(heads, content, strict=True))[len(places) :]:
-        inner = part.words + kept.gaps[0]
-        if kept.order == "RH":
-            strides = {"H": inner, "R": inner * len(own) + kept.gaps[1], "K": 0}
+        inner = part.words + gaps[0]
+        if order == "RH":
+            strides = {"H": inner, "R": inner * len(own) + gaps[1], "K": 0}
             size = strides["R"] * part.rows
         else:
-            strides = {"R": inner, "H": inner * part.rows + kept.gaps[1], "K": 0}
+            strides = {"R": inner, "H": inner * part.rows + gaps[1], "K": 0}
             size = strides["H"] * len(own)
         places.append(PartPlace(offset, strides, own))
         offset += size
     for place in places:
-        place.strides["B"] = offset + kept.gaps[2]
-    if kept.order == "apart":
+        place.strides["B"] = offset + gaps[2]
+    if order == "apart":
         places[-1].strides["B"] *= 2
     return places, places[-1].strides["B"] * num_blocks
 
@@ -313,18 +336,21 @@ def words_of(
     case: Case, side: Side, rank: RankPlace, group: int, number: int, rows: np.ndarray, state_id: int
 ) -> np.ndarray:
     """Where (layer, row, head, word) of one part of a request lie."""
-    kept, part, place = side.groups[group], case.parts[group][number], rank.parts[group][number]
+    kept, part = side.groups[group], case.parts[group][number]
     if part.row_tokens:
         token = rows * part.row_tokens
         block, inside = np.divmod(token, kept.block_tokens)
         kernel, inside = np.divmod(inside, kept.block_tokens // kept.kernel_blocks)
-        at = np.asarray(kept.ids)[block] * place.strides["B"] + kernel * place.strides["K"]
-        at = at + inside // part.row_tokens * place.strides["R"]
+        ids, row = np.asarray(kept.ids)[block], inside // part.row_tokens
     else:
-        at = state_id * place.strides["B"] + rows * place.strides["R"]
-    layers = np.asarray(rank.layers[group]) + place.offset
-    row_head = at[:, None] + np.arange(len(place.heads)) * place.strides["H"]
-    return layers[:, None, None, None] + row_head[None, :, :, None] + np.arange(part.words)
+        ids, kernel, row = state_id, 0, rows
+    found = []
+    for first, parts in zip(rank.layers[group], rank.parts[group], strict=True):
+        place = parts[number]
+        strides = place.strides
+        at = first + place.offset + ids * strides["B"] + kernel * strides["K"] + row * strides["R"]
+        found.append((at[:, None] + np.arange(len(place.heads)) * strides["H"])[:, :, None] + np.arange(part.words))
+    return np.stack(found)
 
 
 def contents(case: Case, group: int, number: int, rows: np.ndarray, heads: Sequence[int]) -> np.ndarray:
@@ -342,7 +368,7 @@ def layout_of(case: Case, side: Side, number: int, rank: RankPlace) -> EngineLay
     for index, (kind, kept) in enumerate(zip(case.kinds, side.groups, strict=True)):
         pages = []
         for layer, first in enumerate(rank.layers[index]):
-            for part, place in zip(case.parts[index], rank.parts[index], strict=True):
+            for part, place in zip(case.parts[index], rank.parts[index][layer], strict=True):
                 rows = part.rows or kept.block_tokens // kept.kernel_blocks // part.row_tokens
                 pages.append(
                     LayerPages(
@@ -550,7 +576,7 @@ def _produced(case: Case, ranks: list[RankPlace]) -> Any:
                 since, until = chunks[np.searchsorted(chunks, needed)], FOREVER
             for number_of_rank, rank in enumerate(ranks):
                 where = words_of(case, case.producer, rank, group, number, rows, table[-1])
-                content = contents(case, group, number, rows, rank.parts[group][number].heads)
+                content = contents(case, group, number, rows, rank.parts[group][0][number].heads)
                 since_time = np.broadcast_to((since * LAYERS + layers)[:, :, None, None], where.shape)
                 yield where, content, since_time, np.full_like(where, until), np.full_like(where, number_of_rank)
 
@@ -567,7 +593,7 @@ def _wanted(case: Case, ranks: list[RankPlace]) -> Any:
                 rows = wanted_rows(case, group, part)
                 matters = rows * part.row_tokens < case.end
             for number_of_rank, rank in enumerate(ranks):
-                heads = rank.parts[group][number].heads
+                heads = rank.parts[group][0][number].heads
                 where = words_of(case, case.consumer, rank, group, number, rows, table[-1])
                 content = contents(case, group, number, rows, heads) * matters[None, :, None, None]
                 tp, layers = (case.producer.tp, case.consumer.tp), range(group * LAYERS, group * LAYERS + LAYERS)
