@@ -11,14 +11,21 @@ from connectors.planning.blocks import (
     empty_blocks,
     first_needed_token,
     wanted_blocks,
+    wanted_units,
 )
-from connectors.planning.layout import Group, GroupKind
+from connectors.planning.layout import Group, GroupKind, LayerPages
+from connectors.planning.plan import unit_shape
 
 FULL = Group(0, GroupKind.FULL, 4, None, ())
+STATE = Group(2, GroupKind.STATE, 4, None, ())
 
 
 def sliding(window_tokens: int) -> Group:
     return Group(1, GroupKind.SLIDING, 4, window_tokens, ())
+
+
+def chunked(window_tokens: int) -> Group:
+    return Group(3, GroupKind.CHUNKED, 4, window_tokens, ())
 
 
 TABLE = list(range(101, 111))
@@ -133,3 +140,203 @@ def test_block_sets_are_two_vectors_of_one_length() -> None:
         BlockSet(np.arange(2), np.arange(3))
     with pytest.raises(PlanError, match="two vectors of one length"):
         BlockSet(np.zeros((1, 2), np.int64), np.zeros((1, 2), np.int64))
+
+
+# ---- chunked attention and states --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("chunk", "resume", "first"),
+    [(8, 0, 0), (8, 7, 0), (8, 8, 8), (8, 9, 8), (8, 15, 8), (8, 16, 16), (6, 11, 6), (6, 12, 12), (100, 40, 0)],
+)
+def test_a_chunk_begins_at_its_multiples(chunk: int, resume: int, first: int) -> None:
+    """Chunked attention looks back to the beginning of the chunk that the computed token lies in."""
+    assert first_needed_token(chunked(chunk), resume) == first
+
+
+@pytest.mark.parametrize(
+    ("chunk", "start", "end", "positions"),
+    [
+        (8, 0, 7, [0, 1]),
+        (8, 0, 8, []),  # token 8 begins a chunk: it looks at nothing before it
+        (8, 0, 9, [2]),  # token 8
+        (8, 0, 15, [2, 3]),
+        (8, 0, 16, []),
+        (6, 0, 11, [1, 2]),  # tokens 6..10: the chunk begins inside block 1
+        (6, 0, 13, [3]),  # token 12
+        (6, 0, 14, [3]),
+        (100, 0, 10, [0, 1, 2]),
+        (100, 8, 10, [2]),  # a prefix hit inside the chunk
+        (8, 4, 15, [2, 3]),  # and one before it
+        (8, 12, 15, [3]),
+    ],
+)
+def test_chunked_attention_wants_its_chunk(chunk: int, start: int, end: int, positions: list[int]) -> None:
+    """Blocks from the beginning of the current chunk, and none where a chunk begins."""
+    assert wanted_blocks(chunked(chunk), TABLE, start, end).positions.tolist() == positions
+
+
+@pytest.mark.parametrize(
+    ("chunk", "resume", "computed", "positions"),
+    [
+        (8, 6, 7, []),
+        (8, 7, 8, [0, 1]),  # the last token of a chunk sees all of it; one token later nothing of it is kept
+        (8, 8, 9, []),
+        (8, 15, 16, [2, 3]),
+        (6, 5, 6, [0]),  # tokens 0..5; block 1 holds token 6 too
+        (6, 11, 12, [1, 2]),
+        (6, 12, 13, []),
+        (16, 15, 16, [0, 1, 2, 3]),
+    ],
+)
+def test_boundary_positions_of_a_chunk(chunk: int, resume: int, computed: int, positions: list[int]) -> None:
+    """Where the prompt ends with a chunk, the allocator lets go of all its blocks, and decode needs them."""
+    assert list(boundary_positions(chunked(chunk), resume, computed)) == positions
+
+
+def test_a_state_is_the_tables_last_block() -> None:
+    """One state a request, whatever its length; an older state is no use."""
+    for table, end in (([7], 3), ([0, 0, 9], 11), ([5, 6, 9], 11)):
+        blocks = wanted_blocks(STATE, table, 0, end)
+        assert (blocks.positions.tolist(), blocks.ids.tolist()) == ([0], [table[-1]])
+    assert len(wanted_blocks(STATE, [5, 6], 8, 8)) == 0
+
+
+@pytest.mark.parametrize("table", [[], [0], [4, 0]])
+def test_a_state_without_a_block_is_refused(table: list[int]) -> None:
+    """The allocator has given the state no block."""
+    with pytest.raises(PlanError, match="group 2: no block is allocated for the request's state"):
+        wanted_blocks(STATE, table, 0, 5)
+
+
+@pytest.mark.parametrize(("computed", "complete"), [(0, False), (9, False), (10, True), (11, False), (12, False)])
+def test_a_state_is_complete_at_its_token_only(computed: int, complete: bool) -> None:
+    """A state goes on with every token: it is the prompt's when exactly the prompt's tokens are in it."""
+    assert complete_units(STATE, np.zeros(1, np.int64), UnitShape(1, 1, 1), computed, 10).tolist() == [complete]
+
+
+def test_no_block_for_a_needed_token_is_refused_in_any_group() -> None:
+    """A usable prefix has blocks for all that the next token sees, in every group; where one lacks, none is used."""
+    for group, table, lacks in (
+        (FULL, [0, 6, 7], 0),
+        (sliding(6), [5, 0, 7], 1),
+        (chunked(8), [5, 6, 0], 2),
+    ):
+        with pytest.raises(PlanError, match=f"group {group.index}: no block is allocated at position {lacks}"):
+            wanted_blocks(group, table, 0, 11)
+        with pytest.raises(PlanError, match=f"group {group.index}: the block table has 2 blocks"):
+            wanted_blocks(group, table[:2], 0, 11)
+
+
+def test_block_counts_of_groups_that_differ() -> None:
+    """4,096 tokens in five groups of blocks of 256, 64, 64, 4 and 8 tokens."""
+    counts = []
+    for index, tokens in enumerate((256, 64, 64, 4, 8)):
+        group = Group(index, GroupKind.FULL, tokens, None, ())
+        counts.append(len(wanted_blocks(group, list(range(1, 4096 // tokens + 1)), 0, 4096)))
+    assert counts == [16, 64, 64, 1024, 512]
+
+
+# ---- units -------------------------------------------------------------------------------------------------------
+
+
+def units_of(group: Group, shape: UnitShape, positions: list[int], end: int) -> list[tuple[int, int, int]]:
+    """(unit, block id, part of the block), block ids being 100 more than positions."""
+    blocks = BlockSet(np.asarray(positions, np.int64), np.asarray(positions, np.int64) + 100)
+    units = wanted_units(group, blocks, shape, end)
+    assert len(units) == len(units.units)
+    return list(zip(units.units.tolist(), units.dst_ids.tolist(), units.dst_parts.tolist(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("group", "shape", "positions", "end", "units"),
+    [
+        # blocks that are units on both sides
+        (FULL, UnitShape(4, 1, 1), [0, 1, 2], 10, [(0, 100, 0), (1, 101, 0), (2, 102, 0)]),
+        # the consumer's blocks are two units: the prompt ends in the first of block 2
+        (FULL, UnitShape(2, 1, 2), [1, 2], 10, [(2, 101, 0), (3, 101, 1), (4, 102, 0)]),
+        (FULL, UnitShape(2, 1, 2), [2], 11, [(4, 102, 0), (5, 102, 1)]),
+        # the producer's blocks are larger: the consumer's are whole units
+        (FULL, UnitShape(4, 2, 1), [0, 2], 10, [(0, 100, 0), (2, 102, 0)]),
+        # both are cut: a unit of 2 tokens, blocks of 6 and 4
+        (FULL, UnitShape(2, 3, 2), [1], 100, [(2, 101, 0), (3, 101, 1)]),
+        # resuming at 10 with a window of 4 looks at tokens 7..9: the unit of tokens 4, 5 is not needed
+        (sliding(4), UnitShape(2, 1, 2), [1, 2], 10, [(3, 101, 1), (4, 102, 0)]),
+        (sliding(5), UnitShape(2, 1, 2), [1, 2], 10, [(3, 101, 1), (4, 102, 0)]),  # from 6
+        (sliding(6), UnitShape(2, 1, 2), [1, 2], 10, [(2, 101, 0), (3, 101, 1), (4, 102, 0)]),  # from 5
+        (sliding(3), UnitShape(2, 1, 2), [2], 10, [(4, 102, 0)]),  # from 8
+        (sliding(1), UnitShape(2, 1, 2), [], 10, []),
+        # chunks of 6 tokens: 6..9 are needed
+        (chunked(6), UnitShape(2, 1, 2), [1, 2], 10, [(3, 101, 1), (4, 102, 0)]),
+        (chunked(5), UnitShape(2, 1, 2), [1, 2], 9, [(2, 101, 0), (3, 101, 1), (4, 102, 0)]),  # from 5
+        # a state is one unit
+        (STATE, UnitShape(1, 1, 1), [0], 10, [(0, 100, 0)]),
+        (STATE, UnitShape(1, 1, 1), [], 10, []),
+    ],
+)
+def test_wanted_units(
+    group: Group, shape: UnitShape, positions: list[int], end: int, units: list[tuple[int, int, int]]
+) -> None:
+    """The units with a token that is needed, and their places in the consumer's blocks."""
+    assert units_of(group, shape, positions, end) == units
+
+
+@pytest.mark.parametrize(
+    ("computed", "end", "complete"),
+    [
+        (1, 9, [False, False, False, False, False]),
+        (2, 9, [True, False, False, False, False]),
+        (7, 9, [True, True, True, False, False]),
+        (8, 9, [True, True, True, True, False]),
+        (9, 9, [True, True, True, True, True]),  # unit 4 holds one token of the prompt
+        (9, 10, [True, True, True, True, False]),
+    ],
+)
+def test_units_are_complete_before_their_block(computed: int, end: int, complete: list[bool]) -> None:
+    """Units of 2 tokens in blocks of 4: half a block moves as soon as it is computed."""
+    assert complete_units(FULL, np.arange(5), UnitShape(2, 2, 1), computed, end).tolist() == complete
+
+
+def full(block_tokens: int, row_tokens: int = 1, kernel_blocks: int = 1) -> Group:
+    """One layer of rows of so many tokens."""
+    rows = block_tokens // kernel_blocks // row_tokens
+    stride = rows * 8 if kernel_blocks > 1 else 0
+    pages = LayerPages("a", 0, 8 * block_tokens, 1, 1, 8 * block_tokens, rows, 8, 8, "rows", kernel_blocks, stride)
+    return Group(0, GroupKind.FULL, block_tokens, None, (pages,))
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "shape"),
+    [
+        (full(16), full(16), (16, 1, 1)),
+        (full(16), full(64), (16, 1, 4)),
+        (full(64), full(16), (16, 4, 1)),
+        (full(16), full(24), (8, 2, 3)),  # neither divides the other
+        (full(16, 16), full(64, 16), (16, 1, 4)),
+        (full(32, 16), full(48, 16), (16, 2, 3)),
+        (full(16, 8), full(24, 8), (8, 2, 3)),
+        (full(64, 1, 4), full(64), (16, 4, 4)),  # a unit lies in one kernel block
+        (full(64), full(64, 1, 2), (32, 2, 2)),
+        (full(64, 1, 4), full(96, 1, 2), (16, 4, 6)),
+        (full(64, 1, 8), full(24, 1, 2), (4, 16, 6)),  # kernel blocks of 8 and 12 tokens
+    ],
+)
+def test_unit_shapes(src: Group, dst: Group, shape: tuple[int, int, int]) -> None:
+    """The largest unit that divides the blocks and kernel blocks of both sides."""
+    assert unit_shape(src, dst) == UnitShape(*shape)
+    assert unit_shape(dst, src) == UnitShape(shape[0], shape[2], shape[1])
+
+
+def test_a_row_of_tokens_is_not_cut() -> None:
+    """Blocks of 16 and 24 tokens have 8 tokens in common, and 16 packed together do not fit into that."""
+    with pytest.raises(PlanError, match="blocks of 16 and 24 tokens have 8 in common, and 16 tokens are packed"):
+        unit_shape(full(16, 16), full(24, 24))
+    with pytest.raises(PlanError, match="layer 'a': blocks of 24 and 16 tokens have 8 in common, and 24 tokens"):
+        unit_shape(full(24, 24), full(16, 16))
+
+
+def test_a_state_is_one_unit() -> None:
+    """Whatever the allocator's block sizes say: they count states, not bytes."""
+    assert unit_shape(Group(0, GroupKind.STATE, 16, None, ()), Group(0, GroupKind.STATE, 24, None, ())) == (
+        UnitShape(1, 1, 1)
+    )

@@ -5,7 +5,16 @@ from dataclasses import replace
 import pytest
 
 from connectors.errors import PlanError
-from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Place, Region, unique_regions
+from connectors.planning.layout import (
+    EngineLayout,
+    Group,
+    GroupKind,
+    LayerPages,
+    Place,
+    Region,
+    numbered,
+    unique_regions,
+)
 from tests.planning.builders import HOST, Shape, make_rank
 
 GPU0, GPU1 = Place("VRAM", 0), Place("VRAM", 1)
@@ -113,3 +122,97 @@ def test_impossible_layouts_are_refused(change: dict[str, object], says: str) ->
     """Ranks exist, groups are numbered, memory is of one place, and every page lies inside one region."""
     with pytest.raises(PlanError, match=says):
         replace(LAYOUT, **change)
+
+
+# ---- kernel blocks, rows of several tokens, parts ----------------------------------------------------------------
+
+SPLIT = replace(
+    PAGES, rows=2, kernel_blocks=3, kernel_block_stride_bytes=150, head_stride_bytes=60, row_stride_bytes=12
+)
+
+
+def test_kernel_blocks_count_into_sizes() -> None:
+    """3 kernel blocks of 2 heads of 2 rows of 10 bytes; the last byte ends at 2*150 + 1*60 + 1*12 + 10."""
+    assert (SPLIT.page_bytes, SPLIT.last_offset) == (120, 382)
+    assert (PAGES.page_bytes, PAGES.last_offset) == (100, 100)
+
+
+@pytest.mark.parametrize("change", [{"kernel_blocks": 1}, {"kernel_block_stride_bytes": 0}, {"kernel_blocks": 0}])
+def test_a_stride_belongs_to_several_kernel_blocks(change: dict[str, int]) -> None:
+    """One kernel block has no stride, several have one, and there is at least one."""
+    with pytest.raises(PlanError, match="layer 'a'"):
+        replace(SPLIT, **change)
+
+
+@pytest.mark.parametrize(
+    ("block_tokens", "pages", "row_tokens"),
+    [
+        (5, PAGES, 1),
+        (80, PAGES, 16),
+        (6, SPLIT, 1),
+        (96, SPLIT, 16),
+        (7, PAGES, None),
+        (4, PAGES, None),
+        (8, SPLIT, None),  # 8 tokens in 3 kernel blocks
+        (9, SPLIT, None),  # 3 tokens in 2 rows
+    ],
+)
+def test_rows_share_a_blocks_tokens_evenly(block_tokens: int, pages: LayerPages, row_tokens: int | None) -> None:
+    """Tokens of a block are dealt to its kernel blocks, and there to rows; what does not come out even is refused."""
+    if row_tokens is None:
+        with pytest.raises(PlanError, match=f"layer 'a': {block_tokens} tokens do not fill"):
+            Group(0, GroupKind.FULL, block_tokens, None, (pages,))
+    else:
+        assert Group(0, GroupKind.FULL, block_tokens, None, (pages,)).row_tokens(pages) == row_tokens
+
+
+def test_a_states_rows_are_not_tokens() -> None:
+    """3 columns of a convolution, whatever the block size."""
+    assert Group(0, GroupKind.STATE, 16, None, (replace(PAGES, rows=3),)).block_bytes == 60
+
+
+@pytest.mark.parametrize(("last", "fits"), [(1482, True), (1481, False)])
+def test_the_last_kernel_block_lies_inside_the_region(last: int, fits: bool) -> None:
+    """A page ends with its last kernel block's last head's last row: byte 1000 + 1 * 100 + 382."""
+    group = Group(0, GroupKind.FULL, 6, None, (SPLIT,))
+    regions = (region(1000, last - 1000),)
+    if fits:
+        assert EngineLayout(0, 1, 2, regions, (group,)).place == HOST
+    else:
+        with pytest.raises(PlanError, match="its 2 pages do not lie inside one region"):
+            EngineLayout(0, 1, 2, regions, (group,))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kind": GroupKind.CHUNKED},
+        {"kind": GroupKind.STATE, "window_tokens": 8},
+        {"kind": GroupKind.CHUNKED, "window_tokens": 0},
+    ],
+)
+def test_windows_of_chunks_and_states(change: dict[str, object]) -> None:
+    """A chunk has a size, a state has none."""
+    with pytest.raises(PlanError, match="a window belongs to sliding and chunked groups"):
+        replace(FULL, **change)
+
+
+def test_parts_of_a_layer_share_its_turn() -> None:
+    """Layers are numbered through all groups; the parts of one layer count once."""
+    k0, v0, k1, v1, state = (replace(PAGES, layer=name) for name in ("a", "a", "b", "b", "c"))
+    groups = (Group(0, GroupKind.FULL, 5, None, (k0, v0, k1, v1)), Group(1, GroupKind.STATE, 5, None, (state, state)))
+    assert [turn for turn, _ in numbered(groups[0], groups)] == [0, 0, 1, 1]
+    assert [turn for turn, _ in numbered(groups[1], groups)] == [2, 2]
+    layout = replace(LAYOUT, groups=groups)
+    assert layout.turns == {(0, 2), (1, 2), (2, 2)}
+
+
+def test_a_rank_holds_its_share_of_every_part() -> None:
+    """3 heads over 2 ranks are 1 and 2, one head is a replica on each; anything else is no layout."""
+    one, two = replace(PAGES, total_heads=3, heads=1), replace(PAGES, total_heads=3, heads=2)
+    latent = replace(PAGES, total_heads=1, heads=1)
+    for rank, pages in ((0, one), (1, two)):
+        groups = (Group(0, GroupKind.FULL, 5, None, (pages, latent)),)
+        assert EngineLayout(rank, 2, 4, LAYOUT.regions, groups).groups == groups
+        with pytest.raises(PlanError, match="of 3 heads where an even split gives it"):
+            EngineLayout(1 - rank, 2, 4, LAYOUT.regions, groups)

@@ -1,0 +1,601 @@
+"""An oracle of the whole planning path, written from the definitions and not from the planner.
+
+An engine is described in the oracle's own words: kinds of groups, their parts, and in which order of dimensions one
+side keeps them. From that come both the planner's ``EngineLayout`` and, by other formulas, the oracle's idea of which
+rank holds which head, where each row of a request lies, which tokens resuming needs, and who sends them. Memory is
+fake: every word of 8 bytes of an engine has an address, and its content is one number that names the layer, the part,
+the head, the row and the word. A transfer is planned and "applied" as vectors, all ranks at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from connectors.planning.blocks import wanted_blocks
+from connectors.planning.descriptors import build_runs, move_bytes
+from connectors.planning.heads import partners
+from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Place, Region
+from connectors.planning.plan import check_compatible, plan_pair
+from connectors.planning.verify import prove_plans
+from connectors.protocol.consumer import Order, Partner, expected_bytes
+from connectors.protocol.delivery import Consumer, Delivery, Stage, Transfer, offer_problem, take_ready, wanted
+from connectors.protocol.params import EngineAddress
+from connectors.protocol.wire import Offer, Peer
+
+WORD = 8
+LAYERS = 2
+"""Layers of every group."""
+KINDS = ("full", "sliding", "chunked", "latent", "state")
+FOREVER = 1 << 30
+
+Choose = Callable[[Sequence[Any]], Any]
+"""Picks one of some options: a random generator's ``choice``, or hypothesis."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a layer's page: ``heads`` in all; a row is ``row_tokens`` tokens, or one of a state's ``rows``."""
+
+    heads: int
+    words: int
+    row_tokens: int = 0
+    rows: int = 0
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """How one engine keeps one group.
+
+    ``orders`` name, for each layer, the dimensions from the outermost: B block, K kernel block, P part, H head, R row;
+    of a state, the order of H and R in each part, "conv" where the rows of the first three parts lie in each other, or
+    "apart" where the last part's blocks are twice as far apart as the others'. ``gaps`` are words of padding behind
+    the dimensions, from the innermost.
+    """
+
+    block_tokens: int
+    kernel_blocks: int
+    orders: tuple[str, ...]
+    gaps: tuple[tuple[int, ...], ...]
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One engine; ``shared``: layer k of all groups lies in tensor k, blocks being the outermost dimension."""
+
+    tp: int
+    num_blocks: int
+    shared: bool
+    groups: tuple[Keeping, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One transfer. ``chunks`` are the computed tokens after each step of the producer.
+
+    ``thorough``: plans are proved too, and pairs that have nothing to talk about are planned.
+    """
+
+    kinds: tuple[str, ...]
+    windows: tuple[int | None, ...]
+    parts: tuple[tuple[Part, ...], ...]
+    producer: Side
+    consumer: Side
+    prompt: int
+    start: int
+    end: int
+    chunks: tuple[int, ...]
+    layerwise: bool
+    thorough: bool
+
+
+# ---- making cases ------------------------------------------------------------------------------------------------
+
+ORDERS = ("BKPHR", "BKHPR", "BKRHP", "BKPRH", "PBKRH", "HBKPR", "PHBKR", "BPKHR", "KBHRP")
+WINDOWS = (40, 24, 16, 65, 33, 1, 500)
+CHUNKS = (48, 64, 16, 40, 112, 1000)
+Sizes = Sequence[tuple[int, int]]
+
+
+def make_case(
+    choose: Choose, tp: tuple[int, int], kv_heads: int, sizes: Sizes, kinds: Sequence[str], thorough: bool = True
+) -> Case:
+    """A transfer of groups of the given kinds, ``sizes[g]`` being (producer's, consumer's) block size of group g."""
+    prompt = choose(range(100, 151))
+    end = prompt - choose((1, 1, 0))
+    start = choose((0, 0, 0, 64, 96))
+    shared = choose((True, False)), choose((True, False))
+    windows = {"sliding": choose(WINDOWS), "chunked": choose(CHUNKS)}
+    parts, keeping = [], ([], [])
+    for kind, size in zip(kinds, sizes, strict=True):
+        if kind == "state":
+            groups = choose((1, 2, 3))
+            conv = [Part(heads, choose((1, 2)), rows=3) for heads in (kv_heads, groups, groups)]
+            parts.append((*conv, Part(kv_heads, 3, rows=choose((1, 2)))))
+            for side in (0, 1):
+                orders = [choose(("conv", "HR", "RH", "apart")) for _ in range(LAYERS)]
+                gaps = [_gaps(choose, 3) for _ in range(LAYERS)]
+                keeping[side].append((size[side], 1, tuple(orders), tuple(gaps)))
+            continue
+        packed = choose((True, False))
+        cuts = [_kernel_blocks(choose, tokens, packed) for tokens in size]
+        unit = math.gcd(*(tokens // cut for tokens, cut in zip(size, cuts, strict=True)))
+        rows = [n for n in (16, 8, 4, 2) if unit % n == 0] if packed else [1]
+        part = Part(1 if kind == "latent" else kv_heads, choose((1, 2)), row_tokens=rows[0] if rows else 1)
+        parts.append((part,) if kind == "latent" else (part, part))
+        for side in (0, 1):
+            orders = [order for order in ORDERS if not shared[side] or order[0] == "B"]
+            kept = [choose((orders[0], orders[1], *orders))]
+            kept += [choose((kept[0], kept[0], *orders)) for _ in range(LAYERS - 1)]
+            gaps = [_gaps(choose, 5) for _ in range(LAYERS)]
+            keeping[side].append((size[side], cuts[side], tuple(kept), tuple(gaps)))
+    sides = []
+    for side in (0, 1):
+        counts = [-(-(prompt + 1) // tokens) for tokens, *_ in keeping[side]]
+        pool = list(range(1, sum(counts) + 3))
+        ids = [_take(choose, pool) for _ in range(sum(counts))]
+        dealt = [Keeping(*kept, tuple(ids[sum(counts[:g]) :][: counts[g]])) for g, kept in enumerate(keeping[side])]
+        sides.append(Side(tp[side], sum(counts) + 3, shared[side], tuple(dealt)))
+    return Case(
+        tuple(kinds),
+        tuple(windows.get(kind) for kind in kinds),
+        tuple(parts),
+        *sides,
+        prompt,
+        start,
+        end,
+        _chunks(choose, prompt, end),
+        choose((True, False)),
+        thorough,
+    )
+
+
+def _gaps(choose: Choose, count: int) -> tuple[int, ...]:
+    return tuple(choose((0, 0, 1, 3)) for _ in range(count)) if choose((False, False, True)) else (0,) * count
+
+
+def _kernel_blocks(choose: Choose, tokens: int, packed: bool) -> int:
+    least = 16 if packed else 8
+    return choose([1, 1, *(cut for cut in (2, 3, 4) if tokens % cut == 0 and tokens // cut >= least)])
+
+
+def _take(choose: Choose, pool: list[int]) -> int:
+    return pool.pop(choose(range(len(pool))))
+
+
+def _chunks(choose: Choose, prompt: int, end: int) -> tuple[int, ...]:
+    """Two steps inside the prompt, and its end; sometimes no step ends at ``end``, and the prompt's is later."""
+    inside = {choose(range(16, end)), choose((32, 48, 64, 80, 96))}
+    last = [prompt] if choose((False, False, False, True)) else [end, prompt]
+    return tuple(sorted(inside | set(last)))
+
+
+# ---- definitions -------------------------------------------------------------------------------------------------
+
+
+def owner(head: int, tp: int, heads: int) -> int:
+    """The rank that an even deal of at least ``tp`` heads gives ``head`` to: the last whose share has begun by it."""
+    return ((head + 1) * tp - 1) // heads
+
+
+@cache
+def held(rank: int, tp: int, heads: int) -> tuple[int, ...]:
+    """Heads of one rank."""
+    if heads < tp:
+        return (rank * heads // tp,)
+    return tuple(head for head in range(heads) if owner(head, tp, heads) == rank)
+
+
+@cache
+def sender(producer_tp: int, consumer_tp: int, layer: int, heads: int, head: int, consumer: int) -> int:
+    """The producer rank that a layer's ``head`` comes from.
+
+    Replicas are dealt to the consumer ranks that want them, as evenly as heads are to ranks; where one has several, it
+    takes them in turn, layer by layer.
+    """
+    if heads >= producer_tp:
+        return owner(head, producer_tp, heads)
+    holders = [rank for rank in range(producer_tp) if head in held(rank, producer_tp, heads)]
+    wanting = [rank for rank in range(consumer_tp) if head in held(rank, consumer_tp, heads)]
+    mine = held(wanting.index(consumer), len(wanting), len(holders))
+    return holders[mine[layer % len(mine)]]
+
+
+def first_needed(kind: str, window: int | None, resume: int) -> int:
+    """The oldest token that the token at ``resume`` sees."""
+    if kind == "sliding":
+        return max(resume + 1 - window, 0)
+    return resume - resume % window if kind == "chunked" else 0
+
+
+def unit_tokens(case: Case, group: int) -> int:
+    """Tokens that lie together on both sides, whichever they are."""
+    kept = (case.producer.groups[group], case.consumer.groups[group])
+    return math.gcd(*(side.block_tokens // side.kernel_blocks for side in kept))
+
+
+def wanted_rows(case: Case, group: int, part: Part) -> np.ndarray:
+    """Rows that must be written: those of all units with a token that is needed, in blocks that may be written."""
+    first, block = max(first_needed(case.kinds[group], case.windows[group], case.end), 0), unit_tokens(case, group)
+    first_written = max(first, case.start)
+    if first_written >= case.end:
+        return np.arange(0)
+    given = first_written // case.consumer.groups[group].block_tokens * case.consumer.groups[group].block_tokens
+    begin, stop = max(first // block * block, given), -(-case.end // block) * block
+    return np.arange(begin // part.row_tokens, stop // part.row_tokens)
+
+
+# ---- where things lie --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class PartPlace:
+    """Strides, in words, of one part of one group on one rank, its offset in a layer and the heads it holds."""
+
+    offset: int
+    strides: dict[str, int]
+    heads: tuple[int, ...]
+
+
+@dataclass
+class RankPlace:
+    """One rank's memory: first words by group and layer, parts by group and layer, regions as (word, words)."""
+
+    layers: list[list[int]]
+    parts: list[list[list[PartPlace]]]
+    regions: list[tuple[int, int]]
+    stop: int
+
+
+def place_rank(case: Case, side: Side, rank: int, start: int) -> RankPlace:
+    """Lay one rank's groups into memory from word ``start``."""
+    spans, parts = [], []
+    for kind, kept, content in zip(case.kinds, side.groups, case.parts, strict=True):
+        heads = [held(rank, side.tp, part.heads) for part in content]
+        place = _place_state if kind == "state" else _place_tokens
+        placed = [
+            place(kept, order, gaps, content, heads, side.num_blocks)
+            for order, gaps in zip(kept.orders, kept.gaps, strict=True)
+        ]
+        parts.append([places for places, _ in placed])
+        spans.append([span for _, span in placed])
+    if side.shared:
+        every = [place for group in parts for layer in group for place in layer]
+        stride = max(place.strides["B"] for place in every)
+        for place in every:
+            place.strides["B"] = stride
+        tensors = [start + layer * (side.num_blocks * stride + 5) for layer in range(LAYERS)]
+        regions = [(tensor, side.num_blocks * stride) for tensor in tensors]
+        return RankPlace([tensors] * len(parts), parts, regions, tensors[-1] + side.num_blocks * stride + 5)
+    layers, regions = [], []
+    for group in spans:
+        layers.append([])
+        for span in group:
+            layers[-1].append(start)
+            regions.append((start, span))
+            start += span + 3
+    return RankPlace(layers, parts, regions, start)
+
+
+def _place_tokens(
+    kept: Keeping,
+    order: str,
+    gaps: tuple[int, ...],
+    content: tuple[Part, ...],
+    heads: list[tuple[int, ...]],
+    num_blocks: int,
+) -> tuple[list[PartPlace], int]:
+    rows = kept.block_tokens // kept.kernel_blocks // content[0].row_tokens
+    counts = {"B": num_blocks, "K": kept.kernel_blocks, "P": len(content), "H": len(heads[0]), "R": rows}
+    strides, size = {}, content[0].words
+    for dimension, gap in zip(reversed(order), gaps, strict=True):
+        strides[dimension] = size
+        size = size * counts[dimension] + gap
+    return [PartPlace(p * strides["P"], dict(strides), heads[p]) for p in range(len(content))], size
+
+
+def _place_state(
+    kept: Keeping,
+    order: str,
+    gaps: tuple[int, ...],
+    content: tuple[Part, ...],
+    heads: list[tuple[int, ...]],
+    num_blocks: int,
+) -> tuple[list[PartPlace], int]:
+    places, offset = [], 0
+    if order == "conv":
+        row = sum(len(own) * part.words for own, part in zip(heads[:3], content[:3], strict=True)) + gaps[0]
+        for own, part in zip(heads[:3], content[:3], strict=True):
+            places.append(PartPlace(offset, {"H": part.words, "R": row, "K": 0}, own))
+            offset += len(own) * part.words
+        offset = row * content[0].rows + gaps[1]
+    for own, part in list(zip(heads, content, strict=True))[len(places) :]:
+        inner = part.words + gaps[0]
+        if order == "RH":
+            strides = {"H": inner, "R": inner * len(own) + gaps[1], "K": 0}
+            size = strides["R"] * part.rows
+        else:
+            strides = {"R": inner, "H": inner * part.rows + gaps[1], "K": 0}
+            size = strides["H"] * len(own)
+        places.append(PartPlace(offset, strides, own))
+        offset += size
+    for place in places:
+        place.strides["B"] = offset + gaps[2]
+    if order == "apart":
+        places[-1].strides["B"] *= 2
+    return places, places[-1].strides["B"] * num_blocks
+
+
+def words_of(
+    case: Case, side: Side, rank: RankPlace, group: int, number: int, rows: np.ndarray, state_id: int
+) -> np.ndarray:
+    """Where (layer, row, head, word) of one part of a request lie."""
+    kept, part = side.groups[group], case.parts[group][number]
+    if part.row_tokens:
+        token = rows * part.row_tokens
+        block, inside = np.divmod(token, kept.block_tokens)
+        kernel, inside = np.divmod(inside, kept.block_tokens // kept.kernel_blocks)
+        ids, row = np.asarray(kept.ids)[block], inside // part.row_tokens
+    else:
+        ids, kernel, row = state_id, 0, rows
+    found = []
+    for first, parts in zip(rank.layers[group], rank.parts[group], strict=True):
+        place = parts[number]
+        strides = place.strides
+        at = first + place.offset + ids * strides["B"] + kernel * strides["K"] + row * strides["R"]
+        found.append((at[:, None] + np.arange(len(place.heads)) * strides["H"])[:, :, None] + np.arange(part.words))
+    return np.stack(found)
+
+
+def contents(case: Case, group: int, number: int, rows: np.ndarray, heads: Sequence[int]) -> np.ndarray:
+    """The numbers that stand in (layer, row, head, word) of one part. None is 0."""
+    layers = np.arange(group * LAYERS, group * LAYERS + LAYERS)
+    found = layers * 4 + number
+    for index, count in ((rows, 256), (np.asarray(heads), 16), (np.arange(case.parts[group][number].words), 4)):
+        found = found[..., None] * count + index
+    return found + 1
+
+
+def layout_of(case: Case, side: Side, number: int, rank: RankPlace) -> EngineLayout:
+    """The same rank in the planner's words."""
+    groups = []
+    for index, (kind, kept) in enumerate(zip(case.kinds, side.groups, strict=True)):
+        pages = []
+        for layer, first in enumerate(rank.layers[index]):
+            for part, place in zip(case.parts[index], rank.parts[index][layer], strict=True):
+                rows = part.rows or kept.block_tokens // kept.kernel_blocks // part.row_tokens
+                pages.append(
+                    LayerPages(
+                        layer=f"{index}.{layer}",
+                        address=(first + place.offset) * WORD,
+                        block_stride_bytes=place.strides["B"] * WORD,
+                        total_heads=part.heads,
+                        heads=len(place.heads),
+                        head_stride_bytes=place.strides["H"] * WORD,
+                        rows=rows,
+                        row_stride_bytes=place.strides["R"] * WORD,
+                        row_bytes=part.words * WORD,
+                        packing=f"{part.row_tokens}",
+                        kernel_blocks=kept.kernel_blocks,
+                        kernel_block_stride_bytes=place.strides["K"] * WORD if kept.kernel_blocks > 1 else 0,
+                    )
+                )
+        group_kind = GroupKind.FULL if kind == "latent" else GroupKind(kind)
+        groups.append(Group(index, group_kind, kept.block_tokens, case.windows[index], tuple(pages)))
+    regions = tuple(Region(first * WORD, words * WORD, Place("DRAM", 0)) for first, words in rank.regions)
+    return EngineLayout(number, side.tp, side.num_blocks, regions, tuple(groups))
+
+
+def table_at(case: Case, side: Side, group: int, tokens: int) -> list[int]:
+    """A block table when ``tokens`` are allocated: null where a window has passed, or where a state is an old one."""
+    kept = side.groups[group]
+    table = list(kept.ids[: -(-tokens // kept.block_tokens)])
+    if case.kinds[group] == "state":
+        return [0] * (len(table) - 1) + table[-1:]
+    passed = first_needed(case.kinds[group], case.windows[group], min(tokens, case.end)) // kept.block_tokens
+    return [0] * min(passed, len(table)) + table[passed:]
+
+
+# ---- the check ---------------------------------------------------------------------------------------------------
+
+PRODUCERS_AT, CONSUMERS_AT = 1 << 10, 1 << 36
+"""First words of the two engines."""
+
+
+@dataclass
+class Copied:
+    """Every word that was copied: from, to, by which producer rank, and at what time."""
+
+    src: np.ndarray
+    dst: np.ndarray
+    writer: np.ndarray
+    when: np.ndarray
+
+
+def check_case(case: Case) -> int:
+    """Plan and apply a transfer; every wanted word is written once, with what belongs there, by who should. Words."""
+    producers, consumers = (_place_all(case, *side) for side in _sides(case))
+    sources = [layout_of(case, case.producer, number, rank) for number, rank in enumerate(producers)]
+    targets = [layout_of(case, case.consumer, number, rank) for number, rank in enumerate(consumers)]
+    check_compatible(sources[0], targets[0])
+    pairs = expected_pairs(case)
+    assert partners(case.producer.tp, case.consumer.tp, sources[0].turns) == pairs
+    assert {layout.turns for layout in (*sources, *targets)} == {sources[0].turns}
+    plans = {(p, c): plan_pair(sources[p], targets[c]) for p, c in pairs}
+    if case.thorough:
+        for c, target in enumerate(targets):
+            prove_plans(target, [plan for (_, rank), plan in plans.items() if rank == c])
+        for p, c in {(p, c) for p in range(len(sources)) for c in range(len(targets))} - set(pairs):
+            assert plan_pair(sources[p], targets[c]).unit_bytes == (0,) * len(case.kinds), "others move nothing"
+
+    moves, order = transfer_moves(case, sources[0].groups, targets[0].groups, next(iter(plans.values())).shapes)
+    copied, sent = apply(case, plans, moves)
+    words = compare(case, producers, consumers, copied)
+    for pair, plan in plans.items():
+        assert [shape.tokens for shape in plan.shapes] == [
+            1 if kind == "state" else unit_tokens(case, group) for group, kind in enumerate(case.kinds)
+        ]
+        unit_bytes = tuple(
+            0 if kind == "state" and case.end not in case.chunks else size
+            for kind, size in zip(case.kinds, plan.unit_bytes, strict=True)
+        )
+        partner = Partner(Peer("p", pair[0]), plan.shapes, unit_bytes)
+        assert sent[pair] == expected_bytes(targets[pair[1]].groups, order, partner), pair
+    return words
+
+
+def _sides(case: Case) -> tuple[tuple[Side, int], tuple[Side, int]]:
+    return (case.producer, PRODUCERS_AT), (case.consumer, CONSUMERS_AT)
+
+
+def _place_all(case: Case, side: Side, start: int) -> list[RankPlace]:
+    ranks: list[RankPlace] = []
+    for rank in range(side.tp):
+        ranks.append(place_rank(case, side, rank, ranks[-1].stop if ranks else start))
+    return ranks
+
+
+def expected_pairs(case: Case) -> tuple[tuple[int, int], ...]:
+    """Who talks to whom: senders to whom they send, and each producer rank to somebody."""
+    pairs = {
+        (sender(case.producer.tp, case.consumer.tp, group * LAYERS + layer, heads, head, c), c)
+        for group, parts in enumerate(case.parts)
+        for layer in range(LAYERS)
+        for heads in {part.heads for part in parts}
+        for c in range(case.consumer.tp)
+        for head in held(c, case.consumer.tp, heads)
+    }
+    idle = set(range(case.producer.tp)) - {p for p, _ in pairs}
+    return tuple(sorted(pairs | {(p, p % case.consumer.tp) for p in idle}))
+
+
+def transfer_moves(
+    case: Case, sources: Sequence[Group], targets: Sequence[Group], shapes: Any
+) -> tuple[list[tuple[int, list[Any]]], Order]:
+    """The planner's moves, each with its time: how much had been computed when it was made.
+
+    Time ``c * LAYERS + k``: all chunks before the one that ends at ``c``, and of that one the layers up to ``k``.
+    """
+    tables = [table_at(case, case.consumer, group, case.end) for group in range(len(case.kinds))]
+    blocks = tuple(
+        wanted_blocks(group, table, case.start, case.end) for group, table in zip(targets, tables, strict=True)
+    )
+    offer = Offer("t", case.end, "", blocks)
+    consumer = Consumer(frozenset(), case.consumer.num_blocks, shapes)
+    transfer = Transfer("t", Stage.LIVE, 0.0, prompt_tokens=case.prompt)
+    assert offer_problem(transfer, offer, sources, consumer) is None
+    delivery = Delivery(Peer("c", 0), offer, wanted(offer, sources, consumer))
+    found = []
+    for computed in case.chunks:
+        transfer.computed_tokens = computed
+        transfer.tables = [table_at(case, case.producer, group, computed) for group in range(len(case.kinds))]
+        moves = take_ready(transfer, delivery, sources, consumer)
+        assert moves is not None, "every wanted block is there"
+        if case.layerwise:
+            for layer in range(LAYERS):
+                limited = [replace(move, layers=(layer, layer + 1)) for move in moves]
+                found.append((computed * LAYERS + layer, limited))
+        else:
+            found.append((computed * LAYERS + LAYERS - 1, moves))
+    left = [case.kinds[group] for group, units in enumerate(delivery.pending or ()) if len(units)]
+    assert left == [kind for kind in case.kinds if kind == "state" and case.end not in case.chunks]
+    return found, Order("r", "t", EngineAddress("", 1, "i"), case.end, "", blocks)
+
+
+def apply(case: Case, plans: dict[tuple[int, int], Any], moves: Any) -> tuple[Copied, dict[tuple[int, int], int]]:
+    """All runs of all pairs, word by word, and how many bytes each pair moved."""
+    columns, tags, sent = [], [], dict.fromkeys(plans, 0)
+    for pair, plan in plans.items():
+        for time, some in moves:
+            runs = build_runs(plan, some)
+            assert runs.total_bytes == sum(move_bytes(plan, move) for move in some)
+            sent[pair] += runs.total_bytes
+            columns.append((runs.src, runs.dst, runs.length))
+            tags.append((pair[0], time, len(runs)))
+    src, dst, length = (np.concatenate(column) for column in zip(*columns, strict=True))
+    assert not ((src | dst | length) % WORD).any(), "words are not cut"
+    src, dst, length = src // WORD, dst // WORD, length // WORD
+    inside = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
+    writer, when, counts = (np.asarray(column) for column in zip(*tags, strict=True))
+    return (
+        Copied(
+            np.repeat(src, length) + inside,
+            np.repeat(dst, length) + inside,
+            np.repeat(np.repeat(writer, counts), length),
+            np.repeat(np.repeat(when, counts), length),
+        ),
+        sent,
+    )
+
+
+def compare(case: Case, producers: list[RankPlace], consumers: list[RankPlace], copied: Copied) -> int:
+    """The words copied against the words that should have been."""
+    there, stands, since, until, whose = (_join(column) for column in zip(*_produced(case, producers), strict=True))
+    where, right, due = (_join(column) for column in zip(*_wanted(case, consumers), strict=True))
+    ours, theirs = np.argsort(where), np.argsort(copied.dst)
+    got = copied.dst[theirs]
+    assert (got[1:] != got[:-1]).all(), "a word is written twice"
+    assert np.array_equal(where[ours], got), "other words are written than are wanted"
+
+    at = np.argsort(there)
+    found = at[np.minimum(np.searchsorted(there, copied.src, sorter=at), max(len(at) - 1, 0))]
+    known = there[found] == copied.src
+    assert (whose[found] == copied.writer)[known].all(), "a rank reads another rank's memory"
+    content = np.where(known, stands[found], 0)[theirs]
+    matters = right[ours] > 0
+    assert np.array_equal(content[matters], right[ours][matters]), "a word has the wrong content"
+    assert np.array_equal(copied.writer[theirs], due[ours]), "a word comes from another rank than it should"
+    early = (copied.when < since[found]) | (copied.when > until[found])
+    assert not early[theirs][matters].any(), "a word is read when it is not there"
+    return len(where)
+
+
+def _join(columns: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate([column.ravel() for column in columns]) if columns else np.empty(0, np.int64)
+
+
+def _produced(case: Case, ranks: list[RankPlace]) -> Any:
+    """(word, content, time from which and to which it stands there, rank) of all that the producer keeps."""
+    chunks, layers = np.asarray(case.chunks), np.arange(LAYERS)[:, None]
+    for group, kind in enumerate(case.kinds):
+        table = table_at(case, case.producer, group, case.end)
+        for number, part in enumerate(case.parts[group]):
+            if kind == "state":
+                rows, since, until = np.arange(part.rows), np.full(part.rows, case.end), case.end * LAYERS + LAYERS - 1
+            else:
+                rows = np.arange(-(-case.end // part.row_tokens))
+                blocks = rows * part.row_tokens // case.producer.groups[group].block_tokens
+                rows = rows[np.asarray(table)[blocks] > 0]
+                needed = np.minimum((rows + 1) * part.row_tokens, case.end)
+                since, until = chunks[np.searchsorted(chunks, needed)], FOREVER
+            for number_of_rank, rank in enumerate(ranks):
+                where = words_of(case, case.producer, rank, group, number, rows, table[-1])
+                content = contents(case, group, number, rows, rank.parts[group][0][number].heads)
+                since_time = np.broadcast_to((since * LAYERS + layers)[:, :, None, None], where.shape)
+                yield where, content, since_time, np.full_like(where, until), np.full_like(where, number_of_rank)
+
+
+def _wanted(case: Case, ranks: list[RankPlace]) -> Any:
+    """(word, content or 0 where any will do, producer rank) of all that must be written."""
+    for group, kind in enumerate(case.kinds):
+        table = table_at(case, case.consumer, group, case.end)
+        for number, part in enumerate(case.parts[group]):
+            if kind == "state":
+                rows = np.arange(part.rows if case.start < case.end and case.end in case.chunks else 0)
+                matters = rows >= 0
+            else:
+                rows = wanted_rows(case, group, part)
+                matters = rows * part.row_tokens < case.end
+            for number_of_rank, rank in enumerate(ranks):
+                heads = rank.parts[group][0][number].heads
+                where = words_of(case, case.consumer, rank, group, number, rows, table[-1])
+                content = contents(case, group, number, rows, heads) * matters[None, :, None, None]
+                tp, layers = (case.producer.tp, case.consumer.tp), range(group * LAYERS, group * LAYERS + LAYERS)
+                senders = [[sender(*tp, layer, part.heads, head, number_of_rank) for head in heads] for layer in layers]
+                yield where, content, np.broadcast_to(np.asarray(senders)[:, None, :, None], where.shape)
