@@ -119,16 +119,18 @@ def _state_block(group: Group, table: Sequence[int], end_token: int) -> BlockSet
 def wanted_units(group: Group, blocks: BlockSet, shape: UnitShape, end_token: int) -> UnitSet:
     """The units of a consumer's blocks that carry tokens it needs to resume at ``end_token``.
 
-    A block larger than a unit may begin before the window, where a producer with smaller blocks holds nothing any
-    more, and may end behind the prompt. Both sides compute this, so both count the same bytes.
+    The block in which the window begins is filled as far as the producer holds it, from the beginning of the
+    producer's own block: a consumer that caches prefixes takes a full block for a whole one. The last block may end
+    behind the prompt. Both sides compute this, so both count the same bytes.
     """
     if group.kind is GroupKind.STATE:
         return UnitSet(blocks.positions, blocks.ids, np.zeros(len(blocks), np.int64))
     parts = np.arange(shape.dst_units, dtype=np.int64)
     units = (blocks.positions[:, None] * shape.dst_units + parts[None, :]).ravel()
     every = UnitSet(units, np.repeat(blocks.ids, shape.dst_units), np.tile(parts, len(blocks)))
-    first = first_needed_token(group, end_token)
-    return every.where((units * shape.tokens < end_token) & ((units + 1) * shape.tokens > first))
+    held_tokens = shape.src_units * shape.tokens
+    first = first_needed_token(group, end_token) // held_tokens * held_tokens
+    return every.where((units * shape.tokens < end_token) & (units * shape.tokens >= first))
 
 
 def complete_units(group: Group, units: Ints, shape: UnitShape, computed: int, end_token: int) -> npt.NDArray[np.bool_]:

@@ -17,6 +17,7 @@ convolution and recurrent state.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -136,7 +137,12 @@ class Group:
             raise PlanError(f"group {self.index}: block_tokens must be positive, not {self.block_tokens}")
         if (self.kind in WINDOWED) != (self.window_tokens is not None) or self.window_tokens == 0:
             raise PlanError(f"group {self.index}: a window belongs to sliding and chunked groups, and to them only")
+        names = [pages.layer for pages in self.layers]
+        if len({*names}) != 1 + sum(a != b for a, b in itertools.pairwise(names)) and names:
+            raise PlanError(f"group {self.index}: the parts of a layer must follow each other")
         for pages in self.layers:
+            if self.kind is GroupKind.STATE and pages.kernel_blocks > 1:
+                raise PlanError(f"layer {pages.layer!r}: a state has no kernel blocks")
             if self.kind is not GroupKind.STATE and self.block_tokens % (pages.kernel_blocks * pages.rows):
                 rows = pages.kernel_blocks * pages.rows
                 raise PlanError(f"layer {pages.layer!r}: {self.block_tokens} tokens do not fill {rows} rows evenly")
@@ -153,13 +159,17 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class EngineLayout:
-    """One worker's whole cache: rank ``tp_rank`` of ``tp_size``."""
+    """One worker's whole cache: rank ``tp_rank`` of ``tp_size``.
+
+    ``caches_prefixes``: the engine keeps full blocks for later requests, so each must hold all that its tokens wrote.
+    """
 
     tp_rank: int
     tp_size: int
     num_blocks: int
     regions: tuple[Region, ...]
     groups: tuple[Group, ...]
+    caches_prefixes: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.tp_rank < self.tp_size:

@@ -17,7 +17,7 @@ import numpy as np
 from connectors.errors import IncompatiblePeerError, PlanError
 from connectors.planning.blocks import Ints, UnitShape
 from connectors.planning.heads import HeadShare, head_shares, held_heads
-from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, numbered
+from connectors.planning.layout import WINDOWED, EngineLayout, Group, GroupKind, LayerPages, numbered
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +89,24 @@ def check_compatible(producer: EngineLayout, consumer: EngineLayout) -> None:
         where = f"of KV cache group {ours_group.index}"
         _same(f"kind {where}", ours_group.kind, theirs_group.kind, same_model)
         _same(f"window_tokens {where}", ours_group.window_tokens, theirs_group.window_tokens, same_model)
+        _check_window(producer, consumer, ours_group.index)
         ours_names, theirs_names = (tuple(p.layer for p in g.layers) for g in (ours_group, theirs_group))
         _same(f"layers {where}", ours_names, theirs_names, same_model)
         for theirs_pages, ours_pages in zip(theirs_group.layers, ours_group.layers, strict=True):
             _check_pages(theirs_group, theirs_pages, ours_group, ours_pages)
+
+
+def _check_window(producer: EngineLayout, consumer: EngineLayout, index: int) -> None:
+    """A window may begin within a block of the consumer's that a producer with smaller blocks holds in part only."""
+    theirs, ours = producer.groups[index], consumer.groups[index]
+    if consumer.caches_prefixes and ours.kind in WINDOWED and theirs.block_tokens % ours.block_tokens:
+        raise IncompatiblePeerError(
+            f"block_tokens of KV cache group {index}",
+            ours.block_tokens,
+            theirs.block_tokens,
+            "a window would leave a block of decode's filled in part, which its prefix cache takes for whole: turn "
+            "decode's enable_prefix_caching off, or give prefill a block_size that is a multiple of decode's",
+        )
 
 
 def _check_pages(theirs_group: Group, theirs: LayerPages, ours_group: Group, ours: LayerPages) -> None:

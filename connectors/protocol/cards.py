@@ -127,6 +127,7 @@ def _layout(fields: dict[str, Any]) -> EngineLayout:
         tp_rank=_whole(fields["tp_rank"]),
         tp_size=_few(fields["tp_size"]),
         num_blocks=_whole(fields["num_blocks"]),
+        caches_prefixes=_flag(fields["caches_prefixes"]),
         regions=tuple(
             Region(_whole(r["address"]), _whole(r["length_bytes"]), _checked(Place, r["place"]))
             for r in fields["regions"]
@@ -165,6 +166,12 @@ def _checked(kind: type[_T], values: dict[str, Any]) -> _T:
 def _whole(value: object, key: str = "a number") -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
         raise WireError(f"{key} must be a whole number of at most 63 bits, not {value!r}")
+    return value
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise WireError(f"expected true or false, not {value!r}")
     return value
 
 

@@ -81,6 +81,14 @@ class Delivery:
         left = bool(self.early) or (self.pending is not None and any(map(len, self.pending)))
         return transfer.computed_tokens >= (transfer.prompt_tokens if left else self.offer.end_token)
 
+    def missing(self) -> str | None:
+        """What the prompt has ended without: a state that was never at the token where the consumer resumes."""
+        assert self.offer is not None
+        groups = [str(group) for group, units in enumerate(self.pending or ()) if len(units)]
+        if not groups:
+            return None
+        return f"the prompt was computed past what is wanted of KV cache groups {', '.join(groups)}"
+
 
 @dataclass(slots=True)
 class Transfer:

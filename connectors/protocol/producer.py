@@ -324,8 +324,10 @@ class Producer:
             elif moves:
                 actions.append(self._write(transfer, delivery, moves, now))
             elif delivery.taken(transfer) and not delivery.in_flight:
+                missing = delivery.missing()
                 digest = "" if delivery.digest is None else delivery.digest.hexdigest()
-                delivery.ending = Fin(transfer.transfer_id, delivery.written_bytes, digest)
+                fin = Fin(transfer.transfer_id, delivery.written_bytes, digest)
+                delivery.ending = fin if missing is None else Aborted(transfer.transfer_id, missing)
         if delivery.ending is not None and not delivery.in_flight:
             delivery.closed = True
             delivery.pending = delivery.digest = None

@@ -67,7 +67,8 @@ def engine_layout(
                 layers += _attention_parts(config, layer, spec, view, cache.num_blocks)
         groups.append(Group(shape.index, shape.kind, shape.block_tokens, shape.window_tokens, tuple(layers)))
     regions = unique_regions(_span(views[layer]) for group in cache.kv_cache_groups for layer in group.layer_names)
-    return EngineLayout(tp_rank, tp_size, cache.num_blocks, regions, tuple(groups))
+    caches_prefixes = bool(config.cache_config.enable_prefix_caching)
+    return EngineLayout(tp_rank, tp_size, cache.num_blocks, regions, tuple(groups), caches_prefixes)
 
 
 def group_shapes(config: VllmConfig, cache: KVCacheConfig) -> tuple[Group, ...]:

@@ -150,7 +150,7 @@ def make_case(
         prompt,
         start,
         end,
-        _chunks(choose, prompt, end),
+        _chunks(choose, end),
         choose((True, False)),
         thorough,
     )
@@ -169,11 +169,9 @@ def _take(choose: Choose, pool: list[int]) -> int:
     return pool.pop(choose(range(len(pool))))
 
 
-def _chunks(choose: Choose, prompt: int, end: int) -> tuple[int, ...]:
-    """Two steps inside the prompt, and its end; sometimes no step ends at ``end``, and the prompt's is later."""
-    inside = {choose(range(16, end)), choose((32, 48, 64, 80, 96))}
-    last = [prompt] if choose((False, False, False, True)) else [end, prompt]
-    return tuple(sorted(inside | set(last)))
+def _chunks(choose: Choose, end: int) -> tuple[int, ...]:
+    """Two steps inside the prompt, and its end, which for the producer is where the consumer resumes."""
+    return tuple(sorted({choose(range(16, end)), choose((32, 48, 64, 80, 96)), end}))
 
 
 # ---- definitions -------------------------------------------------------------------------------------------------
@@ -221,13 +219,14 @@ def unit_tokens(case: Case, group: int) -> int:
 
 
 def wanted_rows(case: Case, group: int, part: Part) -> np.ndarray:
-    """Rows that must be written: those of all units with a token that is needed, in blocks that may be written."""
-    first, block = max(first_needed(case.kinds[group], case.windows[group], case.end), 0), unit_tokens(case, group)
+    """Rows that must be written: from the producer's block with the first token that is needed to the last unit."""
+    first, unit = max(first_needed(case.kinds[group], case.windows[group], case.end), 0), unit_tokens(case, group)
+    block = case.producer.groups[group].block_tokens
     first_written = max(first, case.start)
     if first_written >= case.end:
         return np.arange(0)
     given = first_written // case.consumer.groups[group].block_tokens * case.consumer.groups[group].block_tokens
-    begin, stop = max(first // block * block, given), -(-case.end // block) * block
+    begin, stop = max(first // block * block, given), -(-case.end // unit) * unit
     return np.arange(begin // part.row_tokens, stop // part.row_tokens)
 
 
@@ -441,11 +440,7 @@ def check_case(case: Case) -> int:
         assert [shape.tokens for shape in plan.shapes] == [
             1 if kind == "state" else unit_tokens(case, group) for group, kind in enumerate(case.kinds)
         ]
-        unit_bytes = tuple(
-            0 if kind == "state" and case.end not in case.chunks else size
-            for kind, size in zip(case.kinds, plan.unit_bytes, strict=True)
-        )
-        partner = Partner(Peer("p", pair[0]), plan.shapes, unit_bytes)
+        partner = Partner(Peer("p", pair[0]), plan.shapes, plan.unit_bytes)
         assert sent[pair] == expected_bytes(targets[pair[1]].groups, order, partner), pair
     return words
 
@@ -488,7 +483,7 @@ def transfer_moves(
     )
     offer = Offer("t", case.end, "", blocks)
     consumer = Consumer(frozenset(), case.consumer.num_blocks, shapes)
-    transfer = Transfer("t", Stage.LIVE, 0.0, prompt_tokens=case.prompt)
+    transfer = Transfer("t", Stage.LIVE, 0.0, prompt_tokens=case.end)
     assert offer_problem(transfer, offer, sources, consumer) is None
     delivery = Delivery(Peer("c", 0), offer, wanted(offer, sources, consumer))
     found = []
@@ -503,8 +498,7 @@ def transfer_moves(
                 found.append((computed * LAYERS + layer, limited))
         else:
             found.append((computed * LAYERS + LAYERS - 1, moves))
-    left = [case.kinds[group] for group, units in enumerate(delivery.pending or ()) if len(units)]
-    assert left == [kind for kind in case.kinds if kind == "state" and case.end not in case.chunks]
+    assert not any(len(units) for units in delivery.pending or ())
     return found, Order("r", "t", EngineAddress("", 1, "i"), case.end, "", blocks)
 
 

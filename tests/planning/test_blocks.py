@@ -176,24 +176,6 @@ def test_chunked_attention_wants_its_chunk(chunk: int, start: int, end: int, pos
     assert wanted_blocks(chunked(chunk), TABLE, start, end).positions.tolist() == positions
 
 
-@pytest.mark.parametrize(
-    ("chunk", "resume", "computed", "positions"),
-    [
-        (8, 6, 7, []),
-        (8, 7, 8, [0, 1]),  # the last token of a chunk sees all of it; one token later nothing of it is kept
-        (8, 8, 9, []),
-        (8, 15, 16, [2, 3]),
-        (6, 5, 6, [0]),  # tokens 0..5; block 1 holds token 6 too
-        (6, 11, 12, [1, 2]),
-        (6, 12, 13, []),
-        (16, 15, 16, [0, 1, 2, 3]),
-    ],
-)
-def test_boundary_positions_of_a_chunk(chunk: int, resume: int, computed: int, positions: list[int]) -> None:
-    """Where the prompt ends with a chunk, the allocator lets go of all its blocks, and decode needs them."""
-    assert list(boundary_positions(chunked(chunk), resume, computed)) == positions
-
-
 def test_a_state_is_the_tables_last_block() -> None:
     """One state a request, whatever its length; an older state is no use."""
     for table, end in (([7], 3), ([0, 0, 9], 11), ([5, 6, 9], 11)):
@@ -205,7 +187,7 @@ def test_a_state_is_the_tables_last_block() -> None:
 @pytest.mark.parametrize("table", [[], [0], [4, 0]])
 def test_a_state_without_a_block_is_refused(table: list[int]) -> None:
     """The allocator has given the state no block."""
-    with pytest.raises(PlanError, match="group 2: no block is allocated for the request's state"):
+    with pytest.raises(PlanError, match="group 2: no block is allocated for the state after 5 tokens"):
         wanted_blocks(STATE, table, 0, 5)
 
 
@@ -260,12 +242,16 @@ def units_of(group: Group, shape: UnitShape, positions: list[int], end: int) -> 
         (FULL, UnitShape(4, 2, 1), [0, 2], 10, [(0, 100, 0), (2, 102, 0)]),
         # both are cut: a unit of 2 tokens, blocks of 6 and 4
         (FULL, UnitShape(2, 3, 2), [1], 100, [(2, 101, 0), (3, 101, 1)]),
-        # resuming at 10 with a window of 4 looks at tokens 7..9: the unit of tokens 4, 5 is not needed
+        # resuming at 10 with a window of 4 looks at tokens 7..9: the producer's block of tokens 4, 5 is not needed
         (sliding(4), UnitShape(2, 1, 2), [1, 2], 10, [(3, 101, 1), (4, 102, 0)]),
         (sliding(5), UnitShape(2, 1, 2), [1, 2], 10, [(3, 101, 1), (4, 102, 0)]),  # from 6
         (sliding(6), UnitShape(2, 1, 2), [1, 2], 10, [(2, 101, 0), (3, 101, 1), (4, 102, 0)]),  # from 5
         (sliding(3), UnitShape(2, 1, 2), [2], 10, [(4, 102, 0)]),  # from 8
         (sliding(1), UnitShape(2, 1, 2), [], 10, []),
+        # the producer's blocks of 4 hold all of the consumer's: block 1 is filled whole, as a prefix cache needs it
+        (sliding(4), UnitShape(2, 2, 2), [1, 2], 10, [(2, 101, 0), (3, 101, 1), (4, 102, 0)]),
+        (sliding(3), UnitShape(2, 2, 2), [2], 10, [(4, 102, 0)]),
+        (sliding(4), UnitShape(2, 4, 2), [1, 2], 10, [(2, 101, 0), (3, 101, 1), (4, 102, 0)]),
         # chunks of 6 tokens: 6..9 are needed
         (chunked(6), UnitShape(2, 1, 2), [1, 2], 10, [(3, 101, 1), (4, 102, 0)]),
         (chunked(5), UnitShape(2, 1, 2), [1, 2], 9, [(2, 101, 0), (3, 101, 1), (4, 102, 0)]),  # from 5

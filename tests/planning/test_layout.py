@@ -216,3 +216,13 @@ def test_a_rank_holds_its_share_of_every_part() -> None:
         assert EngineLayout(rank, 2, 4, LAYOUT.regions, groups).groups == groups
         with pytest.raises(PlanError, match="of 3 heads where an even split gives it"):
             EngineLayout(1 - rank, 2, 4, LAYOUT.regions, groups)
+
+
+def test_impossible_parts_are_refused() -> None:
+    """The parts of a layer follow each other, or layers could not leave one by one; a state has no kernel blocks."""
+    other = replace(PAGES, layer="b")
+    Group(0, GroupKind.FULL, 5, None, (PAGES, PAGES, other, other))
+    with pytest.raises(PlanError, match="group 0: the parts of a layer must follow each other"):
+        Group(0, GroupKind.FULL, 5, None, (PAGES, other, PAGES))
+    with pytest.raises(PlanError, match="layer 'a': a state has no kernel blocks"):
+        Group(0, GroupKind.STATE, 5, None, (replace(PAGES, kernel_blocks=2, kernel_block_stride_bytes=40),))

@@ -87,7 +87,6 @@ def test_the_grid_has_all_that_may_differ() -> None:
         seen["shared", case.producer.shared, case.consumer.shared] += 1
         seen["prefix hit", case.start > 0] += 1
         seen["layerwise", case.layerwise] += 1
-        seen["no chunk ends at the end", case.end not in case.chunks] += 1
         seen["prompt ends", case.prompt - case.end] += 1
     assert {(True, kind, *sizes) for kind in KINDS for sizes in BLOCK_SIZES} <= seen.keys()
     assert all(count >= 10 for count in seen.values()), seen

@@ -179,3 +179,22 @@ def test_pages_with_fewer_heads_than_the_rank_holds_are_refused() -> None:
     pages = BASE.groups[0].layers
     with pytest.raises(PlanError, match=r"layer 'layers\.0\.0': rank 0 of 1 holds 3 of 4 heads .* gives it 4"):
         with_field(BASE, 0, layers=(replace(pages[0], heads=3), pages[1]))
+
+
+@pytest.mark.parametrize(
+    ("prefill_tokens", "decode_tokens", "fits"), [(8, 8, True), (16, 8, True), (8, 16, False), (8, 12, False)]
+)
+def test_a_prefix_cache_needs_whole_blocks(prefill_tokens: int, decode_tokens: int, fits: bool) -> None:
+    """A window may begin in a block of decode's that prefill holds in part: refused where decode caches prefixes."""
+    groups = ((GroupKind.SLIDING, 6, 1), (GroupKind.FULL, None, 1))
+    layouts = [
+        make_rank(Shape(groups=groups, block_tokens=tokens, rows=tokens), 0, 1).layout
+        for tokens in (prefill_tokens, decode_tokens)
+    ]
+    check_compatible(*layouts)
+    layouts[1] = replace(layouts[1], caches_prefixes=True)
+    if fits:
+        check_compatible(*layouts)
+    else:
+        with pytest.raises(IncompatiblePeerError, match="turn decode's enable_prefix_caching off"):
+            check_compatible(*layouts)

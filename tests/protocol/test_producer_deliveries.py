@@ -111,12 +111,13 @@ def test_a_null_block_at_the_source_is_not_sent() -> None:
     assert reason == "the prefill engine no longer holds a block that is wanted"
 
 
-def test_blocks_that_never_come_are_not_counted() -> None:
-    """A table shorter than the prompt leaves blocks unwritten; Fin's count says so and the consumer refuses it."""
+def test_blocks_that_never_come_are_missed() -> None:
+    """A table shorter than the prompt leaves blocks unwritten: Aborted, by group, and never a Fin."""
     producer = live()
     producer.message(C0, offer(), 0.5)
     write = only_write(producer.progress("r", [[1], [4]], 12, 1.0))
-    assert finish_write(producer, write, 10, 2.0) == [Send(C0, Fin("t", 10))]
+    reason = aborted_reason(finish_write(producer, write, 10, 2.0))
+    assert reason == "the prompt was computed past what is wanted of KV cache groups 0, 1"
 
 
 # ---- digests -----------------------------------------------------------------------------------------------------
