@@ -47,6 +47,10 @@ bench: $(STAMP) ## Measure handover and TTFT side by side with vLLM's own connec
 	$(BIN)/python -m benchmarks.handover
 	$(BIN)/python -m benchmarks.service
 
+.PHONY: bench-exposed
+bench-exposed: $(STAMP) ## Measure what streaming hides, over shared memory and a slow link (root)
+	$(BIN)/python -m benchmarks.exposed
+
 .PHONY: identity
 identity: $(STAMP) ## Compare tokens and logprobs with one engine, at four pairs of TP sizes
 	$(BIN)/python -m tests.e2e.identity

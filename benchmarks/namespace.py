@@ -1,0 +1,66 @@
+"""A second host on this machine: a network namespace behind a veth pair, with a rate limit. Needs root and iproute2."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_CLONE_NEWNET = 0x40000000
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """``address`` is the namespace's own, ``outside`` that of the other end of its only link."""
+
+    name: str
+    address: str = "10.209.0.2"
+    outside: str = "10.209.0.1"
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Processes that are started meanwhile live in the namespace; this thread is back outside afterwards."""
+        home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+        there = os.open(f"/var/run/netns/{self.name}", os.O_RDONLY)
+        try:
+            _set_namespace(there)
+            yield
+        finally:
+            _set_namespace(home)
+            os.close(there)
+            os.close(home)
+
+
+@contextlib.contextmanager
+def namespace(rate: str) -> Iterator[Namespace]:
+    """A namespace whose link carries ``rate`` (in tc's words, ``400mbit``) each way; it is taken down at the end."""
+    made = Namespace(f"tandem{os.getpid()}")
+    link, inner = f"t{os.getpid()}", f"u{os.getpid()}"
+    inside = ["ip", "netns", "exec", made.name]
+    limit = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "100ms"]
+    _run("ip", "netns", "add", made.name)
+    try:
+        _run("ip", "link", "add", link, "type", "veth", "peer", "name", inner, "netns", made.name)
+        _run("ip", "address", "add", f"{made.outside}/24", "dev", link)
+        _run("ip", "link", "set", link, "up")
+        _run(*inside, "ip", "address", "add", f"{made.address}/24", "dev", inner)
+        _run(*inside, "ip", "link", "set", inner, "up")
+        _run(*inside, "ip", "link", "set", "lo", "up")
+        _run("tc", "qdisc", "add", "dev", link, *limit)
+        _run(*inside, "tc", "qdisc", "add", "dev", inner, *limit)
+        yield made
+    finally:
+        subprocess.run(["ip", "netns", "delete", made.name], check=False)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True)
+
+
+def _set_namespace(descriptor: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(descriptor, _CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "setns")
