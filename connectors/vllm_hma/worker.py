@@ -156,6 +156,7 @@ class WorkerRuntime:
         self._governor = Governor(config.streaming)
         self._by_layers = False
         self._engine_s = 0.0
+        self._posted = self._posted_before = 0
         self._exposed: Exposure | None = None
         self._trace = Trace(config.trace_path, card.incarnation, card.rank)
         self._lock = threading.RLock()
@@ -212,7 +213,7 @@ class WorkerRuntime:
                 self._fence_preempted(orders.preempted)
             last = [chunk for chunk in orders.chunks if chunk.last]
             self._by_layers = bool(last) and self._governor.by_layers()
-            self._engine_s = 0.0
+            self._engine_s, self._posted_before = 0.0, self._posted
             if self._by_layers:
                 self._steps.begin(last)
 
@@ -335,7 +336,9 @@ class WorkerRuntime:
                     self._trace.event("chunk", request=chunk.request_id, tokens=chunk.computed_tokens)
                     new_ids = [()] * len(chunk.new_ids) if chunk.request_id in begun else chunk.new_ids
                     self._perform(self._producer.progress(chunk.request_id, new_ids, chunk.computed_tokens, now))
-                if any(chunk.last for chunk in chunks) and self._exposed is None:
+                # A step that nothing was sent of says nothing about the way of sending.
+                sent = self._posted > self._posted_before and any(chunk.last for chunk in chunks)
+                if sent and self._exposed is None:
                     self._exposed = Exposure(now, bool(begun), self._engine_s, set(self._writes))
 
     def _measure(self, now: float) -> None:
@@ -433,6 +436,7 @@ class WorkerRuntime:
             logger.warning("Tandem: %s", error)
             return self._producer.write_failed(write.write_id, str(error), now)
         self._writes[write.write_id] = handle
+        self._posted += 1
         self._producer.write_posted(write.write_id, runs.total_bytes)
         if write.digest is not None:
             # Now, while these are the request's bytes, whatever becomes of the blocks before the write has read them.
