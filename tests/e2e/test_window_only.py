@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from math import ceil
 from pathlib import Path
 
 import pytest
+import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-from tests.e2e.engines import Pair, describe, generate, start_engine
+from tests.e2e.engines import ENVIRONMENT, Pair, describe, generate, start_engine
 from tests.e2e.identity import BLOCK_TOKENS, MAX_TOKENS, difference
 from tests.e2e.models import WINDOW_TOKENS, gemma3
 from tests.e2e.test_connector import random_prompt
@@ -24,8 +29,8 @@ SLIDING_GROUPS = 5
 LONGEST = 3072
 PROMPT_TOKENS = 3000
 STEP_TOKENS = 64
-# The least with which vLLM starts: 96 blocks of full attention, 9 in each sliding group (the window, two steps of 64
-# tokens, one block), and the null block.
+# 96 blocks of full attention; in each sliding group 9, for the window, two steps of 64 tokens and one block; the null
+# block. With not much less vLLM would not start: it asks for what a prompt of max_model_len takes, computed here.
 BLOCKS = 96 + SLIDING_GROUPS * 9 + 1
 
 
@@ -73,6 +78,35 @@ def test_windows_are_enough(tmp_path: Path) -> None:
     assert window == 5
     assert (1 + SLIDING_GROUPS) * whole > 3 * blocks
     assert whole + SLIDING_GROUPS * window <= blocks - 1
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_whole_allocation_of_that_memory_is_refused(tmp_path: Path, whole: bool) -> None:
+    """In the same bytes, vLLM does not start for this length without its hybrid manager, which a connector may lack."""
+    os.environ.update(ENVIRONMENT)
+    config = EngineArgs(
+        gemma3(tmp_path / "gemma3", sliding=SLIDING_GROUPS),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enable_prefix_caching=False,
+        block_size=BLOCK_TOKENS,
+        max_model_len=LONGEST,
+        max_num_batched_tokens=STEP_TOKENS,
+        max_num_seqs=16,
+        disable_hybrid_kv_cache_manager=whole,
+    ).create_engine_config()
+    config.cache_config.kv_cache_layout = "LBHNC"
+    shape = {"block_size": BLOCK_TOKENS, "num_kv_heads": 4, "head_size": 32, "dtype": torch.float32}
+    full, sliding = FullAttentionSpec(**shape), SlidingWindowSpec(**shape, sliding_window=WINDOW_TOKENS)
+    period = 1 + SLIDING_GROUPS
+    specs = {str(layer): full if layer % period == SLIDING_GROUPS else sliding for layer in range(2 * period)}
+    memory = BLOCKS * 2 * full.page_size_bytes
+    if whole:
+        with pytest.raises(ValueError, match="KV cache"):
+            get_kv_cache_configs(config, [specs], [memory])
+    else:
+        (cache,) = get_kv_cache_configs(config, [specs], [memory])
+        assert (cache.num_blocks, len(cache.kv_cache_groups)) == (BLOCKS, period)
 
 
 async def _idle(pair: Pair, within_s: float = 10.0) -> bool:
