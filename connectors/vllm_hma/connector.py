@@ -28,7 +28,7 @@ from connectors.errors import ConfigurationError
 from connectors.vllm_hma.config import parse_config
 from connectors.vllm_hma.orders import CardMetadata, Orders
 from connectors.vllm_hma.scheduler import SchedulerConnector
-from connectors.vllm_hma.translate import group_shapes
+from connectors.vllm_hma.translate import group_shapes, only_states_can_lag
 from connectors.vllm_hma.worker import WorkerConnector
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
                 "that fails would fail the request"
             )
         config = parse_config(transfer.kv_connector_extra_config)
+        self._only_states_can_lag = only_states_can_lag(kv_cache_config)
         # The engine id may be fixed by configuration; with the instance id it is new at every start.
         incarnation = f"{transfer.engine_id}.{vllm_config.instance_id}"
         self._scheduler: SchedulerConnector | None = None
@@ -76,6 +77,11 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     def worker(self) -> WorkerConnector:
         assert self._worker is not None, "vLLM calls worker methods on the workers' instances"
         return self._worker
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """May vLLM count a held prefix of full attention whose states are gone? The last state always comes."""
+        return self._only_states_can_lag
 
     # ---- scheduler's side --------------------------------------------------------------------------------------
 

@@ -93,6 +93,17 @@ def group_shapes(config: VllmConfig, cache: KVCacheConfig) -> tuple[Group, ...]:
     return tuple(shapes)
 
 
+def only_states_can_lag(cache: KVCacheConfig) -> bool:
+    """Does a prefix that full attention holds lack nothing but states, where groups hold prefixes of unequal length?
+
+    Windows can lag too, and so can full attention of another shape, whose blocks are evicted on their own.
+    """
+    specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+    others = [spec for spec in specs if type(spec) is not MambaSpec]
+    attention = (FullAttentionSpec, MLAAttentionSpec)
+    return len(others) < len(specs) and all(type(spec) in attention and spec == others[0] for spec in others)
+
+
 def model_identity(config: VllmConfig) -> ModelIdentity:
     """What must be equal on both engines. Cheap: reads at most 4 MiB of each weight file."""
     model = config.model_config

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -30,6 +32,10 @@ class Engines:
     @property
     def all(self) -> tuple[AsyncLLM, AsyncLLM]:
         return self.one_to_two.prefill, self.one_to_two.decode
+
+    def events(self) -> list[dict[str, Any]]:
+        """All that both engines have traced so far, in the order in which it was written."""
+        return [json.loads(line) for line in self.trace.read_text().splitlines()]
 
     async def idle(self, within_s: float = 10.0) -> bool:
         """Do both block pools come back to their baseline? Also forgets all cached prefixes."""

@@ -42,9 +42,9 @@ class SizedModel:
     shape: dict[str, int]
 
 
-def gemma3(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
-    """A Gemma-3-style hybrid: layers S, S, F, S, S, F, which vLLM puts into three KV cache groups. Its path."""
-    _save_gemma3(folder, seed, hidden=128, layer_types=_layers(2, 2), heads=4, kv_heads=kv_heads, head_dim=32)
+def gemma3(folder: Path, kv_heads: int = 4, seed: int = 0, sliding: int = 2) -> str:
+    """A Gemma-3-style hybrid: ``sliding`` layers S, then F, twice; vLLM makes sliding + 1 KV cache groups. Its path."""
+    _save_gemma3(folder, seed, hidden=128, layer_types=_layers(sliding, 2), heads=4, kv_heads=kv_heads, head_dim=32)
     return str(folder)
 
 

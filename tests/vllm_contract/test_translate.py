@@ -8,6 +8,7 @@ from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,
     SlidingWindowMLASpec,
@@ -16,7 +17,7 @@ from vllm.v1.kv_cache_interface import (
 
 from connectors.errors import UnsupportedCacheError
 from connectors.planning.layout import GroupKind
-from connectors.vllm_hma.translate import engine_layout, group_shapes, model_identity
+from connectors.vllm_hma.translate import engine_layout, group_shapes, model_identity, only_states_can_lag
 from tests.vllm_contract.caches import (
     BLOCK_ELEMENTS,
     BLOCK_TOKENS,
@@ -145,3 +146,23 @@ def test_identity_tells_models_apart() -> None:
     assert model_identity(vllm_config()) != model_identity(vllm_config(dtype="bfloat16"))
     other_window = vllm_config(hf_overrides=frozenset({("sliding_window", 64)}))
     assert model_identity(vllm_config()).model != model_identity(other_window).model
+
+
+STATE = MambaSpec(block_size=BLOCK_TOKENS, shapes=((3, 64), (4, 16, 16)), dtypes=(torch.float32, torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("specs", "answer"),
+    [
+        ([full(), STATE, STATE], True),
+        ([full(), full(), STATE], True),
+        ([full(), STATE, sliding()], False),  # tokens of the window would be taken for held
+        ([full(), full(head_size=64), STATE], False),  # blocks of the second may be gone where the first's are not
+        ([full(), sliding()], False),
+        ([full()], False),
+    ],
+)
+def test_which_held_prefixes_lack_only_states(specs: list[KVCacheSpec], answer: bool) -> None:
+    """vLLM may count a held prefix whose states are gone only where nothing else of it can be gone."""
+    cache = cache_config(*(([f"l{i}"], spec) for i, spec in enumerate(specs)))
+    assert only_states_can_lag(cache) is answer
