@@ -55,6 +55,8 @@ def build_runs(plan: PairPlan, moves: Sequence[Moves]) -> Runs:
     if not parts:
         empty = np.empty(0, np.int64)
         return Runs(empty, empty, empty)
+    if len(parts) == 1:
+        return coalesce(Runs(*parts[0]))
     return coalesce(Runs(*(np.concatenate(column) for column in zip(*parts, strict=True))))
 
 
@@ -80,6 +82,8 @@ def coalesce(runs: Runs) -> Runs:
     if len(runs) < 2:
         return runs
     ends_src, ends_dst = runs.src[:-1] + runs.length[:-1], runs.dst[:-1] + runs.length[:-1]
-    starts = np.concatenate(([True], (runs.src[1:] != ends_src) | (runs.dst[1:] != ends_dst)))
-    heads = np.flatnonzero(starts)
+    breaks = (runs.src[1:] != ends_src) | (runs.dst[1:] != ends_dst)
+    if breaks.all():
+        return runs
+    heads = np.flatnonzero(np.concatenate(([True], breaks)))
     return Runs(runs.src[heads], runs.dst[heads], np.add.reduceat(runs.length, heads))
