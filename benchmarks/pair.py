@@ -135,8 +135,10 @@ def consume(rest_s: float, pipe: Connection, fabric: Fabric, environment: Mappin
             pipe.send((side.transport.metadata(), side.layout))
         elif word == "digest":
             assert side is not None
-            pipe.send(side.digest(arguments[0]))
+            found = side.digest(arguments[0])
+            # Before the answer: what comes after it may write here already.
             side.memory[:] = 0
+            pipe.send(found)
     if side is not None:
         side.transport.close()
 
