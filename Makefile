@@ -6,13 +6,14 @@ BIN := $(VENV)/bin
 CONFIG ?= configs/local.yaml
 PORT ?=
 TESTS ?=
+FABRICS ?=
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 
 .PHONY: help
 help: ## Show this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(BIN)/python:
 	@echo "tandem: making $(VENV) with $(PYTHON)"
@@ -50,6 +51,11 @@ bench: $(STAMP) ## Measure handover and TTFT side by side with vLLM's own connec
 .PHONY: bench-exposed
 bench-exposed: $(STAMP) ## Measure what streaming hides, over shared memory and a slow link (root)
 	$(BIN)/python -m benchmarks.exposed
+.PHONY: bench-transfer
+bench-transfer: $(STAMP) ## Measure transfers beside raw NIXL and memcpy, descriptors and first contact: FABRICS=shm,tcp,netns
+	$(BIN)/python -m benchmarks.transfer $(if $(FABRICS),--fabrics $(FABRICS))
+	$(BIN)/python -m benchmarks.descriptors
+	$(BIN)/python -m benchmarks.contact
 
 .PHONY: identity
 identity: $(STAMP) ## Compare tokens and logprobs with one engine, at four pairs of TP sizes

@@ -55,6 +55,8 @@ def build_runs(plan: PairPlan, moves: Sequence[Moves]) -> Runs:
     if not parts:
         empty = np.empty(0, np.int64)
         return Runs(empty, empty, empty)
+    if len(parts) == 1:
+        return coalesce(Runs(*parts[0]))
     return coalesce(Runs(*(np.concatenate(column) for column in zip(*parts, strict=True))))
 
 
@@ -69,10 +71,26 @@ def _expand(plan: GroupPlan, move: Moves) -> tuple[Ints, Ints, Ints]:
     if move.src_ids.shape != move.dst_ids.shape:
         raise PlanError(f"group {move.group}: {len(move.src_ids)} source for {len(move.dst_ids)} destination units")
     pieces = plan.pieces_of(move.layers)
-    src = plan.src.at(pieces, move.src_ids, move.src_parts)
-    dst = plan.dst.at(pieces, move.dst_ids, move.dst_parts)
-    length = np.broadcast_to(plan.piece_bytes[pieces, None], src.shape)
+    heads, counts = _stretches(plan, pieces, move)
+    src = plan.src.at(pieces, move.src_ids[heads], move.src_parts[heads])
+    dst = plan.dst.at(pieces, move.dst_ids[heads], move.dst_parts[heads])
+    length = plan.piece_bytes[pieces, None] * counts[None, :]
     return src.ravel(), dst.ravel(), length.ravel()
+
+
+def _stretches(plan: GroupPlan, pieces: slice, move: Moves) -> tuple[Ints, Ints]:
+    """(first unit, number of units) of the stretches whose units continue each other in every piece.
+
+    Where pages follow each other without a gap on both sides, that is decided by the ids alone, once for all pieces.
+    """
+    size = plan.piece_bytes[pieces]
+    whole = plan.src.unit_offset.shape[1] == plan.dst.unit_offset.shape[1] == 1
+    dense = (plan.src.block_stride[pieces] == size).all() and (plan.dst.block_stride[pieces] == size).all()
+    if len(move) < 2 or not (whole and dense):
+        return np.arange(len(move)), np.ones(len(move), np.int64)
+    breaks = (np.diff(move.src_ids) != 1) | (np.diff(move.dst_ids) != 1)
+    heads = np.flatnonzero(np.concatenate(([True], breaks)))
+    return heads, np.diff(heads, append=len(move))
 
 
 def coalesce(runs: Runs) -> Runs:
@@ -80,6 +98,8 @@ def coalesce(runs: Runs) -> Runs:
     if len(runs) < 2:
         return runs
     ends_src, ends_dst = runs.src[:-1] + runs.length[:-1], runs.dst[:-1] + runs.length[:-1]
-    starts = np.concatenate(([True], (runs.src[1:] != ends_src) | (runs.dst[1:] != ends_dst)))
-    heads = np.flatnonzero(starts)
+    breaks = (runs.src[1:] != ends_src) | (runs.dst[1:] != ends_dst)
+    if breaks.all():
+        return runs
+    heads = np.flatnonzero(np.concatenate(([True], breaks)))
     return Runs(runs.src[heads], runs.dst[heads], np.add.reduceat(runs.length, heads))

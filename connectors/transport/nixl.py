@@ -80,23 +80,31 @@ class NixlTransport:
             self._live().remove_remote_agent(peer)
 
     def write(self, peer: str, runs: Runs, source: Place, target: Place) -> int:
+        return self.post(peer, self.prepare(peer, runs, source, target))
+
+    def prepare(self, peer: str, runs: Runs, source: Place, target: Place) -> nixl_xfer_handle:
+        """A write that has only to be posted (``post``) or given up (``discard``). Raises TransportError."""
         agent = self._live()
         try:
             local = agent.get_xfer_descs(_descriptors(runs.src, runs.length, source.device), source.memory)
             remote = agent.get_xfer_descs(_descriptors(runs.dst, runs.length, target.device), target.memory)
-            handle = agent.initialize_xfer("WRITE", local, remote, peer)
+            return agent.initialize_xfer("WRITE", local, remote, peer)
         except Exception as error:
             raise TransportError(peer, f"preparing a write of {len(runs)} runs: {error}") from error
+
+    def post(self, peer: str, xfer: nixl_xfer_handle) -> int:
+        """Start a prepared write. Raises TransportError."""
+        agent = self._live()
         try:
-            state = agent.transfer(handle)
+            state = agent.transfer(xfer)
         except Exception as error:
-            self._release(handle)
-            raise TransportError(peer, f"posting a write of {len(runs)} runs: {error}") from error
+            self.discard(xfer)
+            raise TransportError(peer, f"posting a write: {error}") from error
         if state == "ERR":
-            self._release(handle)
-            raise TransportError(peer, f"posting a write of {len(runs)} runs failed")
+            self.discard(xfer)
+            raise TransportError(peer, "posting a write failed")
         self._next_handle += 1
-        self._handles[self._next_handle] = (peer, handle)
+        self._handles[self._next_handle] = (peer, xfer)
         return self._next_handle
 
     def poll(self, handle: int) -> bool:
@@ -106,12 +114,12 @@ class NixlTransport:
             state = agent.check_xfer_state(xfer)
         except Exception as error:
             del self._handles[handle]
-            self._release(xfer)
+            self.discard(xfer)
             raise TransportError(peer, f"a write failed: {error}") from error
         if state == "PROC":
             return False
         del self._handles[handle]
-        self._release(xfer)
+        self.discard(xfer)
         if state == "ERR":
             raise TransportError(peer, "a write failed")
         return True
@@ -136,7 +144,7 @@ class NixlTransport:
         if agent is None:
             return
         for _, xfer in self._handles.values():
-            self._release(xfer)
+            self.discard(xfer)
         self._handles.clear()
         for descriptors in self._registered:
             with contextlib.suppress(Exception):
@@ -147,7 +155,8 @@ class NixlTransport:
             raise TransportError(self.name, "this transport has been closed")
         return self._agent
 
-    def _release(self, xfer: nixl_xfer_handle) -> None:
+    def discard(self, xfer: nixl_xfer_handle) -> None:
+        """Give back a write that has ended, has failed or was not posted."""
         # Releasing an unfinished transfer raises after it has started the abort; NIXL then releases it itself.
         with contextlib.suppress(Exception):
             xfer.release()
