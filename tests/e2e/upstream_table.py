@@ -45,7 +45,7 @@ GPUs, where vLLM has other attention backends and cache layouts, or about load: 
 
 READING = """## Where these answers come from
 
-Read in vLLM 0.32.0's source, not measured; paths are below `vllm/`.
+Read in vLLM 0.32.0's source, not measured unless it says so; paths are below `vllm/`.
 
 - *wrong* with a sliding window, at TP 1 → 1 too, and only at prompts of 159 and 479 tokens: of the lengths sent those
   are the two where the window's far edge meets a block's (a window of 128 tokens, blocks of 32). The consumer's blocks
@@ -61,6 +61,10 @@ Read in vLLM 0.32.0's source, not measured; paths are below `vllm/`.
 - *wrong* where decode's blocks are larger: CPU's attention keeps a block's keys before its values (`platforms/cpu.py`),
   so that two blocks of 32 laid side by side are not one of 64. Other attention backends lay their blocks out otherwise;
   this row is the one most likely to be different on a GPU.
+- *wrong* for LFM2 says nothing about the connector: on this build one engine without any connector disagrees with
+  itself. The logprob of a prompt's second token, and that of the first token after the prompt and its first token, are
+  up to 0.09 apart (measured at TP 1; Falcon-H1: 5e-6). Tandem has decode compute the last prompt token, which then goes
+  the way of a decode step, and the reference computes it with the rest of the prompt.
 """
 
 
