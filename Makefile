@@ -14,6 +14,7 @@ STAMP := $(VENV)/.installed
 .PHONY: help
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(BIN)/python:
 	@echo "tandem: making $(VENV) with $(PYTHON)"
@@ -64,6 +65,11 @@ identity: $(STAMP) ## Compare tokens and logprobs with one engine, at four pairs
 .PHONY: families
 families: $(STAMP) ## The same for every kind of KV cache, between engines of unequal shape (about an hour)
 	$(BIN)/python -m tests.e2e.families
+
+.PHONY: upstream-shapes
+upstream-shapes: $(STAMP) ## The same shapes put to vLLM's own connector, too (about an hour): docs/upstream-shapes.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.e2e.upstream_shapes
+	$(BIN)/python -m tests.e2e.upstream_table
 
 .PHONY: corruption
 corruption: $(STAMP) ## Damage 6,000 transfers in six ways, and believe 10,000 clean ones
