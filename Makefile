@@ -52,6 +52,7 @@ bench: $(STAMP) ## Measure handover and TTFT side by side with vLLM's own connec
 .PHONY: bench-exposed
 bench-exposed: $(STAMP) ## Measure what streaming hides, over shared memory and a slow link (root)
 	$(BIN)/python -m benchmarks.exposed
+
 .PHONY: bench-transfer
 bench-transfer: $(STAMP) ## Measure transfers beside raw NIXL and memcpy, descriptors and first contact: FABRICS=shm,tcp,netns
 	$(BIN)/python -m benchmarks.transfer $(if $(FABRICS),--fabrics $(FABRICS))
