@@ -78,6 +78,11 @@ class Greeter:
             self._connecting.add(engine.incarnation)
         self._submit(self._connects, self._connect, engine)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a handshake that we have begun waits for answers."""
+        return bool(self._connecting)
+
     def greeted(self, sender: Peer, message: Hello) -> None:
         """A consumer worker has said hello."""
         self._submit(self._greets, self._welcome, sender, message)

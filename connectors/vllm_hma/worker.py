@@ -300,7 +300,11 @@ class WorkerRuntime:
         if self._writes or self._steps:
             return _BUSY_S
         producing, consuming = self._producer.census(), self._consumer.census()
-        busy = any(producing[stage] for stage in ("orphan", "live", "held")) or any(consuming.values())
+        busy = (
+            self._greeter.busy
+            or any(producing[stage] for stage in ("orphan", "live", "held"))
+            or any(consuming.values())
+        )
         return _OPEN_S if busy else _IDLE_S
 
     def _pump(self, now: float) -> None:
@@ -401,6 +405,7 @@ class WorkerRuntime:
                     self._sent.add(request_id)
                 case Connect(engine):
                     self._greeter.connect(engine)
+                    self._wake.set()
                 case Verify() as verify:
                     # A pool that is shut down refuses work: this worker is being closed.
                     with contextlib.suppress(RuntimeError):
