@@ -9,7 +9,9 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_CLONE_NEWNET = 0x40000000
+_CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x00020000
+_PRIVATE = 0x4000 | 1 << 18
+"""mount(2): MS_REC, MS_PRIVATE"""
 
 
 @dataclass(frozen=True)
@@ -22,16 +24,26 @@ class Namespace:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Processes that are started meanwhile live in the namespace; this thread is back outside afterwards."""
-        home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-        there = os.open(f"/var/run/netns/{self.name}", os.O_RDONLY)
-        try:
-            _set_namespace(there)
-            yield
-        finally:
-            _set_namespace(home)
-            os.close(there)
-            os.close(home)
+        """Processes that are started meanwhile live in the namespace; this thread is back outside afterwards.
+
+        They get a /sys of their own, too: it is where UCX looks for network devices.
+        """
+        folder = os.getcwd()
+        with (
+            open("/proc/thread-self/ns/net") as network,
+            open("/proc/thread-self/ns/mnt") as mounts,
+            open(f"/var/run/netns/{self.name}") as there,
+        ):
+            _call("unshare", _CLONE_NEWNS)
+            try:
+                _call("mount", b"none", b"/", None, _PRIVATE, None)
+                _call("setns", there.fileno(), _CLONE_NEWNET)
+                _call("mount", b"sysfs", b"/sys", b"sysfs", 0, None)
+                yield
+            finally:
+                _call("setns", network.fileno(), _CLONE_NEWNET)
+                _call("setns", mounts.fileno(), _CLONE_NEWNS)
+                os.chdir(folder)
 
 
 @contextlib.contextmanager
@@ -60,7 +72,7 @@ def _run(*command: str) -> None:
     subprocess.run(command, check=True)
 
 
-def _set_namespace(descriptor: int) -> None:
+def _call(name: str, *arguments: object) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.setns(descriptor, _CLONE_NEWNET):
-        raise OSError(ctypes.get_errno(), "setns")
+    if getattr(libc, name)(*arguments):
+        raise OSError(ctypes.get_errno(), name)
