@@ -53,7 +53,7 @@ bench-exposed: $(STAMP) ## Measure what streaming hides, over shared memory and 
 	$(BIN)/python -m benchmarks.exposed
 
 .PHONY: bench-transfer
-bench-transfer: $(STAMP) ## Measure transfers beside raw NIXL and memcpy, descriptors and first contact: FABRICS=shm,tcp,netns
+bench-transfer: $(STAMP) ## Measure transfers beside raw NIXL and memcpy, descriptors and first contact: FABRICS=shm,tcp
 	$(BIN)/python -m benchmarks.transfer $(if $(FABRICS),--fabrics $(FABRICS))
 	$(BIN)/python -m benchmarks.descriptors
 	$(BIN)/python -m benchmarks.contact

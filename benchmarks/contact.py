@@ -208,7 +208,7 @@ class Consumer:
 
 def work(pipe: Connection, fabric: Fabric, environment: Mapping[str, str]) -> None:
     """Either process."""
-    enter(fabric, 0, environment)
+    enter(fabric, environment)
     end: Any = None
     while True:
         word, *arguments = pipe.recv()

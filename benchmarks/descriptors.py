@@ -169,7 +169,7 @@ class Bench:
 
 def produce(pipe: Connection, fabric: Fabric, environment: Mapping[str, str]) -> None:
     """The producer process."""
-    enter(fabric, 0, environment)
+    enter(fabric, environment)
     bench: Bench | None = None
     while True:
         word, *arguments = pipe.recv()

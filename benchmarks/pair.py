@@ -8,12 +8,10 @@ so several pairs (of different settings) can take turns on one machine.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import multiprocessing
 import os
-import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -27,47 +25,18 @@ from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPage
 HOST = Place("DRAM", 0)
 ANSWER_S = 600.0
 REST_S = 0.001
-CLONE_NEWNET, CLONE_NEWNS = 0x40000000, 0x00020000
-MS_REC, MS_SLAVE = 1 << 14, 1 << 19
 
 
 @dataclass(frozen=True)
 class Fabric:
-    """``environment`` is UCX's; ``devices`` and ``namespaces`` are the producer's and the consumer's."""
+    """``environment`` is UCX's."""
 
     name: str
     environment: Mapping[str, str]
-    namespaces: tuple[str, str] | None = None
-    devices: tuple[str, str] | None = None
 
 
 SHARED_MEMORY = Fabric("shared memory", {})
 TCP_LOOPBACK = Fabric("TCP loopback", {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"})
-
-
-@contextlib.contextmanager
-def two_namespaces() -> Iterator[Fabric]:
-    """TCP between two network namespaces joined by a veth pair. Needs root."""
-    tag = os.getpid() % 100000
-    spaces = (f"tandem-p{tag}", f"tandem-d{tag}")
-    links = (f"tp{tag}", f"td{tag}")
-
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True)
-
-    try:
-        for space in spaces:
-            ip("netns", "add", space)
-        ip("link", "add", links[0], "type", "veth", "peer", "name", links[1])
-        for number, (space, link) in enumerate(zip(spaces, links, strict=True), 1):
-            ip("link", "set", link, "netns", space)
-            ip("-n", space, "addr", "add", f"10.231.77.{number}/24", "dev", link)
-            ip("-n", space, "link", "set", link, "up")
-            ip("-n", space, "link", "set", "lo", "up")
-        yield Fabric("TCP, two namespaces", {"UCX_TLS": "tcp,self"}, spaces, links)
-    finally:
-        for space in spaces:
-            subprocess.run(["ip", "netns", "del", space], check=False)
 
 
 class Side:
@@ -91,35 +60,16 @@ class Side:
         return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(self.memory[:, ids]))
 
 
-def enter(fabric: Fabric, end: int, environment: Mapping[str, str]) -> None:
-    """Make this process one end of the fabric. Before NIXL is imported."""
+def enter(fabric: Fabric, environment: Mapping[str, str]) -> None:
+    """Put this process on the fabric. Before NIXL is imported."""
     os.environ.update(fabric.environment)
-    if fabric.devices is not None:
-        os.environ["UCX_NET_DEVICES"] = fabric.devices[end]
     os.environ.update(environment)
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
-    if fabric.namespaces is not None:
-        _enter_namespace(fabric.namespaces[end])
-
-
-def _enter_namespace(name: str) -> None:
-    """As ``ip netns exec`` does: the namespace, and a /sys of its own, where UCX looks for network devices."""
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def check(result: int, what: str) -> None:
-        if result:
-            raise OSError(ctypes.get_errno(), f"cannot {what}")
-
-    with open(f"/var/run/netns/{name}") as space:
-        check(libc.setns(space.fileno(), CLONE_NEWNET), f"enter {name}")
-    check(libc.unshare(CLONE_NEWNS), "leave the mount namespace")
-    check(libc.mount(b"none", b"/", None, ctypes.c_ulong(MS_REC | MS_SLAVE), None), "keep mounts apart")
-    check(libc.mount(b"sysfs", b"/sys", b"sysfs", ctypes.c_ulong(0), None), "mount /sys")
 
 
 def consume(rest_s: float, pipe: Connection, fabric: Fabric, environment: Mapping[str, str]) -> None:
     """The consumer process: a cache of whatever shape is asked for, and its pump."""
-    enter(fabric, 1, environment)
+    enter(fabric, environment)
     side: Side | None = None
     while True:
         if side is not None and not pipe.poll(rest_s):

@@ -13,7 +13,6 @@ Ratios are speeds: ours over raw says what we cost, the other two what the trans
 then the quartiles of paired rounds, then in square brackets that of the best of each, which a busy machine disturbs
 least. With several ``--settings`` (environment variables of both processes, and ``rest_ms``, how long the consumer
 rests between looks at its messages) one pair for each takes its turn in every round, and ``over_first`` compares.
-Root is needed for ``netns``: TCP between two network namespaces.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.pair import HOST, REST_S, SHARED_MEMORY, TCP_LOOPBACK, Fabric, Pair, Side, enter, two_namespaces
+from benchmarks.pair import HOST, REST_S, SHARED_MEMORY, TCP_LOOPBACK, Fabric, Pair, Side, enter
 from connectors.planning.blocks import Ints
 from connectors.planning.descriptors import Moves, build_runs
 from connectors.planning.plan import plan_pair
@@ -124,7 +123,7 @@ def compiled_memmove() -> Callable[[Ints, Ints, Ints], None]:
 
 def produce(pipe: Connection, fabric: Fabric, environment: Mapping[str, str]) -> None:
     """The producer process."""
-    enter(fabric, 0, environment)
+    enter(fabric, environment)
     bench: Bench | None = None
     while True:
         word, *arguments = pipe.recv()
@@ -213,7 +212,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--fabrics", default="shm,tcp", help="of shm, tcp, netns")
+    parser.add_argument("--fabrics", default="shm,tcp", help="of shm, tcp")
     parser.add_argument("--runs", default="4,16,64,256,1024", help="KiB")
     parser.add_argument("--settings", nargs="+", default=[""])
     parser.add_argument("--rest-ms", type=float, default=1e3 * REST_S)
@@ -222,7 +221,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     for short in arguments.fabrics.split(","):
         with contextlib.ExitStack() as stack:
-            fabric = {"shm": SHARED_MEMORY, "tcp": TCP_LOOPBACK}.get(short) or stack.enter_context(two_namespaces())
+            fabric = {"shm": SHARED_MEMORY, "tcp": TCP_LOOPBACK}[short]
             print(
                 f"{fabric.name:32} ours/raw            raw/memcpy           ours/memcpy          over first", flush=True
             )
