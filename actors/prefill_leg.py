@@ -79,7 +79,8 @@ class PrefillLeg:
             logger.exception("prefill of transfer %s failed", self._transfer_id)
         finally:
             self._metrics.prefill_legs.labels(outcome).inc()
-            if outcome == "rejected":
+            if outcome in {"rejected", "failed"}:
+                # Nothing, or a replica that is gone; if not, its lease ends. Decode need not wait for a broadcast.
                 self._holds_kv = False
             if outcome in BROKEN and not self.broken.done():
                 self.broken.set_result(outcome)

@@ -97,9 +97,22 @@ def check_compatible(producer: EngineLayout, consumer: EngineLayout) -> None:
 
 
 def _check_window(producer: EngineLayout, consumer: EngineLayout, index: int) -> None:
-    """A window may begin within a block of the consumer's that a producer with smaller blocks holds in part only."""
+    """A producer whose blocks do not hold whole blocks of the consumer's may fill one of them in part only.
+
+    That is harmless unless somebody takes the rest for filled: a prefix cache, where a window begins within the block;
+    or, where states share the pool, attention behind the prompt's end: vLLM leaves it to us to clear such blocks.
+    """
     theirs, ours = producer.groups[index], consumer.groups[index]
-    if consumer.caches_prefixes and ours.kind in WINDOWED and theirs.block_tokens % ours.block_tokens:
+    if ours.kind is GroupKind.STATE or not theirs.block_tokens % ours.block_tokens:
+        return
+    if any(group.kind is GroupKind.STATE for group in consumer.groups):
+        raise IncompatiblePeerError(
+            f"block_tokens of KV cache group {index}",
+            ours.block_tokens,
+            theirs.block_tokens,
+            "beside state groups, give prefill a block_size that is a multiple of decode's",
+        )
+    if consumer.caches_prefixes and ours.kind in WINDOWED:
         raise IncompatiblePeerError(
             f"block_tokens of KV cache group {index}",
             ours.block_tokens,

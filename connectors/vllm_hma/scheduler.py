@@ -231,7 +231,8 @@ def _drop_last_token(request: Request) -> None:
     """Let vLLM compute a prompt without its last token, which is the consumer's to compute."""
     if request.num_prompt_tokens < 2 or request.prompt_token_ids is None:
         return
-    del request.prompt_token_ids[-1]
+    # A list of its own: the request may share it with whoever made it.
+    request.prompt_token_ids = request.prompt_token_ids[:-1]
     del request._all_token_ids[-1]
     request.num_prompt_tokens -= 1
 

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,7 +45,7 @@ from connectors.vllm_hma.orders import Finished, Orders, Receive
 from connectors.vllm_hma.post import Post, agent_name
 from connectors.vllm_hma.probe import EngineProbe
 from connectors.vllm_hma.steps import Begun, Ended, Entry, LayersComputed, Steps
-from connectors.vllm_hma.streaming import Governor
+from connectors.vllm_hma.streaming import Governor, Streaming
 from connectors.vllm_hma.trace import Trace
 from connectors.vllm_hma.translate import engine_layout, group_shapes, model_identity
 
@@ -69,6 +69,9 @@ class WorkerConnector:
         self, config: ConnectorConfig, incarnation: str, vllm_config: VllmConfig, cache: KVCacheConfig
     ) -> None:
         group_shapes(vllm_config, cache)
+        if vllm_config.parallel_config.use_ubatching:
+            # A layer is then called once for each part of the batch, and has not run for all at the first call.
+            config = replace(config, streaming=Streaming.CHUNK)
         self._config = config
         self._incarnation = incarnation
         self._vllm_config = vllm_config
@@ -153,7 +156,9 @@ class WorkerRuntime:
         self._transport = transport
         self._post = Post(self._me, transport)
         self._steps = Steps(card.layout.groups, fence)
-        self._governor = Governor(config.streaming)
+        # What the events of an accelerator say of the cost has not been measured: it must be asked for there.
+        unmeasured = config.streaming is Streaming.AUTO and card.layout.place.memory != "DRAM"
+        self._governor = Governor(Streaming.CHUNK if unmeasured else config.streaming)
         self._by_layers = False
         self._engine_s = 0.0
         self._posted = self._posted_before = 0
@@ -218,6 +223,11 @@ class WorkerRuntime:
                 self._steps.begin(last)
 
     def _fence_preempted(self, request_ids: list[str]) -> None:
+        if self.card.layout.place.memory != "DRAM":
+            # vLLM's runner for accelerators has queued what overwrites these blocks before it calls us: a write in
+            # flight is given up even if it ends well.
+            for request_id in request_ids:
+                self._perform(self._producer.preempted(request_id, time.monotonic()))
         deadline = time.monotonic() + self._limits.fence_s
         while any(self._producer.writes_in_flight(request_id) for request_id in request_ids):
             self._poll_writes(time.monotonic())

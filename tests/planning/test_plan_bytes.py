@@ -198,3 +198,25 @@ def test_a_prefix_cache_needs_whole_blocks(prefill_tokens: int, decode_tokens: i
     else:
         with pytest.raises(IncompatiblePeerError, match="turn decode's enable_prefix_caching off"):
             check_compatible(*layouts)
+
+
+def test_states_need_whole_blocks_beside_them() -> None:
+    """What of a block nobody writes may hold a state's bytes, which attention must never meet."""
+    groups = ((GroupKind.STATE, None, 1), (GroupKind.FULL, None, 1))
+    small, large = (
+        make_rank(Shape(groups=groups, block_tokens=tokens, rows=4, style="packed"), 0, 1).layout for tokens in (8, 16)
+    )
+    small, large = (
+        replace(
+            layout,
+            groups=(
+                layout.groups[0],
+                replace(layout.groups[1], layers=tuple(replace(p, packing="same") for p in layout.groups[1].layers)),
+            ),
+        )
+        for layout in (small, large)
+    )
+    with pytest.raises(
+        IncompatiblePeerError, match="beside state groups, give prefill a block_size that is a multiple"
+    ):
+        check_compatible(small, large)

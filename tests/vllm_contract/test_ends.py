@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from connectors.planning.layout import Place
 from connectors.transport.memory import MemoryTransport
 from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
@@ -20,9 +21,9 @@ class HeldWrites(MemoryTransport):
         return self.let_go and super().poll(handle)
 
 
-def both_ends(worker: Callable[..., Worker]) -> tuple[Worker, Worker]:
+def both_ends(worker: Callable[..., Worker], **producers: object) -> tuple[Worker, Worker]:
     """A producer whose only write is under way, all of the prompt computed, and its consumer."""
-    producer, consumer = worker("p", transport_class=HeldWrites), worker("c")
+    producer, consumer = worker("p", transport_class=HeldWrites, **producers), worker("c")
     producer.cache[:] = np.arange(1, 9, dtype=np.uint8)[:, None]
     consumer.step(receives=[receive(producer.address)])
     producer.step(expects=[Expect("q", "t", 7, DIGEST)])
@@ -61,6 +62,15 @@ def test_preemption_waits_for_the_write(worker: Callable[..., Worker]) -> None:
     producer.step(chunks=[Chunk("q", ((3, 4),), 7)])
     assert results(consumer) == (set(), {"r"}, set())
     assert consumer.cache[[3, 5], 0].tolist() == [2, 3]
+
+
+def test_preemption_on_an_accelerator_gives_up_every_write(worker: Callable[..., Worker]) -> None:
+    """vLLM has queued what overwrites the blocks before it says so: a write that ends well may have read that."""
+    producer, consumer = both_ends(worker, place=Place("VRAM", 0))
+    let_go(producer)
+    producer.step(preempted=["q"])
+    producer.step(chunks=[Chunk("q", ((3, 4),), 7)])
+    assert results(consumer) == (set(), {"r"}, {"r"})
 
 
 def test_preemption_gives_up_a_write_that_hangs(worker: Callable[..., Worker]) -> None:
