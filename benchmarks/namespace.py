@@ -26,12 +26,11 @@ class Namespace:
     def entered(self) -> Iterator[None]:
         """Processes that are started meanwhile live in the namespace; this thread is back outside afterwards.
 
-        They get a /sys of their own, too: it is where UCX looks for network devices.
+        They find its devices in /sys, too, where UCX looks for them; this thread's own /sys stays that one, because
+        the kernel does not let a thread that has started others go back to another set of mounts.
         """
-        folder = os.getcwd()
         with (
             open("/proc/thread-self/ns/net") as network,
-            open("/proc/thread-self/ns/mnt") as mounts,
             open(f"/var/run/netns/{self.name}") as there,
         ):
             _call("unshare", _CLONE_NEWNS)
@@ -42,8 +41,6 @@ class Namespace:
                 yield
             finally:
                 _call("setns", network.fileno(), _CLONE_NEWNET)
-                _call("setns", mounts.fileno(), _CLONE_NEWNS)
-                os.chdir(folder)
 
 
 @contextlib.contextmanager
