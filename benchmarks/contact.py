@@ -39,7 +39,7 @@ def our_worker(side: Side, name: str, connected: threading.Event) -> Any:
     from connectors.protocol.cards import ModelIdentity, WorkerCard
     from connectors.vllm_hma.config import ConnectorConfig
     from connectors.vllm_hma.fence import StepFence
-    from connectors.vllm_hma.worker import WorkerRuntime
+    from connectors.vllm_hma.runtime import WorkerRuntime
 
     class Runtime(WorkerRuntime):
         def _connected(self, *arguments: Any) -> None:

@@ -19,7 +19,7 @@ from connectors.transport.memory import Fabric, MemoryTransport
 from connectors.vllm_hma.config import ConnectorConfig
 from connectors.vllm_hma.fence import StepFence
 from connectors.vllm_hma.orders import Chunk, Expect, Finished
-from connectors.vllm_hma.worker import WorkerRuntime
+from connectors.vllm_hma.runtime import WorkerRuntime
 from tests.vllm_contract.workers import BLOCK_BYTES, DIGEST, Worker, receive, results, until
 
 

@@ -17,9 +17,9 @@ from connectors.transport.memory import Fabric, MemoryTransport
 from connectors.vllm_hma.config import ConnectorConfig
 from connectors.vllm_hma.fence import StepFence
 from connectors.vllm_hma.orders import Orders, Receive
+from connectors.vllm_hma.runtime import WorkerRuntime
 from connectors.vllm_hma.side_channel import CardServer
 from connectors.vllm_hma.streaming import Streaming
-from connectors.vllm_hma.worker import WorkerRuntime
 
 BLOCKS, BLOCK_TOKENS, BLOCK_BYTES = 8, 4, 64
 IDENTITY = ModelIdentity("model", "float32", "auto", "0.32.0")

@@ -1,0 +1,468 @@
+"""A registered rank at work: carries out the state machines' actions on one rank's memory.
+
+vLLM's hooks and one background thread (the *pump*) drive the same machines under one lock. The hooks see each step as
+soon as it has run; the pump answers peers, polls writes and watches deadlines while the engine computes or idles.
+
+    before_forward   requests that come, end without holding their blocks, or are preempted: blocks change hands
+    layer_computed   a layer of a prompt's last chunk, where that chunk leaves layer by layer
+    after_forward    the chunks that the step has computed, and the rest of its orders
+    results          what the scheduler may free, and what has arrived
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from connectors.errors import ConfigurationError, PlanError, TransportError, WireError
+from connectors.planning.blocks import wanted_blocks
+from connectors.planning.descriptors import Runs, build_runs, move_bytes
+from connectors.planning.layout import EngineLayout, Place
+from connectors.planning.plan import PairPlan
+from connectors.protocol.actions import Connect, ConsumerAction, ProducerAction, Received, Send, Sent, Verify, Write
+from connectors.protocol.cards import WorkerCard
+from connectors.protocol.consumer import Consumer as ConsumerMachine
+from connectors.protocol.consumer import Order, Partner
+from connectors.protocol.delivery import Consumer
+from connectors.protocol.producer import Producer as ProducerMachine
+from connectors.protocol.wire import Cancel, Hello, Message, Offer, Peer, Refused, Welcome, decode
+from connectors.transport.base import Transport, WriteHandle
+from connectors.transport.digest import Memory
+from connectors.vllm_hma.config import ConnectorConfig
+from connectors.vllm_hma.fence import StepFence
+from connectors.vllm_hma.greeter import Greeter
+from connectors.vllm_hma.orders import Finished, Orders, Receive
+from connectors.vllm_hma.post import Post, agent_name
+from connectors.vllm_hma.probe import EngineProbe
+from connectors.vllm_hma.steps import Begun, Ended, Entry, LayersComputed, Steps
+from connectors.vllm_hma.streaming import Governor, Streaming
+from connectors.vllm_hma.trace import Trace
+
+if TYPE_CHECKING:
+    pass
+
+logger = logging.getLogger(__name__)
+
+# The pump's rests. NIXL moves bytes and messages only when it is called, on both sides.
+_BUSY_S = 0.0005
+_OPEN_S = 0.001
+_IDLE_S = 0.01
+_COMPLAIN_EVERY_S = 10.0
+
+
+def readable_memory(config: ConnectorConfig, layout: EngineLayout) -> Memory | None:
+    """The cache as the host can read it, for digests. Raises ConfigurationError where it cannot and must."""
+    if layout.place.memory == "DRAM":
+        return Memory(layout)
+    if config.integrity == "full":
+        raise ConfigurationError(
+            f"kv_connector_extra_config: integrity 'full' compares digests of the KV cache, and the host cannot read "
+            f"{layout.place.memory}; set it to 'auto' or 'off'"
+        )
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Exposure:
+    """A prompt's last chunk that has ended at ``since`` while these writes were under way."""
+
+    since: float
+    by_layers: bool
+    engine_s: float
+    writes: set[int]
+
+
+class WorkerRuntime:
+    """A registered rank: the two machines, the transport, and what connects them."""
+
+    def __init__(self, config: ConnectorConfig, card: WorkerCard, transport: Transport, fence: StepFence) -> None:
+        memory = readable_memory(config, card.layout)
+        self.card = card
+        self._limits = config.limits
+        self._me = Peer(card.incarnation, card.rank)
+        self._transport = transport
+        self._post = Post(self._me, transport)
+        self._steps = Steps(card.layout.groups, fence)
+        # What the events of an accelerator say of the cost has not been measured: it must be asked for there.
+        unmeasured = config.streaming is Streaming.AUTO and card.layout.place.memory != "DRAM"
+        self._governor = Governor(Streaming.CHUNK if unmeasured else config.streaming)
+        self._by_layers = False
+        self._engine_s = 0.0
+        self._posted = self._posted_before = 0
+        self._exposed: Exposure | None = None
+        self._trace = Trace(config.trace_path, card.incarnation, card.rank)
+        self._lock = threading.RLock()
+        self._producer = ProducerMachine(card.layout.groups, config.limits)
+        self._consumer = ConsumerMachine(card.layout.groups, config.limits)
+        self._plans: dict[Peer, tuple[WorkerCard, PairPlan]] = {}
+        self._writes: dict[int, int] = {}
+        self._sent: set[str] = set()
+        self._received: dict[str, str | None] = {}
+        self._complained_at = float("-inf")
+        self._greeter = Greeter(
+            card,
+            transport,
+            self._post,
+            memory,
+            config.integrity,
+            config.limits.handshake_s,
+            self._connected,
+            self._connect_failed,
+            self._welcomed,
+        )
+        self._probe = EngineProbe(config.limits.cancel_s, self._engine_lost)
+        # Comparing digests takes a while, and neither the engine's steps nor its answers to peers should wait for it.
+        self._verifier = ThreadPoolExecutor(1, thread_name_prefix="tandem-verify")
+        self._closed = threading.Event()
+        self._wake = threading.Event()
+        self._pump_thread = threading.Thread(target=self._pump_forever, name="tandem-pump", daemon=True)
+        self._pump_thread.start()
+
+    # ---- vLLM's hooks ------------------------------------------------------------------------------------------
+
+    def before_forward(self, orders: Orders) -> None:
+        """What must be known before this step overwrites blocks that have changed hands.
+
+        Requests that ended without holding their blocks deliver nothing from here on. Writes that read blocks of a
+        preempted request get fence_s to end; those that do not are given up with their delivery.
+        """
+        with self._lock:
+            for expect in orders.expects:
+                self._perform(
+                    self._producer.expect(
+                        expect.request_id,
+                        expect.transfer_id,
+                        expect.prompt_tokens,
+                        expect.prompt_digest,
+                        time.monotonic(),
+                    )
+                )
+            for finished in orders.finished:
+                if not finished.held:
+                    self._steps.drop(finished.request_id)
+                    self._finish(finished)
+            if orders.preempted:
+                self._fence_preempted(orders.preempted)
+            last = [chunk for chunk in orders.chunks if chunk.last]
+            self._by_layers = bool(last) and self._governor.by_layers()
+            self._engine_s, self._posted_before = 0.0, self._posted
+            if self._by_layers:
+                self._steps.begin(last)
+
+    def _fence_preempted(self, request_ids: list[str]) -> None:
+        if self.card.layout.place.memory != "DRAM":
+            # vLLM's runner for accelerators has queued what overwrites these blocks before it calls us: a write in
+            # flight is given up even if it ends well.
+            for request_id in request_ids:
+                self._perform(self._producer.preempted(request_id, time.monotonic()))
+        deadline = time.monotonic() + self._limits.fence_s
+        while any(self._producer.writes_in_flight(request_id) for request_id in request_ids):
+            self._poll_writes(time.monotonic())
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(_BUSY_S)
+        for request_id in request_ids:
+            self._steps.drop(request_id)
+            self._perform(self._producer.preempted(request_id, time.monotonic()))
+
+    def _finish(self, finished: Finished) -> None:
+        self._perform(self._producer.finished(finished.request_id, finished.held, finished.reason, time.monotonic()))
+
+    def layer_computed(self, layer: str) -> None:
+        """Called amid the forward: no lock is taken, and the pump's thread does the rest."""
+        if self._by_layers:
+            started_at = time.monotonic()
+            if self._steps.layer(layer):
+                self._wake.set()
+            self._engine_s += time.monotonic() - started_at
+
+    def after_forward(self, orders: Orders) -> None:
+        """Stream what the step has computed, and take the rest of its orders."""
+        now = time.monotonic()
+        with self._lock:
+            self._steps.end(orders.chunks)
+            for receive in orders.receives:
+                self._receive(receive, now)
+            for request_id in orders.aborts:
+                self._perform(self._consumer.abort(request_id, now))
+            for release in orders.releases:
+                self._perform(self._consumer.release(release.transfer_id, release.producer, now))
+            for transfer_id in orders.discards:
+                self._perform(self._producer.discard(transfer_id, now))
+            self._pump(now)
+            for finished in orders.finished:
+                if finished.held:
+                    self._finish(finished)
+
+    def results(self) -> tuple[set[str], set[str], set[str]]:
+        """(sent, received, failed) request ids since the last call; failed ones are among the received."""
+        with self._lock:
+            self._pump(time.monotonic())
+            sent, received = self._sent, self._received
+            self._sent, self._received = set(), {}
+        return sent, set(received), {request_id for request_id, failure in received.items() if failure is not None}
+
+    def census(self) -> dict[str, int]:
+        """What is under way: producing and consuming transfers by stage, writes, blocks in quarantine."""
+        with self._lock:
+            return self._producer.census() | self._consumer.census()
+
+    def close(self) -> None:
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._wake.set()
+        self._pump_thread.join(timeout=5)
+        self._greeter.close()
+        self._probe.close()
+        self._verifier.shutdown(cancel_futures=True)
+        with self._lock:
+            self._transport.close()
+            self._trace.close()
+
+    # ---- the pump ----------------------------------------------------------------------------------------------
+
+    def _pump_forever(self) -> None:
+        pause_s = _IDLE_S
+        while not self._closed.is_set():
+            self._wake.wait(pause_s)
+            self._wake.clear()
+            with self._lock:
+                if not self._closed.is_set():
+                    self._pump(time.monotonic())
+                pause_s = self._pause_s()
+
+    def _pause_s(self) -> float:
+        """How long the pump may rest: the engine's own steps pump too."""
+        if self._writes or self._steps:
+            return _BUSY_S
+        producing, consuming = self._producer.census(), self._consumer.census()
+        busy = (
+            self._greeter.busy
+            or any(producing[stage] for stage in ("orphan", "live", "held"))
+            or any(consuming.values())
+        )
+        return _OPEN_S if busy else _IDLE_S
+
+    def _pump(self, now: float) -> None:
+        """One round, which never raises: vLLM's hooks would end the engine, the thread all deadlines and answers."""
+        try:
+            self._round(now)
+        except Exception:
+            if now - self._complained_at >= _COMPLAIN_EVERY_S:
+                self._complained_at = now
+                logger.exception("Tandem: a round of the pump failed; the next one goes on")
+
+    def _round(self, now: float) -> None:
+        """Messages, computed chunks, writes, deadlines."""
+        for sender, frame in self._transport.notifications():
+            self._dispatch(sender, frame, now)
+        for entry in self._steps.passed():
+            self._computed(entry, now)
+        self._poll_writes(now)
+        self._measure(now)
+        self._perform(self._producer.tick(now))
+        self._perform(self._consumer.tick(now))
+        self._probe.watch(self._consumer.unanswered_engines())
+
+    def _computed(self, entry: Entry, now: float) -> None:
+        match entry:
+            case Begun(chunks):
+                for chunk in chunks:
+                    self._producer.begin(chunk.request_id, chunk.new_ids, chunk.computed_tokens)
+            case LayersComputed(request_ids, group, stop):
+                self._perform(self._producer.layers_computed(request_ids, group, stop, now))
+            case Ended(chunks, begun):
+                for chunk in chunks:
+                    self._trace.event("chunk", request=chunk.request_id, tokens=chunk.computed_tokens)
+                    new_ids = [()] * len(chunk.new_ids) if chunk.request_id in begun else chunk.new_ids
+                    self._perform(self._producer.progress(chunk.request_id, new_ids, chunk.computed_tokens, now))
+                # A step that nothing was sent of says nothing about the way of sending.
+                sent = self._posted > self._posted_before and any(chunk.last for chunk in chunks)
+                if sent and self._exposed is None:
+                    self._exposed = Exposure(now, bool(begun), self._engine_s, set(self._writes))
+
+    def _measure(self, now: float) -> None:
+        """What the way of sending the last step has cost, once its writes have ended."""
+        exposed = self._exposed
+        if exposed is not None and not exposed.writes & self._writes.keys():
+            self._exposed = None
+            self._governor.cost(exposed.by_layers, now - exposed.since, exposed.engine_s)
+
+    def _poll_writes(self, now: float) -> None:
+        for write_id, handle in list(self._writes.items()):
+            try:
+                if not self._transport.poll(handle):
+                    continue
+            except TransportError as error:
+                del self._writes[write_id]
+                logger.warning("Tandem: %s", error)
+                self._perform(self._producer.write_failed(write_id, str(error), now))
+            else:
+                del self._writes[write_id]
+                self._trace.event("written", write=write_id)
+                self._perform(self._producer.write_done(write_id, now))
+
+    def _dispatch(self, sender: str, frame: bytes, now: float) -> None:
+        """Hand a frame to whom it concerns. What is malformed, or not for this engine start, is dropped and logged."""
+        try:
+            envelope = decode(frame)
+        except WireError as error:
+            logger.warning("Tandem: a frame from %r is dropped: %s", sender, error)
+            return
+        if sender != agent_name(envelope.sender) or envelope.receiver_incarnation != self._me.incarnation:
+            logger.warning("Tandem: a frame from %r is dropped: it is not what it says, or not for us", sender)
+            return
+        match envelope.message:
+            case Hello() as hello:
+                self._greeter.greeted(envelope.sender, hello)
+            case Welcome() | Refused() as answer:
+                self._greeter.answered(envelope.sender, answer)
+            case Offer() | Cancel() as message:
+                if not self._producer.knows(envelope.sender):
+                    logger.warning("Tandem: %s of %r is dropped: it has not said hello", message.kind, sender)
+                    return
+                self._trace.event(message.kind, transfer=message.transfer_id, consumer=envelope.sender.rank)
+                self._perform(self._producer.message(envelope.sender, message, now))
+            case message:
+                self._perform(self._consumer.message(envelope.sender, message, now))
+
+    # ---- actions -----------------------------------------------------------------------------------------------
+
+    def _perform(self, actions: Iterable[ProducerAction | ConsumerAction]) -> None:
+        todo = deque(actions)
+        while todo:
+            match todo.popleft():
+                case Send(peer, message):
+                    todo.extend(self._send(peer, message))
+                case Write() as write:
+                    todo.extend(self._write(write))
+                case Sent(request_id):
+                    self._trace.event("sent", request=request_id)
+                    self._sent.add(request_id)
+                case Connect(engine):
+                    self._greeter.connect(engine)
+                    self._wake.set()
+                case Verify() as verify:
+                    # A pool that is shut down refuses work: this worker is being closed.
+                    with contextlib.suppress(RuntimeError):
+                        self._verifier.submit(self._verify, verify)
+                case Received(request_id, failure):
+                    if failure is not None:
+                        logger.warning("Tandem: the KV of request %s is computed here: %s", request_id, failure)
+                    self._trace.event("received", request=request_id, failure=failure)
+                    self._received[request_id] = failure
+
+    def _send(self, peer: Peer, message: Message) -> list[ConsumerAction]:
+        try:
+            self._post.send(peer, message)
+        except TransportError as error:
+            logger.warning("Tandem: %s is not sent: %s", message.kind, error)
+            return self._consumer.undelivered(peer, message, time.monotonic())
+        return []
+
+    def _write(self, write: Write) -> list[ProducerAction]:
+        """Post a write; a failure to post is one of the write."""
+        now = time.monotonic()
+        known = self._plans.get(write.peer)
+        try:
+            if known is None:
+                raise TransportError(agent_name(write.peer), "the consumer is gone")
+            card, plan = known
+            runs = build_runs(plan, write.moves)
+            if not len(runs):
+                self._producer.write_posted(write.write_id, 0)
+                return self._producer.write_done(write.write_id, now)
+            handle = self._post_write(agent_name(write.peer), runs, self.card.layout.place, card.layout.place)
+        except (TransportError, PlanError) as error:
+            logger.warning("Tandem: %s", error)
+            return self._producer.write_failed(write.write_id, str(error), now)
+        self._writes[write.write_id] = handle
+        self._posted += 1
+        self._producer.write_posted(write.write_id, runs.total_bytes)
+        if write.digest is not None:
+            # Now, while these are the request's bytes, whatever becomes of the blocks before the write has read them.
+            for move in write.moves:
+                write.digest.add(move.group, move.src_ids, move.src_parts, move.layers)
+        self._trace.event(
+            "write",
+            write=write.write_id,
+            transfer=write.transfer_id,
+            consumer=write.peer.rank,
+            runs=len(runs),
+            bytes={move.group: move_bytes(plan, move) for move in write.moves},
+        )
+        return []
+
+    def _post_write(self, peer: str, runs: Runs, source: Place, target: Place) -> WriteHandle:
+        try:
+            return self._transport.write(peer, runs, source, target)
+        except TransportError as error:
+            self._post.reconnect(peer, error)
+            return self._transport.write(peer, runs, source, target)
+
+    def _receive(self, receive: Receive, now: float) -> None:
+        groups = self.card.layout.groups
+        try:
+            wanted = tuple(
+                wanted_blocks(group, table, receive.start_token, receive.end_token)
+                for group, table in zip(groups, receive.tables, strict=True)
+            )
+        except PlanError as error:
+            self._perform([Received(receive.request_id, str(error))])
+            self._perform(self._consumer.release(receive.transfer_id, receive.producer, now))
+            return
+        self._trace.event(
+            "receive",
+            request=receive.request_id,
+            transfer=receive.transfer_id,
+            blocks={group.index: len(blocks) for group, blocks in zip(groups, wanted, strict=True)},
+        )
+        order = Order(
+            receive.request_id,
+            receive.transfer_id,
+            receive.producer,
+            receive.end_token,
+            receive.prompt_digest,
+            wanted,
+        )
+        self._perform(self._consumer.start(order, now))
+
+    # ---- called from other threads -----------------------------------------------------------------------------
+
+    def _connected(self, incarnation: str, found: list[Partner]) -> None:
+        with self._lock:
+            self._perform(self._consumer.connected(incarnation, found, time.monotonic()))
+
+    def _connect_failed(self, incarnation: str, reason: str) -> None:
+        with self._lock:
+            self._perform(self._consumer.connect_failed(incarnation, reason, time.monotonic()))
+
+    def _verify(self, verify: Verify) -> None:
+        """The blocks are nobody else's until the machine has heard the result, which it always does."""
+        started_at = time.monotonic()
+        try:
+            problem = verify.problem()
+        except Exception as error:
+            logger.exception("Tandem: the KV of request %s cannot be verified", verify.request_id)
+            problem = f"its digest cannot be compared: {error!r}"
+        with self._lock:
+            now = time.monotonic()
+            self._trace.event("verified", request=verify.request_id, seconds=now - started_at, problem=problem)
+            self._perform(self._consumer.verified(verify.request_id, verify.peer, problem, now))
+
+    def _engine_lost(self, incarnation: str, reason: str) -> None:
+        with self._lock:
+            self._perform(self._consumer.engine_lost(incarnation, reason, time.monotonic()))
+
+    def _welcomed(self, peer: Peer, card: WorkerCard, plan: PairPlan, consumer: Consumer) -> None:
+        with self._lock:
+            self._plans[peer] = (card, plan)
+            self._producer.welcome(peer, consumer)
