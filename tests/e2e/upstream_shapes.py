@@ -160,6 +160,7 @@ def _inner(connector: str, name: str, tp: tuple[int, int], log: Path, folder: Pa
     asyncio.run(_one(connector, name, tp, folder, report))
     (folder / "partial.json").write_text(json.dumps(report))
     (folder / "partial.json").rename(folder / "report.json")
+    # Engines may hang when they are shut down: the parent has its report and kills the group, this process included.
     time.sleep(LIMIT_S)
 
 

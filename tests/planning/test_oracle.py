@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from connectors.planning import heads, plan
-from tests.planning.oracle import KINDS, Case, Sizes, check_case, first_needed, held, make_case, unit_tokens
+from tests.planning.oracle import check_case, first_needed, held, unit_tokens
+from tests.planning.oracle_cases import KINDS, Case, Sizes, make_case
 
 TP_SIZES = range(1, 9)
 KV_HEADS = (1, 2, 3, 4, 8, 12)
