@@ -19,6 +19,7 @@ from actors.prefill import Prefill
 from actors.router import Router
 from actors.routing import LeastOngoing
 from app.openai import build_http
+from app.peer_secret import with_secret
 from configs.settings import RoleName, RouterLimits, ServiceSettings
 
 ROUTER_SURPLUS_REQUESTS = 64
@@ -43,6 +44,7 @@ class HttpRouter(Router):
 def build(args: ServiceSettings) -> serve.Application:
     """The application for `args`; raises SettingsError naming a key that cannot be used."""
     check_arguments(args)
+    args = with_secret(args)
     prefill = _deploy_engine(Prefill, "prefill", args)
     decode = _deploy_engine(Decode, "decode", args)
     router = serve.deployment(

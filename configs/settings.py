@@ -5,10 +5,11 @@ Unknown keys and values out of range are refused by name. Times are in seconds (
 their names against the installed vLLM.
 """
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 
 DEMO_MODEL = "demo"
 """The value of `model` that stands for the checkpoint embedded in `app.demo`."""
@@ -21,6 +22,12 @@ RoleName = Literal["prefill", "decode"]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
+PEER_SECRET_VARIABLE = "TANDEM_PEER_SECRET"
+API_KEYS_VARIABLE = "TANDEM_API_KEYS"
+
+MIN_SECRET_CHARACTERS = 16
+
+
 class SettingsError(ValueError):
     """A configuration that cannot be started; the message names each offending key."""
 
@@ -29,6 +36,15 @@ class Frozen(BaseModel):
     """Immutable, and a key it does not know is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class HiddenText(str):
+    """Text that is left out wherever whatever holds it is printed: vLLM logs its configuration."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "'**********'"
 
 
 class CpuSettings(Frozen):
@@ -54,6 +70,13 @@ class TransferSettings(Frozen):
     )
     side_channel_port: int = Field(0, ge=0, le=65535, description="0: any free port")
     advertise_host: str = Field("", description="how peers reach side_channel_host, where that is 0.0.0.0")
+    secret: SecretStr | None = Field(
+        None,
+        min_length=MIN_SECRET_CHARACTERS,
+        description="what all engines that exchange KV know and nobody else, at least 16 characters; better set in "
+        f"the environment variable `{PEER_SECRET_VARIABLE}`, as Ray Serve logs `args`; unset: one of the Ray cluster's "
+        "own",
+    )
     backends: list[str] = Field(["UCX"], min_length=1, description="NIXL back ends")
     integrity: Literal["auto", "full", "off"] = Field(
         "auto",
@@ -81,7 +104,21 @@ class TransferSettings(Frozen):
 
     def connector_config(self, node_ip: str) -> dict[str, Any]:
         """`kv_connector_extra_config` on a node with the address `node_ip`."""
-        return self.model_dump() | {"side_channel_host": self.side_channel_host or node_ip}
+        return self.model_dump() | {
+            "side_channel_host": self.side_channel_host or node_ip,
+            "secret": HiddenText(self.secret.get_secret_value() if self.secret is not None else ""),
+        }
+
+    def operators_secret(self) -> SecretStr | None:
+        """What the operator has set: here, or else in the environment."""
+        if self.secret is not None:
+            return self.secret
+        found = os.environ.get(PEER_SECRET_VARIABLE)
+        if not found:
+            return None
+        if len(found) < MIN_SECRET_CHARACTERS:
+            raise SettingsError(f"{PEER_SECRET_VARIABLE}: must have at least {MIN_SECRET_CHARACTERS} characters")
+        return SecretStr(found)
 
 
 class RouterLimits(Frozen):
@@ -175,4 +212,6 @@ def parse_settings(args: dict[str, Any]) -> ServiceSettings:
 def _advice(problem: Any) -> str:
     if problem["type"] == "extra_forbidden":
         return "no such setting"
+    if problem["loc"][:2] == ("transfer", "secret"):
+        return str(problem["msg"])
     return f"{problem['msg']} (got {problem['input']!r})"

@@ -48,6 +48,15 @@ class HandshakeError(TandemError):
     """The first contact with an engine failed: it did not answer in time, or it refused."""
 
 
+class PeerSecretError(HandshakeError):
+    """The two engines do not have the same secret, or only one of them has any."""
+
+    def __init__(self, where: str, what: str) -> None:
+        super().__init__(
+            f"{where}: {what}; set the same transfer.secret (kv_connector_extra_config: secret) on both engines"
+        )
+
+
 class StaleReferenceError(HandshakeError):
     """Another engine start answers where the one we were sent to used to be: that one is gone."""
 

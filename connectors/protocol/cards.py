@@ -16,8 +16,9 @@ from connectors.errors import IncompatiblePeerError, PlanError, WireError
 from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Place, Region
 from connectors.planning.plan import check_compatible
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 _MOST = 4096
+MAX_CARD_BYTES = 16 * 2**20
 _MOST_ROWS = 2**20
 
 _T = TypeVar("_T")
@@ -90,6 +91,8 @@ def encode_worker_card(card: WorkerCard) -> bytes:
 
 def decode_worker_card(payload: bytes) -> WorkerCard:
     """Raises WireError for anything that is not a card of this protocol version."""
+    if len(payload) > MAX_CARD_BYTES:
+        raise WireError(f"a worker card of {len(payload)} bytes; at most {MAX_CARD_BYTES} are read")
     try:
         document = json.loads(payload)
         if document["version"] != PROTOCOL_VERSION:

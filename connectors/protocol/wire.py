@@ -1,19 +1,24 @@
 """The messages of a transfer, versioned, and the request parameters that name one.
 
 Frame: ``b"TDM"``, one version byte, the header's length (uint32, little endian), a JSON header, then the block
-vectors that the header counts, as int64. Anything else raises WireError.
+vectors that the header counts, as int64, and last a tag: the keyed BLAKE2b of all before it. The key comes from the
+secret that peers share (``keys.py``); without one, the tag is a checksum. Anything else raises WireError, before the
+header is looked at if the tag is wrong.
 
     consumer -> producer   Hello, Offer, Cancel
     producer -> consumer   Welcome, Refused, Alive, Fin, Aborted, Cancelled
 
-Every message carries who sent it and which incarnation it is meant for: ids of an engine that has been restarted
-since are answered, never acted on.
+Every message carries who sent it and which worker of which incarnation it is meant for: ids of an engine that has
+been restarted since are answered, never acted on.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import re
+import reprlib
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,7 +33,11 @@ from connectors.protocol.cards import PROTOCOL_VERSION
 _PREFIX = struct.Struct("<3sBI")
 _MAGIC = b"TDM"
 _DIGEST = re.compile("[0-9a-f]{32}")
+_TAG_BYTES = 32
 MAX_FRAME_BYTES = 64 * 2**20
+_MAX_HEADER_BYTES = 64 * 2**10
+_MAX_REASON_CHARACTERS = 1000
+MAX_ID_CHARACTERS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,20 +138,22 @@ Message = Hello | Welcome | Refused | Offer | Alive | Fin | Aborted | Cancel | C
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """A message with its sender and the incarnation that it is meant for."""
+    """A message with its sender and the worker that it is meant for."""
 
     sender: Peer
-    receiver_incarnation: str
+    receiver: Peer
     message: Message
 
 
-def encode(envelope: Envelope) -> bytes:
+def encode(envelope: Envelope, key: bytes = b"") -> bytes:
+    """The frame, with a tag that only holders of ``key`` (at most 64 bytes) can make; an empty key is everybody's."""
     message = envelope.message
     header: dict[str, Any] = {
         "kind": message.kind,
         "from": envelope.sender.incarnation,
         "rank": envelope.sender.rank,
-        "to": envelope.receiver_incarnation,
+        "to": envelope.receiver.incarnation,
+        "to_rank": envelope.receiver.rank,
     }
     body = b""
     match message:
@@ -155,35 +166,47 @@ def encode(envelope: Envelope) -> bytes:
         case Fin():
             header |= {"id": message.transfer_id, "bytes": message.total_bytes, "digest": message.digest}
         case Aborted():
-            header |= {"id": message.transfer_id, "reason": message.reason}
+            header |= {"id": message.transfer_id, "reason": message.reason[:_MAX_REASON_CHARACTERS]}
         case Refused():
-            header |= {"reason": message.reason}
+            header |= {"reason": message.reason[:_MAX_REASON_CHARACTERS]}
         case Alive() | Cancel() | Cancelled():
             header |= {"id": message.transfer_id}
         case Welcome():
             pass
     head = json.dumps(header, separators=(",", ":")).encode()
-    return _PREFIX.pack(_MAGIC, PROTOCOL_VERSION, len(head)) + head + body
+    content = _PREFIX.pack(_MAGIC, PROTOCOL_VERSION, len(head)) + head + body
+    return content + _tag(content, key)
 
 
-def decode(frame: bytes) -> Envelope:
-    """Raises WireError for a frame that is malformed, truncated, oversized or of another version."""
-    if not _PREFIX.size <= len(frame) <= MAX_FRAME_BYTES:
-        raise WireError(f"a frame of {len(frame)} bytes; expected {_PREFIX.size} to {MAX_FRAME_BYTES}")
+def _tag(content: bytes | memoryview, key: bytes) -> bytes:
+    return hashlib.blake2b(content, key=key, digest_size=_TAG_BYTES).digest()
+
+
+def decode(frame: bytes, key: bytes = b"") -> Envelope:
+    """Raises WireError for a frame that is malformed, truncated, oversized, of another version or another secret's."""
+    least = _PREFIX.size + _TAG_BYTES
+    if not least <= len(frame) <= MAX_FRAME_BYTES:
+        raise WireError(f"a frame of {len(frame)} bytes; expected {least} to {MAX_FRAME_BYTES}")
     magic, version, head_bytes = _PREFIX.unpack_from(frame)
     if magic != _MAGIC:
         raise WireError("the frame does not start with Tandem's mark; something else talks to this port or agent")
     if version != PROTOCOL_VERSION:
         raise WireError(f"the peer speaks protocol version {version}, this engine {PROTOCOL_VERSION}")
+    end = len(frame) - _TAG_BYTES
+    if not hmac.compare_digest(_tag(memoryview(frame)[:end], key), frame[end:]):
+        raise WireError("the frame's tag is wrong: it is damaged, or its sender does not have this engine's secret")
     body_at = _PREFIX.size + head_bytes
-    if body_at > len(frame):
+    if body_at > end:
         raise WireError(f"a header of {head_bytes} bytes in a frame of {len(frame)}: truncated")
+    if head_bytes > _MAX_HEADER_BYTES:
+        raise WireError(f"a header of {head_bytes} bytes; at most {_MAX_HEADER_BYTES} are read")
     try:
         header = json.loads(frame[_PREFIX.size : body_at])
         if not isinstance(header, dict):
             raise WireError("the header is not a JSON object")
         sender = Peer(_text(header, "from"), _count(header, "rank"))
-        return Envelope(sender, _text(header, "to"), _message(header, frame[body_at:]))
+        receiver = Peer(_text(header, "to"), _count(header, "to_rank"))
+        return Envelope(sender, receiver, _message(header, frame[body_at:end]))
     except (ValueError, RecursionError, PlanError) as error:
         raise WireError(f"malformed frame: {error}") from error
 
@@ -191,7 +214,7 @@ def decode(frame: bytes) -> Envelope:
 def _message(header: dict[str, Any], body: bytes) -> Message:
     kind = header.get("kind")
     if kind not in (Hello.kind, Offer.kind) and body:
-        raise WireError(f"{kind!r} carries {len(body)} bytes that it should not")
+        raise WireError(f"{reprlib.repr(kind)} carries {len(body)} bytes that it should not")
     match kind:
         case "hello":
             return Hello(body)
@@ -201,19 +224,19 @@ def _message(header: dict[str, Any], body: bytes) -> Message:
             return Refused(_text(header, "reason"))
         case "offer":
             groups = _block_sets(header.get("blocks"), body)
-            transfer_id, end_token = _text(header, "id"), _count(header, "end")
+            transfer_id, end_token = _id(header), _count(header, "end")
             return Offer(transfer_id, end_token, _text(header, "prompt"), groups, _flag(header, "digest"))
         case "alive":
-            return Alive(_text(header, "id"))
+            return Alive(_id(header))
         case "fin":
-            return Fin(_text(header, "id"), _count(header, "bytes"), _digest(header, "digest"))
+            return Fin(_id(header), _count(header, "bytes"), _digest(header, "digest"))
         case "aborted":
-            return Aborted(_text(header, "id"), _text(header, "reason"))
+            return Aborted(_id(header), _text(header, "reason"))
         case "cancel":
-            return Cancel(_text(header, "id"))
+            return Cancel(_id(header))
         case "cancelled":
-            return Cancelled(_text(header, "id"))
-    raise WireError(f"unknown message {kind!r}")
+            return Cancelled(_id(header))
+    raise WireError(f"unknown message {reprlib.repr(kind)}")
 
 
 def _block_sets(counts: object, body: bytes) -> tuple[BlockSet, ...]:
@@ -239,26 +262,34 @@ def _block_sets(counts: object, body: bytes) -> tuple[BlockSet, ...]:
 def _text(fields: Mapping[str, object], key: str) -> str:
     value = fields.get(key)
     if not isinstance(value, str):
-        raise WireError(f"{key!r} must be text, not {value!r}")
+        raise WireError(f"{key!r} must be text, not {reprlib.repr(value)}")
+    return value
+
+
+def _id(fields: Mapping[str, object]) -> str:
+    """A transfer's id; both ends remember it for a while, so it is short."""
+    value = _text(fields, "id")
+    if len(value) > MAX_ID_CHARACTERS:
+        raise WireError(f"'id' has {len(value)} characters, at most {MAX_ID_CHARACTERS} are remembered")
     return value
 
 
 def _flag(fields: Mapping[str, object], key: str) -> bool:
     value = fields.get(key)
     if not isinstance(value, bool):
-        raise WireError(f"{key!r} must be true or false, not {value!r}")
+        raise WireError(f"{key!r} must be true or false, not {reprlib.repr(value)}")
     return value
 
 
 def _digest(fields: Mapping[str, object], key: str) -> str:
     value = _text(fields, key)
     if value and not _DIGEST.fullmatch(value):
-        raise WireError(f"{key!r} must be empty or 32 hexadecimal digits, not {value!r}")
+        raise WireError(f"{key!r} must be empty or 32 hexadecimal digits, not {reprlib.repr(value)}")
     return value
 
 
 def _count(fields: Mapping[str, object], key: str) -> int:
     value = fields.get(key)
     if type(value) is not int or not 0 <= value < 2**63:
-        raise WireError(f"{key!r} must be a whole number, not {value!r}")
+        raise WireError(f"{key!r} must be a whole number, not {reprlib.repr(value)}")
     return value

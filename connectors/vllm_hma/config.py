@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from connectors.errors import ConfigurationError
+from connectors.protocol.keys import Keys, derive_keys
 from connectors.protocol.limits import TransferLimits
 from connectors.vllm_hma.streaming import Streaming
 
@@ -18,6 +19,7 @@ class ConnectorConfig:
     ``side_channel_host``   interface on which engines hand out their cards; the default serves one machine only
     ``side_channel_port``   0 takes a free port; the prefill engine's answers carry the port taken
     ``advertise_host``      name or address under which peers reach side_channel_host; needed where that is 0.0.0.0
+    ``secret``              what all engines that exchange KV know and nobody else; empty trusts whoever can connect
     ``backends``            NIXL back ends
     ``integrity``           full: digests of all bytes moved are compared before a request runs; off; auto: full where
                             the KV cache lies in host memory on both sides, off elsewhere
@@ -34,6 +36,7 @@ class ConnectorConfig:
     streaming: Streaming = Streaming.AUTO
     trace_path: str = ""
     limits: TransferLimits = field(default_factory=TransferLimits)
+    keys: Keys = field(default_factory=Keys)
 
     @property
     def reachable_host(self) -> str:
@@ -46,6 +49,7 @@ _OWN: dict[str, type] = {
     "side_channel_host": str,
     "side_channel_port": int,
     "advertise_host": str,
+    "secret": str,
     "backends": list,
     "integrity": str,
     "streaming": str,
@@ -60,7 +64,8 @@ def parse_config(extra: Mapping[str, Any]) -> ConnectorConfig:
             known = ", ".join(sorted([*_OWN, *_LIMITS]))
             raise ConfigurationError(f"kv_connector_extra_config: unknown key {key!r}; known are {known}")
         if key in _OWN and (not isinstance(value, _OWN[key]) or isinstance(value, bool)):
-            raise ConfigurationError(f"kv_connector_extra_config: {key} must be {_OWN[key].__name__}, not {value!r}")
+            shown = "" if key == "secret" else f", not {value!r}"
+            raise ConfigurationError(f"kv_connector_extra_config: {key} must be {_OWN[key].__name__}{shown}")
     own: dict[str, Any] = {key: value for key, value in extra.items() if key in _OWN}
     if not 0 <= own.get("side_channel_port", 0) < 65536:
         raise ConfigurationError(f"kv_connector_extra_config: side_channel_port {own['side_channel_port']} is no port")
@@ -73,7 +78,9 @@ def parse_config(extra: Mapping[str, Any]) -> ConnectorConfig:
         own["streaming"] = Streaming(own["streaming"])
     if "backends" in own:
         own["backends"] = tuple(str(name) for name in own["backends"])
-    config = ConnectorConfig(**own, limits=TransferLimits(**{k: v for k, v in extra.items() if k in _LIMITS}))
+    keys = derive_keys(own.pop("secret", ""))
+    limits = TransferLimits(**{k: v for k, v in extra.items() if k in _LIMITS})
+    config = ConnectorConfig(**own, limits=limits, keys=keys)
     if config.reachable_host in ("0.0.0.0", "::", ""):
         raise ConfigurationError(
             f"kv_connector_extra_config: advertise_host must say how peers reach {config.side_channel_host!r}"

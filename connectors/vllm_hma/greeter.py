@@ -50,6 +50,7 @@ class Greeter:
         memory: Memory | None,
         integrity: str,
         handshake_s: float,
+        identity: bytes,
         on_connected: Callable[[str, list[Partner]], None],
         on_failed: Callable[[str, str], None],
         on_welcomed: Callable[[Peer, WorkerCard, PairPlan, Consumer], None],
@@ -60,6 +61,7 @@ class Greeter:
         self._memory = memory
         self._integrity = integrity
         self._handshake_s = handshake_s
+        self._identity = identity
         self._on_connected = on_connected
         self._on_failed = on_failed
         self._on_welcomed = on_welcomed
@@ -134,7 +136,7 @@ class Greeter:
 
     def _shake_hands(self, engine: EngineAddress) -> list[Partner]:
         deadline = time.monotonic() + self._handshake_s
-        card = fetch_card(engine.host, engine.port, engine.incarnation, self._handshake_s)
+        card = fetch_card(engine.host, engine.port, engine.incarnation, self._handshake_s, self._identity)
         for worker in card.workers:
             check_peers(worker, self._card)
         plans = self._plans(card)

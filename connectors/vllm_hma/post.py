@@ -28,15 +28,16 @@ def agent_name(peer: Peer) -> str:
 class Post:
     """Sends for one worker. Thread-safe."""
 
-    def __init__(self, me: Peer, transport: Transport) -> None:
+    def __init__(self, me: Peer, transport: Transport, key: bytes) -> None:
         self._me = me
+        self._key = key
         self._transport = transport
         self._lock = threading.Lock()
         self._reconnected_at: dict[str, float] = {}
 
     def send(self, peer: Peer, message: Message) -> None:
         """Raises TransportError where the message cannot be sent, even over a fresh connection."""
-        name, frame = agent_name(peer), encode(Envelope(self._me, peer.incarnation, message))
+        name, frame = agent_name(peer), encode(Envelope(self._me, peer, message), self._key)
         try:
             self._transport.notify(name, frame)
         except TransportError as error:

@@ -28,8 +28,9 @@ _CONFIRM_S = 2.0
 class EngineProbe:
     """Probes the engines that it is told to watch, in a thread that lives only while there are some."""
 
-    def __init__(self, timeout_s: float, on_lost: Callable[[str, str], None]) -> None:
+    def __init__(self, timeout_s: float, identity: bytes, on_lost: Callable[[str, str], None]) -> None:
         self._timeout_s = timeout_s
+        self._identity = identity
         self._on_lost = on_lost
         self._lock = threading.Lock()
         self._watched: set[EngineAddress] = set()
@@ -55,21 +56,21 @@ class EngineProbe:
                 if not watched or self._closed.is_set():
                     self._thread = None
                     return
-            refusing = {engine for engine in watched if _gone(engine, self._timeout_s)}
+            refusing = {engine for engine in watched if _gone(engine, self._timeout_s, self._identity)}
             for engine in refusing & refused:
                 self._on_lost(engine.incarnation, "the prefill engine's process is gone")
             refused = refusing
             self._closed.wait(_CONFIRM_S)
 
 
-def _gone(engine: EngineAddress, timeout_s: float) -> bool:
+def _gone(engine: EngineAddress, timeout_s: float, identity: bytes) -> bool:
     try:
         socket.create_connection((engine.host, engine.port), timeout=timeout_s).close()
     except OSError as error:
         return error.errno == errno.ECONNREFUSED
     with contextlib.suppress(TandemError):
         try:
-            fetch_card(engine.host, engine.port, engine.incarnation, timeout_s)
+            fetch_card(engine.host, engine.port, engine.incarnation, timeout_s, identity)
         except StaleReferenceError:
             return True
     return False

@@ -35,6 +35,7 @@ from connectors.protocol.producer import Producer as ProducerMachine
 from connectors.protocol.wire import Cancel, Hello, Message, Offer, Peer, Refused, Welcome, decode
 from connectors.transport.base import Transport, WriteHandle
 from connectors.transport.digest import Memory
+from connectors.vllm_hma.complaints import Complaints
 from connectors.vllm_hma.config import ConnectorConfig
 from connectors.vllm_hma.fence import StepFence
 from connectors.vllm_hma.greeter import Greeter
@@ -87,8 +88,10 @@ class WorkerRuntime:
         self.card = card
         self._limits = config.limits
         self._me = Peer(card.incarnation, card.rank)
+        self._key = config.keys.messages
+        self._complain = Complaints(logger)
         self._transport = transport
-        self._post = Post(self._me, transport)
+        self._post = Post(self._me, transport, config.keys.messages)
         self._steps = Steps(card.layout.groups, fence)
         # What the events of an accelerator say of the cost has not been measured: it must be asked for there.
         unmeasured = config.streaming is Streaming.AUTO and card.layout.place.memory != "DRAM"
@@ -113,11 +116,12 @@ class WorkerRuntime:
             memory,
             config.integrity,
             config.limits.handshake_s,
+            config.keys.identity,
             self._connected,
             self._connect_failed,
             self._welcomed,
         )
-        self._probe = EngineProbe(config.limits.cancel_s, self._engine_lost)
+        self._probe = EngineProbe(config.limits.cancel_s, config.keys.identity, self._engine_lost)
         # Comparing digests takes a while, and neither the engine's steps nor its answers to peers should wait for it.
         self._verifier = ThreadPoolExecutor(1, thread_name_prefix="tandem-verify")
         self._closed = threading.Event()
@@ -313,12 +317,12 @@ class WorkerRuntime:
     def _dispatch(self, sender: str, frame: bytes, now: float) -> None:
         """Hand a frame to whom it concerns. What is malformed, or not for this engine start, is dropped and logged."""
         try:
-            envelope = decode(frame)
+            envelope = decode(frame, self._key)
         except WireError as error:
-            logger.warning("Tandem: a frame from %r is dropped: %s", sender, error)
+            self._complain("frame", f"a frame from {sender[:80]!r} is dropped: {error}")
             return
-        if sender != agent_name(envelope.sender) or envelope.receiver_incarnation != self._me.incarnation:
-            logger.warning("Tandem: a frame from %r is dropped: it is not what it says, or not for us", sender)
+        if sender != agent_name(envelope.sender) or envelope.receiver != self._me:
+            self._complain("foreign", f"a frame from {sender[:80]!r} is dropped: it is not what it says, or not for us")
             return
         match envelope.message:
             case Hello() as hello:
@@ -327,7 +331,7 @@ class WorkerRuntime:
                 self._greeter.answered(envelope.sender, answer)
             case Offer() | Cancel() as message:
                 if not self._producer.knows(envelope.sender):
-                    logger.warning("Tandem: %s of %r is dropped: it has not said hello", message.kind, sender)
+                    self._complain("stranger", f"{message.kind} of {sender[:80]!r} is dropped: it has not said hello")
                     return
                 self._trace.event(message.kind, transfer=message.transfer_id, consumer=envelope.sender.rank)
                 self._perform(self._producer.message(envelope.sender, message, now))

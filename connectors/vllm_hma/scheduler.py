@@ -70,7 +70,9 @@ class SchedulerConnector:
         workers = {tp_rank: decode_worker_card(meta.card) for (_, tp_rank), meta in cards.items()}
         engine_card(workers)
         encoded = [cards[key].card for key in sorted(cards)]
-        self._server = CardServer(self._config.side_channel_host, self._config.side_channel_port, encoded)
+        self._server = CardServer(
+            self._config.side_channel_host, self._config.side_channel_port, encoded, self._config.keys.identity
+        )
         logger.info(
             "Tandem: engine %s hands out its card on %s:%d",
             self._incarnation,

@@ -1,103 +1,224 @@
-"""The side channel: an engine hands its card to whoever asks, over ZeroMQ, so that workers can find each other.
+r"""The side channel: an engine hands its card to peers that ask for it over TCP, so that workers can find each other.
 
-One request, one answer: ``cards`` gets the workers' cards. It is used once for a pair of engines; transfers
-themselves go over the transport. Whatever else arrives is answered with an error and never ends the thread.
+One connection, one question, one answer, once for a pair of engines; transfers themselves go over the transport. Where
+a secret is set, the connection is TLS that only its holders can complete (``tls.py``): a card lets its reader write to
+this engine's memory.
+
+Whoever connects gets little of this engine: TALK_S in all, one of MAX_CONNECTIONS places (the newest takes the
+oldest's), a few kilobytes read, and at most one connection accepted in PACE_S, so that a flood does not take the
+engine's interpreter. Those who are turned away that way try again until their time is over.
+
+    question   b"tandem/3 cards\n"
+    answer     b"TDC" | version | n | n lengths | n cards        numbers are uint32 but the version, a byte
+               b"TDE" | version | length | text                   why there is none
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import errno
 import logging
+import socket
+import ssl
+import struct
 import threading
+import time
 
-import zmq
-
-from connectors.errors import ConfigurationError, HandshakeError, StaleReferenceError, WireError
-from connectors.protocol.cards import EngineCard, decode_worker_card, engine_card
+from connectors.errors import ConfigurationError, HandshakeError, PeerSecretError, StaleReferenceError, WireError
+from connectors.protocol.cards import MAX_CARD_BYTES, PROTOCOL_VERSION, EngineCard, decode_worker_card, engine_card
+from connectors.vllm_hma.complaints import Complaints
+from connectors.vllm_hma.tls import tls_context
 
 logger = logging.getLogger(__name__)
 
-_ASK = b"tandem/1 cards"
-_OK, _ERROR = b"ok", b"error"
+TALK_S = 5.0
+MAX_CONNECTIONS = 128
+PACE_S = 0.002
+
+_ASK = b"tandem/%d cards\n" % PROTOCOL_VERSION
+_PREFIX = struct.Struct("<3sBI")
+_CARDS, _ERROR = b"TDC", b"TDE"
+_TLS_RECORD = b"\x16"
 _MAX_QUESTION_BYTES = 1024
+_MAX_CARDS = 4096
 _MAX_ANSWER_BYTES = 64 * 2**20
+_FIRST_ATTEMPT_S = 2.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 
 
 class CardServer:
-    """Serves one engine's cards until ``close``. ``port`` is the port taken."""
+    """Serves one engine's cards until ``close``. ``port`` is the port taken.
 
-    def __init__(self, host: str, port: int, cards: list[bytes]) -> None:
-        self._cards = cards
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_QUESTION_BYTES)
-        self._socket.setsockopt(zmq.IPV6, int(":" in host))
-        address = f"[{host}]" if ":" in host else host
+    ``identity`` comes from the secret (``Keys.identity``); empty serves everybody.
+    """
+
+    def __init__(self, host: str, port: int, cards: list[bytes], identity: bytes = b"") -> None:
+        lengths = struct.pack(f"<{len(cards)}I", *map(len, cards))
+        self._answer = _PREFIX.pack(_CARDS, PROTOCOL_VERSION, len(cards)) + lengths + b"".join(cards)
+        self._tls = tls_context(identity, server=True) if identity else None
+        self._complain = Complaints(logger)
         try:
-            self._socket.bind(f"tcp://{address}:{port or '*'}")
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
+            self._listener = _listen(host, port)
+        except OSError as error:
             raise ConfigurationError(
                 f"side_channel_host {host!r}, side_channel_port {port}: cannot listen there: {error}"
             ) from error
-        self.port = int(self._socket.getsockopt(zmq.LAST_ENDPOINT).decode().rpartition(":")[2])
-        self._stop = self._context.socket(zmq.PAIR)
-        self._stop.bind("inproc://stop")
-        self._thread = threading.Thread(target=self._serve, name="tandem-side-channel", daemon=True)
+        self._listener.setblocking(False)
+        self.port = int(self._listener.getsockname()[1])
+        self._open: dict[asyncio.Task[None], None] = {}
+        self._loop = asyncio.new_event_loop()
+        self._closing = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="tandem-side-channel", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stop listening. Idempotent."""
-        if self._context.closed:
-            return
-        waker = self._context.socket(zmq.PAIR)
-        waker.connect("inproc://stop")
-        waker.send(b"")
-        self._thread.join(timeout=5)
-        self._context.destroy(linger=0)
+        if self._thread.is_alive():
+            # The loop may have ended between the two.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._closing.set)
+            self._thread.join(timeout=5)
+        self._listener.close()
 
-    def _serve(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._stop, zmq.POLLIN)
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        accepting = asyncio.create_task(self._accept_forever())
+        await self._closing.wait()
+        tasks = [accepting, *self._open]
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+    async def _accept_forever(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
-            ready = dict(poller.poll())
-            if self._stop in ready:
-                return
             try:
-                sender, *question = self._socket.recv_multipart(zmq.NOBLOCK)
-                answer = [_OK, *self._cards] if question == [b"", _ASK] else [_ERROR, b"ask 'tandem/1 cards'"]
-                self._socket.send_multipart([sender, b"", *answer], zmq.NOBLOCK)
-            except zmq.ZMQError as error:
-                logger.warning("side channel: a peer could not be answered: %s", error)
-            except ValueError as error:
-                logger.warning("side channel: a malformed question: %s", error)
+                connection, address = await loop.sock_accept(self._listener)
+            except Exception as error:
+                # No file descriptor is left, say: that may pass, and this thread must not end.
+                self._complain("accept", f"side channel: a connection cannot be accepted: {error}")
+            else:
+                if len(self._open) >= MAX_CONNECTIONS:
+                    oldest = next(iter(self._open))
+                    del self._open[oldest]
+                    oldest.cancel()
+                task = loop.create_task(self._talk(connection, str(address[0])))
+                self._open[task] = None
+                task.add_done_callback(lambda done: self._open.pop(done, None))
+            await asyncio.sleep(PACE_S)
+
+    async def _talk(self, connection: socket.socket, who: str) -> None:
+        """One connection, from its first byte to its end. Never raises, whatever it is sent."""
+        streams = _Streams(connection)
+        try:
+            async with asyncio.timeout(TALK_S):
+                await self._answer_one(connection, streams, who)
+        except TimeoutError:
+            self._complain("slow", f"side channel: {who} did not ask within {TALK_S:g} s")
+        except ssl.SSLError as error:
+            self._complain("secret", f"side channel: {_meaning(error, who)}")
+        except (OSError, EOFError) as error:
+            self._complain("broken", f"side channel: the connection of {who} broke: {error}")
+        except Exception as error:
+            self._complain("question", f"side channel: {who} cannot be answered: {error!r}")
+        finally:
+            streams.abort()
+
+    async def _answer_one(self, connection: socket.socket, streams: _Streams, who: str) -> None:
+        loop = asyncio.get_running_loop()
+        connection.setblocking(False)
+        first = await _peek(loop, connection)
+        if not first:
+            return
+        if (first == _TLS_RECORD) != (self._tls is not None):
+            ours, theirs = ("has a secret", "none") if self._tls is not None else ("has no secret", "one")
+            problem = PeerSecretError(f"side channel: peer {who}", f"this engine {ours}, it {theirs}")
+            self._complain("secret", str(problem))
+            # Unread bytes would turn the end of the connection into a reset, and the answer might be lost.
+            await loop.sock_recv(connection, _MAX_QUESTION_BYTES)
+            await loop.sock_sendall(connection, _error(f"this engine {ours}, the peer {theirs}"))
+            return
+        reader, writer = await streams.open(self._tls)
+        question = await reader.readuntil(b"\n")
+        if question == _ASK:
+            writer.write(self._answer)
+        else:
+            self._complain("question", f"side channel: {who} asked {question[:80]!r}")
+            writer.write(_error(f"ask {_ASK.decode().strip()!r}"))
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
 
 
-def fetch_card(host: str, port: int, incarnation: str, timeout_s: float) -> EngineCard:
-    """Ask an engine for its card.
+class _Streams:
+    """A connection, and once ``open`` its streams. ``abort`` ends it wherever it is."""
 
-    Raises HandshakeError where nobody answers in time, StaleReferenceError where another start of the engine does, and
-    WireError where the answer is no card.
-    """
-    context = zmq.Context()
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._transport: asyncio.BaseTransport | None = None
+        self._owned = False
+
+    async def open(self, tls: ssl.SSLContext | None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(_MAX_QUESTION_BYTES, loop)
+        protocol = asyncio.StreamReaderProtocol(reader)
+        self._owned = True  # by asyncio, which closes it if the handshake fails
+        transport, _ = await loop.connect_accepted_socket(lambda: protocol, self._connection, ssl=tls)
+        self._transport = transport
+        return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()  # type: ignore[attr-defined]
+        elif not self._owned:
+            self._connection.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """On this interface and no other."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS, dualstack_ipv6=host == "::")
+
+
+async def _peek(loop: asyncio.AbstractEventLoop, connection: socket.socket) -> bytes:
+    """The first byte that comes, left where it is; empty where the peer has closed."""
+    ready = asyncio.Event()
+    loop.add_reader(connection, ready.set)
     try:
-        socket = context.socket(zmq.REQ)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, _MAX_ANSWER_BYTES)
-        socket.setsockopt(zmq.IPV6, int(":" in host))
-        socket.connect(f"tcp://{f'[{host}]' if ':' in host else host}:{port}")
-        socket.send(_ASK)
-        if not socket.poll(timeout_s * 1000):
-            raise HandshakeError(f"the prefill engine at {host}:{port} did not answer within {timeout_s:g} s")
-        status, *parts = socket.recv_multipart()
-    except zmq.ZMQError as error:
-        raise HandshakeError(f"the prefill engine at {host}:{port} cannot be asked for its card: {error}") from error
+        await ready.wait()
     finally:
-        context.destroy(linger=0)
-    if status != _OK:
-        raise WireError(f"the peer at {host}:{port} answered with an error: {b' '.join(parts)[:200]!r}")
-    cards = [decode_worker_card(part) for part in parts]
+        loop.remove_reader(connection)
+    return connection.recv(1, socket.MSG_PEEK)
+
+
+def _error(text: str) -> bytes:
+    encoded = text.encode()
+    return _PREFIX.pack(_ERROR, PROTOCOL_VERSION, len(encoded)) + encoded
+
+
+def _meaning(error: ssl.SSLError, who: str) -> str:
+    """What a failed TLS handshake says about the peer's secret."""
+    if isinstance(error, ssl.SSLCertVerificationError) or "ALERT" in (error.reason or ""):
+        return str(PeerSecretError(f"peer {who}", "it has another secret than this engine"))
+    return f"peer {who}: its TLS is broken: {error}"
+
+
+# ---- the asking side -----------------------------------------------------------------------------------------------
+
+
+def fetch_card(host: str, port: int, incarnation: str, timeout_s: float, identity: bytes = b"") -> EngineCard:
+    """Ask an engine for its card. Blocks, at most ``timeout_s``.
+
+    Raises PeerSecretError where the two engines' secrets differ, HandshakeError where nobody answers in time,
+    StaleReferenceError where another start of the engine does, and WireError where the answer is no card.
+    """
+    where = f"the prefill engine at {host}:{port}"
+    tls = tls_context(identity, server=False) if identity else None
+    cards = [decode_worker_card(part) for part in _ask(where, host, port, timeout_s, tls)]
     card = engine_card({worker.rank: worker for worker in cards})
     if card.incarnation != incarnation:
         raise StaleReferenceError(
@@ -105,3 +226,86 @@ def fetch_card(host: str, port: int, incarnation: str, timeout_s: float) -> Engi
             "that has been restarted since"
         )
     return card
+
+
+def _ask(where: str, host: str, port: int, timeout_s: float, tls: ssl.SSLContext | None) -> list[bytes]:
+    """Ask until there is an answer: an engine that is flooded turns connections away, and so does its kernel."""
+    give_up_at = time.monotonic() + timeout_s
+    attempt_s, pause_s = _FIRST_ATTEMPT_S, _FIRST_PAUSE_S
+    while True:
+        try:
+            return _Question(where, min(give_up_at, time.monotonic() + attempt_s), tls).ask(host, port)
+        except ssl.SSLCertVerificationError as error:
+            raise PeerSecretError(where, "it has another secret than this engine") from error
+        except (OSError, EOFError) as error:
+            if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+                raise _tls_failure(error, where) from error
+            if isinstance(error, OSError) and error.errno == errno.ECONNREFUSED:
+                raise HandshakeError(f"{where} cannot be asked for its card: nothing listens there") from error
+            if time.monotonic() + pause_s >= give_up_at:
+                raise HandshakeError(f"{where} did not answer within {timeout_s:g} s: {error}") from error
+        time.sleep(pause_s)
+        attempt_s, pause_s = 2 * attempt_s, min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _tls_failure(error: ssl.SSLError, where: str) -> HandshakeError:
+    if "ALERT" in (error.reason or ""):
+        return PeerSecretError(where, "it refuses this engine's secret")
+    if error.reason == "WRONG_VERSION_NUMBER":
+        return PeerSecretError(where, "this engine has a secret, it has none")
+    return HandshakeError(f"{where}: TLS failed: {error}")
+
+
+class _Question:
+    """One attempt at asking. OSError and EOFError mean that it may be tried again."""
+
+    def __init__(self, where: str, give_up_at: float, tls: ssl.SSLContext | None) -> None:
+        self._where = where
+        self._give_up_at = give_up_at
+        self._tls = tls
+
+    def ask(self, host: str, port: int) -> list[bytes]:
+        with socket.create_connection((host, port), timeout=self._left_s()) as raw:
+            raw.settimeout(self._left_s())
+            with self._tls.wrap_socket(raw) if self._tls is not None else contextlib.nullcontext(raw) as connection:
+                connection.settimeout(self._left_s())
+                connection.sendall(_ASK)
+                return self._answer(connection)
+
+    def _answer(self, connection: socket.socket) -> list[bytes]:
+        head = self._receive(connection, _PREFIX.size)
+        kind, version, number = _PREFIX.unpack(head)
+        if kind not in (_CARDS, _ERROR):
+            raise WireError(f"{self._where} answered {head!r}: that is not Tandem's side channel")
+        if kind == _ERROR:
+            text = self._receive(connection, min(number, _MAX_QUESTION_BYTES)).decode(errors="replace")
+            if "secret" in text:
+                raise PeerSecretError(self._where, f"it says: {text}")
+            raise WireError(f"{self._where} answered with an error: {text}")
+        if version != PROTOCOL_VERSION:
+            raise WireError(f"{self._where} speaks protocol version {version}, this engine {PROTOCOL_VERSION}")
+        if number > _MAX_CARDS:
+            raise WireError(f"{self._where} announces {number} cards; at most {_MAX_CARDS} are read")
+        lengths = struct.unpack(f"<{number}I", self._receive(connection, 4 * number))
+        if max(lengths, default=0) > MAX_CARD_BYTES or sum(lengths) > _MAX_ANSWER_BYTES:
+            raise WireError(
+                f"{self._where} announces cards of {sum(lengths)} bytes; at most {_MAX_ANSWER_BYTES} are read"
+            )
+        return [self._receive(connection, length) for length in lengths]
+
+    def _receive(self, connection: socket.socket, size: int) -> bytes:
+        """Exactly ``size`` bytes, which take memory only as they come."""
+        received = bytearray()
+        while len(received) < size:
+            connection.settimeout(self._left_s())
+            part = connection.recv(min(size - len(received), 2**16))
+            if not part:
+                raise EOFError("the connection was closed before the end of the answer")
+            received += part
+        return bytes(received)
+
+    def _left_s(self) -> float:
+        left_s = self._give_up_at - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("no answer in time")
+        return left_s

@@ -181,7 +181,7 @@ class World:
     # ---- the network -----------------------------------------------------------------------------------------------
 
     def send(self, sender: Peer, receiver: Peer, message: Message) -> None:
-        frame = encode(Envelope(sender, receiver.incarnation, message))
+        frame = encode(Envelope(sender, receiver, message))
         self.counts[message.kind] += 1
         if self.stormy and self.rng.random() < self.weather.drop:
             self.counts["dropped"] += 1

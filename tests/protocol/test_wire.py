@@ -1,5 +1,6 @@
 """Messages on the wire: they come back as they went, and everything else is a WireError."""
 
+import hashlib
 import json
 import struct
 
@@ -29,7 +30,8 @@ from connectors.protocol.wire import (
     encode,
 )
 
-SENDER = Peer("engine-a", 3)
+SENDER, RECEIVER = Peer("engine-a", 3), Peer("engine-b", 1)
+KEY = bytes(range(32))
 
 
 def blocks(*pairs: tuple[int, int]) -> BlockSet:
@@ -54,7 +56,11 @@ MESSAGES: list[Message] = [
 
 def frame(header: object, body: bytes = b"", magic: bytes = b"TDM", version: int = PROTOCOL_VERSION) -> bytes:
     head = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<3sBI", magic, version, len(head)) + head + body
+    return tagged(struct.pack("<3sBI", magic, version, len(head)) + head + body)
+
+
+def tagged(content: bytes, key: bytes = b"") -> bytes:
+    return content + hashlib.blake2b(content, key=key, digest_size=32).digest()
 
 
 def offer_header(**changes: object) -> dict[str, object]:
@@ -63,6 +69,7 @@ def offer_header(**changes: object) -> dict[str, object]:
         "from": "a",
         "rank": 0,
         "to": "b",
+        "to_rank": 0,
         "id": "t",
         "end": 9,
         "prompt": "",
@@ -72,7 +79,16 @@ def offer_header(**changes: object) -> dict[str, object]:
 
 
 def fin_header(**changes: object) -> dict[str, object]:
-    return {"kind": "fin", "from": "a", "rank": 0, "to": "b", "id": "t", "bytes": 3, "digest": ""} | changes
+    return {
+        "kind": "fin",
+        "from": "a",
+        "rank": 0,
+        "to": "b",
+        "to_rank": 0,
+        "id": "t",
+        "bytes": 3,
+        "digest": "",
+    } | changes
 
 
 def vectors(*numbers: int) -> bytes:
@@ -98,8 +114,8 @@ def same(left: Message, right: Message) -> bool:
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.kind)
 def test_round_trip(message: Message) -> None:
     """Sender, receiver and every field come back."""
-    envelope = decode(encode(Envelope(SENDER, "engine-b", message)))
-    assert (envelope.sender, envelope.receiver_incarnation) == (SENDER, "engine-b")
+    envelope = decode(encode(Envelope(SENDER, RECEIVER, message)))
+    assert (envelope.sender, envelope.receiver) == (SENDER, RECEIVER)
     assert same(envelope.message, message)
 
 
@@ -120,15 +136,14 @@ def test_any_offer_round_trips(transfer_id: str, end: int, positions: list[set[i
         blocks(*((p, first + 100 * g + i) for i, p in enumerate(sorted(positions[g])))) for g in range(len(positions))
     )
     offer = Offer(transfer_id, end, "digest", groups, end % 2 == 0)
-    assert same(decode(encode(Envelope(SENDER, "b", offer))).message, offer)
+    assert same(decode(encode(Envelope(SENDER, RECEIVER, offer))).message, offer)
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.kind)
 def test_truncated_at_every_length(message: Message) -> None:
-    """A frame that ends early is refused, wherever it ends. Only a card has an end that the frame cannot know."""
-    whole = encode(Envelope(SENDER, "engine-b", message))
-    body = len(message.card) if isinstance(message, Hello) else 0
-    for length in range(len(whole) - body):
+    """A frame that ends early is refused, wherever it ends."""
+    whole = encode(Envelope(SENDER, RECEIVER, message))
+    for length in range(len(whole)):
         with pytest.raises(WireError):
             decode(whole[:length])
 
@@ -137,7 +152,7 @@ def test_truncated_at_every_length(message: Message) -> None:
 def test_bytes_after_the_end_are_refused(message: Message) -> None:
     """A frame carries what its header says, and nothing else."""
     with pytest.raises(WireError):
-        decode(encode(Envelope(SENDER, "engine-b", message)) + b"\0")
+        decode(encode(Envelope(SENDER, RECEIVER, message)) + b"\0")
 
 
 @pytest.mark.parametrize(
@@ -147,11 +162,12 @@ def test_bytes_after_the_end_are_refused(message: Message) -> None:
         (frame({}, magic=b"XYZ"), "does not start with Tandem's mark"),
         (frame({}, version=PROTOCOL_VERSION + 1), f"version {PROTOCOL_VERSION + 1}, this engine {PROTOCOL_VERSION}"),
         (frame({}, version=0), "version 0"),
-        (struct.pack("<3sBI", b"TDM", PROTOCOL_VERSION, 2**32 - 1), "truncated"),
+        (tagged(struct.pack("<3sBI", b"TDM", PROTOCOL_VERSION, 2**32 - 1)), "truncated"),
         (frame(b"not json"), "malformed frame"),
         (frame(b"\xff\xfe"), "malformed frame"),
         (frame(b""), "malformed frame"),
-        (frame(b"[" * 100_000), "malformed frame"),
+        (frame(b"[" * 60_000), "malformed frame"),
+        (frame(b"[" * 100_000), "a header of 100000 bytes; at most 65536 are read"),
         (frame([1]), "not a JSON object"),
         (frame("text"), "not a JSON object"),
         (frame({}), "'from' must be text"),
@@ -161,13 +177,21 @@ def test_bytes_after_the_end_are_refused(message: Message) -> None:
         (frame({"from": "a", "rank": True}), "'rank' must be a whole number"),
         (frame({"from": "a", "rank": 2**63}), "'rank' must be a whole number"),
         (frame({"from": "a", "rank": 0}), "'to' must be text"),
-        (frame({"from": "a", "rank": 0, "to": "b"}), "unknown message None"),
-        (frame({"from": "a", "rank": 0, "to": "b", "kind": "greet"}), "unknown message 'greet'"),
-        (frame({"from": "a", "rank": 0, "to": "b", "kind": ["fin"]}), "unknown message"),
-        (frame({"from": "a", "rank": 0, "to": "b", "kind": "fin", "id": "t"}), "'bytes' must be a whole number"),
-        (frame({"from": "a", "rank": 0, "to": "b", "kind": "fin", "id": "t", "bytes": -5}), "not -5"),
-        (frame({"from": "a", "rank": 0, "to": "b", "kind": "alive"}), "'id' must be text"),
-        (frame({"from": "a", "rank": 0, "to": "b", "kind": "alive", "id": "t"}, b"x"), "1 bytes that it should not"),
+        (frame({"from": "a", "rank": 0, "to": "b"}), "'to_rank' must be a whole number, not None"),
+        (frame(fin_header(id="t" * 257)), "'id' has 257 characters, at most 256"),
+        (frame({"from": "a", "rank": 0, "to": "b", "to_rank": 0}), "unknown message None"),
+        (frame({"from": "a", "rank": 0, "to": "b", "to_rank": 0, "kind": "greet"}), "unknown message 'greet'"),
+        (frame({"from": "a", "rank": 0, "to": "b", "to_rank": 0, "kind": ["fin"]}), "unknown message"),
+        (
+            frame({"from": "a", "rank": 0, "to": "b", "to_rank": 0, "kind": "fin", "id": "t"}),
+            "'bytes' must be a whole number",
+        ),
+        (frame({"from": "a", "rank": 0, "to": "b", "to_rank": 0, "kind": "fin", "id": "t", "bytes": -5}), "not -5"),
+        (frame({"from": "a", "rank": 0, "to": "b", "to_rank": 0, "kind": "alive"}), "'id' must be text"),
+        (
+            frame({"from": "a", "rank": 0, "to": "b", "to_rank": 0, "kind": "alive", "id": "t"}, b"x"),
+            "1 bytes that it should not",
+        ),
         (frame(fin_header(digest=None)), "'digest' must be text, not None"),
         (frame({k: v for k, v in fin_header().items() if k != "digest"}), "'digest' must be text, not None"),
         (frame(fin_header(digest="0" * 31)), "'digest' must be empty or 32 hexadecimal digits"),
@@ -235,10 +259,46 @@ def test_fuzz_bytes(payload: bytes) -> None:
 @given(st.integers(0, len(MESSAGES) - 1), st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=4))
 def test_fuzz_flipped_bytes(which: int, flips: list[tuple[int, int]]) -> None:
     """Frames with a few bytes changed."""
-    payload = bytearray(encode(Envelope(SENDER, "engine-b", MESSAGES[which])))
+    payload = bytearray(encode(Envelope(SENDER, RECEIVER, MESSAGES[which])))
     for at, value in flips:
         payload[at % len(payload)] = value
     raises_nothing_else(bytes(payload))
+    raises_nothing_else(tagged(bytes(payload[:-32])))
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.kind)
+def test_every_bit_is_signed(message: Message) -> None:
+    """Whoever does not have the key can change nothing: not who sent it, whom it is for, nor what it says."""
+    whole = encode(Envelope(SENDER, RECEIVER, message), KEY)
+    assert same(decode(whole, KEY).message, message)
+    for bit in range(8 * len(whole)):
+        changed = bytearray(whole)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(WireError):
+            decode(bytes(changed), KEY)
+
+
+@pytest.mark.parametrize("theirs", [b"", bytes(32), KEY[:31], KEY + b"\0"], ids=["none", "zeros", "shorter", "longer"])
+def test_another_key_is_refused_before_anything_is_read(theirs: bytes) -> None:
+    """A frame without our key may not even choose what we parse."""
+    for content in (b"[" * 10, b"{}", encode(Envelope(SENDER, RECEIVER, MESSAGES[0]))[8:-32]):
+        bad = struct.pack("<3sBI", b"TDM", PROTOCOL_VERSION, len(content)) + content
+        with pytest.raises(WireError, match="does not have this engine's secret"):
+            decode(tagged(bad, theirs), KEY)
+
+
+def test_a_peer_of_the_version_before() -> None:
+    """Version 2 had no tag: its frames are refused for their version, whatever they end in."""
+    header = json.dumps({"kind": "alive", "from": "a", "rank": 0, "to": "b", "id": "transfer " + "i" * 40}).encode()
+    old = struct.pack("<3sBI", b"TDM", 2, len(header)) + header
+    with pytest.raises(WireError, match=f"version 2, this engine {PROTOCOL_VERSION}"):
+        decode(old, KEY)
+
+
+def test_reasons_are_cut() -> None:
+    """What a peer's error says is for a log line, not for a megabyte."""
+    message = decode(encode(Envelope(SENDER, RECEIVER, Refused("x" * 10**6)))).message
+    assert message == Refused("x" * 1000)
 
 
 JSON = st.recursive(
@@ -246,7 +306,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
-HEADER_KEYS = ("kind", "from", "rank", "to", "id", "end", "prompt", "blocks", "bytes", "reason", "digest")
+HEADER_KEYS = ("kind", "from", "rank", "to", "to_rank", "id", "end", "prompt", "blocks", "bytes", "reason", "digest")
 
 
 @settings(max_examples=300)

@@ -142,7 +142,7 @@ class Engines:
             match action:
                 case Send(peer, message):
                     self.messages.append(message.kind)
-                    frame = encode(Envelope(worker.host.peer, peer.incarnation, message))
+                    frame = encode(Envelope(worker.host.peer, peer, message))
                     worker.host.transport.notify(agent_name(peer), frame)
                 case Write():
                     self._write(worker, action)
@@ -175,7 +175,7 @@ class Engines:
             for sender, frame in worker.host.transport.notifications():
                 envelope = decode(frame)
                 assert sender == agent_name(envelope.sender)
-                assert envelope.receiver_incarnation == worker.host.peer.incarnation
+                assert envelope.receiver == worker.host.peer
                 self.perform(worker, worker.machine.message(envelope.sender, envelope.message, self.now))
             for write_id, handle in list(worker.writes.items()):
                 if worker.host.transport.poll(handle):

@@ -11,6 +11,7 @@ import torch
 
 from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Place, Region
 from connectors.protocol.cards import ModelIdentity, WorkerCard, encode_worker_card
+from connectors.protocol.keys import derive_keys
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress, prompt_digest
 from connectors.transport.memory import Fabric, MemoryTransport
@@ -40,6 +41,7 @@ class Worker:
         integrity: str = "auto",
         streaming: Streaming = Streaming.CHUNK,
         place: Place = Place("DRAM", 0),  # noqa: B008
+        secret: str = "",
     ) -> None:
         self.integrity = integrity
         self.cache = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
@@ -56,12 +58,12 @@ class Worker:
         transport.register([dataclasses.replace(region, place=Place("DRAM", 0)) for region in layout.regions])
         self.card = WorkerCard(name, identity, layout, transport.kind, transport.metadata())
         self.runtime = WorkerRuntime(
-            ConnectorConfig(integrity=integrity, streaming=streaming, limits=LIMITS),
+            ConnectorConfig(integrity=integrity, streaming=streaming, limits=LIMITS, keys=derive_keys(secret)),
             self.card,
             transport,
             StepFence(torch.device("cpu")),
         )
-        self.server = CardServer("127.0.0.1", 0, [encode_worker_card(self.card)])
+        self.server = CardServer("127.0.0.1", 0, [encode_worker_card(self.card)], derive_keys(secret).identity)
 
     @property
     def address(self) -> EngineAddress:

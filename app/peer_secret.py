@@ -1,0 +1,31 @@
+"""The secret that the engines of this service share, where the operator has not set one."""
+
+import secrets
+
+from pydantic import SecretStr
+from ray.experimental import internal_kv
+
+from configs.settings import ServiceSettings
+
+NAMESPACE = b"tandem"
+KEY = b"peer-secret"
+
+
+def with_secret(settings: ServiceSettings) -> ServiceSettings:
+    """`settings` with the secret that both roles get: the operator's, or the Ray cluster's."""
+    secret = settings.transfer.operators_secret() or SecretStr(cluster_secret())
+    return settings.model_copy(update={"transfer": settings.transfer.model_copy(update={"secret": secret})})
+
+
+def cluster_secret() -> str:
+    """Made once in the life of a Ray cluster and kept in its control store.
+
+    Serve builds the application again whenever its `args` change, and old replicas serve beside new ones for a
+    while: with a secret made at each build, the two would not talk.
+    """
+    fresh = secrets.token_hex(32)
+    if not internal_kv._internal_kv_initialized():
+        return fresh  # `serve build` only wants to know the deployments' names
+    # Two builds at once agree: the first one's is kept.
+    internal_kv._internal_kv_put(KEY, fresh, overwrite=False, namespace=NAMESPACE)
+    return internal_kv._internal_kv_get(KEY, namespace=NAMESPACE).decode()

@@ -1,0 +1,55 @@
+"""TLS between engines that share a secret: both show the same certificate, made from it, and trust nothing else.
+
+The certificate's key is derived from the secret, and so is every other byte of it: whoever can complete the handshake,
+on either side, has the secret. Nothing of X.509 beyond that is used: no names, no authorities, no dates.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import ssl
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
+
+_NAME = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "tandem engine")])
+# X.509 demands dates; engines' clocks should not matter.
+_FROM, _UNTIL = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31)
+
+
+def tls_context(identity: bytes, server: bool) -> ssl.SSLContext:
+    """For one end of a side channel between engines with the same ``identity`` (32 bytes, ``Keys.identity``)."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    # A resumed session would not prove anything; every contact is a first one.
+    context.options |= ssl.OP_NO_TICKET
+    if server:
+        context.num_tickets = 0
+    private = Ed25519PrivateKey.from_private_bytes(identity)
+    certificate = _certificate(private)
+    context.load_verify_locations(cadata=certificate.decode())
+    _load(context, certificate + private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    return context
+
+
+def _certificate(private: Ed25519PrivateKey) -> bytes:
+    """The same bytes for the same key: Ed25519 signatures are deterministic."""
+    builder = x509.CertificateBuilder().subject_name(_NAME).issuer_name(_NAME).serial_number(1)
+    builder = builder.public_key(private.public_key()).not_valid_before(_FROM).not_valid_after(_UNTIL)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    return builder.sign(private, None).public_bytes(Encoding.PEM)
+
+
+def _load(context: ssl.SSLContext, chain: bytes) -> None:
+    """``ssl`` reads keys from files only; this one never touches a disk."""
+    file = os.memfd_create("tandem-identity", os.MFD_CLOEXEC)
+    try:
+        os.write(file, chain)
+        context.load_cert_chain(f"/proc/self/fd/{file}")
+    finally:
+        os.close(file)

@@ -1,0 +1,293 @@
+"""The side channel against strangers: who gets a card, what others are told, and what a flood costs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import psutil
+import pytest
+
+from connectors.errors import HandshakeError, PeerSecretError, WireError
+from connectors.protocol.cards import PROTOCOL_VERSION, encode_worker_card
+from connectors.protocol.keys import derive_keys
+from connectors.vllm_hma import side_channel
+from connectors.vllm_hma.orders import Chunk, Expect
+from connectors.vllm_hma.side_channel import CardServer, fetch_card
+from tests.vllm_contract.workers import DIGEST, Worker, receive, results
+
+SECRET, ANOTHER = "the secret of these two engines", "the secret of two other engines"
+QUESTION = b"tandem/%d cards\n" % PROTOCOL_VERSION
+
+
+@pytest.fixture
+def serve(worker: Callable[..., Worker]) -> Iterator[Callable[..., CardServer]]:
+    """Starts servers of one card, with a secret or without, and stops them."""
+    card = encode_worker_card(worker("p").card)
+    started: list[CardServer] = []
+
+    def start(secret: str = "", host: str = "127.0.0.1") -> CardServer:
+        started.append(CardServer(host, 0, [card], derive_keys(secret).identity))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.close()
+
+
+def fetch(port: int, secret: str = "", timeout_s: float = 5.0) -> str:
+    """The incarnation on the card that is handed out to a peer with ``secret``."""
+    return fetch_card("127.0.0.1", port, "p", timeout_s, derive_keys(secret).identity).incarnation
+
+
+def connect(port: int, host: str = "127.0.0.1") -> socket.socket:
+    return socket.create_connection((host, port), timeout=5)
+
+
+class Eavesdropper:
+    """Relays connections to a port, and keeps all that passes: ``heard`` from askers, ``said`` to them."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self.heard, self.said = bytearray(), bytearray()
+        threading.Thread(target=self._relay, daemon=True).start()
+
+    def _relay(self) -> None:
+        with self._listener, self._listener.accept()[0] as asker, connect(self._target) as server:
+            answering = threading.Thread(target=self._pump, args=(server, asker, self.said), daemon=True)
+            answering.start()
+            self._pump(asker, server, self.heard)
+            answering.join(timeout=5)
+
+    @staticmethod
+    def _pump(source: socket.socket, sink: socket.socket, kept: bytearray) -> None:
+        with contextlib.suppress(OSError):
+            while part := source.recv(4096):
+                kept += part
+                sink.sendall(part)
+            sink.shutdown(socket.SHUT_WR)
+
+
+# ---- secrets -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("secret", ["", SECRET])
+def test_peers_with_one_secret_exchange_kv(worker: Callable[..., Worker], secret: str) -> None:
+    """From the card to the last message, with a secret and without."""
+    producer, consumer = worker("p", secret=secret), worker("c", secret=secret)
+    producer.cache[:] = np.arange(1, 9, dtype=np.uint8)[:, None]
+    consumer.step(receives=[receive(producer.address)])
+    producer.step(expects=[Expect("q", "t", 7, DIGEST)], chunks=[Chunk("q", ((1, 2),), 7)])
+    assert results(consumer) == (set(), {"r"}, set())
+    assert consumer.cache[[3, 5], 0].tolist() == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "asker_says", "server_says"),
+    [
+        (SECRET, ANOTHER, "it has another secret than this engine", "it has another secret than this engine"),
+        (SECRET, "", "this engine has a secret, it has none", "this engine has no secret, it one"),
+        ("", SECRET, "this engine has a secret, the peer none", "this engine has a secret, it none"),
+    ],
+    ids=["different", "only ours", "only theirs"],
+)
+def test_secrets_that_differ(
+    worker: Callable[..., Worker], caplog: pytest.LogCaptureFixture, ours: str, theirs: str, asker_says, server_says
+) -> None:
+    """No wait until a deadline: decode computes the request at once, and both logs say what to do."""
+    producer, consumer = worker("p", secret=theirs), worker("c", secret=ours)
+    with pytest.raises(PeerSecretError, match=asker_says) as raised:
+        fetch(producer.server.port, ours)
+    assert "set the same transfer.secret (kv_connector_extra_config: secret) on both engines" in str(raised.value)
+    consumer.step(receives=[receive(producer.address)])
+    assert results(consumer, within_s=2.0) == (set(), {"r"}, {"r"})
+    logged = {record.name: record.getMessage() for record in caplog.records}
+    assert asker_says in logged["connectors.vllm_hma.greeter"]
+    assert server_says in logged["connectors.vllm_hma.side_channel"]
+    assert "set the same transfer.secret" in logged["connectors.vllm_hma.side_channel"]
+
+
+def test_a_frame_of_another_secret_is_dropped(worker: Callable[..., Worker], caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever reached the transport without the secret moves nothing."""
+    producer, consumer = worker("p", secret=SECRET), worker("c", secret=ANOTHER)
+    name = consumer.transport.add_peer(producer.transport.metadata())
+    frame = b"TDM" + bytes([PROTOCOL_VERSION]) + (2).to_bytes(4, "little") + b"{}" + bytes(32)
+    consumer.transport.notify(name, frame)
+    give_up_at = time.monotonic() + 5
+    while "does not have this engine's secret" not in caplog.text:
+        assert time.monotonic() < give_up_at
+        producer.runtime.results()
+    assert not any(producer.runtime.census().values())
+
+
+def test_a_card_cannot_be_overheard(serve: Callable[..., CardServer]) -> None:
+    """With a secret, neither question nor card pass in the clear; without one, both do."""
+    for secret, clear in (("", True), (SECRET, False)):
+        ear = Eavesdropper(serve(secret).port)
+        assert fetch(ear.port, secret) == "p"
+        assert (QUESTION in ear.heard, b"transport_metadata" in ear.said) == (clear, clear)
+
+
+def test_what_was_overheard_cannot_be_replayed(serve: Callable[..., CardServer]) -> None:
+    """The same bytes a second time get no card."""
+    server = serve(SECRET)
+    ear = Eavesdropper(server.port)
+    fetch(ear.port, SECRET)
+    said = len(ear.said)
+    with connect(server.port) as replay:
+        replay.sendall(ear.heard)
+        replay.shutdown(socket.SHUT_WR)
+        answered = b""
+        with contextlib.suppress(ConnectionError):
+            while part := replay.recv(4096):
+                answered += part
+    assert len(answered) < said
+    assert fetch(server.port, SECRET) == "p"
+
+
+# ---- hostile peers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("secret", ["", SECRET])
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"\n",
+        b"x" * 900,
+        b"x" * 10**6,
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"tandem/1 cards\n",
+        QUESTION + QUESTION * 1000,
+        b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x01NULL",
+        b"\x16\x03\x01\xff\xff" + bytes(1000),
+        b"\x16\x03\x03\x00\x02\x01\x00",
+        bytes(4096),
+    ],
+    ids=lambda sent: sent[:16].decode(errors="replace") or "nothing",
+)
+def test_whatever_it_is_sent(serve: Callable[..., CardServer], secret: str, sent: bytes) -> None:
+    """It ends the connection, and answers the next proper question."""
+    server = serve(secret)
+    with connect(server.port) as stranger, contextlib.suppress(OSError):
+        stranger.sendall(sent)
+        stranger.shutdown(socket.SHUT_WR)
+        while stranger.recv(2**16):
+            pass
+    assert fetch(server.port, secret) == "p"
+
+
+def test_an_older_tandem_is_told(serve: Callable[..., CardServer]) -> None:
+    """A peer that asks for another version is answered with what can be asked."""
+    with connect(serve().port) as older:
+        older.sendall(b"tandem/2 cards\n")
+        assert f"tandem/{PROTOCOL_VERSION} cards".encode() in older.recv(1000)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "says"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n", WireError, "that is not Tandem's side channel"),
+        (b"TDC\x02\x00\x00\x00\x00", WireError, f"protocol version 2, this engine {PROTOCOL_VERSION}"),
+        (b"TDC%c\xff\xff\xff\xff" % PROTOCOL_VERSION, WireError, "announces 4294967295 cards"),
+        (b"TDC%c\x02\x00\x00\x00" % PROTOCOL_VERSION + b"\xff" * 8, WireError, "announces .* bytes"),
+        (b"TDC%c\x01\x00\x00\x00\x02\x00\x00\x00{}" % PROTOCOL_VERSION, WireError, "malformed worker card"),
+        (b"TDE%c\xff\xff\xff\xff" % PROTOCOL_VERSION + b"no" * 600, WireError, "answered with an error: nono"),
+        (b"TDC", HandshakeError, "did not answer within 1 s"),
+        (b"", HandshakeError, "did not answer within 1 s"),
+    ],
+)
+def test_an_answer_that_is_no_card(answer: bytes, error: type[Exception], says: str) -> None:
+    """Whatever listens there: a typed error, within the time given."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def reply() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    with listener.accept()[0] as asker:
+                        asker.recv(1000)
+                        asker.sendall(answer)
+
+        threading.Thread(target=reply, daemon=True).start()
+        with pytest.raises(error, match=says):
+            fetch(listener.getsockname()[1], timeout_s=1.0)
+
+
+@pytest.mark.parametrize("secret", ["", SECRET])
+def test_connections_that_say_nothing(serve: Callable[..., CardServer], secret: str) -> None:
+    """More than there are places for: a peer is served at once, and the oldest have been turned away."""
+    server = serve(secret)
+    held = [connect(server.port) for _ in range(side_channel.MAX_CONNECTIONS + 50)]
+    try:
+        assert fetch(server.port, secret) == "p"
+        assert len(server._open) <= side_channel.MAX_CONNECTIONS
+        held[0].settimeout(5)
+        with contextlib.suppress(ConnectionError):
+            assert held[0].recv(1) == b""
+    finally:
+        for one in held:
+            one.close()
+
+
+def test_a_question_that_drips(serve: Callable[..., CardServer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte now and then does not keep a connection."""
+    monkeypatch.setattr(side_channel, "TALK_S", 0.5)
+    with connect(serve().port) as slow:
+        give_up_at = time.monotonic() + 10
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() < give_up_at:
+                slow.sendall(b"t")
+                time.sleep(0.05)
+        assert time.monotonic() < give_up_at
+
+
+@pytest.mark.parametrize("secret", ["", SECRET])
+def test_a_flood_of_connections(serve: Callable[..., CardServer], secret: str) -> None:
+    """While two threads connect as fast as they can, peers are served; afterwards nothing is left of the flood."""
+    server = serve(secret)
+    assert fetch(server.port, secret) == "p"
+    before = len(os.listdir("/proc/self/fd"))
+    over = threading.Event()
+    connected = [0, 0]
+
+    def flood(which: int) -> None:
+        while not over.is_set():
+            with contextlib.suppress(OSError), connect(server.port) as one:
+                one.sendall(b"\x16\x03\x01\x02\x00" + os.urandom(100))
+                connected[which] += 1
+
+    threads = [threading.Thread(target=flood, args=(which,)) for which in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(5):
+            assert fetch(server.port, secret, timeout_s=30.0) == "p"
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(timeout=10)
+    assert min(connected) > 20
+    assert fetch(server.port, secret, timeout_s=30.0) == "p"
+    give_up_at = time.monotonic() + 2 * side_channel.TALK_S
+    while len(os.listdir("/proc/self/fd")) > before + 2:
+        assert time.monotonic() < give_up_at
+        time.sleep(0.05)
+
+
+def test_it_listens_where_it_is_told_to(serve: Callable[..., CardServer]) -> None:
+    """On the configured address and no other."""
+    server = serve(host="127.0.0.3")
+    listening = [
+        one.laddr for one in psutil.Process().net_connections("tcp") if one.laddr and one.laddr.port == server.port
+    ]
+    assert {address.ip for address in listening} == {"127.0.0.3"}
+    with pytest.raises(ConnectionRefusedError):
+        connect(server.port, "127.0.0.1")
+    assert fetch_card("127.0.0.3", server.port, "p", 5.0).incarnation == "p"
