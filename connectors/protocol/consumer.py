@@ -14,7 +14,8 @@
                  digest, abort, progress_s
                  without a word              ENDING      Cancel to every partner that may still write
     ENDING       last partner answers        gone        Received(failed)
-    ENDING       cancel_s                    ENDING      Cancel again; blocks count as quarantined
+    ENDING       cancel_s                    ENDING      Cancel again, and shake hands: a producer forgets its oldest
+                                                         consumers; blocks count as quarantined
 
 A partner *may still write* from the moment an Offer was sent to it until its Fin, Aborted or Cancelled has come, or
 until it is known to be dead. ``Received`` gives the blocks back to the scheduler, so it is sent only when no partner
@@ -189,7 +190,7 @@ class Consumer:
             if reception.stage is _Stage.ENDING:
                 if reception.writing and now - reception.cancelled_at >= self._limits.cancel_s:
                     reception.quarantined = True
-                    actions += self._cancel(reception, now)
+                    actions += [*self._cancel(reception, now), Connect(reception.order.producer)]
             elif self._waits_for_a_word(reception) and now - reception.heard_at >= self._silence_s(reception):
                 silence = f"nothing was heard of the transfer for {self._silence_s(reception):g} s"
                 actions += self._fail(reception, silence, now)

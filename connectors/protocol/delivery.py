@@ -49,6 +49,9 @@ class Stage(Enum):
 EVERY_LAYER = 2**31
 """More layers than any group has."""
 
+MAX_EARLY = 1024
+"""Transfers of one consumer engine whose requests have not come yet; honest ones wait for milliseconds."""
+
 NOBODY = ""
 """The consumer of a transfer that was discarded: no peer's incarnation is empty."""
 
@@ -60,7 +63,8 @@ class Delivery:
     ``pending[g]`` are the offered units of group g that have not been written yet, once the offer has been found to fit
     the request; ``digest`` is made then, if one is asked for. ``early[g]`` are units of group g that the step under way
     completes, and how many layers of them have been written. ``in_flight`` are the writes under way and their bytes;
-    ``moved_at`` is when one was last posted or done.
+    ``moved_at`` is when one was last posted or done. ``offered_blocks`` count against the consumer's pool until it is
+    closed.
     """
 
     peer: Peer
@@ -73,6 +77,7 @@ class Delivery:
     ending: Message | None = None
     closed: bool = False
     last_sent: float = 0.0
+    offered_blocks: int = 0
     moved_at: float = 0.0
 
     def taken(self, transfer: Transfer) -> bool:

@@ -27,16 +27,22 @@ A *transfer* is one request's KV for one consumer engine; each consumer rank tha
 A delivery that is closed is never written for again: its Fin, Aborted or Cancelled is the consumer's licence to use or
 free its blocks. Ids of transfers that are gone are remembered for lease_s; offers for them are answered with Aborted,
 but nothing is answered while a write for that consumer rank is still in flight.
+
+What a consumer can make this rank remember is bounded: MAX_EARLY transfers whose requests have not come, beyond which
+it is not answered at all (an answer would be a licence, and nothing would remember that it was given), and open offers
+of as many blocks as its pool has.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from connectors.planning.descriptors import Moves
 from connectors.planning.layout import Group
 from connectors.protocol.actions import ProducerAction, Send, Sent, Write
 from connectors.protocol.delivery import (
+    MAX_EARLY,
     NOBODY,
     Consumer,
     Delivery,
@@ -62,6 +68,8 @@ class Producer:
         self._by_request: dict[str, Transfer] = {}
         self._writes: dict[int, tuple[Transfer, Delivery]] = {}
         self._gone: dict[str, float] = {}
+        self._early: Counter[str] = Counter()
+        self._offered_blocks: Counter[Peer] = Counter()
         self._next_write_id = 0
 
     # ---- what the scheduler says -------------------------------------------------------------------------------
@@ -76,6 +84,8 @@ class Producer:
             transfer = Transfer(transfer_id, Stage.LIVE, now, expected_ranks=frozenset())
         elif transfer is None:
             transfer = self._transfers[transfer_id] = Transfer(transfer_id, Stage.LIVE, now)
+        else:
+            self._count_early(transfer, -1)
         transfer.stage, transfer.since, transfer.request_id = Stage.LIVE, now, request_id
         transfer.prompt_tokens, transfer.prompt_digest = prompt_tokens, prompt_digest
         transfer.tables = [[] for _ in self._groups]
@@ -192,6 +202,14 @@ class Producer:
     def knows(self, peer: Peer) -> bool:
         return peer in self._consumers
 
+    def serves(self, peer: Peer) -> bool:
+        """Whether an answer to ``peer`` is still owed."""
+        return any(
+            delivery.peer == peer and not delivery.closed
+            for transfer in (*self._transfers.values(), *(transfer for transfer, _ in self._writes.values()))
+            for delivery in transfer.deliveries.values()
+        )
+
     def message(self, peer: Peer, message: Message, now: float) -> list[ProducerAction]:
         """A message of a consumer that has been welcomed."""
         match message:
@@ -256,7 +274,7 @@ class Producer:
     # ---- inside ------------------------------------------------------------------------------------------------
 
     def _offered(self, peer: Peer, offer: Offer, now: float) -> list[ProducerAction]:
-        if self._being_written(peer, offer.transfer_id):
+        if self._being_written(peer, offer.transfer_id) or self._too_early(peer, offer.transfer_id):
             return []
         transfer = self._transfer_for(peer, offer.transfer_id, now)
         if transfer is None:
@@ -267,12 +285,19 @@ class Producer:
             return [Send(peer, Aborted(offer.transfer_id, "this transfer has been offered for before"))]
         if delivery.offer is not None:
             return []
-        delivery.offer, delivery.last_sent = offer, now
+        delivery.last_sent, count = now, sum(map(len, offer.groups))
+        if self._offered_blocks[peer] + count > self._consumers[peer].num_blocks:
+            # Blocks are on offer once at a time, so no engine has more of them than its pool.
+            return self._end(transfer, delivery, "more blocks are on offer than the consumer's pool has", now)
+        delivery.offer, delivery.offered_blocks = offer, count
+        self._offered_blocks[peer] += count
         return self._advance(transfer, now)
 
     def _cancelled(self, peer: Peer, transfer_id: str, now: float) -> list[ProducerAction]:
         for delivery in self._being_written(peer, transfer_id):
             delivery.ending, delivery.pending = Cancelled(transfer_id), None
+            return []
+        if self._too_early(peer, transfer_id):
             return []
         transfer = self._transfer_for(peer, transfer_id, now)
         if transfer is None:
@@ -292,6 +317,17 @@ class Producer:
             if delivery.peer == peer and transfer.transfer_id == transfer_id
         ][:1]
 
+    def _too_early(self, peer: Peer, transfer_id: str) -> bool:
+        """Whether too many transfers of ``peer``'s engine wait for their requests for this one to wait as well."""
+        known = transfer_id in self._transfers or transfer_id in self._gone
+        return not known and self._early[peer.incarnation] >= MAX_EARLY
+
+    def _count_early(self, transfer: Transfer, change: int) -> None:
+        if transfer.stage is Stage.ORPHAN and transfer.consumer is not None:
+            self._early[transfer.consumer] += change
+            if not self._early[transfer.consumer]:
+                del self._early[transfer.consumer]
+
     def _transfer_for(self, peer: Peer, transfer_id: str, now: float) -> Transfer | None:
         """The transfer that ``peer`` may speak of; made anew where its request has not come yet."""
         if transfer_id in self._gone:
@@ -302,6 +338,7 @@ class Producer:
         if transfer.consumer is None:
             transfer.consumer = peer.incarnation
             transfer.expected_ranks = self._consumers[peer].partner_ranks
+            self._count_early(transfer, 1)
         return transfer if transfer.consumer == peer.incarnation else None
 
     def _advance(self, transfer: Transfer, now: float) -> list[ProducerAction]:
@@ -330,7 +367,10 @@ class Producer:
                 delivery.ending = fin if missing is None else Aborted(transfer.transfer_id, missing)
         if delivery.ending is not None and not delivery.in_flight:
             delivery.closed = True
-            delivery.pending = delivery.digest = None
+            delivery.offer = delivery.pending = delivery.digest = None
+            self._offered_blocks[delivery.peer] -= delivery.offered_blocks
+            if not self._offered_blocks[delivery.peer]:
+                del self._offered_blocks[delivery.peer]
             if delivery.peer in self._consumers:
                 actions.append(Send(delivery.peer, delivery.ending))
         return actions
@@ -395,6 +435,7 @@ class Producer:
     def _forget(self, transfer: Transfer, now: float) -> None:
         if self._transfers.get(transfer.transfer_id) is transfer:
             del self._transfers[transfer.transfer_id]
+            self._count_early(transfer, -1)
             self._gone[transfer.transfer_id] = now
 
 

@@ -30,8 +30,11 @@ class Transport(Protocol):
         """What a peer needs to reach this agent and its registered memory."""
         ...
 
-    def add_peer(self, metadata: bytes) -> str:
-        """Learn of a peer; its name. Adding it again is harmless. Raises TransportError for unusable metadata."""
+    def add_peer(self, metadata: bytes, name: str | None = None) -> str:
+        """Learn of a peer; its name. Adding it again is harmless.
+
+        Raises TransportError for unusable metadata, and where it is not that of ``name``: then nothing is learned.
+        """
         ...
 
     def reconnect(self, peer: str) -> None:

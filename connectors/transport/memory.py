@@ -63,12 +63,14 @@ class MemoryTransport:
         self._check_open()
         return self.name.encode()
 
-    def add_peer(self, metadata: bytes) -> str:
+    def add_peer(self, metadata: bytes, name: str | None = None) -> str:
         self._check_open()
-        name = metadata.decode(errors="replace")
-        self._fabric.agent(self.name, name)
-        self._peers.add(name)
-        return name
+        peer = metadata.decode(errors="replace")
+        if name is not None and peer != name:
+            raise TransportError(name, f"its agent metadata is that of {peer[:80]!r}")
+        self._fabric.agent(self.name, peer)
+        self._peers.add(peer)
+        return peer
 
     def reconnect(self, peer: str) -> None:
         if peer in self._pending.values():

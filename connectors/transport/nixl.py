@@ -55,13 +55,17 @@ class NixlTransport:
     def metadata(self) -> bytes:
         return bytes(self._live().get_agent_metadata())
 
-    def add_peer(self, metadata: bytes) -> str:
+    def add_peer(self, metadata: bytes, name: str | None = None) -> str:
         agent = self._live()
         try:
-            name = agent.add_remote_agent(metadata)
+            peer = _text(agent.add_remote_agent(metadata))
         except Exception as error:
-            raise TransportError("?", f"its agent metadata is not usable: {error}") from error
-        peer = _text(name)
+            raise TransportError(name or "?", f"its agent metadata is not usable: {error}") from error
+        if name is not None and peer != name:
+            # One that we know is not harmed: NIXL refuses another connection under a known name.
+            if peer not in self._metadata:
+                self.remove_peer(peer)
+            raise TransportError(name, f"its agent metadata is that of {peer[:80]!r}")
         self._metadata[peer] = metadata
         return peer
 
@@ -170,4 +174,4 @@ def _descriptors(address: np.ndarray, length: np.ndarray, device: int) -> np.nda
 
 
 def _text(name: str | bytes) -> str:
-    return name.decode() if isinstance(name, bytes) else name
+    return name.decode(errors="replace") if isinstance(name, bytes) else name

@@ -29,6 +29,7 @@ from connectors.protocol.params import EngineAddress
 from connectors.protocol.wire import Hello, Peer, Refused, Welcome
 from connectors.transport.base import Transport
 from connectors.transport.digest import End, Memory, digests
+from connectors.vllm_hma.complaints import Complaints
 from connectors.vllm_hma.post import Post, agent_name
 from connectors.vllm_hma.side_channel import fetch_card
 
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 # Connecting waits for peers that may be silent; greeting must not wait behind it.
 _CONNECT_THREADS = 32
 _GREET_THREADS = 4
+_MAX_PENDING_HELLOS = 256
 
 
 class Greeter:
@@ -53,6 +55,7 @@ class Greeter:
         identity: bytes,
         on_connected: Callable[[str, list[Partner]], None],
         on_failed: Callable[[str, str], None],
+        on_hello: Callable[[Peer], None],
         on_welcomed: Callable[[Peer, WorkerCard, PairPlan, Consumer], None],
     ) -> None:
         self._card = card
@@ -64,11 +67,15 @@ class Greeter:
         self._identity = identity
         self._on_connected = on_connected
         self._on_failed = on_failed
+        self._on_hello = on_hello
         self._on_welcomed = on_welcomed
+        self._complain = Complaints(logger)
         self._connects = ThreadPoolExecutor(_CONNECT_THREADS, thread_name_prefix="tandem-connect")
         self._greets = ThreadPoolExecutor(_GREET_THREADS, thread_name_prefix="tandem-greet")
         self._lock = threading.Lock()
         self._connecting: set[str] = set()
+        self._pending_hellos: set[Peer] = set()
+        self._awaited: set[Peer] = set()
         self._answers: dict[Peer, str | None] = {}
         self._answered = threading.Condition(self._lock)
 
@@ -86,12 +93,23 @@ class Greeter:
         return bool(self._connecting)
 
     def greeted(self, sender: Peer, message: Hello) -> None:
-        """A consumer worker has said hello."""
+        """A consumer worker has said hello. In a flood, some are dropped: their senders will hear nothing."""
+        with self._lock:
+            if sender in self._pending_hellos:
+                return
+            full = len(self._pending_hellos) >= _MAX_PENDING_HELLOS
+            if not full:
+                self._pending_hellos.add(sender)
+        if full:
+            self._complain("full", f"{_MAX_PENDING_HELLOS} hellos wait for an answer; one of {sender} is dropped")
+            return
         self._submit(self._greets, self._welcome, sender, message)
 
     def answered(self, sender: Peer, message: Welcome | Refused) -> None:
-        """A producer worker has answered our hello."""
+        """A producer worker has answered our hello, if there was one."""
         with self._answered:
+            if sender not in self._awaited:
+                return
             self._answers[sender] = message.reason if isinstance(message, Refused) else None
             self._answered.notify_all()
 
@@ -141,18 +159,7 @@ class Greeter:
             check_peers(worker, self._card)
         plans = self._plans(card)
         prove_plans(self._card.layout, list(plans.values()))
-        hello = Hello(encode_worker_card(self._card))
-        waiting = set()
-        for rank in plans:
-            self._transport.add_peer(card.workers[rank].transport_metadata)
-            peer = Peer(card.incarnation, rank)
-            self._post.send(peer, hello)
-            waiting.add(peer)
-        with self._answered:
-            while not waiting <= self._answers.keys():
-                if not self._answered.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
-                    raise HandshakeError(f"its workers did not answer within {self._handshake_s:g} s")
-            refusals = [reason for peer in sorted(waiting, key=agent_name) if (reason := self._answers.pop(peer))]
+        refusals = self._say_hello(card, sorted(plans), deadline)
         if refusals:
             raise HandshakeError(f"it refused: {refusals[0]}")
         memory = self._memory_to_check(card)
@@ -165,6 +172,28 @@ class Greeter:
             )
             for rank, plan in plans.items()
         ]
+
+    def _say_hello(self, engine: EngineCard, ranks: list[int], deadline: float) -> list[str]:
+        """Say hello to these ranks and wait for all their answers: the reasons of those that refused."""
+        hello = Hello(encode_worker_card(self._card))
+        waiting = {Peer(engine.incarnation, rank) for rank in ranks}
+        with self._lock:
+            self._awaited |= waiting
+        try:
+            for rank in ranks:
+                peer = Peer(engine.incarnation, rank)
+                self._transport.add_peer(engine.workers[rank].transport_metadata, agent_name(peer))
+                self._post.send(peer, hello)
+            with self._answered:
+                while not waiting <= self._answers.keys():
+                    if not self._answered.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
+                        raise HandshakeError(f"its workers did not answer within {self._handshake_s:g} s")
+                return [reason for peer in sorted(waiting, key=agent_name) if (reason := self._answers[peer])]
+        finally:
+            with self._lock:
+                self._awaited -= waiting
+                for peer in waiting:
+                    self._answers.pop(peer, None)
 
     def _memory_to_check(self, producer: EngineCard) -> Memory | None:
         """Our memory where transfers from ``producer`` are checked, None where they are not."""
@@ -188,15 +217,21 @@ class Greeter:
 
     def _welcome(self, sender: Peer, message: Hello) -> None:
         try:
+            self._greet(sender, message)
+        finally:
+            with self._lock:
+                self._pending_hellos.discard(sender)
+
+    def _greet(self, sender: Peer, message: Hello) -> None:
+        try:
             card = decode_worker_card(message.card)
             if (card.incarnation, card.rank) != (sender.incarnation, sender.rank):
                 raise HandshakeError("the hello's card is another worker's")
-            name = self._transport.add_peer(card.transport_metadata)
-            if name != agent_name(sender):
-                raise HandshakeError(f"the hello's transport metadata is that of {name!r}")
+            self._on_hello(sender)
+            self._transport.add_peer(card.transport_metadata, agent_name(sender))
         except TandemError as error:
             # Without its metadata the peer cannot be answered; it gives up after handshake_s.
-            logger.warning("Tandem: a hello of decode worker %s is unusable: %s", agent_name(sender), error)
+            self._complain("hello", f"a hello of decode worker {agent_name(sender)[:80]!r} is unusable: {error}")
             return
         try:
             check_peers(self._card, card)
@@ -207,7 +242,7 @@ class Greeter:
             source = None if self._memory is None else digests(plan, self._memory, End.SOURCE)
             self._on_welcomed(sender, card, plan, Consumer(ranks, theirs.num_blocks, plan.shapes, source))
         except TandemError as error:
-            logger.warning("Tandem: decode worker %s is refused: %s", agent_name(sender), error)
+            self._complain("refused", f"decode worker {agent_name(sender)[:80]!r} is refused: {error}")
             self._post.send(sender, Refused(str(error)))
             return
         self._post.send(sender, Welcome())

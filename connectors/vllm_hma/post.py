@@ -44,6 +44,11 @@ class Post:
             self.reconnect(name, error)
             self._transport.notify(name, frame)
 
+    def forget(self, peer: Peer) -> None:
+        """Nothing more will be sent to ``peer``."""
+        with self._lock:
+            self._reconnected_at.pop(agent_name(peer), None)
+
     def reconnect(self, name: str, error: TransportError) -> None:
         """Make the connection to ``name`` anew after ``error``; raises it again where that was done a moment ago."""
         with self._lock:

@@ -39,6 +39,7 @@ from connectors.vllm_hma.complaints import Complaints
 from connectors.vllm_hma.config import ConnectorConfig
 from connectors.vllm_hma.fence import StepFence
 from connectors.vllm_hma.greeter import Greeter
+from connectors.vllm_hma.guests import Guests
 from connectors.vllm_hma.orders import Finished, Orders, Receive
 from connectors.vllm_hma.post import Post, agent_name
 from connectors.vllm_hma.probe import EngineProbe
@@ -104,7 +105,8 @@ class WorkerRuntime:
         self._lock = threading.RLock()
         self._producer = ProducerMachine(card.layout.groups, config.limits)
         self._consumer = ConsumerMachine(card.layout.groups, config.limits)
-        self._plans: dict[Peer, tuple[WorkerCard, PairPlan]] = {}
+        self._plans: dict[Peer, tuple[Place, PairPlan]] = {}
+        self._guests = Guests(self._producer.serves)
         self._writes: dict[int, int] = {}
         self._sent: set[str] = set()
         self._received: dict[str, str | None] = {}
@@ -119,6 +121,7 @@ class WorkerRuntime:
             config.keys.identity,
             self._connected,
             self._connect_failed,
+            self._hello,
             self._welcomed,
         )
         self._probe = EngineProbe(config.limits.cancel_s, config.keys.identity, self._engine_lost)
@@ -333,6 +336,7 @@ class WorkerRuntime:
                 if not self._producer.knows(envelope.sender):
                     self._complain("stranger", f"{message.kind} of {sender[:80]!r} is dropped: it has not said hello")
                     return
+                self._guests.spoke(envelope.sender)
                 self._trace.event(message.kind, transfer=message.transfer_id, consumer=envelope.sender.rank)
                 self._perform(self._producer.message(envelope.sender, message, now))
             case message:
@@ -379,12 +383,12 @@ class WorkerRuntime:
         try:
             if known is None:
                 raise TransportError(agent_name(write.peer), "the consumer is gone")
-            card, plan = known
+            place, plan = known
             runs = build_runs(plan, write.moves)
             if not len(runs):
                 self._producer.write_posted(write.write_id, 0)
                 return self._producer.write_done(write.write_id, now)
-            handle = self._post_write(agent_name(write.peer), runs, self.card.layout.place, card.layout.place)
+            handle = self._post_write(agent_name(write.peer), runs, self.card.layout.place, place)
         except (TransportError, PlanError) as error:
             logger.warning("Tandem: %s", error)
             return self._producer.write_failed(write.write_id, str(error), now)
@@ -466,7 +470,19 @@ class WorkerRuntime:
         with self._lock:
             self._perform(self._consumer.engine_lost(incarnation, reason, time.monotonic()))
 
+    def _hello(self, peer: Peer) -> None:
+        """Raises HandshakeError where there is no place for one more peer; else somebody idle may lose theirs."""
+        with self._lock:
+            leaving = self._guests.admit(peer)
+            if leaving is not None:
+                self._perform(self._producer.peer_lost(leaving, time.monotonic()))
+                self._plans.pop(leaving, None)
+                self._transport.remove_peer(agent_name(leaving))
+                self._post.forget(leaving)
+
     def _welcomed(self, peer: Peer, card: WorkerCard, plan: PairPlan, consumer: Consumer) -> None:
         with self._lock:
-            self._plans[peer] = (card, plan)
-            self._producer.welcome(peer, consumer)
+            # It may have been pushed out since its hello.
+            if peer in self._guests:
+                self._plans[peer] = (card.layout.place, plan)
+                self._producer.welcome(peer, consumer)

@@ -203,14 +203,14 @@ def test_alive_of_a_finished_partner_does_not_count() -> None:
 
 
 def test_unanswered_cancels_are_repeated() -> None:
-    """ENDING + cancel_s -> Cancel again to those that have not answered, and the blocks count as quarantined."""
+    """ENDING + cancel_s -> Cancel again to those that have not answered, a new handshake, and the quarantine counts."""
     consumer = offered()
     consumer.abort("r", 0.0)
     consumer.message(P0, Cancelled("t"), 0.5)
     assert (consumer.tick(1.9), consumer.census()["quarantined"]) == ([], 0)
-    assert consumer.tick(2.0) == cancels(P1)
+    assert consumer.tick(2.0) == [*cancels(P1), Connect(ENGINE)]
     assert (consumer.census()["quarantined"], consumer.unanswered_engines()) == (1, {ENGINE})
-    assert (consumer.tick(3.9), consumer.tick(4.0)) == ([], cancels(P1))
+    assert (consumer.tick(3.9), consumer.tick(4.0)) == ([], [*cancels(P1), Connect(ENGINE)])
     assert consumer.message(P1, Cancelled("t"), 4.1) == [Received("r", "the request was aborted")]
     assert empty(consumer)
 
@@ -230,7 +230,7 @@ def test_alive_does_not_end_anything() -> None:
     consumer = offered()
     consumer.abort("r", 0.0)
     assert consumer.message(P0, Alive("t"), 1.0) == []
-    assert consumer.tick(2.0) == cancels(P0, P1)
+    assert consumer.tick(2.0) == [*cancels(P0, P1), Connect(ENGINE)]
 
 
 def test_the_first_failure_is_reported() -> None:

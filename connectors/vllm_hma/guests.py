@@ -1,0 +1,56 @@
+"""The consumer workers that a producer rank knows: how many, and which to forget when one more says hello.
+
+Every start of a decode engine is a new peer that never says goodbye. Those that have offered are kept before those that
+have only said hello, so that a flood of hellos pushes out its own; one with something under way is never forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from connectors.errors import HandshakeError
+from connectors.protocol.wire import Peer
+
+MOST = 512
+
+
+class Guests:
+    """Not thread-safe; its owner serialises calls. ``busy`` says whether something is under way with a peer."""
+
+    def __init__(self, busy: Callable[[Peer], bool], most: int = MOST) -> None:
+        self._busy = busy
+        self._most = most
+        # Each from the one that was silent longest to the one that spoke last.
+        self._greeted: dict[Peer, None] = {}
+        self._regular: dict[Peer, None] = {}
+
+    def __contains__(self, peer: Peer) -> bool:
+        return peer in self._greeted or peer in self._regular
+
+    def __len__(self) -> int:
+        return len(self._greeted) + len(self._regular)
+
+    def admit(self, peer: Peer) -> Peer | None:
+        """A hello has come. Who must be forgotten for it, if anybody; HandshakeError where nobody can be."""
+        if peer in self._regular:
+            self.spoke(peer)
+            return None
+        self._greeted.pop(peer, None)
+        leaving = None
+        if len(self) >= self._most:
+            leaving = next((one for one in (*self._greeted, *self._regular) if not self._busy(one)), None)
+            if leaving is None:
+                raise HandshakeError(f"this worker serves {len(self)} decode workers, and all of them are busy")
+            self.forget(leaving)
+        self._greeted[peer] = None
+        return leaving
+
+    def spoke(self, peer: Peer) -> None:
+        """An admitted peer has offered or cancelled."""
+        if peer in self:
+            self.forget(peer)
+            self._regular[peer] = None
+
+    def forget(self, peer: Peer) -> None:
+        self._greeted.pop(peer, None)
+        self._regular.pop(peer, None)

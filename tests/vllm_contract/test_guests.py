@@ -1,0 +1,91 @@
+"""Which of too many decode workers a producer forgets, and what becomes of those that it has forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from connectors.errors import HandshakeError
+from connectors.protocol.wire import Peer
+from connectors.vllm_hma import guests
+from connectors.vllm_hma.guests import Guests
+from connectors.vllm_hma.orders import Chunk, Expect
+from tests.vllm_contract.workers import DIGEST, Worker, receive, results
+
+
+def peer(name: str) -> Peer:
+    return Peer(name, 0)
+
+
+def full(busy: set[str] = frozenset()) -> Guests:
+    """Places for three: a and b have said hello, c has offered."""
+    table = Guests(lambda one: one.incarnation in busy, most=3)
+    for name in "abc":
+        assert table.admit(peer(name)) is None
+    table.spoke(peer("c"))
+    return table
+
+
+def test_those_who_only_said_hello_go_first() -> None:
+    """The one that was silent longest; a flood of hellos pushes out its own."""
+    table = full()
+    assert [table.admit(peer(f"new-{n}")) for n in range(4)] == [peer("a"), peer("b"), peer("new-0"), peer("new-1")]
+    assert peer("c") in table
+    assert len(table) == 3
+
+
+def test_speaking_keeps_a_place() -> None:
+    """Among those that have offered, the one that was silent longest goes first."""
+    table = full()
+    for name in "abca":
+        table.spoke(peer(name))
+    assert table.admit(peer("d")) == peer("b")
+
+
+def test_the_busy_stay() -> None:
+    """Writes to them are under way. Where all are busy, the newcomer is told."""
+    assert full({"a", "b"}).admit(peer("d")) == peer("c")
+    with pytest.raises(HandshakeError, match="serves 3 decode workers, and all of them are busy"):
+        full({"a", "b", "c"}).admit(peer("d"))
+
+
+def test_a_second_hello_takes_no_second_place() -> None:
+    """Whether the peer has only said hello or has offered already."""
+    table = full()
+    assert table.admit(peer("a")) is None
+    assert table.admit(peer("c")) is None
+    assert len(table) == 3
+    assert table.admit(peer("d")) == peer("b"), "a has just said hello again"
+
+
+def test_a_stranger_who_speaks_gets_no_place() -> None:
+    """Only a hello does that."""
+    table = full()
+    table.spoke(peer("d"))
+    assert peer("d") not in table
+
+
+def deliver(producer: Worker, consumer: Worker, name: str) -> tuple[set[str], set[str], set[str]]:
+    """A whole transfer; the consumer's results."""
+    consumer.cache[:] = 0
+    consumer.step(receives=[receive(producer.address, name, name)])
+    producer.step(expects=[Expect(f"q-{name}", name, 7, DIGEST)], chunks=[Chunk(f"q-{name}", ((1, 2),), 7)])
+    return results(consumer)
+
+
+def test_a_worker_that_was_forgotten_is_met_again(worker: Callable[..., Worker], monkeypatch) -> None:
+    """Its next request is computed by decode, the one after it finds a fresh handshake."""
+    monkeypatch.setattr(guests, "MOST", 2)
+    monkeypatch.setattr(Guests.__init__, "__defaults__", (2,))
+    producer = worker("p")
+    producer.cache[:] = np.arange(1, 9, dtype=np.uint8)[:, None]
+    first, *others = (worker(f"c{number}") for number in range(4))
+    assert deliver(producer, first, "first") == (set(), {"first"}, set())
+    for number, consumer in enumerate(others):
+        assert deliver(producer, consumer, f"other-{number}") == (set(), {f"other-{number}"}, set())
+    assert len(producer.runtime._guests) == len(producer.runtime._plans) == len(producer.transport._peers) == 2
+    assert deliver(producer, first, "lost") == (set(), {"lost"}, {"lost"})
+    assert deliver(producer, first, "found") == (set(), {"found"}, set())
+    assert first.cache[[3, 5], 0].tolist() == [2, 3]
