@@ -304,6 +304,13 @@ def test_metrics_are_one_exposition(http):
     assert metric(http, "vllm:request_success_total", role="prefill") > 0
     assert metric(http, "vllm:request_success_total", role="decode") > 0
     assert metric(http, "tandem_requests_total", role="router", route="remote", status="200") > 0
+    received = metric(http, "tandem_kv_requests_total", role="decode", outcome="received")
+    assert 0 < received <= metric(http, "tandem_kv_requests_total", role="prefill", outcome="sent")
+    for group in range(3):
+        assert metric(http, "tandem_kv_sent_bytes_total", role="prefill", group=str(group)) > 0
+    for stage in ("live", "held", "connecting", "offered", "ending"):
+        assert metric(http, "tandem_kv_transfers", stage=stage) == 0
+    assert "tandem_kv_quarantined{" in text
 
 
 def test_a_wrong_key_stops_the_start_with_one_message(tmp_path):
