@@ -17,6 +17,7 @@ import httpx
 import openai
 import pytest
 
+from actors.acquaintance import LOOK_EVERY_S, MEET_S
 from app.demo.facts import RecallPrompt, exact, make_prompt
 from tests.e2e.service_process import ROOT, ServiceProcess, write_config
 
@@ -94,6 +95,16 @@ def test_health_and_models(http):
     """Both roles answer; the model goes by its served name."""
     assert http.get("/health").json() == {"replicas": {"prefill": 1, "decode": 1}}
     assert [model["id"] for model in http.get("/v1/models").json()["data"]] == [MODEL]
+
+
+def test_the_engines_have_met_before_the_first_request(http):
+    """Whichever replica came second has fetched a probe's KV: no client waits for first contact."""
+    give_up_at = time.monotonic() + 2 * LOOK_EVERY_S + MEET_S
+    while not metric(http, "tandem_kv_requests_total", role="decode", outcome="received"):
+        assert time.monotonic() < give_up_at
+        time.sleep(0.5)
+    assert metric(http, "tandem_requests_total", role="router") == 0
+    assert metric(http, "tandem_kv_requests_total", role="decode", outcome="recomputed") == 0
 
 
 def test_answers_are_right_and_their_kv_comes_from_prefill(http):
