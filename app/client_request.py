@@ -2,6 +2,7 @@
 
 import json
 import uuid
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -16,10 +17,14 @@ FORWARDED_HEADERS = frozenset({b"accept", b"traceparent", b"tracestate", b"x-req
 """Request headers that reach the engines."""
 
 
-async def read_request(request: Request, endpoint: Endpoint, max_body_bytes: int) -> ClientRequest:
+async def read_request(
+    request: Request, endpoint: Endpoint, max_body_bytes: int, max_prompts: int = 2**31
+) -> ClientRequest:
     """Read and check a request; raises BadRequestError, or ClientDisconnect when the client goes away."""
     raw = await _read_body(request, max_body_bytes)
-    return ClientRequest(endpoint, forwarded_headers(request), raw, parse_body(raw))
+    body = parse_body(raw)
+    check_prompts(body, max_prompts)
+    return ClientRequest(endpoint, forwarded_headers(request), raw, body)
 
 
 def forwarded_headers(request: Request) -> Headers:
@@ -47,6 +52,28 @@ def parse_body(raw: bytes) -> dict[str, Any]:
             f"vllm_xargs.{TRANSFER_FIELD} is set by this service and cannot come from a client", param="vllm_xargs"
         )
     return body
+
+
+def check_prompts(body: Mapping[str, Any], most: int) -> None:
+    """Raise BadRequestError where more answers are wanted at once than one request may have: prompts times `n`.
+
+    Whatever else is wrong with either is for decode's engine to say.
+    """
+    prompts = max(_several(body.get("prompt")), _several(body.get("prompt_embeds")))
+    copies = body.get("n")
+    copies = copies if type(copies) is int and copies > 1 else 1
+    if prompts * copies > most:
+        each = f", {copies} answers each" if copies > 1 else ""
+        raise BadRequestError(
+            f"{prompts} prompts{each}: one request may ask for at most {most} answers; send several requests",
+            param="prompt" if copies == 1 else "n",
+        )
+
+
+def _several(prompt: Any) -> int:
+    """How many prompts a `prompt` field holds; a list of token ids is one."""
+    several = isinstance(prompt, list) and any(isinstance(one, str | list) for one in prompt[:1])
+    return len(prompt) if several else 1
 
 
 async def _read_body(request: Request, max_body_bytes: int) -> bytes:

@@ -57,7 +57,7 @@ class Generate:
         limits = self._router.limits
         try:
             async with asyncio.timeout(limits.body_timeout_s):
-                return await read_request(request, self._endpoint, limits.max_body_bytes)
+                return await read_request(request, self._endpoint, limits.max_body_bytes, limits.max_prompts)
         except TimeoutError:
             message = f"the body did not arrive within {limits.body_timeout_s:g} s"
             raise BadRequestError(message, status=HTTPStatus.REQUEST_TIMEOUT) from None

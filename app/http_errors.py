@@ -10,6 +10,7 @@ from actors.leg import DeadlineError, OverloadedError, UnavailableError
 
 ERROR_TYPES = {
     HTTPStatus.BAD_REQUEST: "BadRequestError",
+    HTTPStatus.UNAUTHORIZED: "AuthenticationError",
     HTTPStatus.NOT_FOUND: "NotFoundError",
     HTTPStatus.METHOD_NOT_ALLOWED: "MethodNotAllowedError",
     HTTPStatus.REQUEST_TIMEOUT: "RequestTimeoutError",

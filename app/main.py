@@ -18,6 +18,7 @@ from actors.decode import Decode
 from actors.prefill import Prefill
 from actors.router import Router
 from actors.routing import LeastOngoing
+from app.auth import digest
 from app.openai import build_http
 from app.peer_secret import with_secret
 from configs.settings import RoleName, RouterLimits, ServiceSettings
@@ -33,12 +34,19 @@ HEALTH_CHECK_PERIOD_S = 2.0
 class HttpRouter(Router):
     """The router with its HTTP surface: the ingress of the application."""
 
-    def __init__(self, limits: RouterLimits, prefill: DeploymentHandle, decode: DeploymentHandle) -> None:
+    def __init__(
+        self,
+        limits: RouterLimits,
+        prefill: DeploymentHandle,
+        decode: DeploymentHandle,
+        key_digests: tuple[bytes, ...] = (),
+    ) -> None:
         super().__init__(limits, prefill, decode)
+        self._key_digests = key_digests
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Serve's hook: the ASGI application of this replica."""
-        return build_http(self)
+        return build_http(self, self._key_digests)
 
 
 def build(args: ServiceSettings) -> serve.Application:
@@ -55,7 +63,8 @@ def build(args: ServiceSettings) -> serve.Application:
         max_ongoing_requests=args.router.max_ongoing_requests + ROUTER_SURPLUS_REQUESTS,
         user_config=args.router.limits().model_dump(),
     )
-    return router.bind(args.router.limits(), prefill, decode)
+    keys = tuple(digest(key.get_secret_value()) for key in args.auth.operators_keys())
+    return router.bind(args.router.limits(), prefill, decode, keys)
 
 
 def _deploy_engine(actor: type, role: RoleName, settings: ServiceSettings) -> serve.Application:

@@ -1,6 +1,7 @@
 """The HTTP surface: OpenAI's routes, /health and /metrics, as one ASGI application over the router."""
 
 import logging
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import get_args
 
@@ -15,6 +16,7 @@ from starlette.types import ASGIApp
 
 from actors.handoff import Endpoint
 from actors.router import Router
+from app.auth import Authenticated
 from app.client_request import forwarded_headers
 from app.generate import Generate
 from app.http_errors import error_body, error_response
@@ -23,8 +25,8 @@ from app.metrics import CONTENT_TYPE, merge
 logger = logging.getLogger(__name__)
 
 
-def build_http(router: Router) -> ASGIApp:
-    """The application that serves `router`."""
+def build_http(router: Router, key_digests: Sequence[bytes] = ()) -> ASGIApp:
+    """The application that serves `router`, to the holders of these keys if there are any."""
 
     async def models(request: Request) -> Response:
         try:
@@ -44,7 +46,7 @@ def build_http(router: Router) -> ASGIApp:
         merged = merge([("router", replica, own), *await router.engine_metrics()])
         return Response(merged, media_type=CONTENT_TYPE)
 
-    return Starlette(
+    surface = Starlette(
         routes=[
             *(Route(path, Generate(router, path), methods=["POST"]) for path in get_args(Endpoint)),
             Route("/v1/models", models, methods=["GET"]),
@@ -53,6 +55,7 @@ def build_http(router: Router) -> ASGIApp:
         ],
         exception_handlers={HTTPException: refuse_route},
     )
+    return Authenticated(surface, router, key_digests)
 
 
 async def refuse_route(request: Request, error: Exception) -> Response:

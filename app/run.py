@@ -24,9 +24,10 @@ POLL_S = 1.0
 REPORT_S = 15.0
 
 CURL = (
-    "curl -s http://{address}/v1/completions -H 'Content-Type: application/json' "
+    "curl -s http://{address}/v1/completions -H 'Content-Type: application/json' {header}"
     '-d \'{{"model": "{model}", "prompt": "{prompt}", "max_tokens": 8, "temperature": 0}}\''
 )
+KEY_HEADER = '-H "Authorization: Bearer $KEY" '
 DEMO_PROMPT = r"mira=427\nkelo=093\nkelo?"
 """What the demo model was trained for; its answer is 093."""
 
@@ -118,7 +119,7 @@ def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings) -> in
     say("starting a Ray cluster for this run")
     ray.init(address="local", namespace="serve", include_dashboard=False, log_to_driver=True)
     interrupt_on_signals()  # Ray has put a handler of its own in their place, which prints a stack trace
-    watcher = Watcher(address, settings.model_name)
+    watcher = Watcher(address, settings.model_name, bool(settings.auth.operators_keys()))
     try:
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
             yaml.safe_dump(config, file)
@@ -143,10 +144,11 @@ def interrupt_on_signals() -> None:
 class Watcher:
     """A thread that reports the start's progress, once says how to use the service, and ends a failed start."""
 
-    def __init__(self, address: str, model: str) -> None:
+    def __init__(self, address: str, model: str, wants_key: bool = False) -> None:
         self.failure: str | None = None
         self._address = address
         self._model = model
+        self._header = KEY_HEADER if wants_key else ""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="start-watcher", daemon=True)
 
@@ -171,7 +173,8 @@ class Watcher:
             if application.status == "RUNNING" and self._healthy():
                 say(f"ready after {time.monotonic() - began:.0f} s; try:")
                 prompt = DEMO_PROMPT if self._model == DEMO_SERVED_NAME else "Hello"
-                print(CURL.format(address=self._address, model=self._model, prompt=prompt), flush=True)
+                curl = CURL.format(address=self._address, model=self._model, prompt=prompt, header=self._header)
+                print(curl, flush=True)
                 return
             if time.monotonic() - reported > REPORT_S:
                 reported = time.monotonic()

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from configs.settings import (
+    AuthSettings,
     CpuSettings,
     RoleSettings,
     RouterLimits,
@@ -38,6 +39,7 @@ _SECTIONS: tuple[tuple[str, type[BaseModel], str], ...] = (
         "All but `replicas` and `num_cpus` can be changed while the service runs, through Serve's `user_config` of the "
         "`Router` deployment.",
     ),
+    ("`auth`", AuthSettings, "API keys."),
     ("`cpu`", CpuSettings, "For roles without `num_gpus`."),
 )
 

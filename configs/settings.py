@@ -134,6 +134,10 @@ class RouterLimits(Frozen):
     retry_after_s: int = Field(1, ge=1, description="Retry-After of refusals under overload")
     max_ongoing_requests: int = Field(256, ge=1, description="requests in one router replica; more get 429")
     max_body_bytes: int = Field(8 * 2**20, ge=1, description="largest request body")
+    max_prompts: int = Field(128, ge=1, description="prompts in one request, each counted `n` times")
+    max_ongoing_requests_per_key: int = Field(
+        256, ge=1, description="requests of one API key in one router replica; more get 429"
+    )
 
 
 class RouterSettings(RouterLimits):
@@ -144,6 +148,28 @@ class RouterSettings(RouterLimits):
 
     def limits(self) -> RouterLimits:
         return RouterLimits(**self.model_dump(include=set(RouterLimits.model_fields)))
+
+
+class AuthSettings(Frozen):
+    """Who may use the HTTP side."""
+
+    api_keys: tuple[SecretStr, ...] = Field(
+        (),
+        description="clients must send one of these as `Authorization: Bearer KEY`, but for /health and /metrics; "
+        f"better set in the environment variable `{API_KEYS_VARIABLE}`, separated by commas; none: everybody may come in",
+    )
+
+    @field_validator("api_keys")
+    @classmethod
+    def _not_empty(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+        if not all(key.get_secret_value().strip() for key in keys):
+            raise ValueError("a key must not be empty")
+        return keys
+
+    def operators_keys(self) -> tuple[SecretStr, ...]:
+        """What the operator has set: here and in the environment."""
+        found = (key.strip() for key in os.environ.get(API_KEYS_VARIABLE, "").split(","))
+        return (*self.api_keys, *(SecretStr(key) for key in found if key))
 
 
 class RoleSettings(Frozen):
@@ -182,6 +208,7 @@ class ServiceSettings(Frozen):
     decode: RoleSettings = Field(RoleSettings(), description="the engines that write answers")
     transfer: TransferSettings = Field(TransferSettings(), description="the KV connector")
     router: RouterSettings = Field(RouterSettings(), description="the HTTP side")
+    auth: AuthSettings = Field(AuthSettings(), description="who may use the HTTP side")
     cpu: CpuSettings = Field(CpuSettings(), description="engines without a GPU")
 
     @property
@@ -212,6 +239,6 @@ def parse_settings(args: dict[str, Any]) -> ServiceSettings:
 def _advice(problem: Any) -> str:
     if problem["type"] == "extra_forbidden":
         return "no such setting"
-    if problem["loc"][:2] == ("transfer", "secret"):
+    if problem["loc"][:2] in (("transfer", "secret"), ("auth", "api_keys")):
         return str(problem["msg"])
     return f"{problem['msg']} (got {problem['input']!r})"

@@ -15,6 +15,7 @@ from connectors.protocol.wire import Peer
 from connectors.transport.nixl import NixlTransport
 from connectors.vllm_hma.config import ConnectorConfig
 from connectors.vllm_hma.fence import StepFence
+from connectors.vllm_hma.metrics import TandemStats
 from connectors.vllm_hma.orders import Orders
 from connectors.vllm_hma.post import agent_name
 from connectors.vllm_hma.runtime import WorkerRuntime
@@ -83,6 +84,9 @@ class WorkerConnector:
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
         return self.runtime.results()
+
+    def stats(self) -> TandemStats | None:
+        return self.runtime.stats()
 
     def close(self) -> None:
         if self._runtime is not None:

@@ -1,0 +1,74 @@
+"""Who may use the service, and how much of it at once: API keys before everything else that looks at a request.
+
+As in vLLM, `/health` and `/metrics` are open: probes and scrapers carry no keys.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+from http import HTTPStatus
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from actors.admission import Places
+from actors.leg import OverloadedError
+from actors.router import Router
+from app.http_errors import error_body, error_response
+
+OPEN_PATHS = frozenset({"/health", "/metrics"})
+
+REFUSED = ("refused", "")
+"""`route` and `reason` of a refused request in the metrics."""
+
+
+def digest(key: str) -> bytes:
+    """What is kept and compared instead of a key; digests are of one length, so comparing them tells nothing."""
+    return hashlib.sha256(key.encode()).digest()
+
+
+class Authenticated:
+    """ASGI middleware. Without keys, everybody may come in."""
+
+    def __init__(self, app: ASGIApp, router: Router, digests: Sequence[bytes]) -> None:
+        self._app = app
+        self._router = router
+        self._digests = digests
+        self._places = Places()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not self._digests or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        key = self._known_key(Headers(scope=scope).get("authorization", ""))
+        if key is None:
+            await self._refuse(unauthorized())(scope, receive, send)
+            return
+        limits = self._router.limits
+        try:
+            with self._places.taken(key, limits.max_ongoing_requests_per_key):
+                await self._app(scope, receive, send)
+        except OverloadedError as error:
+            await self._refuse(error_response(error, limits.retry_after_s))(scope, receive, send)
+
+    def _known_key(self, authorization: str) -> bytes | None:
+        """The digest of the key in the header. All keys are compared, whichever fits."""
+        scheme, _, given = authorization.partition(" ")
+        offered = digest(given)
+        found = [known for known in self._digests if hmac.compare_digest(known, offered)]
+        return found[0] if found and scheme.lower() == "bearer" else None
+
+    def _refuse(self, response: JSONResponse) -> JSONResponse:
+        self._router.metrics.requests.labels(*REFUSED, response.status_code).inc()
+        return response
+
+
+def unauthorized() -> JSONResponse:
+    """Says nothing of which part was wrong."""
+    message = "a valid API key is needed: send `Authorization: Bearer KEY`"
+    return JSONResponse(
+        error_body(HTTPStatus.UNAUTHORIZED, message),
+        status_code=HTTPStatus.UNAUTHORIZED,
+        headers={"WWW-Authenticate": "Bearer"},
+    )
