@@ -155,8 +155,8 @@ class AuthSettings(Frozen):
 
     api_keys: tuple[SecretStr, ...] = Field(
         (),
-        description="clients must send one of these as `Authorization: Bearer KEY`, but for /health and /metrics; "
-        f"better set in the environment variable `{API_KEYS_VARIABLE}`, separated by commas; none: everybody may come in",
+        description="send one of these as `Authorization: Bearer KEY`, but for /health and /metrics; better "
+        f"set in the environment variable `{API_KEYS_VARIABLE}`, separated by commas; none: everybody may use it",
     )
 
     @field_validator("api_keys")

@@ -15,6 +15,7 @@ import contextlib
 import logging
 import threading
 import time
+import traceback
 from collections import Counter, deque
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -273,7 +274,11 @@ class WorkerRuntime:
     def _round(self, now: float) -> None:
         """Messages, computed chunks, writes, deadlines."""
         for sender, frame in self._transport.notifications():
-            self._dispatch(sender, frame, now)
+            # One frame that we cannot bear must not cost those that came with it.
+            try:
+                self._dispatch(sender, frame, now)
+            except Exception:
+                self._complain("broken", f"a frame from {sender[:80]!r} broke its reader:\n{traceback.format_exc()}")
         for entry in self._steps.passed():
             self._computed(entry, now)
         self._poll_writes(now)

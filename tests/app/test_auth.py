@@ -1,0 +1,201 @@
+"""Keys, and what one key may have at once: the middleware before an application that waits when it is told to."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from actors.admission import Places
+from actors.leg import OverloadedError
+from actors.router_metrics import RouterMetrics
+from app.auth import Authenticated, digest
+from app.client_request import check_prompts
+from app.http_errors import BadRequestError
+from configs.settings import API_KEYS_VARIABLE, AuthSettings, RouterLimits, SettingsError, parse_settings
+
+KEYS = ("key-of-anna", "key-of-björn")
+LIMITS = RouterLimits(max_ongoing_requests_per_key=2, retry_after_s=7)
+
+
+class Surface:
+    """An application behind keys. Requests to /wait are answered when `go` is set."""
+
+    def __init__(self, keys: tuple[str, ...]) -> None:
+        self.go = asyncio.Event()
+        self.arrived = asyncio.Semaphore(0)
+        self.metrics = RouterMetrics()
+        app = Starlette(routes=[Route("/{path:path}", self._serve, methods=["GET", "POST"])])
+        router = SimpleNamespace(limits=LIMITS, metrics=self.metrics)
+        guarded = Authenticated(app, router, [digest(key) for key in keys])
+        transport = httpx.ASGITransport(guarded, raise_app_exceptions=False)
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://tandem")
+
+    async def _serve(self, request: Request) -> JSONResponse:
+        if request.url.path == "/wait":
+            self.arrived.release()
+            await self.go.wait()
+        if request.url.path == "/break":
+            raise ZeroDivisionError
+        return JSONResponse({"path": request.url.path})
+
+    async def get(self, path: str, key: str | None = None) -> httpx.Response:
+        return await self.client.get(path, headers={} if key is None else bearer(key))
+
+    def refused(self, status: int) -> float:
+        return self.metrics.requests.labels("refused", "", status)._value.get()
+
+
+def bearer(key: str) -> dict[str, bytes]:
+    return {"Authorization": f"Bearer {key}".encode("latin-1")}
+
+
+@pytest.mark.parametrize(
+    "authorization",
+    [
+        None,
+        "",
+        "Bearer",
+        "Bearer ",
+        "Bearer key-of-ann",
+        "Bearer key-of-anna2",
+        "Bearer  key-of-anna",
+        "Bearer key-of-anna,key-of-anna",
+        "Basic key-of-anna",
+        "key-of-anna",
+        "Bearer " + "x" * 5000,
+        "Bearer \x00ÿ",
+    ],
+)
+async def test_without_a_key_nobody_comes_in(authorization):
+    """401 in OpenAI's form, for any path, and the application sees nothing of it."""
+    surface = Surface(KEYS)
+    headers = {} if authorization is None else {"Authorization": authorization.encode("latin-1")}
+    for path in ("/v1/completions", "/v1/models", "/health/", "/metricsx", "/", "//health"):
+        reply = await surface.client.get(path, headers=headers)
+        assert reply.status_code == 401
+        assert reply.headers["www-authenticate"] == "Bearer"
+        assert reply.json()["error"] | {"message": ""} == {
+            "message": "",
+            "type": "AuthenticationError",
+            "param": None,
+            "code": 401,
+        }
+    assert surface.refused(401) == 6
+
+
+async def test_each_key_opens():
+    """Whichever of them; the scheme in any case, as HTTP has it."""
+    surface = Surface(KEYS)
+    assert (await surface.get("/v1/models", KEYS[0])).status_code == 200
+    reply = await surface.client.get("/v1/models", headers={"Authorization": f"bEaRer {KEYS[0]}"})
+    assert reply.status_code == 200
+
+
+async def test_probes_and_scrapers_need_no_key():
+    """As in vLLM."""
+    surface = Surface(KEYS)
+    assert [(await surface.get(path)).status_code for path in ("/health", "/metrics")] == [200, 200]
+
+
+async def test_without_keys_everybody_may_come_in():
+    """The default; a header that is sent all the same does no harm."""
+    surface = Surface(())
+    assert (await surface.get("/v1/models")).status_code == 200
+    assert (await surface.get("/v1/models", "any")).status_code == 200
+
+
+async def test_one_key_at_once():
+    """429 with Retry-After beyond the limit; another key has places of its own; ended requests give theirs back."""
+    surface = Surface((*KEYS[:1], "key-of-carla"))
+    waiting = [asyncio.create_task(surface.get("/wait", KEYS[0])) for _ in range(2)]
+    for _ in waiting:
+        await surface.arrived.acquire()
+    reply = await surface.get("/v1/models", KEYS[0])
+    assert (reply.status_code, reply.headers["retry-after"]) == (429, "7")
+    assert "limit" in reply.json()["error"]["message"]
+    assert (await surface.get("/health")).status_code == 200
+    assert (await surface.get("/v1/models", "key-of-carla")).status_code == 200
+    waiting[0].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting[0]
+    assert (await surface.get("/v1/models", KEYS[0])).status_code == 200
+    surface.go.set()
+    assert (await waiting[1]).status_code == 200
+    for _ in range(5):
+        assert (await surface.get("/break", KEYS[0])).status_code == 500
+    assert (await surface.get("/v1/models", KEYS[0])).status_code == 200
+    assert surface.refused(429) == 1
+
+
+def test_places():
+    """A key that has nothing here takes no memory."""
+    places = Places()
+    with places.taken("a", 1):
+        with pytest.raises(OverloadedError), places.taken("a", 1):
+            pass
+        with places.taken("b", 1):
+            assert places._taken == {"a": 1, "b": 1}
+    assert places._taken == {}
+
+
+def test_keys_from_settings_and_environment(monkeypatch):
+    """Both count; neither is shown."""
+    monkeypatch.setenv(API_KEYS_VARIABLE, " one, two,, ")
+    auth = AuthSettings(api_keys=["three"])
+    assert {key.get_secret_value() for key in auth.operators_keys()} == {"one", "two", "three"}
+    assert "three" not in repr(auth) + str(auth) + auth.model_dump_json()
+    monkeypatch.delenv(API_KEYS_VARIABLE)
+    assert AuthSettings().operators_keys() == ()
+    with pytest.raises(ValidationError, match="must not be empty"):
+        AuthSettings(api_keys=[" "])
+    with pytest.raises(SettingsError, match=r"auth.api_keys") as raised:
+        parse_settings({"auth": {"api_keys": "a-key-that-is-no-list"}})
+    assert "a-key-that-is-no-list" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": ["a"] * 5}, "prompt"),
+        ({"prompt": [[1, 2]] * 5}, "prompt"),
+        ({"prompt_embeds": ["x"] * 5}, "prompt"),
+        ({"prompt": "a", "n": 5}, "n"),
+        ({"prompt": ["a", "b"], "n": 3}, "n"),
+        ({"messages": [], "n": 10**30}, "n"),
+    ],
+)
+def test_too_many_prompts(body, param):
+    """Counted before an engine makes a request of each."""
+    with pytest.raises(BadRequestError, match="at most 4 answers") as raised:
+        check_prompts(body, 4)
+    assert raised.value.param == param
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": ["a"] * 4},
+        {"prompt": [1] * 1000},
+        {"prompt": ["a", "b"], "n": 2},
+        {"prompt": ["a"] * 4, "n": None},
+        {"prompt": ["a"] * 4, "n": "9"},
+        {"prompt": ["a"] * 4, "n": -9},
+        {"prompt": ["a"] * 4, "n": True},
+        {"prompt": []},
+        {"prompt": {"a": 1}},
+        {"prompt": None},
+        {"messages": [{}] * 100},
+        {},
+        json.loads('{"prompt": [null, "a"]}'),
+    ],
+)
+def test_what_is_no_matter_of_numbers(body):
+    """One long prompt is one, and what is malformed is decode's to refuse."""
+    check_prompts(body, 4)
