@@ -1,0 +1,188 @@
+"""Frames and cards as nobody should send them, from a seed."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from typing import Any
+
+import numpy as np
+
+from connectors.errors import PlanError
+from connectors.planning.blocks import BlockSet
+from connectors.protocol.cards import PROTOCOL_VERSION
+from connectors.protocol.wire import (
+    Aborted,
+    Alive,
+    Cancel,
+    Cancelled,
+    Envelope,
+    Fin,
+    Hello,
+    Message,
+    Offer,
+    Peer,
+    Refused,
+    Welcome,
+    _tag,
+    encode,
+)
+
+ODD: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    0,
+    1,
+    4096,
+    2**20,
+    2**31,
+    2**62,
+    2**63 - 1,
+    2**63,
+    10**300,
+    1.5,
+    float("nan"),
+    "",
+    "x" * 300,
+    "\x00\ud800é",
+    [],
+    {},
+    [[[[]]]],
+    [0] * 50,
+)
+
+
+class Hostile:
+    """Makes frames. ``key`` is the secret's, or another; ``me`` is who sends."""
+
+    def __init__(self, rng: random.Random, me: Peer, card: bytes, key: bytes) -> None:
+        self.rng = rng
+        self.me = me
+        self.key = key
+        self._card = card
+
+    def frame(self, to: Peer, ids: list[str]) -> bytes:
+        """One frame, of any kind of hostility. ``ids`` are transfers that it may speak of."""
+        make = self.rng.choice(
+            (self._valid, self._valid, self._flipped, self._cut, self._lying, self._headers, self._noise)
+        )
+        return make(to, ids)
+
+    def message(self, ids: list[str]) -> Message:
+        """Well formed, at a moment when nobody waits for it."""
+        rng = self.rng
+        transfer_id = rng.choice(ids)
+        match rng.randrange(10):
+            case 0:
+                return Hello(self.card())
+            case 1:
+                return Welcome()
+            case 2:
+                return Refused("no " * rng.randrange(500))
+            case 3:
+                return Alive(transfer_id)
+            case 4:
+                return Fin(transfer_id, rng.choice((0, 1, 2**62)), rng.choice(("", "0" * 32)))
+            case 5:
+                return Aborted(transfer_id, "because")
+            case 6:
+                return Cancelled(transfer_id)
+            case 7:
+                return Cancel(transfer_id)
+        return self._offer(transfer_id)
+
+    def _offer(self, transfer_id: str) -> Offer:
+        rng = self.rng
+        groups, first = [], 1
+        for _ in range(rng.choice((0, 1, 1, 1, 2, 50))):
+            count = rng.choice((0, 1, 2, 3, 500))
+            step = rng.choice((1, 1, 2**50))
+            positions = np.arange(count, dtype=np.int64) * step
+            ids = np.arange(first, first + count, dtype=np.int64) + rng.choice((0, 0, 2**40))
+            groups.append(BlockSet(positions, ids))
+            first += count
+        end = rng.choice((0, 1, 5, 6, 2**31, 2**62))
+        return Offer(transfer_id, end, rng.choice(("", "x" * 200)), tuple(groups), rng.random() < 0.5)
+
+    def card(self) -> bytes:
+        """Ours, whole or with a few fields changed."""
+        if self.rng.random() < 0.3:
+            return self._card
+        document = json.loads(self._card)
+        for _ in range(self.rng.randrange(1, 4)):
+            self._change(document)
+        return json.dumps(document).encode(errors="replace")
+
+    def _change(self, document: Any) -> None:
+        """One place in a document becomes something odd, is lost, or comes twice."""
+        while isinstance(document, dict | list) and document:
+            keys = list(document) if isinstance(document, dict) else list(range(len(document)))
+            key = self.rng.choice(keys)
+            inner = document[key]
+            if isinstance(inner, dict | list) and inner and self.rng.random() < 0.9:
+                document = inner
+                continue
+            if isinstance(document, dict) and self.rng.random() < 0.1:
+                del document[key]
+            elif isinstance(document, list) and self.rng.random() < 0.3:
+                document.append(inner)
+            else:
+                document[key] = self.rng.choice(ODD)
+            return
+
+    # ---- kinds of hostility ----------------------------------------------------------------------------------------
+
+    def _valid(self, to: Peer, ids: list[str]) -> bytes:
+        """Signed, but from where or to whom it may be wrong."""
+        rng = self.rng
+        sender = rng.choice((self.me, self.me, self.me, Peer(self.me.incarnation, 77), Peer("nobody", 2**62)))
+        to = rng.choice((to, to, to, Peer(to.incarnation, 5), Peer("another start", to.rank)))
+        try:
+            return encode(Envelope(sender, to, self.message(ids)), self.key)
+        except (PlanError, OverflowError):
+            return self._noise(to, ids)
+
+    def _flipped(self, to: Peer, ids: list[str]) -> bytes:
+        frame = bytearray(encode(Envelope(self.me, to, self.message(ids)), self.key))
+        for _ in range(self.rng.randrange(1, 5)):
+            frame[self.rng.randrange(len(frame))] ^= 1 << self.rng.randrange(8)
+        return self._signed_or_not(bytes(frame))
+
+    def _cut(self, to: Peer, ids: list[str]) -> bytes:
+        frame = encode(Envelope(self.me, to, self.message(ids)), self.key)
+        return self._signed_or_not(frame[: self.rng.randrange(len(frame))])
+
+    def _lying(self, to: Peer, ids: list[str]) -> bytes:
+        """A header that is said to be longer or shorter than it is."""
+        frame = bytearray(encode(Envelope(self.me, to, self.message(ids)), self.key))
+        struct.pack_into("<I", frame, 4, self.rng.choice((0, 1, 50, 2**16, 2**31, 2**32 - 1)))
+        return self._signed_or_not(bytes(frame))
+
+    def _headers(self, to: Peer, ids: list[str]) -> bytes:
+        """JSON that is no header: nested deeply, counting wildly, of other types."""
+        rng = self.rng
+        header: Any = {"kind": rng.choice(("offer", "hello", "fin", "cancel", "?")), "from": self.me.incarnation}
+        header |= {"rank": self.me.rank, "to": to.incarnation, "to_rank": to.rank, "id": rng.choice(ids), "end": 5}
+        header |= {
+            "prompt": "",
+            "blocks": rng.choice(([], [1], [10**9] * 3, [-1], [2**62])),
+            "digest": False,
+            "bytes": 0,
+        }
+        for _ in range(rng.randrange(3)):
+            self._change(header)
+        text = json.dumps(header).encode(errors="replace")
+        if rng.random() < 0.2:
+            text = b"[" * rng.randrange(1, 60_000)
+        body = rng.randbytes(rng.choice((0, 16, 32, 1000)))
+        content = struct.pack("<3sBI", b"TDM", PROTOCOL_VERSION, len(text)) + text + body
+        return content + _tag(content, self.key)
+
+    def _noise(self, to: Peer, ids: list[str]) -> bytes:
+        return self.rng.randbytes(self.rng.choice((0, 1, 7, 8, 40, 1000, 100_000)))
+
+    def _signed_or_not(self, frame: bytes) -> bytes:
+        """With a tag that is right for what it has become, or as it is."""
+        return frame if self.rng.random() < 0.5 else frame[:-32] + _tag(frame[:-32], self.key)
