@@ -7,6 +7,7 @@ import asyncio
 import json
 import random
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -19,7 +20,9 @@ import pytest
 
 from actors.acquaintance import LOOK_EVERY_S, MEET_S
 from app.demo.facts import RecallPrompt, exact, make_prompt
+from connectors.protocol.cards import PROTOCOL_VERSION
 from tests.e2e.service_process import ROOT, ServiceProcess, write_config
+from tests.fuzz.http import attack, check
 
 pytestmark = pytest.mark.engine
 
@@ -305,6 +308,44 @@ async def test_many_at_once(service, http):
     wrong = [prompt.answer for prompt, text in zip(prompts, texts, strict=True) if not exact(prompt, text)]
     assert not wrong
     wait_until_idle(http)
+
+
+async def test_hostile_requests(service, http):
+    """No 500, no hang, no growth, and right answers afterwards; `make fuzz` sends many more."""
+    report = await attack(service.url, seed=3, count=160, processes=service.processes(), bound_s=330)
+    check(report)
+    wait_until_idle(http)
+    assert http.get("/health").json() == {"replicas": {"prefill": 1, "decode": 1}}
+    prompt = recall(55)
+    reply = http.post("/v1/completions", json=completion(prompt.text))
+    assert exact(prompt, reply.json()["choices"][0]["text"])
+    assert reply.headers["x-tandem-route"] == "remote"
+
+
+def test_too_many_prompts(http):
+    """Refused before any engine has made a request of each."""
+    reply = http.post("/v1/completions", json=completion(["a"] * 129))
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prompt")
+
+
+def answers_to_a_stranger(port: int) -> bytes:
+    """What a port on this machine says to somebody who asks for a card."""
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=2) as stranger:
+        stranger.settimeout(1)
+        stranger.sendall(b"tandem/%d cards\n" % PROTOCOL_VERSION)
+        return stranger.recv(1000)
+    return b""
+
+
+def test_a_stranger_gets_no_card(service):
+    """The service has made a secret of its own: its engines tell others that they need one, and nothing else."""
+    engines = [process for process in service.processes() if "EngineCore" in " ".join(process.cmdline())]
+    listening = [one.laddr for engine in engines for one in engine.net_connections("tcp") if one.status == "LISTEN"]
+    said = [answers_to_a_stranger(address.port) for address in listening if address.ip == "127.0.0.1"]
+    refusals = [text for text in said if text.startswith(b"TDE")]
+    assert len(refusals) == len(engines) == 2
+    assert all(b"this engine has a secret, the peer none" in text for text in refusals)
+    assert not any(b"transport_metadata" in text for text in said)
 
 
 def test_metrics_are_one_exposition(http):

@@ -33,7 +33,6 @@ from connectors.protocol.keys import derive_keys
 from connectors.protocol.wire import Envelope, Hello, Peer, encode
 from connectors.transport.memory import Fabric
 from connectors.transport.nixl import NixlTransport
-from connectors.vllm_hma import guests
 from connectors.vllm_hma.orders import Chunk, Expect, Finished
 from connectors.vllm_hma.post import agent_name
 from connectors.vllm_hma.side_channel import fetch_card
@@ -42,6 +41,7 @@ from tests.vllm_contract.workers import DIGEST, LIMITS, Worker, receive, results
 
 SECRET = "what the hostile agent does not know"
 ACTIONS = 20
+GUESTS = 16
 WARM_UP = 0.4
 MAX_GROWTH_MIB = 64
 
@@ -112,6 +112,8 @@ class Campaign:
         for worker in (self.producer, self.consumer):
             self._agent.add_peer(worker.transport.metadata())
         self._open: list[socket.socket] = []
+        # Few, so that they are pushed out all the time.
+        self.producer.runtime._guests._most = GUESTS
 
     def close(self) -> None:
         for one in self._open:
@@ -254,9 +256,9 @@ class Campaign:
             runtime = worker.runtime
             assert runtime._pump_thread.is_alive()
             assert worker.server._thread.is_alive()
-            assert len(runtime._guests) <= guests.MOST
+            assert len(runtime._guests) <= GUESTS
             assert len(runtime._plans) <= len(runtime._guests)
-            assert len(worker.transport._metadata) <= guests.MOST + 1  # type: ignore[attr-defined]
+            assert len(worker.transport._metadata) <= GUESTS + 1  # type: ignore[attr-defined]
             assert not runtime._producer._early
             assert not runtime._producer._offered_blocks
             until(lambda runtime=runtime: not runtime._greeter._pending_hellos)

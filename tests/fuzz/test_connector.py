@@ -1,0 +1,16 @@
+"""A short campaign of each kind in every run of the suite; `make fuzz` runs the long ones."""
+
+import pytest
+
+from tests.fuzz.connector import ACTIONS, KINDS, campaign
+
+ROUNDS = 6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_campaign(kind: str) -> None:
+    """A hundred hostile things and more, a right transfer after every twenty, and nothing left behind."""
+    with campaign(4, *KINDS[kind]) as one:
+        report = one.run(ROUNDS)
+    assert report.transfers == ROUNDS + 1
+    assert sum(report.actions.values()) == ROUNDS * ACTIONS
