@@ -7,6 +7,9 @@ CONFIG ?= configs/local.yaml
 PORT ?=
 TESTS ?=
 FABRICS ?=
+SEED ?= 1
+ROUNDS ?= 300
+COUNT ?= 4000
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
@@ -74,6 +77,11 @@ upstream-shapes: $(STAMP) ## The same shapes put to vLLM's own connector, too (a
 .PHONY: corruption
 corruption: $(STAMP) ## Damage 6,000 transfers in six ways, and believe 10,000 clean ones
 	TANDEM_CORRUPTION=1 $(BIN)/python -m pytest tests/transport/test_corruption.py
+
+.PHONY: fuzz
+fuzz: $(STAMP) ## Hostile messages, connections and HTTP requests, in bulk: SEED=1 ROUNDS=300 COUNT=4000
+	$(BIN)/python -m tests.fuzz.connector --seed $(SEED) --rounds $(ROUNDS)
+	$(BIN)/python -m tests.fuzz.http --seed $(SEED) --count $(COUNT)
 
 .PHONY: demo-eval
 demo-eval: $(STAMP) ## Measure the demo model's recall on held-out prompts

@@ -11,6 +11,7 @@ comes: its windows end, and its states are, where the consumer resumes.
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import uuid
 from dataclasses import dataclass
@@ -75,6 +76,12 @@ class SchedulerConnector:
         self._server = CardServer(
             self._config.side_channel_host, self._config.side_channel_port, encoded, self._config.keys.identity
         )
+        if not self._config.keys.identity and not _loopback(self._config.side_channel_host):
+            logger.warning(
+                "Tandem: no secret is set (kv_connector_extra_config: secret): whoever can connect to %s can write to "
+                "this engine's memory",
+                self._config.side_channel_host,
+            )
         logger.info(
             "Tandem: engine %s hands out its card on %s:%d",
             self._incarnation,
@@ -240,6 +247,13 @@ class SchedulerConnector:
             "remote_port": address.port,
             "tp_size": self._tp_size,
         }
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _drop_last_token(request: Request) -> None:

@@ -11,7 +11,7 @@ import connectors.planning
 import connectors.protocol
 
 PACKAGES = (connectors.planning, connectors.protocol)
-HEAVY = ("torch", "vllm", "nixl", "ray", "zmq", "prometheus_client", "pydantic")
+HEAVY = ("torch", "vllm", "nixl", "ray", "zmq", "cryptography", "prometheus_client", "pydantic")
 
 IMPORT_ALL = """
 import importlib, pkgutil, sys
