@@ -150,6 +150,19 @@ class Consumer:
                 actions += self._fail(reception, reason, now)
         return actions
 
+    def awaits(self, peer: Peer) -> bool:
+        """Whether ``peer`` may still write, its writes are being verified, or a handshake with its engine is wanted."""
+        return any(
+            peer in reception.writing
+            or peer in reception.verifying
+            or (reception.stage is _Stage.CONNECTING and reception.order.producer.incarnation == peer.incarnation)
+            for reception in self._receptions.values()
+        )
+
+    def forget(self, incarnation: str) -> None:
+        """One of the engine's workers is known no longer: its next request begins with a handshake."""
+        self._partners.pop(incarnation, None)
+
     def message(self, peer: Peer, message: Message, now: float) -> list[ConsumerAction]:
         """A message of a producer worker."""
         if not isinstance(message, Fin | Aborted | Cancelled | Alive):

@@ -182,6 +182,7 @@ class Greeter:
         try:
             for rank in ranks:
                 peer = Peer(engine.incarnation, rank)
+                self._on_hello(peer)
                 self._transport.add_peer(engine.workers[rank].transport_metadata, agent_name(peer))
                 self._post.send(peer, hello)
             with self._answered:

@@ -1,7 +1,8 @@
-"""The consumer workers that a producer rank knows: how many, and which to forget when one more says hello.
+"""The workers of other engines that a worker knows: how many, and which to forget when it meets one more.
 
-Every start of a decode engine is a new peer that never says goodbye. Those that have offered are kept before those that
-have only said hello, so that a flood of hellos pushes out its own; one with something under way is never forgotten.
+Every start of an engine is a new peer that never says goodbye. Those that a transfer was spoken of with are kept before
+those that have only said hello, so that a flood of hellos pushes out its own; one with something under way is never
+forgotten.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Guests:
         return len(self._greeted) + len(self._regular)
 
     def admit(self, peer: Peer) -> Peer | None:
-        """A hello has come. Who must be forgotten for it, if anybody; HandshakeError where nobody can be."""
+        """A hello has come or is sent. Who must be forgotten for it, if anybody; HandshakeError where nobody can be."""
         if peer in self._regular:
             self.spoke(peer)
             return None
@@ -40,13 +41,13 @@ class Guests:
         if len(self) >= self._most:
             leaving = next((one for one in (*self._greeted, *self._regular) if not self._busy(one)), None)
             if leaving is None:
-                raise HandshakeError(f"this worker serves {len(self)} decode workers, and all of them are busy")
+                raise HandshakeError(f"this worker knows {len(self)} others, and all of them are busy")
             self.forget(leaving)
         self._greeted[peer] = None
         return leaving
 
     def spoke(self, peer: Peer) -> None:
-        """An admitted peer has offered or cancelled."""
+        """An admitted peer has sent a message of a transfer."""
         if peer in self:
             self.forget(peer)
             self._regular[peer] = None

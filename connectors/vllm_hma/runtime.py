@@ -105,7 +105,7 @@ class WorkerRuntime:
         self._producer = ProducerMachine(card.layout.groups, config.limits)
         self._consumer = ConsumerMachine(card.layout.groups, config.limits)
         self._plans: dict[Peer, tuple[Place, PairPlan]] = {}
-        self._guests = Guests(self._producer.serves)
+        self._guests = Guests(lambda peer: self._producer.serves(peer) or self._consumer.awaits(peer))
         self._writes: dict[int, int] = {}
         self._sent: set[str] = set()
         self._received: dict[str, str | None] = {}
@@ -350,6 +350,7 @@ class WorkerRuntime:
                 self._trace.event(message.kind, transfer=message.transfer_id, consumer=envelope.sender.rank)
                 self._perform(self._producer.message(envelope.sender, message, now))
             case message:
+                self._guests.spoke(envelope.sender)
                 self._perform(self._consumer.message(envelope.sender, message, now))
 
     # ---- actions -----------------------------------------------------------------------------------------------
@@ -492,6 +493,7 @@ class WorkerRuntime:
             leaving = self._guests.admit(peer)
             if leaving is not None:
                 self._perform(self._producer.peer_lost(leaving, time.monotonic()))
+                self._consumer.forget(leaving.incarnation)
                 self._plans.pop(leaving, None)
                 self._transport.remove_peer(agent_name(leaving))
                 self._post.forget(leaving)

@@ -30,12 +30,13 @@ import psutil
 from connectors.planning.layout import Place, Region
 from connectors.protocol.cards import encode_worker_card
 from connectors.protocol.keys import derive_keys
+from connectors.protocol.params import EngineAddress
 from connectors.protocol.wire import Envelope, Hello, Peer, encode
 from connectors.transport.memory import Fabric
 from connectors.transport.nixl import NixlTransport
 from connectors.vllm_hma.orders import Chunk, Expect, Finished
 from connectors.vllm_hma.post import agent_name
-from connectors.vllm_hma.side_channel import fetch_card
+from connectors.vllm_hma.side_channel import CardServer, fetch_card
 from tests.fuzz.frames import Hostile
 from tests.vllm_contract.workers import DIGEST, LIMITS, Worker, receive, results, until
 
@@ -133,6 +134,8 @@ class Campaign:
             for _ in range(ACTIONS):
                 self.act()
             self._agent.notifications()
+            if number % 4 == 0:
+                self.false_engine()
             self.transfer()
         self.report.growth_mib = _rss_mib() - base
         self.nothing_is_left()
@@ -224,6 +227,21 @@ class Campaign:
 
     def _connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.producer.server.port), timeout=2)
+
+    def false_engine(self) -> None:
+        """A request is sent to an engine whose cards are wrong or whose workers never answer: decode computes it."""
+        self.report.actions["false engines"] += 1
+        name = f"false-{next(self._numbers)}"
+        cards = [self._hostile.card() for _ in range(self.rng.choice((0, 1, 1, 1, 2, 40)))]
+        if self.rng.random() < 0.2:
+            cards = [self.rng.randbytes(1000)]
+        server = CardServer("127.0.0.1", 0, cards, derive_keys(self._secret).identity)
+        try:
+            address = EngineAddress(self._me.incarnation, "127.0.0.1", server.port)
+            self.consumer.step(receives=[receive(address, name, name)])
+            assert results(self.consumer, within_s=30.0) == (set(), {name}, {name})
+        finally:
+            server.close()
 
     # ---- what must go on -------------------------------------------------------------------------------------------
 

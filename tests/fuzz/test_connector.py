@@ -13,4 +13,4 @@ def test_a_campaign(kind: str) -> None:
     with campaign(4, *KINDS[kind]) as one:
         report = one.run(ROUNDS)
     assert report.transfers == ROUNDS + 1
-    assert sum(report.actions.values()) == ROUNDS * ACTIONS
+    assert sum(report.actions.values()) >= ROUNDS * ACTIONS

@@ -9,7 +9,6 @@ import pytest
 
 from connectors.errors import HandshakeError
 from connectors.protocol.wire import Peer
-from connectors.vllm_hma import guests
 from connectors.vllm_hma.guests import Guests
 from connectors.vllm_hma.orders import Chunk, Expect
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results
@@ -47,7 +46,7 @@ def test_speaking_keeps_a_place() -> None:
 def test_the_busy_stay() -> None:
     """Writes to them are under way. Where all are busy, the newcomer is told."""
     assert full({"a", "b"}).admit(peer("d")) == peer("c")
-    with pytest.raises(HandshakeError, match="serves 3 decode workers, and all of them are busy"):
+    with pytest.raises(HandshakeError, match="knows 3 others, and all of them are busy"):
         full({"a", "b", "c"}).admit(peer("d"))
 
 
@@ -75,9 +74,10 @@ def deliver(producer: Worker, consumer: Worker, name: str) -> tuple[set[str], se
     return results(consumer)
 
 
-def test_a_worker_that_was_forgotten_is_met_again(worker: Callable[..., Worker], monkeypatch) -> None:
+def test_a_worker_that_was_forgotten_is_met_again(
+    worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its next request is computed by decode, the one after it finds a fresh handshake."""
-    monkeypatch.setattr(guests, "MOST", 2)
     monkeypatch.setattr(Guests.__init__, "__defaults__", (2,))
     producer = worker("p")
     producer.cache[:] = np.arange(1, 9, dtype=np.uint8)[:, None]
@@ -89,3 +89,15 @@ def test_a_worker_that_was_forgotten_is_met_again(worker: Callable[..., Worker],
     assert deliver(producer, first, "lost") == (set(), {"lost"}, {"lost"})
     assert deliver(producer, first, "found") == (set(), {"found"}, set())
     assert first.cache[[3, 5], 0].tolist() == [2, 3]
+
+
+def test_producers_are_forgotten_too(worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode engine outlives many prefill engines; it keeps the last ones, and meets a forgotten one again."""
+    monkeypatch.setattr(Guests.__init__, "__defaults__", (2,))
+    consumer = worker("c")
+    producers = [worker(f"p{number}") for number in range(4)]
+    for number, producer in enumerate([*producers, producers[0]]):
+        producer.cache[:] = np.arange(1, 9, dtype=np.uint8)[:, None]
+        assert deliver(producer, consumer, f"t{number}") == (set(), {f"t{number}"}, set())
+        assert consumer.cache[[3, 5], 0].tolist() == [2, 3]
+    assert len(consumer.transport._peers) == len(consumer.runtime._consumer._partners) == 2
