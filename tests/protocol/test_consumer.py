@@ -480,7 +480,7 @@ def test_a_partner_without_a_share_is_waited_for() -> None:
 def test_whose_answers_are_awaited() -> None:
     """From the wish for a handshake to a partner's last word; then it may be forgotten, and is met again."""
     consumer = Consumer(GROUPS, LIMITS)
-    consumer.start(ORDER, 0.0)
+    consumer.start(order(), 0.0)
     assert consumer.awaits(P0)
     assert not consumer.awaits(Peer(OTHER.incarnation, 0))
     consumer = offered()
