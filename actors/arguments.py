@@ -23,9 +23,6 @@ CPU_DEFAULTS = {"dtype": "float32", "enforce_eager": True}
 """What an engine without a GPU starts with unless the settings say otherwise."""
 
 
-LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
-
-
 @cache
 def engine_argument_names() -> frozenset[str]:
     """Names that vLLM's AsyncEngineArgs takes (imports vLLM, which takes seconds)."""
@@ -91,9 +88,6 @@ def engine_environment(settings: ServiceSettings, role: RoleName) -> dict[str, s
         if engine_arguments(settings, role).get("enforce_eager"):
             # vLLM's sampler compiles a helper at the first request with logprobs, for many seconds.
             environment["TORCHDYNAMO_DISABLE"] = "1"
-    if settings.transfer.side_channel_host in LOOPBACK:
-        # UCX listens on every interface, and trusts whoever connects.
-        environment["UCX_NET_DEVICES"] = "lo"
     if Path(settings.model_path).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"
     return environment | own.environment

@@ -78,6 +78,11 @@ class TransferSettings(Frozen):
         "own",
     )
     backends: list[str] = Field(["UCX"], min_length=1, description="NIXL back ends")
+    devices: list[str] = Field(
+        [],
+        description="network devices that UCX may use and listen on, in its words (`mlx5_0:1`, `eth0`); none given: "
+        "all, or `lo` where side_channel_host is a loopback address",
+    )
     integrity: Literal["auto", "full", "off"] = Field(
         "auto",
         description="full: decode compares digests of all KV that it fetches before it runs the request; off; "

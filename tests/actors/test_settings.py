@@ -105,17 +105,6 @@ def test_the_hub_is_off_only_for_a_local_model(tmp_path):
     assert "HF_HUB_OFFLINE" not in engine_environment(parse_settings({"model": "org/name"}), "decode")
 
 
-def test_ucx_stays_on_the_loopback_with_the_side_channel():
-    """One machine's engines need no other interface; whoever wants one says so."""
-    local = parse_settings({"transfer": {"side_channel_host": "127.0.0.1"}})
-    assert engine_environment(local, "prefill")["UCX_NET_DEVICES"] == "lo"
-    assert "UCX_NET_DEVICES" not in engine_environment(ServiceSettings(), "prefill")
-    own = parse_settings(
-        {"transfer": {"side_channel_host": "::1"}, "decode": {"environment": {"UCX_NET_DEVICES": "all"}}}
-    )
-    assert engine_environment(own, "decode")["UCX_NET_DEVICES"] == "all"
-
-
 def test_the_demo_is_served_under_a_name_of_its_own():
     """Clients do not see where the package is installed."""
     settings = ServiceSettings()

@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import signal
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -48,20 +50,26 @@ class Report:
         return f"{sent} requests ({cases}); {statuses}; {len(self.findings)} findings; MiB after warm-up: {grown}"
 
 
-async def attack(url: str, seed: int, count: int, processes: list[psutil.Process], bound_s: float) -> Report:
+async def attack(
+    url: str, seed: int, count: int, processes: list[psutil.Process], bound_s: float, seconds: float = 3600.0
+) -> Report:
     """Send ``count`` cases, AT_ONCE at a time. ``processes`` are watched for growth.
 
-    ``bound_s`` is the service's own bound for a request (``request_timeout_s``) and a little more.
+    ``bound_s`` is the service's own bound for a request (``request_timeout_s``) and a little more. After ``seconds``, no
+    more cases are begun.
     """
     report = Report()
     cases = Requests(seed)
+    began = time.monotonic()
     before = {}
     async with httpx.AsyncClient(base_url=url, timeout=bound_s) as client:
         for part, share in ((0, WARM_UP), (1, 1 - WARM_UP)):
             waiting = iter([cases.case() for _ in range(int(count * share))])
 
-            async def work(waiting=waiting) -> None:
+            async def work(waiting=waiting, part=part) -> None:
                 for case in waiting:
+                    if time.monotonic() - began > seconds * (WARM_UP if part == 0 else 1):
+                        return
                     await _send(client, url, case, report, bound_s)
 
             await asyncio.gather(*(work() for _ in range(AT_ONCE)))
@@ -143,7 +151,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=4000)
+    parser.add_argument("--seconds", type=float, default=170, help="send no more cases after that")
     options = parser.parse_args()
+    # The service runs in a session of its own: whoever stops this process must not leave it behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         # Short answers, so that the time goes into requests rather than tokens.
@@ -152,17 +163,21 @@ def main() -> None:
         service.start()
         try:
             began = time.monotonic()
-            report = asyncio.run(attack(service.url, options.seed, options.count, service.processes(), BOUND_S + 30))
+            report = asyncio.run(
+                attack(service.url, options.seed, options.count, service.processes(), BOUND_S + 30, options.seconds)
+            )
             print(f"HTTP, seed {options.seed}: {report.text()}; {time.monotonic() - began:.0f} s", flush=True)
             for finding in report.findings[:50]:
                 print(f"  {finding}", flush=True)
             body = {"model": MODEL, "prompt": "mira=427\nkelo=093\ntiba=618\nkelo?", "max_tokens": 3, "temperature": 0}
-            answer = httpx.post(f"{service.url}/v1/completions", json=body, timeout=60).json()
+            reply = httpx.post(f"{service.url}/v1/completions", json=body, timeout=60)
+            answer = reply.json()
             print(
                 f"afterwards: {answer['choices'][0]['text']!r}, {httpx.get(f'{service.url}/health').json()}", flush=True
             )
             check(report)
             assert answer["choices"][0]["text"].strip() == "093"
+            assert reply.headers["x-tandem-route"] == "remote"
         finally:
             service.stop()
 
