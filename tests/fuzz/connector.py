@@ -320,8 +320,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--kind", choices=KINDS, nargs="*", default=list(KINDS))
     options = parser.parse_args()
-    for kind, (secret, inside) in KINDS.items():
+    for kind in options.kind:
+        secret, inside = KINDS[kind]
         began = time.monotonic()
         with campaign(options.seed, secret, inside) as one:
             report = one.run(options.rounds)

@@ -55,8 +55,8 @@ async def attack(
 ) -> Report:
     """Send ``count`` cases, AT_ONCE at a time. ``processes`` are watched for growth.
 
-    ``bound_s`` is the service's own bound for a request (``request_timeout_s``) and a little more. After ``seconds``, no
-    more cases are begun.
+    ``bound_s`` is the service's own bound for a request (``request_timeout_s``) and a little more. After
+    ``seconds`` no more cases are begun.
     """
     report = Report()
     cases = Requests(seed)
@@ -163,18 +163,19 @@ def main() -> None:
         service.start()
         try:
             began = time.monotonic()
-            report = asyncio.run(
-                attack(service.url, options.seed, options.count, service.processes(), BOUND_S + 30, options.seconds)
-            )
+            watched, bound_s = service.processes(), BOUND_S + 30
+            campaign = attack(service.url, options.seed, options.count, watched, bound_s, options.seconds)
+            report = asyncio.run(campaign)
             print(f"HTTP, seed {options.seed}: {report.text()}; {time.monotonic() - began:.0f} s", flush=True)
             for finding in report.findings[:50]:
                 print(f"  {finding}", flush=True)
+            if report.findings:
+                print(service.log[-5000:], flush=True)
             body = {"model": MODEL, "prompt": "mira=427\nkelo=093\ntiba=618\nkelo?", "max_tokens": 3, "temperature": 0}
             reply = httpx.post(f"{service.url}/v1/completions", json=body, timeout=60)
             answer = reply.json()
-            print(
-                f"afterwards: {answer['choices'][0]['text']!r}, {httpx.get(f'{service.url}/health').json()}", flush=True
-            )
+            health = httpx.get(f"{service.url}/health").json()
+            print(f"afterwards: {answer['choices'][0]['text']!r}, {health}", flush=True)
             check(report)
             assert answer["choices"][0]["text"].strip() == "093"
             assert reply.headers["x-tandem-route"] == "remote"
