@@ -13,6 +13,9 @@ from actors.handoff import TRANSFER_FIELD, Endpoint
 from actors.router import ClientRequest
 from app.http_errors import BadRequestError
 
+MAX_DEPTH = 64
+"""Lists and objects within each other in a body; JSON schemas of tools nest a dozen."""
+
 FORWARDED_HEADERS = frozenset({b"accept", b"traceparent", b"tracestate", b"x-request-id"})
 """Request headers that reach the engines."""
 
@@ -42,6 +45,7 @@ def parse_body(raw: bytes) -> dict[str, Any]:
         raise BadRequestError(f"the body is not valid JSON: {error}") from None
     if not isinstance(body, dict):
         raise BadRequestError(f"the body must be a JSON object, not {type(body).__name__}")
+    _check_depth(body)
     if TRANSFER_FIELD in body:
         raise BadRequestError(
             f"{TRANSFER_FIELD} is set by this service and cannot come from a client", param=TRANSFER_FIELD
@@ -74,6 +78,17 @@ def _several(prompt: Any) -> int:
     """How many prompts a `prompt` field holds; a list of token ids is one."""
     several = isinstance(prompt, list) and any(isinstance(one, str | list) for one in prompt[:1])
     return len(prompt) if several else 1
+
+
+def _check_depth(body: dict[str, Any]) -> None:
+    """What nests deeper than any request does would break whoever walks through it later, here or in an engine."""
+    level: list[Any] = [body]
+    for _ in range(MAX_DEPTH + 1):
+        inner = (one for outer in level for one in (outer.values() if isinstance(outer, dict) else outer))
+        level = [one for one in inner if isinstance(one, dict | list)]
+        if not level:
+            return
+    raise BadRequestError(f"the body nests deeper than {MAX_DEPTH} levels")
 
 
 async def _read_body(request: Request, max_body_bytes: int) -> bytes:

@@ -1,0 +1,60 @@
+"""Hostile bodies through all that the router itself does with a body: an error with a status, or two legs."""
+
+import json
+
+import pytest
+
+from actors.handoff import Producer, decode_leg, prefill_leg, why_local
+from app.client_request import check_prompts, parse_body
+from app.http_errors import BadRequestError
+from tests.fuzz.requests import CHAT, COMPLETIONS, Requests, fields
+
+PRODUCER = Producer("engine", "127.0.0.1", 1, 1)
+
+
+def test_bodies_never_break_the_router() -> None:
+    """Of some thousands, many are refused here, many reach the engines, and none raises anything else."""
+    requests, outcomes = Requests(5), {"refused": 0, "local": 0, "split": 0}
+    for _ in range(6000):
+        case = requests.case()
+        if case.path not in (COMPLETIONS, CHAT):
+            continue
+        try:
+            body = parse_body(case.content)
+            check_prompts(body, 128)
+        except BadRequestError:
+            outcomes["refused"] += 1
+            continue
+        if why_local(case.path, body) is not None:
+            outcomes["local"] += 1
+            continue
+        outcomes["split"] += 1
+        for leg in (prefill_leg(case.path, body, "t"), decode_leg(body, "t", PRODUCER)):
+            assert parse_leg(leg)["kv_transfer_params"]["transfer_id"] == "t"
+    assert min(outcomes.values()) > 200, outcomes
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a": '], ids=["lists", "objects"])
+def test_no_depth_breaks_the_router(opening: str) -> None:
+    """What can just be parsed may be too deep for what comes after: refused before that, with a status."""
+    closing = "]" if opening == "[" else "}"
+    for depth in range(40, 1100):
+        text = opening * depth + "1" + closing * depth
+        try:
+            body = parse_body(f'{{"prompt": {text}, "x": {text}}}'.encode())
+        except BadRequestError:
+            continue
+        why_local(COMPLETIONS, body)
+        parse_leg(prefill_leg(COMPLETIONS, body, "t"))
+        assert depth <= 64
+
+
+def parse_leg(leg: object) -> dict:
+    """As the engine reads it."""
+    return json.loads(json.dumps(leg).encode())
+
+
+def test_bodies_follow_the_engines_schema() -> None:
+    """The properties that are tried are those that the installed vLLM knows."""
+    assert {"prompt", "logit_bias", "stream_options"} <= fields(COMPLETIONS).keys()
+    assert {"messages", "tools", "response_format"} <= fields(CHAT).keys()
