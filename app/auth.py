@@ -38,7 +38,8 @@ class Authenticated:
         self._places = Places()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._digests or scope["path"] in OPEN_PATHS:
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        if scope["type"] != "http" or not self._digests or path in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
         key = self._known_key(Headers(scope=scope).get("authorization", ""))

@@ -33,8 +33,8 @@ class Surface:
         self.metrics = RouterMetrics()
         app = Starlette(routes=[Route("/{path:path}", self._serve, methods=["GET", "POST"])])
         router = SimpleNamespace(limits=LIMITS, metrics=self.metrics)
-        guarded = Authenticated(app, router, [digest(key) for key in keys])
-        transport = httpx.ASGITransport(guarded, raise_app_exceptions=False)
+        self.guarded = Authenticated(app, router, [digest(key) for key in keys])
+        transport = httpx.ASGITransport(self.guarded, raise_app_exceptions=False)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://tandem")
 
     async def _serve(self, request: Request) -> JSONResponse:
@@ -102,6 +102,30 @@ async def test_probes_and_scrapers_need_no_key():
     """As in vLLM."""
     surface = Surface(KEYS)
     assert [(await surface.get(path)).status_code for path in ("/health", "/metrics")] == [200, 200]
+
+
+async def test_open_paths_below_a_route_prefix():
+    """Serve says under which prefix the application lies."""
+    surface = Surface(KEYS)
+    sent: list[dict] = []
+
+    async def receive() -> dict:
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    for path, root_path in (("/tandem/health", "/tandem"), ("/tandem/health", "")):
+        scope = {
+            "type": "http",
+            "method": "GET",
+            "path": path,
+            "root_path": root_path,
+            "headers": [],
+            "query_string": b"",
+        }
+        await surface.guarded(scope, receive, send)
+    assert [message["status"] for message in sent if "status" in message] == [200, 401]
 
 
 async def test_without_keys_everybody_may_come_in():
