@@ -45,6 +45,27 @@ class Write:
 
 
 @dataclass(frozen=True, slots=True)
+class AbortWrite:
+    """This write has made no progress for too long: end it, and report ``write_done`` or ``write_failed`` only then.
+
+    Until that report the blocks that it reads stay allocated, however long it takes.
+    """
+
+    write_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """The machine has forgotten this worker, and nothing of its own is under way to it.
+
+    What the owner keeps for it (plans, a connection) can go, unless its other machine ``knows`` the worker. If it is
+    alive after all, it is met like a stranger: by a new handshake.
+    """
+
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
 class Sent:
     """This rank needs the request's blocks no longer."""
 
@@ -89,5 +110,5 @@ class Received:
     failure: str | None
 
 
-ProducerAction = Send | Write | Sent
-ConsumerAction = Connect | Send | Verify | Received
+ProducerAction = Send | Write | AbortWrite | Sent | Forget
+ConsumerAction = Connect | Send | Verify | Received | Forget

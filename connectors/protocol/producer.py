@@ -23,10 +23,15 @@ A *transfer* is one request's KV for one consumer engine; each consumer rank tha
     OPEN       all written               CLOSED   Fin, with the digest of what was written if the offer asks for it
     OPEN       Cancel                    CLOSED   Cancelled, once its writes have ended
     OPEN       a failure                 CLOSED   Aborted, once its writes have ended
+    (any)      a write without progress           AbortWrite, and OPEN is given up; the blocks stay allocated and the
+               for hang_s                         consumer unanswered until the write has ended
 
 A delivery that is closed is never written for again: its Fin, Aborted or Cancelled is the consumer's licence to use or
 free its blocks. Ids of transfers that are gone are remembered for lease_s; offers for them are answered with Aborted,
 but nothing is answered while a write for that consumer rank is still in flight.
+
+A consumer worker is known from ``welcome`` until ``peer_lost``, or until it has said nothing for forget_s and nothing
+is under way for it; then Forget.
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ from collections.abc import Iterable, Sequence
 
 from connectors.planning.descriptors import Moves
 from connectors.planning.layout import Group
-from connectors.protocol.actions import ProducerAction, Send, Sent, Write
+from connectors.protocol.actions import AbortWrite, Forget, ProducerAction, Send, Sent, Write
 from connectors.protocol.delivery import (
     NOBODY,
     Consumer,
@@ -58,6 +63,7 @@ class Producer:
         self._groups = tuple(groups)
         self._limits = limits
         self._consumers: dict[Peer, Consumer] = {}
+        self._heard_at: dict[Peer, float] = {}
         self._transfers: dict[str, Transfer] = {}
         self._by_request: dict[str, Transfer] = {}
         self._writes: dict[int, tuple[Transfer, Delivery]] = {}
@@ -185,15 +191,17 @@ class Producer:
 
     # ---- what peers say ----------------------------------------------------------------------------------------
 
-    def welcome(self, peer: Peer, consumer: Consumer) -> None:
-        """A consumer worker has said hello and fits."""
+    def welcome(self, peer: Peer, consumer: Consumer, now: float) -> None:
+        """A consumer worker has said hello and fits. One that is known may do so again, at any time."""
         self._consumers[peer] = consumer
+        self._heard_at[peer] = now
 
     def knows(self, peer: Peer) -> bool:
         return peer in self._consumers
 
     def message(self, peer: Peer, message: Message, now: float) -> list[ProducerAction]:
         """A message of a consumer that has been welcomed."""
+        self._heard_at[peer] = now
         match message:
             case Offer():
                 return self._offered(peer, message, now)
@@ -244,14 +252,43 @@ class Producer:
                 actions += self._expire(transfer, now)
         for transfer_id in [i for i, at in self._gone.items() if now - at >= self._limits.lease_s]:
             del self._gone[transfer_id]
+        return actions + self._end_hanging_writes(now) + self._forget_silent_peers(now)
+
+    def _end_hanging_writes(self, now: float) -> list[ProducerAction]:
+        actions: list[ProducerAction] = []
+        for transfer, delivery in list(self._writes.values()):
+            if not delivery.hangs and now - delivery.moved_at >= self._limits.hang_s:
+                delivery.hangs = True
+                reason = f"a write made no progress for {self._limits.hang_s:g} s"
+                actions += self._end(transfer, delivery, reason, now)
+                actions += [AbortWrite(write_id) for write_id in delivery.in_flight]
         return actions
 
+    def _forget_silent_peers(self, now: float) -> list[ProducerAction]:
+        """Those that were lost, as soon as nothing is under way to them, and those that have long been silent."""
+        silent = [
+            peer
+            for peer, heard_at in self._heard_at.items()
+            if peer not in self._consumers or now - heard_at >= self._limits.forget_s
+        ]
+        if not silent:
+            return []
+        busy = {delivery.peer for _, delivery in self._writes.values()}
+        for transfer in self._transfers.values():
+            busy |= {delivery.peer for delivery in transfer.deliveries.values() if not delivery.closed}
+        forgotten = [peer for peer in silent if peer not in busy]
+        for peer in forgotten:
+            del self._heard_at[peer]
+            self._consumers.pop(peer, None)
+        return [Forget(peer) for peer in forgotten]
+
     def census(self) -> dict[str, int]:
-        """How much is under way: transfers by stage, writes in flight, ids remembered."""
+        """How much is under way: transfers by stage, writes in flight, ids remembered, writes that hang."""
         counts = {stage.name.lower(): 0 for stage in Stage}
         for transfer in self._transfers.values():
             counts[transfer.stage.name.lower()] += 1
-        return counts | {"writes": len(self._writes), "remembered": len(self._gone)}
+        hanging = sum(delivery.hangs for _, delivery in self._writes.values())
+        return counts | {"writes": len(self._writes), "remembered": len(self._gone), "hanging": hanging}
 
     # ---- inside ------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,18 @@ from connectors.planning.blocks import wanted_blocks
 from connectors.planning.descriptors import Runs, build_runs, move_bytes
 from connectors.planning.layout import EngineLayout, Place
 from connectors.planning.plan import PairPlan
-from connectors.protocol.actions import Connect, ConsumerAction, ProducerAction, Received, Send, Sent, Verify, Write
+from connectors.protocol.actions import (
+    AbortWrite,
+    Connect,
+    ConsumerAction,
+    Forget,
+    ProducerAction,
+    Received,
+    Send,
+    Sent,
+    Verify,
+    Write,
+)
 from connectors.protocol.cards import WorkerCard
 from connectors.protocol.consumer import Consumer as ConsumerMachine
 from connectors.protocol.consumer import Order, Partner
@@ -352,6 +363,10 @@ class WorkerRuntime:
                 case Sent(request_id):
                     self._trace.event("sent", request=request_id)
                     self._sent.add(request_id)
+                case AbortWrite(write_id):
+                    self._abort_write(write_id)
+                case Forget(peer):
+                    self._forget(peer)
                 case Connect(engine):
                     self._greeter.connect(engine)
                     self._wake.set()
@@ -411,6 +426,20 @@ class WorkerRuntime:
             bytes=sizes,
         )
         return []
+
+    def _abort_write(self, write_id: int) -> None:
+        """The write is polled on: only its end frees the blocks that it reads."""
+        handle = self._writes.get(write_id)
+        if handle is not None:
+            logger.warning("Tandem: write %d makes no progress; its blocks are held until it has ended", write_id)
+            self._transport.abort(handle)
+
+    def _forget(self, peer: Peer) -> None:
+        """Both machines may know a worker, each in a role of its own."""
+        if not self._producer.knows(peer):
+            self._plans.pop(peer, None)
+            if not self._consumer.knows(peer):
+                self._transport.remove_peer(agent_name(peer))
 
     def _post_write(self, peer: str, runs: Runs, source: Place, target: Place) -> WriteHandle:
         try:
@@ -476,4 +505,4 @@ class WorkerRuntime:
     def _welcomed(self, peer: Peer, card: WorkerCard, plan: PairPlan, consumer: Consumer) -> None:
         with self._lock:
             self._plans[peer] = (card, plan)
-            self._producer.welcome(peer, consumer)
+            self._producer.welcome(peer, consumer, time.monotonic())

@@ -348,7 +348,7 @@ class World:
             if c == rank:
                 ours = frozenset(other for producer, other in self.pairs if producer == p)
                 source, target = self.digests(p, c)
-                self.producers[p].machine.welcome(Peer(DECODE, rank), Consumer(ours, POOL, SHAPES, source))
+                self.producers[p].machine.welcome(Peer(DECODE, rank), Consumer(ours, POOL, SHAPES, source), self.now)
                 sizes = tuple(size * self.heads[p, c] for size in HEAD_BYTES)
                 found.append(Partner(Peer(incarnation, p), SHAPES, sizes, target if self.integrity else None))
         self.on_consumer(rank, lambda m: m.connected(incarnation, found, self.now))

@@ -7,7 +7,7 @@ import pytest
 
 from connectors.planning.blocks import BlockSet, UnitShape, empty_blocks
 from connectors.planning.layout import Group, GroupKind
-from connectors.protocol.actions import Connect, Received, Send, Verify
+from connectors.protocol.actions import Connect, Forget, Received, Send, Verify
 from connectors.protocol.consumer import Consumer, Order, Partner, expected_bytes, failures
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress
@@ -208,9 +208,9 @@ def test_unanswered_cancels_are_repeated() -> None:
     consumer.abort("r", 0.0)
     consumer.message(P0, Cancelled("t"), 0.5)
     assert (consumer.tick(1.9), consumer.census()["quarantined"]) == ([], 0)
-    assert consumer.tick(2.0) == cancels(P1)
+    assert consumer.tick(2.0) == [*cancels(P1), Connect(ENGINE)]
     assert (consumer.census()["quarantined"], consumer.unanswered_engines()) == (1, {ENGINE})
-    assert (consumer.tick(3.9), consumer.tick(4.0)) == ([], cancels(P1))
+    assert (consumer.tick(3.9), consumer.tick(4.0)) == ([], [*cancels(P1), Connect(ENGINE)])
     assert consumer.message(P1, Cancelled("t"), 4.1) == [Received("r", "the request was aborted")]
     assert empty(consumer)
 
@@ -222,7 +222,11 @@ def test_no_deadline_frees_blocks_that_may_be_written() -> None:
     for now in range(1, 2000, 7):
         assert not failures(consumer.tick(float(now)))
     reason = "no process answers"
-    assert consumer.engine_lost("engine-a", reason, 2000.0) == [Received("r", "the request was aborted")]
+    assert consumer.engine_lost("engine-a", reason, 2000.0) == [
+        Received("r", "the request was aborted"),
+        Forget(P0),
+        Forget(P1),
+    ]
 
 
 def test_alive_does_not_end_anything() -> None:
@@ -230,7 +234,7 @@ def test_alive_does_not_end_anything() -> None:
     consumer = offered()
     consumer.abort("r", 0.0)
     assert consumer.message(P0, Alive("t"), 1.0) == []
-    assert consumer.tick(2.0) == cancels(P0, P1)
+    assert consumer.tick(2.0) == [*cancels(P0, P1), Connect(ENGINE)]
 
 
 def test_the_first_failure_is_reported() -> None:

@@ -25,7 +25,7 @@ def test_an_offer_before_its_request_is_remembered() -> None:
     assert producer.message(C0, offer(), 0.0) == []
     assert producer.census()["orphan"] == 1
     assert producer.expect("r", "t", 12, "digest", 5.0) == []
-    assert producer.census() == {"orphan": 0, "live": 1, "held": 0, "writes": 0, "remembered": 0}
+    assert producer.census() == {"orphan": 0, "live": 1, "held": 0, "writes": 0, "remembered": 0, "hanging": 0}
     assert moves(only_write(producer.progress("r", [[1], [4]], 4, 6.0))) == {0: [(1, 50)]}
 
 
