@@ -437,7 +437,7 @@ def test_a_verification_is_not_silence() -> None:
     verify(consumer, P0, with_digest(FIN0))
     verify(consumer, P1, with_digest(FIN1))
     assert consumer.tick(100.0) == []
-    assert consumer.engine_lost("engine-a", "it is gone", 101.0) == []
+    assert consumer.engine_lost("engine-a", "it is gone", 101.0) == [Forget(P0), Forget(P1)]
     consumer.verified("r", P0, None, 102.0)
     assert consumer.verified("r", P1, None, 102.0) == [Received("r", None)]
 
