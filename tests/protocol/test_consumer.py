@@ -454,7 +454,7 @@ def test_a_dead_engine_during_a_verification() -> None:
     """One rank verified, the other dead: the failure waits for the result too."""
     consumer = checked()
     verify(consumer, P0, with_digest(FIN0))
-    assert consumer.engine_lost("engine-a", "it is gone", 2.0) == []
+    assert consumer.engine_lost("engine-a", "it is gone", 2.0) == [Forget(P0), Forget(P1)]
     assert consumer.verified("r", P0, None, 3.0) == [Received("r", "it is gone")]
     assert empty(consumer)
 
