@@ -16,7 +16,7 @@ from connectors.errors import IncompatiblePeerError, PlanError, WireError
 from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Place, Region
 from connectors.planning.plan import check_compatible
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 _MOST = 4096
 _MOST_ROWS = 2**20
 

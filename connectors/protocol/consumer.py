@@ -77,6 +77,7 @@ class _Reception:
     order: Order
     stage: _Stage
     heard_at: float
+    number: int = 0
     writing: dict[Peer, Partner] = field(default_factory=dict)
     verifying: set[Peer] = field(default_factory=set)
     failure: str | None = None
@@ -95,6 +96,7 @@ class Consumer:
         self._wanted_at: dict[str, float] = {}
         self._releases: dict[str, list[tuple[str, float]]] = {}
         self._used: dict[str, float] = {}
+        self._last_number = 0
 
     def start(self, order: Order, now: float) -> list[ConsumerAction]:
         """A request's blocks are allocated; fetch their contents.
@@ -116,7 +118,7 @@ class Consumer:
         if partners is None:
             self._releases.setdefault(producer.incarnation, []).append((transfer_id, now))
             return [Connect(producer)]
-        return [Send(partner.peer, Cancel(transfer_id)) for partner in partners]
+        return self._release(transfer_id, partners)
 
     def abort(self, request_id: str, now: float) -> list[ConsumerAction]:
         """The request has been aborted; its blocks are freed once ``Received`` says so."""
@@ -136,7 +138,7 @@ class Consumer:
             elif reception.stage is _Stage.ENDING and reception.writing:
                 actions += self._cancel(reception, now)
         for transfer_id, _ in self._releases.pop(incarnation, []):
-            actions += [Send(partner.peer, Cancel(transfer_id)) for partner in partners]
+            actions += self._release(transfer_id, partners)
         return actions
 
     def connect_failed(self, incarnation: str, reason: str, now: float) -> list[ConsumerAction]:
@@ -250,10 +252,18 @@ class Consumer:
 
     def _offer(self, reception: _Reception, partners: Sequence[Partner], now: float) -> list[ConsumerAction]:
         order = reception.order
-        reception.stage, reception.heard_at = _Stage.OFFERED, now
+        reception.stage, reception.heard_at, reception.number = _Stage.OFFERED, now, self._next_number()
         reception.writing = {partner.peer: partner for partner in partners}
-        offer = Offer(order.transfer_id, order.end_token, order.prompt_digest, order.groups)
+        offer = Offer(order.transfer_id, order.end_token, order.prompt_digest, order.groups, number=reception.number)
         return [Send(each.peer, replace(offer, digest=each.new_digest is not None)) for each in partners]
+
+    def _release(self, transfer_id: str, partners: Sequence[Partner]) -> list[ConsumerAction]:
+        number = self._next_number()
+        return [Send(partner.peer, Cancel(transfer_id, number)) for partner in partners]
+
+    def _next_number(self) -> int:
+        self._last_number += 1
+        return self._last_number
 
     def _answered(
         self, reception: _Reception, partner: Partner, message: Fin | Aborted | Cancelled, now: float
@@ -290,7 +300,7 @@ class Consumer:
 
     def _cancel(self, reception: _Reception, now: float) -> list[ConsumerAction]:
         reception.cancelled_at = now
-        return [Send(peer, Cancel(reception.order.transfer_id)) for peer in reception.writing]
+        return [Send(peer, Cancel(reception.order.transfer_id, reception.number)) for peer in reception.writing]
 
     def _end_if_over(self, reception: _Reception) -> list[ConsumerAction]:
         if reception.writing or reception.verifying:

@@ -92,10 +92,19 @@ class Delivery:
 
 
 @dataclass(slots=True)
+class Gone:
+    """What is remembered of a transfer that is over: since when, and the numbers that were named with it."""
+
+    at: float
+    numbers: dict[Peer, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class Transfer:
     """One request's KV for one consumer engine. ``tables[g]`` is group g's block table, as far as it is known.
 
-    ``coming_tokens`` will be computed when the step under way is.
+    ``coming_tokens`` will be computed when the step under way is. ``numbers`` are the highest that consumer workers
+    have named with this transfer.
     """
 
     transfer_id: str
@@ -110,6 +119,7 @@ class Transfer:
     consumer: str | None = None
     expected_ranks: frozenset[int] | None = None
     deliveries: dict[int, Delivery] = field(default_factory=dict)
+    numbers: dict[Peer, int] = field(default_factory=dict)
 
     def delivered(self) -> bool:
         """Every rank of the consumer that was to be served has been, or wants nothing, and no write is under way."""

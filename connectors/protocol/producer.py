@@ -28,7 +28,9 @@ A *transfer* is one request's KV for one consumer engine; each consumer rank tha
 
 A delivery that is closed is never written for again: its Fin, Aborted or Cancelled is the consumer's licence to use or
 free its blocks. Ids of transfers that are gone are remembered for lease_s; offers for them are answered with Aborted,
-but nothing is answered while a write for that consumer rank is still in flight.
+but nothing is answered while a write for that consumer rank is still in flight. After that the highest number that a
+consumer worker had named with them remains: offers up to it are overtaken, and answered with Aborted however late
+they come. (One that was called off and came as a new one would write into blocks that are somebody else's.)
 
 A consumer worker is known from ``welcome`` until ``peer_lost``, or until it has said nothing for forget_s and nothing
 is under way for it; then Forget.
@@ -45,6 +47,7 @@ from connectors.protocol.delivery import (
     NOBODY,
     Consumer,
     Delivery,
+    Gone,
     Stage,
     Transfer,
     offer_problem,
@@ -67,7 +70,8 @@ class Producer:
         self._transfers: dict[str, Transfer] = {}
         self._by_request: dict[str, Transfer] = {}
         self._writes: dict[int, tuple[Transfer, Delivery]] = {}
-        self._gone: dict[str, float] = {}
+        self._gone: dict[str, Gone] = {}
+        self._overtaken: dict[Peer, int] = {}
         self._next_write_id = 0
 
     # ---- what the scheduler says -------------------------------------------------------------------------------
@@ -171,7 +175,7 @@ class Producer:
         """
         transfer = self._transfers.get(transfer_id)
         if transfer is None:
-            self._gone.setdefault(transfer_id, now)
+            self._gone.setdefault(transfer_id, Gone(now))
             return []
         actions: list[ProducerAction] = []
         for delivery in transfer.deliveries.values():
@@ -206,7 +210,7 @@ class Producer:
             case Offer():
                 return self._offered(peer, message, now)
             case Cancel():
-                return self._cancelled(peer, message.transfer_id, now)
+                return self._cancelled(peer, message, now)
         return []
 
     def peer_lost(self, peer: Peer, now: float) -> list[ProducerAction]:
@@ -250,8 +254,10 @@ class Producer:
                     actions.append(Send(delivery.peer, Alive(transfer.transfer_id)))
             if transfer.stage is not Stage.LIVE and now - transfer.since >= self._limits.lease_s:
                 actions += self._expire(transfer, now)
-        for transfer_id in [i for i, at in self._gone.items() if now - at >= self._limits.lease_s]:
-            del self._gone[transfer_id]
+        for transfer_id in [i for i, gone in self._gone.items() if now - gone.at >= self._limits.lease_s]:
+            for peer, number in self._gone.pop(transfer_id).numbers.items():
+                if peer in self._heard_at:
+                    self._overtaken[peer] = max(number, self._overtaken.get(peer, number))
         return actions + self._end_hanging_writes(now) + self._forget_silent_peers(now)
 
     def _end_hanging_writes(self, now: float) -> list[ProducerAction]:
@@ -280,6 +286,7 @@ class Producer:
         for peer in forgotten:
             del self._heard_at[peer]
             self._consumers.pop(peer, None)
+            self._overtaken.pop(peer, None)
         return [Forget(peer) for peer in forgotten]
 
     def census(self) -> dict[str, int]:
@@ -295,7 +302,9 @@ class Producer:
     def _offered(self, peer: Peer, offer: Offer, now: float) -> list[ProducerAction]:
         if self._being_written(peer, offer.transfer_id):
             return []
-        transfer = self._transfer_for(peer, offer.transfer_id, now)
+        if offer.number <= self._overtaken.get(peer, -1):
+            return [Send(peer, Aborted(offer.transfer_id, "this offer has come too late"))]
+        transfer = self._transfer_for(peer, offer, now)
         if transfer is None:
             return [Send(peer, Aborted(offer.transfer_id, "this transfer has ended or belongs to another consumer"))]
         delivery = transfer.deliveries.setdefault(peer.rank, Delivery(peer))
@@ -307,11 +316,12 @@ class Producer:
         delivery.offer, delivery.last_sent = offer, now
         return self._advance(transfer, now)
 
-    def _cancelled(self, peer: Peer, transfer_id: str, now: float) -> list[ProducerAction]:
+    def _cancelled(self, peer: Peer, cancel: Cancel, now: float) -> list[ProducerAction]:
+        transfer_id = cancel.transfer_id
         for delivery in self._being_written(peer, transfer_id):
             delivery.ending, delivery.pending = Cancelled(transfer_id), None
             return []
-        transfer = self._transfer_for(peer, transfer_id, now)
+        transfer = self._transfer_for(peer, cancel, now)
         if transfer is None:
             return [Send(peer, Cancelled(transfer_id))]
         delivery = transfer.deliveries.setdefault(peer.rank, Delivery(peer))
@@ -329,13 +339,17 @@ class Producer:
             if delivery.peer == peer and transfer.transfer_id == transfer_id
         ][:1]
 
-    def _transfer_for(self, peer: Peer, transfer_id: str, now: float) -> Transfer | None:
+    def _transfer_for(self, peer: Peer, message: Offer | Cancel, now: float) -> Transfer | None:
         """The transfer that ``peer`` may speak of; made anew where its request has not come yet."""
-        if transfer_id in self._gone:
-            return None
-        transfer = self._transfers.get(transfer_id)
-        if transfer is None:
+        transfer_id = message.transfer_id
+        gone, transfer = self._gone.get(transfer_id), self._transfers.get(transfer_id)
+        if gone is None and transfer is None:
             transfer = self._transfers[transfer_id] = Transfer(transfer_id, Stage.ORPHAN, now)
+        for known in (gone, transfer):
+            if known is not None:
+                known.numbers[peer] = max(message.number, known.numbers.get(peer, 0))
+        if gone is not None or transfer is None:
+            return None
         if transfer.consumer is None:
             transfer.consumer = peer.incarnation
             transfer.expected_ranks = self._consumers[peer].partner_ranks
@@ -432,7 +446,7 @@ class Producer:
     def _forget(self, transfer: Transfer, now: float) -> None:
         if self._transfers.get(transfer.transfer_id) is transfer:
             del self._transfers[transfer.transfer_id]
-            self._gone[transfer.transfer_id] = now
+            self._gone[transfer.transfer_id] = Gone(now, transfer.numbers)
 
 
 def written(actions: Iterable[ProducerAction]) -> list[Write]:

@@ -67,7 +67,8 @@ class Offer:
     """The consumer's blocks to fill, per group, so that it can resume at ``end_token``. Valid once.
 
     ``prompt_digest`` (``params.prompt_digest``) lets the producer refuse to deliver one prompt's KV for another.
-    ``digest`` asks for one of the bytes that are written.
+    ``digest`` asks for one of the bytes that are written. ``number`` ascends over all that a worker says, so that an
+    offer which was overtaken is known for what it is, however late it comes.
     """
 
     transfer_id: str
@@ -75,6 +76,7 @@ class Offer:
     prompt_digest: str
     groups: tuple[BlockSet, ...]
     digest: bool = False
+    number: int = 0
     kind: ClassVar[str] = "offer"
 
 
@@ -110,9 +112,13 @@ class Aborted:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The consumer wants nothing (more). It keeps its blocks until the producer has answered."""
+    """The consumer wants nothing (more). It keeps its blocks until the producer has answered.
+
+    ``number`` is that of the offer that it calls off, or one of its own.
+    """
 
     transfer_id: str
+    number: int = 0
     kind: ClassVar[str] = "cancel"
 
 
@@ -151,6 +157,7 @@ def encode(envelope: Envelope) -> bytes:
         case Offer():
             header |= {"id": message.transfer_id, "end": message.end_token, "prompt": message.prompt_digest}
             header |= {"blocks": [len(blocks) for blocks in message.groups], "digest": message.digest}
+            header["number"] = message.number
             body = b"".join(v.astype("<i8").tobytes() for g in message.groups for v in (g.positions, g.ids))
         case Fin():
             header |= {"id": message.transfer_id, "bytes": message.total_bytes, "digest": message.digest}
@@ -158,7 +165,9 @@ def encode(envelope: Envelope) -> bytes:
             header |= {"id": message.transfer_id, "reason": message.reason}
         case Refused():
             header |= {"reason": message.reason}
-        case Alive() | Cancel() | Cancelled():
+        case Cancel():
+            header |= {"id": message.transfer_id, "number": message.number}
+        case Alive() | Cancelled():
             header |= {"id": message.transfer_id}
         case Welcome():
             pass
@@ -202,7 +211,8 @@ def _message(header: dict[str, Any], body: bytes) -> Message:
         case "offer":
             groups = _block_sets(header.get("blocks"), body)
             transfer_id, end_token = _text(header, "id"), _count(header, "end")
-            return Offer(transfer_id, end_token, _text(header, "prompt"), groups, _flag(header, "digest"))
+            digest, number = _flag(header, "digest"), _count(header, "number")
+            return Offer(transfer_id, end_token, _text(header, "prompt"), groups, digest, number)
         case "alive":
             return Alive(_text(header, "id"))
         case "fin":
@@ -210,7 +220,7 @@ def _message(header: dict[str, Any], body: bytes) -> Message:
         case "aborted":
             return Aborted(_text(header, "id"), _text(header, "reason"))
         case "cancel":
-            return Cancel(_text(header, "id"))
+            return Cancel(_text(header, "id"), _count(header, "number"))
         case "cancelled":
             return Cancelled(_text(header, "id"))
     raise WireError(f"unknown message {kind!r}")

@@ -44,7 +44,7 @@ def offered(*orders: Order) -> Consumer:
 
 
 def cancels(*peers: Peer) -> list[Send]:
-    return [Send(peer, Cancel("t")) for peer in peers]
+    return [Send(peer, Cancel("t", 1)) for peer in peers]
 
 
 def empty(consumer: Consumer) -> bool:
@@ -270,7 +270,7 @@ def test_strangers_change_nothing() -> None:
         (Peer("engine-a-before", 0), FIN0),
         (P0, Fin("t-other", 31)),
         (P0, Welcome()),
-        (P0, Cancel("t")),
+        (P0, Cancel("t", 1)),
     ):
         assert consumer.message(peer, message, 1.0) == []
     assert consumer.census()["offered"] == 1
@@ -288,7 +288,7 @@ def test_whatever_comes_after_the_end_is_ignored() -> None:
 def test_release_cancels_at_every_partner() -> None:
     """A request that needs nothing from its producer ends the lease early."""
     consumer = offered()
-    assert consumer.release("t9", ENGINE, 1.0) == [Send(P0, Cancel("t9")), Send(P1, Cancel("t9"))]
+    assert consumer.release("t9", ENGINE, 1.0) == [Send(P0, Cancel("t9", 2)), Send(P1, Cancel("t9", 2))]
 
 
 def test_release_connects_where_it_must() -> None:

@@ -211,7 +211,8 @@ def _age_producer(machine: Producer) -> None:
         transfer.since = _older(transfer.since)
         for delivery in transfer.deliveries.values():
             delivery.last_sent, delivery.moved_at = _older(delivery.last_sent), _older(delivery.moved_at)
-    machine._gone = {transfer_id: _older(at) for transfer_id, at in machine._gone.items()}
+    for gone in machine._gone.values():
+        gone.at = _older(gone.at)
 
 
 def _older(at: float) -> float:
@@ -224,9 +225,14 @@ def producer_key(machine: Producer) -> object:
         tuple(sorted((name, _transfer_key(t)) for name, t in machine._transfers.items())),
         tuple(sorted((r, t.transfer_id, id(t) in listed or _transfer_key(t)) for r, t in machine._by_request.items())),
         tuple(sorted((wid, id(t) in listed or _transfer_key(t)) for wid, (t, _) in machine._writes.items())),
-        tuple(sorted(machine._gone.items())),
+        tuple(sorted((name, gone.at, _numbers(gone.numbers)) for name, gone in machine._gone.items())),
+        _numbers(machine._overtaken),
         tuple(sorted(peer.rank for peer in machine._consumers)),
     )
+
+
+def _numbers(numbers: dict[Peer, int]) -> tuple[tuple[int, int], ...]:
+    return tuple(sorted((peer.rank, number) for peer, number in numbers.items()))
 
 
 def _transfer_key(transfer: Transfer) -> tuple[object, ...]:
@@ -241,6 +247,7 @@ def _transfer_key(transfer: Transfer) -> tuple[object, ...]:
         transfer.consumer == "",
         tuple(sorted(transfer.expected_ranks)) if transfer.expected_ranks is not None else (),
         tuple(sorted((rank, _delivery_key(d)) for rank, d in transfer.deliveries.items())),
+        _numbers(transfer.numbers),
     )
 
 
@@ -267,13 +274,22 @@ def swap_consumers(machine: Producer) -> None:
         for delivery in transfer.deliveries.values():
             delivery.peer = swapped(delivery.peer)
             delivery.in_flight = {swap_wid(wid): size for wid, size in delivery.in_flight.items()}
+        transfer.numbers = _swapped_keys(transfer.numbers)
         transfer.deliveries = {1 - rank: delivery for rank, delivery in transfer.deliveries.items()}
+    for gone in machine._gone.values():
+        gone.numbers = _swapped_keys(gone.numbers)
+    machine._overtaken = _swapped_keys(machine._overtaken)
+    machine._heard_at = {swapped(peer): at for peer, at in machine._heard_at.items()}
     machine._writes = {swap_wid(wid): both for wid, both in machine._writes.items()}
     machine._consumers = {swapped(peer): consumer for peer, consumer in machine._consumers.items()}
 
 
 def swapped(peer: Peer) -> Peer:
     return Peer(peer.incarnation, 1 - peer.rank)
+
+
+def _swapped_keys(numbers: dict[Peer, int]) -> dict[Peer, int]:
+    return {swapped(peer): number for peer, number in numbers.items()}
 
 
 def swap_wid(wid: int) -> int:

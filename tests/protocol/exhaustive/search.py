@@ -8,12 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tests.protocol.exhaustive.automata import Broken
-from tests.protocol.exhaustive.transfers import Scenario
-from tests.protocol.exhaustive.world import Draft, State, World
-
-_BITS = 24
-"""Of one component of a state's key."""
-
+from tests.protocol.exhaustive.transfers import NEVER, Scenario
+from tests.protocol.exhaustive.world import Draft, State, Step, World
 
 @dataclass(frozen=True)
 class Found:
@@ -27,13 +23,6 @@ class Found:
     seconds: float
 
 
-def key(state: State) -> int:
-    packed = 0
-    for part in state:
-        packed = packed << _BITS | part
-    return packed
-
-
 def explore(scenario: Scenario) -> Found:
     """Raises Broken with the way to the broken promise.
 
@@ -44,19 +33,18 @@ def explore(scenario: Scenario) -> Found:
     started_at = time.monotonic()
     world = World(scenario)
     first = world.first()
-    index = {key(first): 0}
+    index = {first: 0}
     states, parents, then = [first], array("I", [0]), array("I", [0])
     todo, steps, ends = [0], 0, 0
     while todo:
         at = todo.pop()
         settles = None
         try:
-            for label, result, due in successors(world, states[at]):
+            for _, result, due in successors(world, states[at]):
                 steps += 1
-                packed = key(result)
-                number = index.get(packed)
+                number = index.get(result)
                 if number is None:
-                    number = index[packed] = len(states)
+                    number = index[result] = len(states)
                     states.append(result)
                     parents.append(at)
                     then.append(0)
@@ -76,20 +64,30 @@ def explore(scenario: Scenario) -> Found:
     return Found(len(states), steps, ends, len(world.producers), len(world.consumers), seconds)
 
 
-def successors(world: World, state: State) -> Iterator[tuple[str, State, bool]]:
+def successors(world: World, state: State) -> Iterator[tuple[Step, State, bool]]:
     """(what happens, the state after it, whether it happens without a fault)"""
     before = world.unpack(state)
-    for label, step, due in (
-        *((label, step, True) for label, step in world.orderly(before)),
-        *((label, step, False) for label, step in world.faults(before)),
-        *((label, step, True) for label, step in world.ticks(before)),
+    orderly = list(world.orderly(before))
+    early, left = before.budget, bool(orderly) and before.budget.early != NEVER
+    if left:
+        early = early._replace(early=early.early - 1)
+    for steps, due, budget in (
+        (orderly, True, before.budget),
+        (world.faults(before), False, before.budget),
+        (world.jumps(before) if not left or before.budget.early else (), not left, early),
     ):
-        draft = Draft(before.a[:], before.b[:], set(before.net), set(before.writes), before.budget)
-        try:
-            step(draft)
-        except Broken as broken:
-            raise Broken(f"{label}: {broken}") from broken
-        yield label, world.pack(draft), due
+        for step in steps:
+            draft = Draft(before.a[:], before.b[:], set(before.net), set(before.writes), budget)
+            try:
+                step[0](draft, *step[1])
+            except Broken as broken:
+                raise Broken(f"{described(step)}: {broken}") from broken
+            yield step, world.pack(draft), due
+
+
+def described(step: Step) -> str:
+    method, arguments = step
+    return " ".join([method.__name__, *(getattr(each, "__name__", str(each)) for each in arguments)])
 
 
 def first_endless(then: array[int]) -> int | None:
@@ -116,6 +114,6 @@ def way(world: World, states: list[State], parents: array[int], at: int) -> list
     labels: list[str] = []
     while at:
         before, target = parents[at], states[at]
-        labels.append(next(label for label, result, _ in successors(world, states[before]) if result == target))
+        labels.append(next(described(step) for step, then, _ in successors(world, states[before]) if then == target))
         at = before
     return labels[::-1]

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -123,7 +123,8 @@ class Draft:
     budget: Budget
 
 
-Step = tuple[str, Callable[[Draft], None]]
+Step = tuple[Callable[..., None], tuple[Any, ...]]
+"""A method of the world that changes a draft, and its arguments."""
 
 
 class World:
@@ -225,108 +226,113 @@ class World:
 
     def orderly(self, d: Draft) -> Iterator[Step]:
         """What happens sooner or later if no fault is added, the most urgent first; clocks apart."""
-        for letter in sorted(d.net):
-            yield f"arrives {letter}", partial(self.deliver, letter=letter)
-        for write in sorted(d.writes):
+        for letter in d.net:
+            yield self.arrives, (letter,)
+        for write in d.writes:
             if self.b_of(d, write).machine == DEAD or (write.hangs and write.aborting):
-                yield f"fails {write}", partial(self.write_fails, write=write)
+                yield self.write_fails, (write,)
             elif not write.hangs:
-                yield f"is done {write}", partial(self.write_done, write=write)
+                yield self.write_done, (write,)
         for c, b in enumerate(d.b):
             if b.machine == DEAD:
                 continue
             for verify in b.verifying:
-                yield f"verified {c} {verify[0]}", partial(self.verified, c=c, verify=verify)
+                yield self.verified, (c, verify)
             if b.phase == WAITING:
-                yield f"decode {c} starts", partial(self.start, c=c)
+                yield self.decode_starts, (c,)
             elif b.aborts:
-                yield f"decode {c} aborts", partial(self.aborted, c=c)
+                yield self.decode_aborts, (c,)
             if b.connecting:
-                alive = all(a.machine != DEAD for a in d.a)
-                yield f"decode {c} connects: {alive}", partial(self.connected, c=c, works=alive)
+                yield self.connects, (c, all(a.machine != DEAD for a in d.a))
+        last = self.last_order(d)
         for p, a in enumerate(d.a):
             if a.machine == DEAD:
                 continue
-            if a.done < self.orders_of(d):
-                yield f"prefill {p} order {a.done}", partial(self.order, p=p)
+            if a.done < last:
+                yield self.order, (p,)
             if a.discards:
-                yield f"prefill {p} discards", partial(self.discard, p=p)
+                yield self.prefill_discards, (p,)
         yield from self.deaths(d)
+
+    def last_order(self, d: Draft) -> int:
+        """How many orders a rank can have carried out by now: the ranks of an engine compute each step together."""
+        return min(self.orders_of(d), 1 + min((a.done for a in d.a if a.machine != DEAD), default=0))
 
     def deaths(self, d: Draft) -> Iterator[Step]:
         """The rest of an engine that has lost a rank, and then the word about it."""
         if any(a.machine == DEAD for a in d.a):
             alive = [p for p, a in enumerate(d.a) if a.machine != DEAD]
             for p in alive:
-                yield f"prefill {p} dies too", partial(self.prefill_dies, p=p)
+                yield self.prefill_dies, (p,)
             for c, b in enumerate(d.b):
                 if not alive and b.machine != DEAD and not b.told:
-                    yield f"decode {c} is told", partial(self.told, c=c)
+                    yield self.decode_is_told, (c,)
         if any(b.machine == DEAD for b in d.b):
             alive = [c for c, b in enumerate(d.b) if b.machine != DEAD]
             for c in alive:
-                yield f"decode {c} dies too", partial(self.decode_dies, c=c)
+                yield self.decode_dies, (c,)
             if self.scenario.words_to_prefill and not alive:
                 for p, a in enumerate(d.a):
                     for c in range(self.consumer_tp):
                         if a.machine != DEAD and not a.told >> c & 1:
-                            yield f"prefill {p} is told of {c}", partial(self.told_producer, p=p, c=c)
+                            yield self.prefill_is_told, (p, c)
 
     def faults(self, d: Draft) -> Iterator[Step]:
         budget = d.budget
         for letter in d.net:
             if budget.drop:
-                yield f"lost {letter}", partial(self.lose, letter=letter)
+                yield self.fault, ("drop", self.is_lost, letter)
             if budget.double:
-                yield f"arrives and stays {letter}", partial(self.arrives_and_stays, letter=letter)
+                yield self.fault, ("double", self.arrives_and_stays, letter)
         for write in d.writes:
             if budget.fail and not write.hangs:
-                yield f"fails {write}", partial(self.fault, name="fail", then=partial(self.write_fails, write=write))
+                yield self.fault, ("fail", self.write_fails, write)
             if budget.hang and not write.hangs:
-                yield f"hangs {write}", partial(self.fault, name="hang", then=partial(self.hangs, write=write))
+                yield self.fault, ("hang", self.write_hangs, write)
         for p, a in enumerate(d.a):
             if budget.crash_prefill and a.machine != DEAD:
-                yield f"prefill {p} dies", partial(self.fault, name="crash_prefill", then=partial(self.prefill_dies, p=p))
+                yield self.fault, ("crash_prefill", self.prefill_dies, p)
         for c, b in enumerate(d.b):
             if budget.crash_decode and b.machine != DEAD:
-                yield f"decode {c} dies", partial(self.fault, name="crash_decode", then=partial(self.decode_dies, c=c))
+                yield self.fault, ("crash_decode", self.decode_dies, c)
             if budget.refuse and b.connecting:
-                then = partial(self.connected, c=c, works=False)
-                yield f"decode {c} is refused", partial(self.fault, name="refuse", then=then)
+                yield self.fault, ("refuse", self.connects, c, False)
         if budget.abort:
-            yield "decode's request is aborted", partial(self.fault, name="abort", then=self.abort_everywhere)
+            yield self.fault, ("abort", self.decode_request_is_aborted)
         if budget.leave and any(a.done < len(self.scenario.orders) for a in d.a):
-            yield "prefill's request is aborted", partial(self.fault, name="leave", then=self.leave)
+            yield self.fault, ("leave", self.prefill_request_is_aborted)
         if budget.discard:
-            yield "discard", partial(self.fault, name="discard", then=self.discard_everywhere)
+            yield self.fault, ("discard", self.router_discards)
 
-    def ticks(self, d: Draft) -> Iterator[Step]:
+    def jumps(self, d: Draft) -> Iterator[Step]:
+        """Clocks of ranks that jump. ``early``, while something else is due, they do so only so often."""
         for p, a in enumerate(d.a):
             if a.machine != DEAD:
-                yield f"prefill {p}'s clock jumps", partial(self.producer, p=p, method="tick", arguments=())
+                yield self.prefill_jumps, (p,)
         for c, b in enumerate(d.b):
             if b.machine != DEAD:
-                yield f"decode {c}'s clock jumps", partial(self.consumer, c=c, method="tick", arguments=())
+                yield self.decode_jumps, (c,)
 
     # ---- the network, writes and clocks ----------------------------------------------------------------------------
 
-    def fault(self, d: Draft, name: str, then: Callable[[Draft], None]) -> None:
+    def fault(self, d: Draft, name: str, then: Callable[..., None], *arguments: Any) -> None:
         d.budget = d.budget._replace(**{name: getattr(d.budget, name) - 1})
-        then(d)
+        then(d, *arguments)
 
-    def deliver(self, d: Draft, letter: Letter) -> None:
+    def prefill_jumps(self, d: Draft, p: int) -> None:
+        self.producer(d, p, "tick", ())
+
+    def decode_jumps(self, d: Draft, c: int) -> None:
+        self.consumer(d, c, "tick", ())
+
+    def arrives(self, d: Draft, letter: Letter) -> None:
         d.net.remove(letter)
-        self.arrive(d, letter)
+        self.arrives_and_stays(d, letter)
+
+    def is_lost(self, d: Draft, letter: Letter) -> None:
+        d.net.remove(letter)
 
     def arrives_and_stays(self, d: Draft, letter: Letter) -> None:
-        d.budget = d.budget._replace(double=d.budget.double - 1)
-        self.arrive(d, letter)
-
-    def lose(self, d: Draft, letter: Letter) -> None:
-        d.budget = d.budget._replace(drop=d.budget.drop - 1)
-        d.net.remove(letter)
-
-    def arrive(self, d: Draft, letter: Letter) -> None:
         to_consumer, at, by, number = letter
         if not to_consumer:
             self.producer(d, at, "message", (by, number))
@@ -336,9 +342,12 @@ class World:
         self.consumer(d, at, "message", (by, number))
 
     def send(self, d: Draft, letter: Letter) -> None:
-        """A message that is like one under way adds nothing but a second copy, which is one of the faults."""
+        """A message that is like one under way adds nothing but a second copy, which is one of the faults.
+
+        Nobody hears what is sent to a dead rank, or to a decode rank whose only request is over: that is left out.
+        """
         to_consumer, at, *_ = letter
-        if (d.b[at] if to_consumer else d.a[at]).machine != DEAD:
+        if (d.b[at].machine != DEAD and d.b[at].phase <= STARTED) if to_consumer else d.a[at].machine != DEAD:
             d.net.add(letter)
 
     def b_of(self, d: Draft, write: InFlight) -> B:
@@ -362,7 +371,7 @@ class World:
             memory[write.rank] = tuple(sorted(cells.items()))
             d.b[posted.consumer] = b._replace(memory=tuple(memory))
 
-    def hangs(self, d: Draft, write: InFlight) -> None:
+    def write_hangs(self, d: Draft, write: InFlight) -> None:
         d.writes.remove(write)
         d.writes.add(write._replace(hangs=True))
 
@@ -389,14 +398,14 @@ class World:
                 d.writes.add(write._replace(torn=True))
         self.producer(d, p, method, tuple(arguments))
 
-    def discard(self, d: Draft, p: int) -> None:
+    def prefill_discards(self, d: Draft, p: int) -> None:
         d.a[p] = d.a[p]._replace(discards=False)
         self.producer(d, p, "discard", ("t",))
 
-    def discard_everywhere(self, d: Draft) -> None:
+    def router_discards(self, d: Draft) -> None:
         d.a = [a._replace(discards=a.machine != DEAD) for a in d.a]
 
-    def leave(self, d: Draft) -> None:
+    def prefill_request_is_aborted(self, d: Draft) -> None:
         """No rank has been ordered more than the one that is furthest; all are told the same."""
         d.budget = d.budget._replace(cut=max(a.done for a in d.a))
 
@@ -442,31 +451,31 @@ class World:
         d.a[p] = A(DEAD)
         d.net = {letter for letter in d.net if letter[0] or letter[1] != p}
 
-    def told_producer(self, d: Draft, p: int, c: int) -> None:
+    def prefill_is_told(self, d: Draft, p: int, c: int) -> None:
         d.a[p] = d.a[p]._replace(told=d.a[p].told | 1 << c)
         self.producer(d, p, "peer_lost", (self.scenario.peer(c),))
 
     # ---- the decode engine -----------------------------------------------------------------------------------------
 
-    def start(self, d: Draft, c: int) -> None:
+    def decode_starts(self, d: Draft, c: int) -> None:
         d.b[c] = d.b[c]._replace(phase=STARTED)
         self.consumer(d, c, "start", (self.scenario.order,))
 
-    def abort_everywhere(self, d: Draft) -> None:
+    def decode_request_is_aborted(self, d: Draft) -> None:
         d.b = [b._replace(aborts=b.machine != DEAD) for b in d.b]
 
-    def aborted(self, d: Draft, c: int) -> None:
+    def decode_aborts(self, d: Draft, c: int) -> None:
         d.b[c] = d.b[c]._replace(aborts=False)
         self.consumer(d, c, "abort", ("d",))
 
-    def connected(self, d: Draft, c: int, works: bool) -> None:
+    def connects(self, d: Draft, c: int, works: bool) -> None:
         d.b[c] = d.b[c]._replace(connecting=False)
         if works:
             self.consumer(d, c, "connected", (ENGINE.incarnation, self.scenario.partners))
         else:
             self.consumer(d, c, "connect_failed", (ENGINE.incarnation, "refused"))
 
-    def told(self, d: Draft, c: int) -> None:
+    def decode_is_told(self, d: Draft, c: int) -> None:
         d.b[c] = d.b[c]._replace(told=True, may=0)
         self.consumer(d, c, "engine_lost", (ENGINE.incarnation, "dead"))
 
@@ -513,6 +522,7 @@ class World:
                     raise Broken(f"decode {c} was told ok, but of prefill {p} it has {memory}")
         nothing = ((),) * self.producer_tp
         d.b[c] = b._replace(phase=GOT if ok else FAILED, memory=nothing)
+        d.net = {letter for letter in d.net if not letter[0] or letter[1] != c}
 
     def decode_dies(self, d: Draft, c: int) -> None:
         d.b[c] = B(DEAD)
