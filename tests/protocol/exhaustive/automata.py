@@ -19,7 +19,7 @@ from connectors.protocol.consumer import Consumer
 from connectors.protocol.delivery import Delivery, Stage, Transfer
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.producer import Producer
-from connectors.protocol.wire import Aborted, Alive, Envelope, Message, Peer, encode
+from connectors.protocol.wire import Aborted, Alive, Envelope, Fin, Message, Peer, encode
 
 Tag = tuple[object, ...]
 Cell = tuple[int, int]
@@ -268,6 +268,22 @@ def _delivery_key(delivery: Delivery) -> tuple[object, ...]:
     )
 
 
+def settled(machine: Producer) -> tuple[frozenset[int], frozenset[int], bool]:
+    """(consumer ranks whose deliveries are closed, ids of writes whose delivery has been given up, nothing is open)"""
+    given_up = frozenset(
+        wid
+        for wid, (_, delivery) in machine._writes.items()
+        if delivery.ending is not None and not isinstance(delivery.ending, Fin)
+    )
+    ranks = frozenset(peer.rank for peer in machine._consumers)
+    if "t" in machine._gone:
+        closed = ranks - {delivery.peer.rank for _, delivery in machine._writes.values()}
+    else:
+        deliveries = machine._transfers["t"].deliveries if "t" in machine._transfers else {}
+        closed = frozenset(rank for rank, delivery in deliveries.items() if delivery.closed)
+    return closed, given_up, not machine._writes and closed == ranks
+
+
 def swap_consumers(machine: Producer) -> None:
     """The same with consumer ranks 0 and 1 in each other's place."""
     for transfer in transfers_of(machine):
@@ -356,6 +372,10 @@ def swap_producers(machine: Consumer) -> None:
             swapped(peer): replace(partner, peer=swapped(peer)) for peer, partner in reception.writing.items()
         }
         reception.verifying = {swapped(peer) for peer in reception.verifying}
+
+
+def ending(machine: Consumer) -> bool:
+    return any(reception.stage.name == "ENDING" for reception in machine._receptions.values())
 
 
 def census(machine: Producer | Consumer) -> tuple[tuple[str, int], ...]:

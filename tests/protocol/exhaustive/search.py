@@ -67,14 +67,15 @@ def explore(scenario: Scenario) -> Found:
 def successors(world: World, state: State) -> Iterator[tuple[Step, State, bool]]:
     """(what happens, the state after it, whether it happens without a fault)"""
     before = world.unpack(state)
-    orderly = list(world.orderly(before))
+    alone = world.alone(before)
+    orderly = alone or list(world.orderly(before))
     early, left = before.budget, bool(orderly) and before.budget.early != NEVER
     if left:
         early = early._replace(early=early.early - 1)
     for steps, due, budget in (
         (orderly, True, before.budget),
-        (world.faults(before), False, before.budget),
-        (world.jumps(before) if not left or before.budget.early else (), not left, early),
+        (() if alone else world.faults(before), False, before.budget),
+        (world.jumps(before) if not alone and (not left or before.budget.early) else (), not left, early),
     ):
         for step in steps:
             draft = Draft(before.a[:], before.b[:], set(before.net), set(before.writes), budget)
@@ -82,7 +83,7 @@ def successors(world: World, state: State) -> Iterator[tuple[Step, State, bool]]
                 step[0](draft, *step[1])
             except Broken as broken:
                 raise Broken(f"{described(step)}: {broken}") from broken
-            yield step, world.pack(draft), due
+            yield step, world.pack(draft), due and step[0] != world.fault
 
 
 def described(step: Step) -> str:

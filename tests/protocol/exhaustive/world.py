@@ -11,6 +11,7 @@ can happen in a state, in any order:
 A promise that is broken raises Broken at once:
 
     a write is posted to, or under way to, blocks that a consumer rank has given up (it could land at this moment)
+    a rank is answered while a write for it is under way
     a request's blocks are freed while a write reads them, or a rank is Sent or Received twice
     Received(ok) without all content of this prompt from all ranks
     Received while a rank that has been sent an Offer has neither answered nor is known to be dead
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from connectors.protocol.wire import Aborted, Cancelled, Fin, Offer
+from connectors.protocol.wire import Aborted, Cancel, Cancelled, Fin, Offer
 from tests.protocol.exhaustive.automata import (
     ENGINE,
     Ambient,
@@ -40,7 +41,9 @@ from tests.protocol.exhaustive.automata import (
     call_producer,
     census,
     consumer_key,
+    ending,
     producer_key,
+    settled,
     swap_consumers,
     swap_producers,
     swap_wid,
@@ -299,10 +302,54 @@ class World:
                 yield self.fault, ("refuse", self.connects, c, False)
         if budget.abort:
             yield self.fault, ("abort", self.decode_request_is_aborted)
-        if budget.leave and any(a.done < len(self.scenario.orders) for a in d.a):
+        if budget.leave and max(a.done for a in d.a) < len(self.scenario.orders):
             yield self.fault, ("leave", self.prefill_request_is_aborted)
         if budget.discard:
             yield self.fault, ("discard", self.router_discards)
+
+    def alone(self, d: Draft) -> list[Step]:
+        """Steps that need not be interleaved with anything: where there are some, nothing else is tried in this state.
+
+        Clocks do not jump before they have happened (they are due; see ``early``), and each of them commutes with all
+        that other machines do and with all that its own machine can still do before it:
+
+        - what reaches a decode rank that is giving its blocks up: one rank less that may write, whatever it says, and
+          nothing is sent. Twice is like once, and a rank that dies takes what it has heard with it
+        - a Cancel that reaches a delivery which is closed, for good: it is answered and changes nothing
+        - the end of a write of a delivery that has been given up: its bytes are for nobody. That no answer is sent
+          while the write is under way, the one thing that depends on when it ends, is checked where it is sent
+        - orders of a prefill rank that has closed every delivery and that no letter can reach
+
+        The last three are answers of a rank that may die first, so they wait until none can. Where a letter may be
+        lost, that is tried as well.
+        """
+        if d.budget.early:
+            return []
+        living = not d.budget.crash_prefill and all(a.machine != DEAD for a in d.a)
+        for letter in d.net:
+            to_consumer, at, by, number = letter
+            if to_consumer:
+                commutes = self.consumers.derive(d.b[at].machine, ending)
+            else:
+                cancel = isinstance(self.letters.messages[number], Cancel)
+                commutes = living and cancel and by in self.producers.derive(d.a[at].machine, settled)[0]
+            if commutes:
+                lost: list[Step] = [(self.fault, ("drop", self.is_lost, letter))] if d.budget.drop else []
+                return [(self.arrives, (letter,)), *lost]
+        if not living or d.budget.hang:
+            return []
+        for write in d.writes:
+            if self.posted.values[write.posted].wid in self.producers.derive(d.a[write.rank].machine, settled)[1]:
+                if not write.hangs:
+                    return [(self.write_done, (write,))]
+        reachable = any(b.machine != DEAD and b.phase <= STARTED for b in d.b)
+        if not reachable and not d.budget.leave and not d.budget.discard:
+            last = self.last_order(d)
+            for p, a in enumerate(d.a):
+                if a.done < last and not a.discards and all(to or at != p for to, at, *_ in d.net):
+                    if self.producers.derive(a.machine, settled)[2]:
+                        return [(self.order, (p,))]
+        return []
 
     def jumps(self, d: Draft) -> Iterator[Step]:
         """Clocks of ranks that jump. ``early``, while something else is due, they do so only so often."""
@@ -347,6 +394,10 @@ class World:
         Nobody hears what is sent to a dead rank, or to a decode rank whose only request is over: that is left out.
         """
         to_consumer, at, *_ = letter
+        if to_consumer and isinstance(self.letters.messages[letter[3]], Fin | Aborted | Cancelled):
+            for write in d.writes:
+                if write.rank == letter[2] and self.posted.values[write.posted].consumer == at:
+                    raise Broken(f"prefill {letter[2]} answers decode {at} while a write for it is under way")
         if (d.b[at].machine != DEAD and d.b[at].phase <= STARTED) if to_consumer else d.a[at].machine != DEAD:
             d.net.add(letter)
 
