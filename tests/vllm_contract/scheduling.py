@@ -31,7 +31,7 @@ from tests.vllm_contract.caches import cache_config, full, sliding, vllm_config
 from tests.vllm_contract.workers import IDENTITY, layout_of
 
 TP, BLOCK_TOKENS, WINDOW_TOKENS = 2, 16, 48
-MAX_TOKENS_A_STEP, MAX_REQUESTS, MAX_PROMPT_TOKENS = 64, 6, 200
+MAX_TOKENS_A_STEP, MAX_REQUESTS, MAX_PROMPT_TOKENS = 32, 12, 200
 STOP_TOKEN = 7
 ENDS_WITHIN_STEPS = 600
 
@@ -89,7 +89,7 @@ class Engine:
         """A request of some kind; a prompt that may share its beginning with others."""
         rng = self.rng
         shared = rng.choice([0, 0, 40, 120])
-        length = rng.choice([1, 2, rng.randint(3, 40), rng.randint(40, MAX_PROMPT_TOKENS)])
+        length = rng.choice([1, 2, rng.randint(3, 40), rng.randint(3, 40), rng.randint(40, MAX_PROMPT_TOKENS)])
         prompt = ([9] * shared + [rng.randint(10, 500) for _ in range(MAX_PROMPT_TOKENS)])[:length]
         kind, params, max_tokens = self.kind(number)
         self.counts[kind] += 1
@@ -106,6 +106,7 @@ class Engine:
         produce = {"do_remote_decode": True, "transfer_id": transfer_id}
         several = rng.randint(1, 12)
         kinds: list[tuple[str, Any, int]] = [
+            ("plain", None, 120),
             ("plain", None, several),
             ("produced", produce, 1),
             ("produced without an id", {"do_remote_decode": True}, 1),
@@ -125,6 +126,9 @@ class Engine:
         if self.scheduler.requests:
             self.counts["aborted"] += 1
             request_id = self.rng.choice(list(self.scheduler.requests))
+            ours = self.connector.scheduler
+            for what, known in (("productions", ours._productions), ("receptions", ours._taken)):
+                self.counts[f"aborted {what}"] += request_id in known
             self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     # ---- the engine's loop -----------------------------------------------------------------------------------------
@@ -135,6 +139,7 @@ class Engine:
         if len(self.batches) < self.depth and self.scheduler.has_requests():
             output = self.scheduler.schedule()
             self.counts["preempted"] += len(output.preempted_req_ids or ())
+            self.counts["preempted productions"] += len(output.kv_connector_metadata.preempted)
             self.check_tables(output)
             self.batches.append(output)
             if len(self.batches) < self.depth and self.rng.random() < 0.8:
@@ -187,7 +192,7 @@ class Engine:
             tokens[request_id] = []
             if before[request_id] + scheduled >= self.known_tokens[request_id]:
                 self.known_tokens[request_id] += 1
-                tokens[request_id] = [STOP_TOKEN if self.rng.random() < 0.05 else self.rng.randint(10, 500)]
+                tokens[request_id] = [STOP_TOKEN if self.rng.random() < 0.02 else self.rng.randint(10, 500)]
         return tokens
 
     def rank_step(self, rank: Rank, orders: Any) -> KVConnectorOutput:
@@ -233,10 +238,10 @@ class Engine:
         """So many random steps, then no more requests until all have ended, and nothing is left of them."""
         number = 0
         for _ in range(steps):
-            while len(self.scheduler.requests) < 20 and self.rng.random() < 0.3:
+            while len(self.scheduler.requests) < 30 and self.rng.random() < 0.3:
                 self.add(number)
                 number += 1
-            if self.rng.random() < 0.06:
+            if self.rng.random() < 0.04:
                 self.abort()
             self.step()
         self.counts["steps"] += steps

@@ -15,11 +15,13 @@ SIZES = ((1, 1), (1, 2), (2, 1), (2, 2))
 
 def quick() -> Iterator[Scenario]:
     """All sizes; the larger they are, the fewer faults at once. Between 1 and 1 ranks clocks jump at any time."""
-    for legs in LEGS:
+    for legs in ("plain", "preempted"):
         yield scenario(1, 1, legs, early=NEVER, drop=1, double=1, fail=1)
         yield scenario(1, 1, legs, early=NEVER, integrity=True, drop=1, fail=1)
         for end in ENDINGS:
             yield scenario(1, 1, legs, early=NEVER, drop=1, double=1, **{end: 1})
+    yield scenario(1, 1, "layer-wise", early=NEVER, integrity=True, drop=1)
+    yield scenario(1, 1, "layer-wise", early=NEVER, abort=1)
     yield scenario(1, 1, "plain", early=NEVER, hang=1, drop=1)
     yield scenario(1, 1, "plain", early=NEVER, handshake=True, refuse=1, abort=1, drop=1)
     yield scenario(1, 1, "plain", early=NEVER, deadlines={"lease_s": 2}, drop=1, double=1, abort=1)
@@ -28,7 +30,7 @@ def quick() -> Iterator[Scenario]:
         for end in ENDINGS:
             yield scenario(producer_tp, consumer_tp, "plain", drop=1, double=1, **{end: 1})
         yield scenario(producer_tp, consumer_tp, "preempted", drop=1, double=1)
-        yield scenario(producer_tp, consumer_tp, "layer-wise", drop=1, double=1)
+        yield scenario(producer_tp, consumer_tp, "layer-wise", drop=1)
         yield scenario(producer_tp, consumer_tp, "plain", integrity=True, drop=1, fail=1)
         yield scenario(producer_tp, consumer_tp, "plain", hang=1)
     yield scenario(2, 2, "plain", drop=1)
@@ -37,12 +39,16 @@ def quick() -> Iterator[Scenario]:
 
 def thorough() -> Iterator[Scenario]:
     """Two by two ranks with a drop, a duplicate and an ending each, and the smaller sizes with clocks that jump early."""
+    yield scenario(1, 1, "layer-wise", early=NEVER, drop=1, double=1, fail=1)
+    yield scenario(1, 1, "layer-wise", early=NEVER, integrity=True, drop=1, fail=1)
+    for end in ENDINGS:
+        yield scenario(1, 1, "layer-wise", early=NEVER, drop=1, double=1, **{end: 1})
     for producer_tp, consumer_tp in ((1, 2), (2, 1)):
         for end in ENDINGS:
             yield scenario(producer_tp, consumer_tp, "plain", early=1, drop=1, double=1, **{end: 1})
             yield scenario(producer_tp, consumer_tp, "plain", integrity=True, drop=1, double=1, fail=1, **{end: 1})
             for legs in ("preempted", "layer-wise"):
-                yield scenario(producer_tp, consumer_tp, legs, drop=1, double=1, **{end: 1})
+                yield scenario(producer_tp, consumer_tp, legs, drop=1, double=legs == "preempted", **{end: 1})
         words = {"words_to_prefill": True}
         yield scenario(producer_tp, consumer_tp, "plain", drop=1, double=1, crash_decode=1, **words)
         yield scenario(producer_tp, consumer_tp, "plain", handshake=True, refuse=1, abort=1, drop=1)
