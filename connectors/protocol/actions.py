@@ -45,16 +45,6 @@ class Write:
 
 
 @dataclass(frozen=True, slots=True)
-class AbortWrite:
-    """This write has made no progress for too long: end it, and report ``write_done`` or ``write_failed`` only then.
-
-    Until that report the blocks that it reads stay allocated, however long it takes.
-    """
-
-    write_id: int
-
-
-@dataclass(frozen=True, slots=True)
 class Forget:
     """The machine has forgotten this worker, and nothing of its own is under way to it.
 
@@ -110,5 +100,5 @@ class Received:
     failure: str | None
 
 
-ProducerAction = Send | Write | AbortWrite | Sent | Forget
+ProducerAction = Send | Write | Sent | Forget
 ConsumerAction = Connect | Send | Verify | Received | Forget

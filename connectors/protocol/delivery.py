@@ -60,7 +60,7 @@ class Delivery:
     ``pending[g]`` are the offered units of group g that have not been written yet, once the offer has been found to fit
     the request; ``digest`` is made then, if one is asked for. ``early[g]`` are units of group g that the step under way
     completes, and how many layers of them have been written. ``in_flight`` are the writes under way and their bytes;
-    ``moved_at`` is when one was last posted or done; ``hangs`` once the owner has been asked to end them.
+    ``moved_at`` is when one was last posted or done; ``hangs`` once none has for too long.
     """
 
     peer: Peer

@@ -23,8 +23,8 @@ A *transfer* is one request's KV for one consumer engine; each consumer rank tha
     OPEN       all written               CLOSED   Fin, with the digest of what was written if the offer asks for it
     OPEN       Cancel                    CLOSED   Cancelled, once its writes have ended
     OPEN       a failure                 CLOSED   Aborted, once its writes have ended
-    (any)      a write without progress           AbortWrite, and OPEN is given up; the blocks stay allocated and the
-               for hang_s                         consumer unanswered until the write has ended
+    OPEN       no write ends for hang_s  OPEN     given up: nothing more is written, and the write counts as hanging;
+                                                  blocks stay allocated until it has ended (docs/decisions/0010)
 
 A delivery that is closed is never written for again: its Fin, Aborted or Cancelled is the consumer's licence to use or
 free its blocks. Ids of transfers that are gone are remembered for lease_s; offers for them are answered with Aborted,
@@ -42,7 +42,7 @@ from collections.abc import Iterable, Sequence
 
 from connectors.planning.descriptors import Moves
 from connectors.planning.layout import Group
-from connectors.protocol.actions import AbortWrite, Forget, ProducerAction, Send, Sent, Write
+from connectors.protocol.actions import Forget, ProducerAction, Send, Sent, Write
 from connectors.protocol.delivery import (
     NOBODY,
     Consumer,
@@ -258,16 +258,15 @@ class Producer:
             for peer, number in self._gone.pop(transfer_id).numbers.items():
                 if peer in self._heard_at:
                     self._overtaken[peer] = max(number, self._overtaken.get(peer, number))
-        return actions + self._end_hanging_writes(now) + self._forget_silent_peers(now)
+        return actions + self._give_up_hanging_writes(now) + self._forget_silent_peers(now)
 
-    def _end_hanging_writes(self, now: float) -> list[ProducerAction]:
+    def _give_up_hanging_writes(self, now: float) -> list[ProducerAction]:
         actions: list[ProducerAction] = []
         for transfer, delivery in list(self._writes.values()):
             if not delivery.hangs and now - delivery.moved_at >= self._limits.hang_s:
                 delivery.hangs = True
                 reason = f"a write made no progress for {self._limits.hang_s:g} s"
                 actions += self._end(transfer, delivery, reason, now)
-                actions += [AbortWrite(write_id) for write_id in delivery.in_flight]
         return actions
 
     def _forget_silent_peers(self, now: float) -> list[ProducerAction]:

@@ -51,12 +51,6 @@ class Transport(Protocol):
         """
         ...
 
-    def abort(self, handle: WriteHandle) -> None:
-        """End a write that makes no progress, and with it whatever else is under way to its peer.
-
-        ``poll`` goes on saying that a write is under way for as long as it may still read our memory.
-        """
-
     def notify(self, peer: str, payload: bytes) -> None:
         """Send a message, delivered at most once. Raises TransportError where the peer is known to be out of reach."""
 

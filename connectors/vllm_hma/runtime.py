@@ -26,7 +26,6 @@ from connectors.planning.descriptors import Runs, build_runs, move_bytes
 from connectors.planning.layout import EngineLayout, Place
 from connectors.planning.plan import PairPlan
 from connectors.protocol.actions import (
-    AbortWrite,
     Connect,
     ConsumerAction,
     Forget,
@@ -363,8 +362,6 @@ class WorkerRuntime:
                 case Sent(request_id):
                     self._trace.event("sent", request=request_id)
                     self._sent.add(request_id)
-                case AbortWrite(write_id):
-                    self._abort_write(write_id)
                 case Forget(peer):
                     self._forget(peer)
                 case Connect(engine):
@@ -426,13 +423,6 @@ class WorkerRuntime:
             bytes=sizes,
         )
         return []
-
-    def _abort_write(self, write_id: int) -> None:
-        """The write is polled on: only its end frees the blocks that it reads."""
-        handle = self._writes.get(write_id)
-        if handle is not None:
-            logger.warning("Tandem: write %d makes no progress; its blocks are held until it has ended", write_id)
-            self._transport.abort(handle)
 
     def _forget(self, peer: Peer) -> None:
         """Both machines may know a worker, each in a role of its own."""

@@ -11,8 +11,8 @@ from connectors.planning.layout import GroupKind
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.wire import Peer
 from tests.protocol.simulator import (
-    ABORT_S,
     GROUPS,
+    HANG_S,
     LAYERS,
     LIMITS,
     POOL,
@@ -309,8 +309,8 @@ def bound_s(world: World) -> float:
     """How long after the last thing that happened from outside a request may still take."""
     weather = world.weather
     waits = LIMITS.handshake_s + LIMITS.progress_s + LIMITS.cancel_s
-    hangs = LIMITS.hang_s + ABORT_S if weather.hangs else 0.0
-    return waits + 4 * weather.delay_s + 2 * weather.write_s + VERIFY_S + 4 * TICK_S + hangs
+    write_s = HANG_S if weather.hangs else weather.write_s
+    return waits + 4 * weather.delay_s + 2 * write_s + VERIFY_S + 4 * TICK_S
 
 
 def run(seed: int) -> Schedule:

@@ -27,7 +27,6 @@ from connectors.planning.descriptors import Moves
 from connectors.planning.heads import head_shares, partners
 from connectors.planning.layout import Group, GroupKind
 from connectors.protocol.actions import (
-    AbortWrite,
     Connect,
     ConsumerAction,
     Forget,
@@ -62,8 +61,8 @@ POOL = 400
 STRANGER = ("somebody else's",)
 DAMAGED = ("damaged",)
 VERIFY_S = 0.3
-ABORT_S = 0.5
-"""Longest time from the word that a write shall end to its end."""
+HANG_S = 3 * LIMITS.hang_s
+"""A write that hangs ends after this at most: its peer has died, or goes on."""
 
 Tag = tuple[object, ...]
 
@@ -102,14 +101,13 @@ class Pool:
 
 @dataclass
 class ProducerRank:
-    """``plans``: what its owner keeps of consumer workers; ``hanging``: how to end writes that hang."""
+    """``plans``: what its owner keeps of consumer workers."""
 
     peer: Peer
     machine: Producer
     alive: bool = True
     memory: dict[tuple[int, int], Tag] = field(default_factory=dict)
     plans: set[Peer] = field(default_factory=set)
-    hanging: dict[int, Callable[[], None]] = field(default_factory=dict)
 
 
 @dataclass
@@ -288,11 +286,6 @@ class World:
                     self.send_from(producer, peer, message)
                 case Write():
                     self.write(producer, action)
-                case AbortWrite(write_id):
-                    self.counts["aborted writes"] += 1
-                    end = producer.hanging.pop(write_id, None)
-                    if end is not None:
-                        self.after(self.rng.uniform(0, ABORT_S), end)
                 case Forget(peer):
                     self.counts["forgotten consumers"] += 1
                     producer.plans.remove(peer)
@@ -332,9 +325,10 @@ class World:
             self.produce(producer, producer.machine.write_done(write.write_id, self.now))
             return
         self.counts["writes"] += 1
-        lasts = self.rng.uniform(0.001, self.weather.write_s)
         hangs = self.stormy and self.rng.random() < self.weather.hangs
-        fails = hangs or (self.stormy and self.rng.random() < self.weather.write_fails)
+        self.counts["hanging writes"] += hangs
+        lasts = self.rng.uniform(0.001, HANG_S if hangs else self.weather.write_s)
+        fails = self.stormy and self.rng.random() < (0.5 if hangs else self.weather.write_fails)
         if write.digest is not None:
             for move in write.moves:
                 write.digest.add(move.group, move.src_ids, move.src_parts, move.layers)
@@ -342,22 +336,18 @@ class World:
             pairs = zip(move.src_ids.tolist(), move.dst_ids.tolist(), strict=True)
             for (src, dst), layer in itertools.product(pairs, layers_of(move)):
                 if target is not None and not (fails and self.rng.random() < 0.5):
-                    when = self.rng.uniform(0, LIMITS.hang_s if hangs else lasts)
+                    when = self.rng.uniform(0, lasts)
                     self.after(
                         when,
                         lambda s=src, d=dst, at=layer: self.land(producer, target, write, s, d, at),
                     )
-        if hangs:
-            self.counts["hanging writes"] += 1
-            producer.hanging[write.write_id] = lambda: self.written(producer, target, write.write_id, True)
-        else:
-            self.after(lasts, lambda: self.written(producer, target, write.write_id, fails))
+        self.after(lasts, lambda: self.written(producer, target, write.write_id, fails))
 
     def land(
         self, producer: ProducerRank, consumer: ConsumerRank, write: Write, src: int, dst: int, layer: int
     ) -> None:
         """One block and layer of a write reaches the consumer's memory, with what the producer's holds now."""
-        if not producer.alive or not consumer.alive or write.write_id not in producer.machine._writes:
+        if not producer.alive or not consumer.alive:
             return
         owner = self.consumptions.get(consumer.owner.get(dst, ""))
         if owner is None or owner.transfer_id != write.transfer_id:

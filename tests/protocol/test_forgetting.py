@@ -144,13 +144,13 @@ def test_numbers_ascend() -> None:
 # ---- writes that hang ---------------------------------------------------------------------------------------------
 
 
-def test_a_write_that_hangs_is_ended_and_its_blocks_wait() -> None:
-    """(any) + hang_s without progress -> AbortWrite, once; Aborted and Sent come when the write has ended, not before."""
+def test_the_blocks_of_a_write_that_hangs_wait_for_its_end() -> None:
+    """OPEN + hang_s without progress -> given up; Aborted and Sent come when the write has ended, not before."""
     producer = held()
     write = only_write(producer.message(C0, offer(), 3.0))
     assert producer.tick(3.0 + LIMITS.hang_s - 0.1) == []
-    (abort,) = producer.tick(3.0 + LIMITS.hang_s)
-    assert abort.write_id == write.write_id
+    assert producer.census()["hanging"] == 0
+    assert producer.tick(3.0 + LIMITS.hang_s) == []
     assert producer.census()["hanging"] == 1
     for later in (60.0, 600.0):
         assert Sent("r") not in producer.tick(later)
@@ -170,10 +170,13 @@ def test_a_write_that_ends_well_after_all_is_given_up() -> None:
     assert sent == Sent("r")
 
 
-def test_a_write_of_a_request_that_has_ended_is_ended_too() -> None:
+def test_a_write_of_a_request_that_has_ended_counts_too() -> None:
     """Nothing but the write remembers its transfer."""
     producer = live()
     producer.message(C0, offer(), 0.5)
     write = only_write(producer.progress("r", *TABLES, 1.0))
     producer.finished("r", False, "the client left", 2.0)
-    assert [a.write_id for a in producer.tick(1.0 + LIMITS.hang_s) if not isinstance(a, Send)] == [write.write_id]
+    producer.tick(1.0 + LIMITS.hang_s)
+    assert producer.census()["hanging"] == 1
+    answer = aborted_reason(producer.write_failed(write.write_id, "unreachable", 99.0))
+    assert (answer, producer.census()["hanging"]) == ("the client left", 0)

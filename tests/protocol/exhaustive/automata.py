@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from connectors.planning.blocks import Ints
-from connectors.protocol.actions import AbortWrite, Connect, Received, Send, Sent, Verify, Write
+from connectors.protocol.actions import Connect, Received, Send, Sent, Verify, Write
 from connectors.protocol.consumer import Consumer
 from connectors.protocol.delivery import Delivery, Stage, Transfer
 from connectors.protocol.params import EngineAddress
@@ -180,8 +180,6 @@ def call_producer(machine: Producer, event: Event, letters: Letters, memory: dic
                     outcome.append(("send", peer.rank, letters.number(message)))
             case Write():
                 outcome.append(("write", _post(machine, action)))
-            case AbortWrite(write_id):
-                outcome.append(("abort write", write_id))
             case Sent():
                 outcome.append(("sent",))
     return outcome

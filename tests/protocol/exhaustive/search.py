@@ -72,9 +72,10 @@ def successors(world: World, state: State) -> Iterator[tuple[Step, State, bool]]
     early, left = before.budget, bool(orderly) and before.budget.early != NEVER
     if left:
         early = early._replace(early=early.early - 1)
-    for steps, due, budget in (
+    for steps, due, budget in (  # in the order in which they are due
         (orderly, True, before.budget),
         (() if alone else world.faults(before), False, before.budget),
+        (() if orderly else world.at_last(before), True, before.budget),
         (world.jumps(before) if not alone and (not left or before.budget.early) else (), not left, early),
     ):
         for step in steps:

@@ -84,13 +84,12 @@ class B(NamedTuple):
 
 
 class InFlight(NamedTuple):
-    """A write: ``torn`` once what it reads has changed; ``hangs``: it does not end unless ``aborting``."""
+    """A write: ``torn`` once what it reads has changed; one that ``hangs`` ends when nothing else is due but clocks."""
 
     rank: int
     posted: int
     torn: bool = False
     hangs: bool = False
-    aborting: bool = False
 
 
 Letter = tuple[bool, int, int, int]
@@ -232,7 +231,7 @@ class World:
         for letter in d.net:
             yield self.arrives, (letter,)
         for write in d.writes:
-            if self.b_of(d, write).machine == DEAD or (write.hangs and write.aborting):
+            if self.b_of(d, write).machine == DEAD:
                 yield self.write_fails, (write,)
             elif not write.hangs:
                 yield self.write_done, (write,)
@@ -360,6 +359,13 @@ class World:
             if b.machine != DEAD:
                 yield self.decode_jumps, (c,)
 
+    def at_last(self, d: Draft) -> Iterator[Step]:
+        """Writes that hang end, either way, some time."""
+        for write in d.writes:
+            if write.hangs:
+                yield self.write_done, (write,)
+                yield self.write_fails, (write,)
+
     # ---- the network, writes and clocks ----------------------------------------------------------------------------
 
     def fault(self, d: Draft, name: str, then: Callable[..., None], *arguments: Any) -> None:
@@ -469,10 +475,6 @@ class World:
                 self.send(d, (True, details[0], p, details[1]))
             elif what == "write":
                 self.post(d, p, details[0])
-            elif what == "abort write":
-                for write in [w for w in d.writes if w.rank == p and self.posted.values[w.posted].wid == details[0]]:
-                    d.writes.remove(write)
-                    d.writes.add(write._replace(aborting=True))
             else:
                 self.sent(d, p)
 
