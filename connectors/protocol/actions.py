@@ -45,6 +45,17 @@ class Write:
 
 
 @dataclass(frozen=True, slots=True)
+class Forget:
+    """The machine has forgotten this worker, and nothing of its own is under way to it.
+
+    What the owner keeps for it (plans, a connection) can go, unless its other machine ``knows`` the worker. If it is
+    alive after all, it is met like a stranger: by a new handshake.
+    """
+
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
 class Sent:
     """This rank needs the request's blocks no longer."""
 
@@ -89,5 +100,5 @@ class Received:
     failure: str | None
 
 
-ProducerAction = Send | Write | Sent
-ConsumerAction = Connect | Send | Verify | Received
+ProducerAction = Send | Write | Sent | Forget
+ConsumerAction = Connect | Send | Verify | Received | Forget

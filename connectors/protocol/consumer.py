@@ -14,13 +14,16 @@
                  digest, abort, progress_s
                  without a word              ENDING      Cancel to every partner that may still write
     ENDING       last partner answers        gone        Received(failed)
-    ENDING       cancel_s                    ENDING      Cancel again, and shake hands: a producer forgets its oldest
-                                                         consumers; blocks count as quarantined
+    ENDING       cancel_s                    ENDING      Cancel again, and Connect: a producer may have forgotten us;
+                                                         blocks count as quarantined
+    ENDING       connected                   ENDING      Cancel again
 
 A partner *may still write* from the moment an Offer was sent to it until its Fin, Aborted or Cancelled has come, or
 until it is known to be dead. ``Received`` gives the blocks back to the scheduler, so it is sent only when no partner
-may still write and nothing is being verified. Whatever arrives for a transfer that is gone is ignored.
+may still write and nothing is being verified. Whatever arrives for a transfer that is gone is ignored. An engine that
+nothing has been wanted of for forget_s / 2 is forgotten, as is a dead one: Forget, for each of its ranks.
 
+    engine_lost  the producer is known to be dead: none of its ranks may write any more
     release      a request that needs nothing from its producer: Cancel to every partner, so that its lease ends early
 """
 
@@ -32,7 +35,7 @@ from enum import Enum, auto
 
 from connectors.planning.blocks import BlockSet, UnitSet, UnitShape, wanted_units
 from connectors.planning.layout import Group
-from connectors.protocol.actions import Connect, ConsumerAction, Digest, Received, Send, Verify
+from connectors.protocol.actions import Connect, ConsumerAction, Digest, Forget, Received, Send, Verify
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Fin, Message, Offer, Peer
@@ -74,6 +77,7 @@ class _Reception:
     order: Order
     stage: _Stage
     heard_at: float
+    number: int = 0
     writing: dict[Peer, Partner] = field(default_factory=dict)
     verifying: set[Peer] = field(default_factory=set)
     failure: str | None = None
@@ -89,8 +93,10 @@ class Consumer:
         self._limits = limits
         self._receptions: dict[str, _Reception] = {}
         self._partners: dict[str, tuple[Partner, ...]] = {}
+        self._wanted_at: dict[str, float] = {}
         self._releases: dict[str, list[tuple[str, float]]] = {}
         self._used: dict[str, float] = {}
+        self._last_number = 0
 
     def start(self, order: Order, now: float) -> list[ConsumerAction]:
         """A request's blocks are allocated; fetch their contents.
@@ -100,7 +106,7 @@ class Consumer:
         """
         if order.transfer_id in self._used:
             return [Received(order.request_id, "another request has this transfer; an id is for one request")]
-        self._used[order.transfer_id] = now
+        self._used[order.transfer_id] = self._wanted_at[order.producer.incarnation] = now
         reception = self._receptions[order.request_id] = _Reception(order, _Stage.CONNECTING, now)
         partners = self._partners.get(order.producer.incarnation)
         return [Connect(order.producer)] if partners is None else self._offer(reception, partners, now)
@@ -108,10 +114,11 @@ class Consumer:
     def release(self, transfer_id: str, producer: EngineAddress, now: float) -> list[ConsumerAction]:
         """A request wants nothing of this transfer (any more) and holds no blocks for it."""
         partners = self._partners.get(producer.incarnation)
+        self._wanted_at[producer.incarnation] = now
         if partners is None:
             self._releases.setdefault(producer.incarnation, []).append((transfer_id, now))
             return [Connect(producer)]
-        return [Send(partner.peer, Cancel(transfer_id)) for partner in partners]
+        return self._release(transfer_id, partners)
 
     def abort(self, request_id: str, now: float) -> list[ConsumerAction]:
         """The request has been aborted; its blocks are freed once ``Received`` says so."""
@@ -123,32 +130,34 @@ class Consumer:
     def connected(self, incarnation: str, partners: Sequence[Partner], now: float) -> list[ConsumerAction]:
         """The handshake with an engine start has succeeded; ``partners`` are its ranks that talk to this worker."""
         self._partners[incarnation] = tuple(partners)
+        self._wanted_at[incarnation] = now
         actions: list[ConsumerAction] = []
-        for reception in list(self._receptions.values()):
-            if reception.stage is _Stage.CONNECTING and reception.order.producer.incarnation == incarnation:
+        for reception in self._of_engine(incarnation):
+            if reception.stage is _Stage.CONNECTING:
                 actions += self._offer(reception, self._partners[incarnation], now)
+            elif reception.stage is _Stage.ENDING and reception.writing:
+                actions += self._cancel(reception, now)
         for transfer_id, _ in self._releases.pop(incarnation, []):
-            actions += [Send(partner.peer, Cancel(transfer_id)) for partner in partners]
+            actions += self._release(transfer_id, partners)
         return actions
 
     def connect_failed(self, incarnation: str, reason: str, now: float) -> list[ConsumerAction]:
         """The handshake failed. The next request for this engine start tries again."""
         actions: list[ConsumerAction] = []
-        for reception in list(self._receptions.values()):
-            if reception.stage is _Stage.CONNECTING and reception.order.producer.incarnation == incarnation:
+        for reception in self._of_engine(incarnation):
+            if reception.stage is _Stage.CONNECTING:
                 actions += self._fail(reception, reason, now)
         self._releases.pop(incarnation, None)
         return actions
 
     def engine_lost(self, incarnation: str, reason: str, now: float) -> list[ConsumerAction]:
         """The producer engine is known to be dead: none of its workers writes any more."""
-        self._partners.pop(incarnation, None)
         actions = self.connect_failed(incarnation, reason, now)
-        for reception in list(self._receptions.values()):
-            if reception.writing and reception.order.producer.incarnation == incarnation:
+        for reception in self._of_engine(incarnation):
+            if reception.writing:
                 reception.writing.clear()
                 actions += self._fail(reception, reason, now)
-        return actions
+        return actions + self._forget(incarnation)
 
     def awaits(self, peer: Peer) -> bool:
         """Whether ``peer`` may still write, its writes are being verified, or a handshake with its engine is wanted."""
@@ -214,7 +223,14 @@ class Consumer:
             self._releases[incarnation] = [item for item in waiting if now - item[1] < self._limits.lease_s]
             if not self._releases[incarnation]:
                 del self._releases[incarnation]
+        wanted = {reception.order.producer.incarnation for reception in self._receptions.values()}
+        for incarnation, at in list(self._wanted_at.items()):
+            if incarnation not in wanted and now - at >= self._limits.forget_s / 2:
+                actions += self._forget(incarnation)
         return actions
+
+    def knows(self, peer: Peer) -> bool:
+        return any(partner.peer == peer for partner in self._partners.get(peer.incarnation, ()))
 
     def unanswered_engines(self) -> set[EngineAddress]:
         """Engines that have not answered a Cancel within cancel_s: is there still a process?"""
@@ -236,15 +252,31 @@ class Consumer:
     def _waits_for_a_word(self, reception: _Reception) -> bool:
         return reception.stage is _Stage.CONNECTING or bool(reception.writing)
 
+    def _forget(self, incarnation: str) -> list[ConsumerAction]:
+        """The next request for this engine start begins with a handshake."""
+        self._wanted_at.pop(incarnation, None)
+        return [Forget(partner.peer) for partner in self._partners.pop(incarnation, ())]
+
+    def _of_engine(self, incarnation: str) -> list[_Reception]:
+        return [r for r in self._receptions.values() if r.order.producer.incarnation == incarnation]
+
     def _of_transfer(self, transfer_id: str) -> list[_Reception]:
         return [r for r in self._receptions.values() if r.order.transfer_id == transfer_id]
 
     def _offer(self, reception: _Reception, partners: Sequence[Partner], now: float) -> list[ConsumerAction]:
         order = reception.order
-        reception.stage, reception.heard_at = _Stage.OFFERED, now
+        reception.stage, reception.heard_at, reception.number = _Stage.OFFERED, now, self._next_number()
         reception.writing = {partner.peer: partner for partner in partners}
-        offer = Offer(order.transfer_id, order.end_token, order.prompt_digest, order.groups)
+        offer = Offer(order.transfer_id, order.end_token, order.prompt_digest, order.groups, number=reception.number)
         return [Send(each.peer, replace(offer, digest=each.new_digest is not None)) for each in partners]
+
+    def _release(self, transfer_id: str, partners: Sequence[Partner]) -> list[ConsumerAction]:
+        number = self._next_number()
+        return [Send(partner.peer, Cancel(transfer_id, number)) for partner in partners]
+
+    def _next_number(self) -> int:
+        self._last_number += 1
+        return self._last_number
 
     def _answered(
         self, reception: _Reception, partner: Partner, message: Fin | Aborted | Cancelled, now: float
@@ -281,7 +313,7 @@ class Consumer:
 
     def _cancel(self, reception: _Reception, now: float) -> list[ConsumerAction]:
         reception.cancelled_at = now
-        return [Send(peer, Cancel(reception.order.transfer_id)) for peer in reception.writing]
+        return [Send(peer, Cancel(reception.order.transfer_id, reception.number)) for peer in reception.writing]
 
     def _end_if_over(self, reception: _Reception) -> list[ConsumerAction]:
         if reception.writing or reception.verifying:

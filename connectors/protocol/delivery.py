@@ -63,8 +63,8 @@ class Delivery:
     ``pending[g]`` are the offered units of group g that have not been written yet, once the offer has been found to fit
     the request; ``digest`` is made then, if one is asked for. ``early[g]`` are units of group g that the step under way
     completes, and how many layers of them have been written. ``in_flight`` are the writes under way and their bytes;
-    ``moved_at`` is when one was last posted or done. ``offered_blocks`` count against the consumer's pool until it is
-    closed.
+    ``moved_at`` is when one was last posted or done; ``hangs`` once none has for too long. ``offered_blocks`` count
+    against the consumer's pool until it is closed.
     """
 
     peer: Peer
@@ -79,6 +79,7 @@ class Delivery:
     last_sent: float = 0.0
     offered_blocks: int = 0
     moved_at: float = 0.0
+    hangs: bool = False
 
     def taken(self, transfer: Transfer) -> bool:
         """Nothing is left to be written: all that was offered has been, or the prompt has ended without the rest."""
@@ -96,10 +97,19 @@ class Delivery:
 
 
 @dataclass(slots=True)
+class Gone:
+    """What is remembered of a transfer that is over: since when, and the numbers that were named with it."""
+
+    at: float
+    numbers: dict[Peer, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class Transfer:
     """One request's KV for one consumer engine. ``tables[g]`` is group g's block table, as far as it is known.
 
-    ``coming_tokens`` will be computed when the step under way is.
+    ``coming_tokens`` will be computed when the step under way is. ``numbers`` are the highest that consumer workers
+    have named with this transfer.
     """
 
     transfer_id: str
@@ -114,6 +124,7 @@ class Transfer:
     consumer: str | None = None
     expected_ranks: frozenset[int] | None = None
     deliveries: dict[int, Delivery] = field(default_factory=dict)
+    numbers: dict[Peer, int] = field(default_factory=dict)
 
     def delivered(self) -> bool:
         """Every rank of the consumer that was to be served has been, or wants nothing, and no write is under way."""

@@ -18,6 +18,8 @@ class TransferLimits:
                       ids of finished transfers and offers whose request has not come
     ``alive_s``       a producer that cannot write yet says that it is alive this often
     ``fence_s``       a preempted producer request waits this long for its writes in flight
+    ``forget_s``      a producer forgets a consumer worker that has said nothing for so long, a consumer after half of
+                      it a producer engine that it has not used, so that the forgotten one is seldom spoken to
     """
 
     handshake_s: float = 30.0
@@ -26,6 +28,12 @@ class TransferLimits:
     lease_s: float = 60.0
     alive_s: float = 5.0
     fence_s: float = 2.0
+    forget_s: float = 3600.0
+
+    @property
+    def hang_s(self) -> float:
+        """A delivery whose writes do not end is given up after this: whatever its consumer has heard, it has done so."""
+        return 2 * self.progress_s
 
     def __post_init__(self) -> None:
         for field in fields(self):

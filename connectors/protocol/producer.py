@@ -23,10 +23,17 @@ A *transfer* is one request's KV for one consumer engine; each consumer rank tha
     OPEN       all written               CLOSED   Fin, with the digest of what was written if the offer asks for it
     OPEN       Cancel                    CLOSED   Cancelled, once its writes have ended
     OPEN       a failure                 CLOSED   Aborted, once its writes have ended
+    OPEN       no write ends for hang_s  OPEN     given up: nothing more is written, and the write counts as hanging;
+                                                  blocks stay allocated until it has ended (docs/decisions/0010)
 
 A delivery that is closed is never written for again: its Fin, Aborted or Cancelled is the consumer's licence to use or
 free its blocks. Ids of transfers that are gone are remembered for lease_s; offers for them are answered with Aborted,
-but nothing is answered while a write for that consumer rank is still in flight.
+but nothing is answered while a write for that consumer rank is still in flight. After that the highest number that a
+consumer worker had named with them remains: offers up to it are overtaken, and answered with Aborted however late
+they come. (One that was called off and came as a new one would write into blocks that are somebody else's.)
+
+A consumer worker is known from ``welcome`` until ``peer_lost``, or until it has said nothing for forget_s and nothing
+is under way for it; then Forget.
 
 What a consumer can make this rank remember is bounded: MAX_EARLY transfers whose requests have not come, beyond which
 it is not answered at all (an answer would be a licence, and nothing would remember that it was given), and open offers
@@ -40,12 +47,13 @@ from collections.abc import Iterable, Sequence
 
 from connectors.planning.descriptors import Moves
 from connectors.planning.layout import Group
-from connectors.protocol.actions import ProducerAction, Send, Sent, Write
+from connectors.protocol.actions import Forget, ProducerAction, Send, Sent, Write
 from connectors.protocol.delivery import (
     MAX_EARLY,
     NOBODY,
     Consumer,
     Delivery,
+    Gone,
     Stage,
     Transfer,
     offer_problem,
@@ -64,10 +72,12 @@ class Producer:
         self._groups = tuple(groups)
         self._limits = limits
         self._consumers: dict[Peer, Consumer] = {}
+        self._heard_at: dict[Peer, float] = {}
         self._transfers: dict[str, Transfer] = {}
         self._by_request: dict[str, Transfer] = {}
         self._writes: dict[int, tuple[Transfer, Delivery]] = {}
-        self._gone: dict[str, float] = {}
+        self._gone: dict[str, Gone] = {}
+        self._overtaken: dict[Peer, int] = {}
         self._early: Counter[str] = Counter()
         self._offered_blocks: Counter[Peer] = Counter()
         self._next_write_id = 0
@@ -175,7 +185,7 @@ class Producer:
         """
         transfer = self._transfers.get(transfer_id)
         if transfer is None:
-            self._gone.setdefault(transfer_id, now)
+            self._gone.setdefault(transfer_id, Gone(now))
             return []
         actions: list[ProducerAction] = []
         for delivery in transfer.deliveries.values():
@@ -195,9 +205,10 @@ class Producer:
 
     # ---- what peers say ----------------------------------------------------------------------------------------
 
-    def welcome(self, peer: Peer, consumer: Consumer) -> None:
-        """A consumer worker has said hello and fits."""
+    def welcome(self, peer: Peer, consumer: Consumer, now: float) -> None:
+        """A consumer worker has said hello and fits. One that is known may do so again, at any time."""
         self._consumers[peer] = consumer
+        self._heard_at[peer] = now
 
     def knows(self, peer: Peer) -> bool:
         return peer in self._consumers
@@ -212,11 +223,12 @@ class Producer:
 
     def message(self, peer: Peer, message: Message, now: float) -> list[ProducerAction]:
         """A message of a consumer that has been welcomed."""
+        self._heard_at[peer] = now
         match message:
             case Offer():
                 return self._offered(peer, message, now)
             case Cancel():
-                return self._cancelled(peer, message.transfer_id, now)
+                return self._cancelled(peer, message, now)
         return []
 
     def peer_lost(self, peer: Peer, now: float) -> list[ProducerAction]:
@@ -260,23 +272,56 @@ class Producer:
                     actions.append(Send(delivery.peer, Alive(transfer.transfer_id)))
             if transfer.stage is not Stage.LIVE and now - transfer.since >= self._limits.lease_s:
                 actions += self._expire(transfer, now)
-        for transfer_id in [i for i, at in self._gone.items() if now - at >= self._limits.lease_s]:
-            del self._gone[transfer_id]
+        for transfer_id in [i for i, gone in self._gone.items() if now - gone.at >= self._limits.lease_s]:
+            for peer, number in self._gone.pop(transfer_id).numbers.items():
+                if peer in self._heard_at:
+                    self._overtaken[peer] = max(number, self._overtaken.get(peer, number))
+        return actions + self._give_up_hanging_writes(now) + self._forget_silent_peers(now)
+
+    def _give_up_hanging_writes(self, now: float) -> list[ProducerAction]:
+        actions: list[ProducerAction] = []
+        for transfer, delivery in list(self._writes.values()):
+            if not delivery.hangs and now - delivery.moved_at >= self._limits.hang_s:
+                delivery.hangs = True
+                reason = f"a write made no progress for {self._limits.hang_s:g} s"
+                actions += self._end(transfer, delivery, reason, now)
         return actions
 
+    def _forget_silent_peers(self, now: float) -> list[ProducerAction]:
+        """Those that were lost, as soon as nothing is under way to them, and those that have long been silent."""
+        silent = [
+            peer
+            for peer, heard_at in self._heard_at.items()
+            if peer not in self._consumers or now - heard_at >= self._limits.forget_s
+        ]
+        if not silent:
+            return []
+        busy = {delivery.peer for _, delivery in self._writes.values()}
+        for transfer in self._transfers.values():
+            busy |= {delivery.peer for delivery in transfer.deliveries.values() if not delivery.closed}
+        forgotten = [peer for peer in silent if peer not in busy]
+        for peer in forgotten:
+            del self._heard_at[peer]
+            self._consumers.pop(peer, None)
+            self._overtaken.pop(peer, None)
+        return [Forget(peer) for peer in forgotten]
+
     def census(self) -> dict[str, int]:
-        """How much is under way: transfers by stage, writes in flight, ids remembered."""
+        """How much is under way: transfers by stage, writes in flight, ids remembered, writes that hang."""
         counts = {stage.name.lower(): 0 for stage in Stage}
         for transfer in self._transfers.values():
             counts[transfer.stage.name.lower()] += 1
-        return counts | {"writes": len(self._writes), "remembered": len(self._gone)}
+        hanging = sum(delivery.hangs for _, delivery in self._writes.values())
+        return counts | {"writes": len(self._writes), "remembered": len(self._gone), "hanging": hanging}
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
     def _offered(self, peer: Peer, offer: Offer, now: float) -> list[ProducerAction]:
         if self._being_written(peer, offer.transfer_id) or self._too_early(peer, offer.transfer_id):
             return []
-        transfer = self._transfer_for(peer, offer.transfer_id, now)
+        if offer.number <= self._overtaken.get(peer, -1):
+            return [Send(peer, Aborted(offer.transfer_id, "this offer has come too late"))]
+        transfer = self._transfer_for(peer, offer, now)
         if transfer is None:
             return [Send(peer, Aborted(offer.transfer_id, "this transfer has ended or belongs to another consumer"))]
         delivery = transfer.deliveries.setdefault(peer.rank, Delivery(peer))
@@ -293,13 +338,14 @@ class Producer:
         self._offered_blocks[peer] += count
         return self._advance(transfer, now)
 
-    def _cancelled(self, peer: Peer, transfer_id: str, now: float) -> list[ProducerAction]:
+    def _cancelled(self, peer: Peer, cancel: Cancel, now: float) -> list[ProducerAction]:
+        transfer_id = cancel.transfer_id
         for delivery in self._being_written(peer, transfer_id):
             delivery.ending, delivery.pending = Cancelled(transfer_id), None
             return []
         if self._too_early(peer, transfer_id):
             return []
-        transfer = self._transfer_for(peer, transfer_id, now)
+        transfer = self._transfer_for(peer, cancel, now)
         if transfer is None:
             return [Send(peer, Cancelled(transfer_id))]
         delivery = transfer.deliveries.setdefault(peer.rank, Delivery(peer))
@@ -328,13 +374,17 @@ class Producer:
             if not self._early[transfer.consumer]:
                 del self._early[transfer.consumer]
 
-    def _transfer_for(self, peer: Peer, transfer_id: str, now: float) -> Transfer | None:
+    def _transfer_for(self, peer: Peer, message: Offer | Cancel, now: float) -> Transfer | None:
         """The transfer that ``peer`` may speak of; made anew where its request has not come yet."""
-        if transfer_id in self._gone:
-            return None
-        transfer = self._transfers.get(transfer_id)
-        if transfer is None:
+        transfer_id = message.transfer_id
+        gone, transfer = self._gone.get(transfer_id), self._transfers.get(transfer_id)
+        if gone is None and transfer is None:
             transfer = self._transfers[transfer_id] = Transfer(transfer_id, Stage.ORPHAN, now)
+        for known in (gone, transfer):
+            if known is not None:
+                known.numbers[peer] = max(message.number, known.numbers.get(peer, 0))
+        if gone is not None or transfer is None:
+            return None
         if transfer.consumer is None:
             transfer.consumer = peer.incarnation
             transfer.expected_ranks = self._consumers[peer].partner_ranks
@@ -436,7 +486,7 @@ class Producer:
         if self._transfers.get(transfer.transfer_id) is transfer:
             del self._transfers[transfer.transfer_id]
             self._count_early(transfer, -1)
-            self._gone[transfer.transfer_id] = now
+            self._gone[transfer.transfer_id] = Gone(now, transfer.numbers)
 
 
 def written(actions: Iterable[ProducerAction]) -> list[Write]:

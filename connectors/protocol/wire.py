@@ -76,7 +76,8 @@ class Offer:
     """The consumer's blocks to fill, per group, so that it can resume at ``end_token``. Valid once.
 
     ``prompt_digest`` (``params.prompt_digest``) lets the producer refuse to deliver one prompt's KV for another.
-    ``digest`` asks for one of the bytes that are written.
+    ``digest`` asks for one of the bytes that are written. ``number`` ascends over all that a worker says, so that an
+    offer which was overtaken is known for what it is, however late it comes.
     """
 
     transfer_id: str
@@ -84,6 +85,7 @@ class Offer:
     prompt_digest: str
     groups: tuple[BlockSet, ...]
     digest: bool = False
+    number: int = 0
     kind: ClassVar[str] = "offer"
 
 
@@ -119,9 +121,13 @@ class Aborted:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The consumer wants nothing (more). It keeps its blocks until the producer has answered."""
+    """The consumer wants nothing (more). It keeps its blocks until the producer has answered.
+
+    ``number`` is that of the offer that it calls off, or one of its own.
+    """
 
     transfer_id: str
+    number: int = 0
     kind: ClassVar[str] = "cancel"
 
 
@@ -162,6 +168,7 @@ def encode(envelope: Envelope, key: bytes = b"") -> bytes:
         case Offer():
             header |= {"id": message.transfer_id, "end": message.end_token, "prompt": message.prompt_digest}
             header |= {"blocks": [len(blocks) for blocks in message.groups], "digest": message.digest}
+            header["number"] = message.number
             body = b"".join(v.astype("<i8").tobytes() for g in message.groups for v in (g.positions, g.ids))
         case Fin():
             header |= {"id": message.transfer_id, "bytes": message.total_bytes, "digest": message.digest}
@@ -169,7 +176,9 @@ def encode(envelope: Envelope, key: bytes = b"") -> bytes:
             header |= {"id": message.transfer_id, "reason": message.reason[:_MAX_REASON_CHARACTERS]}
         case Refused():
             header |= {"reason": message.reason[:_MAX_REASON_CHARACTERS]}
-        case Alive() | Cancel() | Cancelled():
+        case Cancel():
+            header |= {"id": message.transfer_id, "number": message.number}
+        case Alive() | Cancelled():
             header |= {"id": message.transfer_id}
         case Welcome():
             pass
@@ -225,7 +234,8 @@ def _message(header: dict[str, Any], body: bytes) -> Message:
         case "offer":
             groups = _block_sets(header.get("blocks"), body)
             transfer_id, end_token = _id(header), _count(header, "end")
-            return Offer(transfer_id, end_token, _text(header, "prompt"), groups, _flag(header, "digest"))
+            digest, number = _flag(header, "digest"), _count(header, "number")
+            return Offer(transfer_id, end_token, _text(header, "prompt"), groups, digest, number)
         case "alive":
             return Alive(_id(header))
         case "fin":
@@ -233,7 +243,7 @@ def _message(header: dict[str, Any], body: bytes) -> Message:
         case "aborted":
             return Aborted(_id(header), _text(header, "reason"))
         case "cancel":
-            return Cancel(_id(header))
+            return Cancel(_id(header), _count(header, "number"))
         case "cancelled":
             return Cancelled(_id(header))
     raise WireError(f"unknown message {reprlib.repr(kind)}")

@@ -26,7 +26,17 @@ from connectors.planning.blocks import wanted_blocks
 from connectors.planning.descriptors import Runs, build_runs, move_bytes
 from connectors.planning.layout import EngineLayout, Place
 from connectors.planning.plan import PairPlan
-from connectors.protocol.actions import Connect, ConsumerAction, ProducerAction, Received, Send, Sent, Verify, Write
+from connectors.protocol.actions import (
+    Connect,
+    ConsumerAction,
+    Forget,
+    ProducerAction,
+    Received,
+    Send,
+    Sent,
+    Verify,
+    Write,
+)
 from connectors.protocol.cards import WorkerCard
 from connectors.protocol.consumer import Consumer as ConsumerMachine
 from connectors.protocol.consumer import Order, Partner
@@ -366,6 +376,8 @@ class WorkerRuntime:
                 case Sent(request_id):
                     self._trace.event("sent", request=request_id)
                     self._sent.add(request_id)
+                case Forget(peer):
+                    self._forget(peer)
                 case Connect(engine):
                     self._greeter.connect(engine)
                     self._wake.set()
@@ -425,6 +437,15 @@ class WorkerRuntime:
             bytes=sizes,
         )
         return []
+
+    def _forget(self, peer: Peer) -> None:
+        """Both machines may know a worker, each in a role of its own."""
+        if not self._producer.knows(peer):
+            self._plans.pop(peer, None)
+            if not self._consumer.knows(peer):
+                self._guests.forget(peer)
+                self._post.forget(peer)
+                self._transport.remove_peer(agent_name(peer))
 
     def _post_write(self, peer: str, runs: Runs, source: Place, target: Place) -> WriteHandle:
         try:
@@ -503,4 +524,4 @@ class WorkerRuntime:
             # It may have been pushed out since its hello.
             if peer in self._guests:
                 self._plans[peer] = (card.layout.place, plan)
-                self._producer.welcome(peer, consumer)
+                self._producer.welcome(peer, consumer, time.monotonic())

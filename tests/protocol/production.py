@@ -33,8 +33,8 @@ def machine(ranks: tuple[int, ...] = (0,)) -> Producer:
     """A machine that has welcomed the consumer's ranks."""
     producer = Producer(GROUPS, LIMITS)
     for rank in (0, 1):
-        producer.welcome(Peer("engine-c", rank), Consumer(frozenset(ranks), 100, SHAPES))
-    producer.welcome(STRANGER, Consumer(frozenset({0}), 100, SHAPES))
+        producer.welcome(Peer("engine-c", rank), Consumer(frozenset(ranks), 100, SHAPES), 0.0)
+    producer.welcome(STRANGER, Consumer(frozenset({0}), 100, SHAPES), 0.0)
     return producer
 
 

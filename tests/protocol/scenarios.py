@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass, field
 
 from connectors.planning.blocks import NULL_BLOCK, first_needed_token
 from connectors.planning.layout import GroupKind
+from connectors.protocol.params import EngineAddress
 from connectors.protocol.wire import Peer
 from tests.protocol.simulator import (
-    DECODE,
-    ENGINE,
     GROUPS,
+    HANG_S,
     LAYERS,
     LIMITS,
     POOL,
     TICK_S,
     VERIFY_S,
     Consumption,
+    PrefillEngine,
     Violation,
     Weather,
     World,
@@ -29,7 +31,7 @@ TP_PAIRS = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (2, 3), (1, 3), (3, 1)]
 
 @dataclass
 class Prefill:
-    """A prefill request: chunks, perhaps a preemption, and an end that is held or not."""
+    """A prefill request: chunks, perhaps a preemption, and an end that is held or not. ``engine`` is where it runs."""
 
     world: World
     request_id: str
@@ -40,6 +42,7 @@ class Prefill:
     ends_at: float = 0.0
     held: bool = True
     computed: int = 0
+    engine: PrefillEngine = field(init=False)
     tables: list[list[int]] = field(default_factory=list)
     owned: list[int] = field(default_factory=list)
 
@@ -72,16 +75,16 @@ class Prefill:
 
     @property
     def dead(self) -> bool:
-        return not all(producer.alive for producer in self.world.producers)
+        return not self.engine.alive
 
     def expect(self) -> None:
-        self.tables = [[] for _ in GROUPS]
-        for rank, producer in enumerate(self.world.producers):
+        self.engine, self.tables = self.world.prefill, [[] for _ in GROUPS]
+        for producer in self.engine.ranks:
             if producer.alive:
                 actions = producer.machine.expect(
                     self.request_id, self.transfer_id, self.prompt_tokens, self.prompt, self.world.now
                 )
-                self.world.produce(rank, actions)
+                self.world.produce(producer, actions)
 
     def begin(self, chunk: int) -> None:
         """The scheduler frees what the window has left, and allocates blocks for the chunk."""
@@ -93,16 +96,16 @@ class Prefill:
             if group.kind is GroupKind.SLIDING and freed:
                 table[:kept] = [NULL_BLOCK] * kept
                 self.owned = [block for block in self.owned if block not in freed]
-                self.world.give_back(freed)
+                self.world.give_back(self.engine, freed)
         self.computed = min(self.computed + chunk, self.prompt_tokens)
         self.new = []
         for group, table in zip(GROUPS, self.tables, strict=True):
-            ids = self.world.prefill_pool.take(-(-self.computed // group.block_tokens) - len(table))
+            ids = self.engine.pool.take(-(-self.computed // group.block_tokens) - len(table))
             table += ids
             self.owned += ids
             self.new.append(ids)
         if self.by_layers:
-            for producer in self.world.producers:
+            for producer in self.engine.ranks:
                 producer.machine.begin(self.request_id, self.new, self.computed)
             self.new = [[] for _ in GROUPS]
 
@@ -112,20 +115,19 @@ class Prefill:
             return
         self.fill(rank, 1)
         for group in GROUPS:
-            actions = self.world.producers[rank].machine.layers_computed(
-                [self.request_id], group.index, 1, self.world.now
-            )
+            producer = self.engine.ranks[rank]
+            actions = producer.machine.layers_computed([self.request_id], group.index, 1, self.world.now)
             self.world.counts["layers that left early"] += len(actions)
-            self.world.produce(rank, actions)
+            self.world.produce(producer, actions)
 
     def computed_on(self, rank: int) -> None:
         """This rank's part of the chunk is in its memory."""
-        producer = self.world.producers[rank]
+        producer = self.engine.ranks[rank]
         if self.dead:
             return
         self.fill(rank, LAYERS)
         actions = producer.machine.progress(self.request_id, self.new, self.computed, self.world.now)
-        self.world.produce(rank, actions)
+        self.world.produce(producer, actions)
 
     def fill(self, rank: int, layers: int) -> None:
         """The first layers of all blocks hold what has been computed."""
@@ -134,15 +136,15 @@ class Prefill:
                 if block != NULL_BLOCK:
                     filled = min((position + 1) * group.block_tokens, self.computed)
                     for layer in range(layers):
-                        memory = self.world.producers[rank].memory
+                        memory = self.engine.ranks[rank].memory
                         memory[block, layer] = (self.prompt, group.index, position, filled)
 
     def preempt(self) -> None:
         if self.dead:
             return
-        for rank, producer in enumerate(self.world.producers):
-            self.world.produce(rank, producer.machine.preempted(self.request_id, self.world.now))
-        self.world.give_back(self.owned)
+        for producer in self.engine.ranks:
+            self.world.produce(producer, producer.machine.preempted(self.request_id, self.world.now))
+        self.world.give_back(self.engine, self.owned)
         self.owned, self.computed, self.tables = [], 0, [[] for _ in GROUPS]
         self.world.counts["preemptions"] += 1
 
@@ -150,12 +152,12 @@ class Prefill:
         if self.dead:
             return
         if self.held:
-            self.world.held_blocks[self.request_id] = self.owned
-        for rank, producer in enumerate(self.world.producers):
+            self.engine.held[self.request_id] = self.owned
+        for producer in self.engine.ranks:
             reason = "" if self.held else "the client left"
-            self.world.produce(rank, producer.machine.finished(self.request_id, self.held, reason, self.world.now))
+            self.world.produce(producer, producer.machine.finished(self.request_id, self.held, reason, self.world.now))
         if not self.held:
-            self.world.give_back(self.owned)
+            self.world.give_back(self.engine, self.owned)
 
 
 @dataclass
@@ -167,8 +169,6 @@ class Schedule:
     world: World
     prefills: list[Prefill]
     last_event: float
-    producers_die: bool
-    consumers_die: bool
 
 
 def draw(seed: int) -> Schedule:
@@ -186,27 +186,33 @@ def draw(seed: int) -> Schedule:
             write_fails=rng.choice([0, 0, 0.2]),
             refuses=rng.choice([0, 0, 0.3]),
             damages=rng.choice([0, 0, 0.02]),
+            hangs=rng.choice([0, 0, 0, 0.05]),
             clears_at=CLEARS_AT,
         )
     world = World(rng, producer_tp, consumer_tp, rng.choice([1, 2, 3, 4, 6]), weather, rng.random() < 0.8)
     prefills, last = [], CLEARS_AT if not calm else 0.0
-    for number in range(rng.randint(1, 4)):
-        last = max(last, add_request(world, prefills, rng, number, calm))
-    kill = {side: not calm and rng.random() < 0.12 for side in ("prefill", "decode")}
-    for side, dies in kill.items():
-        if dies:
-            last = max(last, add_death(world, rng, side))
-    return Schedule(seed, calm, world, prefills, last, kill["prefill"], kill["decode"])
+    numbers = itertools.count()
+    for _ in range(rng.randint(1, 4)):
+        last = max(last, add_request(world, prefills, rng, next(numbers), calm))
+    for side in ("prefill", "decode"):
+        if not calm and rng.random() < 0.2:
+            back = add_death(world, rng, side)
+            last = max(last, back)
+            for _ in range(rng.randint(0, 2)):
+                last = max(last, add_request(world, prefills, rng, next(numbers), calm, back - 1.0))
+    return Schedule(seed, calm, world, prefills, last)
 
 
-def add_request(world: World, prefills: list[Prefill], rng: random.Random, number: int, calm: bool) -> float:
+def add_request(
+    world: World, prefills: list[Prefill], rng: random.Random, number: int, calm: bool, after: float = 0.0
+) -> float:
     """One transfer, its legs in any order; in bad weather with a leg missing, doubled, aborted or of another prompt."""
 
     def chance(probability: float) -> bool:
         return not calm and rng.random() < probability
 
     transfer, prompt, tokens = f"t{number}", f"prompt-{number}", rng.randint(2, 40)
-    begins, by_layers = rng.uniform(0, 4), rng.random() < 0.4
+    begins, by_layers = after + rng.uniform(0, 4), rng.random() < 0.4
     prefill = Prefill(world, f"p{number}", transfer, prompt, tokens - 1, by_layers)
     comes, ends = not chance(0.1), begins
     if comes:
@@ -223,7 +229,7 @@ def add_request(world: World, prefills: list[Prefill], rng: random.Random, numbe
         when = ends + rng.uniform(0, 2 * LIMITS.lease_s)
     if chance(0.1):
         for rank in range(len(world.consumers)):
-            world.at(when, lambda r=rank: world.on_consumer(r, lambda m: m.release(transfer, ENGINE, world.now)))
+            world.at(when, lambda r=rank: world.on_consumer(r, lambda m: m.release(transfer, world.prefill.address, world.now)))
     if chance(0.1):
         discards = when + rng.uniform(-1, 2)
         for rank in range(len(world.producers)):
@@ -244,11 +250,14 @@ def add_consumption(
     world: World, rng: random.Random, name: str, transfer: str, what: tuple[str, int, int], when: float, abort: bool
 ) -> None:
     prompt, tokens, prefix = what
+    known: list[EngineAddress] = []
 
     def start() -> None:
-        if all(consumer.alive for consumer in world.consumers):
-            world.start(name, transfer, prompt, tokens, prefix)
+        if world.decode.alive:
+            world.start(name, transfer, prompt, tokens, prefix, known[0])
 
+    # The router may have learnt of the prefill engine a while ago.
+    world.at(when - rng.choice([0.0, 0.0, 2.0]), lambda: known.append(world.prefill.address))
     world.at(when, start)
     if abort:
         at = when + 0.1 + rng.uniform(0, 3)
@@ -260,33 +269,48 @@ def add_consumption(
 
 
 def add_death(world: World, rng: random.Random, side: str) -> float:
-    """One rank dies, the others a little later; the survivors' side is told when the whole engine is gone."""
-    ranks = world.producers if side == "prefill" else world.consumers
-    dies = rng.uniform(0, 8)
-    first = rng.randrange(len(ranks))
+    """One rank dies, the others a little later; mostly the engine starts again. When has all of it happened?
+
+    The survivors' side is told when the whole engine is gone: a consumer always, a producer perhaps.
+    """
+    dies, first = rng.uniform(0, 8), rng.random()
     gone = dies + rng.uniform(0.01, 1.0)
-    for rank, body in enumerate(ranks):
-        world.at(dies if rank == first else gone, lambda b=body: setattr(b, "alive", False))
-    told = gone + rng.uniform(0.01, 2.0)
+    again = gone + rng.uniform(0.1, 3.0) if rng.random() < 0.7 else 0.0
+    told, tells = gone + rng.uniform(0.01, 2.0), side == "prefill" or rng.random() < 0.5
 
-    def tell() -> None:
-        for rank, consumer in enumerate(world.consumers):
-            if side == "prefill" and consumer.alive:
-                world.consume(rank, consumer.machine.engine_lost(ENGINE.incarnation, "no process", world.now))
-        for rank, producer in enumerate(world.producers):
-            for target in range(len(world.consumers)):
-                if side == "decode" and producer.alive:
-                    world.produce(rank, producer.machine.peer_lost(Peer(DECODE, target), world.now))
+    def start_again() -> None:
+        world.counts[f"{side} engines started again"] += 1
+        world.start_prefill() if side == "prefill" else world.start_decode()
 
-    world.at(told, tell)
-    return told
+    def die() -> None:
+        ranks = world.producers if side == "prefill" else world.consumers
+        world.counts[f"{side} engines died"] += 1
+        ranks[int(first * len(ranks))].alive = False
+        world.at(gone, lambda: [setattr(rank, "alive", False) for rank in ranks])
+        world.at(told, lambda: tell([rank.peer for rank in ranks]))
+        if again:
+            world.at(again, start_again)
+
+    def tell(lost: list[Peer]) -> None:
+        if side == "prefill":
+            for consumer in world.consumers:
+                world.on(consumer, lambda m: m.engine_lost(lost[0].incarnation, "no process", world.now))
+        elif tells:
+            for producer in world.producers:
+                for peer in lost:
+                    if producer.alive:
+                        world.produce(producer, producer.machine.peer_lost(peer, world.now))
+
+    world.at(dies, die)
+    return max(told, again)
 
 
 def bound_s(world: World) -> float:
     """How long after the last thing that happened from outside a request may still take."""
     weather = world.weather
     waits = LIMITS.handshake_s + LIMITS.progress_s + LIMITS.cancel_s
-    return waits + 4 * weather.delay_s + 2 * weather.write_s + VERIFY_S + 4 * TICK_S
+    write_s = HANG_S if weather.hangs else weather.write_s
+    return waits + 4 * weather.delay_s + 2 * write_s + VERIFY_S + 4 * TICK_S
 
 
 def run(seed: int) -> Schedule:
@@ -304,9 +328,9 @@ def check_requests(schedule: Schedule) -> None:
     """Every request has ended within the bound; in calm weather it has its KV."""
     world = schedule.world
     for request in world.consumptions.values():
-        if schedule.consumers_die:
+        if not request.engine.alive:
             continue
-        if len(request.results) < len(world.consumers):
+        if len(request.results) < len(request.engine.ranks):
             raise Violation(f"{request.request_id} has not ended: {request.results}")
         late = request.ended_at - max(schedule.last_event, request.started_at)
         if late > bound_s(world):
@@ -322,22 +346,23 @@ def delivered(request: Consumption) -> bool:
 
 
 def check_nothing_remains(schedule: Schedule) -> None:
-    """After the leases: empty machines, full pools, one Sent a rank for every held request."""
+    """After the leases: empty machines that know nobody, full pools, one Sent a rank for every held request."""
     world = schedule.world
-    for rank, producer in enumerate(world.producers):
-        if producer.alive and any(producer.machine.census().values()):
-            raise Violation(f"prefill rank {rank} still has {producer.machine.census()}")
-    for rank, consumer in enumerate(world.consumers):
-        if consumer.alive and (any(consumer.machine.census().values()) or consumer.owner):
-            raise Violation(f"decode rank {rank} still has {consumer.machine.census()}, {len(consumer.owner)} blocks")
-    if not schedule.producers_die:
-        for prefill in schedule.prefills:
+    for producer in world.producers:
+        if producer.alive and (any(producer.machine.census().values()) or producer.plans):
+            raise Violation(f"{producer.peer} still has {producer.machine.census()}, knows {producer.plans}")
+    for consumer in world.consumers:
+        if consumer.alive and (any(consumer.machine.census().values()) or consumer.owner or consumer.plans):
+            raise Violation(
+                f"{consumer.peer} still has {consumer.machine.census()}, {len(consumer.owner)} blocks, "
+                f"knows {consumer.plans}"
+            )
+    for prefill in schedule.prefills:
+        if prefill.engine.alive:
             expected = [1] * len(world.producers) if prefill.held else []
-            if list(world.sent.get(prefill.request_id, {}).values()) != expected:
-                raise Violation(
-                    f"{prefill.request_id} (held: {prefill.held}): sent {world.sent.get(prefill.request_id)}"
-                )
-        if len(world.prefill_pool.free) != POOL - 1:
-            raise Violation(f"{POOL - 1 - len(world.prefill_pool.free)} prefill blocks have leaked")
-    if not schedule.consumers_die and len(world.decode_pool.free) != POOL - 1:
-        raise Violation(f"{POOL - 1 - len(world.decode_pool.free)} decode blocks have leaked")
+            sent = prefill.engine.sent.get(prefill.request_id, {})
+            if list(sent.values()) != expected:
+                raise Violation(f"{prefill.request_id} (held: {prefill.held}): sent {sent}")
+    for engine in (world.prefill, world.decode):
+        if engine.alive and len(engine.pool.free) != POOL - 1:
+            raise Violation(f"{POOL - 1 - len(engine.pool.free)} blocks of {engine.ranks[0].peer} have leaked")

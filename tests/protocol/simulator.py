@@ -8,6 +8,9 @@ and reorder them. What must hold is checked when it happens:
     a write lands only in blocks whose request has not been told ``Received`` on that rank
     at ``Received(ok)`` every wanted block holds this prompt's content, from every rank that has a share
     ``Received`` and ``Sent`` come once a rank
+    a machine speaks to no peer that it has told its owner to forget
+
+Either engine can die, and start again at the same address as a new incarnation: new machines, empty pools.
 """
 
 from __future__ import annotations
@@ -23,7 +26,17 @@ from connectors.planning.blocks import UnitShape, wanted_blocks
 from connectors.planning.descriptors import Moves
 from connectors.planning.heads import head_shares, partners
 from connectors.planning.layout import Group, GroupKind
-from connectors.protocol.actions import Connect, ConsumerAction, ProducerAction, Received, Send, Sent, Verify, Write
+from connectors.protocol.actions import (
+    Connect,
+    ConsumerAction,
+    Forget,
+    ProducerAction,
+    Received,
+    Send,
+    Sent,
+    Verify,
+    Write,
+)
 from connectors.protocol.consumer import Consumer as ConsumerMachine
 from connectors.protocol.consumer import Order, Partner
 from connectors.protocol.delivery import Consumer
@@ -42,14 +55,14 @@ SHAPES = tuple(UnitShape(group.block_tokens, 1, 1) for group in GROUPS)
 LAYERS = 2
 HEAD_BYTES = (16, 8, 4)
 """Of one head of one block, all layers together."""
-LIMITS = TransferLimits(handshake_s=2, progress_s=3, cancel_s=1, lease_s=5, alive_s=1, fence_s=0.5)
+LIMITS = TransferLimits(handshake_s=2, progress_s=3, cancel_s=1, lease_s=5, alive_s=1, fence_s=0.5, forget_s=9)
 TICK_S = 0.5
 POOL = 400
 STRANGER = ("somebody else's",)
 DAMAGED = ("damaged",)
 VERIFY_S = 0.3
-ENGINE = EngineAddress("prefill-1", "host", 1)
-DECODE = "decode-1"
+HANG_S = 3 * LIMITS.hang_s
+"""A write that hangs ends after this at most: its peer has died, or goes on."""
 
 Tag = tuple[object, ...]
 
@@ -69,6 +82,7 @@ class Weather:
     write_fails: float = 0.0
     refuses: float = 0.0
     damages: float = 0.0
+    hangs: float = 0.0
     clears_at: float = 0.0
 
 
@@ -87,18 +101,51 @@ class Pool:
 
 @dataclass
 class ProducerRank:
+    """``plans``: what its owner keeps of consumer workers."""
+
+    peer: Peer
     machine: Producer
     alive: bool = True
     memory: dict[tuple[int, int], Tag] = field(default_factory=dict)
+    plans: set[Peer] = field(default_factory=set)
 
 
 @dataclass
 class ConsumerRank:
+    peer: Peer
     machine: ConsumerMachine
     alive: bool = True
     memory: dict[tuple[int, int, int], Tag] = field(default_factory=dict)
     owner: dict[int, str] = field(default_factory=dict)
-    connecting: bool = False
+    connecting: set[str] = field(default_factory=set)
+    plans: set[Peer] = field(default_factory=set)
+
+
+@dataclass
+class PrefillEngine:
+    """One start of the prefill engine. ``held``: blocks of requests that have finished and not been sent by all."""
+
+    address: EngineAddress
+    ranks: list[ProducerRank]
+    pool: Pool = field(default_factory=Pool)
+    held: dict[str, list[int]] = field(default_factory=dict)
+    sent: dict[str, Counter[int]] = field(default_factory=dict)
+
+    @property
+    def alive(self) -> bool:
+        return all(rank.alive for rank in self.ranks)
+
+
+@dataclass
+class DecodeEngine:
+    """One start of the decode engine."""
+
+    ranks: list[ConsumerRank]
+    pool: Pool = field(default_factory=Pool)
+
+    @property
+    def alive(self) -> bool:
+        return all(rank.alive for rank in self.ranks)
 
 
 @dataclass
@@ -112,6 +159,7 @@ class Consumption:
     started_at: float
     blocks: list[int]
     order: Order
+    engine: DecodeEngine
     results: dict[int, str | None] = field(default_factory=dict)
     ended_at: float = 0.0
 
@@ -136,17 +184,40 @@ class World:
         self.rng, self.weather, self.now, self.integrity = rng, weather, 0.0, integrity
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.order = 0
-        self.producers = [ProducerRank(Producer(GROUPS, LIMITS)) for _ in range(producer_tp)]
-        self.consumers = [ConsumerRank(ConsumerMachine(GROUPS, LIMITS)) for _ in range(consumer_tp)]
+        self.producer_tp, self.consumer_tp, self.starts = producer_tp, consumer_tp, 0
+        self.prefill, self.decode = self.start_prefill(), self.start_decode()
         self.pairs = partners(producer_tp, consumer_tp, [(0, kv_heads)])
         self.heads = Counter[tuple[int, int]]()
         for share in head_shares(producer_tp, consumer_tp, kv_heads):
             self.heads[share.producer_rank, share.consumer_rank] += share.stop - share.first
-        self.prefill_pool, self.decode_pool = Pool(), Pool()
         self.consumptions: dict[str, Consumption] = {}
-        self.sent: dict[str, Counter[int]] = {}
-        self.held_blocks: dict[str, list[int]] = {}
         self.counts = Counter[str]()
+
+    # ---- engines start ---------------------------------------------------------------------------------------------
+
+    def start_prefill(self) -> PrefillEngine:
+        """The prefill engine starts: a new incarnation, at the address where any other has been."""
+        self.starts += 1
+        name = f"prefill-{self.starts}"
+        ranks = [ProducerRank(Peer(name, rank), Producer(GROUPS, LIMITS)) for rank in range(self.producer_tp)]
+        self.prefill = PrefillEngine(EngineAddress(name, "host", 1), ranks)
+        return self.prefill
+
+    def start_decode(self) -> DecodeEngine:
+        self.starts += 1
+        name = f"decode-{self.starts}"
+        self.decode = DecodeEngine(
+            [ConsumerRank(Peer(name, rank), ConsumerMachine(GROUPS, LIMITS)) for rank in range(self.consumer_tp)]
+        )
+        return self.decode
+
+    @property
+    def producers(self) -> list[ProducerRank]:
+        return self.prefill.ranks
+
+    @property
+    def consumers(self) -> list[ConsumerRank]:
+        return self.decode.ranks
 
     # ---- the clock -------------------------------------------------------------------------------------------------
 
@@ -167,12 +238,12 @@ class World:
             event()
 
     def tick(self) -> None:
-        for rank, producer in enumerate(self.producers):
+        for producer in self.producers:
             if producer.alive:
-                self.produce(rank, producer.machine.tick(self.now))
-        for rank, consumer in enumerate(self.consumers):
+                self.produce(producer, producer.machine.tick(self.now))
+        for consumer in self.consumers:
             if consumer.alive:
-                self.consume(rank, consumer.machine.tick(self.now))
+                self.consume(consumer, consumer.machine.tick(self.now))
 
     @property
     def stormy(self) -> bool:
@@ -191,199 +262,227 @@ class World:
             self.after(self.rng.uniform(0.001, self.weather.delay_s), lambda: self.deliver(receiver, frame))
 
     def deliver(self, receiver: Peer, frame: bytes) -> None:
+        """What is meant for another start, or for a rank that is dead, is not heard."""
         envelope = decode(frame)
-        if receiver.incarnation == ENGINE.incarnation:
-            producer = self.producers[receiver.rank]
-            if producer.alive and producer.machine.knows(envelope.sender):
+        for producer in self.producers:
+            if producer.peer == receiver and producer.alive and producer.machine.knows(envelope.sender):
                 assert isinstance(envelope.message, Offer | Cancel)
-                self.produce(receiver.rank, producer.machine.message(envelope.sender, envelope.message, self.now))
-        elif self.consumers[receiver.rank].alive:
-            machine = self.consumers[receiver.rank].machine
-            self.consume(receiver.rank, machine.message(envelope.sender, envelope.message, self.now))
+                self.produce(producer, producer.machine.message(envelope.sender, envelope.message, self.now))
+        for consumer in self.consumers:
+            if consumer.peer == receiver and consumer.alive:
+                self.consume(consumer, consumer.machine.message(envelope.sender, envelope.message, self.now))
+
+    def send_from(self, rank: ProducerRank | ConsumerRank, receiver: Peer, message: Message) -> None:
+        if receiver not in rank.plans:
+            raise Violation(f"{rank.peer} says {message.kind} to {receiver}, which its owner was told to forget")
+        self.send(rank.peer, receiver, message)
 
     # ---- the prefill engine ----------------------------------------------------------------------------------------
 
-    def produce(self, rank: int, actions: list[ProducerAction]) -> None:
+    def produce(self, producer: ProducerRank, actions: list[ProducerAction]) -> None:
         for action in actions:
             match action:
                 case Send(peer, message):
-                    self.send(Peer(ENGINE.incarnation, rank), peer, message)
+                    self.send_from(producer, peer, message)
                 case Write():
-                    self.write(rank, action)
+                    self.write(producer, action)
+                case Forget(peer):
+                    self.counts["forgotten consumers"] += 1
+                    producer.plans.remove(peer)
                 case Sent(request_id):
-                    self.sent.setdefault(request_id, Counter())[rank] += 1
-                    if self.sent[request_id][rank] > 1:
-                        raise Violation(f"{request_id} was sent twice on rank {rank}")
-                    self.free_when_sent(request_id)
+                    engine = self.prefill
+                    engine.sent.setdefault(request_id, Counter())[producer.peer.rank] += 1
+                    if engine.sent[request_id][producer.peer.rank] > 1:
+                        raise Violation(f"{request_id} was sent twice on {producer.peer}")
+                    if request_id in engine.held and len(engine.sent[request_id]) == len(engine.ranks):
+                        # The scheduler frees a held request's blocks when all its workers have sent them.
+                        self.give_back(engine, engine.held.pop(request_id))
 
     def on_producer(self, rank: int, call: Callable[[Producer], list[ProducerAction]]) -> None:
-        if self.producers[rank].alive:
+        producer = self.producers[rank]
+        if producer.alive:
             self.counts["discards"] += 1
-            self.produce(rank, call(self.producers[rank].machine))
+            self.produce(producer, call(producer.machine))
 
-    def free_when_sent(self, request_id: str) -> None:
-        """The scheduler frees a held request's blocks when all its workers have sent them."""
-        if request_id in self.held_blocks and len(self.sent.get(request_id, ())) == len(self.producers):
-            self.give_back(self.held_blocks.pop(request_id))
-
-    def give_back(self, ids: list[int]) -> None:
+    def give_back(self, engine: PrefillEngine, ids: list[int]) -> None:
         """The allocator has the blocks again, and somebody else uses them at once."""
-        self.prefill_pool.give(ids)
-        for producer in self.producers:
+        engine.pool.give(ids)
+        for producer in engine.ranks:
             for block in ids:
                 for layer in range(LAYERS):
                     producer.memory[block, layer] = STRANGER
 
-    def write(self, rank: int, write: Write) -> None:
-        producer, target = self.producers[rank], write.peer.rank
-        heads = self.heads[rank, target]
+    def write(self, producer: ProducerRank, write: Write) -> None:
+        if write.peer not in producer.plans:
+            raise Violation(f"{producer.peer} writes to {write.peer}, which its owner was told to forget")
+        target = next((each for each in self.consumers if each.peer == write.peer), None)
+        heads = self.heads[producer.peer.rank, write.peer.rank]
         total = sum(
             len(move.dst_ids) * HEAD_BYTES[move.group] * heads * len(layers_of(move)) // LAYERS for move in write.moves
         )
         producer.machine.write_posted(write.write_id, total)
         if not total:
-            self.produce(rank, producer.machine.write_done(write.write_id, self.now))
+            self.produce(producer, producer.machine.write_done(write.write_id, self.now))
             return
         self.counts["writes"] += 1
-        lasts = self.rng.uniform(0.001, self.weather.write_s)
-        fails = self.stormy and self.rng.random() < self.weather.write_fails
+        hangs = self.stormy and self.rng.random() < self.weather.hangs
+        self.counts["hanging writes"] += hangs
+        lasts = self.rng.uniform(0.001, HANG_S if hangs else self.weather.write_s)
+        fails = self.stormy and self.rng.random() < (0.5 if hangs else self.weather.write_fails)
         if write.digest is not None:
             for move in write.moves:
                 write.digest.add(move.group, move.src_ids, move.src_parts, move.layers)
         for move in write.moves:
             pairs = zip(move.src_ids.tolist(), move.dst_ids.tolist(), strict=True)
             for (src, dst), layer in itertools.product(pairs, layers_of(move)):
-                if not (fails and self.rng.random() < 0.5):
+                if target is not None and not (fails and self.rng.random() < 0.5):
                     when = self.rng.uniform(0, lasts)
                     self.after(
-                        when, lambda s=src, d=dst, at=layer: self.land(rank, target, write.transfer_id, s, d, at)
+                        when,
+                        lambda s=src, d=dst, at=layer: self.land(producer, target, write, s, d, at),
                     )
-        self.after(lasts, lambda: self.written(rank, target, write.write_id, fails))
+        self.after(lasts, lambda: self.written(producer, target, write.write_id, fails))
 
-    def land(self, rank: int, target: int, transfer_id: str, src: int, dst: int, layer: int) -> None:
+    def land(
+        self, producer: ProducerRank, consumer: ConsumerRank, write: Write, src: int, dst: int, layer: int
+    ) -> None:
         """One block and layer of a write reaches the consumer's memory, with what the producer's holds now."""
-        producer, consumer = self.producers[rank], self.consumers[target]
         if not producer.alive or not consumer.alive:
             return
         owner = self.consumptions.get(consumer.owner.get(dst, ""))
-        if owner is None or owner.transfer_id != transfer_id:
-            raise Violation(f"rank {rank} wrote {transfer_id} into block {dst} of rank {target}, which it had given up")
-        consumer.memory[dst, rank, layer] = producer.memory.get((src, layer), STRANGER)
+        if owner is None or owner.transfer_id != write.transfer_id:
+            raise Violation(
+                f"{producer.peer} wrote {write.transfer_id} into block {dst} of {consumer.peer}, which had given it up"
+            )
+        consumer.memory[dst, producer.peer.rank, layer] = producer.memory.get((src, layer), STRANGER)
         if self.stormy and self.integrity and self.rng.random() < self.weather.damages:
-            consumer.memory[dst, rank, layer] = DAMAGED
+            consumer.memory[dst, producer.peer.rank, layer] = DAMAGED
             self.counts["damaged blocks"] += 1
 
-    def written(self, rank: int, target: int, write_id: int, fails: bool) -> None:
-        machine = self.producers[rank].machine
-        if not self.producers[rank].alive:
+    def written(self, producer: ProducerRank, target: ConsumerRank | None, write_id: int, fails: bool) -> None:
+        if not producer.alive:
             return
-        if fails or not self.consumers[target].alive:
+        if fails or target is None or not target.alive:
             self.counts["failed writes"] += 1
-            self.produce(rank, machine.write_failed(write_id, "the weather", self.now))
+            self.produce(producer, producer.machine.write_failed(write_id, "the weather", self.now))
         else:
-            self.produce(rank, machine.write_done(write_id, self.now))
+            self.produce(producer, producer.machine.write_done(write_id, self.now))
 
     # ---- the decode engine -----------------------------------------------------------------------------------------
 
-    def start(self, request_id: str, transfer_id: str, prompt: str, prompt_tokens: int, start_token: int) -> None:
+    def start(
+        self, request_id: str, transfer_id: str, prompt: str, prompt_tokens: int, start_token: int, at: EngineAddress
+    ) -> None:
         """A decode request has its blocks; every worker is told in its own time."""
-        end = prompt_tokens - 1
-        tables = [self.decode_pool.take(-(-prompt_tokens // group.block_tokens)) for group in GROUPS]
+        end, engine = prompt_tokens - 1, self.decode
+        tables = [engine.pool.take(-(-prompt_tokens // group.block_tokens)) for group in GROUPS]
         wanted = tuple(wanted_blocks(g, table, start_token, end) for g, table in zip(GROUPS, tables, strict=True))
-        order = Order(request_id, transfer_id, ENGINE, end, prompt, wanted)
+        order = Order(request_id, transfer_id, at, end, prompt, wanted)
         blocks = [block for table in tables for block in table]
         self.consumptions[request_id] = Consumption(
-            request_id, transfer_id, prompt, prompt_tokens, self.now, blocks, order
+            request_id, transfer_id, prompt, prompt_tokens, self.now, blocks, order, engine
         )
-        for rank, consumer in enumerate(self.consumers):
+        for consumer in engine.ranks:
             for block in blocks:
                 consumer.owner[block] = request_id
-                for producer, layer in itertools.product(range(len(self.producers)), range(LAYERS)):
+                for producer, layer in itertools.product(range(self.producer_tp), range(LAYERS)):
                     consumer.memory[block, producer, layer] = STRANGER
-            self.after(self.rng.uniform(0, 0.1), lambda r=rank: self.on_consumer(r, lambda m: m.start(order, self.now)))
+            self.after(self.rng.uniform(0, 0.1), lambda c=consumer: self.on(c, lambda m: m.start(order, self.now)))
 
     def on_consumer(self, rank: int, call: Callable[[ConsumerMachine], list[ConsumerAction]]) -> None:
-        if self.consumers[rank].alive:
-            self.consume(rank, call(self.consumers[rank].machine))
+        self.on(self.consumers[rank], call)
 
-    def consume(self, rank: int, actions: list[ConsumerAction]) -> None:
+    def on(self, consumer: ConsumerRank, call: Callable[[ConsumerMachine], list[ConsumerAction]]) -> None:
+        if consumer.alive:
+            self.consume(consumer, call(consumer.machine))
+
+    def consume(self, consumer: ConsumerRank, actions: list[ConsumerAction]) -> None:
         for action in actions:
             match action:
                 case Send(peer, message):
-                    self.send(Peer(DECODE, rank), peer, message)
-                case Connect():
-                    self.connect(rank)
+                    self.send_from(consumer, peer, message)
+                case Connect(engine):
+                    self.connect(consumer, engine)
+                case Forget(peer):
+                    self.counts["forgotten producers"] += 1
+                    consumer.plans.remove(peer)
                 case Verify():
                     lasts = self.rng.uniform(0, VERIFY_S)
-                    self.after(lasts, lambda verify=action: self.verified(rank, verify))
+                    self.after(lasts, lambda verify=action: self.verified(consumer, verify))
                 case Received(request_id, failure):
-                    self.received(rank, self.consumptions[request_id], failure)
+                    self.received(consumer, self.consumptions[request_id], failure)
 
-    def verified(self, rank: int, verify: Verify) -> None:
-        if self.consumers[rank].alive:
+    def verified(self, consumer: ConsumerRank, verify: Verify) -> None:
+        if consumer.alive:
             problem = verify.problem()
             self.counts["bad digests" if problem else "good digests"] += 1
-            self.on_consumer(rank, lambda m: m.verified(verify.request_id, verify.peer, problem, self.now))
+            self.on(consumer, lambda m: m.verified(verify.request_id, verify.peer, problem, self.now))
 
-    def connect(self, rank: int) -> None:
+    def connect(self, consumer: ConsumerRank, engine: EngineAddress) -> None:
         """The handshake, which either works or says why not within handshake_s."""
-        if self.consumers[rank].connecting:
+        if engine.incarnation in consumer.connecting:
             return
-        self.consumers[rank].connecting = True
+        self.counts["handshakes"] += 1
+        consumer.connecting.add(engine.incarnation)
         lasts = self.rng.uniform(0.01, LIMITS.handshake_s)
         refused = self.stormy and self.rng.random() < self.weather.refuses
-        self.after(lasts, lambda: self.connected(rank, refused))
+        self.after(lasts, lambda: self.connected(consumer, engine.incarnation, refused))
 
-    def connected(self, rank: int, refused: bool) -> None:
-        consumer = self.consumers[rank]
-        consumer.connecting = False
-        incarnation = ENGINE.incarnation
-        if refused or not all(producer.alive for producer in self.producers):
-            self.on_consumer(rank, lambda m: m.connect_failed(incarnation, "no answer", self.now))
+    def connected(self, consumer: ConsumerRank, incarnation: str, refused: bool) -> None:
+        consumer.connecting.discard(incarnation)
+        if refused or not self.prefill.alive or self.prefill.address.incarnation != incarnation:
+            self.on(consumer, lambda m: m.connect_failed(incarnation, "no answer, or another start's", self.now))
             return
         if not consumer.alive:
             return
         found = []
         for p, c in self.pairs:
-            if c == rank:
-                ours = frozenset(other for producer, other in self.pairs if producer == p)
-                source, target = self.digests(p, c)
-                self.producers[p].machine.welcome(Peer(DECODE, rank), Consumer(ours, POOL, SHAPES, source))
+            if c == consumer.peer.rank:
+                producer = self.producers[p]
+                ours = frozenset(other for rank, other in self.pairs if rank == p)
+                source, target = self.digests(producer, consumer)
+                producer.plans.add(consumer.peer)
+                producer.machine.welcome(consumer.peer, Consumer(ours, POOL, SHAPES, source), self.now)
+                consumer.plans.add(producer.peer)
                 sizes = tuple(size * self.heads[p, c] for size in HEAD_BYTES)
-                found.append(Partner(Peer(incarnation, p), SHAPES, sizes, target if self.integrity else None))
-        self.on_consumer(rank, lambda m: m.connected(incarnation, found, self.now))
+                found.append(Partner(producer.peer, SHAPES, sizes, target if self.integrity else None))
+        self.on(consumer, lambda m: m.connected(incarnation, found, self.now))
 
-    def digests(self, p: int, c: int) -> tuple[Callable[[], Tally], Callable[[], Tally]]:
+    def digests(
+        self, producer: ProducerRank, consumer: ConsumerRank
+    ) -> tuple[Callable[[], Tally], Callable[[], Tally]]:
         """What makes the digests of a pair of ranks, on either end. A pair without a share moves nothing."""
-        if not self.heads[p, c]:
+        p = producer.peer.rank
+        if not self.heads[p, consumer.peer.rank]:
             return (lambda: Tally(lambda *_: None)), (lambda: Tally(lambda *_: None))
-        source, target = self.producers[p].memory, self.consumers[c].memory
+        source, target = producer.memory, consumer.memory
         return (
             lambda: Tally(lambda block, layer: source.get((block, layer), STRANGER), LAYERS),
             lambda: Tally(lambda block, layer: target[block, p, layer], LAYERS),
         )
 
-    def received(self, rank: int, request: Consumption, failure: str | None) -> None:
-        consumer = self.consumers[rank]
+    def received(self, consumer: ConsumerRank, request: Consumption, failure: str | None) -> None:
+        rank = consumer.peer.rank
         if rank in request.results:
-            raise Violation(f"{request.request_id} was received twice on rank {rank}")
+            raise Violation(f"{request.request_id} was received twice on {consumer.peer}")
         request.results[rank] = failure
         for block in request.blocks:
             del consumer.owner[block]
         if failure is None:
-            self.check_contents(rank, request)
-        if len(request.results) == len(self.consumers):
+            self.check_contents(consumer, request)
+        if len(request.results) == len(request.engine.ranks):
             request.ended_at = self.now
-            self.decode_pool.give(request.blocks)
+            request.engine.pool.give(request.blocks)
 
-    def check_contents(self, rank: int, request: Consumption) -> None:
+    def check_contents(self, consumer: ConsumerRank, request: Consumption) -> None:
+        rank = consumer.peer.rank
         for group, blocks in zip(GROUPS, request.order.groups, strict=True):
             for position, block in zip(blocks.positions.tolist(), blocks.ids.tolist(), strict=True):
                 needed = min((position + 1) * group.block_tokens, request.order.end_token)
-                for p, layer in itertools.product(range(len(self.producers)), range(LAYERS)):
+                for p, layer in itertools.product(range(self.producer_tp), range(LAYERS)):
                     if not self.heads[p, rank]:
                         continue
-                    tag = self.consumers[rank].memory[block, p, layer]
+                    tag = consumer.memory[block, p, layer]
                     if tag[:3] != (request.prompt, group.index, position) or tag[3] < needed:
                         raise Violation(
                             f"{request.request_id} was told ok on rank {rank}, but group {group.index}, position "

@@ -7,7 +7,7 @@ import pytest
 
 from connectors.planning.blocks import BlockSet, UnitShape, empty_blocks
 from connectors.planning.layout import Group, GroupKind
-from connectors.protocol.actions import Connect, Received, Send, Verify
+from connectors.protocol.actions import Connect, Forget, Received, Send, Verify
 from connectors.protocol.consumer import Consumer, Order, Partner, expected_bytes, failures
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress
@@ -44,7 +44,7 @@ def offered(*orders: Order) -> Consumer:
 
 
 def cancels(*peers: Peer) -> list[Send]:
-    return [Send(peer, Cancel("t")) for peer in peers]
+    return [Send(peer, Cancel("t", 1)) for peer in peers]
 
 
 def empty(consumer: Consumer) -> bool:
@@ -222,7 +222,11 @@ def test_no_deadline_frees_blocks_that_may_be_written() -> None:
     for now in range(1, 2000, 7):
         assert not failures(consumer.tick(float(now)))
     reason = "no process answers"
-    assert consumer.engine_lost("engine-a", reason, 2000.0) == [Received("r", "the request was aborted")]
+    assert consumer.engine_lost("engine-a", reason, 2000.0) == [
+        Received("r", "the request was aborted"),
+        Forget(P0),
+        Forget(P1),
+    ]
 
 
 def test_alive_does_not_end_anything() -> None:
@@ -266,7 +270,7 @@ def test_strangers_change_nothing() -> None:
         (Peer("engine-a-before", 0), FIN0),
         (P0, Fin("t-other", 31)),
         (P0, Welcome()),
-        (P0, Cancel("t")),
+        (P0, Cancel("t", 1)),
     ):
         assert consumer.message(peer, message, 1.0) == []
     assert consumer.census()["offered"] == 1
@@ -284,7 +288,7 @@ def test_whatever_comes_after_the_end_is_ignored() -> None:
 def test_release_cancels_at_every_partner() -> None:
     """A request that needs nothing from its producer ends the lease early."""
     consumer = offered()
-    assert consumer.release("t9", ENGINE, 1.0) == [Send(P0, Cancel("t9")), Send(P1, Cancel("t9"))]
+    assert consumer.release("t9", ENGINE, 1.0) == [Send(P0, Cancel("t9", 2)), Send(P1, Cancel("t9", 2))]
 
 
 def test_release_connects_where_it_must() -> None:
@@ -433,7 +437,7 @@ def test_a_verification_is_not_silence() -> None:
     verify(consumer, P0, with_digest(FIN0))
     verify(consumer, P1, with_digest(FIN1))
     assert consumer.tick(100.0) == []
-    assert consumer.engine_lost("engine-a", "it is gone", 101.0) == []
+    assert consumer.engine_lost("engine-a", "it is gone", 101.0) == [Forget(P0), Forget(P1)]
     consumer.verified("r", P0, None, 102.0)
     assert consumer.verified("r", P1, None, 102.0) == [Received("r", None)]
 
@@ -450,7 +454,7 @@ def test_a_dead_engine_during_a_verification() -> None:
     """One rank verified, the other dead: the failure waits for the result too."""
     consumer = checked()
     verify(consumer, P0, with_digest(FIN0))
-    assert consumer.engine_lost("engine-a", "it is gone", 2.0) == []
+    assert consumer.engine_lost("engine-a", "it is gone", 2.0) == [Forget(P0), Forget(P1)]
     assert consumer.verified("r", P0, None, 3.0) == [Received("r", "it is gone")]
     assert empty(consumer)
 

@@ -131,7 +131,7 @@ def asking(tallies: list[Tally], can: bool = True) -> Producer:
         return tallies[-1]
 
     producer = machine()
-    producer.welcome(C0, Consumer(frozenset({0}), 100, SHAPES, new_digest if can else None))
+    producer.welcome(C0, Consumer(frozenset({0}), 100, SHAPES, new_digest if can else None), 0.0)
     producer.expect("r", "t", 12, "digest", 0.0)
     return producer
 

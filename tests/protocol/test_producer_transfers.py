@@ -25,7 +25,7 @@ def test_an_offer_before_its_request_is_remembered() -> None:
     assert producer.message(C0, offer(), 0.0) == []
     assert producer.census()["orphan"] == 1
     assert producer.expect("r", "t", 12, "digest", 5.0) == []
-    assert producer.census() == {"orphan": 0, "live": 1, "held": 0, "writes": 0, "remembered": 0}
+    assert producer.census() == {"orphan": 0, "live": 1, "held": 0, "writes": 0, "remembered": 0, "hanging": 0}
     assert moves(only_write(producer.progress("r", [[1], [4]], 4, 6.0))) == {0: [(1, 50)]}
 
 
@@ -71,7 +71,7 @@ def test_chunks_leave_as_they_complete() -> None:
     assert finish_write(producer, first, 10, 3.2) == []
     assert finish_write(producer, third, 31, 3.3) == [Send(C0, Fin("t", 61))]
     assert producer.finished("r", True, "", 4.0) == [Sent("r")]
-    assert producer.census() == {"orphan": 0, "live": 0, "held": 0, "writes": 0, "remembered": 1}
+    assert producer.census() == {"orphan": 0, "live": 0, "held": 0, "writes": 0, "remembered": 1, "hanging": 0}
 
 
 def test_a_late_offer_gets_everything_at_once() -> None:
@@ -172,7 +172,7 @@ def test_a_request_that_is_not_held_aborts() -> None:
     producer = live()
     producer.message(C0, offer(), 0.5)
     assert producer.finished("r", False, "the client left", 1.0) == [Send(C0, Aborted("t", "the client left"))]
-    assert producer.census() == {"orphan": 0, "live": 0, "held": 0, "writes": 0, "remembered": 1}
+    assert producer.census() == {"orphan": 0, "live": 0, "held": 0, "writes": 0, "remembered": 1, "hanging": 0}
 
 
 def test_finished_of_an_unknown_request() -> None:

@@ -1,14 +1,13 @@
-"""Both machines pumped at each other through thousands of random schedules.
+"""Both machines pumped at each other through thousands of random schedules; ``make schedules`` plays as many as asked.
 
-To replay one: ``python -c "from tests.protocol.scenarios import run; run(SEED)"``.
+To replay one: ``python -m tests.protocol.schedules --replay SEED``.
 """
 
 from collections import Counter
 
 import pytest
 
-from tests.protocol.scenarios import delivered, run
-from tests.protocol.simulator import Violation
+from tests.protocol.schedules import play
 
 SCHEDULES = 3000
 BATCHES = 10
@@ -23,19 +22,8 @@ def totals() -> Counter[str]:
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_promises_hold(batch: int, totals: Counter[str]) -> None:
     """Right or refused, every wait ends, nothing leaks: whatever the schedule."""
-    broken = []
-    for seed in range(batch, SCHEDULES, BATCHES):
-        try:
-            schedule = run(seed)
-        except Violation as violation:
-            broken.append(f"seed {seed}: {violation}")
-            continue
-        totals += schedule.world.counts
-        totals["schedules"] += 1
-        totals["calm"] += schedule.calm
-        totals["engines died"] += schedule.producers_die + schedule.consumers_die
-        for request in schedule.world.consumptions.values():
-            totals["requests that got their KV" if delivered(request) else "requests that did not"] += 1
+    counts, broken = play(range(batch, SCHEDULES, BATCHES))
+    totals += counts
     assert not broken, "\n".join(broken[:10])
 
 
@@ -59,6 +47,10 @@ def test_schedules_have_seen_everything(totals: Counter[str], capsys: pytest.Cap
         "damaged blocks",
         "bad digests",
         "good digests",
+        "prefill engines started again",
+        "decode engines started again",
+        "forgotten consumers",
+        "forgotten producers",
     ):
         assert totals[what] > SCHEDULES // 50, what
     assert min(totals["requests that got their KV"], totals["requests that did not"]) > SCHEDULES // 5

@@ -44,12 +44,13 @@ MESSAGES: list[Message] = [
     Welcome(),
     Refused("dtype differs"),
     Offer("t-1", 37, "d1ge57", (blocks((0, 9), (1, 4), (7, 2**40)), empty_blocks(), blocks((5, 1)))),
-    Offer("t-2", 0, "", (), True),
+    Offer("t-2", 0, "", (), True, 2**40),
     Alive("t-1"),
     Fin("t-1", 2**40),
     Fin("t-1", 0, "0123456789abcdef0123456789abcdef"),
     Aborted("t-1", "the lease has expired"),
     Cancel("t-1"),
+    Cancel("t-1", 7),
     Cancelled("ünïcode ✓"),
 ]
 
@@ -75,6 +76,7 @@ def offer_header(**changes: object) -> dict[str, object]:
         "prompt": "",
         "blocks": [],
         "digest": False,
+        "number": 4,
     } | changes
 
 
@@ -99,11 +101,12 @@ def same(left: Message, right: Message) -> bool:
     """Equality that looks into block vectors."""
     if not isinstance(left, Offer) or not isinstance(right, Offer):
         return left == right
-    return (left.transfer_id, left.end_token, left.prompt_digest, left.digest, len(left.groups)) == (
+    return (left.transfer_id, left.end_token, left.prompt_digest, left.digest, left.number, len(left.groups)) == (
         right.transfer_id,
         right.end_token,
         right.prompt_digest,
         right.digest,
+        right.number,
         len(right.groups),
     ) and all(
         np.array_equal(a.positions, b.positions) and np.array_equal(a.ids, b.ids)
@@ -176,6 +179,7 @@ def test_bytes_after_the_end_are_refused(message: Message) -> None:
         (frame({"from": "a", "rank": 1.0}), "'rank' must be a whole number"),
         (frame({"from": "a", "rank": True}), "'rank' must be a whole number"),
         (frame({"from": "a", "rank": 2**63}), "'rank' must be a whole number"),
+        (frame(offer_header(number=-1)), "'number' must be a whole number"),
         (frame({"from": "a", "rank": 0}), "'to' must be text"),
         (frame({"from": "a", "rank": 0, "to": "b"}), "'to_rank' must be a whole number, not None"),
         (frame(fin_header(id="t" * 257)), "'id' has 257 characters, at most 256"),

@@ -109,7 +109,7 @@ class Engines:
                 source = digests(plans[p], Memory(producer.rank.layout), End.SOURCE)
                 target = digests(plans[p], Memory(consumer.rank.layout), End.TARGET)
                 welcomed = Consumer(talking, ours.layout.num_blocks, plans[p].shapes, source)
-                producer.machine.welcome(consumer.host.peer, welcomed)
+                producer.machine.welcome(consumer.host.peer, welcomed, self.now)
                 found.append(Partner(producer.host.peer, plans[p].shapes, plans[p].unit_bytes, target))
             self.perform(consumer, consumer.machine.connected(PREFILL, found, self.now))
 

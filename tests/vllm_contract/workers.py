@@ -28,6 +28,13 @@ LIMITS = TransferLimits(handshake_s=3.0, progress_s=1.0, alive_s=0.2, cancel_s=0
 DIGEST = prompt_digest([1, 2, 3])
 
 
+def layout_of(address: int, packing: str = "p", place: Place = Place("DRAM", 0)) -> EngineLayout:  # noqa: B008
+    """A cache at ``address``: one full-attention group of one layer."""
+    pages = LayerPages("layer", address, BLOCK_BYTES, 1, 1, BLOCK_BYTES, 1, BLOCK_BYTES, BLOCK_BYTES, packing)
+    region = Region(address, BLOCKS * BLOCK_BYTES, place)
+    return EngineLayout(0, 1, BLOCKS, (region,), (Group(0, GroupKind.FULL, BLOCK_TOKENS, None, (pages,)),))
+
+
 class Worker:
     """A WorkerRuntime over a numpy cache of one full-attention group, and the side channel that shows its card."""
 
@@ -45,15 +52,7 @@ class Worker:
     ) -> None:
         self.integrity = integrity
         self.cache = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
-        address = self.cache.ctypes.data
-        pages = LayerPages("layer", address, BLOCK_BYTES, 1, 1, BLOCK_BYTES, 1, BLOCK_BYTES, BLOCK_BYTES, packing)
-        layout = EngineLayout(
-            0,
-            1,
-            BLOCKS,
-            (Region(address, self.cache.nbytes, place),),
-            (Group(0, GroupKind.FULL, BLOCK_TOKENS, None, (pages,)),),
-        )
+        layout = layout_of(self.cache.ctypes.data, packing, place)
         self.transport = transport = transport_class(f"{name}/0", fabric)
         transport.register([dataclasses.replace(region, place=Place("DRAM", 0)) for region in layout.regions])
         self.card = WorkerCard(name, identity, layout, transport.kind, transport.metadata())

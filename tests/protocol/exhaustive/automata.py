@@ -1,0 +1,380 @@
+"""The two machines as automata: their states numbered, and what an event does to a state computed once.
+
+A machine's state is what it will do, so its key leaves out what cannot matter any more (texts, what a closed delivery
+was) and keeps of a point in time only how many *jumps* ago it was. One jump of a machine's clock passes one unit of
+time; deadlines are one or two units long. Every rank's clock jumps by itself, so every deadline fires at every moment
+at which it can fire for any speed of any clock.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from connectors.planning.blocks import Ints
+from connectors.protocol.actions import Connect, Received, Send, Sent, Verify, Write
+from connectors.protocol.consumer import Consumer
+from connectors.protocol.delivery import Delivery, Stage, Transfer
+from connectors.protocol.params import EngineAddress
+from connectors.protocol.producer import Producer
+from connectors.protocol.wire import Aborted, Alive, Envelope, Fin, Message, Peer, encode
+
+Tag = tuple[object, ...]
+Cell = tuple[int, int]
+"""(block id, layer)"""
+
+STRANGER: Tag = ("somebody else's",)
+LAYERS = 2
+UNIT_BYTES = (16, 8)
+CAP = 2
+"""No deadline is more than two jumps long."""
+FRESH = 10_000
+WIDS = 100
+"""Ids of writes to consumer rank c start at ``c * WIDS``: what a swap of ranks does to them is plain."""
+
+
+class Ambient:
+    """The memory that digests read while a machine is called."""
+
+    cells: dict[Cell, Tag] = {}  # noqa: RUF012
+
+
+class CellDigest:
+    """Of the tags of some cells, in the order in which they were added, layer by layer."""
+
+    def __init__(self) -> None:
+        self.seen: dict[tuple[int, int], tuple[Tag, ...]] = {}
+
+    def add(self, group: int, ids: Ints, parts: Ints, layers: tuple[int, int] | None = None) -> None:
+        first, stop = layers or (0, LAYERS)
+        for layer in range(first, min(stop, LAYERS)):
+            tags = tuple(Ambient.cells.get((block, layer), STRANGER) for block in ids.tolist())
+            self.seen[group, layer] = self.seen.get((group, layer), ()) + tags
+
+    def hexdigest(self) -> str:
+        return repr(sorted((key, tags) for key, tags in self.seen.items() if tags))
+
+
+class Broken(AssertionError):
+    """A promise was broken, or a machine raised."""
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """A write: which cells it fills, from which, and what those held when it was posted."""
+
+    wid: int
+    consumer: int
+    cells: tuple[tuple[Cell, Cell, Tag], ...]
+
+
+Event = tuple[Any, ...]
+"""(method, arguments, number of the memory); a message is (rank of the sender, number of the letter)."""
+
+Outcome = tuple[int, tuple[Any, ...]]
+ENGINE = EngineAddress("prefill", "host", 1)
+DECODE = "decode"
+
+
+class Letters:
+    """Messages, numbered: they carry arrays, which have no hash."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[bytes, int] = {}
+        self.messages: list[Message] = []
+
+    def number(self, message: Message) -> int:
+        """Reasons are for people and decide nothing: they are left out."""
+        if isinstance(message, Aborted):
+            message = replace(message, reason="")
+        frame = encode(Envelope(Peer("", 0), "", message))
+        if frame not in self._numbers:
+            self._numbers[frame] = len(self.messages)
+            self.messages.append(message)
+        return self._numbers[frame]
+
+
+class Automaton:
+    """``call`` applies an event to a machine and returns what the world must know of it; ``key`` names its state."""
+
+    def __init__(self, call: Callable[[Any, Event], list[Any]], key: Callable[[Any], object]) -> None:
+        self._call, self._key = call, key
+        self._numbers: dict[object, int] = {}
+        self._pickles: list[bytes] = []
+        self._outcomes: dict[tuple[int, Event], Outcome] = {}
+        self._derived: dict[tuple[int, Callable[[Any], Any]], Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._pickles)
+
+    def number(self, machine: Any) -> int:
+        key = self._key(machine)
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self._pickles)
+            self._pickles.append(pickle.dumps(machine, pickle.HIGHEST_PROTOCOL))
+        return number
+
+    def machine(self, number: int) -> Any:
+        return pickle.loads(self._pickles[number])
+
+    def on(self, number: int, event: Event) -> Outcome:
+        found = self._outcomes.get((number, event))
+        if found is None:
+            machine = self.machine(number)
+            try:
+                actions = tuple(self._call(machine, event))
+            except Exception as error:
+                raise Broken(f"a machine raised {error!r} on {event}") from error
+            found = self._outcomes[number, event] = (self.number(machine), actions)
+        return found
+
+    def derive(self, number: int, what: Callable[[Any], Any]) -> Any:
+        """A property of a state, or, where ``what`` changes the machine and returns None, the state that results."""
+        found = self._derived.get((number, what))
+        if found is None:
+            machine = self.machine(number)
+            found = what(machine)
+            if found is None:
+                found = self.number(machine)
+            self._derived[number, what] = found
+        return found
+
+
+# ---- the producer ------------------------------------------------------------------------------------------------
+
+
+def transfers_of(machine: Producer) -> Iterator[Transfer]:
+    """Also those that only a write or a request still remembers."""
+    found: dict[int, Transfer] = {}
+    for transfer in (
+        *machine._transfers.values(),
+        *machine._by_request.values(),
+        *(transfer for transfer, _ in machine._writes.values()),
+    ):
+        found[id(transfer)] = transfer
+    yield from found.values()
+
+
+def call_producer(machine: Producer, event: Event, letters: Letters, memory: dict[Cell, Tag]) -> list[Any]:
+    """What the world must know of what the machine does. Writes are posted at once."""
+    method, arguments, _ = event
+    Ambient.cells = memory
+    machine._next_write_id = FRESH
+    if method == "message":
+        arguments = (Peer(DECODE, arguments[0]), letters.messages[arguments[1]])
+    if method == "tick":
+        _age_producer(machine)
+    if method == "begin":
+        machine.begin(*arguments)
+        return []
+    actions = getattr(machine, method)(*arguments, 0.0)
+    outcome: list[Any] = []
+    for action in actions:
+        match action:
+            case Send(peer, message):
+                if not isinstance(message, Alive):
+                    # What hearing Alive makes possible, a consumer whose clock stands still can do as well.
+                    outcome.append(("send", peer.rank, letters.number(message)))
+            case Write():
+                outcome.append(("write", _post(machine, action)))
+            case Sent():
+                outcome.append(("sent",))
+    return outcome
+
+
+def _post(machine: Producer, write: Write) -> Posted:
+    transfer, delivery = machine._writes.pop(write.write_id)
+    rank = write.peer.rank
+    wid = next(n for n in range(rank * WIDS, FRESH) if n not in machine._writes)
+    machine._writes[wid] = (transfer, delivery)
+    delivery.in_flight[wid] = delivery.in_flight.pop(write.write_id)
+    total, cells = 0, []
+    for move in write.moves:
+        first, stop = move.layers or (0, LAYERS)
+        layers = range(first, min(stop, LAYERS))
+        total += len(move.dst_ids) * UNIT_BYTES[move.group] * len(layers) // LAYERS
+        for src, dst in zip(move.src_ids.tolist(), move.dst_ids.tolist(), strict=True):
+            cells += [((dst, at), (src, at), Ambient.cells.get((src, at), STRANGER)) for at in layers]
+        if write.digest is not None:
+            write.digest.add(move.group, move.src_ids, move.src_parts, move.layers)
+    machine.write_posted(wid, total)
+    return Posted(wid, rank, tuple(cells))
+
+
+def _age_producer(machine: Producer) -> None:
+    for transfer in transfers_of(machine):
+        transfer.since = _older(transfer.since)
+        for delivery in transfer.deliveries.values():
+            delivery.last_sent, delivery.moved_at = _older(delivery.last_sent), _older(delivery.moved_at)
+    for gone in machine._gone.values():
+        gone.at = _older(gone.at)
+
+
+def _older(at: float) -> float:
+    return max(at - 1.0, -float(CAP))
+
+
+def producer_key(machine: Producer) -> object:
+    listed = {id(transfer) for transfer in machine._transfers.values()}
+    return (
+        tuple(sorted((name, _transfer_key(t)) for name, t in machine._transfers.items())),
+        tuple(sorted((r, t.transfer_id, id(t) in listed or _transfer_key(t)) for r, t in machine._by_request.items())),
+        tuple(sorted((wid, id(t) in listed or _transfer_key(t)) for wid, (t, _) in machine._writes.items())),
+        tuple(sorted((name, gone.at, _numbers(gone.numbers)) for name, gone in machine._gone.items())),
+        _numbers(machine._overtaken),
+        tuple(sorted(peer.rank for peer in machine._consumers)),
+    )
+
+
+def _numbers(numbers: dict[Peer, int]) -> tuple[tuple[int, int], ...]:
+    return tuple(sorted((peer.rank, number) for peer, number in numbers.items()))
+
+
+def _transfer_key(transfer: Transfer) -> tuple[object, ...]:
+    return (
+        transfer.stage.name,
+        transfer.since if transfer.stage is not Stage.LIVE else 0.0,
+        transfer.request_id or "",
+        transfer.computed_tokens,
+        transfer.coming_tokens,
+        tuple(map(tuple, transfer.tables)),
+        transfer.consumer is not None,
+        transfer.consumer == "",
+        tuple(sorted(transfer.expected_ranks)) if transfer.expected_ranks is not None else (),
+        tuple(sorted((rank, _delivery_key(d)) for rank, d in transfer.deliveries.items())),
+        _numbers(transfer.numbers),
+    )
+
+
+def _delivery_key(delivery: Delivery) -> tuple[object, ...]:
+    if delivery.closed:
+        return ("closed",)
+    return (
+        "open" if delivery.offer is not None else "awaited",
+        tuple(tuple(units.dst_ids.tolist()) for units in delivery.pending) if delivery.pending is not None else (),
+        delivery.pending is None,
+        tuple(sorted((g, tuple(moves.dst_ids.tolist()), done) for g, (moves, done) in delivery.early.items())),
+        delivery.digest.hexdigest() if delivery.digest is not None else "",
+        tuple(sorted(delivery.in_flight.items())),
+        delivery.written_bytes,
+        delivery.ending.kind if delivery.ending is not None else "",
+        delivery.moved_at if delivery.in_flight else 0.0,
+        delivery.hangs,
+    )
+
+
+def settled(machine: Producer) -> tuple[frozenset[int], frozenset[int], bool]:
+    """(consumer ranks whose deliveries are closed, ids of writes whose delivery has been given up, nothing is open)"""
+    given_up = frozenset(
+        wid
+        for wid, (_, delivery) in machine._writes.items()
+        if delivery.ending is not None and not isinstance(delivery.ending, Fin)
+    )
+    ranks = frozenset(peer.rank for peer in machine._consumers)
+    if "t" in machine._gone:
+        closed = ranks - {delivery.peer.rank for _, delivery in machine._writes.values()}
+    else:
+        deliveries = machine._transfers["t"].deliveries if "t" in machine._transfers else {}
+        closed = frozenset(rank for rank, delivery in deliveries.items() if delivery.closed)
+    return closed, given_up, not machine._writes and closed == ranks
+
+
+def swap_consumers(machine: Producer) -> None:
+    """The same with consumer ranks 0 and 1 in each other's place."""
+    for transfer in transfers_of(machine):
+        for delivery in transfer.deliveries.values():
+            delivery.peer = swapped(delivery.peer)
+            delivery.in_flight = {swap_wid(wid): size for wid, size in delivery.in_flight.items()}
+        transfer.numbers = _swapped_keys(transfer.numbers)
+        transfer.deliveries = {1 - rank: delivery for rank, delivery in transfer.deliveries.items()}
+    for gone in machine._gone.values():
+        gone.numbers = _swapped_keys(gone.numbers)
+    machine._overtaken = _swapped_keys(machine._overtaken)
+    machine._heard_at = {swapped(peer): at for peer, at in machine._heard_at.items()}
+    machine._writes = {swap_wid(wid): both for wid, both in machine._writes.items()}
+    machine._consumers = {swapped(peer): consumer for peer, consumer in machine._consumers.items()}
+
+
+def swapped(peer: Peer) -> Peer:
+    return Peer(peer.incarnation, 1 - peer.rank)
+
+
+def _swapped_keys(numbers: dict[Peer, int]) -> dict[Peer, int]:
+    return {swapped(peer): number for peer, number in numbers.items()}
+
+
+def swap_wid(wid: int) -> int:
+    return wid - WIDS if wid >= WIDS else wid + WIDS
+
+
+# ---- the consumer ------------------------------------------------------------------------------------------------
+
+
+def call_consumer(machine: Consumer, event: Event, letters: Letters) -> list[Any]:
+    """What the world must know of what the machine does."""
+    method, arguments, _ = event
+    if method == "message":
+        arguments = (Peer(ENGINE.incarnation, arguments[0]), letters.messages[arguments[1]])
+    if method == "tick":
+        _age_consumer(machine)
+    outcome: list[Any] = []
+    for action in getattr(machine, method)(*arguments, 0.0):
+        match action:
+            case Send(peer, message):
+                outcome.append(("send", peer.rank, letters.number(message)))
+            case Connect():
+                outcome.append(("connect",))
+            case Verify(_, peer, units, _, expected):
+                wanted = tuple((g, block) for g, each in enumerate(units) for block in each.dst_ids.tolist())
+                outcome.append(("verify", peer.rank, wanted, expected))
+            case Received(_, failure):
+                outcome.append(("received", failure is None))
+    return outcome
+
+
+def _age_consumer(machine: Consumer) -> None:
+    for reception in machine._receptions.values():
+        reception.heard_at, reception.cancelled_at = _older(reception.heard_at), _older(reception.cancelled_at)
+    machine._used = {transfer_id: _older(at) for transfer_id, at in machine._used.items()}
+    for waiting in machine._releases.values():
+        waiting[:] = [(transfer_id, _older(at)) for transfer_id, at in waiting]
+
+
+def consumer_key(machine: Consumer) -> object:
+    return (
+        tuple(
+            (
+                reception.stage.name,
+                reception.heard_at if reception.writing and reception.stage.name != "ENDING" else 0.0,
+                tuple(sorted(peer.rank for peer in reception.writing)),
+                tuple(sorted(peer.rank for peer in reception.verifying)),
+                reception.failure is None,
+                reception.cancelled_at if reception.stage.name == "ENDING" else 0.0,
+                reception.quarantined,
+            )
+            for reception in machine._receptions.values()
+        ),
+        bool(machine._partners),
+        tuple(item for waiting in machine._releases.values() for item in waiting),
+        tuple(machine._used.values()),
+    )
+
+
+def swap_producers(machine: Consumer) -> None:
+    """The same with producer ranks 0 and 1 in each other's place."""
+    for reception in machine._receptions.values():
+        reception.writing = {
+            swapped(peer): replace(partner, peer=swapped(peer)) for peer, partner in reception.writing.items()
+        }
+        reception.verifying = {swapped(peer) for peer in reception.verifying}
+
+
+def ending(machine: Consumer) -> bool:
+    return any(reception.stage.name == "ENDING" for reception in machine._receptions.values())
+
+
+def census(machine: Producer | Consumer) -> tuple[tuple[str, int], ...]:
+    return tuple((what, count) for what, count in machine.census().items() if count)

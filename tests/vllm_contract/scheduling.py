@@ -1,0 +1,292 @@
+"""vLLM's own scheduler object with the connector's scheduler half, driven at random; honest workers stand behind it.
+
+Nothing of vLLM is replaced: its configuration, its (asynchronous) scheduler, its block pool, its aggregation of the
+ranks' reports. The workers are a model of what workers say: tokens for the requests that a step has brought to their
+end, ``finished_sending`` once for a production that is held, ``finished_recving`` once for a reception, sometimes
+failed. What the orders must be, step for step, is checked as the workers receive them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from connectors.protocol.cards import WorkerCard, encode_worker_card
+from connectors.vllm_hma.connector import TandemConnector
+from connectors.vllm_hma.orders import CardMetadata, Orders
+from tests.vllm_contract.caches import cache_config, full, sliding, vllm_config
+from tests.vllm_contract.workers import IDENTITY, layout_of
+
+TP, BLOCK_TOKENS, WINDOW_TOKENS = 2, 16, 48
+MAX_TOKENS_A_STEP, MAX_REQUESTS, MAX_PROMPT_TOKENS = 32, 12, 200
+STOP_TOKEN = 7
+ENDS_WITHIN_STEPS = 600
+
+
+@dataclass
+class Rank:
+    """What one rank owes the scheduler: step at which it reports each request."""
+
+    sends: dict[str, int] = field(default_factory=dict)
+    receives: dict[str, int] = field(default_factory=dict)
+    produces: dict[str, list[list[int]]] = field(default_factory=dict)
+
+
+class Engine:
+    """One engine core without its model. ``step`` is one random turn of its loop."""
+
+    def __init__(self, seed: int, blocks: int = 60, prefix_caching: bool = True, asynchronous: bool = True) -> None:
+        self.rng = random.Random(seed)
+        config = engine_config(prefix_caching, asynchronous)
+        config.cache_config.num_gpu_blocks = blocks
+        cache = kv_cache(blocks)
+        block_size, hash_block_size = resolve_kv_cache_block_sizes(cache, config)
+        self.scheduler = config.scheduler_config.get_scheduler_cls()(
+            vllm_config=config,
+            kv_cache_config=cache,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=block_size,
+            hash_block_size=hash_block_size,
+            log_stats=True,
+        )
+        hashing = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+        init_none_hash(hashing)
+        self.hasher = get_request_block_hasher(hash_block_size, hashing)
+        connector = self.scheduler.get_kv_connector()
+        assert isinstance(connector, TandemConnector)
+        self.connector = connector
+        self.aggregator = KVOutputAggregator.from_connector(connector, TP)
+        card = encode_worker_card(WorkerCard("me", IDENTITY, layout_of(1 << 20), "memory", b""))
+        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): CardMetadata(card)})
+        self.depth = config.max_concurrent_batches
+        self.batches: deque[SchedulerOutput] = deque()
+        self.ranks = [Rank() for _ in range(TP)]
+        self.known_tokens: dict[str, int] = {}
+        self.steps = 0
+        self.counts = Counter[str]()
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.baseline = self.pool.get_num_free_blocks()
+
+    def close(self) -> None:
+        self.scheduler.shutdown()
+
+    # ---- requests --------------------------------------------------------------------------------------------------
+
+    def add(self, number: int) -> None:
+        """A request of some kind; a prompt that may share its beginning with others."""
+        rng = self.rng
+        shared = rng.choice([0, 0, 40, 120])
+        length = rng.choice([1, 2, rng.randint(3, 40), rng.randint(3, 40), rng.randint(40, MAX_PROMPT_TOKENS)])
+        prompt = ([9] * shared + [rng.randint(10, 500) for _ in range(MAX_PROMPT_TOKENS)])[:length]
+        kind, params, max_tokens = self.kind(number)
+        self.counts[kind] += 1
+        sampling = SamplingParams(max_tokens=max_tokens, extra_args={"kv_transfer_params": params})
+        sampling.stop_token_ids = [STOP_TOKEN]
+        request = Request(f"r{number}", prompt, sampling, None, block_hasher=self.hasher)
+        self.scheduler.add_request(request)
+
+    def kind(self, number: int) -> tuple[str, Any, int]:
+        rng = self.rng
+        transfer_id = f"t{number if rng.random() < 0.9 else rng.randint(0, number)}"
+        engine = {"remote_engine_id": "other", "remote_host": "127.0.0.1", "remote_port": 9}
+        consume = {"do_remote_prefill": True, "transfer_id": transfer_id} | engine
+        produce = {"do_remote_decode": True, "transfer_id": transfer_id}
+        several = rng.randint(1, 12)
+        kinds: list[tuple[str, Any, int]] = [
+            ("plain", None, 120),
+            ("plain", None, several),
+            ("produced", produce, 1),
+            ("produced without an id", {"do_remote_decode": True}, 1),
+            ("produced", produce, 1),
+            ("consumed", consume, several),
+            ("consumed", consume, several),
+            ("discard", produce | {"discard": True}, 1),
+            ("describe", {"do_remote_decode": True, "describe": True}, 1),
+            ("bad", rng.choice([produce | consume, {"do_remote_prefill": True}, consume | {"remote_port": "9"}]), several),
+            ("bad", rng.choice([{}, {"unknown": 1}, produce | {"transfer_id": ""}, consume | {"transfer_id": 5}]), several),
+            ("bad", produce, several + 1),
+        ]
+        return rng.choice(kinds)
+
+    def abort(self) -> None:
+        """A client leaves, whatever its request is doing; those that have ended and wait for their sending too."""
+        if self.scheduler.requests:
+            self.counts["aborted"] += 1
+            request_id = self.rng.choice(list(self.scheduler.requests))
+            ours = self.connector.scheduler
+            for what, known in (("productions", ours._productions), ("receptions", ours._taken)):
+                self.counts[f"aborted {what}"] += request_id in known
+            self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    # ---- the engine's loop -----------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """As EngineCore does it: fill the queue of batches, else take the oldest one's output."""
+        self.steps += 1
+        if len(self.batches) < self.depth and self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            self.counts["preempted"] += len(output.preempted_req_ids or ())
+            self.counts["preempted productions"] += len(output.kv_connector_metadata.preempted)
+            self.check_tables(output)
+            self.batches.append(output)
+            if len(self.batches) < self.depth and self.rng.random() < 0.8:
+                return
+        if self.batches:
+            output = self.batches.popleft()
+            self.scheduler.update_from_output(output, self.execute(output))
+
+    def check_tables(self, output: SchedulerOutput) -> None:
+        """Chunk by chunk, the workers are told the tables that the scheduler has at this moment."""
+        orders = output.kv_connector_metadata
+        assert isinstance(orders, Orders)
+        for chunk in orders.chunks:
+            assert output.num_scheduled_tokens[chunk.request_id] > 0
+            production = self.connector.scheduler._productions[chunk.request_id]
+            table = self.scheduler.kv_cache_manager.get_block_ids(chunk.request_id)
+            assert production.sent == [len(ids) for ids in table]
+            for ids, new in zip(table, chunk.new_ids, strict=True):
+                assert not new or tuple(ids[-len(new) :]) == new
+            assert -(-chunk.computed_tokens // BLOCK_TOKENS) <= min(map(len, table))
+            assert chunk.last == (chunk.computed_tokens == production.prompt_tokens)
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        reports = [self.rank_step(rank, output.kv_connector_metadata) for rank in self.ranks]
+        tokens = self.sample(output)
+        outputs = [
+            ModelRunnerOutput(list(tokens), {r: i for i, r in enumerate(tokens)}, list(tokens.values()))
+            for _ in self.ranks
+        ]
+        for each, report in zip(outputs, reports, strict=True):
+            each.kv_connector_output = report
+        together = self.aggregator.aggregate(list(outputs))
+        assert together is not None
+        return together
+
+    def sample(self, output: SchedulerOutput) -> dict[str, list[int]]:
+        """A token for each request of which this step has computed all that there is."""
+        cached = output.scheduled_cached_reqs
+        before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        before |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for new in output.scheduled_new_reqs:
+            assert new.prompt_token_ids is not None
+            self.known_tokens[new.req_id] = len(new.prompt_token_ids)
+        for request_id, outputs in zip(cached.req_ids, cached.num_output_tokens, strict=True):
+            request = self.scheduler.requests.get(request_id)
+            if request_id in cached.resumed_req_ids and request is not None:
+                self.known_tokens[request_id] = request.num_prompt_tokens + outputs
+        tokens: dict[str, list[int]] = {}
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            tokens[request_id] = []
+            if before[request_id] + scheduled >= self.known_tokens[request_id]:
+                self.known_tokens[request_id] += 1
+                tokens[request_id] = [STOP_TOKEN if self.rng.random() < 0.02 else self.rng.randint(10, 500)]
+        return tokens
+
+    def rank_step(self, rank: Rank, orders: Any) -> KVConnectorOutput:
+        """Carry orders out as a worker does, and report what has come to its end by this step."""
+        assert isinstance(orders, Orders)
+        for expect in orders.expects:
+            assert expect.request_id not in rank.produces, "expected twice"
+            rank.produces[expect.request_id] = [[] for _ in range(3)]
+        for request_id in orders.preempted:
+            rank.produces[request_id] = [[] for _ in range(3)]
+        for chunk in orders.chunks:
+            for table, ids in zip(rank.produces[chunk.request_id], chunk.new_ids, strict=True):
+                table.extend(ids)
+            assert all(len(table) >= -(-chunk.computed_tokens // BLOCK_TOKENS) for table in rank.produces[chunk.request_id])
+        for finished in orders.finished:
+            del rank.produces[finished.request_id]
+            if finished.held:
+                rank.sends[finished.request_id] = self.later()
+        for receive in orders.receives:
+            assert receive.request_id not in rank.receives, "received twice"
+            for table in receive.tables:
+                assert -(-receive.end_token // BLOCK_TOKENS) <= len(table)
+            rank.receives[receive.request_id] = self.later()
+        for request_id in orders.aborts:
+            if request_id in rank.receives:
+                rank.receives[request_id] = min(rank.receives[request_id], self.later(5))
+        sent = {request_id for request_id, at in rank.sends.items() if at <= self.steps}
+        received = {request_id for request_id, at in rank.receives.items() if at <= self.steps}
+        failed = {request_id for request_id in received if self.rng.random() < 0.2}
+        for request_id in sent:
+            del rank.sends[request_id]
+        for request_id in received:
+            del rank.receives[request_id]
+        self.counts["failed receptions"] += len(failed)
+        return KVConnectorOutput(finished_sending=sent, finished_recving=received, failed_recving=failed)
+
+    def later(self, most: int = 40) -> int:
+        return self.steps + self.rng.choice([0, 1, self.rng.randint(1, most)])
+
+    # ---- a whole run -----------------------------------------------------------------------------------------------
+
+    def run(self, steps: int) -> None:
+        """So many random steps, then no more requests until all have ended, and nothing is left of them."""
+        number = 0
+        for _ in range(steps):
+            while len(self.scheduler.requests) < 30 and self.rng.random() < 0.3:
+                self.add(number)
+                number += 1
+            if self.rng.random() < 0.04:
+                self.abort()
+            self.step()
+        self.counts["steps"] += steps
+        self.counts["requests"] += number
+        for _ in range(ENDS_WITHIN_STEPS):
+            if not self.scheduler.has_requests() and not self.batches:
+                break
+            self.step()
+        self.check_nothing_remains()
+
+    def check_nothing_remains(self) -> None:
+        scheduler, ours = self.scheduler, self.connector.scheduler
+        assert not scheduler.requests, f"after {ENDS_WITHIN_STEPS} steps there still are {list(scheduler.requests)}"
+        assert scheduler.get_request_counts() == (0, 0)
+        assert self.pool.get_num_free_blocks() == self.baseline
+        assert not (ours._productions or ours._consumptions or ours._taken), "the connector remembers requests"
+        assert ours._orders == Orders(), "orders were never given"
+        assert self.ranks == [Rank() for _ in range(TP)], "a worker waits for an order"
+
+
+def engine_config(prefix_caching: bool, asynchronous: bool) -> VllmConfig:
+    transfer = KVTransferConfig(
+        kv_connector="TandemConnector",
+        kv_connector_module_path="connectors.vllm_hma.connector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+    )
+    return vllm_config.__wrapped__(
+        kv_transfer_config=transfer,
+        block_size=BLOCK_TOKENS,
+        max_model_len=512,
+        max_num_batched_tokens=MAX_TOKENS_A_STEP,
+        max_num_seqs=MAX_REQUESTS,
+        enable_prefix_caching=prefix_caching,
+        async_scheduling=asynchronous,
+    )
+
+
+def kv_cache(blocks: int) -> KVCacheConfig:
+    """A full-attention and two sliding-window groups, two layers each."""
+    spec = {"block_size": BLOCK_TOKENS}
+    cache = cache_config(
+        (["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"], full(**spec)),
+        (["model.layers.2.self_attn.attn", "model.layers.3.self_attn.attn"], sliding(sliding_window=WINDOW_TOKENS, **spec)),
+        (["model.layers.4.self_attn.attn", "model.layers.5.self_attn.attn"], sliding(sliding_window=WINDOW_TOKENS, **spec)),
+    )
+    cache.num_blocks = blocks
+    return cache

@@ -1,0 +1,51 @@
+"""vLLM's own scheduler with our scheduler half, thousands of random steps: no assertion, nothing left at the end."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.vllm_contract.scheduling import Engine
+
+RUNS = [(blocks, prefixes, ahead) for blocks in (32, 60) for prefixes in (True, False) for ahead in (True, False)]
+STEPS = 600
+
+
+@pytest.fixture(scope="module")
+def totals() -> Counter[str]:
+    """What has happened over all runs."""
+    return Counter()
+
+
+@pytest.mark.parametrize(("blocks", "prefix_caching", "asynchronous"), RUNS)
+def test_random_steps(blocks: int, prefix_caching: bool, asynchronous: bool, totals: Counter[str]) -> None:
+    """Requests of every kind come, are preempted, aborted and failed; all end, and the pool is as before."""
+    seed = RUNS.index((blocks, prefix_caching, asynchronous))
+    engine = Engine(seed, blocks, prefix_caching, asynchronous)
+    try:
+        engine.run(STEPS)
+    finally:
+        engine.close()
+    totals += engine.counts
+
+
+def test_steps_have_seen_everything(totals: Counter[str]) -> None:
+    """The runs are worth their name: every kind of request and every disturbance has occurred."""
+    assert totals["steps"] == STEPS * len(RUNS)
+    for what in (
+        "plain",
+        "produced",
+        "produced without an id",
+        "consumed",
+        "discard",
+        "describe",
+        "bad",
+        "aborted",
+        "aborted productions",
+        "aborted receptions",
+        "failed receptions",
+        "preempted",
+        "preempted productions",
+    ):
+        assert totals[what] >= 10, (what, totals)
