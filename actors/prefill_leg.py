@@ -21,8 +21,8 @@ Discard = Callable[[str], Awaitable[None]]
 class PrefillLeg:
     """Owns the task that reads the leg. `broken` is done when the leg ends without its answer.
 
-    A broken leg does not fail the request: while decode has not begun to answer, the router asks decode
-    to serve it alone, which is sooner than decode's connector can learn of it.
+    A broken leg does not fail the request: while decode has not begun to answer, the router tries another prefill
+    replica, or asks decode to serve it alone, which is sooner than decode's connector can learn of it.
 
     A leg that ends before its handover may leave finished KV behind that no decode engine has heard of: decode has
     refused the request, or the client left before decode's engine had it. So it is discarded before the leg is closed.
@@ -93,4 +93,5 @@ class PrefillLeg:
         body = await self._leg.next()
         level = logging.WARNING if start.status >= 500 else logging.INFO  # decode refuses a bad request too
         logger.log(level, "prefill of transfer %s: HTTP %d %r", self._transfer_id, start.status, body)
-        return "rejected"
+        # An engine that refuses for its own sake says nothing of the request: another one may take it.
+        return "failed" if start.status >= 500 else "rejected"

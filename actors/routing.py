@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import groupby
 
 from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, RunningReplica
@@ -28,8 +29,14 @@ class LeastOngoing(FIFOMixin, RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: Sequence[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """All candidates, one to a rank, so that Serve tries them in this order."""
+        """The candidates that the request does not avoid, one to a rank, so that Serve tries them in this order."""
+        avoid: AbstractSet[str] = frozenset()
+        if pending_request is not None:
+            avoid = pending_request.kwargs.get("avoid", avoid)
+            # Or Serve asks again at once, and again, while every replica is full.
+            pending_request.routing_context.should_backoff = True
         by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        by_id = {name: replica for name, replica in by_id.items() if name not in avoid}
         lengths = self.replica_queue_len_cache
         ongoing = {name: lengths.get(replica.replica_id) or 0 for name, replica in by_id.items()}
         self._turn += 1
