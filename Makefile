@@ -75,6 +75,11 @@ upstream-shapes: $(STAMP) ## The same shapes put to vLLM's own connector, too (a
 corruption: $(STAMP) ## Damage 6,000 transfers in six ways, and believe 10,000 clean ones
 	TANDEM_CORRUPTION=1 $(BIN)/python -m pytest tests/transport/test_corruption.py
 
+.PHONY: streams
+streams: $(STAMP) ## Cut streams of every kind at every token, and kill 40 decode engines under streams (about an hour)
+	TANDEM_STREAMS=1 $(BIN)/python -m pytest tests/e2e/test_streams.py
+	$(BIN)/python -m tests.e2e.decode_deaths
+
 .PHONY: demo-eval
 demo-eval: $(STAMP) ## Measure the demo model's recall on held-out prompts
 	$(BIN)/python -m app.demo.evaluate

@@ -15,6 +15,7 @@ import httpx
 import pytest
 import ray
 from ray import serve
+from ray.serve.config import RequestRouterConfig
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -23,6 +24,7 @@ from starlette.routing import Route
 from actors.asgi_call import Accepted, Call, call_asgi
 from actors.engine import EngineDownError
 from actors.handoff import TRANSFER_FIELD
+from actors.routing import LeastOngoing
 from app.main import HttpRouter
 from configs.settings import RouterLimits
 
@@ -30,6 +32,7 @@ LIMITS = RouterLimits(
     request_timeout_s=3,
     body_timeout_s=0.5,
     prefill_timeout_s=0.5,
+    prefill_wait_s=0.2,
     replica_timeout_s=1,
     max_ongoing_requests=4,
     retry_after_s=7,
@@ -119,7 +122,10 @@ def url() -> Iterator[str]:
     ray.init(address="local", namespace="serve", include_dashboard=False, num_cpus=4, log_to_driver=False)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        actor = serve.deployment(Engine).options(ray_actor_options={"num_cpus": 0.1})
+        actor = serve.deployment(Engine).options(
+            ray_actor_options={"num_cpus": 0.1},
+            request_router_config=RequestRouterConfig(request_router_class=LeastOngoing),
+        )
         router = serve.deployment(HttpRouter).options(ray_actor_options={"num_cpus": 0.1})
         prefill, decode = actor.options(name="Prefill"), actor.options(name="Decode")
         serve.run(router.bind(LIMITS, prefill.bind("prefill"), decode.bind("decode")), name="tandem")
@@ -160,7 +166,7 @@ async def test_both_legs_answer(client):
 
 @pytest.mark.parametrize("failure", ["prefill dies", "prefill rejects", "prefill hangs"])
 async def test_a_broken_prefill_leg_leaves_the_request_to_decode(client, failure):
-    """Dead, refusing or later than prefill_timeout_s: decode serves the client's own request."""
+    """Dead, refusing or later than prefill_timeout_s: with no other replica, decode serves the client's own request."""
     reply = await ask(client, failure)
     assert reply.json() == {"role": "decode", "parked": False}
     assert reply.headers["x-tandem-local-reason"] == "prefill_failed"

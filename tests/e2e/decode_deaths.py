@@ -1,0 +1,173 @@
+"""Kills real decode engines in the middle of streams: `python -m tests.e2e.decode_deaths --first 1 --last 40`.
+
+One prefill and two decode replicas. Each kill waits until both are there, opens a stream, and ends the engine that
+serves it, by SIGKILL of its core or of its actor, when the client has the given number of tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import cycle
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import psutil
+
+from tests.e2e.service_process import ServiceProcess, write_config
+from tests.e2e.sse import said
+from tests.e2e.streams import FRONTEND, KINDS
+
+Victim = Literal["core", "actor"]
+
+BOTH_TIMEOUT_S = 240.0
+STREAM_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Death:
+    """One kill and what became of the stream. `exact`: the client cannot tell it from the uninterrupted one."""
+
+    kind: str
+    at_event: int
+    victim: Victim
+    exact: bool
+    resumed: bool
+    longest_gap_s: float
+
+
+@dataclass(frozen=True)
+class DecodeEngine:
+    actor: psutil.Process
+    core: psutil.Process
+
+    @property
+    def busy_s(self) -> float:
+        times = self.core.cpu_times()
+        return times.user + times.system
+
+
+class Decodes:
+    """The decode replicas of a running service."""
+
+    def __init__(self, service: ServiceProcess, http: httpx.Client) -> None:
+        self._service = service
+        self._http = http
+
+    def both(self) -> tuple[DecodeEngine, DecodeEngine]:
+        """Two engines that answer; waits for one that is being replaced."""
+        give_up_at = time.monotonic() + BOTH_TIMEOUT_S
+        while True:
+            found = list(self._found())
+            if len(found) == 2 and self._http.get("/health").json()["replicas"]["decode"] == 2:
+                return found[0], found[1]
+            assert time.monotonic() < give_up_at, f"{len(found)} decode engines after {BOTH_TIMEOUT_S:g} s"
+            time.sleep(0.5)
+
+    def _found(self) -> Iterator[DecodeEngine]:
+        for process in self._service.processes():
+            try:
+                if ":Decode" in " ".join(process.cmdline()):
+                    for child in process.children():
+                        if "EngineCore" in " ".join(child.cmdline()):
+                            yield DecodeEngine(process, child)
+            except psutil.NoSuchProcess:
+                continue
+
+
+@contextmanager
+def service_with_two_decodes(folder: Path) -> Iterator[tuple[ServiceProcess, httpx.Client]]:
+    """One prefill and two decode replicas of the demo model."""
+    frontend = {"frontend": FRONTEND}
+    config = write_config("local.yaml", folder, prefill=frontend, decode=frontend | {"replicas": 2})
+    service = ServiceProcess(config, folder)
+    service.start()
+    try:
+        with httpx.Client(base_url=service.url, timeout=STREAM_TIMEOUT_S) as http:
+            yield service, http
+    finally:
+        service.stop()
+
+
+def whole_stream(http: httpx.Client, kind: str) -> dict[str, Any]:
+    """What an uninterrupted stream says."""
+    endpoint, body = KINDS[kind]
+    reply = http.post(endpoint, json=body, headers={"x-request-id": "the-same"})
+    assert (reply.status_code, reply.headers.get("x-tandem-route")) == (200, _route(body)), reply.text
+    return said(reply.content)
+
+
+def stream_with_a_death(
+    http: httpx.Client, decodes: Decodes, kind: str, at_event: int, victim: Victim, whole: dict[str, Any]
+) -> Death:
+    """Stream `kind`, and end the engine that serves it at the client's `at_event`-th event."""
+    endpoint, body = KINDS[kind]
+    engines = decodes.both()
+    before = _resumed(http)
+    busy = [engine.busy_s for engine in engines]
+    stream, killed, longest, heard_at = b"", False, 0.0, time.monotonic()
+    with http.stream("POST", endpoint, json=body, headers={"x-request-id": "the-same"}) as reply:
+        for some in reply.iter_raw():
+            now = time.monotonic()
+            longest, heard_at = max(longest, now - heard_at if stream else 0.0), now
+            stream += some
+            if not killed and stream.count(b"\n\n") >= at_event:
+                # The one that has worked since the request came is the one that serves it.
+                serving = max(zip(engines, busy, strict=True), key=lambda one: one[0].busy_s - one[1])[0]
+                getattr(serving, victim).kill()
+                killed = True
+    exact = killed and said(stream) == whole
+    return Death(kind, at_event, victim, exact, _resumed(http) > before, round(longest, 2))
+
+
+def _route(body: dict[str, Any]) -> str:
+    return "local" if body.get("echo") else "remote"
+
+
+def _resumed(http: httpx.Client) -> float:
+    lines = http.get("/metrics").text.splitlines()
+    return sum(
+        float(line.rsplit(" ", 1)[1])
+        for line in lines
+        if line.startswith("tandem_resumed_streams_total{") and 'outcome="resumed"' in line
+    )
+
+
+def main() -> int:
+    """Kill at each token of a range; 1 when a stream was not exact, or was not cut where it should have been."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--first", type=int, default=1)
+    parser.add_argument("--last", type=int, default=40)
+    parser.add_argument("--out", type=Path, help="append a JSON line for each death to this file")
+    options = parser.parse_args()
+    victims = cycle(("core", "core", "actor"))
+    deaths = []
+    with tempfile.TemporaryDirectory() as folder, service_with_two_decodes(Path(folder)) as (service, http):
+        decodes = Decodes(service, http)
+        decodes.both()
+        whole = {kind: whole_stream(http, kind) for kind in KINDS}
+        kinds = cycle(KINDS)
+        for at_event in range(options.first, options.last + 1):
+            kind = next(kinds)
+            death = stream_with_a_death(http, decodes, kind, at_event, next(victims), whole[kind])
+            deaths.append(death)
+            line = json.dumps(asdict(death))
+            print(line, flush=True)
+            if options.out:
+                with options.out.open("a") as out:
+                    out.write(line + "\n")
+    exact = sum(death.exact for death in deaths)
+    resumed = sum(death.resumed for death in deaths)
+    print(f"{len(deaths)} engines killed in mid-stream: {exact} streams exact, {resumed} of them resumed elsewhere")
+    return 0 if exact == len(deaths) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
