@@ -205,6 +205,7 @@ class Attempts:
         return decode, prefill
 
     async def _choose_decode(self, stack: AsyncExitStack) -> Any:
+        self._decode_replica = None
         try:
             place = await choose(
                 stack, "decode", self._fleet.decode, self._limits.replica_timeout_s, self._failed_decode

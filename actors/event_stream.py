@@ -23,16 +23,13 @@ class EventStream:
         self._partial = b""
         self._seen = 0
         self._created: bytes | None = None
+        self._restarted = False
 
     def restart(self) -> None:
         """What is fed from now on begins with the first event again."""
         self._partial = b""
         self._seen = 0
-
-    @property
-    def repeating(self) -> bool:
-        """Whether the client still has more than has been fed since the last start."""
-        return self._seen < self.sent
+        self._restarted = True
 
     def feed(self, data: bytes) -> bytes:
         """The whole events that `data` completes and the client does not have."""
@@ -53,5 +50,4 @@ class EventStream:
         if self._created is None:
             found = CREATED.search(event)
             self._created = found and found[0]
-            return event
-        return CREATED.sub(self._created, event, count=1)
+        return CREATED.sub(self._created, event, count=1) if self._restarted and self._created else event

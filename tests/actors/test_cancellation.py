@@ -128,7 +128,7 @@ async def test_cancelled_at_each_wait(story):
         router, p, d = fresh()
         await run(router, wanted, n)
         await at_rest(p, d)
-        assert router.metrics.registry.get_sample_value("tandem_ongoing_requests") == 0
+        assert n > 1 or not p.calls + d.calls, "work that was cancelled has reached an engine"
         assert set(p.discarded) <= set(transfers(p)), "a transfer was given up that prefill has never had"
         fetched = {one for one in transfers(p) if one in p.delivered} - set(p.discarded)
         assert fetched <= set(transfers(d)), "KV waits for a decode engine that has never heard of it"
