@@ -54,11 +54,12 @@ class Answer:
                         if stream.sent > sent:
                             self._attempts.got_further()
                         yield events
-                if stream.done:
-                    return
-                raise UnavailableError("the decode engine ended a stream before its end")
-            except UnavailableError as error:
-                await self._resume(error, stream, journal)
+                error = UnavailableError("the decode engine ended a stream before its end")
+            except UnavailableError as death:
+                error = death
+            if stream.done:
+                return
+            await self._resume(error, stream, journal)
 
     async def close(self) -> None:
         """End what still runs of the request."""

@@ -336,6 +336,21 @@ async def test_an_engine_that_answers_otherwise_than_with_the_stream():
     await at_rest(p, d)
 
 
+async def test_an_engine_that_dies_after_the_end_mark():
+    """Nothing is missing; nobody is asked again."""
+
+    async def ends_and_dies(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        async for item in engine(1, [1])(call, 1):
+            yield item
+        raise EngineDownError("killed")
+
+    router, p, d = fleet([well], [ends_and_dies, ends_and_dies])
+    _, body = await ask(router, request())
+    await at_rest(p, d)
+    assert said(body)["finish_reason"] == "length"
+    assert len(d.calls) == 1
+
+
 async def test_a_stream_that_ends_early_is_not_taken_for_whole():
     """A generator that Serve closes just ends."""
 

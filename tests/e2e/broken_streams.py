@@ -61,5 +61,5 @@ async def stream(engine: Engine, endpoint: Endpoint, body: dict[str, Any], dies_
         assert answer.start.streams, answer.body
         sent = b"".join([some async for some in answer.events()])
     resumed = router.metrics.registry.get_sample_value("tandem_resumed_streams_total", {"outcome": "resumed"})
-    assert bool(resumed) == (dies_at is not None)
+    assert bool(resumed) == (dies_at is not None), "the engine was to die before the end, and to be missed"
     return sent
