@@ -156,7 +156,7 @@ async def choose(
     async with deadline(timeout_s, f"waiting for a free {role} replica"), serve_errors(role):
         while True:
             async with AsyncExitStack() as choice:
-                place = await choice.enter_async_context(handle.choose_replica(**({"avoid": avoid} if avoid else {})))
+                place = await choice.enter_async_context(handle.choose_replica(avoid=frozenset(avoid)))
                 if place.replica_id not in avoid:
                     stack.push_async_exit(choice.pop_all())
                     return place
