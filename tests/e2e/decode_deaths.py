@@ -29,17 +29,20 @@ Victim = Literal["core", "actor"]
 
 BOTH_TIMEOUT_S = 240.0
 STREAM_TIMEOUT_S = 60.0
+GONE_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
 class Death:
-    """One kill and what became of the stream. `exact`: the client cannot tell it from the uninterrupted one."""
+    """One kill and what became of it. `exact`: the client cannot tell the stream from the uninterrupted one;
+    `gone`: neither the engine's actor nor its core is left."""
 
     kind: str
     at_event: int
     victim: Victim
     exact: bool
     resumed: bool
+    gone: bool
     longest_gap_s: float
 
 
@@ -112,19 +115,21 @@ def stream_with_a_death(
     engines = decodes.both()
     before = _resumed(http)
     busy = [engine.busy_s for engine in engines]
-    stream, killed, longest, heard_at = b"", False, 0.0, time.monotonic()
+    stream, longest, heard_at = b"", 0.0, time.monotonic()
+    killed: DecodeEngine | None = None
     with http.stream("POST", endpoint, json=body, headers={"x-request-id": "the-same"}) as reply:
         for some in reply.iter_raw():
             now = time.monotonic()
             longest, heard_at = max(longest, now - heard_at if stream else 0.0), now
             stream += some
-            if not killed and stream.count(b"\n\n") >= at_event:
+            if killed is None and stream.count(b"\n\n") >= at_event:
                 # The one that has worked since the request came is the one that serves it.
-                serving = max(zip(engines, busy, strict=True), key=lambda one: one[0].busy_s - one[1])[0]
-                getattr(serving, victim).kill()
-                killed = True
-    exact = killed and said(stream) == whole
-    return Death(kind, at_event, victim, exact, _resumed(http) > before, round(longest, 2))
+                killed = max(zip(engines, busy, strict=True), key=lambda one: one[0].busy_s - one[1])[0]
+                getattr(killed, victim).kill()
+    assert killed is not None, f"the stream ended before event {at_event}"
+    _, left = psutil.wait_procs([killed.actor, killed.core], timeout=GONE_TIMEOUT_S)
+    resumed = _resumed(http) > before
+    return Death(kind, at_event, victim, said(stream) == whole, resumed, not left, round(longest, 2))
 
 
 def _route(body: dict[str, Any]) -> str:
@@ -163,10 +168,11 @@ def main() -> int:
             if options.out:
                 with options.out.open("a") as out:
                     out.write(line + "\n")
-    exact = sum(death.exact for death in deaths)
-    resumed = sum(death.resumed for death in deaths)
-    print(f"{len(deaths)} engines killed in mid-stream: {exact} streams exact, {resumed} of them resumed elsewhere")
-    return 0 if exact == len(deaths) else 1
+    exact, resumed, gone = (sum(getattr(one, name) for one in deaths) for name in ("exact", "resumed", "gone"))
+    print(
+        f"{len(deaths)} engines killed: {exact} streams exact, {resumed} of them resumed elsewhere, {gone} engines gone"
+    )
+    return 0 if exact == gone == len(deaths) else 1
 
 
 if __name__ == "__main__":
