@@ -7,7 +7,7 @@ from actors.attempts import Attempt, Attempts, ClientRequest
 from actors.event_stream import EventStream
 from actors.handoff import why_not_resumable
 from actors.journal import CannotResumeError, Chunk, Group
-from actors.leg import UnavailableError, deadline
+from actors.leg import DeadlineError, UnavailableError, deadline
 from actors.router_metrics import RouterMetrics
 
 
@@ -68,12 +68,18 @@ class Answer:
     async def _items(self) -> AsyncGenerator[Any, None]:
         for item in self._attempt.opened.items:
             yield item
-        while True:
-            async with deadline(self._attempts.timing.left_s, "the rest of the answer"):
-                item = await self._attempt.decode.next()
-            if item is None:
-                return
+        while (item := await self._next()) is not None:
             yield item
+
+    async def _next(self) -> Any:
+        left_s, silence_s = self._attempts.timing.left_s, self._attempts.limits.silence_timeout_s
+        try:
+            async with deadline(min(left_s, silence_s), "the rest of the answer"):
+                return await self._attempt.decode.next()
+        except DeadlineError:
+            if left_s <= silence_s:
+                raise
+            raise UnavailableError(f"the decode engine was silent for {silence_s:g} s within a stream") from None
 
     async def _resume(self, error: UnavailableError, stream: EventStream, journal: list[Group]) -> None:
         """Open the stream on another decode replica, where it has been told to repeat `journal`."""

@@ -90,7 +90,7 @@ class Attempts:
     def __init__(self, request: ClientRequest, limits: RouterLimits, timing: Timing, fleet: Fleet) -> None:
         self.timing = timing
         self.request = request
-        self._limits = limits
+        self.limits = limits
         self._fleet = fleet
         self._local_reason = why_local(request.endpoint, request.body)
         self._failed_prefill: set[str] = set()
@@ -119,7 +119,7 @@ class Attempts:
         self._decode_replica = None
         self._decode_tries += 1
         self._last_error = error
-        if self._decode_tries >= self._limits.attempts:
+        if self._decode_tries >= self.limits.attempts:
             raise error
         logger.warning("trying a request on another decode replica: %s", error)
         self._fleet.metrics.retries.labels("decode", "unavailable").inc()
@@ -136,7 +136,7 @@ class Attempts:
                 return attempt
             if broken is not None:
                 prefill_tries += 1
-                if broken == "rejected" or prefill_tries >= self._limits.attempts:
+                if broken == "rejected" or prefill_tries >= self.limits.attempts:
                     self._local_reason = PREFILL_FAILED
                 else:
                     self._fleet.metrics.retries.labels("prefill", broken).inc()
@@ -160,7 +160,7 @@ class Attempts:
                     self._fleet.prefill.dispatch(prefill_place, prefill_call, transfer_id, self.timing.left_s),
                 ),
                 transfer_id,
-                self._limits.prefill_timeout_s,
+                self.limits.prefill_timeout_s,
                 self._fleet.metrics,
                 self._fleet.discard,
             )
@@ -169,7 +169,15 @@ class Attempts:
             legs.push_async_callback(decode.close)
             opening = asyncio.create_task(decode.open(), name=f"decode-opens-{transfer_id}")
             legs.push_async_callback(_end, opening)
-            await asyncio.wait({opening, prefill.broken}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({opening, prefill.broken, prefill.answered}, return_when=asyncio.FIRST_COMPLETED)
+            # From here on a stream's first token is due; an answer that is not streamed may take its time.
+            silence_s = self.limits.silence_timeout_s if body.get("stream") else None
+            waited_for = {opening, prefill.broken}
+            done, _ = await asyncio.wait(waited_for, timeout=silence_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                raise UnavailableError(
+                    f"the decode engine was silent for {silence_s:g} s after its prompt was computed"
+                )
             if not opening.done():
                 self._failed_prefill.add(prefill_place.replica_id)
                 return None, prefill.broken.result()
@@ -192,7 +200,7 @@ class Attempts:
         """Places on a decode and on a prefill replica; None for the latter when none is free in time."""
         decode, prefill = await asyncio.gather(
             self._choose_decode(stack),
-            choose(stack, "prefill", self._fleet.prefill, self._limits.prefill_wait_s, self._failed_prefill),
+            choose(stack, "prefill", self._fleet.prefill, self.limits.prefill_wait_s, self._failed_prefill),
             return_exceptions=True,
         )
         if isinstance(decode, BaseException):
@@ -208,7 +216,7 @@ class Attempts:
         self._decode_replica = None
         try:
             place = await choose(
-                stack, "decode", self._fleet.decode, self._limits.replica_timeout_s, self._failed_decode
+                stack, "decode", self._fleet.decode, self.limits.replica_timeout_s, self._failed_decode
             )
         except DeadlineError as error:
             raise self._last_error or error from None

@@ -19,7 +19,8 @@ Discard = Callable[[str], Awaitable[None]]
 
 
 class PrefillLeg:
-    """Owns the task that reads the leg. `broken` is done when the leg ends without its answer.
+    """Owns the task that reads the leg. `answered` is done when the prompt is computed, `broken` when the leg ends
+    before its time.
 
     A broken leg does not fail the request: while decode has not begun to answer, the router tries another prefill
     replica, or asks decode to serve it alone, which is sooner than decode's connector can learn of it.
@@ -30,6 +31,7 @@ class PrefillLeg:
 
     def __init__(self, leg: Leg, transfer_id: str, timeout_s: float, metrics: RouterMetrics, discard: Discard) -> None:
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._leg = leg
         self._transfer_id = transfer_id
         self._timeout_s = timeout_s
@@ -66,6 +68,8 @@ class PrefillLeg:
         try:
             async with deadline(self._timeout_s, f"prefill of transfer {self._transfer_id}"):
                 outcome = await self._read_answer()
+            if outcome == "done":
+                self.answered.set_result(None)
             while outcome == "done" and await self._leg.next() is not None:
                 pass
         except DeadlineError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ JSON = ((b"content-type", b"application/json"),)
 EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"),)
 TOKENS = 40
 LIMITS = RouterLimits(
-    request_timeout_s=2, prefill_timeout_s=0.1, replica_timeout_s=0.05, prefill_wait_s=0.05, attempts=3
+    request_timeout_s=2, prefill_timeout_s=0.1, replica_timeout_s=0.05, prefill_wait_s=0.05, silence_timeout_s=1
 )
 
 
@@ -264,6 +265,41 @@ async def test_a_stream_outlives_its_engine(cut, half):
         assert said(body) == uninterrupted
     await at_rest(p, d)
     assert counted(router, "tandem_resumed_streams_total", outcome="resumed") == (cut < TOKENS)
+
+
+def frozen(after: int) -> Any:
+    """A decode engine that says no more after some tokens: its process is stopped, and nobody knows."""
+
+    async def serve(call: Call, turn: int) -> AsyncGenerator[Any, None]:
+        if after:
+            with suppress(EngineDownError):
+                async for item in engine(1, [2], after)(call, turn):
+                    yield item
+        await asyncio.sleep(60)
+
+    return serve
+
+
+@pytest.mark.parametrize("after", [0, 10], ids=["before its first byte", "in mid-stream"])
+async def test_a_stream_outlives_a_silent_engine(after):
+    """It is not asked again; what it did not say, another says."""
+    router, p, d = fleet([well], [frozen(after), engine(2, [3])])
+    router.limits = LIMITS.model_copy(update={"silence_timeout_s": 0.1})
+    for _ in range(2):
+        _, body = await ask(router, request())
+        assert said(body)["text"] == "".join(f"<{token}>" for token in range(TOKENS))
+    await at_rest(p, d)
+    assert len(d.replicas[0].calls) == 1
+
+
+async def test_an_answer_that_is_not_streamed_may_take_its_time():
+    """Silence says nothing there."""
+    router, p, d = fleet([well], [answers(200, WHOLE, delay_s=0.3)])
+    router.limits = LIMITS.model_copy(update={"silence_timeout_s": 0.05})
+    _, body = await ask(router, request(stream=False))
+    await at_rest(p, d)
+    assert json.loads(body) == WHOLE
+    assert len(d.calls) == 1
 
 
 async def test_a_stream_outlives_many_engines():
