@@ -234,7 +234,7 @@ async def discarded(client: httpx.AsyncClient) -> float:
         ("breaks off", 0),
         ("prefill rejects", 0),
         ("decode rejects", 1),
-        ("decode dies", 1),
+        ("decode dies", 2),  # of both replicas, each with a transfer of its own
         ("prefill hangs", 1),
     ],
 )

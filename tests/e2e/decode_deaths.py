@@ -87,9 +87,15 @@ class Decodes:
 
 @contextmanager
 def service_with_two_decodes(folder: Path) -> Iterator[tuple[ServiceProcess, httpx.Client]]:
-    """One prefill and two decode replicas of the demo model."""
+    """One prefill and two decode replicas of the demo model; their log and trace are in `folder`."""
     frontend = {"frontend": FRONTEND}
-    config = write_config("local.yaml", folder, prefill=frontend, decode=frontend | {"replicas": 2})
+    config = write_config(
+        "local.yaml",
+        folder,
+        prefill=frontend,
+        decode=frontend | {"replicas": 2},
+        transfer={"trace_path": str(folder / "trace.jsonl")},
+    )
     service = ServiceProcess(config, folder)
     service.start()
     try:
@@ -150,11 +156,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--first", type=int, default=1)
     parser.add_argument("--last", type=int, default=40)
-    parser.add_argument("--out", type=Path, help="append a JSON line for each death to this file")
+    parser.add_argument("--folder", type=Path, help="keep a JSON line for each death, the log and the trace here")
     options = parser.parse_args()
     victims = cycle(("core", "core", "actor"))
     deaths = []
-    with tempfile.TemporaryDirectory() as folder, service_with_two_decodes(Path(folder)) as (service, http):
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="tandem-deaths-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    with service_with_two_decodes(folder) as (service, http):
         decodes = Decodes(service, http)
         decodes.both()
         whole = {kind: whole_stream(http, kind) for kind in KINDS}
@@ -165,9 +173,8 @@ def main() -> int:
             deaths.append(death)
             line = json.dumps(asdict(death))
             print(line, flush=True)
-            if options.out:
-                with options.out.open("a") as out:
-                    out.write(line + "\n")
+            with (folder / "deaths.jsonl").open("a") as out:
+                out.write(line + "\n")
     exact, resumed, gone = (sum(getattr(one, name) for one in deaths) for name in ("exact", "resumed", "gone"))
     print(
         f"{len(deaths)} engines killed: {exact} streams exact, {resumed} of them resumed elsewhere, {gone} engines gone"
