@@ -95,6 +95,8 @@ class Attempts:
         self._local_reason = why_local(request.endpoint, request.body)
         self._failed_prefill: set[str] = set()
         self._failed_decode: set[str] = set()
+        self._suspect_decode: set[str] = set()
+        """Silent, but it may have been the transfer that hung: asked again when there is no other."""
         self._decode_replica: str | None = None
         self._decode_tries = 0
         self._last_error: UnavailableError | None = None
@@ -175,9 +177,10 @@ class Attempts:
             waited_for = {opening, prefill.broken}
             done, _ = await asyncio.wait(waited_for, timeout=silence_s, return_when=asyncio.FIRST_COMPLETED)
             if not done:
-                raise UnavailableError(
-                    f"the decode engine was silent for {silence_s:g} s after its prompt was computed"
-                )
+                logger.warning("decode was silent for %g s after its prompt was computed", silence_s)
+                self._failed_prefill.add(prefill_place.replica_id)
+                self._suspect_decode.add(decode_place.replica_id)
+                return None, "silent"
             if not opening.done():
                 self._failed_prefill.add(prefill_place.replica_id)
                 return None, prefill.broken.result()
@@ -214,11 +217,13 @@ class Attempts:
 
     async def _choose_decode(self, stack: AsyncExitStack) -> Any:
         self._decode_replica = None
+        avoid = self._failed_decode | self._suspect_decode
         try:
-            place = await choose(
-                stack, "decode", self._fleet.decode, self.limits.replica_timeout_s, self._failed_decode
-            )
+            place = await choose(stack, "decode", self._fleet.decode, self.limits.replica_timeout_s, avoid)
         except DeadlineError as error:
+            if self._suspect_decode:
+                self._suspect_decode.clear()
+                return await self._choose_decode(stack)
             raise self._last_error or error from None
         self._decode_replica = place.replica_id
         return place

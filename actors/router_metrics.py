@@ -35,8 +35,8 @@ class RouterMetrics:
         )
         self.retries = Counter(
             "tandem_retries",
-            "Legs that were sent to another replica: prefill legs that failed or were late, decode legs whose "
-            "engine became unavailable.",
+            "Legs that were sent to another replica: prefill legs that failed, were late, or left decode silent; decode "
+            "legs whose engine became unavailable.",
             ["leg", "reason"],
             registry=self.registry,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from typing import Any
@@ -290,6 +291,25 @@ async def test_a_stream_outlives_a_silent_engine(after):
         assert said(body)["text"] == "".join(f"<{token}>" for token in range(TOKENS))
     await at_rest(p, d)
     assert len(d.replicas[0].calls) == 1
+
+
+async def test_a_transfer_that_hangs_is_left_with_both_its_ends():
+    """The prompt was computed and decode says nothing: other ends, and then decode alone, which was not to blame."""
+    router, p, d = fleet([well] * 3, [engine(1, [3]), engine(2, [3])])
+    p.delivered = defaultdict(Hung)
+    router.limits = LIMITS.model_copy(update={"silence_timeout_s": 0.05})
+    answer, body = await ask(router, request())
+    await at_rest(p, d)
+    assert (answer.local_reason, said(body)["finish_reason"]) == ("prefill_failed", "length")
+    assert (len(p.calls), len(set(transfers(p)))) == (3, 3)
+
+
+class Hung(asyncio.Event):
+    """KV that never arrives, whatever prefill says."""
+
+    async def wait(self) -> bool:
+        await asyncio.sleep(60)
+        return True
 
 
 async def test_an_answer_that_is_not_streamed_may_take_its_time():
