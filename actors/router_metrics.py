@@ -35,7 +35,7 @@ class RouterMetrics:
         )
         self.retries = Counter(
             "tandem_retries",
-            "Legs that were sent to another replica: prefill legs that failed, were late, or left decode silent; decode "
+            "Legs that were sent to another replica: prefill legs that failed, were late or left decode silent; decode "
             "legs whose engine became unavailable.",
             ["leg", "reason"],
             registry=self.registry,

@@ -133,7 +133,7 @@ class Handle:
 
 async def at_rest(*handles: Handle) -> None:
     """Nothing that the router took is left: no place, no call, no task."""
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(20):
         while True:
             if not any(handle.taken or handle.running for handle in handles) and len(asyncio.all_tasks()) == 1:
                 break

@@ -25,9 +25,7 @@ from tests.e2e.sse import said
 JSON = ((b"content-type", b"application/json"),)
 EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"),)
 TOKENS = 40
-LIMITS = RouterLimits(
-    request_timeout_s=2, prefill_timeout_s=0.1, replica_timeout_s=0.05, prefill_wait_s=0.05, silence_timeout_s=1
-)
+LIMITS = RouterLimits(request_timeout_s=60, prefill_timeout_s=0.1, replica_timeout_s=0.05, prefill_wait_s=0.05)
 
 
 def request(stream: bool = True, **more: Any) -> ClientRequest:
