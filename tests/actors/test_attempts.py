@@ -25,7 +25,8 @@ from tests.e2e.sse import said
 JSON = ((b"content-type", b"application/json"),)
 EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"),)
 TOKENS = 40
-LIMITS = RouterLimits(request_timeout_s=60, prefill_timeout_s=0.1, replica_timeout_s=0.05, prefill_wait_s=0.05)
+LIMITS = RouterLimits()
+"""As they come: where a test waits for one of them, it sets it."""
 
 
 def request(stream: bool = True, **more: Any) -> ClientRequest:
@@ -168,6 +169,8 @@ OK = answers(200, WHOLE)
 async def test_a_broken_prefill_leg_goes_to_another_replica(fault):
     """With a transfer id of its own, and a decode leg of its own: an id is for one request."""
     router, p, d = fleet([fault, well], [OK])
+    if fault is hangs:
+        router.limits = LIMITS.model_copy(update={"prefill_timeout_s": 1})
     for _ in range(4):
         answer, body = await ask(router, request(stream=False))
         assert (answer.route, json.loads(body)) == ("remote", WHOLE)
@@ -283,7 +286,7 @@ def frozen(after: int) -> Any:
 async def test_a_stream_outlives_a_silent_engine(after):
     """It is not asked again; what it did not say, another says."""
     router, p, d = fleet([well], [frozen(after), engine(2, [3])])
-    router.limits = LIMITS.model_copy(update={"silence_timeout_s": 0.1})
+    router.limits = LIMITS.model_copy(update={"silence_timeout_s": 0.5})
     for _ in range(2):
         _, body = await ask(router, request())
         assert said(body)["text"] == "".join(f"<{token}>" for token in range(TOKENS))

@@ -115,7 +115,8 @@ async def test_cancelled_at_each_wait(story):
         for handle in (p, d):
             handle.replicas.reverse()
             handle.in_order = True
-        router.limits = LIMITS.model_copy(update={"prefill_timeout_s": 0.02, "prefill_wait_s": 0.02})
+        if "late" in story:
+            router.limits = LIMITS.model_copy(update={"prefill_timeout_s": 0.05})
         return router, p, d
 
     router, p, d = fresh()
