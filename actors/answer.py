@@ -1,5 +1,6 @@
 """A request's answer in the router: decode's, and where decode dies in the middle of it, the next one's."""
 
+from collections import deque
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -43,7 +44,8 @@ class Answer:
         while True:
             known = len(journal)
             try:
-                async for item in self._items():
+                items = deque(self._attempt.opened.items)
+                while (item := items.popleft() if items else await self._next()) is not None:
                     if isinstance(item, Chunk):
                         # An engine that took over repeats first what is known.
                         repeated = min(known, len(item.groups))
@@ -64,12 +66,6 @@ class Answer:
     async def close(self) -> None:
         """End what still runs of the request."""
         await self._attempt.close()
-
-    async def _items(self) -> AsyncGenerator[Any, None]:
-        for item in self._attempt.opened.items:
-            yield item
-        while (item := await self._next()) is not None:
-            yield item
 
     async def _next(self) -> Any:
         left_s, silence_s = self._attempts.timing.left_s, self._attempts.limits.silence_timeout_s
@@ -95,6 +91,8 @@ class Answer:
             start = self._attempt.opened.start
             if not start.streams:
                 raise CannotResumeError(f"the engine that was to go on with a stream answered HTTP {start.status}")
+            if stream.sent == 0:
+                self.local_reason = self._attempt.local_reason
             stream.restart()
             outcome = "resumed"
         except CannotResumeError:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Coroutine
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from contextvars import Context
 from http import HTTPStatus
 from typing import Any
@@ -79,22 +79,21 @@ class Generate:
     async def _send(self, answer: Answer, send: Send) -> None:
         """Send `answer` to the client. Nothing is sent before its first byte is there, so until then an
         error can have a status of its own."""
-        metrics = self._router.metrics
-        headers = _response_headers(answer)
-        streams = answer.start.streams
-        events = answer.events()
-        if streams:
+        if not answer.start.streams:
+            await self._begin(answer, answer.body, send)
+            return
+        async with aclosing(answer.events()) as events:
             head = await anext(events)
-            metrics.first_byte.labels(answer.route).observe(answer.first_byte_s)
-        else:
-            head = answer.body
+            self._router.metrics.first_byte.labels(answer.route).observe(answer.first_byte_s)
+            await self._begin(answer, head, send)
+            await self._send_rest(events, send)
+
+    async def _begin(self, answer: Answer, head: bytes, send: Send) -> None:
         status = answer.start.status
         route, reason = (REFUSED, "") if status >= HTTPStatus.BAD_REQUEST else (answer.route, answer.local_reason)
-        metrics.requests.labels(route, reason or "", status).inc()
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": head, "more_body": streams})
-        if streams:
-            await self._send_rest(events, send)
+        self._router.metrics.requests.labels(route, reason or "", status).inc()
+        await send({"type": "http.response.start", "status": status, "headers": _response_headers(answer)})
+        await send({"type": "http.response.body", "body": head, "more_body": answer.start.streams})
 
     async def _send_rest(self, events: AsyncGenerator[bytes, None], send: Send) -> None:
         try:
