@@ -30,7 +30,7 @@ def test_a_stream_begun_anew_goes_on_where_it_was(cut):
     passed = stream.feed(b"".join(old[:cut]) + b'data: {"id"')
     stream.restart()
     passed += stream.feed(b"".join(new))
-    assert passed == b"".join(old) if cut else b"".join(new), "`created` stays the first one's"
+    assert passed == b"".join(old if cut else new), "`created` stays the first one's"
 
 
 def test_comments_are_passed_on_and_not_counted():
