@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -158,6 +159,7 @@ def main() -> int:
     parser.add_argument("--last", type=int, default=40)
     parser.add_argument("--folder", type=Path, help="keep a JSON line for each death, the log and the trace here")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the service must not outlive this
     victims = cycle(("core", "core", "actor"))
     deaths = []
     folder = options.folder or Path(tempfile.mkdtemp(prefix="tandem-deaths-"))
