@@ -83,6 +83,11 @@ fuzz: $(STAMP) ## Hostile messages, connections and HTTP requests, in bulk: SEED
 	$(BIN)/python -m tests.fuzz.connector --seed $(SEED) --rounds $(ROUNDS)
 	$(BIN)/python -m tests.fuzz.http --seed $(SEED) --count $(COUNT)
 
+.PHONY: streams
+streams: $(STAMP) ## Cut streams of every kind at every token, and kill 40 decode engines under streams (about an hour)
+	TANDEM_STREAMS=1 $(BIN)/python -m pytest tests/e2e/test_streams.py
+	$(BIN)/python -m tests.e2e.decode_deaths
+
 .PHONY: demo-eval
 demo-eval: $(STAMP) ## Measure the demo model's recall on held-out prompts
 	$(BIN)/python -m app.demo.evaluate

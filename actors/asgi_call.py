@@ -7,8 +7,11 @@ the generator is the client's disconnect.
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
+
+from actors.journal import Journal
 
 Message = dict[str, Any]
 AsgiApp = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Any]
@@ -17,12 +20,13 @@ Headers = tuple[tuple[bytes, bytes], ...]
 
 @dataclass(frozen=True)
 class Call:
-    """An HTTP request on its way to an engine."""
+    """An HTTP request on its way to an engine, and what of its answer another engine has already streamed."""
 
     method: str
     path: str
     headers: Headers = ()
     body: bytes = field(default=b"", repr=False)
+    journal: Journal = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
@@ -39,14 +43,21 @@ class ResponseStart:
     status: int
     headers: Headers
 
+    @property
+    def streams(self) -> bool:
+        """Whether the body is a stream of server-sent events."""
+        return any(
+            name.lower() == b"content-type" and value.startswith(b"text/event-stream") for name, value in self.headers
+        )
+
 
 async def call_asgi(
-    app: AsgiApp, call: Call, disconnect_s: float = 10.0
+    app: AsgiApp, call: Call, disconnect_s: float = 10.0, context: Context | None = None
 ) -> AsyncGenerator[ResponseStart | bytes, None]:
     """Yield the response's start, then its body; bytes that pile up between two reads go out as one item.
 
-    When the reader goes away first, the application sees `http.disconnect` and has `disconnect_s` seconds
-    to end by itself before it is cancelled.
+    The application runs in `context`, or in a copy of the caller's. When the reader goes away first, it sees
+    `http.disconnect` and has `disconnect_s` seconds to end by itself before it is cancelled.
     """
     outbox: asyncio.Queue[Message | None] = asyncio.Queue()
     disconnected = asyncio.Event()
@@ -61,7 +72,10 @@ async def call_asgi(
     async def send(message: Message) -> None:
         outbox.put_nowait(message)
 
-    run = asyncio.ensure_future(app(_scope(call), receive, send))
+    async def serve() -> None:
+        await app(_scope(call), receive, send)
+
+    run = asyncio.create_task(serve(), context=context)
     run.add_done_callback(lambda _: outbox.put_nowait(None))
     try:
         while (message := await outbox.get()) is not None:

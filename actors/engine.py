@@ -7,19 +7,20 @@ import argparse
 import asyncio
 import logging
 import uuid
-from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from actors.arguments import engine_arguments
-from actors.asgi_call import AsgiApp
+from actors.asgi_call import AsgiApp, Call, ResponseStart, call_asgi
 from actors.handoff import TRANSFER_FIELD, Producer
+from actors.journal import CannotResumeError, Chunk, Served
 from configs.settings import RoleName, ServiceSettings
 from connectors.errors import TandemError
 
 if TYPE_CHECKING:
-    from vllm.v1.engine.async_llm import AsyncLLM
+    from actors.replaying_llm import ReplayingLLM
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +50,17 @@ class StopFlag:
 class Engine:
     """A running engine. `start` makes one, `close` ends its processes."""
 
-    def __init__(self, llm: "AsyncLLM", app: AsgiApp, stop_flag: StopFlag, stack: AsyncExitStack) -> None:
-        self.app = app
+    def __init__(
+        self,
+        llm: "ReplayingLLM",
+        app: AsgiApp,
+        stop_flag: StopFlag,
+        stack: AsyncExitStack,
+        cannot_resume: str | None,
+    ) -> None:
         self._llm = llm
+        self._app = app
+        self._cannot_resume = cannot_resume
         self._stop_flag = stop_flag
         self._stack = stack
 
@@ -61,13 +70,25 @@ class Engine:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
-        from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.usage.usage_lib import UsageContext
+
+        from actors.replaying_llm import ReplayingLLM, make_replayable, why_not_replayable
 
         engine_args = AsyncEngineArgs(
             **engine_arguments(settings, role), kv_transfer_config=kv_transfer_config(settings, role, node_ip)
         )
+        config = engine_args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        cannot_resume = "prefill engines do not stream" if role == "prefill" else why_not_replayable(config)
+        if cannot_resume is None:
+            make_replayable(config)
+        else:
+            logger.info("this engine cannot go on with streams of another: %s", cannot_resume)
         stack = AsyncExitStack()
-        llm = AsyncLLM.from_engine_args(engine_args)
+        llm = ReplayingLLM.from_vllm_config(
+            config,
+            enable_log_requests=engine_args.enable_log_requests,
+            disable_log_stats=engine_args.disable_log_stats,
+        )
         stack.callback(llm.shutdown)
         try:
             namespace = _frontend_namespace(engine_args, settings.role(role).frontend)
@@ -80,7 +101,22 @@ class Engine:
         except BaseException:
             await stack.aclose()
             raise
-        return cls(llm, app, stop_flag, stack)
+        return cls(llm, app, stop_flag, stack, cannot_resume)
+
+    async def serve(self, call: Call) -> AsyncGenerator[ResponseStart | bytes | Chunk, None]:
+        """Run `call` through vLLM's application; closing the generator aborts the request in the engine.
+
+        Raises EngineDownError when the engine dies, CannotResumeError when it cannot go on with `call.journal`:
+        vLLM would make an answer of either.
+        """
+        if call.journal and self._cannot_resume is not None:
+            raise CannotResumeError(self._cannot_resume)
+        served = Served(replay=call.journal)
+        async with aclosing(call_asgi(self._app, call, context=served.context())) as answer:
+            async for item in answer:
+                await self.check_health()
+                served.check()
+                yield served.chunk(item) if isinstance(item, bytes) else item
 
     async def describe_producer(self, timeout_s: float) -> Producer:
         """Ask the connector where this engine's workers are reached, by way of a one-token request."""
@@ -140,7 +176,8 @@ class Engine:
             raise EngineDownError("the vLLM engine of this actor has died; its log says why")
 
     async def close(self) -> None:
-        """End the engine's processes; requests in flight fail."""
+        """End the engine's processes; requests in flight fail, and none of them with an answer of vLLM's."""
+        self._stop_flag.should_exit = True
         await self._stack.aclose()
 
 

@@ -88,6 +88,21 @@ def why_local(endpoint: Endpoint, body: Body) -> str | None:
     return None if isinstance(messages, list) and messages else "malformed"
 
 
+def why_not_resumable(endpoint: Endpoint, body: Body) -> str | None:
+    """The reason why another engine cannot go on with this request's stream, or None when it can."""
+    if body.get("n") not in (None, 1):
+        return "n > 1"
+    prompt = body.get("prompt")
+    if (
+        endpoint == "/v1/completions"
+        and isinstance(prompt, list)
+        and len(prompt) > 1
+        and not isinstance(prompt[0], int)
+    ):
+        return "several prompts"
+    return None
+
+
 def _why_local_prompt(prompt: Any) -> str | None:
     if isinstance(prompt, str):
         return None if prompt else "short_prompt"

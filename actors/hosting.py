@@ -7,13 +7,14 @@ from contextlib import aclosing
 import ray
 from ray import serve
 
-from actors.asgi_call import Accepted, Call, ResponseStart, call_asgi
+from actors.asgi_call import Accepted, Call, ResponseStart
 from actors.engine import Engine
+from actors.journal import Chunk
 from configs.settings import RoleName, ServiceSettings
 
 logger = logging.getLogger(__name__)
 
-CallItem = Accepted | ResponseStart | bytes
+CallItem = Accepted | ResponseStart | Chunk | bytes
 
 FIRST_REQUEST_TIMEOUT_S = 120.0
 """For the first request of an engine's life, which may compile and page in."""
@@ -31,11 +32,10 @@ class EngineActor:
         self.engine = await Engine.start(settings, self.role, ray.util.get_node_ip_address())
 
     async def call(self, call: Call) -> AsyncGenerator[CallItem, None]:
-        """Run `call` through vLLM's application; closing the generator aborts the request in the engine."""
+        """Serve `call` with this engine; closing the generator aborts the request in it."""
         yield Accepted(self.replica)
-        async with aclosing(call_asgi(self.engine.app, call)) as answer:
+        async with aclosing(self.engine.serve(call)) as answer:
             async for item in answer:
-                await self.engine.check_health()  # vLLM turns a dead engine into an answer with status 500
                 yield item
 
     async def metrics(self) -> tuple[str, str]:

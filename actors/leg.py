@@ -3,16 +3,25 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
+from collections.abc import Set as AbstractSet
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
+from ray.exceptions import (
+    NodeDiedError,
+    ObjectLostError,
+    RayActorError,
+    RayTaskError,
+    TaskCancelledError,
+    WorkerCrashedError,
+)
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from actors.asgi_call import Accepted, ResponseStart
+from actors.asgi_call import ResponseStart
 from actors.engine import EngineDownError
+from actors.journal import CannotResumeError, Chunk
 from connectors.errors import TandemError
 
 logger = logging.getLogger(__name__)
@@ -22,8 +31,19 @@ ACCEPT_S = 5.0
 """How long an end of a call waits for the replica to acknowledge its beginning; normally milliseconds."""
 
 
-UNAVAILABLE = (DeploymentUnavailableError, ReplicaUnavailableError, RayActorError, EngineDownError)
+UNAVAILABLE = (
+    DeploymentUnavailableError,
+    ReplicaUnavailableError,
+    RayActorError,
+    WorkerCrashedError,
+    NodeDiedError,
+    ObjectLostError,
+    EngineDownError,
+)
 """What Ray or an actor raises when a replica cannot answer any more."""
+
+CHOOSE_AGAIN_S = 0.05
+"""Between two choices of a replica when the first was one to avoid."""
 
 
 class OverloadedError(TandemError):
@@ -60,6 +80,8 @@ async def serve_errors(role: str) -> AsyncGenerator[None, None]:
     except TaskCancelledError as error:  # by Serve: the client has gone, or the replica is being stopped
         raise UnavailableError(f"the call to the {role} engine was cancelled") from error
     except RayTaskError as error:
+        if isinstance(error.cause, CannotResumeError):
+            raise error.cause from error
         if not isinstance(error.cause, UNAVAILABLE):
             raise
         raise UnavailableError(f"the {role} engine is not available; try again") from error
@@ -67,10 +89,10 @@ async def serve_errors(role: str) -> AsyncGenerator[None, None]:
 
 @dataclass(frozen=True)
 class Opened:
-    """A response whose body has begun: nothing of it has been generated before."""
+    """A response whose body has begun, with the items that have come: of a stream the first, else all."""
 
     start: ResponseStart
-    head: bytes
+    items: list[Chunk | bytes]
 
 
 class Leg:
@@ -94,12 +116,16 @@ class Leg:
         return item
 
     async def open(self) -> Opened:
-        """Wait for the first bytes of the body."""
+        """Wait for the first bytes of a stream, or for the whole body of another response."""
         start = await self.start()
-        head = await self.next()
-        return Opened(start, head if isinstance(head, bytes) else b"")
+        items: list[Chunk | bytes] = []
+        while (item := await self.next()) is not None:
+            items.append(item)
+            if start.streams:
+                break
+        return Opened(start, items)
 
-    async def next(self) -> Accepted | ResponseStart | bytes | None:
+    async def next(self) -> Any:
         """The next item, or None after the last."""
         async with serve_errors(self.role):
             try:
@@ -123,7 +149,15 @@ class Leg:
         await self.next()
 
 
-async def choose(stack: AsyncExitStack, role: str, handle: DeploymentHandle, timeout_s: float) -> Any:
-    """Reserve a place on a replica of `role`, held until `stack` unwinds; the wait is bounded."""
+async def choose(
+    stack: AsyncExitStack, role: str, handle: DeploymentHandle, timeout_s: float, avoid: AbstractSet[str] = frozenset()
+) -> Any:
+    """Reserve a place on a replica of `role` that is not one to `avoid`, held until `stack` unwinds; bounded."""
     async with deadline(timeout_s, f"waiting for a free {role} replica"), serve_errors(role):
-        return await stack.enter_async_context(handle.choose_replica())
+        while True:
+            async with AsyncExitStack() as choice:
+                place = await choice.enter_async_context(handle.choose_replica(avoid=frozenset(avoid)))
+                if place.replica_id not in avoid:
+                    stack.push_async_exit(choice.pop_all())
+                    return place
+            await asyncio.sleep(CHOOSE_AGAIN_S)  # requests in Serve's queue may get each other's choice

@@ -19,10 +19,11 @@ Discard = Callable[[str], Awaitable[None]]
 
 
 class PrefillLeg:
-    """Owns the task that reads the leg. `broken` is done when the leg ends without its answer.
+    """Owns the task that reads the leg. `answered` is done when the prompt is computed, `broken` when the leg ends
+    before its time.
 
-    A broken leg does not fail the request: while decode has not begun to answer, the router asks decode
-    to serve it alone, which is sooner than decode's connector can learn of it.
+    A broken leg does not fail the request: while decode has not begun to answer, the router tries another prefill
+    replica, or asks decode to serve it alone, which is sooner than decode's connector can learn of it.
 
     A leg that ends before its handover may leave finished KV behind that no decode engine has heard of: decode has
     refused the request, or the client left before decode's engine had it. So it is discarded before the leg is closed.
@@ -30,6 +31,7 @@ class PrefillLeg:
 
     def __init__(self, leg: Leg, transfer_id: str, timeout_s: float, metrics: RouterMetrics, discard: Discard) -> None:
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._leg = leg
         self._transfer_id = transfer_id
         self._timeout_s = timeout_s
@@ -66,6 +68,8 @@ class PrefillLeg:
         try:
             async with deadline(self._timeout_s, f"prefill of transfer {self._transfer_id}"):
                 outcome = await self._read_answer()
+            if outcome == "done":
+                self.answered.set_result(None)
             while outcome == "done" and await self._leg.next() is not None:
                 pass
         except DeadlineError as error:
@@ -93,4 +97,5 @@ class PrefillLeg:
         body = await self._leg.next()
         level = logging.WARNING if start.status >= 500 else logging.INFO  # decode refuses a bad request too
         logger.log(level, "prefill of transfer %s: HTTP %d %r", self._transfer_id, start.status, body)
-        return "rejected"
+        # An engine that refuses for its own sake says nothing of the request: another one may take it.
+        return "failed" if start.status >= 500 else "rejected"

@@ -33,6 +33,20 @@ class RouterMetrics:
             "Requests whose client went away before the end of its answer.",
             registry=self.registry,
         )
+        self.retries = Counter(
+            "tandem_retries",
+            "Legs that were sent to another replica: prefill legs that failed, were late or left decode silent; decode "
+            "legs whose engine became unavailable.",
+            ["leg", "reason"],
+            registry=self.registry,
+        )
+        self.resumed_streams = Counter(
+            "tandem_resumed_streams",
+            "Streams whose decode engine died: resumed on another, failed (no engine in time), or refused (they "
+            "could not go on exactly); the latter two ended with an error event.",
+            ["outcome"],
+            registry=self.registry,
+        )
         self.broken_streams = Counter(
             "tandem_broken_streams",
             "Responses that ended with an error after their first byte.",

@@ -9,8 +9,8 @@ from typing import Any
 from starlette.requests import Request
 
 from actors.asgi_call import Headers
+from actors.attempts import ClientRequest
 from actors.handoff import TRANSFER_FIELD, Endpoint
-from actors.router import ClientRequest
 from app.http_errors import BadRequestError
 
 MAX_DEPTH = 64

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Coroutine
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from contextvars import Context
 from http import HTTPStatus
 from typing import Any
@@ -12,8 +12,10 @@ from ray.exceptions import TaskCancelledError
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
+from actors.answer import Answer
+from actors.attempts import ClientRequest
 from actors.handoff import Endpoint
-from actors.router import Answer, ClientRequest, Router
+from actors.router import Router
 from app.client_request import read_request
 from app.http_errors import BadRequestError, error_event, error_response, status_of
 from connectors.errors import TandemError
@@ -77,27 +79,26 @@ class Generate:
     async def _send(self, answer: Answer, send: Send) -> None:
         """Send `answer` to the client. Nothing is sent before its first byte is there, so until then an
         error can have a status of its own."""
-        metrics = self._router.metrics
-        headers = _response_headers(answer)
-        streams = _is_event_stream(headers)
-        chunks = answer.chunks()
-        if streams:
-            head = await anext(chunks, b"")
-            metrics.first_byte.labels(answer.route).observe(answer.first_byte_s)
-        else:
-            head = b"".join([chunk async for chunk in chunks])
+        if not answer.start.streams:
+            await self._begin(answer, answer.body, send)
+            return
+        async with aclosing(answer.events()) as events:
+            head = await anext(events)
+            self._router.metrics.first_byte.labels(answer.route).observe(answer.first_byte_s)
+            await self._begin(answer, head, send)
+            await self._send_rest(events, send)
+
+    async def _begin(self, answer: Answer, head: bytes, send: Send) -> None:
         status = answer.start.status
         route, reason = (REFUSED, "") if status >= HTTPStatus.BAD_REQUEST else (answer.route, answer.local_reason)
-        metrics.requests.labels(route, reason or "", status).inc()
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": head, "more_body": streams})
-        if streams:
-            await self._send_rest(chunks, send)
+        self._router.metrics.requests.labels(route, reason or "", status).inc()
+        await send({"type": "http.response.start", "status": status, "headers": _response_headers(answer)})
+        await send({"type": "http.response.body", "body": head, "more_body": answer.start.streams})
 
-    async def _send_rest(self, chunks: AsyncGenerator[bytes, None], send: Send) -> None:
+    async def _send_rest(self, events: AsyncGenerator[bytes, None], send: Send) -> None:
         try:
-            async for chunk in chunks:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            async for some in events:
+                await send({"type": "http.response.body", "body": some, "more_body": True})
         except Exception as error:
             # The response has begun: whatever happens now can only be said in it.
             self._router.metrics.broken_streams.inc()
@@ -114,10 +115,6 @@ def _response_headers(answer: Answer) -> list[tuple[bytes, bytes]]:
     if answer.local_reason is not None:
         headers.append((LOCAL_REASON_HEADER, answer.local_reason.encode()))
     return headers
-
-
-def _is_event_stream(headers: list[tuple[bytes, bytes]]) -> bool:
-    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
 
 
 async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
+from actors.journal import CannotResumeError
 from actors.leg import DeadlineError, OverloadedError, UnavailableError
 
 ERROR_TYPES = {
@@ -45,7 +46,7 @@ def status_of(error: Exception) -> HTTPStatus:
             return error.status
         case OverloadedError():
             return HTTPStatus.TOO_MANY_REQUESTS
-        case UnavailableError():
+        case UnavailableError() | CannotResumeError():
             return HTTPStatus.SERVICE_UNAVAILABLE
         case DeadlineError():
             return HTTPStatus.GATEWAY_TIMEOUT

@@ -134,6 +134,14 @@ class RouterLimits(Frozen):
     prefill_timeout_s: Seconds = Field(120.0, description="from a prefill leg's start to its answer")
     replica_timeout_s: Seconds = Field(10.0, description="wait for a decode replica with a free place")
     prefill_wait_s: Seconds = Field(1.0, description="the same for prefill; then decode serves alone")
+    attempts: int = Field(
+        3, ge=1, description="replicas of each role that a request may try when one after the other breaks"
+    )
+    silence_timeout_s: Seconds = Field(
+        60.0,
+        description="longest silence of a decode engine within a stream, and before it once prefill has answered; "
+        "then another goes on",
+    )
     health_timeout_s: Seconds = Field(5.0, description="wait for the engines' answers to /health")
     metrics_timeout_s: Seconds = Field(5.0, description="wait for the engines' answers to /metrics")
     retry_after_s: int = Field(1, ge=1, description="Retry-After of refusals under overload")

@@ -10,32 +10,46 @@ import os
 import socket
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
+from pathlib import Path
 
 import httpx
 import pytest
 import ray
 from ray import serve
+from ray.serve.config import RequestRouterConfig
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from actors.asgi_call import Accepted, Call, call_asgi
+from actors.asgi_call import Accepted, Call, ResponseStart, call_asgi
 from actors.engine import EngineDownError
 from actors.handoff import TRANSFER_FIELD
+from actors.journal import Chunk
+from actors.routing import LeastOngoing
 from app.main import HttpRouter
 from configs.settings import RouterLimits
+from tests.actors.test_attempts import TOKENS, engine
+from tests.e2e.sse import said
 
 LIMITS = RouterLimits(
-    request_timeout_s=3,
+    request_timeout_s=5,
     body_timeout_s=0.5,
     prefill_timeout_s=0.5,
+    prefill_wait_s=0.2,
     replica_timeout_s=1,
     max_ongoing_requests=4,
     retry_after_s=7,
     max_body_bytes=10_000,
 )
 FOREVER_S = 60.0
+
+
+def exit_once(mark: Path) -> None:
+    """End this process without a word, if `mark` does not say that it was done before."""
+    if not mark.exists():
+        mark.touch()
+        os._exit(1)
 
 
 class Engine:
@@ -56,6 +70,11 @@ class Engine:
         yield Accepted("fake")
         self.running += 1
         try:
+            if "counts" in json.loads(call.body)["prompt"]:
+                async with aclosing(self.count(call)) as items:
+                    async for item in items:
+                        yield item
+                return
             if f"{self.role} dies" in json.loads(call.body)["prompt"]:
                 raise EngineDownError(self.role)
             async with aclosing(call_asgi(self.app, call, disconnect_s=0.1)) as answer:
@@ -65,6 +84,21 @@ class Engine:
                     yield item
         finally:
             self.running -= 1
+
+    async def count(self, call: Call) -> AsyncGenerator[object, None]:
+        """Forty tokens one by one. Decode's process ends after `at` of them, if the file `once` is not there yet."""
+        body = json.loads(call.body)
+        if self.role == "prefill":
+            yield ResponseStart(200, ())
+            return
+        sent, known = 0, sum(map(len, call.journal))
+        async for item in engine(os.getpid(), [1, 2])(call, 1):
+            if sent >= body.get("at", FOREVER_S):
+                exit_once(Path(body["once"]))
+            yield item
+            sent += sum(map(len, item.groups)) if isinstance(item, Chunk) else 0
+            if sent > known:
+                await asyncio.sleep(0.01)
 
     async def call_and_hold(self, call: Call, transfer_id: str, hold_s: float) -> AsyncGenerator[object, None]:
         self.held.add(transfer_id)
@@ -109,6 +143,18 @@ class Engine:
         return StreamingResponse(events(), media_type="text/event-stream")
 
 
+def deploy(num_cpus: float = 0.1) -> None:
+    """Start the service, or replace the engines of one that runs. A replica that is told to stop has no time."""
+    actor = serve.deployment(Engine).options(
+        ray_actor_options={"num_cpus": num_cpus},
+        request_router_config=RequestRouterConfig(request_router_class=LeastOngoing),
+        graceful_shutdown_timeout_s=0.2,
+    )
+    router = serve.deployment(HttpRouter).options(ray_actor_options={"num_cpus": 0.1})
+    prefill, decode = actor.options(name="Prefill"), actor.options(name="Decode", num_replicas=2)
+    serve.run(router.bind(LIMITS, prefill.bind("prefill"), decode.bind("decode")), name="tandem")
+
+
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """The router's address, on a Ray cluster of this module alone."""
@@ -119,10 +165,7 @@ def url() -> Iterator[str]:
     ray.init(address="local", namespace="serve", include_dashboard=False, num_cpus=4, log_to_driver=False)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        actor = serve.deployment(Engine).options(ray_actor_options={"num_cpus": 0.1})
-        router = serve.deployment(HttpRouter).options(ray_actor_options={"num_cpus": 0.1})
-        prefill, decode = actor.options(name="Prefill"), actor.options(name="Decode")
-        serve.run(router.bind(LIMITS, prefill.bind("prefill"), decode.bind("decode")), name="tandem")
+        deploy()
         yield f"http://127.0.0.1:{port}"
     finally:
         serve.shutdown()
@@ -141,12 +184,12 @@ async def ask(client: httpx.AsyncClient, prompt: str, **more: object) -> httpx.R
 
 
 async def idle(client: httpx.AsyncClient) -> None:
-    """Every test leaves both actors without a call."""
-    async with asyncio.timeout(5):
+    """Every test leaves all actors without a call."""
+    async with asyncio.timeout(20):
         while True:
             text = (await client.get("/metrics")).text
             calls = [line.rsplit(" ", 1)[1] for line in text.splitlines() if line.startswith("calls{")]
-            if calls == ["0.0", "0.0"]:
+            if calls == ["0.0"] * 3:
                 return
             await asyncio.sleep(0.05)
 
@@ -160,7 +203,7 @@ async def test_both_legs_answer(client):
 
 @pytest.mark.parametrize("failure", ["prefill dies", "prefill rejects", "prefill hangs"])
 async def test_a_broken_prefill_leg_leaves_the_request_to_decode(client, failure):
-    """Dead, refusing or later than prefill_timeout_s: decode serves the client's own request."""
+    """Dead, refusing or later than prefill_timeout_s: with no other replica, decode serves the client's own request."""
     reply = await ask(client, failure)
     assert reply.json() == {"role": "decode", "parked": False}
     assert reply.headers["x-tandem-local-reason"] == "prefill_failed"
@@ -191,7 +234,7 @@ async def discarded(client: httpx.AsyncClient) -> float:
         ("breaks off", 0),
         ("prefill rejects", 0),
         ("decode rejects", 1),
-        ("decode dies", 1),
+        ("decode dies", 2),  # of both replicas, each with a transfer of its own
         ("prefill hangs", 1),
     ],
 )
@@ -252,4 +295,35 @@ async def test_a_client_that_leaves_ends_both_calls(client, prompt):
 async def test_health_names_the_replicas(client):
     """200 while both roles answer."""
     reply = await client.get("/health")
-    assert (reply.status_code, reply.json()) == (200, {"replicas": {"prefill": 1, "decode": 1}})
+    assert (reply.status_code, reply.json()) == (200, {"replicas": {"prefill": 1, "decode": 2}})
+
+
+def counted(reply: httpx.Response) -> str:
+    """The tokens that a stream of `counts` says, from the first to the last."""
+    assert reply.status_code == 200, reply.text
+    answer = said(reply.content)
+    assert (answer["finish_reason"], answer["usage"]) == ("length", {"completion_tokens": TOKENS})
+    return answer["text"]
+
+
+ALL = "".join(f"<{token}>" for token in range(TOKENS))
+
+
+@pytest.mark.parametrize("at", [0, 1, 17])
+async def test_a_stream_outlives_its_actor(client, tmp_path, at):
+    """Ray says that the process is gone; before the first byte and after it."""
+    reply = await ask(client, "counts", stream=True, at=at, once=str(tmp_path / "once"))
+    assert (tmp_path / "once").exists()
+    assert counted(reply) == ALL
+
+
+async def test_streams_outlive_a_rolling_restart(client):
+    """Serve replaces each engine while streams run, and does not wait for them to end."""
+    restarting = asyncio.create_task(asyncio.to_thread(deploy, 0.11))
+    replies = []
+    while not restarting.done() or len(replies) < 8:
+        replies += await asyncio.gather(*(ask(client, "counts", stream=True) for _ in range(3)))
+    await restarting
+    assert {counted(reply) for reply in replies} == {ALL}
+    text = (await client.get("/metrics")).text
+    assert 'tandem_resumed_streams_total{outcome="resumed"' in text, "no stream was cut off: nothing was shown"

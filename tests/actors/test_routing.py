@@ -36,3 +36,9 @@ def test_all_are_ranked():
 def test_no_replica_no_rank():
     """An empty deployment is not an error here."""
     assert rank({}, 3) == []
+
+
+def test_a_replica_to_avoid_is_not_ranked():
+    """However idle it looks: a dead engine serves nothing."""
+    assert rank({"a": 0, "b": 5, "c": 2}, 0, avoid={"a", "gone"}) == ["c", "b"]
+    assert rank({"a": 0}, 0, avoid={"a"}) == []

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from actors.journal import CannotResumeError
 from actors.leg import DeadlineError, OverloadedError, UnavailableError
 from app.http_errors import BadRequestError, error_event, error_response
 
@@ -15,6 +16,7 @@ from app.http_errors import BadRequestError, error_event, error_response
         (BadRequestError("big", status=413), 413, "RequestTooLargeError", None),
         (OverloadedError("full"), 429, "RateLimitError", "7"),
         (UnavailableError("gone"), 503, "ServiceUnavailableError", "7"),
+        (CannotResumeError("n > 1"), 503, "ServiceUnavailableError", "7"),
         (DeadlineError("late"), 504, "TimeoutError", None),
         (ZeroDivisionError("secret"), 500, "InternalServerError", None),
     ],

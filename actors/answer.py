@@ -1,0 +1,113 @@
+"""A request's answer in the router: decode's, and where decode dies in the middle of it, the next one's."""
+
+from collections import deque
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from actors.attempts import Attempt, Attempts, ClientRequest
+from actors.event_stream import EventStream
+from actors.handoff import why_not_resumable
+from actors.journal import CannotResumeError, Chunk, Group
+from actors.leg import DeadlineError, UnavailableError, deadline
+from actors.router_metrics import RouterMetrics
+
+
+class Answer:
+    """Decode's answer, opened: its first bytes are there, so the handover is done."""
+
+    def __init__(self, attempts: Attempts, attempt: Attempt, metrics: RouterMetrics) -> None:
+        self.start = attempt.opened.start
+        self.local_reason = attempt.local_reason
+        self.first_byte_s = attempts.timing.age_s
+        self._attempts = attempts
+        self._attempt = attempt
+        self._metrics = metrics
+
+    @property
+    def route(self) -> str:
+        """`remote` when another engine computed the prompt, `local` when decode did."""
+        return "remote" if self.local_reason is None else "local"
+
+    @property
+    def body(self) -> bytes:
+        """The whole body of an answer that is not a stream: it was read before anything was said of it."""
+        return b"".join(_bytes_of(item) for item in self._attempt.opened.items)
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The body of a stream, in whole events, as it comes; goes on with another engine where decode dies.
+
+        Raises DeadlineError once the request's time is over; CannotResumeError, UnavailableError or OverloadedError
+        when decode has died and the stream cannot go on.
+        """
+        stream = EventStream()
+        journal: list[Group] = []
+        while True:
+            known = len(journal)
+            try:
+                items = deque(self._attempt.opened.items)
+                while (item := items.popleft() if items else await self._next()) is not None:
+                    if isinstance(item, Chunk):
+                        # An engine that took over repeats first what is known.
+                        repeated = min(known, len(item.groups))
+                        known -= repeated
+                        journal += item.groups[repeated:]
+                    sent = stream.sent
+                    if events := stream.feed(_bytes_of(item)):
+                        if stream.sent > sent:
+                            self._attempts.got_further()
+                        yield events
+                error = UnavailableError("the decode engine ended a stream before its end")
+            except UnavailableError as death:
+                error = death
+            if stream.done:
+                return
+            await self._resume(error, stream, journal)
+
+    async def close(self) -> None:
+        """End what still runs of the request."""
+        await self._attempt.close()
+
+    async def _next(self) -> Any:
+        left_s, silence_s = self._attempts.timing.left_s, self._attempts.limits.silence_timeout_s
+        try:
+            async with deadline(min(left_s, silence_s), "the rest of the answer"):
+                return await self._attempt.decode.next()
+        except DeadlineError:
+            if left_s <= silence_s:
+                raise
+            raise UnavailableError(f"the decode engine was silent for {silence_s:g} s within a stream") from None
+
+    async def _resume(self, error: UnavailableError, stream: EventStream, journal: list[Group]) -> None:
+        """Open the stream on another decode replica, where it has been told to repeat `journal`."""
+        outcome = "failed"
+        try:
+            if stream.sent == 0:
+                journal.clear()  # the client has nothing: any answer will do
+            else:
+                _check_resumable(self._attempts.request, journal)
+            self._attempts.decode_failed(error)
+            await self._attempt.close()
+            self._attempt = await self._attempts.open(tuple(journal))
+            start = self._attempt.opened.start
+            if not start.streams:
+                raise CannotResumeError(f"the engine that was to go on with a stream answered HTTP {start.status}")
+            if stream.sent == 0:
+                self.local_reason = self._attempt.local_reason
+            stream.restart()
+            outcome = "resumed"
+        except CannotResumeError:
+            outcome = "refused"
+            raise
+        finally:
+            self._metrics.resumed_streams.labels(outcome).inc()
+
+
+def _check_resumable(request: ClientRequest, journal: list[Group]) -> None:
+    if reason := why_not_resumable(request.endpoint, request.body):
+        raise CannotResumeError(f"the decode engine has died, and a stream with {reason} cannot go on elsewhere")
+    if not journal:
+        raise CannotResumeError("the decode engine has died, and has kept no record of the stream")
+
+
+def _bytes_of(item: Any) -> bytes:
+    return item.body if isinstance(item, Chunk) else item

@@ -1,0 +1,240 @@
+"""Opens calls for one request, on one replica after another, until a decode replica begins to answer."""
+
+import asyncio
+import json
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+
+from actors.asgi_call import Call, Headers
+from actors.handoff import Endpoint, Producer, decode_leg, prefill_leg, why_local
+from actors.journal import Journal
+from actors.leg import DeadlineError, Leg, Opened, UnavailableError, choose, deadline
+from actors.prefill_leg import PrefillLeg
+from actors.router_metrics import RouterMetrics
+from configs.settings import RouterLimits
+from connectors.errors import TandemError
+
+logger = logging.getLogger(__name__)
+
+NO_PREFILL = "no_prefill"
+"""Why decode served a request that could have been split: no prefill replica took it in time."""
+
+PREFILL_FAILED = "prefill_failed"
+"""Why decode served a request that had been split: its prefill legs broke before decode's first byte."""
+
+
+@dataclass(frozen=True)
+class ClientRequest:
+    """A validated request: its body as received and as an object."""
+
+    endpoint: Endpoint
+    headers: Headers
+    raw: bytes
+    body: Mapping[str, Any]
+
+
+class Timing:
+    """How long ago the router took a request, and how long it may still take."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._began_at = asyncio.get_running_loop().time()
+
+    @property
+    def age_s(self) -> float:
+        return asyncio.get_running_loop().time() - self._began_at
+
+    @property
+    def left_s(self) -> float:
+        return max(self._timeout_s - self.age_s, 0.0)
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """What a request needs of the router: both roles' handles, and how to give up a transfer by its id."""
+
+    prefill: DeploymentHandle
+    decode: DeploymentHandle
+    metrics: RouterMetrics
+    discard: Callable[[str], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A decode call that has begun to answer; `close` ends it and the prefill leg beside it."""
+
+    opened: Opened
+    decode: Leg
+    local_reason: str | None
+    legs: AsyncExitStack
+
+    async def close(self) -> None:
+        await self.legs.aclose()
+
+
+class Attempts:
+    """One request's tries. A replica that failed it is not asked again; an id of a transfer is used once.
+
+    A prefill leg that breaks is tried on another replica, then decode computes the prompt itself. A decode leg that
+    breaks is tried on another replica; there are `limits.attempts` tries of each, of decode in a row without a new
+    byte for the client.
+    """
+
+    def __init__(self, request: ClientRequest, limits: RouterLimits, timing: Timing, fleet: Fleet) -> None:
+        self.timing = timing
+        self.request = request
+        self.limits = limits
+        self._fleet = fleet
+        self._local_reason = why_local(request.endpoint, request.body)
+        self._failed_prefill: set[str] = set()
+        self._failed_decode: set[str] = set()
+        self._suspect_decode: set[str] = set()
+        """Silent, but it may have been the transfer that hung: asked again when there is no other."""
+        self._decode_replica: str | None = None
+        self._decode_tries = 0
+        self._last_error: UnavailableError | None = None
+
+    async def open(self, journal: Journal = ()) -> Attempt:
+        """A call that has begun to answer, which another engine has answered as far as `journal` says.
+
+        Raises OverloadedError, UnavailableError or DeadlineError when no decode replica gives an answer.
+        """
+        async with deadline(self.timing.left_s, "the request"):
+            while True:
+                try:
+                    return await self._open_once(journal)
+                except UnavailableError as error:
+                    self.decode_failed(error)
+
+    def decode_failed(self, error: UnavailableError) -> None:
+        """Leave the replica that was asked last; raises `error` when there is nothing more to try."""
+        if self._decode_replica is None:
+            raise self._last_error or error
+        self._failed_decode.add(self._decode_replica)
+        self._decode_replica = None
+        self._decode_tries += 1
+        self._last_error = error
+        if self._decode_tries >= self.limits.attempts:
+            raise error
+        logger.warning("trying a request on another decode replica: %s", error)
+        self._fleet.metrics.retries.labels("decode", "unavailable").inc()
+
+    def got_further(self) -> None:
+        """The client has something new: failures from here on are another row."""
+        self._decode_tries = 0
+
+    async def _open_once(self, journal: Journal) -> Attempt:
+        prefill_tries = 0
+        while self._local_reason is None:
+            attempt, broken = await self._try_split(journal)
+            if attempt is not None:
+                return attempt
+            if broken is not None:
+                prefill_tries += 1
+                if broken == "rejected" or prefill_tries >= self.limits.attempts:
+                    self._local_reason = PREFILL_FAILED
+                else:
+                    self._fleet.metrics.retries.labels("prefill", broken).inc()
+        return await self._serve_alone(journal)
+
+    async def _try_split(self, journal: Journal) -> tuple[Attempt | None, str | None]:
+        """Dispatch both legs; without an attempt, how the prefill leg broke, if there was one."""
+        async with AsyncExitStack() as legs:
+            decode_place, prefill_place = await self._choose_pair(legs)
+            if prefill_place is None:
+                self._local_reason = PREFILL_FAILED if self._failed_prefill else NO_PREFILL
+                return None, None
+            transfer_id = uuid.uuid4().hex
+            producer = Producer.from_params(prefill_place.replica_metadata)
+            body = self.request.body
+            prefill_call = self._call(prefill_leg(self.request.endpoint, body, transfer_id))
+            decode_call = self._call(decode_leg(body, transfer_id, producer), journal)
+            prefill = PrefillLeg(
+                Leg(
+                    "prefill",
+                    self._fleet.prefill.dispatch(prefill_place, prefill_call, transfer_id, self.timing.left_s),
+                ),
+                transfer_id,
+                self.limits.prefill_timeout_s,
+                self._fleet.metrics,
+                self._fleet.discard,
+            )
+            legs.push_async_callback(prefill.close)
+            decode = Leg("decode", self._fleet.decode.dispatch(decode_place, decode_call))
+            legs.push_async_callback(decode.close)
+            opening = asyncio.create_task(decode.open(), name=f"decode-opens-{transfer_id}")
+            legs.push_async_callback(_end, opening)
+            await asyncio.wait({opening, prefill.broken, prefill.answered}, return_when=asyncio.FIRST_COMPLETED)
+            # From here on a stream's first token is due; an answer that is not streamed may take its time.
+            silence_s = self.limits.silence_timeout_s if body.get("stream") else None
+            waited_for = {opening, prefill.broken}
+            done, _ = await asyncio.wait(waited_for, timeout=silence_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                logger.warning("decode was silent for %g s after its prompt was computed", silence_s)
+                self._failed_prefill.add(prefill_place.replica_id)
+                self._suspect_decode.add(decode_place.replica_id)
+                return None, "silent"
+            if not opening.done():
+                self._failed_prefill.add(prefill_place.replica_id)
+                return None, prefill.broken.result()
+            opened = await opening
+            if opened.start.status < HTTPStatus.BAD_REQUEST:
+                prefill.release()
+            return Attempt(opened, decode, None, legs.pop_all()), None
+
+    async def _serve_alone(self, journal: Journal) -> Attempt:
+        """The request as the client sent it, on a decode replica."""
+        async with AsyncExitStack() as legs:
+            place = await self._choose_decode(legs)
+            call = Call("POST", self.request.endpoint, self.request.headers, self.request.raw, journal)
+            decode = Leg("decode", self._fleet.decode.dispatch(place, call))
+            legs.push_async_callback(decode.close)
+            opened = await decode.open()
+            return Attempt(opened, decode, self._local_reason, legs.pop_all())
+
+    async def _choose_pair(self, stack: AsyncExitStack) -> tuple[Any, Any]:
+        """Places on a decode and on a prefill replica; None for the latter when none is free in time."""
+        decode, prefill = await asyncio.gather(
+            self._choose_decode(stack),
+            choose(stack, "prefill", self._fleet.prefill, self.limits.prefill_wait_s, self._failed_prefill),
+            return_exceptions=True,
+        )
+        if isinstance(decode, BaseException):
+            raise decode
+        if isinstance(prefill, TandemError):
+            logger.warning("serving a request on decode alone: %s", prefill)
+            return decode, None
+        if isinstance(prefill, BaseException):
+            raise prefill
+        return decode, prefill
+
+    async def _choose_decode(self, stack: AsyncExitStack) -> Any:
+        self._decode_replica = None
+        avoid = self._failed_decode | self._suspect_decode
+        try:
+            place = await choose(stack, "decode", self._fleet.decode, self.limits.replica_timeout_s, avoid)
+        except DeadlineError as error:
+            if self._suspect_decode:
+                self._suspect_decode.clear()
+                return await self._choose_decode(stack)
+            raise self._last_error or error from None
+        self._decode_replica = place.replica_id
+        return place
+
+    def _call(self, body: Mapping[str, Any], journal: Journal = ()) -> Call:
+        return Call("POST", self.request.endpoint, self.request.headers, json.dumps(body).encode(), journal)
+
+
+async def _end(task: asyncio.Task[Any]) -> None:
+    """Cancel `task` if it still runs, and wait for its end; its result has been taken or is not wanted."""
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,129 @@
+"""vLLM's AsyncLLM, recording what it streams and able to stream a record again.
+
+A resumed call runs through vLLM's own serving layer from its first token: detokenizer, stop strings, parsers,
+logprobs and usage rebuild their state from the same outputs, in the same groups, as in the call that was cut off.
+"""
+
+from collections import deque
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.output_processor import RequestOutputCollector
+
+from actors.forced_tokens import FORCED_TOKENS
+from actors.journal import SERVED, Served
+
+
+def why_not_replayable(config: VllmConfig) -> str | None:
+    """The reason why an engine of this configuration cannot repeat given tokens, or None when it can."""
+    if config.speculative_config is not None:
+        return "vLLM takes no custom logits processor beside speculative decoding"
+    if config.model_config.return_sampling_mask:
+        return "vLLM takes no custom logits processor beside return_sampling_mask"
+    return None
+
+
+def make_replayable(config: VllmConfig) -> None:
+    """Have the engine load the processor that repeats tokens, after those that it loads anyway."""
+    name = "ForcedTokensV2" if config.use_v2_model_runner else "ForcedTokens"
+    own = [*(config.model_config.logits_processors or ()), f"actors.forced_tokens:{name}"]
+    config.model_config.logits_processors = own
+
+
+class Regroup:
+    """Stands before a request's collector and hands it one group of the journal at a time, then all that comes.
+
+    The collector merges what its reader has not taken yet; how much depends on timing. So the next group waits
+    until the reader has `released` the one before.
+    """
+
+    def __init__(self, collector: RequestOutputCollector, served: Served) -> None:
+        self._collector = collector
+        self._served = served
+        self._groups = deque(served.replay)
+        self._waiting: deque[RequestOutput] = deque()
+        self._held = False
+
+    def put(self, output: Any) -> None:
+        """vLLM's side: an output of one step, or an error."""
+        if not isinstance(output, RequestOutput):
+            self._collector.put(output)
+            return
+        self._waiting.append(output)
+        self._advance()
+
+    def release(self) -> None:
+        """The reader's side: it has done with what it took."""
+        self._held = False
+        self._advance()
+
+    def _advance(self) -> None:
+        while self._waiting and not self._held:
+            if not self._groups:
+                self._collector.put(self._waiting.popleft())
+                continue
+            group = self._groups[0]
+            tokens: list[int] = []
+            taken = 0
+            while taken < len(self._waiting) and len(tokens) < len(group):
+                tokens += self._waiting[taken].outputs[0].token_ids
+                taken += 1
+            ended = self._waiting[taken - 1].finished
+            if len(tokens) < len(group) and not ended:
+                return
+            if tuple(tokens) != group or (ended and len(self._groups) > 1):
+                self._waiting.clear()
+                self._collector.put(self._served.fail("the engine that took over did not repeat what had been sent"))
+                return
+            merged = self._waiting.popleft()
+            for _ in range(taken - 1):
+                merged.add(self._waiting.popleft(), aggregate=True)
+            self._groups.popleft()
+            self._held = True
+            self._collector.put(merged)
+
+
+class ReplayingLLM(AsyncLLM):
+    """Generates as AsyncLLM does; a streamed answer of a `Served` call is recorded, and emitted again where it must."""
+
+    async def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        served = SERVED.get()
+        one = sampling_params.output_kind is RequestOutputKind.DELTA and sampling_params.n == 1
+        if served is not None and not (one and served.begin()):
+            if served.replay:
+                raise served.fail("only a single streamed answer can be resumed")
+            served = None
+        params = self._forced(sampling_params, served)
+        async with aclosing(super().generate(prompt, params, request_id, **options)) as outputs:
+            async for output in outputs:
+                if served is not None:
+                    served.record(output.outputs[0].token_ids)
+                yield output
+                if served is not None:
+                    served.taken()
+
+    def _forced(self, params: SamplingParams, served: Served | None) -> SamplingParams:
+        """`params` with the tokens that the call must repeat; such a field from a client counts for nothing."""
+        replayed = [token for group in served.replay for token in group] if served else []
+        if replayed and params.logprobs is not None and self.model_config.logprobs_mode.startswith("processed"):
+            raise served.fail("the engine's logprobs_mode makes logprobs of what is drawn, not of the model")
+        extra = {key: value for key, value in (params.extra_args or {}).items() if key != FORCED_TOKENS}
+        if not replayed and extra == (params.extra_args or {}):
+            return params
+        params = params.clone()
+        params.extra_args = extra | ({FORCED_TOKENS: replayed} if replayed else {})
+        return params
+
+    async def _add_request(self, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any) -> None:
+        served = SERVED.get()
+        if served is not None and served.replay:
+            queue = Regroup(queue, served)
+            served.taken = queue.release
+        await super()._add_request(request, prompt, parent_req, index, queue)

@@ -1,0 +1,141 @@
+"""Both roles' handles in this process: replicas that are generators, and books of what the router has taken.
+
+The router's side is the real one. `Handle` keeps Serve's contract as far as the router uses it: a place is held
+while its context is open, a call runs until it ends or is cancelled, and one that is cancelled before its replica
+has accepted it is lost with its place (which Ray 2.60 does, see decision 0102).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from actors.asgi_call import Accepted, Call
+
+Serve = Callable[[Call, int], AsyncGenerator[Any, None]]
+"""What a replica does with the call that is its n-th (from 1)."""
+
+METADATA = {"remote_engine_id": "e", "remote_host": "127.0.0.1", "remote_port": 1, "tp_size": 1}
+
+
+@dataclass
+class Replica:
+    """`serve` answers its calls; `calls` are those that it has accepted."""
+
+    name: str
+    serve: Serve
+    calls: list[Call] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Place:
+    replica: Replica
+    replica_metadata: dict[str, Any]
+
+    @property
+    def replica_id(self) -> str:
+        return self.replica.name
+
+
+class Response:
+    """A running call, read item by item."""
+
+    def __init__(self, handle: Handle, place: Place, call: Call) -> None:
+        self._handle = handle
+        self._items: asyncio.Queue[Any] = asyncio.Queue()
+        self._accepted = False
+        self._task = asyncio.create_task(self._run(place.replica, call), name=f"call to {place.replica_id}")
+        handle.running += 1
+        self._task.add_done_callback(self._ended)
+
+    async def _run(self, replica: Replica, call: Call) -> None:
+        await asyncio.sleep(0)
+        replica.calls.append(call)
+        self._items.put_nowait(Accepted(replica.name))
+        async with aclosing(replica.serve(call, len(replica.calls))) as items:
+            async for item in items:
+                self._items.put_nowait(item)
+                await asyncio.sleep(0)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._handle.running -= 1
+        error: BaseException = (
+            asyncio.CancelledError() if task.cancelled() else task.exception() or StopAsyncIteration()
+        )
+        self._items.put_nowait(error)
+
+    async def __anext__(self) -> Any:
+        item = await self._items.get()
+        if isinstance(item, BaseException):
+            self._items.put_nowait(item)
+            raise item
+        self._accepted = True
+        return item
+
+    def cancel(self) -> None:
+        if not self._accepted and self._items.empty():
+            self._handle.lost += 1
+        self._task.cancel()
+
+
+class Handle:
+    """A role's handle. `taken` places and `running` calls are zero when nobody uses it."""
+
+    def __init__(self, replicas: Iterable[Replica]) -> None:
+        self.replicas = list(replicas)
+        self.taken = 0
+        self.running = 0
+        self.lost = 0
+        self.discarded: list[str] = []
+        self.delivered: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        """For each transfer, whether its KV has arrived."""
+        self.in_order = False
+        """Whether the last of the free replicas is chosen, instead of one in turn."""
+        self._turn = 0
+
+    def options(self, **_: Any) -> Handle:
+        return self
+
+    @asynccontextmanager
+    async def choose_replica(self, avoid: Iterable[str] = ()) -> AsyncGenerator[Place, None]:
+        free = [replica for replica in self.replicas if replica.name not in avoid]
+        await asyncio.sleep(0)
+        if not free:
+            raise TimeoutError  # the router's wait is over: here it takes no time
+        self._turn += 1
+        self.taken += 1
+        try:
+            yield Place(free[-1 if self.in_order else self._turn % len(free)], METADATA)
+        finally:
+            self.taken -= 1
+
+    def dispatch(self, place: Place, call: Call, *_: Any) -> Response:
+        return Response(self, place, call)
+
+    def broadcast(self, method: str, *arguments: Any) -> Handle:
+        assert method == "discard"
+        self.discarded += arguments
+        return self
+
+    async def results_async(self, return_exceptions: bool) -> list[Any]:
+        assert return_exceptions
+        await asyncio.sleep(0)
+        return []
+
+    @property
+    def calls(self) -> list[Call]:
+        return [call for replica in self.replicas for call in replica.calls]
+
+
+async def at_rest(*handles: Handle) -> None:
+    """Nothing that the router took is left: no place, no call, no task."""
+    async with asyncio.timeout(20):
+        while True:
+            if not any(handle.taken or handle.running for handle in handles) and len(asyncio.all_tasks()) == 1:
+                break
+            await asyncio.sleep(0.001)
+    assert not any(handle.lost for handle in handles), "a call was cancelled before its replica had it"

@@ -1,0 +1,421 @@
+"""Legs that break, and what the router does instead: the real router over handles in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from actors.asgi_call import Call, ResponseStart
+from actors.attempts import ClientRequest
+from actors.engine import EngineDownError
+from actors.handoff import TRANSFER_FIELD
+from actors.journal import CannotResumeError, Chunk, Group
+from actors.leg import DeadlineError, UnavailableError
+from actors.router import Router
+from configs.settings import RouterLimits
+from tests.actors.fleet import Handle, Replica, at_rest
+from tests.e2e.sse import said
+
+JSON = ((b"content-type", b"application/json"),)
+EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"),)
+TOKENS = 40
+LIMITS = RouterLimits()
+"""As they come: where a test waits for one of them, it sets it."""
+
+
+def request(stream: bool = True, **more: Any) -> ClientRequest:
+    body = {"prompt": "a prompt", "stream": stream, **more}
+    return ClientRequest("/v1/completions", (), json.dumps(body).encode(), body)
+
+
+def event(created: int, usage: dict[str, int] | None = None, **choice: Any) -> bytes:
+    head = {"id": "cmpl-1", "object": "text_completion", "created": created, "model": "m"}
+    body = {**head, "choices": [choice] if choice else [], "usage": usage}
+    return f"data: {json.dumps(body, separators=(',', ':'))}\n\n".encode()
+
+
+def groups_of(sizes: list[int], journal: tuple[Group, ...]) -> list[Group]:
+    """The tokens 0 to 39 as `journal` has them, then in groups of `sizes`, in turn."""
+    groups = list(journal)
+    while (begin := sum(map(len, groups))) < TOKENS:
+        size = sizes[len(groups) % len(sizes)]
+        groups.append(tuple(range(begin, min(begin + size, TOKENS))))
+    return groups
+
+
+def engine(created: int, sizes: list[int], dies_after: int | None = None, half: bool = False) -> Any:
+    """A decode engine that streams forty tokens, one event for a group, and repeats a journal first.
+
+    It dies when it has sent `dies_after` tokens, `half`: in the middle of the event after them.
+    """
+
+    async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        yield ResponseStart(200, EVENTS)
+        yield b": ping\n\n"
+        sent = 0
+        for group in groups_of(sizes, call.journal):
+            text = "".join(f"<{token}>" for token in group)
+            data = b"" if sent else event(created, index=0, role="assistant", text="")
+            data += event(created, index=0, text=text, finish_reason="length" if TOKENS - 1 in group else None)
+            if dies_after is not None and sent + len(group) > dies_after:
+                if half:
+                    yield Chunk(data[: len(data) // 2], (group,))
+                raise EngineDownError("killed")
+            sent += len(group)
+            yield Chunk(data, (group,))
+        yield event(created, usage={"completion_tokens": sent}) + b"data: [DONE]\n\n"
+
+    return serve
+
+
+def answers(status: int, body: dict[str, Any], delay_s: float = 0.0) -> Any:
+    """An engine that answers with JSON."""
+
+    async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        await asyncio.sleep(delay_s)
+        yield ResponseStart(status, JSON)
+        yield json.dumps(body).encode()
+
+    return serve
+
+
+def dies(call: Call, _: int) -> AsyncGenerator[Any, None]:
+    async def serve() -> AsyncGenerator[Any, None]:
+        raise EngineDownError("dead")
+        yield
+
+    return serve()
+
+
+def hangs(call: Call, _: int) -> AsyncGenerator[Any, None]:
+    async def serve() -> AsyncGenerator[Any, None]:
+        await asyncio.sleep(60)
+        yield
+
+    return serve()
+
+
+def in_turn(*behaviours: Any) -> Any:
+    """The n-th call is served by the n-th behaviour."""
+    return lambda call, turn: behaviours[turn - 1](call, turn)
+
+
+def fed(serve: Any, prefill: Handle) -> Any:
+    """A decode engine that waits for its KV when the call says that it comes from elsewhere."""
+
+    async def wait(call: Call, turn: int) -> AsyncGenerator[Any, None]:
+        transfer = json.loads(call.body).get(TRANSFER_FIELD)
+        if transfer:
+            await prefill.delivered[transfer["transfer_id"]].wait()
+        async for item in serve(call, turn):
+            yield item
+
+    return wait
+
+
+def prefills(handle: Callable[[], Handle]) -> Any:
+    """A prefill engine that delivers, answers and is held."""
+
+    async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        handle().delivered[json.loads(call.body)[TRANSFER_FIELD]["transfer_id"]].set()
+        yield ResponseStart(200, JSON)
+        yield b"{}"
+        await asyncio.sleep(60)
+
+    return serve
+
+
+def fleet(prefill: list[Any], decode: list[Any]) -> tuple[Router, Handle, Handle]:
+    """The router before as many replicas; `well` among the prefill behaviours stands for one that works."""
+    p = Handle([])
+    p.replicas = [Replica(f"p{n}", prefills(lambda: p) if serve is well else serve) for n, serve in enumerate(prefill)]
+    d = Handle([Replica(f"d{n}", fed(serve, p)) for n, serve in enumerate(decode)])
+    return Router(LIMITS, p, d), p, d
+
+
+def well() -> None:
+    """Stands for a prefill engine that works."""
+
+
+async def ask(router: Router, wanted: ClientRequest) -> tuple[Any, bytes]:
+    """The answer as the HTTP layer takes it, to its end."""
+    async with router.answer(wanted) as answer:
+        if not answer.start.streams:
+            return answer, answer.body
+        return answer, b"".join([some async for some in answer.events()])
+
+
+def transfers(handle: Handle) -> list[str]:
+    """The transfer ids of a role's calls, in order."""
+    bodies = [json.loads(call.body) for call in handle.calls]
+    return [body[TRANSFER_FIELD]["transfer_id"] for body in bodies if TRANSFER_FIELD in body]
+
+
+def counted(router: Router, name: str, **labels: str) -> float:
+    return router.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+WHOLE = {"text": "right"}
+OK = answers(200, WHOLE)
+
+
+@pytest.mark.parametrize("fault", [dies, answers(503, {}), hangs], ids=["dies", "refuses", "is late"])
+async def test_a_broken_prefill_leg_goes_to_another_replica(fault):
+    """With a transfer id of its own, and a decode leg of its own: an id is for one request."""
+    router, p, d = fleet([fault, well], [OK])
+    if fault is hangs:
+        router.limits = LIMITS.model_copy(update={"prefill_timeout_s": 1})
+    for _ in range(4):
+        answer, body = await ask(router, request(stream=False))
+        assert (answer.route, json.loads(body)) == ("remote", WHOLE)
+    await at_rest(p, d)
+    assert 0 < len(p.replicas[0].calls) < 4, "the broken one is asked in its turn, and once a request"
+    assert len(set(transfers(p))) == len(p.calls) == 4 + len(p.replicas[0].calls)
+    assert sorted(transfers(p)) == sorted(transfers(d))
+    late = "late" if fault is hangs else "failed"
+    assert counted(router, "tandem_retries_total", leg="prefill", reason=late) == len(p.replicas[0].calls)
+
+
+@pytest.mark.parametrize(("replicas", "asked"), [(1, 1), (2, 2), (3, 3), (5, 3)])
+async def test_when_prefill_legs_keep_breaking_decode_serves_alone(replicas, asked):
+    """After `attempts` of them, or when there is no other replica."""
+    router, p, d = fleet([dies] * replicas, [OK])
+    answer, body = await ask(router, request(stream=False))
+    await at_rest(p, d)
+    assert (answer.local_reason, json.loads(body)) == ("prefill_failed", WHOLE)
+    assert len(p.calls) == asked
+    assert TRANSFER_FIELD not in json.loads(d.calls[-1].body)
+
+
+async def test_a_prefill_leg_that_finds_the_request_bad_is_not_tried_again():
+    """Decode's own answer is what the client gets."""
+    router, p, d = fleet([answers(400, {}), answers(400, {})], [answers(400, {"error": "no"})])
+    answer, body = await ask(router, request(stream=False))
+    await at_rest(p, d)
+    assert (answer.start.status, json.loads(body)) == (400, {"error": "no"})
+    assert len(p.calls) == 1
+
+
+async def cut_off(call: Call, _: int) -> AsyncGenerator[Any, None]:
+    """Half of a body, then death."""
+    yield ResponseStart(200, JSON)
+    yield b'{"text": '
+    raise EngineDownError("killed")
+
+
+@pytest.mark.parametrize(
+    ("fault", "stream"),
+    [(dies, False), (dies, True), (cut_off, False), (engine(1, [1], 0), True)],
+    ids=["before an answer", "before a stream", "within an answer", "at a stream's first token"],
+)
+async def test_decode_that_dies_before_anything_was_sent_is_replaced(fault, stream):
+    """The client's whole request, with a fresh transfer; the engine that failed is not asked again."""
+    router, p, d = fleet([well], [fault, engine(2, [3]) if stream else OK])
+    for _ in range(3):
+        _, body = await ask(router, request(stream=stream))
+        assert said(body)["text"].endswith("<39>") if stream else json.loads(body) == WHOLE
+    await at_rest(p, d)
+    assert len(set(transfers(d))) == len(d.calls) == 3 + len(d.replicas[0].calls)
+    assert 0 < len(d.replicas[0].calls) < 3
+
+
+@pytest.mark.parametrize(("replicas", "asked"), [(1, 1), (2, 2), (5, 3)])
+async def test_decode_that_keeps_dying_is_an_error(replicas, asked):
+    """The engine's, not one of waiting for yet another."""
+    router, p, d = fleet([well], [dies] * replicas)
+    with pytest.raises(UnavailableError, match="decode engine is not available"):
+        await ask(router, request())
+    await at_rest(p, d)
+    assert len(d.calls) == asked
+
+
+@pytest.mark.parametrize("status", [400, 500, 503])
+async def test_what_an_engine_answers_is_the_answer(status):
+    """Another engine would answer the same."""
+    router, p, d = fleet([well], [answers(status, {}), answers(status, {})])
+    answer, _ = await ask(router, request())
+    await at_rest(p, d)
+    assert (answer.start.status, len(d.calls)) == (status, 1)
+
+
+async def test_a_deadline_is_not_tried_again():
+    """The time is the request's."""
+    router, p, d = fleet([well], [hangs, hangs])
+    router.limits = LIMITS.model_copy(update={"request_timeout_s": 0.2})
+    with pytest.raises(DeadlineError):
+        await ask(router, request())
+    await at_rest(p, d)
+    assert len(d.calls) == 1
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["between events", "within an event"])
+@pytest.mark.parametrize("cut", range(TOKENS + 1))
+async def test_a_stream_outlives_its_engine(cut, half):
+    """At whichever token it dies: none lost, none twice, usage, finish reason and `created` as if nothing was."""
+    router, p, d = fleet([well], [engine(1, [2, 1, 1], cut, half), engine(2, [1, 3])])
+    uninterrupted = said(
+        b"".join([b.body if isinstance(b, Chunk) else b async for b in engine(3, [5])(Call("", ""), 1)][1:])
+    )
+    for _ in range(2):
+        _, body = await ask(router, request())
+        assert said(body) == uninterrupted
+    await at_rest(p, d)
+    assert counted(router, "tandem_resumed_streams_total", outcome="resumed") == (cut < TOKENS)
+
+
+def frozen(after: int) -> Any:
+    """A decode engine that says no more after some tokens: its process is stopped, and nobody knows."""
+
+    async def serve(call: Call, turn: int) -> AsyncGenerator[Any, None]:
+        if after:
+            with suppress(EngineDownError):
+                async for item in engine(1, [2], after)(call, turn):
+                    yield item
+        await asyncio.sleep(60)
+
+    return serve
+
+
+@pytest.mark.parametrize("after", [0, 10], ids=["before its first byte", "in mid-stream"])
+async def test_a_stream_outlives_a_silent_engine(after):
+    """It is not asked again; what it did not say, another says."""
+    router, p, d = fleet([well], [frozen(after), engine(2, [3])])
+    router.limits = LIMITS.model_copy(update={"silence_timeout_s": 0.5})
+    for _ in range(2):
+        _, body = await ask(router, request())
+        assert said(body)["text"] == "".join(f"<{token}>" for token in range(TOKENS))
+    await at_rest(p, d)
+    assert len(d.replicas[0].calls) == 1
+
+
+async def test_a_transfer_that_hangs_is_left_with_both_its_ends():
+    """The prompt was computed and decode says nothing: other ends, and then decode alone, which was not to blame."""
+    router, p, d = fleet([well] * 3, [engine(1, [3]), engine(2, [3])])
+    p.delivered = defaultdict(Hung)
+    router.limits = LIMITS.model_copy(update={"silence_timeout_s": 0.05})
+    answer, body = await ask(router, request())
+    await at_rest(p, d)
+    assert (answer.local_reason, said(body)["finish_reason"]) == ("prefill_failed", "length")
+    assert (len(p.calls), len(set(transfers(p)))) == (3, 3)
+
+
+class Hung(asyncio.Event):
+    """KV that never arrives, whatever prefill says."""
+
+    async def wait(self) -> bool:
+        await asyncio.sleep(60)
+        return True
+
+
+async def test_an_answer_that_is_not_streamed_may_take_its_time():
+    """Silence says nothing there."""
+    router, p, d = fleet([well], [answers(200, WHOLE, delay_s=0.3)])
+    router.limits = LIMITS.model_copy(update={"silence_timeout_s": 0.05})
+    _, body = await ask(router, request(stream=False))
+    await at_rest(p, d)
+    assert json.loads(body) == WHOLE
+    assert len(d.calls) == 1
+
+
+async def test_a_stream_outlives_many_engines():
+    """As long as each gets further than the one before."""
+    router, p, d = fleet([well], [engine(n, [1, 2, 3], 1 + 4 * n) for n in range(9)] + [engine(10, [4])])
+    router.limits = LIMITS.model_copy(update={"attempts": 2})
+    d.replicas.reverse()
+    d.in_order = True
+    _, body = await ask(router, request())
+    assert said(body)["text"] == "".join(f"<{token}>" for token in range(TOKENS))
+    await at_rest(p, d)
+
+
+async def test_a_stream_that_kills_every_engine_at_one_token_ends():
+    """After `attempts` engines, with an error and not with the fleet."""
+    router, p, d = fleet([well], [engine(n, [1], 7) for n in range(6)])
+    sent = []
+
+    async def read() -> None:
+        async with router.answer(request()) as answer:
+            async for some in answer.events():
+                sent.append(some)
+
+    with pytest.raises(UnavailableError):
+        await read()
+    await at_rest(p, d)
+    assert b"<6>" in b"".join(sent)
+    assert b"<7>" not in b"".join(sent)
+    assert len(d.calls) == LIMITS.attempts
+    assert counted(router, "tandem_resumed_streams_total", outcome="failed") == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [({"n": 2}, "n > 1"), ({"prompt": ["a", "b"]}, "several prompts")],
+)
+async def test_a_stream_that_cannot_go_on_exactly_says_so(body, why):
+    """No silent end, and nothing that was not asked for."""
+    router, p, d = fleet([well], [engine(n, [1], 7) for n in range(2)])
+    with pytest.raises(CannotResumeError, match=why):
+        await ask(router, request(**body))
+    await at_rest(p, d)
+    assert len(d.calls) == 1
+    assert counted(router, "tandem_resumed_streams_total", outcome="refused") == 1
+
+
+async def test_an_engine_that_cannot_repeat_says_so():
+    """Its reason is the client's error."""
+
+    async def cannot(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        if call.journal:
+            raise CannotResumeError("speculative decoding")
+        async for item in engine(1, [1], 7)(call, 1):
+            yield item
+
+    router, p, d = fleet([well], [cannot, cannot])
+    with pytest.raises(CannotResumeError, match="speculative decoding"):
+        await ask(router, request())
+    await at_rest(p, d)
+
+
+async def test_an_engine_that_answers_otherwise_than_with_the_stream():
+    """For example because it is of another release, and refuses the request."""
+    first = engine(1, [1], 7)
+    router, p, d = fleet([], [first, answers(400, {})])
+    d.replicas.reverse()
+    d.in_order = True
+    with pytest.raises(CannotResumeError, match="HTTP 400"):
+        await ask(router, request())
+    await at_rest(p, d)
+
+
+async def test_an_engine_that_dies_after_the_end_mark():
+    """Nothing is missing; nobody is asked again."""
+
+    async def ends_and_dies(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        async for item in engine(1, [1])(call, 1):
+            yield item
+        raise EngineDownError("killed")
+
+    router, p, d = fleet([well], [ends_and_dies, ends_and_dies])
+    _, body = await ask(router, request())
+    await at_rest(p, d)
+    assert said(body)["finish_reason"] == "length"
+    assert len(d.calls) == 1
+
+
+async def test_a_stream_that_ends_early_is_not_taken_for_whole():
+    """A generator that Serve closes just ends."""
+
+    async def stops(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        yield ResponseStart(200, EVENTS)
+        yield Chunk(event(1, index=0, text="<0>"), ((0,),))
+
+    router, p, d = fleet([well], [stops, stops])
+    with pytest.raises(UnavailableError, match="before its end"):
+        await ask(router, request())
+    await at_rest(p, d)

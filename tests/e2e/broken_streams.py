@@ -1,0 +1,65 @@
+"""The router over one real decode engine that stands for two, the first of which dies at a given token.
+
+No Ray: what is put to the test is the router, vLLM's serving layer, and an engine that repeats what was sent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from actors.arguments import engine_environment
+from actors.asgi_call import Call, ResponseStart
+from actors.attempts import ClientRequest
+from actors.engine import Engine, EngineDownError
+from actors.handoff import Endpoint
+from actors.journal import Chunk
+from actors.router import Router
+from configs.settings import RouterLimits, ServiceSettings
+from tests.actors.fleet import Handle, Replica
+from tests.e2e.streams import FRONTEND
+
+SETTINGS = ServiceSettings(
+    engine={"max_model_len": 2048, "block_size": 128, "max_num_batched_tokens": 256, "max_num_seqs": 16},
+    decode={"frontend": FRONTEND},
+)
+LIMITS = RouterLimits(request_timeout_s=60, prefill_wait_s=0.01)
+HEADERS = ((b"content-type", b"application/json"), (b"x-request-id", b"the-same"))
+
+
+async def start_decode() -> Engine:
+    """The demo model's decode engine, as the Decode actor starts it."""
+    os.environ.update(engine_environment(SETTINGS, "decode"))
+    return await Engine.start(SETTINGS, "decode", "127.0.0.1")
+
+
+async def stream(engine: Engine, endpoint: Endpoint, body: dict[str, Any], dies_at: int | None = None) -> bytes:
+    """The stream as a client gets it, where the first engine dies when `dies_at` tokens have been sent."""
+
+    async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        async with aclosing(engine.serve(call)) as items:
+            async for item in items:
+                yield item
+
+    async def die(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        tokens = 0
+        async with aclosing(engine.serve(call)) as items:
+            async for item in items:
+                yield item
+                tokens += sum(map(len, item.groups)) if isinstance(item, Chunk) else 0
+                if dies_at is not None and tokens >= dies_at and not isinstance(item, ResponseStart):
+                    raise EngineDownError("as if killed")
+
+    prefill, decode = Handle([]), Handle([Replica("heir", serve), Replica("mortal", die)])
+    decode.in_order = True
+    router = Router(LIMITS, prefill, decode)
+    request = ClientRequest(endpoint, HEADERS, json.dumps(body).encode(), body)
+    async with router.answer(request) as answer:
+        assert answer.start.streams, answer.body
+        sent = b"".join([some async for some in answer.events()])
+    resumed = router.metrics.registry.get_sample_value("tandem_resumed_streams_total", {"outcome": "resumed"})
+    assert bool(resumed) == (dies_at is not None), "the engine was to die before the end, and to be missed"
+    return sent

@@ -1,0 +1,82 @@
+"""A stream that is cut off at some token and goes on elsewhere says what the uninterrupted one says.
+
+`make streams` cuts each of them at every token, and kills real engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from actors.engine import Engine
+from actors.journal import CannotResumeError
+from tests.e2e.broken_streams import start_decode, stream
+from tests.e2e.sse import said
+from tests.e2e.streams import KINDS, completion
+
+pytestmark = pytest.mark.engine
+
+EVERYWHERE = "TANDEM_STREAMS" in os.environ
+CUTS = (1, 14, 27)
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def engine(runner: asyncio.Runner) -> Iterator[Engine]:
+    engine = runner.run(start_decode())
+    yield engine
+    runner.run(engine.close())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stream_goes_on_as_if_nothing_was(runner: asyncio.Runner, engine: Engine, kind: str) -> None:
+    """Text, logprobs, token ids, tool calls, finish reason and usage."""
+
+    async def run() -> None:
+        whole = said(await stream(engine, *KINDS[kind]))
+        for cut in range(1, whole["usage"]["completion_tokens"]) if EVERYWHERE else CUTS:
+            assert said(await stream(engine, *KINDS[kind], dies_at=cut)) == whole, f"cut at token {cut}"
+
+    runner.run(run())
+
+
+def test_a_stream_without_a_seed_keeps_what_was_sent(runner: asyncio.Runner, engine: Engine) -> None:
+    """What follows is drawn anew; what was sent is not."""
+
+    async def run() -> None:
+        endpoint, body = completion(temperature=2.0, ignore_eos=True, return_token_ids=True)
+        tokens = said(await stream(engine, endpoint, body, dies_at=25))["token_ids"]
+        assert len(tokens) == body["max_tokens"]
+
+    runner.run(run())
+
+
+def test_a_client_cannot_force_tokens(runner: asyncio.Runner, engine: Engine) -> None:
+    """The field is the engine's own."""
+
+    async def run() -> None:
+        endpoint, body = completion(temperature=0, ignore_eos=True)
+        forced = body | {"vllm_xargs": {"tandem_forced_tokens": [7, 7, 7]}}
+        assert said(await stream(engine, endpoint, forced)) == said(await stream(engine, endpoint, body))
+
+    runner.run(run())
+
+
+@pytest.mark.parametrize("more", [{"n": 2}, {"prompt": ["a", "b"]}], ids=["n", "several prompts"])
+def test_what_cannot_go_on_exactly_is_refused(runner: asyncio.Runner, engine: Engine, more: dict) -> None:
+    """By name."""
+
+    async def run() -> None:
+        endpoint, body = completion(ignore_eos=True, temperature=1.0, **more)
+        with pytest.raises(CannotResumeError, match="cannot go on elsewhere"):
+            await stream(engine, endpoint, body, dies_at=0)
+
+    runner.run(run())
