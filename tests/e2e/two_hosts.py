@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import secrets
 import shutil
 import subprocess
 import sys
@@ -32,8 +33,6 @@ START_TIMEOUT_S = 300.0
 NODE_TIMEOUT_S = 60.0
 POLL_S = 0.5
 
-QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}
-
 
 @dataclass
 class TwoHosts:
@@ -43,6 +42,15 @@ class TwoHosts:
     config: Path
     folder: Path
     ray: dict[str, str]
+
+    def __post_init__(self) -> None:
+        # Ray's nodes and whoever joins them know one another by a token.
+        self._environment = {
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            **self.ray,
+        }
 
     @property
     def front(self) -> Host:
@@ -68,7 +76,7 @@ class TwoHosts:
         self.start_back()
         address = f"{self.front.address}:{RAY_PORT}"
         launch = ["-m", "app.run", "--config", str(self.config), "--address", address, "--port", str(HTTP_PORT)]
-        service = self.front.start([sys.executable, *launch], self.folder / "service.log", **QUIET)
+        service = self.front.start([sys.executable, *launch], self.folder / "service.log", **self._environment)
         self._wait(service, "service.log", "tandem: ready", START_TIMEOUT_S)
 
     def start_back(self) -> None:
@@ -80,7 +88,7 @@ class TwoHosts:
         own = [f"--node-ip-address={host.address}", f"--temp-dir={self.folder / host.name}"]
         small = ["--num-cpus=1", "--object-store-memory=100000000"]
         log = f"ray-{host.name}-{time.monotonic_ns()}.log"
-        node = host.start([*command, *own, *small], self.folder / log, **QUIET, **self.ray)
+        node = host.start([*command, *own, *small], self.folder / log, **self._environment)
         self._wait(node, log, "Ray runtime started", NODE_TIMEOUT_S)
 
     def _wait(self, process: subprocess.Popen[bytes], log: str, words: str, timeout_s: float) -> None:
