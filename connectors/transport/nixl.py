@@ -72,7 +72,12 @@ class NixlTransport:
         if metadata is None:
             raise TransportError(peer, "its metadata has not been added")
         self.remove_peer(peer)
-        self.add_peer(metadata)
+        try:
+            self.add_peer(metadata)
+        except TransportError as error:
+            # Out of reach for now: the next attempt needs its metadata again.
+            self._metadata[peer] = metadata
+            raise TransportError(peer, f"it cannot be connected to: {error}") from error
 
     def remove_peer(self, peer: str) -> None:
         self._metadata.pop(peer, None)

@@ -3,8 +3,9 @@
 Needs root and iproute2. Nothing has a name outside: the kernel takes all of it away with the processes that hold it,
 and these end with the process that has started them, however it ends.
 
-    outside  ---  switch  ---  host .1
-                          ---  host .2        10.209.N.0/24, outside is .254
+    host .1  ---  switch  ---  host .2        10.209.0.0/24
+
+No interface is left in this machine's own network, where engines of others would take it for one of theirs.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any
 
 import psutil
 
+SUBNET = "10.209.0"
+
 BURST = "256kb"
 """tc's bucket: what may leave at once."""
 
@@ -28,7 +31,6 @@ class Switch:
     """A bridge in a network of its own; each host hangs on a port with its name."""
 
     pid: int
-    subnet: str
     hosts: dict[str, Host]
 
     def run(self, *command: str) -> None:
@@ -42,10 +44,10 @@ class Switch:
 
     def cut(self, host: str) -> None:
         """Pull the plug of a host: nothing reaches it, nothing leaves it, and nobody is told."""
-        self.run("ip", "link", "set", host, "down")
+        self.run("ip", "link", "set", "dev", host, "down")
 
     def mend(self, host: str) -> None:
-        self.run("ip", "link", "set", host, "up")
+        self.run("ip", "link", "set", "dev", host, "up")
 
 
 @dataclass(frozen=True)
@@ -83,20 +85,14 @@ class Host:
 def hosts(names: Sequence[str], rate: str = "") -> Iterator[Switch]:
     """Hosts of these names. ``rate`` limits each one's link in both directions, in tc's words (``800mbit``)."""
     with contextlib.ExitStack() as stack:
-        subnet = f"10.209.{os.getpid() % 256}"
         pid = stack.enter_context(_holder("--net", "--pid"))
         made: dict[str, Host] = {}
-        switch = Switch(pid, subnet, made)
+        switch = Switch(pid, made)
         switch.run("ip", "link", "set", "lo", "up")
         switch.run("ip", "link", "add", "bridge", "type", "bridge")
         switch.run("ip", "link", "set", "bridge", "up")
-        outside = f"tandem{os.getpid()}"
-        _run("ip", "link", "add", outside, "type", "veth", "peer", "name", "outside", "netns", str(pid))
-        _run("ip", "address", "add", f"{subnet}.254/24", "dev", outside)
-        _run("ip", "link", "set", outside, "up")
-        switch.run("ip", "link", "set", "outside", "master", "bridge", "up")
         for number, name in enumerate(names, start=1):
-            host = stack.enter_context(_host(switch, name, f"{subnet}.{number}"))
+            host = stack.enter_context(_host(switch, name, f"{SUBNET}.{number}"))
             made[name] = host
             if rate:
                 limit = ["root", "tbf", "rate", rate, "burst", BURST, "latency", "100ms"]
@@ -109,15 +105,17 @@ def hosts(names: Sequence[str], rate: str = "") -> Iterator[Switch]:
 def _host(switch: Switch, name: str, address: str) -> Iterator[Host]:
     with _holder("--net", "--ipc", "--pid", "--mount", "--mount-proc") as pid:
         host = Host(name, address, pid)
-        switch.run("ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
-        switch.run("ip", "link", "set", name, "master", "bridge", "up")
+        switch.run("ip", "link", "add", "name", name, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
+        switch.run("ip", "link", "set", "dev", name, "master", "bridge", "up")
         for command in (
             # UCX looks for devices in /sys, which shows those of the network that it was mounted in.
             "mount -t sysfs sysfs /sys",
+            "mount -t tmpfs tmpfs /dev/shm",
             "ip link set lo up",
             f"ip address add {address}/24 dev eth0",
             "ip link set eth0 up",
-            f"ip route add default via {switch.subnet}.254",
+            # Nobody is there, but software that asks for the way out learns its own address.
+            f"ip route add default via {SUBNET}.254",
         ):
             _run(*host.command(command.split()))
         yield host

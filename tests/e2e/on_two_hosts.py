@@ -121,13 +121,8 @@ def metric(service: TwoHosts, name: str, **labels: str) -> float:
 
 def busy(service: TwoHosts) -> dict[str, float]:
     """What is zero when nothing is being served and nothing has been left: of all engines that answer."""
-    names = (
-        "vllm:num_requests_running",
-        "vllm:num_requests_waiting",
-        "vllm:kv_cache_usage_perc",
-        "tandem_kv_transfers",
-        "tandem_kv_quarantined",
-    )
+    engine = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    names = (*(f"vllm:{name}" for name in engine), "tandem_kv_quarantined")
     return {name: value for name in names if (value := metric(service, name))}
 
 
@@ -194,8 +189,7 @@ async def test_kv_crosses_the_link(service):
 async def test_a_link_that_is_cut_and_mended(service):
     """No answer is wrong, every request ends in time, nothing stays behind, and prefill goes on being used."""
     async with load(service, "cut") as clients:
-        await asyncio.sleep(3)
-        assert clients.ends["remote"]
+        await wait_until("clients are being served", lambda: clients.ends["remote"] >= CLIENTS, BOUND_S)
         service.switch.cut(BACK)
         await asyncio.sleep(CUT_S)
         service.switch.mend(BACK)
@@ -212,7 +206,7 @@ async def test_a_link_that_is_cut_and_mended(service):
 async def test_a_link_that_is_cut_for_good(service):
     """Decode serves alone, and keeps what prefill may still write to until Ray's word: by then prefill has ended."""
     async with load(service, "good") as clients:
-        await asyncio.sleep(3)
+        await wait_until("clients are being served", lambda: clients.ends["remote"] >= CLIENTS, BOUND_S)
         service.switch.cut(BACK)
         began = time.monotonic()
         await wait_until("blocks are in quarantine", lambda: metric(service, "tandem_kv_quarantined") > 0, BOUND_S)

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from app.run import CURL, DEMO_PROMPT, interrupt_on_signals
 from configs.settings import DEMO_SERVED_NAME
+from tests.e2e.door import door
 from tests.e2e.hosts import Host, Switch, hosts
 
 FRONT, BACK = "decode", "prefill"
@@ -41,6 +42,7 @@ class TwoHosts:
     switch: Switch
     config: Path
     folder: Path
+    url: str
     ray: dict[str, str]
 
     def __post_init__(self) -> None:
@@ -59,10 +61,6 @@ class TwoHosts:
     @property
     def back(self) -> Host:
         return self.switch.hosts[BACK]
-
-    @property
-    def url(self) -> str:
-        return f"http://{self.front.address}:{HTTP_PORT}"
 
     @property
     def log(self) -> str:
@@ -106,9 +104,11 @@ def two_hosts(config: Path, rate: str, **ray: str) -> Iterator[TwoHosts]:
     folder = Path(tempfile.mkdtemp(prefix="hosts"))
     try:
         with hosts([FRONT, BACK], rate) as switch:
-            service = TwoHosts(switch, config, folder, ray)
-            service.start()
-            yield service
+            front = switch.hosts[FRONT]
+            with door(front.pid, front.address, HTTP_PORT) as port:
+                service = TwoHosts(switch, config, folder, f"http://127.0.0.1:{port}", ray)
+                service.start()
+                yield service
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
