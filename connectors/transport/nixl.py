@@ -17,6 +17,10 @@ from connectors.errors import TransportError
 from connectors.planning.descriptors import Runs
 from connectors.planning.layout import Place, Region
 
+# UCX waits for a TCP connection, for minutes where a host does not answer, and with it everybody who calls NIXL. So
+# connections are made in the background; UCX_TCP_CONN_NB in the environment has the last word.
+_PARAMETERS = {"UCX": {"engine_config": "TCP_CONN_NB=y"}}
+
 
 class NixlTransport:
     """A NIXL agent. NIXL has no error classes that can be imported by name, so any Exception of a call is mapped."""
@@ -30,12 +34,14 @@ class NixlTransport:
                 name,
                 nixl_agent_config(
                     enable_prog_thread=False,
-                    backends=list(backends),
-                    num_threads=threads,
+                    backends=[],
                     # The side channel's threads add peers while the engine's thread writes.
                     sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
                 ),
             )
+            for backend in backends:
+                more = {"num_threads": str(threads)} if threads and backend == "UCX" else {}
+                self._agent.create_backend(backend, _PARAMETERS.get(backend, {}) | more)
         except Exception as error:
             raise TransportError(name, f"NIXL could not start with back ends {list(backends)}: {error}") from error
         self._registered: list[object] = []

@@ -75,10 +75,10 @@ class Host:
                 start_new_session=True,
             )
 
-    def processes(self) -> list[psutil.Process]:
-        """All but its first and what only waits to be forgotten."""
+    def running(self) -> list[str]:
+        """The command lines of all but its first process."""
         space = os.stat(f"/proc/{self.pid}/ns/pid").st_ino
-        return [p for p in psutil.process_iter() if p.pid != self.pid and _lives_in(p, space)]
+        return [line for p in psutil.process_iter() if p.pid != self.pid and (line := _in_space(p, space))]
 
 
 @contextlib.contextmanager
@@ -142,10 +142,12 @@ def _holder(*spaces: str) -> Iterator[int]:
             psutil.wait_procs(family, timeout=10)
 
 
-def _lives_in(process: psutil.Process, space: int) -> bool:
+def _in_space(process: psutil.Process, space: int) -> str:
+    """The command line of a process of that namespace; nothing for others, and for one that has ended."""
     with contextlib.suppress(psutil.Error, OSError):
-        return os.stat(f"/proc/{process.pid}/ns/pid").st_ino == space and process.status() != psutil.STATUS_ZOMBIE
-    return False
+        if os.stat(f"/proc/{process.pid}/ns/pid").st_ino == space:
+            return " ".join(process.cmdline())
+    return ""
 
 
 def _run(*command: str) -> Any:
