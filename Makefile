@@ -39,8 +39,8 @@ two-hosts: $(STAMP) ## Serve until Ctrl-C on two hosts that are namespaces of th
 	@exec $(BIN)/python -m tests.e2e.two_hosts
 
 .PHONY: two-hosts-test
-two-hosts-test: $(STAMP) ## Cut the link between two such hosts, and mend it (root, about 6 minutes)
-	$(BIN)/python -m pytest -s tests/e2e/on_two_hosts.py
+two-hosts-test: $(STAMP) ## Cut the link between two such hosts, and mend it (root, about 8 minutes)
+	$(BIN)/python -m pytest -s tests/e2e/nixl_on_two_hosts.py tests/e2e/on_two_hosts.py
 
 .PHONY: test
 test: $(STAMP) ## Run the whole suite: TESTS=tests/actors for a part
