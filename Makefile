@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONFIG ?= configs/local.yaml
 PORT ?=
+ADDRESS ?=
 TESTS ?=
 FABRICS ?=
 SEED ?= 1
@@ -33,8 +34,16 @@ $(STAMP): requirements-cpu.lock pyproject.toml | $(BIN)/python
 install: $(STAMP) ## Make .venv and install the pinned dependencies
 
 .PHONY: run
-run: $(STAMP) ## Serve until Ctrl-C: CONFIG=configs/local.yaml PORT=8000
-	@exec $(BIN)/python -m app.run --config $(CONFIG) $(if $(PORT),--port $(PORT))
+run: $(STAMP) ## Serve until Ctrl-C: CONFIG=configs/local.yaml PORT=8000; ADDRESS=auto joins a Ray cluster
+	@exec $(BIN)/python -m app.run --config $(CONFIG) $(if $(PORT),--port $(PORT)) $(if $(ADDRESS),--address $(ADDRESS))
+
+.PHONY: two-hosts
+two-hosts: $(STAMP) ## Serve until Ctrl-C on two hosts that are namespaces of this machine (root)
+	@exec $(BIN)/python -m tests.e2e.two_hosts
+
+.PHONY: two-hosts-test
+two-hosts-test: $(STAMP) ## Cut the link between two such hosts, and mend it (root, about 8 minutes)
+	$(BIN)/python -m pytest -s tests/e2e/nixl_on_two_hosts.py tests/e2e/on_two_hosts.py
 
 .PHONY: test
 test: $(STAMP) ## Run the whole suite: TESTS=tests/actors for a part

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from actors.acquaintance import LOOK_EVERY_S, MEET_S, OtherRole, ProbeParams, every
 from actors.hosting import FIRST_REQUEST_TIMEOUT_S, EngineActor
+from actors.hosts import watch_hosts
 from configs.settings import ServiceSettings
 
 logger = logging.getLogger(__name__)
@@ -22,11 +23,14 @@ class Decode(EngineActor):
         self._prefill = OtherRole("prefill")
         self._met: set[str] = set()
         await self._look_around()
-        self._looking = asyncio.create_task(every(LOOK_EVERY_S, self._look_around), name="meets-prefill-replicas")
+        self._tasks = [
+            asyncio.create_task(every(LOOK_EVERY_S, self._look_around), name="meets-prefill-replicas"),
+            asyncio.create_task(watch_hosts(self.engine.lose, settings.transfer.host_gone_s), name="watch-hosts"),
+        ]
 
     async def __del__(self) -> None:
-        if hasattr(self, "_looking"):
-            self._looking.cancel()
+        for task in getattr(self, "_tasks", ()):
+            task.cancel()
         await super().__del__()
 
     async def meet(self, probes: Mapping[str, ProbeParams]) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from actors.arguments import engine_arguments
 from actors.asgi_call import AsgiApp, Call, ResponseStart, call_asgi
 from actors.handoff import TRANSFER_FIELD, Producer
+from actors.hosts import new_engine_id
 from actors.journal import CannotResumeError, Chunk, Served
 from configs.settings import RoleName, ServiceSettings
 from connectors.errors import TandemError
@@ -160,6 +161,10 @@ class Engine:
             {"do_remote_decode": True, "transfer_id": transfer_id, "discard": True},
         )
 
+    async def lose(self, engines: str) -> None:
+        """Tell the connector that the engines whose ids begin with `engines` have ended. Costs no forward."""
+        await self._llm.notify_kv_transfer_request_rejected(f"lose-{uuid.uuid4().hex}", {"engines_lost": engines})
+
     async def warm_up(self, timeout_s: float) -> None:
         """Run one short request, so that the first client does not pay for the first step."""
         from vllm import SamplingParams
@@ -190,7 +195,7 @@ def kv_transfer_config(settings: ServiceSettings, role: RoleName, node_ip: str) 
         kv_connector_module_path=CONNECTOR_MODULE,
         kv_role=KV_ROLES[role],
         kv_load_failure_policy="recompute",
-        engine_id=uuid.uuid4().hex,
+        engine_id=new_engine_id(),
         kv_connector_extra_config=settings.transfer.connector_config(node_ip),
     )
 

@@ -59,7 +59,7 @@ def build(args: ServiceSettings) -> serve.Application:
         HttpRouter,
         name="Router",
         num_replicas=args.router.replicas,
-        ray_actor_options={"num_cpus": args.router.num_cpus},
+        ray_actor_options={"num_cpus": args.router.num_cpus, "resources": args.router.resources},
         max_ongoing_requests=args.router.max_ongoing_requests + ROUTER_SURPLUS_REQUESTS,
         user_config=args.router.limits().model_dump(),
     )

@@ -1,7 +1,8 @@
 """Starts the service on this machine: `python -m app.run [--config FILE] [--port N]`, behind `make run`.
 
-Checks the configuration first, starts a Ray cluster of its own, runs `serve run` on the file in the
-foreground, and says when the service is ready. Ctrl-C, SIGTERM or a failed start stops what it started.
+Checks the configuration first, starts a Ray cluster of its own (or joins the one at `--address`), runs `serve run`
+on the file in the foreground, and says when the service is ready. Ctrl-C, SIGTERM or a failed start stops what it
+started.
 """
 
 import argparse
@@ -37,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m app.run", description=__doc__.splitlines()[0])
     parser.add_argument("--config", default="configs/local.yaml", help="a Serve config file")
     parser.add_argument("--port", type=int, help="HTTP port instead of the file's")
+    parser.add_argument("--address", help="join the Ray cluster there (`auto`: this host's) instead of starting one")
     options = parser.parse_args(argv)
     say(f"checking {options.config}")
     try:
@@ -44,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     except SettingsError as error:
         print(f"{options.config}: {error}", file=sys.stderr)
         return 2
-    return serve_until_stopped(config, settings)
+    return serve_until_stopped(config, settings, options.address)
 
 
 def say(message: str) -> None:
@@ -105,8 +107,8 @@ def _check_model(settings: ServiceSettings) -> None:
         raise SettingsError(f"model: there is no config.json in {settings.model_path!r}")
 
 
-def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings) -> int:
-    """`serve run` on a cluster of this process alone."""
+def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, cluster: str | None) -> int:
+    """`serve run` on the Ray cluster at `cluster`, or on one of this process alone."""
     os.environ.pop("RAY_ADDRESS", None)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     import click
@@ -116,8 +118,12 @@ def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings) -> in
     http = config.get("http_options", {})
     address = f"{http.get('host', '127.0.0.1')}:{http.get('port', 8000)}"
     interrupt_on_signals()
-    say("starting a Ray cluster for this run")
-    ray.init(address="local", namespace="serve", include_dashboard=False, log_to_driver=True)
+    if cluster is None:
+        say("starting a Ray cluster for this run")
+        ray.init(address="local", namespace="serve", include_dashboard=False, log_to_driver=True)
+    else:
+        say(f"joining the Ray cluster at {cluster}")
+        ray.init(address=cluster, namespace="serve", log_to_driver=True)
     interrupt_on_signals()  # Ray has put a handler of its own in their place, which prints a stack trace
     watcher = Watcher(address, settings.model_name, bool(settings.auth.operators_keys()))
     try:

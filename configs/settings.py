@@ -100,6 +100,9 @@ class TransferSettings(Frozen):
     lease_s: Seconds = Field(60.0, description="how long finished blocks wait for a decode engine to ask")
     alive_s: Seconds = Field(5.0, description="how often a producer that waits its turn says so")
     fence_s: Seconds = Field(2.0, description="how long a preempted prefill waits for writes in flight")
+    host_gone_s: Seconds = Field(
+        300.0, description="from Ray's word that a prefill engine's node is dead until its process is taken for ended"
+    )
 
     @model_validator(mode="after")
     def _alive_is_heard(self) -> "TransferSettings":
@@ -109,7 +112,7 @@ class TransferSettings(Frozen):
 
     def connector_config(self, node_ip: str) -> dict[str, Any]:
         """`kv_connector_extra_config` on a node with the address `node_ip`."""
-        return self.model_dump() | {
+        return self.model_dump(exclude={"host_gone_s"}) | {
             "side_channel_host": self.side_channel_host or node_ip,
             "secret": HiddenText(self.secret.get_secret_value() if self.secret is not None else ""),
         }
@@ -158,6 +161,7 @@ class RouterSettings(RouterLimits):
 
     replicas: int = Field(1, ge=1, description="routers behind the HTTP proxy")
     num_cpus: float = Field(0.1, ge=0, description="what the actor asks of Ray")
+    resources: dict[str, float] = Field(default_factory=dict, description="custom Ray resources")
 
     def limits(self) -> RouterLimits:
         return RouterLimits(**self.model_dump(include=set(RouterLimits.model_fields)))

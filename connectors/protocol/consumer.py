@@ -236,6 +236,10 @@ class Consumer:
         """Engines that have not answered a Cancel within cancel_s: is there still a process?"""
         return {r.order.producer for r in self._receptions.values() if r.quarantined}
 
+    def engines(self) -> set[str]:
+        """Every engine start that this worker has met or that a request waits for."""
+        return {*self._partners, *self._releases, *(r.order.producer.incarnation for r in self._receptions.values())}
+
     def census(self) -> dict[str, int]:
         """Receptions by stage, and how many hold blocks in quarantine."""
         counts = {stage.name.lower(): 0 for stage in _Stage}

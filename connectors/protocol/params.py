@@ -1,12 +1,14 @@
 """``kv_transfer_params``: how a router names a transfer to the two engines.
 
 These are the keys that public prefill/decode proxies pass around, plus ``transfer_id``, with which both legs can be
-sent at once, ``describe``, which asks an engine for its address, and ``discard``, which gives up a transfer.
+sent at once, ``describe``, which asks an engine for its address, ``discard``, which gives up a transfer, and
+``engines_lost``, a supervisor's word that engines have ended.
 
     prefill leg   do_remote_decode=True  [transfer_id] [describe]
     discard       do_remote_decode=True  transfer_id  discard=True; nothing is computed for it
     its answer    do_remote_prefill=True, remote_engine_id, remote_host, remote_port, tp_size, transfer_id, ...
     decode leg    the answer, unchanged; or the same keys made by a router that knows the engine's address
+    lost          engines_lost: a remote_engine_id, or the beginning of several: their processes write no more
 """
 
 from __future__ import annotations
@@ -45,6 +47,13 @@ class DiscardParams:
 
 
 @dataclass(frozen=True, slots=True)
+class LostParams:
+    """Every engine start whose id begins with ``engines`` has ended: nothing of it writes any more."""
+
+    engines: str
+
+
+@dataclass(frozen=True, slots=True)
 class ConsumeParams:
     """The request's KV comes from the engine at ``producer``."""
 
@@ -52,12 +61,20 @@ class ConsumeParams:
     producer: EngineAddress
 
 
-def parse_params(params: Mapping[str, object] | None) -> ProduceParams | DiscardParams | ConsumeParams | None:
+TransferParams = ProduceParams | DiscardParams | LostParams | ConsumeParams
+
+
+def parse_params(params: Mapping[str, object] | None) -> TransferParams | None:
     """None where the request has nothing to do with another engine. Raises WireError naming the key that is wrong."""
     if not params:
         return None
     if not isinstance(params, Mapping):
         raise WireError(f"kv_transfer_params must be an object, not {type(params).__name__}")
+    lost = params.get("engines_lost")
+    if lost is not None:
+        if not isinstance(lost, str) or not lost:
+            raise WireError(f"kv_transfer_params: engines_lost must name engines by how their ids begin, not {lost!r}")
+        return LostParams(lost)
     produce, consume = bool(params.get("do_remote_decode")), bool(params.get("do_remote_prefill"))
     if produce and consume:
         raise WireError("kv_transfer_params: do_remote_decode and do_remote_prefill exclude each other")

@@ -18,6 +18,10 @@ from connectors.errors import TransportError
 from connectors.planning.descriptors import Runs
 from connectors.planning.layout import Place, Region
 
+# UCX waits for a TCP connection, for minutes where a host does not answer, and with it everybody who calls NIXL. So
+# connections are made in the background; UCX_TCP_CONN_NB in the environment has the last word.
+_PARAMETERS = {"UCX": {"engine_config": "TCP_CONN_NB=y"}}
+
 
 class NixlTransport:
     """A NIXL agent. NIXL has no error classes that can be imported by name, so any Exception of a call is mapped."""
@@ -38,11 +42,13 @@ class NixlTransport:
                 name,
                 nixl_agent_config(
                     enable_prog_thread=False,
-                    backends=list(backends),
+                    backends=[],
                     # The side channel's threads add peers while the engine's thread writes.
                     sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
                 ),
             )
+            for backend in backends:
+                self._agent.create_backend(backend, _PARAMETERS.get(backend, {}))
         except Exception as error:
             raise TransportError(name, f"NIXL could not start with back ends {list(backends)}: {error}") from error
         self._registered: list[object] = []
@@ -83,7 +89,12 @@ class NixlTransport:
         if metadata is None:
             raise TransportError(peer, "its metadata has not been added")
         self.remove_peer(peer)
-        self.add_peer(metadata)
+        try:
+            self.add_peer(metadata)
+        except TransportError as error:
+            # Out of reach for now: the next attempt needs its metadata again.
+            self._metadata[peer] = metadata
+            raise TransportError(peer, f"it cannot be connected to: {error}") from error
 
     def remove_peer(self, peer: str) -> None:
         self._metadata.pop(peer, None)

@@ -28,6 +28,7 @@ from connectors.errors import ConfigurationError
 from connectors.vllm_hma.config import parse_config
 from connectors.vllm_hma.metrics import TandemPromMetrics, TandemStats
 from connectors.vllm_hma.orders import CardMetadata, Orders
+from connectors.vllm_hma.orphan import end_with_parent
 from connectors.vllm_hma.scheduler import SchedulerConnector
 from connectors.vllm_hma.translate import group_shapes, only_states_can_lag
 from connectors.vllm_hma.worker import WorkerConnector
@@ -64,6 +65,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerConnector | None = None
         self._worker: WorkerConnector | None = None
         if role is KVConnectorRole.SCHEDULER:
+            end_with_parent()
             tp_size = vllm_config.parallel_config.tensor_parallel_size
             shapes = group_shapes(vllm_config, kv_cache_config)
             self._scheduler = SchedulerConnector(config, incarnation, tp_size, shapes)

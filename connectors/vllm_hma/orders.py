@@ -64,7 +64,10 @@ class Release:
 
 @dataclass(slots=True)
 class Orders(KVConnectorMetadata):
-    """All of one step, each list in the order in which things happened. ``discards`` are transfer ids."""
+    """All of one step, each list in the order in which things happened.
+
+    ``discards`` are transfer ids, ``lost`` what the ids of engines that have ended begin with.
+    """
 
     expects: list[Expect] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
@@ -74,6 +77,7 @@ class Orders(KVConnectorMetadata):
     aborts: list[str] = field(default_factory=list)
     releases: list[Release] = field(default_factory=list)
     discards: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -212,6 +212,10 @@ class WorkerRuntime:
                 self._perform(self._consumer.release(release.transfer_id, release.producer, now))
             for transfer_id in orders.discards:
                 self._perform(self._producer.discard(transfer_id, now))
+            for lost in orders.lost:
+                for incarnation in sorted(self._consumer.engines()):
+                    if incarnation.startswith(lost):
+                        self._perform(self._consumer.engine_lost(incarnation, "its host is gone", now))
             self._pump(now)
             for finished in orders.finished:
                 if finished.held:

@@ -26,6 +26,7 @@ from connectors.protocol.params import (
     ConsumeParams,
     DiscardParams,
     EngineAddress,
+    LostParams,
     ProduceParams,
     parse_params,
     prompt_digest,
@@ -104,6 +105,9 @@ class SchedulerConnector:
             return
         if isinstance(params, DiscardParams):
             self._orders.discards.append(params.transfer_id)
+            return
+        if isinstance(params, LostParams):
+            self._orders.lost.append(params.engines)
             return
         if params is not None and request.prompt_embeds is not None:
             # Nothing says whether two requests with embeddings have the same prompt.

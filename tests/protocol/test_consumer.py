@@ -262,6 +262,17 @@ def test_a_dead_engine_writes_no_more() -> None:
     assert consumer.start(order("r4", "t4"), 3.0) == [Connect(ENGINE)]
 
 
+def test_all_engines_that_could_be_lost_are_known() -> None:
+    """Those that were met, those that a request waits for, and those that only a release does."""
+    consumer = offered()
+    consumer.start(order("r2", "t2", OTHER), 1.0)
+    consumer.release("t3", EngineAddress("engine-c", "host", 1), 1.0)
+    assert consumer.engines() == {"engine-a", "engine-b", "engine-c"}
+    for name in ("engine-a", "engine-b", "engine-c"):
+        consumer.engine_lost(name, "it is gone", 2.0)
+    assert consumer.engines() == set()
+
+
 def test_strangers_change_nothing() -> None:
     """Other ranks, other engine starts, other transfers and other kinds of message are ignored."""
     consumer = offered()

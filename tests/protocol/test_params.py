@@ -10,6 +10,7 @@ from connectors.protocol.params import (
     ConsumeParams,
     DiscardParams,
     EngineAddress,
+    LostParams,
     ProduceParams,
     parse_params,
     prompt_digest,
@@ -47,6 +48,14 @@ def test_discards() -> None:
         parse_params({"do_remote_decode": True, "discard": True})
 
 
+def test_lost_engines() -> None:
+    """They are named by how their ids begin, and never all of them at once."""
+    assert parse_params({"engines_lost": "node-a."}) == LostParams("node-a.")
+    for wrong in ("", 5, True, ["node-a."]):
+        with pytest.raises(WireError, match="engines_lost must name engines by how their ids begin"):
+            parse_params({"engines_lost": wrong})
+
+
 def test_decode_legs() -> None:
     """The prefill answer's parameters, unchanged; keys of public proxies that we do not need are ignored."""
     assert parse_params(DECODE_LEG) == ConsumeParams("t-1", EngineAddress("engine-a", "10.0.0.7", 5600))
@@ -79,14 +88,14 @@ def test_wrong_keys_are_named(change: dict[str, object], says: str) -> None:
 VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=300) | st.lists(st.integers())
 
 
-@given(st.dictionaries(st.sampled_from([*DECODE_LEG, "describe", "discard"]), VALUES), st.booleans())
+@given(st.dictionaries(st.sampled_from([*DECODE_LEG, "describe", "discard", "engines_lost"]), VALUES), st.booleans())
 def test_fuzz_params(changes: dict[str, object], complete: bool) -> None:
     """Any values under any keys: parsed, or a WireError."""
     try:
         parsed = parse_params((DECODE_LEG if complete else {}) | changes)
     except WireError:
         return
-    assert parsed is None or isinstance(parsed, ProduceParams | DiscardParams | ConsumeParams)
+    assert parsed is None or isinstance(parsed, ProduceParams | DiscardParams | LostParams | ConsumeParams)
 
 
 def test_prompt_digests_tell_prompts_apart() -> None:

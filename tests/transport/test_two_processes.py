@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
+import resource
 import time
 from multiprocessing.connection import Connection
 
 import numpy as np
+import pytest
 
 MEGABYTES = 64
 TIMEOUT_S = 60.0
@@ -88,3 +90,41 @@ def test_poll_waits_for_the_last_byte() -> None:
     finally:
         for worker in workers:
             worker.kill()
+
+
+def cut_off(pipe: Connection) -> None:
+    """Connects anew to a peer while no connection can be made, then when it can. Says what became of either."""
+    os.environ["UCX_TLS"] = "tcp,self"
+    from connectors.errors import TransportError
+    from connectors.transport.nixl import NixlTransport
+
+    ours, theirs = NixlTransport("ours/0"), NixlTransport("theirs/0")
+    ours.add_peer(theirs.metadata())
+    most, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # no socket can be made
+    with pytest.raises(TransportError, match=r"theirs/0.*cannot be connected to"):
+        ours.reconnect("theirs/0")
+    with pytest.raises(TransportError, match="theirs/0"):
+        ours.notify("theirs/0", b"nobody hears this")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    ours.reconnect("theirs/0")
+    ours.notify("theirs/0", b"here again")
+    give_up_at = time.monotonic() + TIMEOUT_S
+    while not (heard := theirs.notifications()):
+        ours.notifications()
+        assert time.monotonic() < give_up_at
+    pipe.send(heard)
+
+
+def test_a_peer_out_of_reach_is_not_forgotten() -> None:
+    """A connection that cannot be made anew now can be later: a link that comes back finds everybody as they were."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    worker = context.Process(target=cut_off, args=(theirs,))
+    worker.start()
+    theirs.close()
+    try:
+        assert ours.poll(TIMEOUT_S)
+        assert ours.recv() == [("ours/0", b"here again")]
+    finally:
+        worker.kill()

@@ -98,3 +98,14 @@ def test_an_aborted_request_frees_its_blocks_once_writes_have_ended(worker: Call
     assert consumer.runtime.results() == (set(), set(), set())
     let_go(producer)
     assert results(consumer) == (set(), {"r"}, {"r"})
+
+
+def test_a_host_that_is_gone(worker: Callable[..., Worker]) -> None:
+    """Nobody answers, nobody refuses: blocks stay in quarantine until a supervisor's word, which is about ids alike."""
+    _, consumer = both_ends(worker)
+    until(lambda: consumer.runtime.census()["quarantined"] == 1)
+    consumer.step(lost=["another host."])
+    assert consumer.runtime.results() == (set(), set(), set())
+    consumer.step(lost=["another host.", "p"])
+    assert results(consumer) == (set(), {"r"}, {"r"})
+    assert consumer.runtime.census()["quarantined"] == 0

@@ -1,0 +1,69 @@
+"""When a node's engines are taken for ended: host_gone_s after Ray's word, once, and again where telling failed."""
+
+import asyncio
+
+import pytest
+
+from actors import hosts
+from actors.hosts import LostHosts, engines_of, watch_hosts
+
+
+def test_a_node_is_lost_some_time_after_it_is_dead():
+    """Not before host_gone_s, then until it has been told, and never again."""
+    lost = LostHosts([], gone_s=10)
+    assert lost.look(["a"], 100) == []
+    assert lost.look(["a", "b"], 109.9) == []
+    assert lost.look(["a", "b"], 110) == ["a"]
+    assert lost.look(["a", "b"], 111) == ["a"]
+    lost.told("a")
+    assert lost.look(["a", "b"], 119) == []
+    assert lost.look(["a", "b"], 119.9) == ["b"]
+    lost.told("b")
+    assert lost.look(["a", "b"], 1000) == []
+
+
+def test_nodes_that_died_before_our_engine_started_are_none_of_its():
+    """A cluster remembers its dead for long; none of them can have met an engine that is new."""
+    lost = LostHosts(["old"], gone_s=1)
+    assert lost.look(["old"], 0) == []
+    assert lost.look(["old"], 100) == []
+
+
+def test_one_nodes_engines_are_not_anothers():
+    """The id ends with a mark, so that no node's is the beginning of another's."""
+    assert not f"{engines_of('ab')}x".startswith(engines_of("a"))
+
+
+@pytest.fixture
+def ray_says(monkeypatch: pytest.MonkeyPatch) -> list[list[str] | Exception]:
+    """Ray's answers, one a poll, the last one for ever."""
+    answers: list[list[str] | Exception] = []
+
+    def dead_nodes() -> list[str]:
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(hosts, "_dead_nodes", dead_nodes)
+    monkeypatch.setattr(hosts, "POLL_S", 0.001)
+    return answers
+
+
+async def test_the_watch_goes_on_after_failures(ray_says):
+    """Ray's head does not answer, then the engine refuses the word: both are tried again."""
+    ray_says += [ConnectionError("no head"), [], ConnectionError("no head"), ["a"]]
+    told: list[str] = []
+    done = asyncio.Event()
+
+    async def tell(engines: str) -> None:
+        told.append(engines)
+        if len(told) == 1:
+            raise RuntimeError("the engine is busy dying")
+        done.set()
+
+    watch = asyncio.create_task(watch_hosts(tell, gone_s=0.001))
+    await asyncio.wait_for(done.wait(), 10)
+    await asyncio.sleep(0.02)
+    watch.cancel()
+    assert told == ["a.", "a."]

@@ -1,0 +1,154 @@
+"""Hosts on this machine: namespaces of the network, of processes and of IPC, on a switch whose ports can be cut.
+
+Needs root and iproute2. Nothing has a name outside: the kernel takes all of it away with the processes that hold it,
+and these end with the process that has started them, however it ends.
+
+    host .1  ---  switch  ---  host .2        10.209.0.0/24
+
+No interface is left in this machine's own network, where engines of others would take it for one of theirs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+SUBNET = "10.209.0"
+
+BURST = "256kb"
+"""tc's bucket: what may leave at once."""
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A bridge in a network of its own; each host hangs on a port with its name."""
+
+    pid: int
+    hosts: dict[str, Host]
+
+    def run(self, *command: str) -> None:
+        """Run a command in the switch's network."""
+        _run("nsenter", f"--target={self.pid}", "--net", *command)
+
+    def output(self, *command: str) -> str:
+        """The same, for what it prints."""
+        line = ["nsenter", f"--target={self.pid}", "--net", *command]
+        return subprocess.run(line, check=True, capture_output=True, text=True).stdout
+
+    def cut(self, host: str) -> None:
+        """Pull the plug of a host: nothing reaches it, nothing leaves it, and nobody is told."""
+        self.run("ip", "link", "set", "dev", host, "down")
+
+    def mend(self, host: str) -> None:
+        self.run("ip", "link", "set", "dev", host, "up")
+
+
+@dataclass(frozen=True)
+class Host:
+    """``pid`` is its first process; when that ends, so do all others."""
+
+    name: str
+    address: str
+    pid: int
+
+    def command(self, command: Sequence[str]) -> list[str]:
+        """The command line that runs ``command`` on this host."""
+        spaces = ("--net", "--pid", "--ipc", "--mount")
+        return ["nsenter", f"--target={self.pid}", *spaces, f"--wdns={os.getcwd()}", *command]
+
+    def start(self, command: Sequence[str], log: Path, **environment: str) -> subprocess.Popen[bytes]:
+        """Start a command; its output goes to the end of ``log``."""
+        with log.open("ab") as file:
+            return subprocess.Popen(
+                self.command(command),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=os.environ | environment,
+                start_new_session=True,
+            )
+
+    def running(self) -> list[str]:
+        """The command lines of all but its first process."""
+        space = os.stat(f"/proc/{self.pid}/ns/pid").st_ino
+        return [line for p in psutil.process_iter() if p.pid != self.pid and (line := _in_space(p, space))]
+
+
+@contextlib.contextmanager
+def hosts(names: Sequence[str], rate: str = "") -> Iterator[Switch]:
+    """Hosts of these names. ``rate`` limits each one's link in both directions, in tc's words (``800mbit``)."""
+    with contextlib.ExitStack() as stack:
+        pid = stack.enter_context(_holder("--net", "--pid"))
+        made: dict[str, Host] = {}
+        switch = Switch(pid, made)
+        switch.run("ip", "link", "set", "lo", "up")
+        switch.run("ip", "link", "add", "bridge", "type", "bridge")
+        switch.run("ip", "link", "set", "bridge", "up")
+        for number, name in enumerate(names, start=1):
+            host = stack.enter_context(_host(switch, name, f"{SUBNET}.{number}"))
+            made[name] = host
+            if rate:
+                limit = ["root", "tbf", "rate", rate, "burst", BURST, "latency", "100ms"]
+                switch.run("tc", "qdisc", "add", "dev", name, *limit)
+                _run(*host.command(["tc", "qdisc", "add", "dev", "eth0", *limit]))
+        yield switch
+
+
+@contextlib.contextmanager
+def _host(switch: Switch, name: str, address: str) -> Iterator[Host]:
+    with _holder("--net", "--ipc", "--pid", "--mount", "--mount-proc") as pid:
+        host = Host(name, address, pid)
+        switch.run("ip", "link", "add", "name", name, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
+        switch.run("ip", "link", "set", "dev", name, "master", "bridge", "up")
+        for command in (
+            # UCX looks for devices in /sys, which shows those of the network that it was mounted in.
+            "mount -t sysfs sysfs /sys",
+            "mount -t tmpfs tmpfs /dev/shm",
+            "ip link set lo up",
+            f"ip address add {address}/24 dev eth0",
+            "ip link set eth0 up",
+            # Nobody is there, but software that asks for the way out learns its own address.
+            f"ip route add default via {SUBNET}.254",
+        ):
+            _run(*host.command(command.split()))
+        yield host
+
+
+@contextlib.contextmanager
+def _holder(*spaces: str) -> Iterator[int]:
+    """The first process in new namespaces: a shell that buries orphans until its input ends, as it does with ours."""
+    shell = ["bash", "-c", "echo; read"]
+    with subprocess.Popen(
+        ["unshare", "--fork", "--kill-child", *spaces, *shell],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        first = psutil.Process(process.pid).children()[0]
+        try:
+            yield first.pid
+        finally:
+            family = [first, *first.children(recursive=True)]
+            process.kill()
+            psutil.wait_procs(family, timeout=10)
+
+
+def _in_space(process: psutil.Process, space: int) -> str:
+    """The command line of a process of that namespace; nothing for others, and for one that has ended."""
+    with contextlib.suppress(psutil.Error, OSError):
+        if os.stat(f"/proc/{process.pid}/ns/pid").st_ino == space:
+            return " ".join(process.cmdline())
+    return ""
+
+
+def _run(*command: str) -> Any:
+    subprocess.run(command, check=True)

@@ -1,0 +1,64 @@
+"""An engine core whose parent is killed ends, too: real processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+PARENT = """
+import multiprocessing, sys, time
+from tests.vllm_contract.test_orphan import child
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context(sys.argv[1]).Process(target=child, daemon=True)
+    process.start()
+    time.sleep(600)
+"""
+
+
+def child() -> None:
+    """What an engine core does when its connector is made."""
+    import time
+
+    from connectors.vllm_hma.orphan import end_with_parent
+
+    end_with_parent()
+    print("waiting", flush=True)
+    time.sleep(600)
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_a_child_ends_with_a_parent_that_is_killed(tmp_path: Path, method: str) -> None:
+    """However the child was started; vLLM uses both ways."""
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    root = Path(__file__).resolve().parents[2]
+    with subprocess.Popen(
+        [sys.executable, str(script), method],
+        cwd=root,
+        env={"PYTHONPATH": str(root)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "waiting\n"
+        family = psutil.Process(parent.pid).children(recursive=True)
+        parent.kill()
+        _, left = psutil.wait_procs(family, timeout=30)
+        for process in left:
+            process.kill()
+    assert left == []
+
+
+def test_a_process_of_its_own_is_left_alone() -> None:
+    """An engine in its caller's process does not end with the caller's shell."""
+    code = (
+        "from connectors.vllm_hma.orphan import end_with_parent; import threading; end_with_parent();"
+        "print([thread.name for thread in threading.enumerate()])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert "tandem-orphan" not in run.stdout
