@@ -31,6 +31,21 @@ class Frozen(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class PlacementSettings(Frozen):
+    """Which Ray nodes (on Kubernetes: pods) may hold a deployment's replicas."""
+
+    label_selector: dict[str, str] = Field(
+        default_factory=dict, description="labels that a Ray node must have, such as `tandem/role: prefill`"
+    )
+    placement: Literal["any", "apart"] = Field(
+        "any", description="any: wherever there is room; apart: at most one replica of this deployment on a Ray node"
+    )
+
+    @property
+    def max_replicas_per_node(self) -> int | None:
+        return 1 if self.placement == "apart" else None
+
+
 class CpuSettings(Frozen):
     """How an engine without a GPU uses its host; ignored by roles with `num_gpus` > 0."""
 
@@ -99,7 +114,7 @@ class RouterLimits(Frozen):
     max_body_bytes: int = Field(8 * 2**20, ge=1, description="largest request body")
 
 
-class RouterSettings(RouterLimits):
+class RouterSettings(RouterLimits, PlacementSettings):
     """The Router deployment."""
 
     replicas: int = Field(1, ge=1, description="routers behind the HTTP proxy")
@@ -109,7 +124,7 @@ class RouterSettings(RouterLimits):
         return RouterLimits(**self.model_dump(include=set(RouterLimits.model_fields)))
 
 
-class RoleSettings(Frozen):
+class RoleSettings(PlacementSettings):
     """The Prefill or the Decode deployment."""
 
     replicas: int | dict[str, Any] = Field(1, description="a count, or Serve's autoscaling_config")
@@ -146,6 +161,17 @@ class ServiceSettings(Frozen):
     transfer: TransferSettings = Field(TransferSettings(), description="the KV connector")
     router: RouterSettings = Field(RouterSettings(), description="the HTTP side")
     cpu: CpuSettings = Field(CpuSettings(), description="engines without a GPU")
+
+    @model_validator(mode="after")
+    def _one_engine_to_a_port(self) -> "ServiceSettings":
+        if self.transfer.side_channel_port:
+            for name, role in (("prefill", self.prefill), ("decode", self.decode)):
+                if role.replicas != 1 and role.placement != "apart":
+                    raise ValueError(
+                        f"{name}.placement must be `apart`: two replicas on one node cannot share "
+                        f"transfer.side_channel_port {self.transfer.side_channel_port}; 0 takes any free port"
+                    )
+        return self
 
     @property
     def model_path(self) -> str:

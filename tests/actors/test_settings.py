@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from ray.serve.deployment import deployment_to_schema
 
 from actors.arguments import check_arguments, engine_arguments, engine_environment
+from app.main import build
 from configs.settings import ServiceSettings, SettingsError, TransferSettings, parse_settings
 from connectors.vllm_hma.config import parse_config
 
@@ -29,6 +31,10 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
         ({"router": {"request_timeout_s": float("inf")}}, "router.request_timeout_s"),
         ({"cpu": {"kv_cache_gib": 0}}, "cpu.kv_cache_gib"),
         ({"engine": []}, "engine"),
+        ({"decode": {"placement": "far"}}, "decode.placement"),
+        ({"router": {"label_selector": ["prefill"]}}, "router.label_selector"),
+        ({"transfer": {"side_channel_port": 5600}, "prefill": {"replicas": 2}}, "prefill.placement"),
+        ({"transfer": {"side_channel_port": 5600}, "decode": {"replicas": {"max_replicas": 2}}}, "decode.placement"),
     ],
 )
 def test_a_wrong_setting_is_named(args, key):
@@ -58,11 +64,13 @@ def test_every_wrong_key_is_named_at_once():
         ({"prefill": {"engine": {"tensor_parallel_size": 2}}}, "prefill.engine.tensor_parallel_size: not here"),
         ({"engine": {"kv_transfer_config": {}}}, "engine.kv_transfer_config: not here; set `transfer`"),
         ({"decode": {"frontend": {"tool_parser": "x"}}}, "decode.frontend.tool_parser: vLLM has no such argument"),
+        ({"decode": {"label_selector": {"tandem/role": "a b"}}}, "decode.label_selector: .*Invalid label selector"),
+        ({"router": {"label_selector": {"-": "x"}}}, "router.label_selector: .*Invalid label key"),
     ],
 )
-def test_an_engine_argument_that_vllm_lacks_is_named_with_its_role(args, message):
+def test_an_argument_that_vllm_or_ray_refuses_is_named_with_its_role(args, message):
     """Checked against the installed vLLM, before any engine starts."""
-    with pytest.raises(SettingsError, match="^" + message.replace("?", "\\?").replace(".", "\\.")):
+    with pytest.raises(SettingsError, match="^" + message.replace("?", "\\?")):
         check_arguments(parse_settings(args))
 
 
@@ -120,3 +128,20 @@ def test_the_presets_are_valid(path):
     """Every shipped file starts."""
     (application,) = yaml.safe_load(path.read_text())["applications"]
     check_arguments(parse_settings(application["args"]))
+
+
+def test_replicas_go_where_the_settings_say():
+    """Serve's own deployment objects carry the labels and the spread."""
+    selector = {"tandem/role": "decode"}
+    settings = parse_settings(
+        {
+            "transfer": {"side_channel_port": 5600},
+            "decode": {"replicas": 2, "label_selector": selector, "placement": "apart"},
+            "router": {"label_selector": {"tandem/role": "router"}},
+        }
+    )
+    router = build(settings)._bound_deployment
+    prefill, decode = (application._bound_deployment for application in router.init_args[1:])
+    placed = [deployment_to_schema(one) for one in (router, prefill, decode)]
+    assert [one.ray_actor_options.label_selector for one in placed] == [{"tandem/role": "router"}, {}, selector]
+    assert [one.max_replicas_per_node for one in placed] == [None, None, 1]
