@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from ray.serve.deployment import deployment_to_schema
 
 from actors.arguments import check_arguments, engine_arguments, engine_environment
 from app.main import build
@@ -142,6 +141,8 @@ def test_replicas_go_where_the_settings_say():
     )
     router = build(settings)._bound_deployment
     prefill, decode = (application._bound_deployment for application in router.init_args[1:])
-    placed = [deployment_to_schema(one) for one in (router, prefill, decode)]
-    assert [one.ray_actor_options.label_selector for one in placed] == [{"tandem/role": "router"}, {}, selector]
-    assert [one.max_replicas_per_node for one in placed] == [None, None, 1]
+    placed = [
+        (one.ray_actor_options["label_selector"], one._replica_config.max_replicas_per_node)
+        for one in (router, prefill, decode)
+    ]
+    assert placed == [({"tandem/role": "router"}, None), ({}, None), (selector, 1)]
