@@ -33,6 +33,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--timeout-s", type=float, default=30.0, help="for the transfer itself (seconds)")
     parser.add_argument("--sender-env", type=json.loads, default={}, help="environment of the prefill role's process")
     parser.add_argument("--receiver-env", type=json.loads, default={}, help="environment of the decode role's process")
+    parser.add_argument(
+        "--show", action="store_true", help="let the processes write to stderr, as with UCX_PROTO_INFO=y"
+    )
     parser.add_argument("--end", choices=["sender", "receiver"], help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     backends = options.backends.split(",")
@@ -42,14 +45,14 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(2, 1)
         return _end(options.end, backends, options.timeout_s, pipe)
     environments = {"sender": options.sender_env, "receiver": options.receiver_env}
-    report = run(backends, options.timeout_s, environments)
+    report = run(backends, options.timeout_s, environments, options.show)
     print(json.dumps(report))
     return 1 if "error" in report else 0
 
 
-def run(backends: list[str], timeout_s: float, environments: dict[str, dict[str, str]]) -> dict[str, Any]:
+def run(backends: list[str], timeout_s: float, environments: dict[str, dict[str, str]], show: bool) -> dict[str, Any]:
     """What the two processes found; never raises for what the machine lacks."""
-    ends = {name: _start(name, backends, timeout_s, own) for name, own in environments.items()}
+    ends = {name: _start(name, backends, timeout_s, own, show) for name, own in environments.items()}
     receiver, sender = ends["receiver"], ends["sender"]
     try:
         ready = _answer("receiver", receiver, START_S)
@@ -75,11 +78,13 @@ def run(backends: list[str], timeout_s: float, environments: dict[str, dict[str,
             process.communicate()
 
 
-def _start(end: str, backends: list[str], timeout_s: float, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+def _start(
+    end: str, backends: list[str], timeout_s: float, environment: dict[str, str], show: bool
+) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", __spec__.name, "--end", end, "--backends", ",".join(backends)]
     return subprocess.Popen(
         [*command, "--timeout-s", str(timeout_s)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None if show else subprocess.PIPE, bufsize=0,
         env=os.environ | environment,
     )  # fmt: skip
 
@@ -99,7 +104,7 @@ def _answer(end: str, process: subprocess.Popen[bytes], timeout_s: float) -> dic
         return answer
     if not ready:
         return {"error": f"the {end} did not come to an end within {timeout_s:g} s"}
-    complaints = process.communicate()[1].decode(errors="replace").strip().splitlines()
+    complaints = (process.communicate()[1] or b"").decode(errors="replace").strip().splitlines()
     return {"error": f"the {end} ended with status {process.returncode}: {complaints[-1] if complaints else '?'}"}
 
 
