@@ -8,13 +8,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from app.drain import deadline_s
+from ray._private.ray_constants import RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
+
 from app.run import load
 from configs.settings import PlacementSettings, RoleSettings, ServiceSettings, SettingsError
 from tests.k8s.kuberay import environment
 from tests.k8s.quantity import amount
 
 ROLES = ("router", "prefill", "decode")
+RAY_DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 UCX_PORTS = "UCX_TCP_PORT_RANGE"
 # A listener for each interface of each worker, and UCX draws them by chance: room for many engine workers.
 FEWEST_UCX_PORTS = 100
@@ -125,15 +127,10 @@ def replicas(wanted: int | dict[str, Any]) -> tuple[int, int]:
 def _timeouts(group: dict[str, Any], settings: ServiceSettings) -> Iterator[str]:
     """Each may use its time before the next one out cuts it: lease < Serve's drain < Ray's drain < pod's grace."""
     name, pod = group["groupName"], group["template"]["spec"]
-    hook = pod["containers"][0].get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [])
-    try:
-        drain = deadline_s(hook)
-    except ValueError as error:
-        yield f"{name}: preStop must drain the Ray node: {error}"
-        return
+    drain = float(environment(group).get(RAY_DRAIN, {}).get("value", RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S))
     chain = [
         ("transfer.lease_s", settings.transfer.lease_s),
-        ("the drain of the Ray node (preStop)", drain),
+        (RAY_DRAIN, drain),
         ("terminationGracePeriodSeconds", pod.get("terminationGracePeriodSeconds", 30)),
     ]
     for role in ("prefill", "decode"):

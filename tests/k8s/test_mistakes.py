@@ -121,7 +121,7 @@ def test_a_rule_of_kuberay(manifests: list[Manifest], operation: dict[str, Any],
         (
             "drain_s: 120",
             "drain_s: 240",
-            "the drain of the Ray node (preStop) (240 s) must be longer than prefill.drain",
+            "DRAIN_TIMEOUT_S (240 s) must be longer than prefill.drain_s (240 s)",
         ),
         ("request_timeout_s: 600", "request_timeout_s: 700", "rayClusterDeletionDelaySeconds (660 s) must be longer"),
     ],
@@ -140,8 +140,11 @@ def test_the_embedded_configuration(manifests: list[Manifest], old: str, new: st
     [
         (put(f"{PREFILL}{POD}/terminationGracePeriodSeconds", 240), "terminationGracePeriodSeconds (240 s) must be"),
         (drop(f"{ROUTER}{POD}/terminationGracePeriodSeconds"), "terminationGracePeriodSeconds (30 s) must be longer"),
-        (drop(f"{DECODE}{RAY}/lifecycle"), "decode: preStop must drain the Ray node"),
-        (put(f"{DECODE}{RAY}/lifecycle/preStop/exec/command/2", "app.drian"), "does not run `python -m app.drain`"),
+        (
+            drop(f"{DECODE}{RAY}/env/4"),
+            "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S (30 s) must be longer than decode.drain_s",
+        ),
+        (put(f"{DECODE}{RAY}/env/4/value", "90"), "DRAIN_TIMEOUT_S (90 s) must be longer than decode.drain_s (120 s)"),
         (put(f"{CLUSTER}/autoscalerOptions/idleTimeoutSeconds", 60), "idleTimeoutSeconds (60 s) must be longer"),
         (drop("/spec/rayClusterDeletionDelaySeconds"), "rayClusterDeletionDelaySeconds (60 s) must be longer"),
         (put(f"{CLUSTER}/headGroupSpec/rayStartParams/num-cpus", "1"), 'num-cpus must be "0"'),
