@@ -9,10 +9,17 @@ from pathlib import Path
 
 from app.doctor.configuration import check_config, check_readable
 from app.doctor.finding import Finding
-from app.doctor.machine import check_gpus, check_ports, check_python, check_shared_memory, check_ucx_devices
+from app.doctor.machine import (
+    check_gpus,
+    check_libraries,
+    check_ports,
+    check_python,
+    check_shared_memory,
+    check_ucx_devices,
+)
 from app.doctor.transfer import check_transfer
 
-CHECKS = ("python", "config", "model", "gpus", "shared-memory", "ports", "ucx", "transfer")
+CHECKS = ("python", "config", "model", "libraries", "gpus", "shared-memory", "ports", "ucx", "transfer")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,6 +45,7 @@ def examine(path: Path, skip: Iterable[str] = ()) -> Iterable[Finding]:
         yield from found
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "model": lambda: check_readable(settings),
+        "libraries": lambda: check_libraries(settings),
         "gpus": lambda: check_gpus(settings),
         "shared-memory": lambda: check_shared_memory(settings),
         "ports": lambda: check_ports(config, settings),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import socket
@@ -28,6 +29,8 @@ RAY_STORE_BYTES = 75 * 2**20
 ENGINE_QUEUE_BYTES = 160 * 2**20
 """What vLLM keeps in shared memory to talk to an engine's workers: ten chunks of 16 MiB."""
 
+NUMA = "libnuma.so.1"
+
 RDMA = Path("/sys/class/infiniband")
 NETWORK = Path("/sys/class/net")
 RDMA_TRANSPORTS = ("rc", "ud", "dc", "ib", "rc_x", "rc_v", "ud_x", "ud_v", "dc_x")
@@ -42,6 +45,18 @@ def check_python() -> Iterator[Finding]:
         installed = next((v for one in distributions if (v := _version(one))), None)
         wrong = f"install {name} {wanted}: make install, or pip install -e '.[gpu]' on GPUs"
         yield Finding("python", f"{name} {installed or 'is not installed'}", "" if installed == wanted else wrong)
+
+
+def check_libraries(settings: ServiceSettings) -> Iterator[Finding]:
+    """What vLLM's CPU kernels load from the system; a GPU engine does without."""
+    if settings.prefill.num_gpus and settings.decode.num_gpus:
+        return
+    try:
+        ctypes.CDLL(NUMA)
+    except OSError as error:
+        yield Finding("libraries", str(error), "install it; in Debian and Ubuntu: libnuma1")
+        return
+    yield Finding("libraries", f"{NUMA} is there")
 
 
 def check_gpus(settings: ServiceSettings) -> Iterator[Finding]:

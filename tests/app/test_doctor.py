@@ -52,7 +52,7 @@ def test_a_healthy_machine(config_file: Callable[..., str], capsys: pytest.Captu
     status = main(["--config", config_file()])
     output = capsys.readouterr().out
     assert (status, failures(output)) == (0, []), output
-    for check in ("python", "config", "model", "shared memory", "ports", "ucx devices", "transfer"):
+    for check in ("python", "config", "model", "libraries", "shared memory", "ports", "ucx devices", "transfer"):
         assert f"ok    {check} " in output
     assert "16 MiB between two processes" in output
 
@@ -162,6 +162,16 @@ def test_rdma_is_asked_for_where_there_is_none(tmp_path: Path) -> None:
     (tmp_path / "some" / "mlx5_0").mkdir(parents=True)
     found = list(machine.check_ucx_devices(settings, rdma=tmp_path / "some"))
     assert [one.what for one in found if "UCX_TLS" in one.what] == []
+
+
+def test_a_library_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would say so only when an engine starts."""
+    monkeypatch.setattr(machine, "NUMA", "libnuma-not.so.1")
+    (finding,) = machine.check_libraries(ServiceSettings())
+    assert "libnuma-not.so.1" in finding.what
+    assert not finding.ok
+    gpus = {"num_gpus": 1}
+    assert list(machine.check_libraries(parse_settings({"prefill": gpus, "decode": gpus}))) == []
 
 
 def test_another_release_of_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
