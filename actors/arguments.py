@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from configs.settings import RoleName, ServiceSettings, SettingsError
+from configs.settings import PlacementSettings, RoleName, ServiceSettings, SettingsError
 
 OWNED = {
     "model": "set `model` of the service",
@@ -40,7 +40,7 @@ def frontend_argument_names() -> frozenset[str]:
 
 
 def check_arguments(settings: ServiceSettings) -> None:
-    """Raise SettingsError naming every engine or frontend argument that vLLM does not have."""
+    """Raise SettingsError naming every argument that vLLM does not have and every selector that Ray cannot read."""
     engine, frontend = engine_argument_names(), frontend_argument_names()
     problems = [
         *_unknown("engine", settings.engine, engine),
@@ -48,6 +48,9 @@ def check_arguments(settings: ServiceSettings) -> None:
         *_unknown("decode.engine", settings.decode.engine, engine),
         *_unknown("prefill.frontend", settings.prefill.frontend, frontend),
         *_unknown("decode.frontend", settings.decode.frontend, frontend),
+        *_bad_selector("prefill", settings.prefill),
+        *_bad_selector("decode", settings.decode),
+        *_bad_selector("router", settings.router),
     ]
     if problems:
         raise SettingsError("\n".join(problems))
@@ -63,6 +66,18 @@ def _unknown(where: str, given: Mapping[str, Any], known: Collection[str]) -> li
             hint = f"; did you mean {close[0]}?" if close else ""
             problems.append(f"{where}.{key}: vLLM has no such argument{hint}")
     return problems
+
+
+def _bad_selector(where: str, deployment: PlacementSettings) -> list[str]:
+    """Ray's own rules for labels, by way of Serve's schema."""
+    from pydantic import ValidationError
+    from ray.serve.schema import RayActorOptionsSchema
+
+    try:
+        RayActorOptionsSchema(label_selector=deployment.label_selector)
+    except ValidationError as error:
+        return [f"{where}.label_selector: {error.errors()[0]['msg']}"]
+    return []
 
 
 def engine_arguments(settings: ServiceSettings, role: RoleName) -> dict[str, Any]:

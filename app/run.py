@@ -54,6 +54,15 @@ def say(message: str) -> None:
 
 
 def load(path: Path, port: int | None) -> tuple[dict[str, Any], ServiceSettings]:
+    """What `read` reads, with a model that is there if it is a path, and `port` in place of the file's."""
+    config, settings = read(path)
+    check_model(settings)
+    if port is not None:
+        config.setdefault("http_options", {})["port"] = port
+    return config, settings
+
+
+def read(path: Path) -> tuple[dict[str, Any], ServiceSettings]:
     """The Serve config in `path` and our settings in it; SettingsError says what is wrong with either."""
     from pydantic import ValidationError
     from ray.serve.schema import ServeDeploySchema
@@ -79,9 +88,6 @@ def load(path: Path, port: int | None) -> tuple[dict[str, Any], ServiceSettings]
         raise SettingsError(f"applications: exactly one must have import_path {IMPORT_PATH}")
     settings = parse_settings(ours[0].get("args") or {})
     check_arguments(settings)
-    _check_model(settings)
-    if port is not None:
-        config.setdefault("http_options", {})["port"] = port
     return config, settings
 
 
@@ -100,7 +106,7 @@ def _unknown_keys(config: dict[str, Any]) -> list[str]:
     ]
 
 
-def _check_model(settings: ServiceSettings) -> None:
+def check_model(settings: ServiceSettings) -> None:
     """A path that holds no model would be taken for a hub id, and fail there after a while, less clearly."""
     path = Path(settings.model_path)
     if (path.is_absolute() or settings.model_path.startswith(".")) and not (path / "config.json").is_file():

@@ -47,6 +47,21 @@ class HiddenText(str):
         return "'**********'"
 
 
+class PlacementSettings(Frozen):
+    """Which Ray nodes (on Kubernetes: pods) may hold a deployment's replicas."""
+
+    label_selector: dict[str, str] = Field(
+        default_factory=dict, description="labels that a Ray node must have, such as `tandem/role: prefill`"
+    )
+    placement: Literal["any", "apart"] = Field(
+        "any", description="any: wherever there is room; apart: at most one replica of this deployment on a Ray node"
+    )
+
+    @property
+    def max_replicas_per_node(self) -> int | None:
+        return 1 if self.placement == "apart" else None
+
+
 class CpuSettings(Frozen):
     """How an engine without a GPU uses its host; ignored by roles with `num_gpus` > 0."""
 
@@ -156,7 +171,7 @@ class RouterLimits(Frozen):
     )
 
 
-class RouterSettings(RouterLimits):
+class RouterSettings(RouterLimits, PlacementSettings):
     """The Router deployment."""
 
     replicas: int = Field(1, ge=1, description="routers behind the HTTP proxy")
@@ -189,7 +204,7 @@ class AuthSettings(Frozen):
         return (*self.api_keys, *(SecretStr(key) for key in found if key))
 
 
-class RoleSettings(Frozen):
+class RoleSettings(PlacementSettings):
     """The Prefill or the Decode deployment."""
 
     replicas: int | dict[str, Any] = Field(1, description="a count, or Serve's autoscaling_config")
@@ -227,6 +242,17 @@ class ServiceSettings(Frozen):
     router: RouterSettings = Field(RouterSettings(), description="the HTTP side")
     auth: AuthSettings = Field(AuthSettings(), description="who may use the HTTP side")
     cpu: CpuSettings = Field(CpuSettings(), description="engines without a GPU")
+
+    @model_validator(mode="after")
+    def _one_engine_to_a_port(self) -> "ServiceSettings":
+        if self.transfer.side_channel_port:
+            for name, role in (("prefill", self.prefill), ("decode", self.decode)):
+                if role.replicas != 1 and role.placement != "apart":
+                    raise ValueError(
+                        f"{name}.placement must be `apart`: two replicas on one node cannot share "
+                        f"transfer.side_channel_port {self.transfer.side_channel_port}; 0 takes any free port"
+                    )
+        return self
 
     @property
     def model_path(self) -> str:

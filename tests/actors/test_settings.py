@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from actors.arguments import check_arguments, engine_arguments, engine_environment
+from app.main import build
 from configs.settings import ServiceSettings, SettingsError, TransferSettings, parse_settings
 from connectors.vllm_hma.config import parse_config
 
@@ -29,6 +30,10 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
         ({"router": {"request_timeout_s": float("inf")}}, "router.request_timeout_s"),
         ({"cpu": {"kv_cache_gib": 0}}, "cpu.kv_cache_gib"),
         ({"engine": []}, "engine"),
+        ({"decode": {"placement": "far"}}, "decode.placement"),
+        ({"router": {"label_selector": ["prefill"]}}, "router.label_selector"),
+        ({"transfer": {"side_channel_port": 5600}, "prefill": {"replicas": 2}}, "prefill.placement"),
+        ({"transfer": {"side_channel_port": 5600}, "decode": {"replicas": {"max_replicas": 2}}}, "decode.placement"),
     ],
 )
 def test_a_wrong_setting_is_named(args, key):
@@ -62,11 +67,13 @@ def test_every_wrong_key_is_named_at_once():
             "decode.engine.data_parallel_size: not here; set `replicas`",
         ),
         ({"decode": {"frontend": {"tool_parser": "x"}}}, "decode.frontend.tool_parser: vLLM has no such argument"),
+        ({"decode": {"label_selector": {"tandem/role": "a b"}}}, "decode.label_selector: .*Invalid label selector"),
+        ({"router": {"label_selector": {"-": "x"}}}, "router.label_selector: .*Invalid label key"),
     ],
 )
-def test_an_engine_argument_that_vllm_lacks_is_named_with_its_role(args, message):
+def test_an_argument_that_vllm_or_ray_refuses_is_named_with_its_role(args, message):
     """Checked against the installed vLLM, before any engine starts."""
-    with pytest.raises(SettingsError, match="^" + message.replace("?", "\\?").replace(".", "\\.")):
+    with pytest.raises(SettingsError, match="^" + message.replace("?", "\\?")):
         check_arguments(parse_settings(args))
 
 
@@ -124,3 +131,22 @@ def test_the_presets_are_valid(path):
     """Every shipped file starts."""
     (application,) = yaml.safe_load(path.read_text())["applications"]
     check_arguments(parse_settings(application["args"]))
+
+
+def test_replicas_go_where_the_settings_say():
+    """Serve's own deployment objects carry the labels and the spread."""
+    selector = {"tandem/role": "decode"}
+    settings = parse_settings(
+        {
+            "transfer": {"side_channel_port": 5600},
+            "decode": {"replicas": 2, "label_selector": selector, "placement": "apart"},
+            "router": {"label_selector": {"tandem/role": "router"}},
+        }
+    )
+    router = build(settings)._bound_deployment
+    prefill, decode = (application._bound_deployment for application in router.init_args[1:])
+    placed = [
+        (one.ray_actor_options["label_selector"], one._replica_config.max_replicas_per_node)
+        for one in (router, prefill, decode)
+    ]
+    assert placed == [({"tandem/role": "router"}, None), ({}, None), (selector, 1)]

@@ -1,0 +1,61 @@
+"""`python -m app.doctor [--config FILE] [--skip CHECK …]`: exit status 0 where all is well, 1 where it is not."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from app.doctor.configuration import check_config, check_readable
+from app.doctor.finding import Finding
+from app.doctor.machine import (
+    check_gpus,
+    check_libraries,
+    check_ports,
+    check_python,
+    check_shared_memory,
+    check_ucx_devices,
+)
+from app.doctor.transfer import check_transfer
+
+CHECKS = ("python", "config", "model", "libraries", "gpus", "shared-memory", "ports", "ucx", "transfer")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m app.doctor", description="Checks a machine before it serves.")
+    parser.add_argument("--config", type=Path, default=Path("configs/local.yaml"), help="a Serve config file")
+    parser.add_argument("--skip", nargs="*", choices=CHECKS, default=[], help="checks to leave out")
+    options = parser.parse_args(argv)
+    failed = 0
+    for finding in examine(options.config, options.skip):
+        print(finding, flush=True)
+        failed += not finding.ok
+    print(f"tandem: {f'{failed} things to mend' if failed else 'this machine can serve'}")
+    return 1 if failed else 0
+
+
+def examine(path: Path, skip: Iterable[str] = ()) -> Iterable[Finding]:
+    """The findings of all checks, as they come. Without a usable configuration, the rest checks for the default one."""
+    left_out = set(skip)
+    if "python" not in left_out:
+        yield from check_python()
+    found, config, settings = check_config(path)
+    if "config" not in left_out:
+        yield from found
+    checks: dict[str, Callable[[], Iterable[Finding]]] = {
+        "model": lambda: check_readable(settings),
+        "libraries": lambda: check_libraries(settings),
+        "gpus": lambda: check_gpus(settings),
+        "shared-memory": lambda: check_shared_memory(settings),
+        "ports": lambda: check_ports(config, settings),
+        "ucx": lambda: check_ucx_devices(settings),
+        "transfer": lambda: check_transfer(settings),
+    }
+    for name, check in checks.items():
+        if name not in left_out:
+            yield from check()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

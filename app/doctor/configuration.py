@@ -1,0 +1,95 @@
+"""Is the configuration valid, and can this machine read its model?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from app.doctor.finding import Finding
+from app.run import check_model, read
+from configs.settings import ServiceSettings, SettingsError
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+FIRST_BYTES = 4096
+
+
+def check_config(path: Path) -> tuple[list[Finding], dict[str, Any], ServiceSettings]:
+    """The findings; the Serve config and the settings in it, or defaults where it cannot be used."""
+    try:
+        config, settings = read(path)
+    except SettingsError as error:
+        remedy = "mend the file; docs/configuration.md lists every key"
+        return [Finding("config", f"{path}: {line}", remedy) for line in str(error).splitlines()], {}, ServiceSettings()
+    return [Finding("config", f"{path} is valid")], config, settings
+
+
+def check_readable(settings: ServiceSettings) -> Iterator[Finding]:
+    """A directory: every file that vLLM needs of it. A hub id: the hub, or its cache, has it."""
+    try:
+        check_model(settings)
+    except SettingsError as error:
+        yield Finding("model", str(error), "set `model` to a directory with a checkpoint, or to a hub id")
+        return
+    folder = Path(settings.model_path)
+    yield from _directory(folder) if folder.is_dir() else _hub(settings.model_path)
+
+
+def _directory(folder: Path) -> Iterator[Finding]:
+    weights = sorted(path for pattern in WEIGHTS for path in folder.glob(pattern))
+    if not weights:
+        yield Finding("model", f"{folder}: no weights ({', '.join(WEIGHTS)})", "copy the whole checkpoint there")
+        return
+    unreadable = [
+        f"{path.name}: {error}" for path in (folder / "config.json", *weights) if (error := _unreadable(path))
+    ]
+    if unreadable:
+        yield Finding(
+            "model", f"{folder}: {'; '.join(unreadable)}", "make the files whole, and readable for the user that serves"
+        )
+        return
+    yield Finding("model", f"{folder}: {len(weights)} files of weights can be read")
+
+
+def _unreadable(path: Path) -> str | None:
+    """Why a file of a checkpoint cannot be used, as far as its first bytes tell."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(FIRST_BYTES)
+    except OSError as error:
+        return error.strerror or str(error)
+    if head.startswith(b"version https://git-lfs"):
+        return "is a pointer of Git LFS, not the file"
+    if path.suffix == ".safetensors":
+        header_bytes = int.from_bytes(head[:8], "little")
+        if len(head) < 8 or 8 + header_bytes > path.stat().st_size:
+            return "is cut short"
+    if path.name == "config.json":
+        try:
+            json.loads(path.read_bytes())
+        except ValueError as error:
+            return f"is not JSON: {error}"
+    return None
+
+
+def _hub(model: str) -> Iterator[Finding]:
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(model, "config.json"), str):
+        yield Finding("model", f"{model} is in this machine's hub cache")
+        return
+    if constants.HF_HUB_OFFLINE:
+        yield Finding("model", f"{model} is not in the hub cache, and HF_HUB_OFFLINE is set", "fetch it, or unset it")
+        return
+    try:
+        HfApi().model_info(model, timeout=10)
+    except Exception as error:  # whatever the network and the hub can answer with
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        yield Finding(
+            "model",
+            f"{model}: the hub does not give it: {reason}",
+            "check the name, the network and HF_TOKEN, or use a path",
+        )
+        return
+    yield Finding("model", f"{model} can be had from the hub")

@@ -1,0 +1,20 @@
+"""What a check has found."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. `remedy` says what to do and is there exactly when something is wrong."""
+
+    check: str
+    what: str
+    remedy: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.remedy
+
+    def __str__(self) -> str:
+        line = f"{'ok  ' if self.ok else 'FAIL'}  {self.check:<13} {self.what}"
+        return line if self.ok else f"{line}\n      {'':<13} -> {self.remedy}"

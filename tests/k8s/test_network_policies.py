@@ -1,0 +1,121 @@
+"""The NetworkPolicies together allow DNS, Ray, NIXL, the side channel, clients and metrics, each where it belongs."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.k8s.check import DIRECTORIES, ROOT, only, pods
+from tests.k8s.kustomize import Manifest, render
+from tests.k8s.network import Pod, allowed
+
+RAY = (6379, 6380, 6381, 6382, 6383, 8265, 10010, 10999, 52365)
+SIDE_CHANNEL, NIXL, HTTP, RAY_METRICS, REDIS = 5600, (20000, 20999), 8000, 8080, 6379
+OTHERS = (22, 443, 5601, 6384, 8001, 9000, 10001, 11000, 19999, 21000, 35000)
+NODES = ("head", "router", "prefill", "decode")
+
+DNS = Pod({"k8s-app": "kube-dns"}, "kube-system")
+OUTSIDE = Pod(address="203.0.113.9")
+IN_CLUSTER = Pod({"app": "other"}, "elsewhere", address="10.4.4.4")
+CLIENT = Pod({"tandem/client": "true"})
+INGRESS = Pod({"app": "nginx"}, "ingress", {"tandem/client": "true"})
+OPERATOR = Pod({"app.kubernetes.io/name": "kuberay-operator"}, "kuberay")
+PROMETHEUS = Pod({"app": "prometheus"}, "monitoring")
+
+
+@pytest.fixture(scope="module", params=DIRECTORIES, ids=lambda path: path.name)
+def manifests(request: pytest.FixtureRequest) -> list[Manifest]:
+    return render(request.param)
+
+
+@pytest.fixture
+def policies(manifests: list[Manifest]) -> list[Manifest]:
+    return only(manifests, "NetworkPolicy")
+
+
+@pytest.fixture
+def tandem(manifests: list[Manifest]) -> dict[str, Pod]:
+    """The service's own pods, with the labels that their manifests give them."""
+    named = {name.removeprefix("tandem-"): Pod(one["labels"]) for name, one in pods(manifests).items()}
+    assert set(named) == {*NODES, "redis"}
+    return named
+
+
+def test_between_the_services_own_pods(policies: list[Manifest], tandem: dict[str, Pod]) -> None:
+    """The whole table: every pair of pods, every port that is used and some that are not."""
+    wanted = {(a, b, port) for a in NODES for b in NODES for port in RAY}
+    wanted |= {("decode", "prefill", SIDE_CHANNEL), ("head", "redis", REDIS)}
+    wanted |= {(a, b, port) for a, b in (("decode", "prefill"), ("prefill", "decode")) for port in NIXL}
+    ports = {*RAY, SIDE_CHANNEL, *NIXL, HTTP, RAY_METRICS, REDIS, *OTHERS}
+    found = {
+        (a, b, port)
+        for a, source in tandem.items()
+        for b, target in tandem.items()
+        for port in ports
+        if allowed(policies, source, target, port)
+    }
+    assert found == wanted
+
+
+def test_dns_and_nothing_else_of_it(policies: list[Manifest], tandem: dict[str, Pod]) -> None:
+    """Every pod resolves names, in kube-system only."""
+    for pod in tandem.values():
+        assert allowed(policies, pod, DNS, 53, "UDP")
+        assert allowed(policies, pod, DNS, 53)
+        assert not allowed(policies, pod, DNS, 9153)
+        assert not allowed(policies, pod, Pod({"k8s-app": "kube-dns"}, "elsewhere"), 53, "UDP")
+
+
+def test_who_may_come_in(policies: list[Manifest], tandem: dict[str, Pod]) -> None:
+    """Clients to the proxies, the operator to the head; nobody else, nowhere else."""
+    ports = {HTTP, *RAY, SIDE_CHANNEL, *NIXL, REDIS, *OTHERS}
+    for stranger in (OUTSIDE, IN_CLUSTER):
+        assert not any(allowed(policies, stranger, pod, port) for pod in tandem.values() for port in ports)
+    for client in (CLIENT, INGRESS):
+        open_to = {(name, p) for name, pod in tandem.items() for p in ports if allowed(policies, client, pod, p)}
+        assert open_to == {("router", HTTP), ("prefill", HTTP), ("decode", HTTP)}
+    open_to = {(name, p) for name, pod in tandem.items() for p in ports if allowed(policies, OPERATOR, pod, p)}
+    assert open_to == {("head", HTTP), ("head", 8265)}
+
+
+def test_who_may_go_out(manifests: list[Manifest], policies: list[Manifest], tandem: dict[str, Pod]) -> None:
+    """The autoscaler to Kubernetes; engines to the hub over HTTPS where the overlay has it, never into the cluster."""
+    hub = any(one["metadata"]["name"] == "tandem-hub" for one in policies)
+    ports = (80, 443, 6443, 8443)
+    reached = {
+        (name, peer, p)
+        for name, pod in tandem.items()
+        for peer, target in (("outside", OUTSIDE), ("cluster", IN_CLUSTER))
+        for p in ports
+        if allowed(policies, pod, target, p)
+    }
+    wanted = {("head", peer, port) for peer in ("outside", "cluster") for port in (443, 6443)}
+    assert reached == wanted | ({("prefill", "outside", 443), ("decode", "outside", 443)} if hub else set())
+
+
+def test_metrics_where_they_are_scraped(
+    manifests: list[Manifest], policies: list[Manifest], tandem: dict[str, Pod]
+) -> None:
+    """Prometheus gets what the PodMonitors name, where there are any."""
+    monitored = bool(only(manifests, "PodMonitor"))
+    open_to = {
+        (name, port)
+        for name, pod in tandem.items()
+        for port in (HTTP, RAY_METRICS, *RAY, REDIS)
+        if allowed(policies, PROMETHEUS, pod, port)
+    }
+    assert open_to == ({("router", HTTP), *((name, RAY_METRICS) for name in NODES)} if monitored else set())
+
+
+def test_the_gateway_of_an_incremental_upgrade() -> None:
+    """Its pods are clients, by the label that the Gateway API gives them."""
+    policies = only(render(ROOT / "overlays" / "gpu-incremental"), "NetworkPolicy")
+    router = Pod({"tandem/service": "tandem", "tandem/role": "router"})
+    gateway = {"gateway.networking.k8s.io/gateway-name": "tandem-gateway"}
+    assert allowed(policies, Pod(gateway), router, HTTP)
+    assert not allowed(policies, Pod(gateway, "elsewhere"), router, HTTP)
+
+
+def test_without_the_first_policy_everything_passes() -> None:
+    """The table above depends on it: the policies beside it only ever allow."""
+    policies = [one for one in only(render(ROOT / "base"), "NetworkPolicy") if one["metadata"]["name"] == "tandem-dns"]
+    assert allowed(policies, IN_CLUSTER, Pod({"tandem/service": "tandem", "tandem/role": "head"}), 8265)
