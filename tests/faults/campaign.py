@@ -97,8 +97,9 @@ class Campaign:
     def _todo(self) -> Iterator[Fault]:
         arguments = self._arguments
         faults = schedule(arguments.seed, self._tp_sizes, arguments.match)
-        if arguments.only is not None:
-            yield next(fault for fault in faults if fault.index == arguments.only)
+        if arguments.only:
+            played = itertools.takewhile(lambda fault: fault.index <= max(arguments.only), faults)
+            yield from (fault for fault in played if fault.index in arguments.only)
             return
         for fault in itertools.islice(faults, arguments.faults):
             if time.monotonic() > self._until:
@@ -114,8 +115,13 @@ class Campaign:
         try:
             await lane.start("prefill", "decode")
             for fault in todo:
-                told = await lane.play(fault)
-                self._keep(fault, told)
+                try:
+                    self._keep(fault, await lane.play(fault))
+                except (RuntimeError, httpx.HTTPError) as error:
+                    # The campaign's own failure is no result; the fault is played again the next time.
+                    print(f"{self._key(fault)}: not judged: {error!r}", flush=True)
+                    self.found += 1
+                    await lane.start("prefill", "decode")
         finally:
             lane.destroy()
 
@@ -143,7 +149,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--faults", type=int, default=200, help="how many of the seed's faults")
     parser.add_argument("--match", default="", help="only faults whose family, description or phase matches this")
-    parser.add_argument("--only", type=int, help="play this fault, again if need be")
+    parser.add_argument("--only", type=int, nargs="+", help="play these faults, again if need be")
     parser.add_argument("--tp", default="1:1", help="prefill:decode tensor-parallel sizes")
     parser.add_argument("--lanes", type=int, default=1, help="pairs of servers that are tried at the same time")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no fault after this time")

@@ -22,7 +22,7 @@ import httpx
 
 from tests.e2e.service_process import free_port
 from tests.faults import references
-from tests.faults.judge import AT_ONCE_S, Case, Outcome, Pool, findings, judge, late
+from tests.faults.judge import Case, Outcome, Pool, findings, judge, late
 from tests.faults.phases import seen
 from tests.faults.presets import Connector
 from tests.faults.questions import Questions
@@ -125,6 +125,7 @@ class Lane:
             await self.start(rng.choice(("prefill", "decode")))
         trips: list[Trip] = []
         record: dict[str, Any] = {"hit": "between legs"}
+        self.repair = asyncio.ensure_future(_nothing())
         try:
             if fault.family == "reference":
                 await self._reference(fault, rng, trips)
@@ -132,7 +133,8 @@ class Lane:
                 record = await self._signal_or_cancel(fault, rng, trips, traced_from)
         except references.NotApplicable as reason:
             return {"not_applicable": str(reason)}
-        case = await self._aftermath(trips)
+        case = await self._aftermath(fault, trips)
+        record |= await self.repair
         bad = findings(case)
         record |= {
             "outcomes": {str(outcome): count for outcome, count in case.outcomes.items() if count},
@@ -161,7 +163,7 @@ class Lane:
             self.router,
             asked,
             rng,
-            self.connector.held_s - 5.0,
+            self.connector.lease_s,
             restart_prefill,
             self.prefill.port,
             start,
@@ -193,7 +195,7 @@ class Lane:
             for task in work if fault.variant else work[-1:]:
                 task.cancel()
         elif fault.family != "none":
-            record |= await self._signal(fault, rng, released, trips, work)
+            await self._signal(fault, rng, released, trips, work)
         released.set()
         await asyncio.gather(*work)
         events = self._events(traced_from) if self.connector.traces else []
@@ -224,7 +226,7 @@ class Lane:
             "handshake": ("decode_sent", 0.3 * fault.at),
             "offering": ("decode_sent", 0.015 * fault.at),
             "transfer": ("decode_sent", 0.06 * fault.at),
-            "decoding": ("first_token", 0.25 * fault.at),
+            "decoding": ("first_token", 0.1 * fault.at),
         }[fault.phase]
         by_trace = fault.phase == "transfer" and self.connector.traces
         while not subject.ended:
@@ -253,8 +255,8 @@ class Lane:
         released: asyncio.Event,
         trips: list[Trip],
         work: list[asyncio.Task[None]],
-    ) -> dict[str, Any]:
-        """Kill or stop, send more requests meanwhile, and bring the server back."""
+    ) -> None:
+        """Kill or stop, send more requests meanwhile, and begin to bring the server back."""
         server = self.servers[fault.target]
         server.signal(fault.part, signal.SIGKILL if fault.family == "kill" else signal.SIGSTOP)
         if fault.family == "stop" and fault.target == "decode":
@@ -264,16 +266,19 @@ class Lane:
         trips += more
         await asyncio.sleep(rng.uniform(0, 0.2))
         work += [asyncio.ensure_future(self._go(trip, rng.random() < 0.5)) for trip in more]
-        told: dict[str, Any] = {}
-        if fault.family == "stop" and fault.resume_s is not None:
+        self.repair = asyncio.ensure_future(self._mend(fault, rng, server))
+
+    async def _mend(self, fault: Fault, rng: random.Random, server: Server) -> dict[str, Any]:
+        """What there is to tell of it."""
+        try:
+            if fault.family == "kill" or fault.resume_s is None:
+                self.targets.add(fault.target)
+                return await self._replace(fault, rng, server)
             await asyncio.sleep(fault.resume_s)
             server.signal(fault.part, signal.SIGCONT)
-            told["resumed_after_s"] = round(fault.resume_s, 1)
-        else:
-            self.targets.add(fault.target)
-            told |= await self._replace(fault, rng, server)
-        self.router.resume()
-        return told
+            return {"resumed_after_s": round(fault.resume_s, 1)}
+        finally:
+            self.router.resume()
 
     async def _replace(self, fault: Fault, rng: random.Random, server: Server) -> dict[str, Any]:
         told: dict[str, Any] = {}
@@ -284,8 +289,7 @@ class Lane:
             await asyncio.sleep(rng.uniform(0.2, 2.0))
         else:
             killed_at = time.monotonic()
-            while time.monotonic() < killed_at + SELF_END_S and not server.has_ended:
-                await asyncio.sleep(0.1)
+            await asyncio.to_thread(server.wait_end, SELF_END_S)
             ended = round(time.monotonic() - killed_at, 1) if server.has_ended else None
             told["server_ended_by_itself_after_s"] = ended
         await self.start(fault.target)
@@ -296,12 +300,17 @@ class Lane:
     def _judged(self, trips: list[Trip]) -> list[tuple[Trip, Outcome]]:
         return [(trip, judge(trip)) for trip in trips]
 
-    async def _aftermath(self, trips: list[Trip]) -> Case:
+    async def _aftermath(self, fault: Fault, trips: list[Trip]) -> Case:
         """Pools, then life, then a probe through both engines."""
         outcomes = Counter(outcome for _, outcome in self._judged(trips))
         last = max((trip.marks["ended"] for trip in trips), default=time.monotonic())
+        victim, others = fault.target, [name for name in self.servers if name != fault.target]
+        watched = [asyncio.ensure_future(self._pool(name, last)) for name in others]
+        await self.repair
+        # A victim that was replaced has a new pool; one that was stopped must come back to its old one.
+        watched += [asyncio.ensure_future(self._pool(name, time.monotonic())) for name in {victim} & set(self.servers)]
+        pools = await asyncio.gather(*watched)
         dead = self._dead()
-        pools = [] if dead else await asyncio.gather(*(self._pool(name, last) for name in self.servers))
         probes = []
         if not dead:
             for question in self.questions.some(random.Random(len(trips)), 2):
@@ -324,21 +333,25 @@ class Lane:
     async def _pool(self, name: str, last: float) -> Pool:
         """Watch one engine's pool until it is back at its baseline, or beyond what its connector may hold."""
         held = 0
-        # A replaced engine has an empty pool at once; the other one is given time from the replacement on.
-        since = max([last, *(self.replaced_at[target] for target in self.targets)])
-        while True:
+        while self.servers[name].alive():
             try:
                 blocks = await self._used(name) - self.baseline[name]
             except httpx.HTTPError:
                 blocks = max(held, 1)
             now = time.monotonic()
             if blocks <= 0:
-                waited = bool(self.targets - {name}) and now - last > AT_ONCE_S
-                return Pool(name, now - last, held, waited)
+                return Pool(name, now - last, held, bool(self.targets - {name}) and self.repair.done())
             held = blocks
-            if now - since > self.connector.held_s:
-                return Pool(name, None, held)
+            # The other engine is given time from the replacement of the dead one on.
+            since = max([last, *(self.replaced_at[target] for target in self.targets)])
+            if self.repair.done() and now - since > self.connector.held_s:
+                break
             await asyncio.sleep(0.2)
+        return Pool(name, None, held)
+
+
+async def _nothing() -> dict[str, Any]:
+    return {}
 
 
 def _told(trip: Trip, outcome: Outcome, started: float) -> dict[str, Any]:

@@ -53,9 +53,9 @@ class Connector:
 
 # handshake or silence, then the Cancel that is not answered, then two looks at a process that is gone; then computing.
 _TANDEM = {
-    "handshake_s": 5.0,
-    "progress_s": 5.0,
-    "cancel_s": 2.0,
+    "handshake_s": 4.0,
+    "progress_s": 4.0,
+    "cancel_s": 1.0,
     "lease_s": 5.0,
     "alive_s": 1.0,
     "fence_s": 2.0,

@@ -1,7 +1,7 @@
 """Which fault comes when: a pure function of the seed.
 
 Faults are drawn in rounds. A round holds every cell of (family, target, phase, …) as often as its weight says, in an
-order that the seed shuffles, so that any stretch of a campaign meets all of them and a fault is named by seed and index.
+order that the seed shuffles: any stretch of a campaign meets all kinds, and a fault is named by its seed and index.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def cells(tp_sizes: tuple[int, int]) -> list[tuple[Fault, int]]:
 
 
 def schedule(seed: int, tp_sizes: tuple[int, int], pattern: str = "") -> Iterator[Fault]:
-    """Faults without end. Only those whose family, row or phase matches ``pattern`` are given, under unchanged numbers."""
+    """Faults without end: those whose family, row or phase matches ``pattern``, under unchanged numbers."""
     wanted = re.compile(pattern)
     round_of = [fault for fault, weight in cells(tp_sizes) for _ in range(weight)]
     rng = random.Random(seed)

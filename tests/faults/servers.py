@@ -93,6 +93,11 @@ class Server:
     def has_ended(self) -> bool:
         return self._process is None or not self._process.is_alive()
 
+    def wait_end(self, timeout_s: float) -> None:
+        """Until the API server has ended."""
+        assert self._process is not None
+        self._process.join(timeout_s)
+
     def find_members(self) -> None:
         """Learn the processes of a server that answers; undo any pinning to one core, for every connector alike."""
         assert self._process is not None
