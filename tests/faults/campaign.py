@@ -15,6 +15,7 @@ import datetime
 import itertools
 import json
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -85,9 +86,12 @@ class Campaign:
         self.found = 0
 
     async def run(self) -> None:
+        """Until the last fault, or SIGTERM: the servers are in sessions of their own and would stay."""
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         todo = self._todo()
         questions = await ask_plain_engine(self._folder)
-        self._until = max(self._until, time.monotonic() + 1)
         async with client() as http, asyncio.TaskGroup() as group:
             for number in range(self._arguments.lanes):
                 folder = self._folder / f"lane{number}"

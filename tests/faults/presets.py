@@ -15,6 +15,9 @@ from typing import Any
 ROUTER_PREFILL_S = 12.0
 """The driver plays a router that gives up a prefill leg after this time."""
 
+COMPUTING_S = 15.0
+"""For a prompt among others, on a machine that several pairs of engines share."""
+
 
 @dataclass(frozen=True)
 class Connector:
@@ -51,7 +54,8 @@ class Connector:
         return config, environment
 
 
-# handshake or silence, then the Cancel that is not answered, then two looks at a process that is gone; then computing.
+# Handshake (or silence, which is as long), the Cancel that is not answered, two looks at a process that is gone: then the
+# prompt is computed.
 _TANDEM = {
     "handshake_s": 4.0,
     "progress_s": 4.0,
@@ -60,11 +64,12 @@ _TANDEM = {
     "alive_s": 1.0,
     "fence_s": 2.0,
 }
-_TANDEM_BOUND_S = _TANDEM["progress_s"] + 2 * _TANDEM["cancel_s"] + 6.0 + 8.0
-_NIXL_LEASE_S = 12
+_LOOKS_S = 6.0
+_TANDEM_BOUND_S = _TANDEM["handshake_s"] + 2 * _TANDEM["cancel_s"] + _LOOKS_S + COMPUTING_S
+_NIXL_LEASE_S = 8
 _NIXL_SETTINGS = (
     f"kv_load_failure_policy fail, as its usage guide's commands have it; kv_lease_duration {_NIXL_LEASE_S} s (default "
-    "30) and so a heartbeat every 2 s, that leases end within the campaign; its workers' pinning to one core undone; "
+    "30) and so a heartbeat every second, that leases end within the campaign; its workers' pinning to one core undone; "
     "everything else at its default"
 )
 
@@ -78,7 +83,7 @@ def _nixl(name: str, connector: str, policy: str = "fail", **extra: Any) -> Conn
             "kv_load_failure_policy": policy,
             "kv_connector_extra_config": {"kv_lease_duration": _NIXL_LEASE_S, **extra},
         },
-        bound_s=_NIXL_LEASE_S + 13.0,
+        bound_s=_NIXL_LEASE_S + COMPUTING_S,
         lease_s=_NIXL_LEASE_S,
         held_s=_NIXL_LEASE_S + 5.0,
         settings=_NIXL_SETTINGS if policy == "fail" else settings,
