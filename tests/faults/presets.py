@@ -54,8 +54,8 @@ class Connector:
         return config, environment
 
 
-# Handshake (or silence, which is as long), the Cancel that is not answered, two looks at a process that is gone: then the
-# prompt is computed.
+# Handshake (or silence, which is as long), the Cancel that is not answered, two looks at a process that is gone; then
+# the prompt is computed.
 _TANDEM = {
     "handshake_s": 4.0,
     "progress_s": 4.0,
@@ -69,8 +69,8 @@ _TANDEM_BOUND_S = _TANDEM["handshake_s"] + 2 * _TANDEM["cancel_s"] + _LOOKS_S + 
 _NIXL_LEASE_S = 8
 _NIXL_SETTINGS = (
     f"kv_load_failure_policy fail, as its usage guide's commands have it; kv_lease_duration {_NIXL_LEASE_S} s (default "
-    "30) and so a heartbeat every second, that leases end within the campaign; its workers' pinning to one core undone; "
-    "everything else at its default"
+    "30) and so a heartbeat every second, that leases end within the campaign; its workers' pinning to one core "
+    "undone; everything else at its default"
 )
 
 
