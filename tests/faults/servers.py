@@ -24,7 +24,7 @@ import psutil
 
 from app.demo.paths import MODEL_DIR
 from benchmarks.arms import free_cores
-from tests.e2e.engines import ENVIRONMENT
+from tests.e2e.environment import ENVIRONMENT
 
 POOL_BLOCKS = 448
 """Small, so that a freed block is soon another request's."""
