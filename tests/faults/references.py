@@ -170,7 +170,5 @@ async def _decode_only(router: Router, trip: Trip, params: Params | None) -> Non
             trip.failure = "prefill has not answered"
         else:
             await router.decode(trip, params)
-    except asyncio.CancelledError:
-        trip.cancelled = True
     finally:
         trip.mark("ended")

@@ -41,7 +41,7 @@ async def test_promises_are_kept(tmp_path: Path) -> None:
     arguments = argparse.Namespace(
         seed=SEED, tp="1:1", lanes=1, out=out, match=pattern, only=sorted(seen.values()), faults=0, seconds=300.0
     )
-    campaign = Campaign(PRESETS["tandem"], arguments, tmp_path)
+    campaign = Campaign([PRESETS["tandem"]], arguments, tmp_path)
     await campaign.run()
     cases = json.loads(out.read_text()).values()
     assert {f"{case['what']} {case['phase']}" for case in cases} == WANTED

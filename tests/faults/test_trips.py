@@ -113,5 +113,5 @@ async def test_a_cancelled_trip_is_the_driver_s_own_doing() -> None:
         task = asyncio.ensure_future(Router(client, silent, silent, 60).at_once(trip, {}))
         await asyncio.wait([task], timeout=0.05)
         task.cancel()
-        await task
+        await asyncio.wait([task])
     assert judge(trip) is Outcome.CANCELLED

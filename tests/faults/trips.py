@@ -176,7 +176,7 @@ class Router:
 
 
 class _record:
-    """Marks the trip's end; a cancellation is the driver's."""
+    """Marks the trip's end; a cancellation is the driver's, and goes on."""
 
     def __init__(self, trip: Trip) -> None:
         self._trip = trip
@@ -184,11 +184,9 @@ class _record:
     async def __aenter__(self) -> None:
         self._trip.mark("started")
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._trip.mark("ended")
-        if kind is asyncio.CancelledError:
-            self._trip.cancelled = True
-        return kind is asyncio.CancelledError
+        self._trip.cancelled = kind is asyncio.CancelledError
 
 
 def _body(trip: Trip) -> dict[str, Any]:
