@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import psutil
@@ -64,7 +63,7 @@ class Server:
     environment: Mapping[str, str] = field(default_factory=dict)
     starts: int = 0
     members: dict[str, psutil.Process] = field(default_factory=dict)
-    _process: BaseProcess | None = None
+    _api: psutil.Process | None = None
 
     @property
     def url(self) -> str:
@@ -86,24 +85,25 @@ class Server:
         ]
         if self.transfer is not None:
             argv += ["--kv-transfer-config", json.dumps(self.transfer)]
-        self._process = _FORK_SERVER.Process(target=_serve, args=(argv, dict(self.environment), str(self.log)))
-        self._process.start()
+        process = _FORK_SERVER.Process(target=_serve, args=(argv, dict(self.environment), str(self.log)))
+        process.start()
+        # By its id from now on: a fork server that is told to end forgets its children.
+        self._api = psutil.Process(process.pid)
 
     @property
     def has_ended(self) -> bool:
-        return self._process is None or not self._process.is_alive()
+        return self._api is None or not _runs(self._api)
 
     def wait_end(self, timeout_s: float) -> None:
         """Until the API server has ended."""
-        assert self._process is not None
-        self._process.join(timeout_s)
+        assert self._api is not None
+        psutil.wait_procs([self._api], timeout_s)
 
     def find_members(self) -> None:
         """Learn the processes of a server that answers; undo any pinning to one core, for every connector alike."""
-        assert self._process is not None
-        api = psutil.Process(self._process.pid)
-        self.members = {"api": api}
-        for child in api.children(recursive=True):
+        assert self._api is not None
+        self.members = {"api": self._api}
+        for child in self._api.children(recursive=True):
             title = " ".join(child.cmdline())
             if "EngineCore" in title:
                 self.members["core"] = child
@@ -130,18 +130,15 @@ class Server:
     def destroy(self) -> None:
         """SIGKILL to whatever is left of the tree, and wait until it is gone."""
         left = list(self.members.values())
-        if self._process is not None and self._process.is_alive():
+        if self._api is not None:
             with contextlib.suppress(psutil.NoSuchProcess):
-                api = psutil.Process(self._process.pid)
-                left += [api, *api.children(recursive=True)]
+                left += [self._api, *self._api.children(recursive=True)]
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         until = time.monotonic() + 10
         while any(_runs(process) for process in left) and time.monotonic() < until:
             time.sleep(0.02)
-        if self._process is not None:
-            self._process.join(5)
 
 
 def _runs(process: psutil.Process) -> bool:
