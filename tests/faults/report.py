@@ -12,6 +12,8 @@ from typing import Any
 
 from tests.faults.judge import AT_ONCE_S
 from tests.faults.presets import PRESETS
+from tests.faults.servers import POOL_BLOCKS
+from tests.faults.trips import ANSWER_TOKENS
 
 OUTCOMES = ("right", "refused", "cancelled", "wrong", "hang")
 HEAD = """# What {names} {do} under faults
@@ -129,8 +131,6 @@ def _rank(name: str) -> tuple[int, str]:
 
 def page(source: str, results: dict[str, dict[str, Any]], reading: str = "") -> str:
     """All of it; ``reading`` is what a person has made of it, and comes after the first two tables."""
-    from tests.faults.trips import ANSWER_TOKENS
-
     cases = Cases(case for case in results.values() if "not_applicable" not in case)
     away = len(results) - len(cases)
     names = sorted({case["connector"] for case in cases}, key=_rank)
@@ -156,6 +156,10 @@ def page(source: str, results: dict[str, dict[str, Any]], reading: str = "") -> 
         + f". {away} more did not apply: the connector's parameters have nothing of the kind to alter.",
         "- Play one again: `python -m tests.faults.campaign --connector NAME --tp P:D --seed S --only INDEX`. The seed"
         " fixes the fault, its moment and the prompts; what else the machine does, it does not.",
+        f"- Servers: chunks of 256 tokens, blocks of 32, a pool of {POOL_BLOCKS} blocks (so that a freed block is soon"
+        " another request's), prefix cache off, float32, eager mode. They are forked from a process that has imported"
+        " vLLM, and wait 10 ms instead of 1 s in a loop for their next step. Several pairs, and other work, shared two"
+        " cores: every bound allows for it.",
         *settings,
     ]
     parts = [head, _summary(cases), "", "## By fault\n", _kinds(cases), ""]
