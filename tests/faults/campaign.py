@@ -127,6 +127,10 @@ class Campaign:
                     print(f"{self._key(lane.connector, fault)}: not judged: {error!r}", flush=True)
                     self.found += 1
                     await lane.start("prefill", "decode")
+        except RuntimeError as error:
+            # The other lanes go on.
+            print(f"{lane.folder.name} gives up: {error}", flush=True)
+            self.found += 1
         finally:
             lane.destroy()
 

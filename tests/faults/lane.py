@@ -320,7 +320,7 @@ class Lane:
                 probes.append(judge(trip))
                 self._learn_speed(trip)
             dead = self._dead()
-        return Case(outcomes, dead, pools, probes)
+        return Case(outcomes, dead, [pool for pool in pools if pool.engine not in dead], probes)
 
     def _dead(self) -> frozenset[str]:
         """A server that the campaign has killed is running again by now."""
