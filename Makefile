@@ -12,6 +12,11 @@ SEED ?= 1
 ROUNDS ?= 300
 COUNT ?= 4000
 OVERLAYS ?=
+CONNECTOR ?= tandem
+FAULTS ?= 200
+TP ?= 1:1
+LANES ?= 1
+OUT ?= build/faults
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
@@ -97,6 +102,13 @@ families: $(STAMP) ## The same for every kind of KV cache, between engines of un
 upstream-shapes: $(STAMP) ## The same shapes put to vLLM's own connector, too (about an hour): docs/upstream-shapes.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.e2e.upstream_shapes
 	$(BIN)/python -m tests.e2e.upstream_table
+
+.PHONY: faults
+faults: $(STAMP) ## Kill, stop, cancel, forge: SEED=1 CONNECTOR=tandem|nixl|nixl-push|'{"kv_connector": ...}' FAULTS=200 TP=1:2 LANES=2
+	@mkdir -p $(dir $(OUT))
+	$(BIN)/python -m tests.faults.campaign --seed $(SEED) --connector '$(CONNECTOR)' --faults $(FAULTS) --tp $(TP) --lanes $(LANES) \
+	    --out $(OUT).json; code=$$?; \
+	$(BIN)/python -m tests.faults.report $(OUT).json $(OUT).md && echo "tandem: the report is $(OUT).md" && exit $$code
 
 .PHONY: corruption
 corruption: $(STAMP) ## Damage 6,000 transfers in six ways, and believe 10,000 clean ones

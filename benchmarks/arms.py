@@ -13,9 +13,12 @@ import os
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import psutil
-from vllm.v1.engine.async_llm import AsyncLLM
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 
 @dataclass

@@ -18,17 +18,8 @@ from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from tests.e2e.environment import ENVIRONMENT
 from tests.e2e.sequential_proxy import PRODUCE
-
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.e2e.engines import ENVIRONMENT
+from tests.e2e.environment import ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 240.0

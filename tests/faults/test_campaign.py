@@ -1,0 +1,50 @@
+"""A cut of the campaign on real servers: the faults after which both live on, one of each kind."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.faults import servers
+from tests.faults.campaign import Campaign
+from tests.faults.presets import PRESETS
+from tests.faults.schedule import schedule
+
+pytestmark = pytest.mark.engine
+
+SEED = 4
+WANTED = {
+    "no fault decoding",
+    "SIGSTOP prefill, SIGCONT soon chunks",
+    "SIGSTOP decode, SIGCONT soon transfer",
+    "client closes the connection offering",
+    "client closes the connection decoding",
+    "reference twice at once between",
+    "reference with another prompt, after its own between",
+    "reference altered engine id between",
+}
+
+
+async def test_promises_are_kept(tmp_path: Path) -> None:
+    """Right or refused, within the bound, pools at their baseline; ``make faults`` plays the others."""
+    out = tmp_path / "faults.json"
+    pattern = f"^({'|'.join(f'[a-z]+ {what}' for what in sorted(WANTED))})$"
+    faults = schedule(SEED, (1, 1), pattern)
+    seen: dict[str, int] = {}
+    while len(seen) < len(WANTED):
+        fault = next(faults)
+        seen.setdefault(f"{fault.what} {fault.phase}", fault.index)
+    servers.prepare()
+    arguments = argparse.Namespace(
+        seed=SEED, tp="1:1", lanes=1, out=out, match=pattern, only=sorted(seen.values()), faults=0, seconds=300.0
+    )
+    campaign = Campaign([PRESETS["tandem"]], arguments, tmp_path)
+    await campaign.run()
+    cases = json.loads(out.read_text()).values()
+    assert {f"{case['what']} {case['phase']}" for case in cases} == WANTED
+    broken = [(case["what"], case["findings"], case.get("logs")) for case in cases if case["findings"]]
+    assert broken == []
+    assert all(case["outcomes"]["right"] >= 1 for case in cases)

@@ -1,0 +1,79 @@
+"""The judge catches what it is there for."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.judge import Case, Outcome, Pool, findings, judge, late
+from tests.faults.trips import Question, Trip
+
+QUESTION = Question("mira=427\nmira?", 9, "427", "427\nkelo=093")
+
+
+def ended(**fields: object) -> Trip:
+    trip = Trip(QUESTION, **fields)  # type: ignore[arg-type]
+    trip.mark("ended")
+    return trip
+
+
+@pytest.mark.parametrize(
+    ("trip", "outcome"),
+    [
+        (ended(text=QUESTION.expected, complete=True, finish="length"), Outcome.RIGHT),
+        (ended(text="093\nkelo=427", complete=True, finish="length"), Outcome.WRONG),
+        # Right about the fact, wrong about what a plain engine says next: that is wrong KV, too.
+        (ended(text="427\nkelo=094", complete=True, finish="length"), Outcome.WRONG),
+        (ended(text="427", complete=True, finish="length"), Outcome.WRONG),
+        (ended(text="427", complete=True, finish="error"), Outcome.REFUSED),
+        (ended(text="427", failure="the stream ends without [DONE]"), Outcome.REFUSED),
+        (ended(text="09", failure="the stream ends without [DONE]"), Outcome.WRONG),
+        (ended(failure="decode: 500"), Outcome.REFUSED),
+        (ended(gave_up="decode"), Outcome.HANG),
+        (ended(text="427", gave_up="decode"), Outcome.HANG),
+        (ended(text="9", gave_up="decode"), Outcome.WRONG),
+        (Trip(QUESTION), Outcome.HANG),
+        (ended(cancelled=True), Outcome.CANCELLED),
+        (ended(text="4", cancelled=True), Outcome.CANCELLED),
+        (ended(text="5", cancelled=True), Outcome.WRONG),
+    ],
+)
+def test_every_ending_has_one_outcome(trip: Trip, outcome: Outcome) -> None:
+    """What has been streamed is judged however the stream ended."""
+    assert judge(trip) is outcome
+
+
+RIGHT = {Outcome.RIGHT: 3}
+CLEAN = (Pool("prefill", 0.4), Pool("decode", 1.9))
+
+
+def test_kept_promises_leave_no_findings() -> None:
+    """Refusals and closed connections break no promise."""
+    outcomes = {Outcome.RIGHT: 1, Outcome.REFUSED: 2, Outcome.CANCELLED: 1}
+    case = Case(outcomes, pools=CLEAN, probes=[Outcome.RIGHT])
+    assert findings(case) == []
+    assert late(case) == []
+
+
+@pytest.mark.parametrize(
+    ("case", "finding"),
+    [
+        (Case({Outcome.WRONG: 2}, pools=CLEAN), "wrong answer (2)"),
+        (Case({Outcome.HANG: 1}, pools=CLEAN), "hang (1)"),
+        (Case(RIGHT, dead={"decode"}), "decode engine died"),
+        (Case(RIGHT, pools=[Pool("prefill", None, 12)]), "prefill leaks 12 blocks"),
+        (Case(RIGHT, pools=CLEAN, probes=[Outcome.RIGHT, Outcome.WRONG]), "probe wrong"),
+        (Case(RIGHT, pools=CLEAN, probes=[Outcome.HANG, Outcome.HANG]), "probe hang"),
+        (Case(RIGHT, pools=CLEAN, probes=[Outcome.REFUSED]), "probe refused"),
+    ],
+)
+def test_every_broken_promise_is_a_finding(case: Case, finding: str) -> None:
+    """One each, named once."""
+    assert findings(case) == [finding]
+
+
+def test_a_pool_that_a_lease_has_held_is_late_but_no_leak() -> None:
+    """It is told, with how long and whether a replacement was waited for."""
+    pools = [Pool("prefill", 5.2, 48), Pool("decode", 8.0, 3, waited_for_replacement=True)]
+    case = Case(RIGHT, pools=pools)
+    assert findings(case) == []
+    assert late(case) == ["prefill 48 blocks 5 s", "decode 3 blocks 8 s (until the dead one was replaced)"]

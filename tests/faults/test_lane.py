@@ -1,0 +1,93 @@
+"""Leaks are seen through vLLM's own gauge, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.faults.lane import Lane
+from tests.faults.presets import PRESETS
+from tests.faults.questions import Questions, least_margin
+from tests.faults.servers import POOL_BLOCKS
+
+
+@dataclass
+class Engine:
+    """An address, and life."""
+
+    url: str
+    runs: bool = True
+
+    def alive(self) -> bool:
+        return self.runs
+
+
+@contextlib.asynccontextmanager
+async def engine(used: Callable[[], int]) -> AsyncIterator[Engine]:
+    """Answers every request; asked for metrics, with a gauge of ``used`` blocks."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            head = await reader.readuntil(b"\r\n\r\n")
+            gauge = used() / POOL_BLOCKS if b"/metrics" in head else "not asked"
+            body = f'vllm:kv_cache_usage_perc{{engine="0",model_name="demo"}} {gauge}\n'.encode()
+            writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+            await writer.drain()
+        writer.close()
+
+    listener = await asyncio.start_server(answer, "127.0.0.1", 0)
+    try:
+        yield Engine(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
+    finally:
+        listener.close()
+
+
+@contextlib.asynccontextmanager
+async def lane_of(folder: Path, used: Callable[[], int], held_s: float) -> AsyncIterator[Lane]:
+    async with engine(used) as prefill, httpx.AsyncClient(timeout=None) as client:
+        lane = Lane(replace(PRESETS["tandem"], held_s=held_s), (1, 1), folder, Questions({}), client)
+        lane.servers = {"prefill": prefill}  # type: ignore[dict-item]
+        lane.baseline = {"prefill": 1}
+        lane.repair = asyncio.ensure_future(asyncio.sleep(0, {}))
+        await lane.repair
+        yield lane
+
+
+async def test_a_block_that_stays_is_a_leak(tmp_path: Path) -> None:
+    """One beyond the baseline is enough."""
+    async with lane_of(tmp_path, lambda: 2, held_s=0.5) as lane:
+        pool = await lane._pool("prefill", time.monotonic())
+    assert (pool.back_after_s, pool.most) == (None, 1)
+
+
+async def test_blocks_that_come_back_are_timed(tmp_path: Path) -> None:
+    """From the last request's ending."""
+    left = [40, 40, 7, 1]
+    async with lane_of(tmp_path, lambda: left.pop(0) if len(left) > 1 else left[0], held_s=60.0) as lane:
+        ended = time.monotonic() - 3.0
+        pool = await lane._pool("prefill", ended)
+    assert pool.back_after_s is not None
+    assert pool.back_after_s > 3.0
+    assert pool.most == 6
+
+
+async def test_an_engine_that_dies_is_not_waited_for(tmp_path: Path) -> None:
+    """Its death is another finding."""
+    async with lane_of(tmp_path, lambda: 2, held_s=3600.0) as lane:
+        lane.servers["prefill"].runs = False  # type: ignore[attr-defined]
+        assert (await lane._pool("prefill", time.monotonic())).back_after_s is None
+
+
+@pytest.mark.parametrize(
+    ("tops", "least"), [([{"a": -0.1, "b": -2.1}], 2.0), ([{"a": -1, "b": -9}, {"c": -1, "d": -1.5}], 0.5)]
+)
+def test_a_question_is_as_sure_as_its_least_sure_token(tops: list[dict[str, float]], least: float) -> None:
+    """Ties would be told apart by how a prompt is cut into chunks."""
+    assert least_margin(tops) == pytest.approx(least)

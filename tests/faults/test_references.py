@@ -1,0 +1,68 @@
+"""Altered references differ from the genuine ones in what they are named for, and the genuine ones stay whole."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+
+from tests.faults.references import NotApplicable, altered
+from tests.faults.schedule import REFERENCES
+
+GENUINE = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_engine_id": "engine-7",
+    "remote_request_id": "cmpl-1",
+    "remote_block_ids": [[4, 5, 6], [9]],
+    "remote_host": "127.0.0.1",
+    "remote_port": 5600,
+    "remote_num_tokens": 90,
+    "tp_size": 1,
+}
+KEY = {
+    "altered engine id": "remote_engine_id",
+    "altered host": "remote_host",
+    "closed port": "remote_port",
+    "foreign port": "remote_port",
+    "altered request id": "remote_request_id",
+    "altered token count": "remote_num_tokens",
+    "altered TP size": "tp_size",
+    "block ids shifted": "remote_block_ids",
+    "block ids reversed": "remote_block_ids",
+    "block ids out of range": "remote_block_ids",
+    "a block missing": "remote_block_ids",
+}
+SINGLE = [variant for variant in REFERENCES if variant in KEY or variant.startswith("keys")]
+
+
+@pytest.mark.parametrize("variant", SINGLE)
+def test_only_what_is_named_changes(variant: str) -> None:
+    """For any draw."""
+    before = copy.deepcopy(GENUINE)
+    for seed in range(20):
+        changed = altered(variant, GENUINE, random.Random(seed), 80)
+        different = {key for key in GENUINE if key not in changed or changed[key] != GENUINE[key]}
+        assert different == {KEY[variant]} if variant in KEY else 1 <= len(different) <= 2
+        assert changed["do_remote_prefill"] is True
+    assert before == GENUINE
+
+
+def test_blocks_are_altered_group_by_group() -> None:
+    """Groups have id spaces of their own."""
+    assert altered("block ids reversed", GENUINE, random.Random(0), 80)["remote_block_ids"] == [[6, 5, 4], [9]]
+    assert altered("a block missing", GENUINE, random.Random(0), 80)["remote_block_ids"] == [[4, 5], []]
+
+
+@pytest.mark.parametrize("variant", sorted(KEY))
+def test_a_connector_without_the_key_is_left_alone(variant: str) -> None:
+    """Its report says that the fault does not apply."""
+    with pytest.raises(NotApplicable):
+        altered(variant, {"do_remote_prefill": True}, random.Random(0), 80)
+
+
+def test_what_would_change_nothing_does_not_apply() -> None:
+    """One block is the same in either order."""
+    with pytest.raises(NotApplicable, match="short"):
+        altered("block ids reversed", GENUINE | {"remote_block_ids": [[4], [9]]}, random.Random(0), 80)

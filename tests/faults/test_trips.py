@@ -1,0 +1,117 @@
+"""The driver against servers that answer, break off, say nothing: over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from tests.faults.judge import Outcome, judge
+from tests.faults.trips import Question, Router, Trip
+
+QUESTION = Question("mira=427\nmira?", 9, "427", "427;")
+BOUND_S = 0.3
+FOREVER = object()
+BREAK = object()
+PARAMS = {"kv_transfer_params": {"do_remote_prefill": True}}
+
+
+@contextlib.asynccontextmanager
+async def server(status: int, *said: object) -> AsyncIterator[str]:
+    """Answers every request alike: what is ``said``, until it breaks the connection or falls silent."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
+            await reader.readexactly(length)
+            writer.write(f"HTTP/1.1 {status} x\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+            for thing in said:
+                if thing is FOREVER:
+                    await reader.read()
+                if thing is BREAK:
+                    writer.transport.abort()
+                    return
+                text = str(thing).encode()
+                writer.write(b"%x\r\n%s\r\n" % (len(text), text))
+            writer.write(b"0\r\n\r\n")
+            await writer.drain()
+        writer.close()
+
+    listener = await asyncio.start_server(answer, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    finally:
+        listener.close()
+
+
+def event(text: str, finish: str | None = None) -> str:
+    return f"data: {json.dumps({'choices': [{'text': text, 'finish_reason': finish}]})}\n\n"
+
+
+DONE = "data: [DONE]\n\n"
+ERROR = 'data: {"error": {"message": "the KV did not come"}}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "outcome"),
+    [
+        (200, [event("427"), event(";", "length"), DONE], Outcome.RIGHT),
+        (200, [event("093"), event(";", "length"), DONE], Outcome.WRONG),
+        (200, [event("09"), BREAK], Outcome.WRONG),
+        (200, [event("427"), BREAK], Outcome.REFUSED),
+        (200, [event("427")], Outcome.REFUSED),
+        (200, [ERROR, DONE], Outcome.REFUSED),
+        (500, ["no"], Outcome.REFUSED),
+        (200, [BREAK], Outcome.REFUSED),
+        (200, [FOREVER], Outcome.HANG),
+        (200, [event("427"), FOREVER], Outcome.HANG),
+    ],
+)
+async def test_a_decode_server_s_behaviour_is_told(status: int, said: list[object], outcome: Outcome) -> None:
+    """In the same words for every connector."""
+    trip = Trip(QUESTION)
+    prefill_server, decode_server = server(200, json.dumps(PARAMS)), server(status, *said)
+    async with prefill_server as prefill, decode_server as decode, httpx.AsyncClient(timeout=None) as client:
+        await Router(client, prefill, decode, BOUND_S).in_turn(trip)
+    assert judge(trip) is outcome
+    assert trip.params == PARAMS["kv_transfer_params"]
+
+
+@pytest.mark.parametrize("said", [(503, "busy"), (200, BREAK), (200, "{}")])
+async def test_a_failed_prefill_leg_is_a_refusal_and_decode_is_not_asked(said: tuple[int, object]) -> None:
+    """As a plain sequential proxy does it."""
+    trip = Trip(QUESTION)
+    async with server(*said) as prefill, httpx.AsyncClient(timeout=None) as client:
+        await Router(client, prefill, "http://127.0.0.1:9", BOUND_S).in_turn(trip)
+    assert judge(trip) is Outcome.REFUSED
+    assert "decode_sent" not in trip.marks
+
+
+async def test_time_stands_still_while_the_decode_server_is_stopped() -> None:
+    """And the bound begins anew when it runs again."""
+    trip = Trip(QUESTION)
+    async with server(200, FOREVER) as decode, httpx.AsyncClient(timeout=None) as client:
+        router = Router(client, decode, decode, BOUND_S)
+        router.pause()
+        leg = asyncio.ensure_future(router.decode(trip, {}))
+        done, _ = await asyncio.wait([leg], timeout=2 * BOUND_S)
+        assert not done
+        router.resume()
+        await asyncio.wait_for(leg, 20 * BOUND_S)
+    assert trip.gave_up == "decode"
+
+
+async def test_a_cancelled_trip_is_the_driver_s_own_doing() -> None:
+    """Not the server's hang."""
+    trip = Trip(QUESTION)
+    async with server(200, FOREVER) as silent, httpx.AsyncClient(timeout=None) as client:
+        task = asyncio.ensure_future(Router(client, silent, silent, 60).at_once(trip, {}))
+        await asyncio.wait([task], timeout=0.05)
+        task.cancel()
+        await asyncio.wait([task])
+    assert judge(trip) is Outcome.CANCELLED
