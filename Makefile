@@ -7,6 +7,8 @@ CONFIG ?= configs/local.yaml
 PORT ?=
 TESTS ?=
 FABRICS ?=
+SCHEDULES ?= 100000
+SEED ?= 0
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
@@ -74,6 +76,15 @@ upstream-shapes: $(STAMP) ## The same shapes put to vLLM's own connector, too (a
 .PHONY: corruption
 corruption: $(STAMP) ## Damage 6,000 transfers in six ways, and believe 10,000 clean ones
 	TANDEM_CORRUPTION=1 $(BIN)/python -m pytest tests/transport/test_corruption.py
+
+.PHONY: explore
+explore: $(STAMP) ## Every interleaving of small transfers, state counts printed (about an hour)
+	$(BIN)/python -m tests.protocol.explore
+
+.PHONY: schedules
+schedules: $(STAMP) ## Random schedules of larger transfers, random steps of vLLM's scheduler: SCHEDULES=100000 SEED=0
+	$(BIN)/python -m tests.protocol.schedules --schedules $(SCHEDULES) --seed $(SEED)
+	$(BIN)/python -m tests.vllm_contract.scheduling --steps 12000 --seed $(SEED)
 
 .PHONY: demo-eval
 demo-eval: $(STAMP) ## Measure the demo model's recall on held-out prompts

@@ -11,6 +11,7 @@ from tests.protocol.exhaustive.automata import Broken
 from tests.protocol.exhaustive.transfers import NEVER, Scenario
 from tests.protocol.exhaustive.world import Draft, State, Step, World
 
+
 @dataclass(frozen=True)
 class Found:
     """What an exploration has seen: states, steps between them, states in which nothing more happens."""

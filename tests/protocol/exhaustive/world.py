@@ -140,9 +140,7 @@ class World:
         self.producers = Automaton(
             lambda machine, event: call_producer(machine, event, self.letters, self.memories[event[2]]), producer_key
         )
-        self.consumers = Automaton(
-            lambda machine, event: call_consumer(machine, event, self.letters), consumer_key
-        )
+        self.consumers = Automaton(lambda machine, event: call_consumer(machine, event, self.letters), consumer_key)
         self.posted = Table()
         self.a, self.b, self.nets, self.write_sets, self.budgets = Table(), Table(), Table(), Table(), Table()
         self._swap_a, self._swap_b = cache(self._swapped_a), cache(self._swapped_b)
@@ -604,4 +602,3 @@ class World:
 
 def swap_bits(mask: int) -> int:
     return (mask & 1) << 1 | mask >> 1 & 1
-
