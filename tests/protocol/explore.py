@@ -1,4 +1,4 @@
-"""``make explore``: every interleaving of small transfers, state counts printed. It ends with an error if a promise breaks.
+"""``make explore``: every interleaving of small transfers, state counts printed; an error if a promise breaks.
 
 python -m tests.protocol.explore [--quick] [PART OF A NAME]
 """

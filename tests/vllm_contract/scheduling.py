@@ -282,7 +282,8 @@ class Engine:
         assert not scheduler.requests, f"after {ENDS_WITHIN_STEPS} steps there still are {list(scheduler.requests)}"
         assert scheduler.get_request_counts() == (0, 0)
         assert self.pool.get_num_free_blocks() == self.baseline
-        assert not (ours._productions or ours._consumptions or ours._taken), "the connector remembers requests"
+        remembered = [*ours._productions, *ours._consumptions, *ours._taken]
+        assert not remembered, "the connector remembers requests"
         assert ours._orders == Orders(), "orders were never given"
         assert self.ranks == [Rank() for _ in range(TP)], "a worker waits for an order"
 

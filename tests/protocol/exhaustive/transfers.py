@@ -113,7 +113,7 @@ class Scenario:
     name: str
     producer_tp: int
     consumer_tp: int
-    budget: Budget = Budget()
+    budget: Budget
     legs: tuple[tuple[tuple[Any, ...], dict[Cell, Tag]], ...] = PLAIN
     integrity: bool = False
     handshake: bool = False
