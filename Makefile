@@ -17,6 +17,7 @@ FAULTS ?= 200
 TP ?= 1:1
 LANES ?= 1
 OUT ?= build/faults
+SCHEDULES ?= 100000
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
@@ -123,6 +124,15 @@ fuzz: $(STAMP) ## Hostile messages, connections and HTTP requests, in bulk: SEED
 streams: $(STAMP) ## Cut streams of every kind at every token, and kill 40 decode engines under streams (about an hour)
 	TANDEM_STREAMS=1 $(BIN)/python -m pytest tests/e2e/test_streams.py
 	$(BIN)/python -m tests.e2e.decode_deaths
+
+.PHONY: explore
+explore: $(STAMP) ## Every interleaving of small transfers, state counts printed (about an hour)
+	$(BIN)/python -m tests.protocol.explore
+
+.PHONY: schedules
+schedules: $(STAMP) ## Random schedules of larger transfers, random steps of vLLM's scheduler: SCHEDULES=100000 SEED=1
+	$(BIN)/python -m tests.protocol.schedules --schedules $(SCHEDULES) --seed $(SEED)
+	$(BIN)/python -m tests.vllm_contract.scheduling --steps 12000 --seed $(SEED)
 
 .PHONY: demo-eval
 demo-eval: $(STAMP) ## Measure the demo model's recall on held-out prompts

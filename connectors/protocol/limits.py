@@ -32,7 +32,7 @@ class TransferLimits:
 
     @property
     def hang_s(self) -> float:
-        """A delivery whose writes do not end is given up after this: whatever its consumer has heard, it has done so."""
+        """A delivery whose writes do not end is given up after this: its consumer has done so by then."""
         return 2 * self.progress_s
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
-"""``make explore``: every interleaving of small transfers, state counts printed. It ends with an error if a promise breaks.
+"""``make explore``: every interleaving of small transfers, state counts printed; an error if a promise breaks.
 
-    python -m tests.protocol.explore [--quick] [PART OF A NAME]
+python -m tests.protocol.explore [--quick] [PART OF A NAME]
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ def main() -> None:
         if arguments.part in scenario.name:
             found = explore(scenario)
             states, steps = states + found.states, steps + found.steps
-            print(f"{found.states:>10,} states {found.steps:>11,} steps {found.seconds:>7.1f} s  {scenario.name}", flush=True)
+            print(
+                f"{found.states:>10,} states {found.steps:>11,} steps {found.seconds:>7.1f} s  {scenario.name}",
+                flush=True,
+            )
     print(f"{states:>10,} states {steps:>11,} steps in all; no promise was broken")
 
 

@@ -229,7 +229,10 @@ def add_request(
         when = ends + rng.uniform(0, 2 * LIMITS.lease_s)
     if chance(0.1):
         for rank in range(len(world.consumers)):
-            world.at(when, lambda r=rank: world.on_consumer(r, lambda m: m.release(transfer, world.prefill.address, world.now)))
+            world.at(
+                when,
+                lambda r=rank: world.on_consumer(r, lambda m: m.release(transfer, world.prefill.address, world.now)),
+            )
     if chance(0.1):
         discards = when + rng.uniform(-1, 2)
         for rank in range(len(world.producers)):

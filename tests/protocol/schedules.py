@@ -68,7 +68,9 @@ def main() -> None:
     for what, count in sorted(totals.items()):
         print(f"{count:>12,} {what}")
     if broken:
-        sys.exit(f"{len(broken)} schedules break a promise; replay one: python -m tests.protocol.schedules --replay SEED")
+        sys.exit(
+            f"{len(broken)} schedules break a promise; replay one: python -m tests.protocol.schedules --replay SEED"
+        )
     print("every schedule keeps every promise")
 
 

@@ -8,6 +8,9 @@ failed. What the orders must be, step for step, is checked as the workers receiv
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import logging
 import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -34,6 +37,9 @@ TP, BLOCK_TOKENS, WINDOW_TOKENS = 2, 16, 48
 MAX_TOKENS_A_STEP, MAX_REQUESTS, MAX_PROMPT_TOKENS = 32, 12, 200
 STOP_TOKEN = 7
 ENDS_WITHIN_STEPS = 600
+
+KINDS = [(blocks, prefixes, ahead) for blocks in (32, 60) for prefixes in (True, False) for ahead in (True, False)]
+"""Of engines: blocks in the pool, prefix caching, asynchronous scheduling."""
 
 
 @dataclass
@@ -115,8 +121,16 @@ class Engine:
             ("consumed", consume, several),
             ("discard", produce | {"discard": True}, 1),
             ("describe", {"do_remote_decode": True, "describe": True}, 1),
-            ("bad", rng.choice([produce | consume, {"do_remote_prefill": True}, consume | {"remote_port": "9"}]), several),
-            ("bad", rng.choice([{}, {"unknown": 1}, produce | {"transfer_id": ""}, consume | {"transfer_id": 5}]), several),
+            (
+                "bad",
+                rng.choice([produce | consume, {"do_remote_prefill": True}, consume | {"remote_port": "9"}]),
+                several,
+            ),
+            (
+                "bad",
+                rng.choice([{}, {"unknown": 1}, produce | {"transfer_id": ""}, consume | {"transfer_id": 5}]),
+                several,
+            ),
             ("bad", produce, several + 1),
         ]
         return rng.choice(kinds)
@@ -125,11 +139,17 @@ class Engine:
         """A client leaves, whatever its request is doing; those that have ended and wait for their sending too."""
         if self.scheduler.requests:
             self.counts["aborted"] += 1
-            request_id = self.rng.choice(list(self.scheduler.requests))
             ours = self.connector.scheduler
+            request_id = self.rng.choice([*self.scheduler.requests, *ours._productions, *sorted(ours._taken) * 3])
             for what, known in (("productions", ours._productions), ("receptions", ours._taken)):
                 self.counts[f"aborted {what}"] += request_id in known
             self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def preempt_all(self) -> None:
+        """vLLM's reset of its prefix cache preempts whatever runs, before it finds that held blocks are in its way."""
+        self.counts["resets"] += 1
+        with contextlib.suppress(RuntimeError):
+            self.scheduler.reset_prefix_cache(reset_running_requests=True)
 
     # ---- the engine's loop -----------------------------------------------------------------------------------------
 
@@ -206,7 +226,9 @@ class Engine:
         for chunk in orders.chunks:
             for table, ids in zip(rank.produces[chunk.request_id], chunk.new_ids, strict=True):
                 table.extend(ids)
-            assert all(len(table) >= -(-chunk.computed_tokens // BLOCK_TOKENS) for table in rank.produces[chunk.request_id])
+            assert all(
+                len(table) >= -(-chunk.computed_tokens // BLOCK_TOKENS) for table in rank.produces[chunk.request_id]
+            )
         for finished in orders.finished:
             del rank.produces[finished.request_id]
             if finished.held:
@@ -243,6 +265,9 @@ class Engine:
                 number += 1
             if self.rng.random() < 0.04:
                 self.abort()
+            producing = any(r.request_id in self.connector.scheduler._productions for r in self.scheduler.running)
+            if self.rng.random() < (0.1 if producing else 0.01):
+                self.preempt_all()
             self.step()
         self.counts["steps"] += steps
         self.counts["requests"] += number
@@ -257,7 +282,8 @@ class Engine:
         assert not scheduler.requests, f"after {ENDS_WITHIN_STEPS} steps there still are {list(scheduler.requests)}"
         assert scheduler.get_request_counts() == (0, 0)
         assert self.pool.get_num_free_blocks() == self.baseline
-        assert not (ours._productions or ours._consumptions or ours._taken), "the connector remembers requests"
+        remembered = [*ours._productions, *ours._consumptions, *ours._taken]
+        assert not remembered, "the connector remembers requests"
         assert ours._orders == Orders(), "orders were never given"
         assert self.ranks == [Rank() for _ in range(TP)], "a worker waits for an order"
 
@@ -285,8 +311,42 @@ def kv_cache(blocks: int) -> KVCacheConfig:
     spec = {"block_size": BLOCK_TOKENS}
     cache = cache_config(
         (["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"], full(**spec)),
-        (["model.layers.2.self_attn.attn", "model.layers.3.self_attn.attn"], sliding(sliding_window=WINDOW_TOKENS, **spec)),
-        (["model.layers.4.self_attn.attn", "model.layers.5.self_attn.attn"], sliding(sliding_window=WINDOW_TOKENS, **spec)),
+        (
+            ["model.layers.2.self_attn.attn", "model.layers.3.self_attn.attn"],
+            sliding(sliding_window=WINDOW_TOKENS, **spec),
+        ),
+        (
+            ["model.layers.4.self_attn.attn", "model.layers.5.self_attn.attn"],
+            sliding(sliding_window=WINDOW_TOKENS, **spec),
+        ),
     )
     cache.num_blocks = blocks
     return cache
+
+
+def main() -> None:
+    """``make schedules``: so many steps over engines of every kind."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=12_000)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    logging.disable(logging.WARNING)
+    totals = Counter[str]()
+    for number, (blocks, prefixes, ahead) in enumerate(KINDS):
+        seed = arguments.seed + number
+        engine = Engine(seed, blocks, prefixes, ahead)
+        try:
+            engine.run(-(-arguments.steps // len(KINDS)))
+        except BaseException:
+            print(f"BROKEN: Engine({seed}, {blocks}, prefix_caching={prefixes}, asynchronous={ahead})")
+            raise
+        finally:
+            engine.close()
+        totals += engine.counts
+    for what, count in sorted(totals.items()):
+        print(f"{count:>12,} {what}")
+    print("every request has ended, and every pool is as it was")
+
+
+if __name__ == "__main__":
+    main()

@@ -38,7 +38,7 @@ def quick() -> Iterator[Scenario]:
 
 
 def thorough() -> Iterator[Scenario]:
-    """Two by two ranks with a drop, a duplicate and an ending each, and the smaller sizes with clocks that jump early."""
+    """Two by two ranks with a drop, a duplicate and an ending each; smaller sizes with clocks that jump early."""
     yield scenario(1, 1, "layer-wise", early=NEVER, drop=1, double=1, fail=1)
     yield scenario(1, 1, "layer-wise", early=NEVER, integrity=True, drop=1, fail=1)
     for end in ENDINGS:

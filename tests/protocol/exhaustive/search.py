@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tests.protocol.exhaustive.automata import Broken
+from tests.protocol.exhaustive.states import Draft, State, Step
 from tests.protocol.exhaustive.transfers import NEVER, Scenario
-from tests.protocol.exhaustive.world import Draft, State, Step, World
+from tests.protocol.exhaustive.world import World
+
 
 @dataclass(frozen=True)
 class Found:

@@ -113,7 +113,7 @@ class Scenario:
     name: str
     producer_tp: int
     consumer_tp: int
-    budget: Budget = Budget()
+    budget: Budget
     legs: tuple[tuple[tuple[Any, ...], dict[Cell, Tag]], ...] = PLAIN
     integrity: bool = False
     handshake: bool = False
@@ -150,7 +150,10 @@ class Scenario:
     @cached_property
     def order(self) -> Order:
         blocks = [
-            BlockSet(np.array([p for g, p in TARGETS if g == group]), np.array([i for (g, _), i in TARGETS.items() if g == group]))
+            BlockSet(
+                np.array([p for g, p in TARGETS if g == group]),
+                np.array([i for (g, _), i in TARGETS.items() if g == group]),
+            )
             for group in (0, 1)
         ]
         return _HashableOrder("d", "t", ENGINE, PROMPT_TOKENS, "prompt", tuple(blocks))

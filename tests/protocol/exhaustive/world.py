@@ -20,9 +20,7 @@ A promise that is broken raises Broken at once:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -30,199 +28,33 @@ from connectors.protocol.wire import Aborted, Cancel, Cancelled, Fin, Offer
 from tests.protocol.exhaustive.automata import (
     ENGINE,
     Ambient,
-    Automaton,
     Broken,
-    Cell,
     CellDigest,
-    Letters,
     Posted,
-    Tag,
-    call_consumer,
-    call_producer,
     census,
-    consumer_key,
     ending,
-    producer_key,
     settled,
-    swap_consumers,
-    swap_producers,
-    swap_wid,
 )
-from tests.protocol.exhaustive.transfers import NEVER, Budget, Scenario
-
-DEAD = -1
-"""In place of a machine's number."""
-
-WAITING, STARTED, GOT, FAILED = range(4)
-GARBAGE: Tag = ("torn",)
-
-
-class A(NamedTuple):
-    """A producer rank. ``done`` orders of its scheduler are carried out; ``told`` of which consumer ranks' deaths."""
-
-    machine: int
-    done: int = 0
-    sent: bool = False
-    discards: bool = False
-    told: int = 0
-
-
-class B(NamedTuple):
-    """A consumer rank. ``may`` write: bits of the ranks that were sent an Offer and have not answered since.
-
-    ``memory[p]`` is what producer rank p has written so far, ``verifying`` what is being compared.
-    """
-
-    machine: int
-    phase: int = WAITING
-    aborts: bool = False
-    told: bool = False
-    may: int = 0
-    connecting: bool = False
-    memory: tuple[tuple[tuple[Cell, Tag], ...], ...] = ()
-    verifying: tuple[Any, ...] = ()
+from tests.protocol.exhaustive.states import (
+    DEAD,
+    FAILED,
+    GARBAGE,
+    GOT,
+    STARTED,
+    WAITING,
+    A,
+    B,
+    Draft,
+    InFlight,
+    Letter,
+    States,
+    Step,
+)
+from tests.protocol.exhaustive.transfers import NEVER
 
 
-class InFlight(NamedTuple):
-    """A write: ``torn`` once what it reads has changed; one that ``hangs`` ends when nothing else is due but clocks."""
-
-    rank: int
-    posted: int
-    torn: bool = False
-    hangs: bool = False
-
-
-Letter = tuple[bool, int, int, int]
-"""(to a consumer, receiving rank, sending rank, number)"""
-
-State = tuple[int, ...]
-"""Numbers of: every A, every B, the network, the writes, the budget."""
-
-
-class Table:
-    """Values, numbered."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[Any, int] = {}
-        self.values: list[Any] = []
-
-    def __call__(self, value: Any) -> int:
-        number = self.numbers.get(value)
-        if number is None:
-            number = self.numbers[value] = len(self.values)
-            self.values.append(value)
-        return number
-
-
-@dataclass(slots=True)
-class Draft:
-    """A state being changed."""
-
-    a: list[A]
-    b: list[B]
-    net: set[Letter]
-    writes: set[InFlight]
-    budget: Budget
-
-
-Step = tuple[Callable[..., None], tuple[Any, ...]]
-"""A method of the world that changes a draft, and its arguments."""
-
-
-class World:
-    """All states of one scenario."""
-
-    def __init__(self, scenario: Scenario) -> None:
-        self.scenario = scenario
-        self.producer_tp, self.consumer_tp = scenario.producer_tp, scenario.consumer_tp
-        self.letters = Letters()
-        self.memories = [*scenario.memories, {}]
-        self.producers = Automaton(
-            lambda machine, event: call_producer(machine, event, self.letters, self.memories[event[2]]), producer_key
-        )
-        self.consumers = Automaton(
-            lambda machine, event: call_consumer(machine, event, self.letters), consumer_key
-        )
-        self.posted = Table()
-        self.a, self.b, self.nets, self.write_sets, self.budgets = Table(), Table(), Table(), Table(), Table()
-        self._swap_a, self._swap_b = cache(self._swapped_a), cache(self._swapped_b)
-        self._swap_net, self._swap_writes = cache(self._swapped_net), cache(self._swapped_writes)
-
-    def first(self) -> State:
-        scenario = self.scenario
-        a, b = A(self.producers.number(scenario.producer())), B(self.consumers.number(scenario.consumer()))
-        empty = b._replace(memory=((),) * self.producer_tp)
-        return self.pack(Draft([a] * self.producer_tp, [empty] * self.consumer_tp, set(), set(), scenario.budget))
-
-    # ---- states as values ------------------------------------------------------------------------------------------
-
-    def unpack(self, state: State) -> Draft:
-        p, c = self.producer_tp, self.consumer_tp
-        return Draft(
-            [self.a.values[n] for n in state[:p]],
-            [self.b.values[n] for n in state[p : p + c]],
-            set(self.nets.values[state[-3]]),
-            set(self.write_sets.values[state[-2]]),
-            self.budgets.values[state[-1]],
-        )
-
-    def pack(self, draft: Draft) -> State:
-        return self.least(
-            (
-                *map(self.a, draft.a),
-                *map(self.b, draft.b),
-                self.nets(frozenset(draft.net)),
-                self.write_sets(frozenset(draft.writes)),
-                self.budgets(draft.budget),
-            )
-        )
-
-    def least(self, state: State) -> State:
-        """One state for all that differ in the names of ranks only: no machine knows its own rank."""
-        images = [state]
-        if self.producer_tp == 2:
-            images += [self.swap_producers(image) for image in images]
-        if self.consumer_tp == 2:
-            images += [self.swap_consumers(image) for image in images]
-        return min(images)
-
-    def swap_producers(self, state: State) -> State:
-        a0, a1, *bs, net, writes, budget = state
-        return (a1, a0, *map(self._swap_b, bs), self._swap_net(net, False), self._swap_writes(writes, False), budget)
-
-    def swap_consumers(self, state: State) -> State:
-        *as_, b0, b1, net, writes, budget = state
-        return (*map(self._swap_a, as_), b1, b0, self._swap_net(net, True), self._swap_writes(writes, True), budget)
-
-    def _swapped_a(self, number: int) -> int:
-        a = self.a.values[number]
-        machine = a.machine if a.machine == DEAD else self.producers.derive(a.machine, swap_consumers)
-        return self.a(a._replace(machine=machine, told=swap_bits(a.told)))
-
-    def _swapped_b(self, number: int) -> int:
-        b = self.b.values[number]
-        machine = b.machine if b.machine == DEAD else self.consumers.derive(b.machine, swap_producers)
-        verifying = tuple(sorted((1 - p, *rest) for p, *rest in b.verifying))
-        return self.b(b._replace(machine=machine, may=swap_bits(b.may), memory=b.memory[::-1], verifying=verifying))
-
-    def _swapped_net(self, number: int, of_consumers: bool) -> int:
-        return self.nets(
-            frozenset(
-                (to, 1 - at if to is of_consumers else at, by if to is of_consumers else 1 - by, letter)
-                for to, at, by, letter in self.nets.values[number]
-            )
-        )
-
-    def _swapped_writes(self, number: int, of_consumers: bool) -> int:
-        found = []
-        for write in self.write_sets.values[number]:
-            if of_consumers:
-                posted: Posted = self.posted.values[write.posted]
-                other = Posted(swap_wid(posted.wid), 1 - posted.consumer, posted.cells)
-                found.append(write._replace(posted=self.posted(other)))
-            else:
-                found.append(write._replace(rank=1 - write.rank))
-        return self.write_sets(frozenset(found))
+class World(States):
+    """What can happen in the states of one scenario, and what must not."""
 
     # ---- what can happen -------------------------------------------------------------------------------------------
 
@@ -335,19 +167,18 @@ class World:
             if commutes:
                 lost: list[Step] = [(self.fault, ("drop", self.is_lost, letter))] if d.budget.drop else []
                 return [(self.arrives, (letter,)), *lost]
-        if not living or d.budget.hang:
+        if not living or d.budget.hang or any(write.hangs for write in d.writes):
             return []
         for write in d.writes:
             if self.posted.values[write.posted].wid in self.producers.derive(d.a[write.rank].machine, settled)[1]:
-                if not write.hangs:
-                    return [(self.write_done, (write,))]
+                return [(self.write_done, (write,))]
         reachable = any(b.machine != DEAD and b.phase <= STARTED for b in d.b)
         if not reachable and not d.budget.leave and not d.budget.discard:
             last = self.last_order(d)
             for p, a in enumerate(d.a):
-                if a.done < last and not a.discards and all(to or at != p for to, at, *_ in d.net):
-                    if self.producers.derive(a.machine, settled)[2]:
-                        return [(self.order, (p,))]
+                unheard = not a.discards and all(to or at != p for to, at, *_ in d.net)
+                if a.done < last and unheard and self.producers.derive(a.machine, settled)[2]:
+                    return [(self.order, (p,))]
         return []
 
     def jumps(self, d: Draft) -> Iterator[Step]:
@@ -600,8 +431,3 @@ class World:
             if b.machine != DEAD and (b.phase not in (GOT, FAILED) or self.consumers.derive(b.machine, census)):
                 left = self.consumers.derive(b.machine, census)
                 raise Broken(f"at the end decode {c} is in phase {b.phase} and has {left}")
-
-
-def swap_bits(mask: int) -> int:
-    return (mask & 1) << 1 | mask >> 1 & 1
-

@@ -1,0 +1,62 @@
+"""A worker that a runtime has forgotten: nothing is kept for it, and it is met again by a new handshake."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from connectors.protocol.wire import Peer
+from connectors.vllm_hma.orders import Chunk, Expect, Finished
+from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
+
+
+def delivered(worker: Callable[..., Worker]) -> tuple[Worker, Worker]:
+    """A producer and a consumer between which a transfer has been made."""
+    producer, consumer = worker("p"), worker("c")
+    consumer.step(receives=[receive(producer.address)])
+    produce(producer, "q", "t")
+    assert results(consumer) == (set(), {"r"}, set())
+    return producer, consumer
+
+
+def produce(producer: Worker, request: str, transfer: str) -> None:
+    producer.step(expects=[Expect(request, transfer, 7, DIGEST)])
+    producer.step(chunks=[Chunk(request, ((1, 2),), 7)])
+    producer.step(finished=[Finished(request, True, "")])
+
+
+def lose(producer: Worker, peer: Peer) -> None:
+    """The producer takes the consumer for gone."""
+    runtime = producer.runtime
+    with runtime._lock:
+        runtime._perform(runtime._producer.peer_lost(peer, time.monotonic()))
+    until(lambda: peer not in runtime._producer._heard_at)
+
+
+def test_nothing_is_kept_for_a_forgotten_worker(worker: Callable[..., Worker]) -> None:
+    """Neither its plan nor its connection."""
+    producer, _ = delivered(worker)
+    assert (len(producer.runtime._plans), producer.transport._peers) == (1, {"c/0"})
+    lose(producer, Peer("c", 0))
+    assert (len(producer.runtime._plans), producer.transport._peers) == (0, set())
+
+
+def test_a_worker_that_is_known_in_another_role_keeps_its_connection(worker: Callable[..., Worker]) -> None:
+    """The consumer of one transfer produces another: only what the first role needs goes."""
+    producer, consumer = delivered(worker)
+    producer.step(receives=[receive(consumer.address, "r2", "t2")])
+    produce(consumer, "q2", "t2")
+    until(lambda: "r2" in producer.runtime.results()[1])
+    lose(producer, Peer("c", 0))
+    assert (len(producer.runtime._plans), producer.transport._peers) == (0, {"c/0"})
+
+
+def test_a_forgotten_worker_is_answered_in_the_end(worker: Callable[..., Worker]) -> None:
+    """Its offer is not heard; its unanswered Cancel makes it shake hands again, and its blocks come back."""
+    producer, consumer = delivered(worker)
+    lose(producer, Peer("c", 0))
+    consumer.step(receives=[receive(producer.address, "r2", "t2")])
+    assert results(consumer) == (set(), {"r2"}, {"r2"})
+    consumer.step(receives=[receive(producer.address, "r3", "t3")])
+    produce(producer, "q3", "t3")
+    assert results(consumer) == (set(), {"r3"}, set())
