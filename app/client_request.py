@@ -50,6 +50,10 @@ def parse_body(raw: bytes) -> dict[str, Any]:
         raise BadRequestError(
             f"{TRANSFER_FIELD} is set by this service and cannot come from a client", param=TRANSFER_FIELD
         )
+    structured = body.get("structured_outputs")
+    if structured is not None and not isinstance(structured, dict):
+        # vLLM asks anything else for its keys, and answers 500.
+        raise BadRequestError("structured_outputs must be an object", param="structured_outputs")
     extra = body.get("vllm_xargs")
     if isinstance(extra, dict) and TRANSFER_FIELD in extra:
         raise BadRequestError(

@@ -24,6 +24,10 @@ from app.http_errors import BadRequestError, error_response
         (b"null", "must be a JSON object, not NoneType", None),
         (b'{"kv_transfer_params": {}}', "kv_transfer_params is set by this service", "kv_transfer_params"),
         (b'{"kv_transfer_params": null}', "kv_transfer_params is set by this service", "kv_transfer_params"),
+        (b'{"structured_outputs": "x"}', "structured_outputs must be an object", "structured_outputs"),
+        (b'{"structured_outputs": [{"regex": "a"}]}', "structured_outputs must be an object", "structured_outputs"),
+        (b'{"structured_outputs": 0}', "structured_outputs must be an object", "structured_outputs"),
+        (b'{"structured_outputs": true}', "structured_outputs must be an object", "structured_outputs"),
         (b'{"vllm_xargs": {"kv_transfer_params": "x"}}', "vllm_xargs.kv_transfer_params is set by", "vllm_xargs"),
     ],
 )

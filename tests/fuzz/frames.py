@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import struct
@@ -129,7 +130,7 @@ class Hostile:
             elif isinstance(document, list) and self.rng.random() < 0.3:
                 document.append(inner)
             else:
-                document[key] = self.rng.choice(ODD)
+                document[key] = copy.deepcopy(self.rng.choice(ODD))
             return
 
     # ---- kinds of hostility ----------------------------------------------------------------------------------------

@@ -29,7 +29,10 @@ BOUND_S = 60.0
 DOCUMENTED = {HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT}
 WARM_UP = 0.5
 MAX_GROWTH_MIB = 48
-OWN_SURFACE = ("/v1/",)
+OWN_SURFACE = "/v1/"
+NO_METHODS = {"BREW", "HEAD"}
+"""What Serve's proxy refuses by itself, and what has no body."""
+
 WATCHED = ("Router", "Prefill", "Decode", "EngineCore", "Worker_TP")
 
 
@@ -105,7 +108,7 @@ async def _send(client: httpx.AsyncClient, url: str, case: Case, report: Report,
     report.statuses[reply.status_code] += 1
     if reply.status_code >= 500 and reply.status_code not in DOCUMENTED:
         report.findings.append(f"{reply.status_code} {reply.text[:300]} to {shown}")
-    elif reply.status_code >= 400 and case.path.startswith(OWN_SURFACE) and case.method != "HEAD":
+    elif reply.status_code >= 400 and case.path.startswith(OWN_SURFACE) and case.method not in NO_METHODS:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             if reply.json()["error"]["message"]:
                 return
