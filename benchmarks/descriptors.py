@@ -22,14 +22,13 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Mapping
-from multiprocessing.connection import Connection
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from benchmarks.pair import HOST, SHARED_MEMORY, Fabric, Pair, Side, enter
+from benchmarks.pair import HOST, SHARED_MEMORY, Pair, Side, produce
 from connectors.planning.blocks import Ints
 from connectors.planning.descriptors import Moves, build_runs
 from connectors.planning.plan import plan_pair
@@ -134,6 +133,14 @@ class Bench:
         self.plan = plan_pair(self.side.layout, consumer[1])
         self.per_pair_s = time.perf_counter() - began
         self.upstream = Upstream(self.side, consumer)
+        self.shaped = {"ours": self.per_pair_s, "upstream": self.upstream.per_pair_s}
+
+    def close(self) -> None:
+        self.side.transport.close()
+
+    def digest(self, ids: Ints) -> str:
+        """Of what has been moved."""
+        return self.side.digest(ids)
 
     def ours(self, src: Ints, dst: Ints, post: bool) -> dict[str, float]:
         transport = self.side.transport
@@ -167,30 +174,11 @@ class Bench:
         return took
 
 
-def produce(pipe: Connection, fabric: Fabric, environment: Mapping[str, str]) -> None:
-    """The producer process."""
-    enter(fabric, environment)
-    bench: Bench | None = None
-    while True:
-        word, *arguments = pipe.recv()
-        if word == "stop":
-            break
-        if word == "shape":
-            bench = Bench(*arguments)
-            pipe.send({"ours": bench.per_pair_s, "upstream": bench.upstream.per_pair_s})
-        elif word == "digest":
-            assert bench is not None
-            pipe.send(bench.side.digest(arguments[0]))
-        else:
-            assert bench is not None
-            pipe.send(getattr(bench, word)(*arguments))
-
-
 def measure(stretch: int, arguments: argparse.Namespace) -> dict[str, Any]:
     from benchmarks.report import ratios, summary
 
     blocks = pool(arguments.blocks, stretch)
-    pair = Pair(SHARED_MEMORY, produce)
+    pair = Pair(SHARED_MEMORY, partial(produce, Bench))
     try:
         consumer = pair.ask_consumer("shape", arguments.page_bytes, blocks, arguments.regions)
         per_pair = pair.ask("shape", arguments.page_bytes, blocks, arguments.regions, consumer)

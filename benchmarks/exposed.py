@@ -101,7 +101,8 @@ async def start(model: str, folder: Path, link: str, place: Namespace | None) ->
     """Prefill engines in ``place``, decode outside of it; over TCP where there is one."""
     host = {"side_channel_host": place.address} if place else {}
     with _environment({"UCX_TLS": "tcp,self"} if place else {}):
-        decode = start_engine(model, 1, "kv_consumer", **ENGINE)
+        here = {"side_channel_host": place.outside} if place else {}
+        decode = start_engine(model, 1, "kv_consumer", transfer=here, **ENGINE)
         prefills, addresses, traces = {}, {}, {}
         for way in ("chunk", "layer"):
             traces[way] = folder / f"{link}-{way}.jsonl"

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import multiprocessing
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -35,7 +35,7 @@ class Fabric:
     environment: Mapping[str, str]
 
 
-SHARED_MEMORY = Fabric("shared memory", {})
+SHARED_MEMORY = Fabric("shared memory", {"UCX_NET_DEVICES": "lo"})
 TCP_LOOPBACK = Fabric("TCP loopback", {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"})
 
 
@@ -93,10 +93,28 @@ def consume(rest_s: float, pipe: Connection, fabric: Fabric, environment: Mappin
         side.transport.close()
 
 
-class Pair:
-    """Two processes. ``producer`` is a module-level function ``(pipe, fabric, environment)`` that answers commands.
+def produce(make: Callable[..., Any], pipe: Connection, fabric: Fabric, environment: Mapping[str, str]) -> None:
+    """A producer process: ``shape`` makes its end and answers with ``end.shaped``; other words are its methods."""
+    enter(fabric, environment)
+    end: Any = None
+    while True:
+        word, *arguments = pipe.recv()
+        if word in ("stop", "shape") and end is not None:
+            end.close()
+            end = None
+        if word == "stop":
+            return
+        if word == "shape":
+            end = make(*arguments)
+            pipe.send(end.shaped)
+        else:
+            pipe.send(getattr(end, word)(*arguments))
 
-    So is ``consumer``, if it is not ``consume`` with a rest of ``rest_s``.
+
+class Pair:
+    """Two processes. ``producer`` takes ``(pipe, fabric, environment)``, can be pickled and answers commands.
+
+    So does ``consumer``, if it is not ``consume`` with a rest of ``rest_s``.
     """
 
     def __init__(

@@ -24,12 +24,12 @@ import os
 import random
 import time
 from collections.abc import Callable, Mapping
-from multiprocessing.connection import Connection
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from benchmarks.pair import HOST, REST_S, SHARED_MEMORY, TCP_LOOPBACK, Fabric, Pair, Side, enter
+from benchmarks.pair import HOST, REST_S, SHARED_MEMORY, TCP_LOOPBACK, Pair, Side, produce
 from connectors.planning.blocks import Ints
 from connectors.planning.descriptors import Moves, build_runs
 from connectors.planning.plan import plan_pair
@@ -79,6 +79,17 @@ class Bench:
         self.move_list = compiled_memmove()
         self.move_list(*(column[:1] for column in self.list))
 
+        self.shaped = len(runs)
+
+    def digest(self) -> str:
+        """Of what is to be moved."""
+        return self.side.digest(self.ids[0])
+
+    def seconds(self, arm: str) -> float:
+        """Seconds that one way of moving takes."""
+        took: float = getattr(self, f"{arm}_s")()
+        return took
+
     def ours_s(self) -> float:
         began = time.perf_counter()
         transport = self.side.transport
@@ -121,30 +132,6 @@ def compiled_memmove() -> Callable[[Ints, Ints, Ints], None]:
     return move
 
 
-def produce(pipe: Connection, fabric: Fabric, environment: Mapping[str, str]) -> None:
-    """The producer process."""
-    enter(fabric, environment)
-    bench: Bench | None = None
-    while True:
-        word, *arguments = pipe.recv()
-        if word == "stop":
-            break
-        if word == "shape":
-            if bench is not None:
-                bench.close()
-            bench = None
-            bench = Bench(*arguments)
-            pipe.send(len(build_runs(bench.plan, [bench.moves])))
-        elif word == "time":
-            assert bench is not None
-            pipe.send(getattr(bench, f"{arguments[0]}_s")())
-        elif word == "digest":
-            assert bench is not None
-            pipe.send(bench.side.digest(bench.ids[0]))
-    if bench is not None:
-        bench.close()
-
-
 def shape(pair: Pair, run_bytes: int, total_bytes: int) -> int:
     """Make the caches of one run length, and check that both ways move the right bytes. How many runs there are."""
     count = max(1, total_bytes // (run_bytes * LAYERS))
@@ -154,7 +141,7 @@ def shape(pair: Pair, run_bytes: int, total_bytes: int) -> int:
     consumer = pair.ask_consumer("shape", run_bytes, blocks, LAYERS)
     runs: int = pair.ask("shape", run_bytes, blocks, ids, consumer)
     for arm in ("ours", "raw"):
-        pair.ask("time", arm)
+        pair.ask("seconds", arm)
         assert pair.ask_consumer("digest", ids[1]) == pair.ask("digest"), arm
     return runs
 
@@ -170,7 +157,7 @@ def measure(pairs: Mapping[str, Pair], kib: int, mib: int, rounds: int) -> list[
     for number in range(rounds + 1):
         for name, pair in rng.sample(list(pairs.items()), len(pairs)):
             for arm in rng.sample(ARMS, len(ARMS)):
-                took = pair.ask("time", arm)
+                took = pair.ask("seconds", arm)
                 if number:
                     seconds[name][arm].append(took)
     rows = []
@@ -229,7 +216,7 @@ def main() -> None:
             for text in arguments.settings:
                 environment = dict(word.split("=", 1) for word in text.split())
                 rest_ms = float(environment.pop("rest_ms", arguments.rest_ms))
-                pairs[text or "default"] = Pair(fabric, produce, environment, rest_ms / 1e3)
+                pairs[text or "default"] = Pair(fabric, partial(produce, Bench), environment, rest_ms / 1e3)
                 stack.callback(pairs[text or "default"].close)
             found[fabric.name] = []
             for kib in map(int, arguments.runs.split(",")):

@@ -26,6 +26,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from connectors.errors import ConfigurationError
 from connectors.vllm_hma.config import parse_config
+from connectors.vllm_hma.metrics import TandemPromMetrics, TandemStats
 from connectors.vllm_hma.orders import CardMetadata, Orders
 from connectors.vllm_hma.scheduler import SchedulerConnector
 from connectors.vllm_hma.translate import group_shapes, only_states_can_lag
@@ -33,6 +34,7 @@ from connectors.vllm_hma.worker import WorkerConnector
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -108,7 +110,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self.scheduler.sending_finished(connector_output.finished_sending or set())
-        self.scheduler.receiving_finished(connector_output.finished_recving or set())
+        self.scheduler.receiving_finished(connector_output.finished_recving or set(), connector_output.failed_recving)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -147,6 +149,25 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         sent, received, failed = self.worker.results()
         return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
+
+    # ---- what is counted: on both sides, and in the API server's process ------------------------------------------
+
+    def get_kv_connector_stats(self) -> TandemStats | None:
+        return self._scheduler.stats() if self._scheduler is not None else self.worker.stats()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TandemStats:
+        return TandemStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> TandemPromMetrics:
+        return TandemPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # ---- both --------------------------------------------------------------------------------------------------
 

@@ -15,11 +15,10 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from connectors.errors import ConfigurationError, PlanError, TransportError, WireError
 from connectors.planning.blocks import wanted_blocks
@@ -38,15 +37,13 @@ from connectors.transport.digest import Memory
 from connectors.vllm_hma.config import ConnectorConfig
 from connectors.vllm_hma.fence import StepFence
 from connectors.vllm_hma.greeter import Greeter
+from connectors.vllm_hma.metrics import RankTally, TandemStats
 from connectors.vllm_hma.orders import Finished, Orders, Receive
 from connectors.vllm_hma.post import Post, agent_name
 from connectors.vllm_hma.probe import EngineProbe
 from connectors.vllm_hma.steps import Begun, Ended, Entry, LayersComputed, Steps
 from connectors.vllm_hma.streaming import Governor, Streaming
 from connectors.vllm_hma.trace import Trace
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +95,7 @@ class WorkerRuntime:
         self._posted = self._posted_before = 0
         self._exposed: Exposure | None = None
         self._trace = Trace(config.trace_path, card.incarnation, card.rank)
+        self._tally = RankTally(card.rank)
         self._lock = threading.RLock()
         self._producer = ProducerMachine(card.layout.groups, config.limits)
         self._consumer = ConsumerMachine(card.layout.groups, config.limits)
@@ -209,6 +207,11 @@ class WorkerRuntime:
             self._sent, self._received = set(), {}
         return sent, set(received), {request_id for request_id, failure in received.items() if failure is not None}
 
+    def stats(self) -> TandemStats | None:
+        """What has been counted since the last call."""
+        with self._lock:
+            return self._tally.take(self.census())
+
     def census(self) -> dict[str, int]:
         """What is under way: producing and consuming transfers by stage, writes, blocks in quarantine."""
         with self._lock:
@@ -303,10 +306,12 @@ class WorkerRuntime:
                     continue
             except TransportError as error:
                 del self._writes[write_id]
+                self._tally.write_ended("failed")
                 logger.warning("Tandem: %s", error)
                 self._perform(self._producer.write_failed(write_id, str(error), now))
             else:
                 del self._writes[write_id]
+                self._tally.write_ended("done")
                 self._trace.event("written", write=write_id)
                 self._perform(self._producer.write_done(write_id, now))
 
@@ -382,6 +387,7 @@ class WorkerRuntime:
                 return self._producer.write_done(write.write_id, now)
             handle = self._post_write(agent_name(write.peer), runs, self.card.layout.place, card.layout.place)
         except (TransportError, PlanError) as error:
+            self._tally.write_ended("failed")
             logger.warning("Tandem: %s", error)
             return self._producer.write_failed(write.write_id, str(error), now)
         self._writes[write.write_id] = handle
@@ -391,13 +397,18 @@ class WorkerRuntime:
             # Now, while these are the request's bytes, whatever becomes of the blocks before the write has read them.
             for move in write.moves:
                 write.digest.add(move.group, move.src_ids, move.src_parts, move.layers)
+        sizes: Counter[int] = Counter()
+        for move in write.moves:
+            sizes[move.group] += move_bytes(plan, move)
+        for group, size in sizes.items():
+            self._tally.sent_bytes(group, size)
         self._trace.event(
             "write",
             write=write.write_id,
             transfer=write.transfer_id,
             consumer=write.peer.rank,
             runs=len(runs),
-            bytes={move.group: move_bytes(plan, move) for move in write.moves},
+            bytes=sizes,
         )
         return []
 

@@ -30,6 +30,7 @@ from connectors.protocol.params import (
     prompt_digest,
 )
 from connectors.vllm_hma.config import ConnectorConfig
+from connectors.vllm_hma.metrics import TandemStats
 from connectors.vllm_hma.orders import CardMetadata, Chunk, Expect, Finished, Orders, Receive, Release
 from connectors.vllm_hma.side_channel import CardServer
 
@@ -61,6 +62,7 @@ class SchedulerConnector:
         self._productions: dict[str, _Production] = {}
         self._consumptions: dict[str, ConsumeParams] = {}
         self._taken: set[str] = set()
+        self._stats = TandemStats()
         self._server: CardServer | None = None
 
     # ---- start and end -----------------------------------------------------------------------------------------
@@ -177,10 +179,21 @@ class SchedulerConnector:
     def sending_finished(self, request_ids: set[str]) -> None:
         """All workers are done with these productions: the scheduler frees their blocks now."""
         for request_id in request_ids:
-            self._productions.pop(request_id, None)
+            if self._productions.pop(request_id, None) is not None:
+                self._stats.count("requests", "sent")
 
-    def receiving_finished(self, request_ids: set[str]) -> None:
-        self._taken.difference_update(request_ids)
+    def receiving_finished(self, request_ids: set[str], failed: set[str]) -> None:
+        """No producer writes for these requests any more; ``failed`` of them have not got their KV."""
+        for request_id in request_ids & self._taken:
+            self._stats.count("requests", "recomputed" if request_id in failed else "received")
+        self._taken -= request_ids
+
+    def stats(self) -> TandemStats | None:
+        """What has been counted since the last call."""
+        if self._stats.is_empty():
+            return None
+        taken, self._stats = self._stats, TandemStats()
+        return taken
 
     # ---- each step ---------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from connectors.protocol.wire import Peer
 from connectors.transport.nixl import NixlTransport
 from connectors.vllm_hma.config import ConnectorConfig
 from connectors.vllm_hma.fence import StepFence
+from connectors.vllm_hma.metrics import TandemStats
 from connectors.vllm_hma.orders import Orders
 from connectors.vllm_hma.post import agent_name
 from connectors.vllm_hma.runtime import WorkerRuntime
@@ -48,7 +49,8 @@ class WorkerConnector:
         """The cache is allocated: describe it, register it, and start talking to peers."""
         rank = get_tensor_model_parallel_rank()
         layout = engine_layout(self._vllm_config, self._cache, views, rank)
-        transport = NixlTransport(agent_name(Peer(self._incarnation, rank)), self._config.backends)
+        name = agent_name(Peer(self._incarnation, rank))
+        transport = NixlTransport(name, self._config.backends, self._config.net_devices)
         transport.register(layout.regions)
         card = WorkerCard(
             self._incarnation, model_identity(self._vllm_config), layout, transport.kind, transport.metadata()
@@ -83,6 +85,9 @@ class WorkerConnector:
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
         return self.runtime.results()
+
+    def stats(self) -> TandemStats | None:
+        return self.runtime.stats()
 
     def close(self) -> None:
         if self._runtime is not None:

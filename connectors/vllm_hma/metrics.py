@@ -1,0 +1,155 @@
+"""What the connector counts, from its ranks and its scheduler half to the engine's Prometheus registry.
+
+vLLM carries a ``KVConnectorStats`` from each step of each rank, and from the scheduler's half, to the API server's
+process, where ``build_prom_metrics`` has registered the metrics. Idle engines take no steps: what changes then is
+reported with the next one. Engines that hold blocks for a transfer step on until it has ended.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import Counter as PromCounter
+from prometheus_client import Gauge as PromGauge
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+    PromMetric,
+    PromMetricT,
+)
+
+# Named as vLLM's own and other connectors' are: vLLM takes what has "vllm" in its name out of the registry when another
+# engine starts in the same process.
+COUNTERS = {
+    "requests": (
+        "vllm:tandem_kv_requests",
+        "outcome",
+        "Requests of this engine's connector by their end: sent (their blocks were held for decode, and are free), "
+        "received (all KV arrived), recomputed (it did not, and this engine computed the prompt).",
+    ),
+    "bytes": (
+        "vllm:tandem_kv_sent_bytes",
+        "group",
+        "Bytes of KV written to decode engines, by KV cache group, all ranks.",
+    ),
+    "writes": ("vllm:tandem_kv_writes", "outcome", "Writes to decode engines by their end, done or failed, all ranks."),
+}
+"""Key in the stats -> name, label and description."""
+
+TRANSFERS = (
+    "vllm:tandem_kv_transfers",
+    "stage",
+    "Transfers under way, by stage; of several ranks the largest number. Producing: orphan (asked for, its request "
+    "has not come), live (waits or is computed), held (computed, under a lease). Consuming: connecting, offered, "
+    "ending.",
+)
+QUARANTINED = (
+    "vllm:tandem_kv_quarantined",
+    "Requests whose blocks cannot be freed because a prefill rank has not said that it writes no more.",
+)
+_STAGES = ("orphan", "live", "held", "connecting", "offered", "ending")
+_CENSUS = {*_STAGES, "quarantined"}
+
+
+@dataclass
+class TandemStats(KVConnectorStats):
+    """``data``: ``counts`` of ``{counter: {label: number}}`` since the last report, ``ranks`` of ``{rank: census}``."""
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            self.reset()
+
+    def reset(self) -> None:
+        self.data = {"counts": {}, "ranks": {}}
+
+    def count(self, counter: str, label: str, number: int = 1) -> None:
+        labels = self.data["counts"].setdefault(counter, {})
+        labels[label] = labels.get(label, 0) + number
+
+    def is_empty(self) -> bool:
+        return not self.data["counts"] and not self.data["ranks"]
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        for counter, labels in other.data["counts"].items():
+            for label, number in labels.items():
+                self.count(counter, label, number)
+        self.data["ranks"] |= other.data["ranks"]
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """For vLLM's periodic log line."""
+        counts = self.data["counts"]
+        found: dict[str, int | float] = {f"KV {end}": number for end, number in counts.get("requests", {}).items()}
+        if "bytes" in counts:
+            found["MB sent"] = round(sum(counts["bytes"].values()) / 1e6, 1)
+        return found
+
+
+class RankTally:
+    """Counts of one rank between two steps."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = str(rank)
+        self._stats = TandemStats()
+        self._census: Mapping[str, int] = {}
+
+    def sent_bytes(self, group: int, number: int) -> None:
+        self._stats.count("bytes", str(group), number)
+
+    def write_ended(self, outcome: str) -> None:
+        self._stats.count("writes", outcome)
+
+    def take(self, census: Mapping[str, int]) -> TandemStats | None:
+        """What has changed since the last call, the census included; None where nothing has."""
+        now = {key: number for key, number in census.items() if key in _CENSUS}
+        if now != self._census:
+            self._census = self._stats.data["ranks"][self._rank] = now
+        if self._stats.is_empty():
+            return None
+        taken, self._stats = self._stats, TandemStats()
+        return taken
+
+
+class TandemPromMetrics(KVConnectorPromMetrics):
+    """The metrics themselves, with vLLM's own labels and one more where there is a choice."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        counter, gauge = metric_types[PromCounter], metric_types[PromGauge]
+        self._counters: dict[str, Any] = {
+            key: counter(name=name, documentation=text, labelnames=[*labelnames, label])
+            for key, (name, label, text) in COUNTERS.items()
+        }
+        name, label, text = TRANSFERS
+        self._transfers: Any = gauge(name=name, documentation=text, labelnames=[*labelnames, label])
+        name, text = QUARANTINED
+        self._quarantined: Any = gauge(name=name, documentation=text, labelnames=labelnames)
+        for values in per_engine_labelvalues.values():
+            self._quarantined.labels(*values).set(0)
+        self._ranks: dict[int, dict[str, Mapping[str, int]]] = {}
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        values = self.per_engine_labelvalues[engine_idx]
+        for counter, labels in transfer_stats_data["counts"].items():
+            for label, number in labels.items():
+                self._counters[counter].labels(*values, label).inc(number)
+        if not transfer_stats_data["ranks"]:
+            return
+        ranks = self._ranks.setdefault(engine_idx, {})
+        ranks |= transfer_stats_data["ranks"]
+        largest: Counter[str] = Counter()
+        for census in ranks.values():
+            largest |= Counter(census)
+        for stage in _STAGES:
+            self._transfers.labels(*values, stage).set(largest[stage])
+        self._quarantined.labels(*values).set(largest["quarantined"])

@@ -1,0 +1,128 @@
+"""What the workers count reaches Prometheus as vLLM carries it: through a dict, over several ranks and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+
+from connectors.vllm_hma.connector import TandemConnector
+from connectors.vllm_hma.metrics import RankTally, TandemPromMetrics, TandemStats
+from connectors.vllm_hma.orders import Chunk, Expect, Finished
+from tests.vllm_contract.test_ends import HeldWrites, let_go
+from tests.vllm_contract.workers import BLOCK_BYTES, DIGEST, Worker, receive, results, until
+
+
+def _config() -> VllmConfig:
+    transfer = KVTransferConfig(
+        kv_connector="TandemConnector", kv_connector_module_path="connectors.vllm_hma.connector", kv_role="kv_both"
+    )
+    return VllmConfig(kv_transfer_config=transfer)
+
+
+@pytest.fixture
+def metrics() -> Iterator[TandemPromMetrics]:
+    """The engine's metrics, registered as vLLM does it."""
+    known = set(REGISTRY._collector_to_names)
+    types: dict[Any, Any] = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
+    yield TandemConnector.build_prom_metrics(_config(), types, ["model_name", "engine"], {0: ["m", "0"]})
+    for collector in set(REGISTRY._collector_to_names) - known:
+        REGISTRY.unregister(collector)
+
+
+def value(name: str, **labels: str) -> float | None:
+    return REGISTRY.get_sample_value(name, {"model_name": "m", "engine": "0", **labels})
+
+
+def observe(metrics: TandemPromMetrics, *steps: TandemStats | None) -> None:
+    """Carry the stats of one step's ranks to the metrics as vLLM does."""
+    ranks = [stats for stats in steps if stats is not None]
+    if ranks:
+        whole = ranks[0]
+        for other in ranks[1:]:
+            whole = whole.aggregate(other)
+        metrics.observe(msgspec.msgpack.decode(msgspec.msgpack.encode(whole.to_dict())))
+
+
+def test_a_transfer_is_counted_from_its_offer_to_its_end(
+    metrics: TandemPromMetrics, worker: Callable[..., Worker]
+) -> None:
+    """Bytes when they leave, the write when it ends, and nobody left under way."""
+    producer, consumer = worker("p", transport_class=HeldWrites), worker("c")
+    consumer.step(receives=[receive(producer.address)])
+    producer.step(expects=[Expect("q", "t", 7, DIGEST)])
+    producer.step(chunks=[Chunk("q", ((1, 2),), 7)])
+    until(lambda: producer.runtime.census()["writes"] == 1)
+    observe(metrics, producer.runtime.stats())
+    assert value("vllm:tandem_kv_sent_bytes_total", group="0") == 2 * BLOCK_BYTES
+    assert value("vllm:tandem_kv_writes_total", outcome="done") is None
+    assert value("vllm:tandem_kv_transfers", stage="live") == 1
+    let_go(producer)
+    assert results(consumer) == (set(), {"r"}, set())
+    producer.step(finished=[Finished("q", True, "")])
+    observe(metrics, producer.runtime.stats())
+    assert value("vllm:tandem_kv_writes_total", outcome="done") == 1
+    assert value("vllm:tandem_kv_transfers", stage="live") == value("vllm:tandem_kv_transfers", stage="held") == 0
+    assert producer.runtime.stats() is None
+
+
+def test_blocks_in_quarantine_show_until_they_are_free(
+    metrics: TandemPromMetrics, worker: Callable[..., Worker]
+) -> None:
+    """A producer that does not answer its Cancel keeps the consumer's blocks; its answer frees them."""
+    producer, consumer = worker("p", transport_class=HeldWrites), worker("c")
+    consumer.step(receives=[receive(producer.address)])
+    producer.step(expects=[Expect("q", "t", 7, DIGEST)])
+    producer.step(chunks=[Chunk("q", ((1, 2),), 7)])
+    until(lambda: producer.runtime.census()["writes"] == 1)
+    assert value("vllm:tandem_kv_quarantined") == 0
+    consumer.step(aborts=["r"])
+    until(lambda: consumer.runtime.census()["quarantined"] == 1)
+    observe(metrics, consumer.runtime.stats())
+    assert value("vllm:tandem_kv_quarantined") == 1
+    assert value("vllm:tandem_kv_transfers", stage="ending") == 1
+    let_go(producer)
+    assert results(consumer) == (set(), {"r"}, {"r"})
+    observe(metrics, consumer.runtime.stats())
+    assert value("vllm:tandem_kv_quarantined") == 0
+
+
+def test_ranks_add_up_what_they_count_and_share_what_they_hold(metrics: TandemPromMetrics) -> None:
+    """Two ranks hold the same transfers, each with bytes of its own; a rank that is silent has not changed."""
+    ranks = RankTally(0), RankTally(1)
+    for rank, size in zip(ranks, (10, 20), strict=True):
+        rank.sent_bytes(1, size)
+    observe(metrics, *(rank.take({"held": 3, "remembered": 9}) for rank in ranks))
+    assert value("vllm:tandem_kv_sent_bytes_total", group="1") == 30
+    assert value("vllm:tandem_kv_transfers", stage="held") == 3
+    observe(metrics, ranks[0].take({"held": 2}), ranks[1].take({"held": 3}))
+    assert value("vllm:tandem_kv_transfers", stage="held") == 3
+    observe(metrics, ranks[0].take({"held": 2}), ranks[1].take({"held": 0}))
+    assert value("vllm:tandem_kv_transfers", stage="held") == 2
+
+
+def test_a_second_engine_of_a_process_registers_its_own(metrics: TandemPromMetrics) -> None:
+    """vLLM unregisters the metrics of the engine before."""
+    unregister_vllm_metrics()
+    types: dict[Any, Any] = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
+    second = TandemConnector.build_prom_metrics(_config(), types, ["model_name", "engine"], {0: ["m", "0"]})
+    tally = RankTally(0)
+    tally.write_ended("done")
+    observe(second, tally.take({}))
+    assert value("vllm:tandem_kv_writes_total", outcome="done") == 1
+
+
+def test_the_log_line_of_an_interval_adds_its_steps() -> None:
+    """vLLM adds the steps' stats up itself, for its periodic line."""
+    steps = TandemStats(), TandemStats()
+    for stats in steps:
+        stats.count("requests", "received", 2)
+        stats.count("bytes", "0", 1_500_000)
+    rebuilt = [TandemConnector.build_kv_connector_stats(stats.to_dict()) for stats in steps]
+    assert rebuilt[0].aggregate(rebuilt[1]).reduce() == {"KV received": 4, "MB sent": 3.0}
+    assert TandemConnector.build_kv_connector_stats(None).is_empty()
