@@ -43,6 +43,8 @@ from tests.vllm_contract.workers import DIGEST, LIMITS, Worker, receive, results
 SECRET = "what the hostile agent does not know"
 ACTIONS = 20
 GUESTS = 16
+PATIENT = replace(LIMITS, handshake_s=8.0, progress_s=8.0)
+"""A busy machine is no finding."""
 WARM_UP = 0.4
 MAX_GROWTH_MIB = 64
 
@@ -98,8 +100,8 @@ class Campaign:
         self._listener = Listener(self.report)
         logging.getLogger("connectors").addHandler(self._listener)
         fabric, run = Fabric(), f"{os.getpid()}-{next(_runs)}"
-        self.producer = Worker(fabric, f"p-{run}", transport_class=Agent, secret=secret)  # type: ignore[arg-type]
-        self.consumer = Worker(fabric, f"c-{run}", transport_class=Agent, secret=secret)  # type: ignore[arg-type]
+        self.producer = Worker(fabric, f"p-{run}", transport_class=Agent, secret=secret, limits=PATIENT)  # type: ignore[arg-type]
+        self.consumer = Worker(fabric, f"c-{run}", transport_class=Agent, secret=secret, limits=PATIENT)  # type: ignore[arg-type]
         self.victims = [Peer(worker.card.incarnation, 0) for worker in (self.producer, self.consumer)]
         self._me = Peer(f"evil-{run}", 0)
         self._agent = NixlTransport(agent_name(self._me))

@@ -49,6 +49,7 @@ class Worker:
         streaming: Streaming = Streaming.CHUNK,
         place: Place = Place("DRAM", 0),  # noqa: B008
         secret: str = "",
+        limits: TransferLimits = LIMITS,
     ) -> None:
         self.integrity = integrity
         self.cache = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
@@ -57,7 +58,7 @@ class Worker:
         transport.register([dataclasses.replace(region, place=Place("DRAM", 0)) for region in layout.regions])
         self.card = WorkerCard(name, identity, layout, transport.kind, transport.metadata())
         self.runtime = WorkerRuntime(
-            ConnectorConfig(integrity=integrity, streaming=streaming, limits=LIMITS, keys=derive_keys(secret)),
+            ConnectorConfig(integrity=integrity, streaming=streaming, limits=limits, keys=derive_keys(secret)),
             self.card,
             transport,
             StepFence(torch.device("cpu")),
