@@ -9,6 +9,7 @@ at which it can fire for any speed of any clock.
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -89,7 +90,7 @@ class Letters:
         """Reasons are for people and decide nothing: they are left out."""
         if isinstance(message, Aborted):
             message = replace(message, reason="")
-        frame = encode(Envelope(Peer("", 0), "", message))
+        frame = encode(Envelope(Peer("", 0), Peer("", 0), message))
         if frame not in self._numbers:
             self._numbers[frame] = len(self.messages)
             self.messages.append(message)
@@ -293,6 +294,7 @@ def swap_consumers(machine: Producer) -> None:
     for gone in machine._gone.values():
         gone.numbers = _swapped_keys(gone.numbers)
     machine._overtaken = _swapped_keys(machine._overtaken)
+    machine._offered_blocks = Counter(_swapped_keys(machine._offered_blocks))
     machine._heard_at = {swapped(peer): at for peer, at in machine._heard_at.items()}
     machine._writes = {swap_wid(wid): both for wid, both in machine._writes.items()}
     machine._consumers = {swapped(peer): consumer for peer, consumer in machine._consumers.items()}
