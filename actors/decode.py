@@ -1,7 +1,14 @@
 """The Decode deployment: takes KV over from prefill engines and generates, or serves a request alone."""
 
+import asyncio
+import logging
+from collections.abc import Mapping
+
+from actors.acquaintance import LOOK_EVERY_S, MEET_S, OtherRole, ProbeParams, every
 from actors.hosting import FIRST_REQUEST_TIMEOUT_S, EngineActor
 from configs.settings import ServiceSettings
+
+logger = logging.getLogger(__name__)
 
 
 class Decode(EngineActor):
@@ -12,3 +19,28 @@ class Decode(EngineActor):
     async def __init__(self, settings: ServiceSettings) -> None:
         await super().__init__(settings)
         await self.engine.warm_up(FIRST_REQUEST_TIMEOUT_S)
+        self._prefill = OtherRole("prefill")
+        self._met: set[str] = set()
+        await self._look_around()
+        self._looking = asyncio.create_task(every(LOOK_EVERY_S, self._look_around), name="meets-prefill-replicas")
+
+    async def __del__(self) -> None:
+        if hasattr(self, "_looking"):
+            self._looking.cancel()
+        await super().__del__()
+
+    async def meet(self, probes: Mapping[str, ProbeParams]) -> None:
+        """A prefill replica that is about to be ready has computed a probe for each decode replica."""
+        if self.replica in probes:
+            await self._fetch(probes[self.replica])
+
+    async def _look_around(self) -> None:
+        """Meet the prefill replicas that have come since."""
+        for probe in await self._prefill.ask("introduce", frozenset(self._met)):
+            if probe:
+                await self._fetch(probe)
+
+    async def _fetch(self, probe: ProbeParams) -> None:
+        await self.engine.consume_probe(probe, MEET_S)
+        self._met.add(probe["remote_engine_id"])
+        logger.info("met prefill engine %s", probe["remote_engine_id"])

@@ -8,6 +8,7 @@ It stays off, and whoever owns the transport calls ``poll`` and ``notifications`
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,15 +24,21 @@ class NixlTransport:
 
     kind = "nixl"
 
-    def __init__(self, name: str, backends: Sequence[str] = ("UCX",), threads: int = 0) -> None:
+    def __init__(self, name: str, backends: Sequence[str] = ("UCX",), devices: Sequence[str] = ()) -> None:
+        """``devices`` are the network devices that UCX may use, in its words; none: what its environment says, or all.
+
+        They hold for all transports that this process makes from now on.
+        """
         self.name = name
+        if devices:
+            # NIXL has a parameter for it, `ucx_devices`, with which UCX still listens on all of them.
+            os.environ["UCX_NET_DEVICES"] = ",".join(devices)
         try:
             self._agent: nixl_agent | None = nixl_agent(
                 name,
                 nixl_agent_config(
                     enable_prog_thread=False,
                     backends=list(backends),
-                    num_threads=threads,
                     # The side channel's threads add peers while the engine's thread writes.
                     sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
                 ),
