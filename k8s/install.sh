@@ -26,7 +26,7 @@ case $kind in
     pip install --no-deps --no-build-isolation "$here"
     ;;
   gpu)
-    pip install --only-binary :all: "$here[gpu]"
+    pip install --only-binary :all: "${here}[gpu]"
     ;;
   *)
     echo "install.sh: the second argument must be development, cpu or gpu, not '$kind'" >&2

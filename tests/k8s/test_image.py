@@ -82,7 +82,8 @@ def test_the_same_script_installs_everywhere() -> None:
     }
     assert "k8s/install.sh $(VENV) development" in (PROJECT / "Makefile").read_text()
     context = (PROJECT / ".dockerignore").read_text().split()
-    for needed in ("k8s/install.sh", "k8s/development-only.txt", "pyproject.toml", "README.md", "requirements-cpu.lock"):
+    needs = ("k8s/install.sh", "k8s/development-only.txt", "pyproject.toml", "README.md", "requirements-cpu.lock")
+    for needed in needs:
         assert f"!{needed}" in context
     packages = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     assert {f"!{name.split('.')[0]}" for name in packages} <= set(context)
