@@ -122,11 +122,12 @@ def check_ucx_devices(settings: ServiceSettings, rdma: Path = RDMA, network: Pat
         yield Finding("ucx devices", f"{limit / 2**20:,.0f} MiB may be pinned", remedy)
     for role in ("prefill", "decode"):
         environment = ucx_environment(settings.role(role).environment)
-        for device in filter(None, environment.get("UCX_NET_DEVICES", "all").split(",")):
+        named = settings.transfer.devices or environment.get("UCX_NET_DEVICES", "all").split(",")
+        for device in filter(None, named):
             name = device.partition(":")[0]
             if name not in ("all", *devices, *interfaces):
                 remedy = f"use one of {', '.join([*devices, *interfaces])}, or leave it to UCX"
-                yield Finding("ucx devices", f"{role}: UCX_NET_DEVICES names {device}, which is not here", remedy)
+                yield Finding("ucx devices", f"{role}: UCX is to use {device}, which is not here", remedy)
         transports = environment.get("UCX_TLS", "").split(",")
         asked = [one for one in transports if one in RDMA_TRANSPORTS]
         if asked and "tcp" not in transports and not devices:

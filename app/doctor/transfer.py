@@ -18,6 +18,7 @@ def check_transfer(settings: ServiceSettings) -> Iterator[Finding]:
     backends = settings.transfer.backends
     command = [
         sys.executable, "-m", "connectors.transport.selftest", "--backends", ",".join(backends),
+        "--devices", ",".join(settings.transfer.devices),
         "--sender-env", json.dumps(settings.prefill.environment),
         "--receiver-env", json.dumps(settings.decode.environment),
     ]  # fmt: skip

@@ -30,6 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m connectors.transport.selftest", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--backends", default="UCX", help="NIXL back ends, with commas between them")
+    parser.add_argument("--devices", default="", help="network devices for UCX, with commas between them; none: all")
     parser.add_argument("--timeout-s", type=float, default=30.0, help="for the transfer itself (seconds)")
     parser.add_argument("--sender-env", type=json.loads, default={}, help="environment of the prefill role's process")
     parser.add_argument("--receiver-env", type=json.loads, default={}, help="environment of the decode role's process")
@@ -38,21 +39,23 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--end", choices=["sender", "receiver"], help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    backends = options.backends.split(",")
+    backends, devices = options.backends.split(","), [one for one in options.devices.split(",") if one]
     if options.end:
         # NIXL writes its own lines to stdout, where the parent expects ours alone.
         pipe, sys.stdout = os.fdopen(os.dup(1), "w", buffering=1), sys.stderr
         os.dup2(2, 1)
-        return _end(options.end, backends, options.timeout_s, pipe)
+        return _end(options.end, backends, devices, options.timeout_s, pipe)
     environments = {"sender": options.sender_env, "receiver": options.receiver_env}
-    report = run(backends, options.timeout_s, environments, options.show)
+    report = run(backends, devices, options.timeout_s, environments, options.show)
     print(json.dumps(report))
     return 1 if "error" in report else 0
 
 
-def run(backends: list[str], timeout_s: float, environments: dict[str, dict[str, str]], show: bool) -> dict[str, Any]:
+def run(
+    backends: list[str], devices: list[str], timeout_s: float, environments: dict[str, dict[str, str]], show: bool
+) -> dict[str, Any]:
     """What the two processes found; never raises for what the machine lacks."""
-    ends = {name: _start(name, backends, timeout_s, own, show) for name, own in environments.items()}
+    ends = {name: _start(name, backends, devices, timeout_s, own, show) for name, own in environments.items()}
     receiver, sender = ends["receiver"], ends["sender"]
     try:
         ready = _answer("receiver", receiver, START_S)
@@ -79,9 +82,19 @@ def run(backends: list[str], timeout_s: float, environments: dict[str, dict[str,
 
 
 def _start(
-    end: str, backends: list[str], timeout_s: float, environment: dict[str, str], show: bool
+    end: str, backends: list[str], devices: list[str], timeout_s: float, environment: dict[str, str], show: bool
 ) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", __spec__.name, "--end", end, "--backends", ",".join(backends)]
+    command = [
+        sys.executable,
+        "-m",
+        __spec__.name,
+        "--end",
+        end,
+        "--backends",
+        ",".join(backends),
+        "--devices",
+        ",".join(devices),
+    ]
     return subprocess.Popen(
         [*command, "--timeout-s", str(timeout_s)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None if show else subprocess.PIPE, bufsize=0,
@@ -108,26 +121,26 @@ def _answer(end: str, process: subprocess.Popen[bytes], timeout_s: float) -> dic
     return {"error": f"the {end} ended with status {process.returncode}: {complaints[-1] if complaints else '?'}"}
 
 
-def _end(end: str, backends: list[str], timeout_s: float, pipe: IO[str]) -> int:
+def _end(end: str, backends: list[str], devices: list[str], timeout_s: float, pipe: IO[str]) -> int:
     """One of the two processes: messages to the parent go to `pipe`, from it come on stdin."""
     from connectors.errors import TransportError
 
     try:
-        (_send if end == "sender" else _receive)(backends, timeout_s, pipe)
+        (_send if end == "sender" else _receive)(backends, devices, timeout_s, pipe)
     except (TransportError, TimeoutError) as error:
         print(json.dumps({"error": f"the {end}: {error}", "plugins": _plugins()}), file=pipe)
         return 1
     return 0
 
 
-def _receive(backends: list[str], timeout_s: float, pipe: IO[str]) -> None:
+def _receive(backends: list[str], devices: list[str], timeout_s: float, pipe: IO[str]) -> None:
     import numpy as np
 
     from connectors.planning.layout import Place, Region
     from connectors.transport.nixl import NixlTransport
 
     memory = np.zeros(TRANSFER_BYTES, np.uint8)
-    transport = NixlTransport("selftest-receiver/0", backends)
+    transport = NixlTransport("selftest-receiver/0", backends, devices)
     transport.register([Region(memory.ctypes.data, memory.nbytes, Place("DRAM", 0))])
     ready = {"metadata": transport.metadata().hex(), "address": memory.ctypes.data, "plugins": _plugins()}
     print(json.dumps(ready), file=pipe)
@@ -139,7 +152,7 @@ def _receive(backends: list[str], timeout_s: float, pipe: IO[str]) -> None:
     sys.stdin.read()  # until the parent has what it wants
 
 
-def _send(backends: list[str], timeout_s: float, pipe: IO[str]) -> None:
+def _send(backends: list[str], devices: list[str], timeout_s: float, pipe: IO[str]) -> None:
     import numpy as np
 
     from connectors.planning.descriptors import Runs
@@ -148,7 +161,7 @@ def _send(backends: list[str], timeout_s: float, pipe: IO[str]) -> None:
 
     place = Place("DRAM", 0)
     memory = np.random.default_rng(0).integers(0, 256, TRANSFER_BYTES, np.uint8)
-    transport = NixlTransport("selftest-sender/0", backends)
+    transport = NixlTransport("selftest-sender/0", backends, devices)
     transport.register([Region(memory.ctypes.data, memory.nbytes, place)])
     receiver = json.loads(sys.stdin.readline())
     peer = transport.add_peer(bytes.fromhex(receiver["metadata"]))

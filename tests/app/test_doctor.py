@@ -87,6 +87,7 @@ def test_a_transfer_that_cannot_work(
         ({"engine": {"max_modle_len": 1}}, "config .* engine.max_modle_len: vLLM has no such argument"),
         ({"model": "/nowhere/at/all"}, "model .* there is no config.json in '/nowhere/at/all'"),
         ({"decode": {"environment": {"UCX_NET_DEVICES": "mlx5_77:1"}}}, "ucx devices .* decode: .* mlx5_77:1"),
+        ({"model": "/nowhere", "transfer": {"devices": ["lo"]}}, "model .* '/nowhere'"),
         ({"prefill": {"environment": {"UCX_TCP_PORT_RANGE": "2000"}}}, "ports .* '2000' is no range"),
     ],
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 import promql_parser
 import pytest
-from prometheus_client import REGISTRY, generate_latest
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from actors.router import NO_PREFILL, PREFILL_FAILED
@@ -22,6 +22,7 @@ from tests.k8s.kustomize import render
 
 DASHBOARD = json.loads((ROOT / "dashboards" / "tandem.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+KV_ENDS = ("sent", "received", "recomputed")
 OUTCOMES = ("done", "rejected", "failed", "late", "cancelled")
 
 Labels = dict[str, set[str]]
@@ -57,13 +58,27 @@ def emitted() -> dict[str, Labels]:
 
 
 def vllm_exposition() -> str:
-    """What an engine's process exposes before its first request, without the engine."""
+    """What an engine's process exposes, without the engine: vLLM's own metrics and the connector's."""
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.metrics.loggers import PrometheusStatLogger
+    from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
+    from connectors.vllm_hma.connector import TandemConnector
     from tests.vllm_contract.caches import vllm_config
 
     PrometheusStatLogger(vllm_config())
-    return generate_latest(REGISTRY).decode()
+    transfer = KVTransferConfig(
+        kv_connector="TandemConnector", kv_connector_module_path="connectors.vllm_hma.connector", kv_role="kv_both"
+    )
+    types: dict[Any, Any] = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
+    connector = TandemConnector.build_prom_metrics(
+        VllmConfig(kv_transfer_config=transfer), types, ["model_name", "engine"], {0: ["m", "0"]}
+    )
+    counts = {"requests": dict.fromkeys(KV_ENDS, 1), "bytes": {"0": 1}, "writes": {"done": 1, "failed": 1}}
+    connector.observe({"counts": counts, "ranks": {"0": {"held": 1}}})
+    text = generate_latest(REGISTRY).decode()
+    unregister_vllm_metrics()
+    return text
 
 
 def recorded() -> dict[str, Labels]:
@@ -150,6 +165,9 @@ def test_outcomes_are_the_routers() -> None:
     """The list above is what the metric says of itself."""
     (family,) = (one for one in RouterMetrics().registry.collect() if one.name == "tandem_prefill_legs")
     assert all(outcome in family.documentation for outcome in OUTCOMES)
+    from connectors.vllm_hma.metrics import COUNTERS
+
+    assert all(f"{end} (" in COUNTERS["requests"][2] for end in KV_ENDS)
 
 
 def test_every_alert_says_how_bad_it_is_and_is_explained() -> None:
