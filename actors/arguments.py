@@ -14,6 +14,8 @@ OWNED = {
     "served_model_name": "set `served_model_name` of the service",
     "tensor_parallel_size": "set `tensor_parallel_size` of the role",
     "kv_transfer_config": "set `transfer` of the service",
+    # The address that a prefill replica gives is that of one engine core; with several, KV would wait in another.
+    "data_parallel_size": "set `replicas` of the role",
 }
 """Engine arguments that have a setting of their own, and where."""
 

@@ -1,10 +1,15 @@
 """The Decode deployment: takes KV over from prefill engines and generates, or serves a request alone."""
 
 import asyncio
+import logging
+from collections.abc import Mapping
 
+from actors.acquaintance import LOOK_EVERY_S, MEET_S, OtherRole, ProbeParams, every
 from actors.hosting import FIRST_REQUEST_TIMEOUT_S, EngineActor
 from actors.hosts import watch_hosts
 from configs.settings import ServiceSettings
+
+logger = logging.getLogger(__name__)
 
 
 class Decode(EngineActor):
@@ -15,6 +20,32 @@ class Decode(EngineActor):
     async def __init__(self, settings: ServiceSettings) -> None:
         await super().__init__(settings)
         await self.engine.warm_up(FIRST_REQUEST_TIMEOUT_S)
-        self._watch = asyncio.create_task(
-            watch_hosts(self.engine.lose, settings.transfer.host_gone_s), name="watch-hosts"
-        )
+        # Before any prefill engine is met: nodes that are dead by then are none of ours.
+        lost = watch_hosts(self.engine.lose, settings.transfer.host_gone_s)
+        self._watching = asyncio.create_task(lost, name="watches-hosts")
+        self._prefill = OtherRole("prefill")
+        self._met: set[str] = set()
+        await self._look_around()
+        self._looking = asyncio.create_task(every(LOOK_EVERY_S, self._look_around), name="meets-prefill-replicas")
+
+    async def __del__(self) -> None:
+        for task in ("_watching", "_looking"):
+            if hasattr(self, task):
+                getattr(self, task).cancel()
+        await super().__del__()
+
+    async def meet(self, probes: Mapping[str, ProbeParams]) -> None:
+        """A prefill replica that is about to be ready has computed a probe for each decode replica."""
+        if self.replica in probes:
+            await self._fetch(probes[self.replica])
+
+    async def _look_around(self) -> None:
+        """Meet the prefill replicas that have come since."""
+        for probe in await self._prefill.ask("introduce", frozenset(self._met)):
+            if probe:
+                await self._fetch(probe)
+
+    async def _fetch(self, probe: ProbeParams) -> None:
+        await self.engine.consume_probe(probe, MEET_S)
+        self._met.add(probe["remote_engine_id"])
+        logger.info("met prefill engine %s", probe["remote_engine_id"])

@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import logging
 import uuid
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -87,17 +88,35 @@ class Engine:
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=1, extra_args={TRANSFER_FIELD: {"do_remote_decode": True, "describe": True}})
-        prompt = {"prompt_token_ids": PROBE_TOKENS}
-        described = None
-        async with asyncio.timeout(timeout_s):
-            async for output in self._llm.generate(prompt, params, request_id=f"describe-{uuid.uuid4().hex}"):
-                described = output.kv_transfer_params
+        described = await self._probe(params, timeout_s)
         try:
             return Producer.from_params(described or {})
         except (KeyError, TypeError, ValueError) as error:
             raise EngineStartError(
                 f"{CONNECTOR} answered a `describe` request with {described!r}, which is not an address: {error!r}"
             ) from error
+
+    async def produce_probe(self, timeout_s: float) -> dict[str, Any]:
+        """Compute a prompt of a few tokens and hold its KV; the parameters with which decode fetches it."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, extra_args={TRANSFER_FIELD: {"do_remote_decode": True}})
+        return await self._probe(params, timeout_s) or {}
+
+    async def consume_probe(self, params: Mapping[str, Any], timeout_s: float) -> None:
+        """Fetch a probe's KV from the engine that holds it. Where that fails, the probe is computed here."""
+        from vllm import SamplingParams
+
+        await self._probe(SamplingParams(max_tokens=1, extra_args={TRANSFER_FIELD: dict(params)}), timeout_s)
+
+    async def _probe(self, params: Any, timeout_s: float) -> dict[str, Any] | None:
+        """Run one short request; what the connector says of it."""
+        found = None
+        async with asyncio.timeout(timeout_s):
+            request_id = f"probe-{uuid.uuid4().hex}"
+            async for output in self._llm.generate({"prompt_token_ids": PROBE_TOKENS}, params, request_id=request_id):
+                found = output.kv_transfer_params
+        return found
 
     async def discard(self, transfer_id: str) -> None:
         """Tell the connector that nobody will fetch this transfer's KV. Costs no forward."""
@@ -114,12 +133,7 @@ class Engine:
         """Run one short request, so that the first client does not pay for the first step."""
         from vllm import SamplingParams
 
-        prompt = {"prompt_token_ids": PROBE_TOKENS}
-        async with asyncio.timeout(timeout_s):
-            async for _ in self._llm.generate(
-                prompt, SamplingParams(max_tokens=1), request_id=f"warm-up-{uuid.uuid4().hex}"
-            ):
-                pass
+        await self._probe(SamplingParams(max_tokens=1), timeout_s)
 
     @property
     def dead(self) -> bool:

@@ -1,11 +1,12 @@
 """The Prefill deployment: computes prompts and hands their KV to decode engines."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any
 
+from actors.acquaintance import MEET_S, OtherRole
 from actors.asgi_call import Call
 from actors.handoff import Producer
 from actors.hosting import FIRST_REQUEST_TIMEOUT_S, CallItem, EngineActor
@@ -21,6 +22,7 @@ class Prefill(EngineActor):
         await super().__init__(settings)
         self._held: set[str] = set()
         self._producer: Producer = await self.engine.describe_producer(FIRST_REQUEST_TIMEOUT_S)
+        await self._meet_decode()
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Where this engine's workers are reached; Serve brings it to the router with each selection."""
@@ -40,6 +42,20 @@ class Prefill(EngineActor):
             await asyncio.sleep(hold_s)
         finally:
             self._held.discard(transfer_id)
+
+    async def introduce(self, known: Collection[str]) -> dict[str, Any] | None:
+        """A probe for a decode replica that has met the engines of `known`; None where this one is among them."""
+        if self._producer.remote_engine_id in known:
+            return None
+        return await self.engine.produce_probe(MEET_S)
+
+    async def _meet_decode(self) -> None:
+        """Let the decode replicas that run fetch a probe each, before this one is ready."""
+        decode = OtherRole("decode")
+        replicas = await decode.ask("ping")
+        probes = {replica: await self.engine.produce_probe(MEET_S) for replica in replicas}
+        if probes:
+            await decode.ask("meet", probes)
 
     async def discard(self, transfer_id: str) -> None:
         """Give back the KV of a call that is held here; a transfer of another replica's is none of ours."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import psutil
@@ -67,7 +67,12 @@ def children() -> set[int]:
 
 def free_cores(pids: list[int]) -> None:
     """Undo any pinning: all threads may run on all cores."""
-    cores = range(os.cpu_count() or 1)
+    pin(pids, range(os.cpu_count() or 1))
+
+
+def pin(pids: Iterable[int], cores: Iterable[int]) -> None:
+    """All threads of these processes run on ``cores`` and nowhere else."""
+    cores = tuple(cores)
     for pid in pids:
         for thread in psutil.Process(pid).threads():
             with contextlib.suppress(ProcessLookupError):

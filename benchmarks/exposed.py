@@ -5,6 +5,9 @@ python -m benchmarks.exposed [--requests 8] [--rate 400mbit]
 Three ways of sending, interleaved request by request, between the same decode engine and two prefill engines that
 differ in their ``streaming`` alone: ``whole`` (decode asks when prefill has ended), ``chunk`` and ``layer``. Once over
 shared memory, and once over TCP between two network namespaces with a rate limit (which needs root).
+
+Decode runs on the last core and prefill on the others, as on hosts of their own: an engine whose request waits for
+KV steps on without rest, which would slow prefill down in the two ways that ask early.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from typing import Any
 
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from benchmarks.arms import children, pin
 from benchmarks.handover import leg
 from benchmarks.namespace import Namespace, namespace
 from benchmarks.report import ratios, summary, write
@@ -101,7 +105,9 @@ async def start(model: str, folder: Path, link: str, place: Namespace | None) ->
     """Prefill engines in ``place``, decode outside of it; over TCP where there is one."""
     host = {"side_channel_host": place.address} if place else {}
     with _environment({"UCX_TLS": "tcp,self"} if place else {}):
-        decode = start_engine(model, 1, "kv_consumer", **ENGINE)
+        here = {"side_channel_host": place.outside} if place else {}
+        decode = start_engine(model, 1, "kv_consumer", transfer=here, **ENGINE)
+        decoding = children()
         prefills, addresses, traces = {}, {}, {}
         for way in ("chunk", "layer"):
             traces[way] = folder / f"{link}-{way}.jsonl"
@@ -109,6 +115,9 @@ async def start(model: str, folder: Path, link: str, place: Namespace | None) ->
             with place.entered() if place else contextlib.nullcontext():
                 prefills[way] = start_engine(model, 1, "kv_producer", transfer=transfer, **ENGINE)
             addresses[way] = await describe(prefills[way])
+    cores = range(os.cpu_count() or 1)
+    pin(decoding, cores[-1:])
+    pin(children() - decoding, cores[:-1] or cores)
     return Bench(decode, prefills, addresses, traces)
 
 

@@ -44,7 +44,7 @@ class Side:
         )
         region = Region(self.memory.ctypes.data, self.memory.nbytes, HOST)
         self.layout = EngineLayout(0, 1, blocks, (region,), (Group(0, GroupKind.FULL, 1, None, layers),))
-        self.transport = NixlTransport(name)
+        self.transport = NixlTransport(name, devices=("lo",))
         self.transport.register(self.layout.regions)
 
 

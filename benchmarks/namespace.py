@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x00020000
+_MNT_DETACH = 2
 _PRIVATE = 0x4000 | 1 << 18
 """mount(2): MS_REC, MS_PRIVATE"""
 
@@ -37,6 +38,8 @@ class Namespace:
             try:
                 _call("mount", b"none", b"/", None, _PRIVATE, None)
                 _call("setns", there.fileno(), _CLONE_NEWNET)
+                # It may be this namespace's already, and the kernel does not put it over itself.
+                _call("umount2", b"/sys", _MNT_DETACH)
                 _call("mount", b"sysfs", b"/sys", b"sysfs", 0, None)
                 yield
             finally:

@@ -35,7 +35,7 @@ class Fabric:
     environment: Mapping[str, str]
 
 
-SHARED_MEMORY = Fabric("shared memory", {})
+SHARED_MEMORY = Fabric("shared memory", {"UCX_NET_DEVICES": "lo"})
 TCP_LOOPBACK = Fabric("TCP loopback", {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"})
 
 

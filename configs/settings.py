@@ -55,6 +55,11 @@ class TransferSettings(Frozen):
     side_channel_port: int = Field(0, ge=0, le=65535, description="0: any free port")
     advertise_host: str = Field("", description="how peers reach side_channel_host, where that is 0.0.0.0")
     backends: list[str] = Field(["UCX"], min_length=1, description="NIXL back ends")
+    devices: list[str] = Field(
+        [],
+        description="network devices that UCX may use and listen on, in its words (`mlx5_0:1`, `eth0`); none given: "
+        "all, or `lo` where side_channel_host is a loopback address",
+    )
     integrity: Literal["auto", "full", "off"] = Field(
         "auto",
         description="full: decode compares digests of all KV that it fetches before it runs the request; off; "

@@ -8,6 +8,7 @@ It stays off, and whoever owns the transport calls ``poll`` and ``notifications`
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -27,8 +28,15 @@ class NixlTransport:
 
     kind = "nixl"
 
-    def __init__(self, name: str, backends: Sequence[str] = ("UCX",), threads: int = 0) -> None:
+    def __init__(self, name: str, backends: Sequence[str] = ("UCX",), devices: Sequence[str] = ()) -> None:
+        """``devices`` are the network devices that UCX may use, in its words; none: what its environment says, or all.
+
+        They hold for all transports that this process makes from now on.
+        """
         self.name = name
+        if devices:
+            # NIXL has a parameter for it, `ucx_devices`, with which UCX still listens on all of them.
+            os.environ["UCX_NET_DEVICES"] = ",".join(devices)
         try:
             self._agent: nixl_agent | None = nixl_agent(
                 name,
@@ -40,8 +48,7 @@ class NixlTransport:
                 ),
             )
             for backend in backends:
-                more = {"num_threads": str(threads)} if threads and backend == "UCX" else {}
-                self._agent.create_backend(backend, _PARAMETERS.get(backend, {}) | more)
+                self._agent.create_backend(backend, _PARAMETERS.get(backend, {}))
         except Exception as error:
             raise TransportError(name, f"NIXL could not start with back ends {list(backends)}: {error}") from error
         self._registered: list[object] = []

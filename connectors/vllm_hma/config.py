@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -19,6 +20,8 @@ class ConnectorConfig:
     ``side_channel_port``   0 takes a free port; the prefill engine's answers carry the port taken
     ``advertise_host``      name or address under which peers reach side_channel_host; needed where that is 0.0.0.0
     ``backends``            NIXL back ends
+    ``devices``             network devices that UCX may use and listen on; none given: all, or ``lo`` where
+                            side_channel_host is a loopback address
     ``integrity``           full: digests of all bytes moved are compared before a request runs; off; auto: full where
                             the KV cache lies in host memory on both sides, off elsewhere
     ``streaming``           chunk: blocks leave when the chunk that completes them is computed; layer: those of a
@@ -30,6 +33,7 @@ class ConnectorConfig:
     side_channel_port: int = 0
     advertise_host: str = ""
     backends: tuple[str, ...] = ("UCX",)
+    devices: tuple[str, ...] = ()
     integrity: str = "auto"
     streaming: Streaming = Streaming.AUTO
     trace_path: str = ""
@@ -39,6 +43,16 @@ class ConnectorConfig:
     def reachable_host(self) -> str:
         return self.advertise_host or self.side_channel_host
 
+    @property
+    def net_devices(self) -> tuple[str, ...]:
+        """What UCX is told; none: its own environment counts, and without that it may use whatever there is.
+
+        It would also use an interface that has come for a while, and go silent with it. Peers of an engine that shows
+        its card on a loopback address live on this host.
+        """
+        local = self.side_channel_host.startswith("127.") or self.side_channel_host in ("localhost", "::1")
+        return self.devices or (("lo",) if local and "UCX_NET_DEVICES" not in os.environ else ())
+
 
 _CHOICES = {"integrity": ("auto", "full", "off"), "streaming": tuple(Streaming)}
 _LIMITS = {f.name for f in fields(TransferLimits)}
@@ -47,6 +61,7 @@ _OWN: dict[str, type] = {
     "side_channel_port": int,
     "advertise_host": str,
     "backends": list,
+    "devices": list,
     "integrity": str,
     "streaming": str,
     "trace_path": str,
@@ -71,8 +86,8 @@ def parse_config(extra: Mapping[str, Any]) -> ConnectorConfig:
             )
     if "streaming" in own:
         own["streaming"] = Streaming(own["streaming"])
-    if "backends" in own:
-        own["backends"] = tuple(str(name) for name in own["backends"])
+    for key in {"backends", "devices"} & own.keys():
+        own[key] = tuple(str(name) for name in own[key])
     config = ConnectorConfig(**own, limits=TransferLimits(**{k: v for k, v in extra.items() if k in _LIMITS}))
     if config.reachable_host in ("0.0.0.0", "::", ""):
         raise ConfigurationError(

@@ -22,27 +22,33 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetricT,
 )
 
+# Named as vLLM's own and other connectors' are: vLLM takes what has "vllm" in its name out of the registry when another
+# engine starts in the same process.
 COUNTERS = {
     "requests": (
-        "tandem_kv_requests",
+        "vllm:tandem_kv_requests",
         "outcome",
         "Requests of this engine's connector by their end: sent (their blocks were held for decode, and are free), "
         "received (all KV arrived), recomputed (it did not, and this engine computed the prompt).",
     ),
-    "bytes": ("tandem_kv_sent_bytes", "group", "Bytes of KV written to decode engines, by KV cache group, all ranks."),
-    "writes": ("tandem_kv_writes", "outcome", "Writes to decode engines by their end, done or failed, all ranks."),
+    "bytes": (
+        "vllm:tandem_kv_sent_bytes",
+        "group",
+        "Bytes of KV written to decode engines, by KV cache group, all ranks.",
+    ),
+    "writes": ("vllm:tandem_kv_writes", "outcome", "Writes to decode engines by their end, done or failed, all ranks."),
 }
 """Key in the stats -> name, label and description."""
 
 TRANSFERS = (
-    "tandem_kv_transfers",
+    "vllm:tandem_kv_transfers",
     "stage",
     "Transfers under way, by stage; of several ranks the largest number. Producing: orphan (asked for, its request "
     "has not come), live (waits or is computed), held (computed, under a lease). Consuming: connecting, offered, "
     "ending.",
 )
 QUARANTINED = (
-    "tandem_kv_quarantined",
+    "vllm:tandem_kv_quarantined",
     "Requests whose blocks cannot be freed because a prefill rank has not said that it writes no more.",
 )
 _STAGES = ("orphan", "live", "held", "connecting", "offered", "ending")

@@ -49,7 +49,8 @@ class WorkerConnector:
         """The cache is allocated: describe it, register it, and start talking to peers."""
         rank = get_tensor_model_parallel_rank()
         layout = engine_layout(self._vllm_config, self._cache, views, rank)
-        transport = NixlTransport(agent_name(Peer(self._incarnation, rank)), self._config.backends)
+        name = agent_name(Peer(self._incarnation, rank))
+        transport = NixlTransport(name, self._config.backends, self._config.net_devices)
         transport.register(layout.regions)
         card = WorkerCard(
             self._incarnation, model_identity(self._vllm_config), layout, transport.kind, transport.metadata()

@@ -57,6 +57,10 @@ def test_every_wrong_key_is_named_at_once():
         ({"decode": {"engine": {"qqq": 1}}}, "decode.engine.qqq: vLLM has no such argument"),
         ({"prefill": {"engine": {"tensor_parallel_size": 2}}}, "prefill.engine.tensor_parallel_size: not here"),
         ({"engine": {"kv_transfer_config": {}}}, "engine.kv_transfer_config: not here; set `transfer`"),
+        (
+            {"decode": {"engine": {"data_parallel_size": 2}}},
+            "decode.engine.data_parallel_size: not here; set `replicas`",
+        ),
         ({"decode": {"frontend": {"tool_parser": "x"}}}, "decode.frontend.tool_parser: vLLM has no such argument"),
     ],
 )

@@ -124,7 +124,7 @@ def metric(service: TwoHosts, name: str, **labels: str) -> float:
 def busy(service: TwoHosts) -> dict[str, float]:
     """What is zero when nothing is being served and nothing has been left: of all engines that answer."""
     engine = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-    names = (*(f"vllm:{name}" for name in engine), "tandem_kv_quarantined")
+    names = (*(f"vllm:{name}" for name in engine), "vllm:tandem_kv_quarantined")
     return {name: value for name in names if (value := metric(service, name))}
 
 
@@ -187,13 +187,13 @@ async def test_kv_crosses_the_link(service):
     """Right answers, all prompt tokens from prefill, and their bytes through the switch: nothing went around it."""
     labels = {"role": "decode", "source": "external_kv_transfer"}
     tokens = metric(service, "vllm:prompt_tokens_by_source_total", **labels)
-    sent, crossed = metric(service, "tandem_kv_sent_bytes_total"), crossed_bytes(service)
+    sent, crossed = metric(service, "vllm:tandem_kv_sent_bytes_total"), crossed_bytes(service)
     asked = await ask(service, "first", 6)
     assert asked.routes == {"remote": 6}
     await wait_until_idle(service)
     moved = metric(service, "vllm:prompt_tokens_by_source_total", **labels) - tokens
     assert moved == asked.prompt_tokens - 6, "decode computes each prompt's last token"
-    sent = metric(service, "tandem_kv_sent_bytes_total") - sent
+    sent = metric(service, "vllm:tandem_kv_sent_bytes_total") - sent
     assert sent > 10**6
     assert crossed_bytes(service) - crossed > sent
 
@@ -212,7 +212,7 @@ async def test_a_link_that_is_cut_and_mended(service):
     await wait_until_idle(service)
     await wait_until("prefill is used again", lambda: is_remote(service), 30)
     assert (await ask(service, "again", 6)).routes == {"remote": 6}
-    assert metric(service, "tandem_kv_quarantined") == 0
+    assert metric(service, "vllm:tandem_kv_quarantined") == 0
 
 
 async def test_a_link_that_is_cut_for_good(service):
@@ -222,14 +222,14 @@ async def test_a_link_that_is_cut_for_good(service):
         service.switch.cut(BACK)
         began = time.monotonic()
         gone = asyncio.create_task(engines_end(service))
-        await wait_until("blocks are in quarantine", lambda: metric(service, "tandem_kv_quarantined") > 0, BOUND_S)
+        await wait_until("blocks are in quarantine", lambda: metric(service, "vllm:tandem_kv_quarantined") > 0, BOUND_S)
         after_s = time.monotonic() - began
     print(f"\ncut for good: {dict(clients.ends)}, slowest {clients.slowest_s:.1f} s, quarantine at {after_s:.0f} s")
     assert not clients.wrong
     assert clients.slowest_s < BOUND_S
     assert (await ask(service, "alone", 6)).routes == {"local": 6}
 
-    await wait_until("quarantine is over", lambda: not metric(service, "tandem_kv_quarantined"), LOST_TIMEOUT_S)
+    await wait_until("quarantine is over", lambda: not metric(service, "vllm:tandem_kv_quarantined"), LOST_TIMEOUT_S)
     freed_s = time.monotonic() - began
     assert gone.done(), f"freed after {freed_s:.0f} s, while prefill's engine could write: {service.back.running()}"
     print(f"prefill's processes ended after {gone.result() - began:.0f} s, quarantine after {freed_s:.0f} s")

@@ -17,6 +17,7 @@ import httpx
 import openai
 import pytest
 
+from actors.acquaintance import LOOK_EVERY_S, MEET_S
 from app.demo.facts import RecallPrompt, exact, make_prompt
 from tests.e2e.service_process import ROOT, ServiceProcess, write_config
 
@@ -94,6 +95,16 @@ def test_health_and_models(http):
     """Both roles answer; the model goes by its served name."""
     assert http.get("/health").json() == {"replicas": {"prefill": 1, "decode": 1}}
     assert [model["id"] for model in http.get("/v1/models").json()["data"]] == [MODEL]
+
+
+def test_the_engines_have_met_before_the_first_request(http):
+    """Whichever replica came second has fetched a probe's KV: no client waits for first contact."""
+    give_up_at = time.monotonic() + 2 * LOOK_EVERY_S + MEET_S
+    while not metric(http, "vllm:tandem_kv_requests_total", role="decode", outcome="received"):
+        assert time.monotonic() < give_up_at
+        time.sleep(0.5)
+    assert metric(http, "tandem_requests_total", role="router") == 0
+    assert metric(http, "vllm:tandem_kv_requests_total", role="decode", outcome="recomputed") == 0
 
 
 def test_answers_are_right_and_their_kv_comes_from_prefill(http):
@@ -304,13 +315,13 @@ def test_metrics_are_one_exposition(http):
     assert metric(http, "vllm:request_success_total", role="prefill") > 0
     assert metric(http, "vllm:request_success_total", role="decode") > 0
     assert metric(http, "tandem_requests_total", role="router", route="remote", status="200") > 0
-    received = metric(http, "tandem_kv_requests_total", role="decode", outcome="received")
-    assert 0 < received <= metric(http, "tandem_kv_requests_total", role="prefill", outcome="sent")
+    received = metric(http, "vllm:tandem_kv_requests_total", role="decode", outcome="received")
+    assert 0 < received <= metric(http, "vllm:tandem_kv_requests_total", role="prefill", outcome="sent")
     for group in range(3):
-        assert metric(http, "tandem_kv_sent_bytes_total", role="prefill", group=str(group)) > 0
+        assert metric(http, "vllm:tandem_kv_sent_bytes_total", role="prefill", group=str(group)) > 0
     for stage in ("live", "held", "connecting", "offered", "ending"):
-        assert metric(http, "tandem_kv_transfers", stage=stage) == 0
-    assert "tandem_kv_quarantined{" in text
+        assert metric(http, "vllm:tandem_kv_transfers", stage=stage) == 0
+    assert "vllm:tandem_kv_quarantined{" in text
 
 
 def test_a_wrong_key_stops_the_start_with_one_message(tmp_path):

@@ -42,7 +42,7 @@ class Agent:
 
 def make_agent(kind: str, fabric: Fabric, size: int = 1 << 20, fill: int = 0) -> Agent:
     name = f"agent-{next(_numbers)}"
-    transport: Transport = NixlTransport(name) if kind == "nixl" else MemoryTransport(name, fabric)
+    transport: Transport = NixlTransport(name, devices=("lo",)) if kind == "nixl" else MemoryTransport(name, fabric)
     agent = Agent(transport, np.full(size, fill, np.uint8))
     transport.register([Region(agent.address, size, HOST)])
     return agent

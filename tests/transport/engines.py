@@ -47,7 +47,7 @@ class Host:
     def __init__(self, peer: Peer, region_bytes: int) -> None:
         self.peer = peer
         self.memory = [np.zeros(region_bytes, np.uint8) for _ in range(REGIONS)]
-        self.transport = NixlTransport(agent_name(peer))
+        self.transport = NixlTransport(agent_name(peer), devices=("lo",))
         self.transport.register([Region(buffer.ctypes.data, buffer.nbytes, HOST) for buffer in self.memory])
 
 

@@ -23,7 +23,7 @@ def receiver(pipe: Connection) -> None:
     from connectors.transport.nixl import NixlTransport
 
     memory = np.zeros(MEGABYTES << 20, np.uint8)
-    transport = NixlTransport("receiver/0")
+    transport = NixlTransport("receiver/0", devices=("lo",))
     transport.register([Region(memory.ctypes.data, memory.nbytes, Place("DRAM", 0))])
     pipe.send((transport.metadata(), memory.ctypes.data))
     give_up_at = time.monotonic() + TIMEOUT_S
@@ -44,7 +44,7 @@ def sender(pipe: Connection) -> None:
 
     place = Place("DRAM", 0)
     memory = np.random.default_rng(0).integers(0, 256, MEGABYTES << 20, np.uint8)
-    transport = NixlTransport("sender/0")
+    transport = NixlTransport("sender/0", devices=("lo",))
     transport.register([Region(memory.ctypes.data, memory.nbytes, place)])
     metadata, address = pipe.recv()
     peer = transport.add_peer(metadata)

@@ -17,6 +17,25 @@ def test_defaults_serve_one_machine() -> None:
 
 
 @pytest.mark.parametrize(
+    ("extra", "environment", "devices"),
+    [
+        ({}, "", ("lo",)),
+        ({"side_channel_host": "10.0.0.7"}, "", ()),
+        ({"devices": ["eth0", "mlx5_0:1"]}, "eth1", ("eth0", "mlx5_0:1")),
+        ({}, "eth1", ()),
+    ],
+)
+def test_devices(
+    extra: dict[str, Any], environment: str, devices: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named ones first, then UCX's own environment; an engine that serves one machine needs its loopback only."""
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    if environment:
+        monkeypatch.setenv("UCX_NET_DEVICES", environment)
+    assert parse_config(extra).net_devices == devices
+
+
+@pytest.mark.parametrize(
     ("extra", "key"),
     [
         ({"lease": 3}, "lease"),
@@ -29,6 +48,7 @@ def test_defaults_serve_one_machine() -> None:
         ({"side_channel_port": 70000}, "side_channel_port"),
         ({"side_channel_port": "7000"}, "side_channel_port"),
         ({"side_channel_host": 1}, "side_channel_host"),
+        ({"devices": "eth0"}, "devices must be list"),
         ({"side_channel_host": "0.0.0.0"}, "advertise_host"),
     ],
 )

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.config import KVTransferConfig, VllmConfig
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.metrics import RankTally, TandemPromMetrics, TandemStats
@@ -17,16 +18,19 @@ from tests.vllm_contract.test_ends import HeldWrites, let_go
 from tests.vllm_contract.workers import BLOCK_BYTES, DIGEST, Worker, receive, results, until
 
 
+def _config() -> VllmConfig:
+    transfer = KVTransferConfig(
+        kv_connector="TandemConnector", kv_connector_module_path="connectors.vllm_hma.connector", kv_role="kv_both"
+    )
+    return VllmConfig(kv_transfer_config=transfer)
+
+
 @pytest.fixture
 def metrics() -> Iterator[TandemPromMetrics]:
     """The engine's metrics, registered as vLLM does it."""
     known = set(REGISTRY._collector_to_names)
-    transfer = KVTransferConfig(
-        kv_connector="TandemConnector", kv_connector_module_path="connectors.vllm_hma.connector", kv_role="kv_both"
-    )
-    config = VllmConfig(kv_transfer_config=transfer)
     types: dict[Any, Any] = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
-    yield TandemConnector.build_prom_metrics(config, types, ["model_name", "engine"], {0: ["m", "0"]})
+    yield TandemConnector.build_prom_metrics(_config(), types, ["model_name", "engine"], {0: ["m", "0"]})
     for collector in set(REGISTRY._collector_to_names) - known:
         REGISTRY.unregister(collector)
 
@@ -55,15 +59,15 @@ def test_a_transfer_is_counted_from_its_offer_to_its_end(
     producer.step(chunks=[Chunk("q", ((1, 2),), 7)])
     until(lambda: producer.runtime.census()["writes"] == 1)
     observe(metrics, producer.runtime.stats())
-    assert value("tandem_kv_sent_bytes_total", group="0") == 2 * BLOCK_BYTES
-    assert value("tandem_kv_writes_total", outcome="done") is None
-    assert value("tandem_kv_transfers", stage="live") == 1
+    assert value("vllm:tandem_kv_sent_bytes_total", group="0") == 2 * BLOCK_BYTES
+    assert value("vllm:tandem_kv_writes_total", outcome="done") is None
+    assert value("vllm:tandem_kv_transfers", stage="live") == 1
     let_go(producer)
     assert results(consumer) == (set(), {"r"}, set())
     producer.step(finished=[Finished("q", True, "")])
     observe(metrics, producer.runtime.stats())
-    assert value("tandem_kv_writes_total", outcome="done") == 1
-    assert value("tandem_kv_transfers", stage="live") == value("tandem_kv_transfers", stage="held") == 0
+    assert value("vllm:tandem_kv_writes_total", outcome="done") == 1
+    assert value("vllm:tandem_kv_transfers", stage="live") == value("vllm:tandem_kv_transfers", stage="held") == 0
     assert producer.runtime.stats() is None
 
 
@@ -76,16 +80,16 @@ def test_blocks_in_quarantine_show_until_they_are_free(
     producer.step(expects=[Expect("q", "t", 7, DIGEST)])
     producer.step(chunks=[Chunk("q", ((1, 2),), 7)])
     until(lambda: producer.runtime.census()["writes"] == 1)
-    assert value("tandem_kv_quarantined") == 0
+    assert value("vllm:tandem_kv_quarantined") == 0
     consumer.step(aborts=["r"])
     until(lambda: consumer.runtime.census()["quarantined"] == 1)
     observe(metrics, consumer.runtime.stats())
-    assert value("tandem_kv_quarantined") == 1
-    assert value("tandem_kv_transfers", stage="ending") == 1
+    assert value("vllm:tandem_kv_quarantined") == 1
+    assert value("vllm:tandem_kv_transfers", stage="ending") == 1
     let_go(producer)
     assert results(consumer) == (set(), {"r"}, {"r"})
     observe(metrics, consumer.runtime.stats())
-    assert value("tandem_kv_quarantined") == 0
+    assert value("vllm:tandem_kv_quarantined") == 0
 
 
 def test_ranks_add_up_what_they_count_and_share_what_they_hold(metrics: TandemPromMetrics) -> None:
@@ -94,12 +98,23 @@ def test_ranks_add_up_what_they_count_and_share_what_they_hold(metrics: TandemPr
     for rank, size in zip(ranks, (10, 20), strict=True):
         rank.sent_bytes(1, size)
     observe(metrics, *(rank.take({"held": 3, "remembered": 9}) for rank in ranks))
-    assert value("tandem_kv_sent_bytes_total", group="1") == 30
-    assert value("tandem_kv_transfers", stage="held") == 3
+    assert value("vllm:tandem_kv_sent_bytes_total", group="1") == 30
+    assert value("vllm:tandem_kv_transfers", stage="held") == 3
     observe(metrics, ranks[0].take({"held": 2}), ranks[1].take({"held": 3}))
-    assert value("tandem_kv_transfers", stage="held") == 3
+    assert value("vllm:tandem_kv_transfers", stage="held") == 3
     observe(metrics, ranks[0].take({"held": 2}), ranks[1].take({"held": 0}))
-    assert value("tandem_kv_transfers", stage="held") == 2
+    assert value("vllm:tandem_kv_transfers", stage="held") == 2
+
+
+def test_a_second_engine_of_a_process_registers_its_own(metrics: TandemPromMetrics) -> None:
+    """vLLM unregisters the metrics of the engine before."""
+    unregister_vllm_metrics()
+    types: dict[Any, Any] = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
+    second = TandemConnector.build_prom_metrics(_config(), types, ["model_name", "engine"], {0: ["m", "0"]})
+    tally = RankTally(0)
+    tally.write_ended("done")
+    observe(second, tally.take({}))
+    assert value("vllm:tandem_kv_writes_total", outcome="done") == 1
 
 
 def test_the_log_line_of_an_interval_adds_its_steps() -> None:

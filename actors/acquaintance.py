@@ -1,0 +1,62 @@
+"""Pairs of engines meet before they get traffic: first contact and first write happen on a probe of a few tokens.
+
+A new prefill replica meets the decode replicas that run before Serve calls it ready, and a new decode replica the
+prefill replicas. Where both start at once neither finds the other; decode then looks around every `LOOK_EVERY_S`.
+A pair that does not meet meets at its first request, which waits for it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from actors.leg import deadline, serve_errors
+from configs.settings import RoleName
+from connectors.errors import TandemError
+
+logger = logging.getLogger(__name__)
+
+ProbeParams = Mapping[str, Any]
+"""`kv_transfer_params` with which a decode engine fetches a probe's KV."""
+
+MEET_S = 30.0
+"""For the calls that make one replica acquainted with all of the other role."""
+
+LOOK_EVERY_S = 5.0
+"""Between two looks of a decode replica for prefill replicas that it has not met."""
+
+
+class OtherRole:
+    """The replicas of the other role, asked all at once."""
+
+    def __init__(self, role: RoleName) -> None:
+        self.role = role
+        self._handle: DeploymentHandle | None = None
+
+    async def ask(self, method: str, *arguments: object) -> list[Any]:
+        """The answers of the replicas that run and answer in time; none where there is no replica yet."""
+        try:
+            async with deadline(MEET_S, f"{method} of the {self.role} replicas"), serve_errors(self.role):
+                if self._handle is None:
+                    self._handle = serve.get_deployment_handle(self.role.capitalize(), _check_exists=False)
+                replies = await self._handle.broadcast(method, *arguments).results_async(return_exceptions=True)
+        except TandemError as error:
+            logger.debug("nobody met: %s", error)
+            return []
+        for reply in replies:
+            if isinstance(reply, BaseException):
+                logger.warning("a %s replica cannot be met: %s", self.role, reply)
+        return [reply for reply in replies if not isinstance(reply, BaseException)]
+
+
+async def every(seconds: float, work: Any) -> None:
+    """Call the coroutine function `work` for ever; what it raises is logged and does not end it."""
+    while True:
+        await asyncio.sleep(seconds)
+        try:
+            await work()
+        except Exception:
+            logger.exception("looking for new replicas failed")
