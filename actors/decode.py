@@ -20,13 +20,14 @@ class Decode(EngineActor):
     async def __init__(self, settings: ServiceSettings) -> None:
         await super().__init__(settings)
         await self.engine.warm_up(FIRST_REQUEST_TIMEOUT_S)
+        # Before any prefill engine is met: nodes that are dead by then are none of ours.
+        lost = watch_hosts(self.engine.lose, settings.transfer.host_gone_s)
+        self._tasks = [asyncio.create_task(lost, name="watches-hosts")]
         self._prefill = OtherRole("prefill")
         self._met: set[str] = set()
         await self._look_around()
-        self._tasks = [
-            asyncio.create_task(every(LOOK_EVERY_S, self._look_around), name="meets-prefill-replicas"),
-            asyncio.create_task(watch_hosts(self.engine.lose, settings.transfer.host_gone_s), name="watch-hosts"),
-        ]
+        looking = every(LOOK_EVERY_S, self._look_around)
+        self._tasks.append(asyncio.create_task(looking, name="meets-prefill-replicas"))
 
     async def __del__(self) -> None:
         for task in getattr(self, "_tasks", ()):

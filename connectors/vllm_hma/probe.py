@@ -3,7 +3,7 @@
 A consumer's blocks stay allocated until each producer rank has said that it writes no more, or is known to be dead.
 The kernel knows: where nothing listens on an engine's side channel any more, a connection is refused; and where another
 engine start answers on its port, it has ended. A host that cannot be reached, or a process that is stopped, proves
-nothing, and the blocks stay in quarantine.
+nothing, and the blocks stay in quarantine until a supervisor's word.
 """
 
 from __future__ import annotations
