@@ -144,7 +144,7 @@ def test_replicas_go_where_the_settings_say():
         }
     )
     router = build(settings)._bound_deployment
-    prefill, decode = (application._bound_deployment for application in router.init_args[1:])
+    prefill, decode = (application._bound_deployment for application in router.init_args[1:3])
     placed = [
         (one.ray_actor_options["label_selector"], one._replica_config.max_replicas_per_node)
         for one in (router, prefill, decode)

@@ -17,7 +17,6 @@ pytestmark = pytest.mark.engine
     [
         ("falcon_h1", (1, 2)),  # a state whose B and C are whole on every rank, x and the heads split
         ("deepseek_v2", (2, 1)),  # one latent on both producer ranks: layers take turns
-        ("llama4", (1, 1)),  # chunks
         ("gemma3_blocks_32_to_64", (1, 2)),
     ],
 )
