@@ -49,9 +49,6 @@ class Stage(Enum):
 EVERY_LAYER = 2**31
 """More layers than any group has."""
 
-MAX_EARLY = 1024
-"""Transfers of one consumer engine whose requests have not come yet; honest ones wait for milliseconds."""
-
 NOBODY = ""
 """The consumer of a transfer that was discarded: no peer's incarnation is empty."""
 
@@ -170,6 +167,25 @@ def wanted(offer: Offer, groups: Sequence[Group], consumer: Consumer) -> list[Un
         wanted_units(group, blocks, shape, offer.end_token)
         for group, blocks, shape in zip(groups, offer.groups, consumer.shapes, strict=True)
     ]
+
+
+def take(
+    transfer: Transfer, delivery: Delivery, offer: Offer, groups: Sequence[Group], consumer: Consumer | None
+) -> tuple[str | None, list[Moves]]:
+    """What of an offer can be written now, or why it cannot be served."""
+    if consumer is None:
+        return "the consumer is gone", []
+    if delivery.pending is None:
+        problem = offer_problem(transfer, offer, groups, consumer)
+        if problem is not None:
+            return problem, []
+        delivery.pending = wanted(offer, groups, consumer)
+        if offer.digest and consumer.new_digest is not None:
+            delivery.digest = consumer.new_digest()
+    moves = take_ready(transfer, delivery, groups, consumer)
+    if moves is None:
+        return "the prefill engine no longer holds a block that is wanted", []
+    return None, moves
 
 
 def take_ready(

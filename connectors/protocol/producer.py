@@ -34,33 +34,18 @@ they come. (One that was called off and came as a new one would write into block
 
 A consumer worker is known from ``welcome`` until ``peer_lost``, or until it has said nothing for forget_s and nothing
 is under way for it; then Forget.
-
-What a consumer can make this rank remember is bounded: MAX_EARLY transfers whose requests have not come, beyond which
-it is not answered at all (an answer would be a licence, and nothing would remember that it was given), and open offers
-of as many blocks as its pool has.
+What a consumer can make this rank remember is bounded (``Allowance``).
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from connectors.planning.descriptors import Moves
 from connectors.planning.layout import Group
 from connectors.protocol.actions import Forget, ProducerAction, Send, Sent, Write
-from connectors.protocol.delivery import (
-    MAX_EARLY,
-    NOBODY,
-    Consumer,
-    Delivery,
-    Gone,
-    Stage,
-    Transfer,
-    offer_problem,
-    take_layers,
-    take_ready,
-    wanted,
-)
+from connectors.protocol.allowance import MAX_EARLY, Allowance
+from connectors.protocol.delivery import NOBODY, Consumer, Delivery, Gone, Stage, Transfer, take, take_layers
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Fin, Message, Offer, Peer
 
@@ -78,8 +63,7 @@ class Producer:
         self._writes: dict[int, tuple[Transfer, Delivery]] = {}
         self._gone: dict[str, Gone] = {}
         self._overtaken: dict[Peer, int] = {}
-        self._early: Counter[str] = Counter()
-        self._offered_blocks: Counter[Peer] = Counter()
+        self._allowance = Allowance()
         self._next_write_id = 0
 
     # ---- what the scheduler says -------------------------------------------------------------------------------
@@ -95,7 +79,7 @@ class Producer:
         elif transfer is None:
             transfer = self._transfers[transfer_id] = Transfer(transfer_id, Stage.LIVE, now)
         else:
-            self._count_early(transfer, -1)
+            self._allowance.count_early(transfer, -1)
         transfer.stage, transfer.since, transfer.request_id = Stage.LIVE, now, request_id
         transfer.prompt_tokens, transfer.prompt_digest = prompt_tokens, prompt_digest
         transfer.tables = [[] for _ in self._groups]
@@ -330,12 +314,9 @@ class Producer:
             return [Send(peer, Aborted(offer.transfer_id, "this transfer has been offered for before"))]
         if delivery.offer is not None:
             return []
-        delivery.last_sent, count = now, sum(map(len, offer.groups))
-        if self._offered_blocks[peer] + count > self._consumers[peer].num_blocks:
-            # Blocks are on offer once at a time, so no engine has more of them than its pool.
+        delivery.last_sent = now
+        if not self._allowance.take_offer(delivery, offer, self._consumers[peer].num_blocks):
             return self._end(transfer, delivery, "more blocks are on offer than the consumer's pool has", now)
-        delivery.offer, delivery.offered_blocks = offer, count
-        self._offered_blocks[peer] += count
         return self._advance(transfer, now)
 
     def _cancelled(self, peer: Peer, cancel: Cancel, now: float) -> list[ProducerAction]:
@@ -366,13 +347,7 @@ class Producer:
     def _too_early(self, peer: Peer, transfer_id: str) -> bool:
         """Whether too many transfers of ``peer``'s engine wait for their requests for this one to wait as well."""
         known = transfer_id in self._transfers or transfer_id in self._gone
-        return not known and self._early[peer.incarnation] >= MAX_EARLY
-
-    def _count_early(self, transfer: Transfer, change: int) -> None:
-        if transfer.stage is Stage.ORPHAN and transfer.consumer is not None:
-            self._early[transfer.consumer] += change
-            if not self._early[transfer.consumer]:
-                del self._early[transfer.consumer]
+        return not known and self._allowance.early[peer.incarnation] >= MAX_EARLY
 
     def _transfer_for(self, peer: Peer, message: Offer | Cancel, now: float) -> Transfer | None:
         """The transfer that ``peer`` may speak of; made anew where its request has not come yet."""
@@ -388,7 +363,7 @@ class Producer:
         if transfer.consumer is None:
             transfer.consumer = peer.incarnation
             transfer.expected_ranks = self._consumers[peer].partner_ranks
-            self._count_early(transfer, 1)
+            self._allowance.count_early(transfer, 1)
         return transfer if transfer.consumer == peer.incarnation else None
 
     def _advance(self, transfer: Transfer, now: float) -> list[ProducerAction]:
@@ -405,7 +380,8 @@ class Producer:
         actions: list[ProducerAction] = []
         offer = delivery.offer
         if delivery.ending is None and offer is not None and transfer.request_id is not None:
-            problem, moves = self._take(transfer, delivery, offer)
+            consumer = self._consumers.get(delivery.peer)
+            problem, moves = take(transfer, delivery, offer, self._groups, consumer)
             if problem is not None:
                 delivery.ending = Aborted(transfer.transfer_id, problem)
             elif moves:
@@ -418,9 +394,7 @@ class Producer:
         if delivery.ending is not None and not delivery.in_flight:
             delivery.closed = True
             delivery.offer = delivery.pending = delivery.digest = None
-            self._offered_blocks[delivery.peer] -= delivery.offered_blocks
-            if not self._offered_blocks[delivery.peer]:
-                del self._offered_blocks[delivery.peer]
+            self._allowance.give_back(delivery)
             if delivery.peer in self._consumers:
                 actions.append(Send(delivery.peer, delivery.ending))
         return actions
@@ -431,23 +405,6 @@ class Producer:
         delivery.moved_at = now
         self._writes[self._next_write_id] = (transfer, delivery)
         return Write(self._next_write_id, transfer.transfer_id, delivery.peer, tuple(moves), delivery.digest)
-
-    def _take(self, transfer: Transfer, delivery: Delivery, offer: Offer) -> tuple[str | None, list[Moves]]:
-        """What of an offer can be written now, or why it cannot be served."""
-        consumer = self._consumers.get(delivery.peer)
-        if consumer is None:
-            return "the consumer is gone", []
-        if delivery.pending is None:
-            problem = offer_problem(transfer, offer, self._groups, consumer)
-            if problem is not None:
-                return problem, []
-            delivery.pending = wanted(offer, self._groups, consumer)
-            if offer.digest and consumer.new_digest is not None:
-                delivery.digest = consumer.new_digest()
-        moves = take_ready(transfer, delivery, self._groups, consumer)
-        if moves is None:
-            return "the prefill engine no longer holds a block that is wanted", []
-        return None, moves
 
     def _end(self, transfer: Transfer, delivery: Delivery, reason: str, now: float) -> list[ProducerAction]:
         """Give a delivery up; its consumer hears of it once no write is under way."""
@@ -485,10 +442,5 @@ class Producer:
     def _forget(self, transfer: Transfer, now: float) -> None:
         if self._transfers.get(transfer.transfer_id) is transfer:
             del self._transfers[transfer.transfer_id]
-            self._count_early(transfer, -1)
+            self._allowance.count_early(transfer, -1)
             self._gone[transfer.transfer_id] = Gone(now, transfer.numbers)
-
-
-def written(actions: Iterable[ProducerAction]) -> list[Write]:
-    """The writes among some actions."""
-    return [action for action in actions if isinstance(action, Write)]

@@ -279,8 +279,8 @@ class Campaign:
             assert len(runtime._guests) <= GUESTS
             assert len(runtime._plans) <= len(runtime._guests)
             assert len(worker.transport._metadata) <= GUESTS + 1  # type: ignore[attr-defined]
-            assert not runtime._producer._early
-            assert not runtime._producer._offered_blocks
+            assert not runtime._producer._allowance.early
+            assert not runtime._producer._allowance.blocks
             until(lambda runtime=runtime: not runtime._greeter._pending_hellos)
             assert not runtime._greeter._answers
             until(lambda worker=worker: not worker.server._open, within_s=15.0)

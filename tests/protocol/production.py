@@ -1,5 +1,7 @@
 """A producer's machine with one request of 12 tokens, and what its tests do with it. Blocks have 4 tokens."""
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from connectors.planning.blocks import BlockSet, UnitShape
@@ -73,3 +75,8 @@ def aborted_reason(actions: list[ProducerAction]) -> str:
     assert isinstance(send, Send)
     assert isinstance(send.message, Aborted)
     return send.message.reason
+
+
+def written(actions: Iterable[ProducerAction]) -> list[Write]:
+    """The writes among some actions."""
+    return [action for action in actions if isinstance(action, Write)]

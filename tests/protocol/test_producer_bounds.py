@@ -4,7 +4,7 @@ import numpy as np
 
 from connectors.planning.blocks import BlockSet, empty_blocks
 from connectors.protocol.actions import Send
-from connectors.protocol.delivery import MAX_EARLY
+from connectors.protocol.allowance import MAX_EARLY
 from connectors.protocol.producer import Producer
 from connectors.protocol.wire import Aborted, Cancel, Cancelled, Offer
 from tests.protocol.production import C0, C1, LIMITS, STRANGER, TABLES, aborted_reason, machine, offer
@@ -97,5 +97,5 @@ def test_counts_return_to_nothing() -> None:
         producer.message(C0, Cancel(f"early-{number}"), 1.0)
     producer.peer_lost(C0, 2.0)
     producer.tick(3.0 + LIMITS.lease_s)
-    assert producer._early == {}
-    assert producer._offered_blocks == {}
+    assert producer._allowance.early == {}
+    assert producer._allowance.blocks == {}

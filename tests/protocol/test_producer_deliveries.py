@@ -8,7 +8,7 @@ import pytest
 from connectors.planning.blocks import empty_blocks
 from connectors.protocol.actions import ProducerAction, Send, Sent, Write
 from connectors.protocol.delivery import Consumer
-from connectors.protocol.producer import Producer, written
+from connectors.protocol.producer import Producer
 from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Fin, Offer, Welcome
 from tests.protocol.production import (
     C0,
@@ -25,6 +25,7 @@ from tests.protocol.production import (
     moves,
     offer,
     only_write,
+    written,
 )
 from tests.protocol.tally import Tally
 

@@ -71,7 +71,7 @@ def test_whom_a_message_is_for(worker: Callable[..., Worker], receiver: Peer, se
     producer.runtime._greeter._greet(Peer("c", 0), Hello(card))
     frame = encode(Envelope(sender, receiver, Cancel("t")), derive_keys(SECRET).messages)
     producer.runtime._dispatch("c/0", frame, 0.0)
-    assert producer.runtime._producer._early.total() == int(taken)
+    assert producer.runtime._producer._allowance.early.total() == int(taken)
 
 
 @pytest.mark.parametrize(

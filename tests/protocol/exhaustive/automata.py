@@ -294,7 +294,7 @@ def swap_consumers(machine: Producer) -> None:
     for gone in machine._gone.values():
         gone.numbers = _swapped_keys(gone.numbers)
     machine._overtaken = _swapped_keys(machine._overtaken)
-    machine._offered_blocks = Counter(_swapped_keys(machine._offered_blocks))
+    machine._allowance.blocks = Counter(_swapped_keys(machine._allowance.blocks))
     machine._heard_at = {swapped(peer): at for peer, at in machine._heard_at.items()}
     machine._writes = {swap_wid(wid): both for wid, both in machine._writes.items()}
     machine._consumers = {swapped(peer): consumer for peer, consumer in machine._consumers.items()}
