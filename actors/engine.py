@@ -94,7 +94,10 @@ class Engine:
         try:
             namespace = _frontend_namespace(engine_args, settings.role(role).frontend)
             tasks = await llm.get_supported_tasks()
+            level = logging.getLogger().level
             app = build_app(namespace, tasks, llm.model_config)
+            # A package that vLLM's application imports silences the warnings of all others.
+            logging.getLogger().setLevel(level)
             await init_app_state(llm, app.state, namespace, tasks)
             stop_flag = StopFlag()
             app.state.server = stop_flag

@@ -20,8 +20,9 @@ POLL_S = 2.0
 
 
 def new_engine_id() -> str:
-    """An id for an engine of this process's Ray node: new at every call."""
-    return engines_of(ray.get_runtime_context().get_node_id()) + uuid.uuid4().hex
+    """An id for an engine of this process's Ray node, if it has one: new at every call."""
+    node = engines_of(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else ""
+    return node + uuid.uuid4().hex
 
 
 def engines_of(node_id: str) -> str:

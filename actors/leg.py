@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from collections.abc import Set as AbstractSet
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,7 +143,9 @@ class Leg:
         try:
             await self.accepted()
         finally:
-            self._response.cancel()
+            # Ray raises a failure to dispatch once more; then there is nothing to cancel.
+            with suppress(Exception):
+                self._response.cancel()
 
     async def _accept(self) -> None:
         await self.next()

@@ -14,6 +14,8 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from ray.serve.exceptions import ReplicaUnavailableError
+
 from actors.asgi_call import Accepted, Call
 
 Serve = Callable[[Call, int], AsyncGenerator[Any, None]]
@@ -24,10 +26,11 @@ METADATA = {"remote_engine_id": "e", "remote_host": "127.0.0.1", "remote_port": 
 
 @dataclass
 class Replica:
-    """`serve` answers its calls; `calls` are those that it has accepted."""
+    """`serve` answers its calls; `calls` are those that it has accepted. One that has `left` can still be chosen."""
 
     name: str
     serve: Serve
+    left: bool = False
     calls: list[Call] = field(default_factory=list)
 
 
@@ -54,6 +57,8 @@ class Response:
 
     async def _run(self, replica: Replica, call: Call) -> None:
         await asyncio.sleep(0)
+        if replica.left:
+            raise ReplicaUnavailableError(f"Replica {replica.name} is no longer available")
         replica.calls.append(call)
         self._items.put_nowait(Accepted(replica.name))
         async with aclosing(replica.serve(call, len(replica.calls))) as items:
@@ -79,6 +84,8 @@ class Response:
     def cancel(self) -> None:
         if not self._accepted and self._items.empty():
             self._handle.lost += 1
+        if not self._accepted and self._task.done() and not self._task.cancelled():
+            self._task.result()  # Ray wants to know first whom it has dispatched the call to
         self._task.cancel()
 
 

@@ -225,6 +225,18 @@ async def test_decode_that_dies_before_anything_was_sent_is_replaced(fault, stre
     assert 0 < len(d.replicas[0].calls) < 3
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_replica_that_left_after_it_was_chosen_is_replaced(role):
+    """Serve finds out when the call is dispatched; it says so once more when the call is closed."""
+    router, p, d = fleet([well, well], [engine(1, [1]), engine(2, [3])])
+    handle = p if role == "prefill" else d
+    handle.replicas[0].left = True
+    for _ in range(3):
+        _, body = await ask(router, request())
+        assert said(body)["text"].endswith("<39>")
+    await at_rest(p, d)
+
+
 @pytest.mark.parametrize(("replicas", "asked"), [(1, 1), (2, 2), (5, 3)])
 async def test_decode_that_keeps_dying_is_an_error(replicas, asked):
     """The engine's, not one of waiting for yet another."""
