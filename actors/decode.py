@@ -43,7 +43,11 @@ class Decode(EngineActor):
         """Meet the prefill replicas that have come since."""
         for probe in await self._prefill.ask("introduce", frozenset(self._met)):
             if probe:
-                await self._fetch(probe)
+                try:
+                    await self._fetch(probe)
+                except TimeoutError:
+                    # Its requests will be computed here; that is no reason not to serve, or not to meet the others.
+                    logger.warning("prefill engine %s cannot be met", probe.get("remote_engine_id"))
 
     async def _fetch(self, probe: ProbeParams) -> None:
         await self.engine.consume_probe(probe, MEET_S)

@@ -1,0 +1,38 @@
+"""A decode replica meets the prefill replicas that it can."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from actors.decode import Decode
+
+
+class Prefills:
+    """Two replicas, each with a probe for whom it has not met."""
+
+    async def ask(self, method: str, known: Collection[str]) -> list[dict[str, Any] | None]:
+        assert method == "introduce"
+        return [None if name in known else {"remote_engine_id": name} for name in ("out of reach", "near")]
+
+
+class Engine:
+    """Fetches every probe but one."""
+
+    def __init__(self) -> None:
+        self.fetched: list[str] = []
+
+    async def consume_probe(self, probe: Mapping[str, Any], timeout_s: float) -> None:
+        if probe["remote_engine_id"] == "out of reach":
+            raise TimeoutError
+        self.fetched.append(probe["remote_engine_id"])
+
+
+async def test_one_that_cannot_be_met_keeps_nobody_from_the_others() -> None:
+    """Nor the replica from starting: this runs in its constructor."""
+    decode = Decode.__new__(Decode)
+    decode._prefill, decode.engine, decode._met = Prefills(), Engine(), set()
+    await decode._look_around()
+    await decode._look_around()
+    assert decode.engine.fetched == ["near"]
+    assert decode._met == {"near"}
