@@ -16,6 +16,16 @@ class Prefills:
         return [None if name in known else {"remote_engine_id": name} for name in ("out of reach", "near")]
 
 
+class Unstarted(Decode):
+    """Made without an engine: nothing is to be ended."""
+
+    def __init__(self) -> None:
+        self._prefill, self.engine, self._met = Prefills(), Engine(), set()
+
+    def __del__(self) -> None:
+        pass
+
+
 class Engine:
     """Fetches every probe but one."""
 
@@ -30,8 +40,7 @@ class Engine:
 
 async def test_one_that_cannot_be_met_keeps_nobody_from_the_others() -> None:
     """Nor the replica from starting: this runs in its constructor."""
-    decode = Decode.__new__(Decode)
-    decode._prefill, decode.engine, decode._met = Prefills(), Engine(), set()
+    decode = Unstarted()
     await decode._look_around()
     await decode._look_around()
     assert decode.engine.fetched == ["near"]
