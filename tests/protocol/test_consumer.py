@@ -2,54 +2,30 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from connectors.planning.blocks import BlockSet, UnitShape, empty_blocks
-from connectors.planning.layout import Group, GroupKind
-from connectors.protocol.actions import Connect, Forget, Received, Send, Verify
+from connectors.planning.blocks import UnitShape, empty_blocks
+from connectors.protocol.actions import Connect, Forget, Received, Send
 from connectors.protocol.consumer import Consumer, Order, Partner, expected_bytes, failures
-from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Fin, Offer, Peer, Welcome
-from tests.protocol.tally import Tally
-
-LIMITS = TransferLimits(handshake_s=7, progress_s=10, cancel_s=2, lease_s=20, alive_s=1, fence_s=1)
-ENGINE = EngineAddress("engine-a", "host", 1)
-OTHER = EngineAddress("engine-b", "host", 2)
-P0, P1 = Peer("engine-a", 0), Peer("engine-a", 1)
-GROUPS = (Group(0, GroupKind.FULL, 4, None, ()), Group(1, GroupKind.FULL, 4, None, ()))
-SHAPES = (UnitShape(4, 1, 1), UnitShape(4, 1, 1))
-PARTNERS = (Partner(P0, SHAPES, (10, 1)), Partner(P1, SHAPES, (20, 0)))
-
-
-def blocks(*ids: int) -> BlockSet:
-    return BlockSet(np.arange(len(ids), dtype=np.int64), np.array(ids, np.int64))
-
-
-def order(request_id: str = "r", transfer_id: str = "t", producer: EngineAddress = ENGINE) -> Order:
-    return Order(request_id, transfer_id, producer, 9, "digest", (blocks(4, 5, 6), blocks(7)))
-
-
-FIN0, FIN1 = Fin("t", 31), Fin("t", 60)
-
-
-def offered(*orders: Order) -> Consumer:
-    """A machine that has offered: all partners of engine-a may write."""
-    consumer = Consumer(GROUPS, LIMITS)
-    for each in orders or (order(),):
-        consumer.start(each, 0.0)
-    consumer.connected("engine-a", PARTNERS, 0.0)
-    return consumer
-
-
-def cancels(*peers: Peer) -> list[Send]:
-    return [Send(peer, Cancel("t", 1)) for peer in peers]
-
-
-def empty(consumer: Consumer) -> bool:
-    return not any(consumer.census().values()) and not consumer.unanswered_engines()
-
+from tests.protocol.consumption import (
+    ENGINE,
+    FIN0,
+    FIN1,
+    GROUPS,
+    LIMITS,
+    OTHER,
+    P0,
+    P1,
+    PARTNERS,
+    SHAPES,
+    blocks,
+    cancels,
+    empty,
+    offered,
+    order,
+)
 
 # ---- (none), CONNECTING ------------------------------------------------------------------------------------------
 
@@ -349,125 +325,7 @@ def test_a_used_transfer_id_is_remembered() -> None:
     assert [send.peer for send in consumer.start(order("again"), 28.5)] == [P0, P1]
 
 
-# ---- digests -----------------------------------------------------------------------------------------------------
-
-CHECKED = tuple(replace(partner, new_digest=Tally) for partner in PARTNERS)
-
-
-def tallied(*groups: list[int]) -> str:
-    tally = Tally()
-    for group, ids in enumerate(groups):
-        tally.add(group, np.array(ids, np.int64), np.zeros(len(ids), np.int64))
-    return tally.hexdigest()
-
-
-def with_digest(fin: Fin, digest: str = tallied([4, 5, 6], [7])) -> Fin:
-    return replace(fin, digest=digest)
-
-
-def checked() -> Consumer:
-    """A machine that has offered and asked both partners for digests."""
-    consumer = Consumer(GROUPS, LIMITS)
-    consumer.start(order(), 0.0)
-    sends = consumer.connected("engine-a", CHECKED, 0.0)
-    assert [send.message.digest for send in sends] == [True, True]
-    return consumer
-
-
-def verify(consumer: Consumer, peer: Peer, fin: Fin) -> Verify:
-    (action,) = consumer.message(peer, fin, 1.0)
-    assert isinstance(action, Verify)
-    assert (action.request_id, action.peer) == ("r", peer)
-    return action
-
-
-def test_nobody_is_asked_for_a_digest_that_is_not_wanted() -> None:
-    """Integrity off: Offers do not ask, and a digest that comes anyway is not looked at."""
-    consumer = Consumer(GROUPS, LIMITS)
-    consumer.start(order(), 0.0)
-    assert [send.message.digest for send in consumer.connected("engine-a", PARTNERS, 0.0)] == [False, False]
-    consumer.message(P0, with_digest(FIN0, "f" * 32), 1.0)
-    assert consumer.message(P1, FIN1, 1.0) == [Received("r", None)]
-
-
-def test_every_partner_is_verified_before_the_request_runs() -> None:
-    """OFFERED + Fin -> Verify over the units of its order; Received(ok) with the last good result, not before."""
-    consumer = checked()
-    first, second = (verify(consumer, peer, with_digest(fin)) for peer, fin in ((P0, FIN0), (P1, FIN1)))
-    assert [units.dst_ids.tolist() for units in first.units] == [[4, 5, 6], [7]]
-    assert (first.problem(), second.problem()) == (None, None)
-    assert consumer.verified("r", P1, None, 2.0) == []
-    assert consumer.verified("r", P0, None, 2.0) == [Received("r", None)]
-    assert empty(consumer)
-
-
-def test_another_digest_is_a_problem() -> None:
-    """Verify says what differs."""
-    action = verify(checked(), P0, with_digest(FIN0, tallied([4, 6, 5], [7])))
-    assert "the bytes that have arrived are not those that were sent" in (action.problem() or "")
-
-
-def test_a_wrong_digest_is_never_decoded_from() -> None:
-    """OFFERED + wrong digest -> ENDING, Cancel to those that may still write; the failure names the rank."""
-    consumer = checked()
-    verify(consumer, P1, with_digest(FIN1))
-    assert consumer.verified("r", P1, "other bytes", 2.0) == cancels(P0)
-    assert consumer.message(P0, Cancelled("t"), 3.0) == [Received("r", "rank 1: other bytes")]
-    assert empty(consumer)
-
-
-def test_a_missing_digest_is_a_failure() -> None:
-    """A Fin without the digest that was asked for vouches for nothing."""
-    consumer = checked()
-    assert consumer.message(P0, FIN0, 1.0) == cancels(P1)
-    assert consumer.message(P1, Cancelled("t"), 1.0) == [Received("r", "rank 0 sent no digest of what it wrote")]
-
-
-def test_a_wrong_count_needs_no_digest() -> None:
-    """Bytes are counted first."""
-    consumer = checked()
-    assert consumer.message(P0, with_digest(Fin("t", 30)), 1.0) == cancels(P1)
-
-
-def test_blocks_are_kept_while_they_are_verified() -> None:
-    """OFFERED + abort during a verification -> ENDING; Received(failed) with its result, however good."""
-    consumer = checked()
-    verify(consumer, P0, with_digest(FIN0))
-    verify(consumer, P1, with_digest(FIN1))
-    assert consumer.abort("r", 2.0) == []
-    assert consumer.tick(50.0) == []
-    assert consumer.census()["quarantined"] == 0
-    assert consumer.verified("r", P0, None, 51.0) == []
-    assert consumer.verified("r", P1, "other bytes", 51.0) == [Received("r", "the request was aborted")]
-    assert empty(consumer)
-
-
-def test_a_verification_is_not_silence() -> None:
-    """Whoever has sent its Fin owes no further word, and may die."""
-    consumer = checked()
-    verify(consumer, P0, with_digest(FIN0))
-    verify(consumer, P1, with_digest(FIN1))
-    assert consumer.tick(100.0) == []
-    assert consumer.engine_lost("engine-a", "it is gone", 101.0) == [Forget(P0), Forget(P1)]
-    consumer.verified("r", P0, None, 102.0)
-    assert consumer.verified("r", P1, None, 102.0) == [Received("r", None)]
-
-
-def test_a_failed_transfer_is_not_verified() -> None:
-    """ENDING + Fin: the request is lost already."""
-    consumer = checked()
-    consumer.abort("r", 1.0)
-    assert consumer.message(P0, with_digest(FIN0), 2.0) == []
-    assert consumer.message(P1, FIN1, 2.0) == [Received("r", "the request was aborted")]
-
-
-def test_a_dead_engine_during_a_verification() -> None:
-    """One rank verified, the other dead: the failure waits for the result too."""
-    consumer = checked()
-    verify(consumer, P0, with_digest(FIN0))
-    assert consumer.engine_lost("engine-a", "it is gone", 2.0) == [Forget(P0), Forget(P1)]
-    assert consumer.verified("r", P0, None, 3.0) == [Received("r", "it is gone")]
-    assert empty(consumer)
+# ---- bytes --------------------------------------------------------------------------------------------------------
 
 
 def test_expected_bytes_by_hand() -> None:
