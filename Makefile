@@ -91,6 +91,10 @@ bench-transfer: $(STAMP) ## Measure transfers beside raw NIXL and memcpy, descri
 	$(BIN)/python -m benchmarks.descriptors
 	$(BIN)/python -m benchmarks.contact
 
+.PHONY: bench-promises
+bench-promises: $(STAMP) ## Measure what digests, secret and tags cost: TTFT and a batch, with and without them
+	$(BIN)/python -m benchmarks.promises
+
 .PHONY: identity
 identity: $(STAMP) ## Compare tokens and logprobs with one engine, at four pairs of TP sizes
 	$(BIN)/python -m tests.e2e.identity

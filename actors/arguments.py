@@ -19,7 +19,7 @@ OWNED = {
 }
 """Engine arguments that have a setting of their own, and where."""
 
-CPU_DEFAULTS = {"dtype": "float32", "enforce_eager": True}
+CPU_DEFAULTS = {"dtype": "float32", "enforce_eager": True, "worker_cls": "actors.cpu_worker.CpuWorker"}
 """What an engine without a GPU starts with unless the settings say otherwise."""
 
 

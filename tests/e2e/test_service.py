@@ -110,6 +110,18 @@ def test_the_engines_have_met_before_the_first_request(http):
     assert metric(http, "vllm:tandem_kv_requests_total", role="decode", outcome="recomputed") == 0
 
 
+def test_a_seed_outlives_a_prompt_of_several_steps(http):
+    """vLLM's own CPU worker dies of it where decode computes the prompt: it draws in every step, and cannot draw back.
+
+    What decode alone draws for the first time is what it draws when prefill has computed the prompt.
+    """
+    seeded = completion(recall(31).text, temperature=1.5, seed=11, max_tokens=12)
+    split = http.post("/v1/completions", json=seeded).raise_for_status()
+    alone = http.post("/v1/completions", json=seeded | {"echo": True}).raise_for_status()
+    assert (split.headers["x-tandem-route"], alone.headers["x-tandem-route"]) == ("remote", "local")
+    assert alone.json()["choices"][0]["text"] == seeded["prompt"] + split.json()["choices"][0]["text"]
+
+
 def test_answers_are_right_and_their_kv_comes_from_prefill(http):
     """The answer stands far outside the window: it is right only if the moved blocks are."""
     wait_until_idle(http)
