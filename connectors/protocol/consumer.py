@@ -268,7 +268,7 @@ class Consumer:
         return reception.stage is _Stage.CONNECTING or bool(reception.writing)
 
     def _reachable(self, incarnation: str) -> tuple[Partner, ...] | None:
-        """The engine's ranks, unless it must be greeted first: it has not been met, or could not be reached last time."""
+        """The engine's ranks, unless it must be greeted first: it is a stranger, or was out of reach last time."""
         return None if incarnation in self._doubtful else self._partners.get(incarnation)
 
     def _forget(self, incarnation: str) -> list[Forget]:

@@ -251,11 +251,9 @@ class World:
 
     def drop_peer(self, consumer: ConsumerRank) -> None:
         """The owner has no place for a peer with which nothing is under way, and tells the machine."""
-        idle = sorted(
-            (p for p in consumer.plans if not consumer.machine.awaits(p)), key=lambda p: (p.incarnation, p.rank)
-        )
+        idle = [peer for peer in consumer.plans if not consumer.machine.awaits(peer)]
         if idle:
-            peer = self.rng.choice(idle)
+            peer = self.rng.choice(sorted(idle, key=lambda one: (one.incarnation, one.rank)))
             self.counts["dropped peers"] += 1
             self.consume(consumer, consumer.machine.forget(peer.incarnation))
             consumer.plans.discard(peer)

@@ -2,7 +2,7 @@
 
 from connectors.protocol.actions import Connect, Forget, Received, Send
 from connectors.protocol.consumer import Consumer
-from connectors.protocol.wire import Cancel, Cancelled, Fin, Offer, Peer
+from connectors.protocol.wire import Cancel, Cancelled, Fin, Peer
 from tests.protocol.consumption import ENGINE, FIN0, FIN1, GROUPS, LIMITS, OTHER, P0, P1, PARTNERS, offered, order
 
 # ---- who may be forgotten ------------------------------------------------------------------------------------------

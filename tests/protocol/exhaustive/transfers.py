@@ -88,7 +88,8 @@ NEVER = -1
 class Budget(NamedTuple):
     """Faults that may still happen; ``early`` jumps of clocks, NEVER for any number of them.
 
-    ``unsent``: the transport refuses a message of a decode rank, and says so. ``cut``: the prefill request was aborted after so many orders.
+    ``unsent``: the transport refuses a message of a decode rank, and says so. ``cut``: the prefill request was aborted
+    after so many orders.
     """
 
     drop: int = 0
