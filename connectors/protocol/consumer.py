@@ -9,7 +9,8 @@
     CONNECTING   connect_failed, progress_s  gone        Received(failed): nobody has seen our blocks
     OFFERED      Fin, count right            OFFERED     Verify, where a digest was asked for
     OFFERED      all verified                gone        Received(ok)
-    OFFERED      an Offer cannot be sent      ENDING      that partner never may write; Cancel to the others
+    OFFERED      an Offer cannot be sent     ENDING      that partner never may write; Cancel to the others; the next
+                                                         request of this engine shakes hands again
     OFFERED      Aborted, wrong count, wrong
                  digest, abort, progress_s
                  without a word              ENDING      Cancel to every partner that may still write
@@ -93,6 +94,7 @@ class Consumer:
         self._limits = limits
         self._receptions: dict[str, _Reception] = {}
         self._partners: dict[str, tuple[Partner, ...]] = {}
+        self._doubtful: set[str] = set()
         self._wanted_at: dict[str, float] = {}
         self._releases: dict[str, list[tuple[str, float]]] = {}
         self._used: dict[str, float] = {}
@@ -108,12 +110,12 @@ class Consumer:
             return [Received(order.request_id, "another request has this transfer; an id is for one request")]
         self._used[order.transfer_id] = self._wanted_at[order.producer.incarnation] = now
         reception = self._receptions[order.request_id] = _Reception(order, _Stage.CONNECTING, now)
-        partners = self._partners.get(order.producer.incarnation)
+        partners = self._reachable(order.producer.incarnation)
         return [Connect(order.producer)] if partners is None else self._offer(reception, partners, now)
 
     def release(self, transfer_id: str, producer: EngineAddress, now: float) -> list[ConsumerAction]:
         """A request wants nothing of this transfer (any more) and holds no blocks for it."""
-        partners = self._partners.get(producer.incarnation)
+        partners = self._reachable(producer.incarnation)
         self._wanted_at[producer.incarnation] = now
         if partners is None:
             self._releases.setdefault(producer.incarnation, []).append((transfer_id, now))
@@ -130,6 +132,7 @@ class Consumer:
     def connected(self, incarnation: str, partners: Sequence[Partner], now: float) -> list[ConsumerAction]:
         """The handshake with an engine start has succeeded; ``partners`` are its ranks that talk to this worker."""
         self._partners[incarnation] = tuple(partners)
+        self._doubtful.discard(incarnation)
         self._wanted_at[incarnation] = now
         actions: list[ConsumerAction] = []
         for reception in self._of_engine(incarnation):
@@ -161,16 +164,22 @@ class Consumer:
 
     def awaits(self, peer: Peer) -> bool:
         """Whether ``peer`` may still write, its writes are being verified, or a handshake with its engine is wanted."""
-        return any(
+        return peer.incarnation in self._releases or any(
             peer in reception.writing
             or peer in reception.verifying
             or (reception.stage is _Stage.CONNECTING and reception.order.producer.incarnation == peer.incarnation)
             for reception in self._receptions.values()
         )
 
-    def forget(self, incarnation: str) -> None:
-        """One of the engine's workers is known no longer: its next request begins with a handshake."""
-        self._partners.pop(incarnation, None)
+    def forget(self, incarnation: str) -> list[Forget]:
+        """The owner has dropped one of the engine's workers: its next request begins with a handshake.
+
+        Its other ranks are forgotten too, unless requests still wait for them.
+        """
+        if self._of_engine(incarnation):
+            self._doubtful.add(incarnation)
+            return []
+        return self._forget(incarnation)
 
     def message(self, peer: Peer, message: Message, now: float) -> list[ConsumerAction]:
         """A message of a producer worker."""
@@ -198,6 +207,8 @@ class Consumer:
 
     def undelivered(self, peer: Peer, message: Message, now: float) -> list[ConsumerAction]:
         """A message could not be sent. A partner that an Offer has not reached knows no block to write to."""
+        if isinstance(message, Offer | Cancel) and peer.incarnation in self._partners:
+            self._doubtful.add(peer.incarnation)
         actions: list[ConsumerAction] = []
         if isinstance(message, Offer):
             for reception in self._of_transfer(message.transfer_id):
@@ -256,9 +267,14 @@ class Consumer:
     def _waits_for_a_word(self, reception: _Reception) -> bool:
         return reception.stage is _Stage.CONNECTING or bool(reception.writing)
 
-    def _forget(self, incarnation: str) -> list[ConsumerAction]:
+    def _reachable(self, incarnation: str) -> tuple[Partner, ...] | None:
+        """The engine's ranks, unless it must be greeted first: it is a stranger, or was out of reach last time."""
+        return None if incarnation in self._doubtful else self._partners.get(incarnation)
+
+    def _forget(self, incarnation: str) -> list[Forget]:
         """The next request for this engine start begins with a handshake."""
         self._wanted_at.pop(incarnation, None)
+        self._doubtful.discard(incarnation)
         return [Forget(partner.peer) for partner in self._partners.pop(incarnation, ())]
 
     def _of_engine(self, incarnation: str) -> list[_Reception]:

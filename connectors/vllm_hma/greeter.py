@@ -30,6 +30,7 @@ from connectors.protocol.wire import Hello, Peer, Refused, Welcome
 from connectors.transport.base import Transport
 from connectors.transport.digest import End, Memory, digests
 from connectors.vllm_hma.complaints import Complaints
+from connectors.vllm_hma.peers import Peers
 from connectors.vllm_hma.post import Post, agent_name
 from connectors.vllm_hma.side_channel import fetch_card
 
@@ -49,26 +50,24 @@ class Greeter:
         card: WorkerCard,
         transport: Transport,
         post: Post,
+        peers: Peers,
         memory: Memory | None,
         integrity: str,
         handshake_s: float,
         identity: bytes,
         on_connected: Callable[[str, list[Partner]], None],
         on_failed: Callable[[str, str], None],
-        on_hello: Callable[[Peer], None],
-        on_welcomed: Callable[[Peer, WorkerCard, PairPlan, Consumer], None],
     ) -> None:
         self._card = card
         self._transport = transport
         self._post = post
+        self._peers = peers
         self._memory = memory
         self._integrity = integrity
         self._handshake_s = handshake_s
         self._identity = identity
         self._on_connected = on_connected
         self._on_failed = on_failed
-        self._on_hello = on_hello
-        self._on_welcomed = on_welcomed
         self._complain = Complaints(logger)
         self._connects = ThreadPoolExecutor(_CONNECT_THREADS, thread_name_prefix="tandem-connect")
         self._greets = ThreadPoolExecutor(_GREET_THREADS, thread_name_prefix="tandem-greet")
@@ -136,30 +135,32 @@ class Greeter:
     def _connect(self, engine: EngineAddress) -> None:
         found: list[Partner] | None = None
         failure = ""
-        try:
-            found = self._shake_hands(engine)
-        except TandemError as error:
-            logger.warning("Tandem: no connection with prefill engine %s: %s", engine.incarnation, error)
-            failure = str(error)
-        except Exception as error:
-            logger.exception("Tandem: the handshake with prefill engine %s broke", engine.incarnation)
-            failure = f"the handshake broke: {error!r}"
-        # First, so that a request which comes from here on starts a handshake of its own.
-        with self._lock:
-            self._connecting.discard(engine.incarnation)
-        if found is None:
-            self._on_failed(engine.incarnation, failure)
-        else:
-            self._on_connected(engine.incarnation, found)
+        # Its workers are being greeted until the machine knows them.
+        with contextlib.ExitStack() as greetings:
+            try:
+                found = self._shake_hands(engine, greetings)
+            except TandemError as error:
+                logger.warning("Tandem: no connection with prefill engine %s: %s", engine.incarnation, error)
+                failure = str(error)
+            except Exception as error:
+                logger.exception("Tandem: the handshake with prefill engine %s broke", engine.incarnation)
+                failure = f"the handshake broke: {error!r}"
+            # First, so that a request which comes from here on starts a handshake of its own.
+            with self._lock:
+                self._connecting.discard(engine.incarnation)
+            if found is None:
+                self._on_failed(engine.incarnation, failure)
+            else:
+                self._on_connected(engine.incarnation, found)
 
-    def _shake_hands(self, engine: EngineAddress) -> list[Partner]:
+    def _shake_hands(self, engine: EngineAddress, greetings: contextlib.ExitStack) -> list[Partner]:
         deadline = time.monotonic() + self._handshake_s
         card = fetch_card(engine.host, engine.port, engine.incarnation, self._handshake_s, self._identity)
         for worker in card.workers:
             check_peers(worker, self._card)
         plans = self._plans(card)
         prove_plans(self._card.layout, list(plans.values()))
-        refusals = self._say_hello(card, sorted(plans), deadline)
+        refusals = self._say_hello(card, sorted(plans), deadline, greetings)
         if refusals:
             raise HandshakeError(f"it refused: {refusals[0]}")
         memory = self._memory_to_check(card)
@@ -173,7 +174,9 @@ class Greeter:
             for rank, plan in plans.items()
         ]
 
-    def _say_hello(self, engine: EngineCard, ranks: list[int], deadline: float) -> list[str]:
+    def _say_hello(
+        self, engine: EngineCard, ranks: list[int], deadline: float, greetings: contextlib.ExitStack
+    ) -> list[str]:
         """Say hello to these ranks and wait for all their answers: the reasons of those that refused."""
         hello = Hello(encode_worker_card(self._card))
         waiting = {Peer(engine.incarnation, rank) for rank in ranks}
@@ -182,7 +185,7 @@ class Greeter:
         try:
             for rank in ranks:
                 peer = Peer(engine.incarnation, rank)
-                self._on_hello(peer)
+                greetings.enter_context(self._peers.greeting(peer))
                 self._transport.add_peer(engine.workers[rank].transport_metadata, agent_name(peer))
                 self._post.send(peer, hello)
             with self._answered:
@@ -224,26 +227,32 @@ class Greeter:
                 self._pending_hellos.discard(sender)
 
     def _greet(self, sender: Peer, message: Hello) -> None:
-        try:
-            card = decode_worker_card(message.card)
-            if (card.incarnation, card.rank) != (sender.incarnation, sender.rank):
-                raise HandshakeError("the hello's card is another worker's")
-            self._on_hello(sender)
-            self._transport.add_peer(card.transport_metadata, agent_name(sender))
-        except TandemError as error:
-            # Without its metadata the peer cannot be answered; it gives up after handshake_s.
-            self._complain("hello", f"a hello of decode worker {agent_name(sender)[:80]!r} is unusable: {error}")
-            return
-        try:
-            check_peers(self._card, card)
-            mine, theirs = self._card.layout, card.layout
-            pairs = partners(mine.tp_size, theirs.tp_size, mine.turns)
-            ranks = frozenset(consumer for producer, consumer in pairs if producer == mine.tp_rank)
-            plan = plan_pair(mine, theirs)
-            source = None if self._memory is None else digests(plan, self._memory, End.SOURCE)
-            self._on_welcomed(sender, card, plan, Consumer(ranks, theirs.num_blocks, plan.shapes, source))
-        except TandemError as error:
-            self._complain("refused", f"decode worker {agent_name(sender)[:80]!r} is refused: {error}")
-            self._post.send(sender, Refused(str(error)))
-            return
-        self._post.send(sender, Welcome())
+        with contextlib.ExitStack() as greeting:
+            try:
+                card = decode_worker_card(message.card)
+                if (card.incarnation, card.rank) != (sender.incarnation, sender.rank):
+                    raise HandshakeError("the hello's card is another worker's")
+                greeting.enter_context(self._peers.greeting(sender))
+                self._transport.add_peer(card.transport_metadata, agent_name(sender))
+            except TandemError as error:
+                # Without its metadata the peer cannot be answered; it gives up after handshake_s.
+                self._complain("hello", f"a hello of decode worker {agent_name(sender)[:80]!r} is unusable: {error}")
+                return
+            try:
+                plan, consumer = self._plan_for(card)
+            except TandemError as error:
+                self._complain("refused", f"decode worker {agent_name(sender)[:80]!r} is refused: {error}")
+                self._post.send(sender, Refused(str(error)))
+                return
+            self._peers.welcome(sender, card.layout.place, plan, consumer)
+            self._post.send(sender, Welcome())
+
+    def _plan_for(self, card: WorkerCard) -> tuple[PairPlan, Consumer]:
+        """What this rank sends to a consumer worker. Raises TandemError where the two do not fit."""
+        check_peers(self._card, card)
+        mine, theirs = self._card.layout, card.layout
+        pairs = partners(mine.tp_size, theirs.tp_size, mine.turns)
+        ranks = frozenset(consumer for producer, consumer in pairs if producer == mine.tp_rank)
+        plan = plan_pair(mine, theirs)
+        source = None if self._memory is None else digests(plan, self._memory, End.SOURCE)
+        return plan, Consumer(ranks, theirs.num_blocks, plan.shapes, source)

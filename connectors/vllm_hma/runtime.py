@@ -16,16 +16,14 @@ import logging
 import threading
 import time
 import traceback
-from collections import Counter, deque
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from connectors.errors import ConfigurationError, PlanError, TransportError, WireError
 from connectors.planning.blocks import wanted_blocks
-from connectors.planning.descriptors import Runs, build_runs, move_bytes
-from connectors.planning.layout import EngineLayout, Place
-from connectors.planning.plan import PairPlan
+from connectors.planning.layout import EngineLayout
 from connectors.protocol.actions import (
     Connect,
     ConsumerAction,
@@ -40,23 +38,23 @@ from connectors.protocol.actions import (
 from connectors.protocol.cards import WorkerCard
 from connectors.protocol.consumer import Consumer as ConsumerMachine
 from connectors.protocol.consumer import Order, Partner
-from connectors.protocol.delivery import Consumer
 from connectors.protocol.producer import Producer as ProducerMachine
 from connectors.protocol.wire import Cancel, Hello, Message, Offer, Peer, Refused, Welcome, decode
-from connectors.transport.base import Transport, WriteHandle
+from connectors.transport.base import Transport
 from connectors.transport.digest import Memory
 from connectors.vllm_hma.complaints import Complaints
 from connectors.vllm_hma.config import ConnectorConfig
 from connectors.vllm_hma.fence import StepFence
 from connectors.vllm_hma.greeter import Greeter
-from connectors.vllm_hma.guests import Guests
 from connectors.vllm_hma.metrics import RankTally, TandemStats
 from connectors.vllm_hma.orders import Finished, Orders, Receive
+from connectors.vllm_hma.peers import Peers
 from connectors.vllm_hma.post import Post, agent_name
 from connectors.vllm_hma.probe import EngineProbe
 from connectors.vllm_hma.steps import Begun, Ended, Entry, LayersComputed, Steps
 from connectors.vllm_hma.streaming import Governor, Streaming
 from connectors.vllm_hma.trace import Trace
+from connectors.vllm_hma.writes import Writes
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +84,7 @@ class Exposure:
     since: float
     by_layers: bool
     engine_s: float
-    writes: set[int]
+    writes: frozenset[int]
 
 
 class WorkerRuntime:
@@ -107,16 +105,17 @@ class WorkerRuntime:
         self._governor = Governor(Streaming.CHUNK if unmeasured else config.streaming)
         self._by_layers = False
         self._engine_s = 0.0
-        self._posted = self._posted_before = 0
+        self._posted_before = 0
         self._exposed: Exposure | None = None
         self._trace = Trace(config.trace_path, card.incarnation, card.rank)
         self._tally = RankTally(card.rank)
         self._lock = threading.RLock()
         self._producer = ProducerMachine(card.layout.groups, config.limits)
         self._consumer = ConsumerMachine(card.layout.groups, config.limits)
-        self._plans: dict[Peer, tuple[Place, PairPlan]] = {}
-        self._guests = Guests(lambda peer: self._producer.serves(peer) or self._consumer.awaits(peer))
-        self._writes: dict[int, int] = {}
+        self._peers = Peers(self._producer, self._consumer, transport, self._post, self._lock)
+        self._writes = Writes(
+            card.layout.place, transport, self._post, self._peers, self._producer, self._tally, self._trace
+        )
         self._sent: set[str] = set()
         self._received: dict[str, str | None] = {}
         self._complained_at = float("-inf")
@@ -124,14 +123,13 @@ class WorkerRuntime:
             card,
             transport,
             self._post,
+            self._peers,
             memory,
             config.integrity,
             config.limits.handshake_s,
             config.keys.identity,
             self._connected,
             self._connect_failed,
-            self._hello,
-            self._welcomed,
         )
         self._probe = EngineProbe(config.limits.cancel_s, config.keys.identity, self._engine_lost)
         # Comparing digests takes a while, and neither the engine's steps nor its answers to peers should wait for it.
@@ -168,7 +166,7 @@ class WorkerRuntime:
                 self._fence_preempted(orders.preempted)
             last = [chunk for chunk in orders.chunks if chunk.last]
             self._by_layers = bool(last) and self._governor.by_layers()
-            self._engine_s, self._posted_before = 0.0, self._posted
+            self._engine_s, self._posted_before = 0.0, self._writes.posted
             if self._by_layers:
                 self._steps.begin(last)
 
@@ -180,7 +178,7 @@ class WorkerRuntime:
                 self._perform(self._producer.preempted(request_id, time.monotonic()))
         deadline = time.monotonic() + self._limits.fence_s
         while any(self._producer.writes_in_flight(request_id) for request_id in request_ids):
-            self._poll_writes(time.monotonic())
+            self._perform(self._writes.poll(time.monotonic()))
             if time.monotonic() >= deadline:
                 break
             time.sleep(_BUSY_S)
@@ -266,7 +264,7 @@ class WorkerRuntime:
 
     def _pause_s(self) -> float:
         """How long the pump may rest: the engine's own steps pump too."""
-        if self._writes or self._steps:
+        if self._writes.under_way() or self._steps:
             return _BUSY_S
         producing, consuming = self._producer.census(), self._consumer.census()
         busy = (
@@ -295,7 +293,7 @@ class WorkerRuntime:
                 self._complain("broken", f"a frame from {sender[:80]!r} broke its reader:\n{traceback.format_exc()}")
         for entry in self._steps.passed():
             self._computed(entry, now)
-        self._poll_writes(now)
+        self._perform(self._writes.poll(now))
         self._measure(now)
         self._perform(self._producer.tick(now))
         self._perform(self._consumer.tick(now))
@@ -314,32 +312,16 @@ class WorkerRuntime:
                     new_ids = [()] * len(chunk.new_ids) if chunk.request_id in begun else chunk.new_ids
                     self._perform(self._producer.progress(chunk.request_id, new_ids, chunk.computed_tokens, now))
                 # A step that nothing was sent of says nothing about the way of sending.
-                sent = self._posted > self._posted_before and any(chunk.last for chunk in chunks)
+                sent = self._writes.posted > self._posted_before and any(chunk.last for chunk in chunks)
                 if sent and self._exposed is None:
-                    self._exposed = Exposure(now, bool(begun), self._engine_s, set(self._writes))
+                    self._exposed = Exposure(now, bool(begun), self._engine_s, self._writes.under_way())
 
     def _measure(self, now: float) -> None:
         """What the way of sending the last step has cost, once its writes have ended."""
         exposed = self._exposed
-        if exposed is not None and not exposed.writes & self._writes.keys():
+        if exposed is not None and not exposed.writes & self._writes.under_way():
             self._exposed = None
             self._governor.cost(exposed.by_layers, now - exposed.since, exposed.engine_s)
-
-    def _poll_writes(self, now: float) -> None:
-        for write_id, handle in list(self._writes.items()):
-            try:
-                if not self._transport.poll(handle):
-                    continue
-            except TransportError as error:
-                del self._writes[write_id]
-                self._tally.write_ended("failed")
-                logger.warning("Tandem: %s", error)
-                self._perform(self._producer.write_failed(write_id, str(error), now))
-            else:
-                del self._writes[write_id]
-                self._tally.write_ended("done")
-                self._trace.event("written", write=write_id)
-                self._perform(self._producer.write_done(write_id, now))
 
     def _dispatch(self, sender: str, frame: bytes, now: float) -> None:
         """Hand a frame to whom it concerns. What is malformed, or not for this engine start, is dropped and logged."""
@@ -360,40 +342,50 @@ class WorkerRuntime:
                 if not self._producer.knows(envelope.sender):
                     self._complain("stranger", f"{message.kind} of {sender[:80]!r} is dropped: it has not said hello")
                     return
-                self._guests.spoke(envelope.sender)
+                self._peers.spoke(envelope.sender)
                 self._trace.event(message.kind, transfer=message.transfer_id, consumer=envelope.sender.rank)
                 self._perform(self._producer.message(envelope.sender, message, now))
             case message:
-                self._guests.spoke(envelope.sender)
+                self._peers.spoke(envelope.sender)
                 self._perform(self._consumer.message(envelope.sender, message, now))
 
     # ---- actions -----------------------------------------------------------------------------------------------
 
     def _perform(self, actions: Iterable[ProducerAction | ConsumerAction]) -> None:
+        """One action that cannot be carried out must not cost those that come after it."""
         todo = deque(actions)
         while todo:
-            match todo.popleft():
-                case Send(peer, message):
-                    todo.extend(self._send(peer, message))
-                case Write() as write:
-                    todo.extend(self._write(write))
-                case Sent(request_id):
-                    self._trace.event("sent", request=request_id)
-                    self._sent.add(request_id)
-                case Forget(peer):
-                    self._forget(peer)
-                case Connect(engine):
-                    self._greeter.connect(engine)
-                    self._wake.set()
-                case Verify() as verify:
-                    # A pool that is shut down refuses work: this worker is being closed.
-                    with contextlib.suppress(RuntimeError):
-                        self._verifier.submit(self._verify, verify)
-                case Received(request_id, failure):
-                    if failure is not None:
-                        logger.warning("Tandem: the KV of request %s is computed here: %s", request_id, failure)
-                    self._trace.event("received", request=request_id, failure=failure)
-                    self._received[request_id] = failure
+            action = todo.popleft()
+            try:
+                todo.extend(self._carry_out(action))
+            except Exception:
+                self._complain("action", f"{type(action).__name__} cannot be carried out:\n{traceback.format_exc()}")
+
+    def _carry_out(self, action: ProducerAction | ConsumerAction) -> Sequence[ProducerAction | ConsumerAction]:
+        """What the machines make of it."""
+        match action:
+            case Send(peer, message):
+                return self._send(peer, message)
+            case Write() as write:
+                return self._writes.begin(write)
+            case Sent(request_id):
+                self._sent.add(request_id)
+                self._trace.event("sent", request=request_id)
+            case Forget(peer):
+                self._peers.forget(peer)
+            case Connect(engine):
+                self._greeter.connect(engine)
+                self._wake.set()
+            case Verify() as verify:
+                # A pool that is shut down refuses work: this worker is being closed.
+                with contextlib.suppress(RuntimeError):
+                    self._verifier.submit(self._verify, verify)
+            case Received(request_id, failure):
+                self._received[request_id] = failure
+                if failure is not None:
+                    logger.warning("Tandem: the KV of request %s is computed here: %s", request_id, failure)
+                self._trace.event("received", request=request_id, failure=failure)
+        return ()
 
     def _send(self, peer: Peer, message: Message) -> list[ConsumerAction]:
         try:
@@ -402,61 +394,6 @@ class WorkerRuntime:
             logger.warning("Tandem: %s is not sent: %s", message.kind, error)
             return self._consumer.undelivered(peer, message, time.monotonic())
         return []
-
-    def _write(self, write: Write) -> list[ProducerAction]:
-        """Post a write; a failure to post is one of the write."""
-        now = time.monotonic()
-        known = self._plans.get(write.peer)
-        try:
-            if known is None:
-                raise TransportError(agent_name(write.peer), "the consumer is gone")
-            place, plan = known
-            runs = build_runs(plan, write.moves)
-            if not len(runs):
-                self._producer.write_posted(write.write_id, 0)
-                return self._producer.write_done(write.write_id, now)
-            handle = self._post_write(agent_name(write.peer), runs, self.card.layout.place, place)
-        except (TransportError, PlanError) as error:
-            self._tally.write_ended("failed")
-            logger.warning("Tandem: %s", error)
-            return self._producer.write_failed(write.write_id, str(error), now)
-        self._writes[write.write_id] = handle
-        self._posted += 1
-        self._producer.write_posted(write.write_id, runs.total_bytes)
-        if write.digest is not None:
-            # Now, while these are the request's bytes, whatever becomes of the blocks before the write has read them.
-            for move in write.moves:
-                write.digest.add(move.group, move.src_ids, move.src_parts, move.layers)
-        sizes: Counter[int] = Counter()
-        for move in write.moves:
-            sizes[move.group] += move_bytes(plan, move)
-        for group, size in sizes.items():
-            self._tally.sent_bytes(group, size)
-        self._trace.event(
-            "write",
-            write=write.write_id,
-            transfer=write.transfer_id,
-            consumer=write.peer.rank,
-            runs=len(runs),
-            bytes=sizes,
-        )
-        return []
-
-    def _forget(self, peer: Peer) -> None:
-        """Both machines may know a worker, each in a role of its own."""
-        if not self._producer.knows(peer):
-            self._plans.pop(peer, None)
-            if not self._consumer.knows(peer):
-                self._guests.forget(peer)
-                self._post.forget(peer)
-                self._transport.remove_peer(agent_name(peer))
-
-    def _post_write(self, peer: str, runs: Runs, source: Place, target: Place) -> WriteHandle:
-        try:
-            return self._transport.write(peer, runs, source, target)
-        except TransportError as error:
-            self._post.reconnect(peer, error)
-            return self._transport.write(peer, runs, source, target)
 
     def _receive(self, receive: Receive, now: float) -> None:
         groups = self.card.layout.groups
@@ -511,21 +448,3 @@ class WorkerRuntime:
     def _engine_lost(self, incarnation: str, reason: str) -> None:
         with self._lock:
             self._perform(self._consumer.engine_lost(incarnation, reason, time.monotonic()))
-
-    def _hello(self, peer: Peer) -> None:
-        """Raises HandshakeError where there is no place for one more peer; else somebody idle may lose theirs."""
-        with self._lock:
-            leaving = self._guests.admit(peer)
-            if leaving is not None:
-                self._perform(self._producer.peer_lost(leaving, time.monotonic()))
-                self._consumer.forget(leaving.incarnation)
-                self._plans.pop(leaving, None)
-                self._transport.remove_peer(agent_name(leaving))
-                self._post.forget(leaving)
-
-    def _welcomed(self, peer: Peer, card: WorkerCard, plan: PairPlan, consumer: Consumer) -> None:
-        with self._lock:
-            # It may have been pushed out since its hello.
-            if peer in self._guests:
-                self._plans[peer] = (card.layout.place, plan)
-                self._producer.welcome(peer, consumer, time.monotonic())

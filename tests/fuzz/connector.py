@@ -116,7 +116,7 @@ class Campaign:
             self._agent.add_peer(worker.transport.metadata())
         self._open: list[socket.socket] = []
         # Few, so that they are pushed out all the time.
-        self.producer.runtime._guests._most = GUESTS
+        self.producer.runtime._peers._guests._most = GUESTS
 
     def close(self) -> None:
         for one in self._open:
@@ -276,8 +276,8 @@ class Campaign:
             runtime = worker.runtime
             assert runtime._pump_thread.is_alive()
             assert worker.server._thread.is_alive()
-            assert len(runtime._guests) <= GUESTS
-            assert len(runtime._plans) <= len(runtime._guests)
+            assert len(runtime._peers._guests) <= GUESTS
+            assert len(runtime._peers._plans) <= len(runtime._peers._guests)
             assert len(worker.transport._metadata) <= GUESTS + 1  # type: ignore[attr-defined]
             assert not runtime._producer._allowance.early
             assert not runtime._producer._allowance.blocks

@@ -187,6 +187,8 @@ def draw(seed: int) -> Schedule:
             refuses=rng.choice([0, 0, 0.3]),
             damages=rng.choice([0, 0, 0.02]),
             hangs=rng.choice([0, 0, 0, 0.05]),
+            unsent=rng.choice([0, 0, 0.2]),
+            drops_peers=rng.choice([0, 0, 0.2]),
             clears_at=CLEARS_AT,
         )
     world = World(rng, producer_tp, consumer_tp, rng.choice([1, 2, 3, 4, 6]), weather, rng.random() < 0.8)

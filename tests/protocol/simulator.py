@@ -18,8 +18,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from connectors.planning.blocks import UnitShape, wanted_blocks
@@ -83,6 +83,8 @@ class Weather:
     refuses: float = 0.0
     damages: float = 0.0
     hangs: float = 0.0
+    unsent: float = 0.0
+    drops_peers: float = 0.0
     clears_at: float = 0.0
 
 
@@ -244,6 +246,17 @@ class World:
         for consumer in self.consumers:
             if consumer.alive:
                 self.consume(consumer, consumer.machine.tick(self.now))
+                if self.stormy and self.rng.random() < self.weather.drops_peers:
+                    self.drop_peer(consumer)
+
+    def drop_peer(self, consumer: ConsumerRank) -> None:
+        """The owner has no place for a peer with which nothing is under way, and tells the machine."""
+        idle = [peer for peer in consumer.plans if not consumer.machine.awaits(peer)]
+        if idle:
+            peer = self.rng.choice(sorted(idle, key=lambda one: (one.incarnation, one.rank)))
+            self.counts["dropped peers"] += 1
+            self.consume(consumer, consumer.machine.forget(peer.incarnation))
+            consumer.plans.discard(peer)
 
     @property
     def stormy(self) -> bool:
@@ -396,19 +409,24 @@ class World:
         if consumer.alive:
             self.consume(consumer, call(consumer.machine))
 
-    def consume(self, consumer: ConsumerRank, actions: list[ConsumerAction]) -> None:
-        for action in actions:
-            match action:
+    def consume(self, consumer: ConsumerRank, actions: Sequence[ConsumerAction]) -> None:
+        todo = deque(actions)
+        while todo:
+            match todo.popleft():
                 case Send(peer, message):
-                    self.send_from(consumer, peer, message)
+                    if self.stormy and self.rng.random() < self.weather.unsent:
+                        self.counts["unsent"] += 1
+                        todo.extend(consumer.machine.undelivered(peer, message, self.now))
+                    else:
+                        self.send_from(consumer, peer, message)
                 case Connect(engine):
                     self.connect(consumer, engine)
                 case Forget(peer):
                     self.counts["forgotten producers"] += 1
-                    consumer.plans.remove(peer)
-                case Verify():
+                    consumer.plans.discard(peer)
+                case Verify() as verify:
                     lasts = self.rng.uniform(0, VERIFY_S)
-                    self.after(lasts, lambda verify=action: self.verified(consumer, verify))
+                    self.after(lasts, lambda verify=verify: self.verified(consumer, verify))
                 case Received(request_id, failure):
                     self.received(consumer, self.consumptions[request_id], failure)
 

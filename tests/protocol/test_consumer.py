@@ -345,22 +345,3 @@ def test_a_partner_without_a_share_is_waited_for() -> None:
     consumer.connected("engine-a", (PARTNERS[0], Partner(P1, SHAPES, (0, 0))), 0.0)
     assert consumer.message(P0, FIN0, 1.0) == []
     assert consumer.message(P1, Fin("t", 0), 1.0) == [Received("r", None)]
-
-
-# ---- who may be forgotten ------------------------------------------------------------------------------------------
-
-
-def test_whose_answers_are_awaited() -> None:
-    """From the wish for a handshake to a partner's last word; then it may be forgotten, and is met again."""
-    consumer = Consumer(GROUPS, LIMITS)
-    consumer.start(order(), 0.0)
-    assert consumer.awaits(P0)
-    assert not consumer.awaits(Peer(OTHER.incarnation, 0))
-    consumer = offered()
-    consumer.abort("r", 0.0)
-    consumer.message(P0, Cancelled("t"), 1.0)
-    assert (consumer.awaits(P0), consumer.awaits(P1)) == (False, True)
-    consumer.message(P1, Cancelled("t"), 1.0)
-    assert not consumer.awaits(P1)
-    consumer.forget(ENGINE.incarnation)
-    assert consumer.release("another", ENGINE, 2.0) == [Connect(ENGINE)]

@@ -85,7 +85,12 @@ def test_a_worker_that_was_forgotten_is_met_again(
     assert deliver(producer, first, "first") == (set(), {"first"}, set())
     for number, consumer in enumerate(others):
         assert deliver(producer, consumer, f"other-{number}") == (set(), {f"other-{number}"}, set())
-    assert len(producer.runtime._guests) == len(producer.runtime._plans) == len(producer.transport._peers) == 2
+    assert (
+        len(producer.runtime._peers._guests)
+        == len(producer.runtime._peers._plans)
+        == len(producer.transport._peers)
+        == 2
+    )
     assert deliver(producer, first, "lost") == (set(), {"lost"}, {"lost"})
     assert deliver(producer, first, "found") == (set(), {"found"}, set())
     assert first.cache[[3, 5], 0].tolist() == [2, 3]

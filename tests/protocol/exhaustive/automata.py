@@ -318,7 +318,7 @@ def swap_wid(wid: int) -> int:
 def call_consumer(machine: Consumer, event: Event, letters: Letters) -> list[Any]:
     """What the world must know of what the machine does."""
     method, arguments, _ = event
-    if method == "message":
+    if method in ("message", "undelivered"):
         arguments = (Peer(ENGINE.incarnation, arguments[0]), letters.messages[arguments[1]])
     if method == "tick":
         _age_consumer(machine)
@@ -360,6 +360,7 @@ def consumer_key(machine: Consumer) -> object:
             for reception in machine._receptions.values()
         ),
         bool(machine._partners),
+        bool(machine._doubtful),
         tuple(item for waiting in machine._releases.values() for item in waiting),
         tuple(machine._used.values()),
     )

@@ -24,6 +24,8 @@ def quick() -> Iterator[Scenario]:
     yield scenario(1, 1, "layer-wise", early=NEVER, abort=1)
     yield scenario(1, 1, "plain", early=NEVER, hang=1, drop=1)
     yield scenario(1, 1, "plain", early=NEVER, handshake=True, refuse=1, abort=1, drop=1)
+    yield scenario(1, 1, "plain", early=NEVER, unsent=1, drop=1, abort=1)
+    yield scenario(1, 1, "plain", early=NEVER, handshake=True, unsent=1, refuse=1, abort=1)
     yield scenario(1, 1, "plain", early=NEVER, deadlines={"lease_s": 2}, drop=1, double=1, abort=1)
     yield scenario(1, 1, "plain", early=NEVER, deadlines={"progress_s": 2, "alive_s": 1}, drop=1, double=1, abort=1)
     for producer_tp, consumer_tp in ((1, 2), (2, 1)):
@@ -33,6 +35,7 @@ def quick() -> Iterator[Scenario]:
         yield scenario(producer_tp, consumer_tp, "layer-wise", drop=1)
         yield scenario(producer_tp, consumer_tp, "plain", integrity=True, drop=1, fail=1)
         yield scenario(producer_tp, consumer_tp, "plain", hang=1)
+        yield scenario(producer_tp, consumer_tp, "plain", unsent=1, drop=1)
     yield scenario(2, 2, "plain", drop=1)
     yield scenario(2, 2, "plain", crash_prefill=1)
 
@@ -59,6 +62,7 @@ def thorough() -> Iterator[Scenario]:
     yield scenario(2, 2, "plain", integrity=True, drop=1)
     yield scenario(2, 2, "plain", integrity=True, fail=1)
     yield scenario(2, 2, "plain", hang=1)
+    yield scenario(2, 2, "plain", unsent=1, drop=1)
     yield scenario(2, 2, "plain", early=1)
     yield scenario(2, 2, "preempted", drop=1, double=1)
     yield scenario(2, 2, "layer-wise", drop=1, double=1)

@@ -89,13 +89,14 @@ class Table:
 
 @dataclass(slots=True)
 class Draft:
-    """A state being changed."""
+    """A state being changed. ``refuses``: the transport refuses the next message of a decode rank in this step."""
 
     a: list[A]
     b: list[B]
     net: set[Letter]
     writes: set[InFlight]
     budget: Budget
+    refuses: bool = False
 
 
 Step = tuple[Callable[..., None], tuple[Any, ...]]

@@ -88,7 +88,8 @@ NEVER = -1
 class Budget(NamedTuple):
     """Faults that may still happen; ``early`` jumps of clocks, NEVER for any number of them.
 
-    ``cut``: the prefill request was aborted after so many orders.
+    ``unsent``: the transport refuses a message of a decode rank, and says so. ``cut``: the prefill request was aborted
+    after so many orders.
     """
 
     drop: int = 0
@@ -101,6 +102,7 @@ class Budget(NamedTuple):
     fail: int = 0
     hang: int = 0
     refuse: int = 0
+    unsent: int = 0
     early: int = NEVER
     cut: int = NEVER
     freed: bool = False

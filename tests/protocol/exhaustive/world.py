@@ -3,7 +3,7 @@
 One request of 4 tokens in 2 chunks, one full-attention and one sliding-window group of 2-token blocks, 2 layers. What
 can happen in a state, in any order:
 
-    a message arrives, arrives twice or is lost; the network keeps no order
+    a message arrives, arrives twice or is lost, or cannot be sent; the network keeps no order
     a write ends, fails, or never ends; a rank carries out its scheduler's next order, each in its own time
     a rank's clock jumps; bytes are found to be what was sent, or not
     ranks die, the rest of their engine after them, and the survivors' side is told once all are dead
@@ -131,6 +131,13 @@ class World(States):
                 yield self.fault, ("crash_decode", self.decode_dies, c)
             if budget.refuse and b.connecting:
                 yield self.fault, ("refuse", self.connects, c, False)
+        if budget.unsent:
+            for then, arguments in self.orderly(d):
+                if then in (self.arrives, self.connects, self.decode_starts, self.decode_aborts):
+                    yield self.fault, ("unsent", self.cannot_send, then, *arguments)
+            for c, b in enumerate(d.b):
+                if b.machine != DEAD:
+                    yield self.fault, ("unsent", self.cannot_send, self.decode_jumps, c)
         if budget.abort:
             yield self.fault, ("abort", self.decode_request_is_aborted)
         if budget.leave and max(a.done for a in d.a) < len(self.scenario.orders):
@@ -202,6 +209,12 @@ class World(States):
     def fault(self, d: Draft, name: str, then: Callable[..., None], *arguments: Any) -> None:
         d.budget = d.budget._replace(**{name: getattr(d.budget, name) - 1})
         then(d, *arguments)
+
+    def cannot_send(self, d: Draft, then: Callable[..., None], *arguments: Any) -> None:
+        """Something else happens; the first message that a decode rank answers it with cannot be sent."""
+        d.refuses = True
+        then(d, *arguments)
+        d.refuses = False
 
     def prefill_jumps(self, d: Draft, p: int) -> None:
         self.producer(d, p, "tick", ())
@@ -380,6 +393,10 @@ class World(States):
         for what, *details in actions:
             if what == "send":
                 rank, number = details
+                if d.refuses:
+                    d.refuses = False
+                    self.consumer(d, c, "undelivered", (rank, number))
+                    continue
                 if isinstance(self.letters.messages[number], Offer):
                     d.b[c] = d.b[c]._replace(may=d.b[c].may | 1 << rank)
                 self.send(d, (False, rank, c, number))

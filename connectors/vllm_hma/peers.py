@@ -1,0 +1,105 @@
+"""The workers of other engines as one rank knows them: a place, a connection and, for a consumer worker, a plan.
+
+    greeting   hands are being shaken: the peer has a place, and keeps it and its connection whatever else happens
+    welcome    a consumer worker fits: it has a plan, and the producer's machine knows it
+    forget     a machine knows it no longer: what only that machine needed goes, the rest if the other does not either
+
+Every start of an engine is a new peer that never says goodbye, so there are only so many places (``Guests``): for one
+more, somebody with whom nothing is under way loses theirs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from connectors.planning.layout import Place
+from connectors.planning.plan import PairPlan
+from connectors.protocol.consumer import Consumer as ConsumerMachine
+from connectors.protocol.delivery import Consumer
+from connectors.protocol.producer import Producer as ProducerMachine
+from connectors.protocol.wire import Peer
+from connectors.transport.base import Transport
+from connectors.vllm_hma.guests import Guests
+from connectors.vllm_hma.post import Post, agent_name
+
+
+class Peers:
+    """Thread-safe: ``lock`` is the one under which its owner calls the machines, and is taken here too."""
+
+    def __init__(
+        self,
+        producer: ProducerMachine,
+        consumer: ConsumerMachine,
+        transport: Transport,
+        post: Post,
+        lock: threading.RLock,
+    ) -> None:
+        self._producer = producer
+        self._consumer = consumer
+        self._transport = transport
+        self._post = post
+        self._lock = lock
+        self._greeting: Counter[Peer] = Counter()
+        self._plans: dict[Peer, tuple[Place, PairPlan]] = {}
+        self._guests = Guests(self._busy)
+
+    @contextmanager
+    def greeting(self, peer: Peer) -> Iterator[None]:
+        """While hands are shaken. Raises HandshakeError where there is no place for one more.
+
+        A machine that forgets the peer meanwhile does not take away the connection that is being made.
+        """
+        with self._lock:
+            leaving = self._guests.admit(peer)
+            if leaving is not None:
+                self._push_out(leaving)
+            self._greeting[peer] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._greeting[peer] -= 1
+                if not self._greeting[peer]:
+                    del self._greeting[peer]
+
+    def welcome(self, peer: Peer, place: Place, plan: PairPlan, consumer: Consumer) -> None:
+        """The consumer worker that is being greeted fits. ``place`` is where its cache lies."""
+        with self._lock:
+            self._plans[peer] = (place, plan)
+            self._producer.welcome(peer, consumer, time.monotonic())
+
+    def plan(self, peer: Peer) -> tuple[Place, PairPlan] | None:
+        """Where a consumer worker's cache lies and what is sent to it; None where it is known no longer."""
+        return self._plans.get(peer)
+
+    def spoke(self, peer: Peer) -> None:
+        """A message of a transfer has come from it: it keeps its place before those that have only said hello."""
+        self._guests.spoke(peer)
+
+    def forget(self, peer: Peer) -> None:
+        """One of the machines has. Both may know a worker, each in a role of its own."""
+        if self._producer.knows(peer):
+            return
+        self._plans.pop(peer, None)
+        if not self._consumer.knows(peer) and peer not in self._greeting:
+            self._drop(peer)
+
+    def _push_out(self, peer: Peer) -> None:
+        """Nothing is under way with it: no machine has anything to do but to forget it."""
+        self._producer.peer_lost(peer, time.monotonic())
+        for sibling in self._consumer.forget(peer.incarnation):
+            self.forget(sibling.peer)
+        self._plans.pop(peer, None)
+        self._drop(peer)
+
+    def _drop(self, peer: Peer) -> None:
+        self._guests.forget(peer)
+        self._post.forget(peer)
+        self._transport.remove_peer(agent_name(peer))
+
+    def _busy(self, peer: Peer) -> bool:
+        return peer in self._greeting or self._producer.serves(peer) or self._consumer.awaits(peer)

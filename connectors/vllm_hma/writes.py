@@ -1,0 +1,133 @@
+"""The writes of one rank, from the machine's ``Write`` to its end: every one that is begun ends, done or failed."""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+from collections import Counter
+
+from connectors.errors import TandemError, TransportError
+from connectors.planning.descriptors import Runs, build_runs, move_bytes
+from connectors.planning.layout import Place
+from connectors.planning.plan import PairPlan
+from connectors.protocol.actions import ProducerAction, Write
+from connectors.protocol.producer import Producer as ProducerMachine
+from connectors.transport.base import Transport, WriteHandle
+from connectors.vllm_hma.complaints import Complaints
+from connectors.vllm_hma.metrics import RankTally
+from connectors.vllm_hma.peers import Peers
+from connectors.vllm_hma.post import Post, agent_name
+from connectors.vllm_hma.trace import Trace
+
+logger = logging.getLogger(__name__)
+
+
+class Writes:
+    """Not thread-safe; its owner serialises calls. Those that return actions have told the machine of writes' ends."""
+
+    def __init__(
+        self,
+        source: Place,
+        transport: Transport,
+        post: Post,
+        peers: Peers,
+        producer: ProducerMachine,
+        tally: RankTally,
+        trace: Trace,
+    ) -> None:
+        self._source = source
+        self._transport = transport
+        self._post = post
+        self._peers = peers
+        self._producer = producer
+        self._tally = tally
+        self._trace = trace
+        self._complain = Complaints(logger)
+        self._handles: dict[int, WriteHandle] = {}
+        self.posted = 0
+
+    def under_way(self) -> frozenset[int]:
+        """Ids of the writes that have not ended."""
+        return frozenset(self._handles)
+
+    def begin(self, write: Write) -> list[ProducerAction]:
+        """Post a write; a failure to post is one of the write."""
+        try:
+            place, plan = self._target(write)
+            runs = build_runs(plan, write.moves)
+            if not len(runs):
+                self._producer.write_posted(write.write_id, 0)
+                return self._producer.write_done(write.write_id, time.monotonic())
+            handle = self._posted(agent_name(write.peer), runs, place)
+        except Exception as error:
+            return self._failed(write.write_id, error)
+        self._handles[write.write_id] = handle
+        self.posted += 1
+        self._producer.write_posted(write.write_id, runs.total_bytes)
+        self._add_to_digest(write)
+        self._count(write, plan, len(runs))
+        return []
+
+    def poll(self, now: float) -> list[ProducerAction]:
+        """Which writes have ended?
+
+        A transport that raises anything else than TransportError is broken: it will say no more of the write than that.
+        """
+        actions: list[ProducerAction] = []
+        for write_id, handle in list(self._handles.items()):
+            try:
+                if not self._transport.poll(handle):
+                    continue
+            except Exception as error:
+                del self._handles[write_id]
+                actions += self._failed(write_id, error)
+            else:
+                del self._handles[write_id]
+                self._tally.write_ended("done")
+                self._trace.event("written", write=write_id)
+                actions += self._producer.write_done(write_id, now)
+        return actions
+
+    def _target(self, write: Write) -> tuple[Place, PairPlan]:
+        known = self._peers.plan(write.peer)
+        if known is None:
+            raise TransportError(agent_name(write.peer), "the consumer is gone")
+        return known
+
+    def _posted(self, peer: str, runs: Runs, target: Place) -> WriteHandle:
+        try:
+            return self._transport.write(peer, runs, self._source, target)
+        except TransportError as error:
+            self._post.reconnect(peer, error)
+            return self._transport.write(peer, runs, self._source, target)
+
+    def _failed(self, write_id: int, error: Exception) -> list[ProducerAction]:
+        self._tally.write_ended("failed")
+        if isinstance(error, TandemError):
+            logger.warning("Tandem: %s", error)
+        else:
+            self._complain("write", "a write broke:\n" + "".join(traceback.format_exception(error)[-3:]))
+        return self._producer.write_failed(write_id, str(error) or repr(error), time.monotonic())
+
+    def _add_to_digest(self, write: Write) -> None:
+        """Now, while these are the request's bytes, whatever becomes of the blocks before the write has read them."""
+        if write.digest is None:
+            return
+        try:
+            for move in write.moves:
+                write.digest.add(move.group, move.src_ids, move.src_parts, move.layers)
+        except Exception:
+            # The write is under way. What the digest lacks now makes the consumer compute the prompt itself.
+            self._complain("digest", f"what a write sends cannot be digested:\n{traceback.format_exc()}")
+
+    def _count(self, write: Write, plan: PairPlan, runs: int) -> None:
+        sizes: Counter[int] = Counter()
+        for move in write.moves:
+            sizes[move.group] += move_bytes(plan, move)
+        for group, size in sizes.items():
+            self._tally.sent_bytes(group, size)
+        consumer = write.peer.rank
+        self._trace.event(
+            "write", write=write.write_id, transfer=write.transfer_id, consumer=consumer, runs=runs, bytes=sizes
+        )

@@ -1,0 +1,111 @@
+"""Handshakes during which a machine forgets the peer that is being greeted: they succeed, on either side."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from connectors.protocol.wire import Peer
+from connectors.transport.memory import MemoryTransport
+from connectors.vllm_hma.guests import Guests
+from tests.vllm_contract.test_forgetting import delivered, lose, produce
+from tests.vllm_contract.workers import Worker, receive, results, until
+
+
+class Paused(MemoryTransport):
+    """``add_peer`` waits, before or after it has learned of the peer, while ``go`` is not set."""
+
+    before = True
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)  # type: ignore[arg-type]
+        self.go, self.waits = threading.Event(), threading.Event()
+        self.go.set()
+
+    def add_peer(self, metadata: bytes, name: str | None = None) -> str:
+        if not self.before:
+            super().add_peer(metadata, name)
+        self.waits.set()
+        assert self.go.wait(30)
+        return super().add_peer(metadata, name) if self.before else str(name)
+
+    def pause(self, before: bool) -> None:
+        self.before = before
+        self.waits.clear()
+        self.go.clear()
+
+
+def paused(worker: Worker) -> Paused:
+    assert isinstance(worker.transport, Paused)
+    return worker.transport
+
+
+def greet_again(consumer: Worker, producer: Worker, request: str) -> None:
+    """The consumer has forgotten the producer engine, as after forget_s / 2; a request comes."""
+    with consumer.runtime._lock:
+        consumer.runtime._perform(consumer.runtime._consumer.forget(producer.card.incarnation))
+    consumer.step(receives=[receive(producer.address, request, request)])
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before the connection", "behind the connection"])
+def test_a_producer_that_forgets_whom_it_is_greeting(worker: Callable[..., Worker], before: bool) -> None:
+    """The Welcome arrives, and the offer after it is heard."""
+    producer, consumer = delivered(lambda name: worker(name, transport_class=Paused))
+    paused(producer).pause(before)
+    greet_again(consumer, producer, "again")
+    until(paused(producer).waits.is_set)
+    lose(producer, Peer("c", 0))
+    paused(producer).go.set()
+    produce(producer, "q-again", "again")
+    assert results(consumer) == (set(), {"again"}, set())
+    assert (len(producer.runtime._peers._plans), producer.transport._peers) == (1, {"c/0"})
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before the connection", "behind the connection"])
+def test_a_consumer_that_forgets_whom_it_is_greeting(worker: Callable[..., Worker], before: bool) -> None:
+    """Its other machine forgets the worker that it produces for, while it greets it as a producer."""
+    first, second = delivered(lambda name: worker(name, transport_class=Paused))
+    paused(first).pause(before)
+    first.step(receives=[receive(second.address, "back", "back")])
+    until(paused(first).waits.is_set)
+    lose(first, Peer("c", 0))
+    paused(first).go.set()
+    produce(second, "q-back", "back")
+    reported: list[tuple[set[str], set[str], set[str]]] = []
+
+    def received() -> bool:
+        reported.append(first.runtime.results())
+        return "back" in reported[-1][1]
+
+    until(received)
+    assert reported[-1][2] == set()
+
+
+def test_a_greeting_that_is_over_protects_nobody(worker: Callable[..., Worker]) -> None:
+    """Nothing is kept of a worker that is forgotten after its greeting."""
+    producer, consumer = delivered(worker)
+    greet_again(consumer, producer, "again")
+    produce(producer, "q-again", "again")
+    assert results(consumer) == (set(), {"again"}, set())
+    lose(producer, Peer("c", 0))
+    assert (len(producer.runtime._peers._plans), producer.transport._peers) == (0, set())
+
+
+def test_nobody_is_pushed_out_amid_a_greeting(
+    worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the only place belongs to a peer that is being greeted, the newcomer is refused and the first succeeds."""
+    monkeypatch.setattr(Guests.__init__, "__defaults__", (1,))
+    producer = worker("p", transport_class=Paused)
+    consumer, newcomer = worker("c"), worker("d")
+    paused(producer).pause(before=False)
+    consumer.step(receives=[receive(producer.address)])
+    until(paused(producer).waits.is_set)
+    newcomer.step(receives=[receive(producer.address, "r2", "t2")])
+    until(lambda: "all of them are busy" in caplog.text)
+    paused(producer).go.set()
+    produce(producer, "q", "t")
+    assert results(consumer) == (set(), {"r"}, set())
+    assert results(newcomer) == (set(), {"r2"}, {"r2"})
