@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from actors.acquaintance import LOOK_EVERY_S, MEET_S, OtherRole, ProbeParams, every
 from actors.hosting import FIRST_REQUEST_TIMEOUT_S, EngineActor
-from actors.hosts import watch_hosts
+from actors.hosts import dead_hosts, watch_hosts
 from configs.settings import ServiceSettings
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,8 @@ class Decode(EngineActor):
         await super().__init__(settings)
         await self.engine.warm_up(FIRST_REQUEST_TIMEOUT_S)
         # Before any prefill engine is met: nodes that are dead by then are none of ours.
-        lost = watch_hosts(self.engine.lose, settings.transfer.host_gone_s)
+        dead = await dead_hosts()
+        lost = watch_hosts(self.engine.lose, settings.transfer.host_gone_s, dead)
         self._tasks = [asyncio.create_task(lost, name="watches-hosts")]
         self._prefill = OtherRole("prefill")
         self._met: set[str] = set()
