@@ -14,7 +14,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from actors.leg import deadline, serve_errors
-from configs.settings import RoleName
+from configs.settings import RoleName, TransferSettings
 from connectors.errors import TandemError
 
 logger = logging.getLogger(__name__)
@@ -22,24 +22,33 @@ logger = logging.getLogger(__name__)
 ProbeParams = Mapping[str, Any]
 """`kv_transfer_params` with which a decode engine fetches a probe's KV."""
 
-MEET_S = 30.0
-"""For the calls that make one replica acquainted with all of the other role."""
+FETCH_MARGIN_S = 10.0
+"""For what a probe costs beside its handshake: its prompt, its KV, or the prompt again where no KV comes."""
+
+ASK_MARGIN_S = 5.0
+"""For Serve's calls between replicas."""
 
 LOOK_EVERY_S = 5.0
 """Between two looks of a decode replica for prefill replicas that it has not met."""
 
 
-class OtherRole:
-    """The replicas of the other role, asked all at once."""
+def meet_s(transfer: TransferSettings) -> float:
+    """How long one probe may take: a handshake that fails says why before this ends."""
+    return transfer.handshake_s + FETCH_MARGIN_S
 
-    def __init__(self, role: RoleName) -> None:
+
+class OtherRole:
+    """The replicas of the other role, asked all at once; each may take `meet_s` for its answer."""
+
+    def __init__(self, role: RoleName, meet_s: float) -> None:
         self.role = role
+        self._ask_s = meet_s + ASK_MARGIN_S
         self._handle: DeploymentHandle | None = None
 
     async def ask(self, method: str, *arguments: object) -> list[Any]:
         """The answers of the replicas that run and answer in time; none where there is no replica yet."""
         try:
-            async with deadline(MEET_S, f"{method} of the {self.role} replicas"), serve_errors(self.role):
+            async with deadline(self._ask_s, f"{method} of the {self.role} replicas"), serve_errors(self.role):
                 if self._handle is None:
                     self._handle = serve.get_deployment_handle(self.role.capitalize(), _check_exists=False)
                 replies = await self._handle.broadcast(method, *arguments).results_async(return_exceptions=True)

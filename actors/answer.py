@@ -28,20 +28,18 @@ class Answer:
         """`remote` when another engine computed the prompt, `local` when decode did."""
         return "remote" if self.local_reason is None else "local"
 
-    @property
-    def body(self) -> bytes:
-        """The whole body of an answer that is not a stream: it was read before anything was said of it."""
-        return b"".join(_bytes_of(item) for item in self._attempt.opened.items)
+    async def body(self) -> AsyncGenerator[bytes, None]:
+        """The body as it comes: of a stream whole events, of another answer all at once.
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The body of a stream, in whole events, as it comes; goes on with another engine where decode dies.
-
-        Raises DeadlineError once the request's time is over; CannotResumeError, UnavailableError or OverloadedError
-        when decode has died and the stream cannot go on.
+        `start` and `local_reason` are certain when the first item is there: a stream whose engine dies before its
+        first event may become another engine's answer, with a status of its own. One that dies later goes on with
+        another engine. Raises DeadlineError once the request's time is over; CannotResumeError, UnavailableError or
+        OverloadedError when decode has died and the stream cannot go on.
         """
         stream = EventStream()
         journal: list[Group] = []
-        while True:
+        comments = b""
+        while self._attempt.opened.start.streams:
             known = len(journal)
             try:
                 items = deque(self._attempt.opened.items)
@@ -52,7 +50,11 @@ class Answer:
                         known -= repeated
                         journal += item.groups[repeated:]
                     sent = stream.sent
-                    if events := stream.feed(_bytes_of(item)):
+                    events = comments + stream.feed(_bytes_of(item))
+                    if stream.sent == 0:
+                        comments = events  # not an answer yet
+                    elif events:
+                        comments = b""
                         if stream.sent > sent:
                             self._attempts.got_further()
                         yield events
@@ -62,6 +64,7 @@ class Answer:
             if stream.done:
                 return
             await self._resume(error, stream, journal)
+        yield b"".join(_bytes_of(item) for item in self._attempt.opened.items)
 
     async def close(self) -> None:
         """End what still runs of the request."""
@@ -89,10 +92,10 @@ class Answer:
             await self._attempt.close()
             self._attempt = await self._attempts.open(tuple(journal))
             start = self._attempt.opened.start
-            if not start.streams:
-                raise CannotResumeError(f"the engine that was to go on with a stream answered HTTP {start.status}")
             if stream.sent == 0:
-                self.local_reason = self._attempt.local_reason
+                self.start, self.local_reason = start, self._attempt.local_reason
+            elif not start.streams:
+                raise CannotResumeError(f"the engine that was to go on with a stream answered HTTP {start.status}")
             stream.restart()
             outcome = "resumed"
         except CannotResumeError:

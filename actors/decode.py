@@ -4,9 +4,9 @@ import asyncio
 import logging
 from collections.abc import Mapping
 
-from actors.acquaintance import LOOK_EVERY_S, MEET_S, OtherRole, ProbeParams, every
+from actors.acquaintance import LOOK_EVERY_S, OtherRole, ProbeParams, every, meet_s
 from actors.hosting import FIRST_REQUEST_TIMEOUT_S, EngineActor
-from actors.hosts import watch_hosts
+from actors.hosts import dead_hosts, watch_hosts
 from configs.settings import ServiceSettings
 
 logger = logging.getLogger(__name__)
@@ -21,9 +21,11 @@ class Decode(EngineActor):
         await super().__init__(settings)
         await self.engine.warm_up(FIRST_REQUEST_TIMEOUT_S)
         # Before any prefill engine is met: nodes that are dead by then are none of ours.
-        lost = watch_hosts(self.engine.lose, settings.transfer.host_gone_s)
+        dead = await dead_hosts()
+        lost = watch_hosts(self.engine.lose, settings.transfer.host_gone_s, dead)
         self._tasks = [asyncio.create_task(lost, name="watches-hosts")]
-        self._prefill = OtherRole("prefill")
+        self._meet_s = meet_s(settings.transfer)
+        self._prefill = OtherRole("prefill", self._meet_s)
         self._met: set[str] = set()
         await self._look_around()
         looking = every(LOOK_EVERY_S, self._look_around)
@@ -40,16 +42,17 @@ class Decode(EngineActor):
             await self._fetch(probes[self.replica])
 
     async def _look_around(self) -> None:
-        """Meet the prefill replicas that have come since."""
-        for probe in await self._prefill.ask("introduce", frozenset(self._met)):
-            if probe:
-                try:
-                    await self._fetch(probe)
-                except TimeoutError:
-                    # Its requests will be computed here; that is no reason not to serve, or not to meet the others.
-                    logger.warning("prefill engine %s cannot be met", probe.get("remote_engine_id"))
+        """Meet the prefill replicas that have come since, all at once: one that is out of reach takes all its time."""
+        probes = [probe for probe in await self._prefill.ask("introduce", frozenset(self._met)) if probe]
+        fetches = await asyncio.gather(*map(self._fetch, probes), return_exceptions=True)
+        for probe, problem in zip(probes, fetches, strict=True):
+            if isinstance(problem, TimeoutError):
+                # Its requests will be computed here; that is no reason not to serve, or not to meet the others.
+                logger.warning("prefill engine %s cannot be met", probe.get("remote_engine_id"))
+            elif problem is not None:
+                raise problem
 
     async def _fetch(self, probe: ProbeParams) -> None:
-        await self.engine.consume_probe(probe, MEET_S)
+        await self.engine.consume_probe(probe, self._meet_s)
         self._met.add(probe["remote_engine_id"])
         logger.info("met prefill engine %s", probe["remote_engine_id"])

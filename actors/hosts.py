@@ -49,13 +49,25 @@ class LostHosts:
         del self._since[node_id]
 
 
-async def watch_hosts(tell: Callable[[str], Awaitable[None]], gone_s: float) -> None:
-    """Until cancelled: `tell` what the ids of engines begin with whose node has been dead for `gone_s`."""
-    hosts: LostHosts | None = None
+async def dead_hosts() -> list[str]:
+    """The nodes that are dead now; to be asked before an engine meets any other. None where Ray does not say: then
+    the watch tells of all of them, which does no harm."""
+    try:
+        return await asyncio.to_thread(_dead_nodes)
+    except Exception:
+        logger.exception("cannot tell which hosts were lost before this engine started")
+        return []
+
+
+async def watch_hosts(tell: Callable[[str], Awaitable[None]], gone_s: float, dead_before: Iterable[str]) -> None:
+    """Until cancelled: `tell` what the ids of engines begin with whose node has been dead for `gone_s`.
+
+    `dead_before` are the nodes of which no engine can have been met (`dead_hosts`).
+    """
+    hosts = LostHosts(dead_before, gone_s)
     while True:
         try:
             dead = await asyncio.to_thread(_dead_nodes)
-            hosts = hosts or LostHosts(dead, gone_s)
             for node_id in hosts.look(dead, time.monotonic()):
                 await tell(engines_of(node_id))
                 hosts.told(node_id)

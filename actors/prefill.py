@@ -6,7 +6,7 @@ from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any
 
-from actors.acquaintance import MEET_S, OtherRole
+from actors.acquaintance import OtherRole, meet_s
 from actors.asgi_call import Call
 from actors.handoff import Producer
 from actors.hosting import FIRST_REQUEST_TIMEOUT_S, CallItem, EngineActor
@@ -21,6 +21,7 @@ class Prefill(EngineActor):
     async def __init__(self, settings: ServiceSettings) -> None:
         await super().__init__(settings)
         self._held: set[str] = set()
+        self._meet_s = meet_s(settings.transfer)
         self._producer: Producer = await self.engine.describe_producer(FIRST_REQUEST_TIMEOUT_S)
         await self._meet_decode()
 
@@ -47,13 +48,13 @@ class Prefill(EngineActor):
         """A probe for a decode replica that has met the engines of `known`; None where this one is among them."""
         if self._producer.remote_engine_id in known:
             return None
-        return await self.engine.produce_probe(MEET_S)
+        return await self.engine.produce_probe(self._meet_s)
 
     async def _meet_decode(self) -> None:
         """Let the decode replicas that run fetch a probe each, before this one is ready."""
-        decode = OtherRole("decode")
+        decode = OtherRole("decode", self._meet_s)
         replicas = await decode.ask("ping")
-        probes = {replica: await self.engine.produce_probe(MEET_S) for replica in replicas}
+        probes = {replica: await self.engine.produce_probe(self._meet_s) for replica in replicas}
         if probes:
             await decode.ask("meet", probes)
 

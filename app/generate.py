@@ -79,14 +79,13 @@ class Generate:
     async def _send(self, answer: Answer, send: Send) -> None:
         """Send `answer` to the client. Nothing is sent before its first byte is there, so until then an
         error can have a status of its own."""
-        if not answer.start.streams:
-            await self._begin(answer, answer.body, send)
-            return
-        async with aclosing(answer.events()) as events:
-            head = await anext(events)
-            self._router.metrics.first_byte.labels(answer.route).observe(answer.first_byte_s)
+        async with aclosing(answer.body()) as body:
+            head = await anext(body)
+            if answer.start.streams:
+                self._router.metrics.first_byte.labels(answer.route).observe(answer.first_byte_s)
             await self._begin(answer, head, send)
-            await self._send_rest(events, send)
+            if answer.start.streams:
+                await self._send_rest(body, send)
 
     async def _begin(self, answer: Answer, head: bytes, send: Send) -> None:
         status = answer.start.status

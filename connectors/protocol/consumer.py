@@ -59,12 +59,15 @@ class Partner:
     """One producer rank that talks to this worker; ``unit_bytes[g]`` is what it sends for a unit of group g.
 
     ``new_digest`` makes the digest of one transfer from it, over our memory; None where none is to be asked for.
+    ``met_at`` is where its engine was met, None where nobody shook hands. A request may name the engine with another
+    address, and who answers there, or nobody, says nothing about this one.
     """
 
     peer: Peer
     shapes: tuple[UnitShape, ...]
     unit_bytes: tuple[int, ...]
     new_digest: Callable[[], Digest] | None = None
+    met_at: EngineAddress | None = None
 
 
 class _Stage(Enum):
@@ -223,7 +226,8 @@ class Consumer:
             if reception.stage is _Stage.ENDING:
                 if reception.writing and now - reception.cancelled_at >= self._limits.cancel_s:
                     reception.quarantined = True
-                    actions += [*self._cancel(reception, now), Connect(reception.order.producer)]
+                    met_at = next(iter(reception.writing.values())).met_at or reception.order.producer
+                    actions += [*self._cancel(reception, now), Connect(met_at)]
             elif self._waits_for_a_word(reception) and now - reception.heard_at >= self._silence_s(reception):
                 silence = f"nothing was heard of the transfer for {self._silence_s(reception):g} s"
                 actions += self._fail(reception, silence, now)
@@ -245,7 +249,8 @@ class Consumer:
 
     def unanswered_engines(self) -> set[EngineAddress]:
         """Engines that have not answered a Cancel within cancel_s: is there still a process?"""
-        return {r.order.producer for r in self._receptions.values() if r.quarantined}
+        quarantined = [r for r in self._receptions.values() if r.quarantined]
+        return {partner.met_at or r.order.producer for r in quarantined for partner in r.writing.values()}
 
     def engines(self) -> set[str]:
         """Every engine start that this worker has met or that a request waits for."""

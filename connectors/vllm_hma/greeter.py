@@ -170,6 +170,7 @@ class Greeter:
                 plan.shapes,
                 plan.unit_bytes,
                 None if memory is None else digests(plan, memory, End.TARGET),
+                engine,
             )
             for rank, plan in plans.items()
         ]

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 
 from connectors.errors import StaleReferenceError, TandemError
 from connectors.protocol.params import EngineAddress
+from connectors.vllm_hma.complaints import Complaints
 from connectors.vllm_hma.side_channel import fetch_card
 
 logger = logging.getLogger(__name__)
@@ -36,9 +37,10 @@ class EngineProbe:
         self._watched: set[EngineAddress] = set()
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
+        self._complain = Complaints(logger)
 
     def watch(self, engines: Iterable[EngineAddress]) -> None:
-        """Replace the set of engines to probe. Cheap when nothing changes."""
+        """Replace the set of engines to probe, each at the address where it was met. Cheap when nothing changes."""
         with self._lock:
             self._watched = set(engines)
             if self._watched and self._thread is None and not self._closed.is_set():
@@ -56,11 +58,20 @@ class EngineProbe:
                 if not watched or self._closed.is_set():
                     self._thread = None
                     return
-            refusing = {engine for engine in watched if _gone(engine, self._timeout_s, self._identity)}
-            for engine in refusing & refused:
-                self._on_lost(engine.incarnation, "the prefill engine's process is gone")
-            refused = refusing
+            refused = {engine for engine in watched if self._look(engine, engine in refused)}
             self._closed.wait(_CONFIRM_S)
+
+    def _look(self, engine: EngineAddress, refused_before: bool) -> bool:
+        """Whether the engine refuses; told when it does so again. One that cannot be probed keeps no other from it."""
+        try:
+            refuses = _gone(engine, self._timeout_s, self._identity)
+            if refuses and refused_before:
+                self._on_lost(engine.incarnation, "the prefill engine's process is gone")
+            return refuses
+        except Exception as error:
+            shown = f"{engine.incarnation[:80]!r} at {engine.host[:80]!r}"
+            self._complain("broken", f"prefill engine {shown} cannot be probed: {error!r}")
+            return refused_before
 
 
 def _gone(engine: EngineAddress, timeout_s: float, identity: bytes) -> bool:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from actors.acquaintance import OtherRole, meet_s
 from actors.decode import Decode
+from configs.settings import TransferSettings
 
 
 class Prefills:
@@ -20,7 +22,7 @@ class Unstarted(Decode):
     """Made without an engine: nothing is to be ended."""
 
     def __init__(self) -> None:
-        self._prefill, self.engine, self._met = Prefills(), Engine(), set()
+        self._prefill, self.engine, self._met, self._meet_s = Prefills(), Engine(), set(), 1.0
 
     def __del__(self) -> None:
         pass
@@ -45,3 +47,11 @@ async def test_one_that_cannot_be_met_keeps_nobody_from_the_others() -> None:
     await decode._look_around()
     assert decode.engine.fetched == ["near"]
     assert decode._met == {"near"}
+
+
+async def test_a_handshake_that_fails_is_waited_for() -> None:
+    """However long the settings let it take: what it says of the reason must not be cut off by who asked for it."""
+    for handshake_s in (0.5, 30.0, 300.0):
+        whole_s = meet_s(TransferSettings(handshake_s=handshake_s))
+        assert whole_s > handshake_s
+        assert OtherRole("decode", whole_s)._ask_s > whole_s

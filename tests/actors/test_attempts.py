@@ -146,9 +146,7 @@ def well() -> None:
 async def ask(router: Router, wanted: ClientRequest) -> tuple[Any, bytes]:
     """The answer as the HTTP layer takes it, to its end."""
     async with router.answer(wanted) as answer:
-        if not answer.start.streams:
-            return answer, answer.body
-        return answer, b"".join([some async for some in answer.events()])
+        return answer, b"".join([some async for some in answer.body()])
 
 
 def transfers(handle: Handle) -> list[str]:
@@ -353,7 +351,7 @@ async def test_a_stream_that_kills_every_engine_at_one_token_ends():
 
     async def read() -> None:
         async with router.answer(request()) as answer:
-            async for some in answer.events():
+            async for some in answer.body():
                 sent.append(some)
 
     with pytest.raises(UnavailableError):
@@ -403,6 +401,18 @@ async def test_an_engine_that_answers_otherwise_than_with_the_stream():
     with pytest.raises(CannotResumeError, match="HTTP 400"):
         await ask(router, request())
     await at_rest(p, d)
+
+
+@pytest.mark.parametrize("status", [400, 429, 503])
+async def test_a_stream_that_died_before_its_first_event_hides_no_status(status):
+    """The client has nothing yet: what the next engine answers is the answer, with its status and its body."""
+    router, p, d = fleet([], [engine(1, [1], 0), answers(status, {"error": "no"})])
+    d.replicas.reverse()
+    d.in_order = True
+    answer, body = await ask(router, request())
+    await at_rest(p, d)
+    assert len(d.calls) == 2
+    assert (answer.start.status, json.loads(body)) == (status, {"error": "no"})
 
 
 async def test_an_engine_that_dies_after_the_end_mark():

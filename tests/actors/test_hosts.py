@@ -1,11 +1,14 @@
 """When a node's engines are taken for ended: host_gone_s after Ray's word, once, and again where telling failed."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
-from actors import hosts
-from actors.hosts import LostHosts, engines_of, watch_hosts
+from actors import hosting, hosts
+from actors.decode import Decode
+from actors.hosts import LostHosts, dead_hosts, engines_of, watch_hosts
+from configs.settings import parse_settings
 
 
 def test_a_node_is_lost_some_time_after_it_is_dead():
@@ -62,8 +65,57 @@ async def test_the_watch_goes_on_after_failures(ray_says):
             raise RuntimeError("the engine is busy dying")
         done.set()
 
-    watch = asyncio.create_task(watch_hosts(tell, gone_s=0.001))
+    watch = asyncio.create_task(watch_hosts(tell, 0.001, await dead_hosts()))
     await asyncio.wait_for(done.wait(), 10)
     await asyncio.sleep(0.02)
     watch.cancel()
     assert told == ["a.", "a."]
+
+
+async def test_a_node_that_dies_right_after_the_first_look_is_told(ray_says, monkeypatch):
+    """Its engine may have been met by then: a decode replica meets prefill engines only when it has looked."""
+    ray_says += [["old"], ["old", "met"]]
+    told: list[str] = []
+
+    class Engine:
+        @classmethod
+        async def start(cls, *_: object) -> "Engine":
+            return cls()
+
+        async def warm_up(self, timeout_s: float) -> None:
+            assert len(ray_says) == 2, "whoever is dead before our engine runs is none of its"
+
+        async def lose(self, engines: str) -> None:
+            told.append(engines)
+
+    async def look_around(self: Decode) -> None:
+        assert len(ray_says) == 1, "an engine is met before Ray was asked which nodes are dead already"
+
+    class Unended(Decode):
+        def __del__(self) -> None:
+            pass
+
+    monkeypatch.setattr(hosting, "Engine", Engine)
+    monkeypatch.setattr(hosting.serve, "get_replica_context", lambda: SimpleNamespace(replica_id=ReplicaID()))
+    monkeypatch.setattr(hosting.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(Decode, "_look_around", look_around)
+    decode = Unended.__new__(Unended)
+    await Unended.__init__(decode, parse_settings({"transfer": {"host_gone_s": 0.001}}))
+    async with asyncio.timeout(10):
+        while not told:
+            await asyncio.sleep(0.001)
+    for task in decode._tasks:
+        task.cancel()
+    assert told == ["met."]
+
+
+class ReplicaID:
+    """As far as a replica asks for its own."""
+
+    unique_id = "one"
+
+
+async def test_without_an_answer_every_dead_node_is_told(ray_says):
+    """Ray does not say who was dead before: a word too many does no harm."""
+    ray_says += [ConnectionError("no head")]
+    assert await dead_hosts() == []

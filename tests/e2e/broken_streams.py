@@ -58,8 +58,8 @@ async def stream(engine: Engine, endpoint: Endpoint, body: dict[str, Any], dies_
     router = Router(LIMITS, prefill, decode)
     request = ClientRequest(endpoint, HEADERS, json.dumps(body).encode(), body)
     async with router.answer(request) as answer:
-        assert answer.start.streams, answer.body
-        sent = b"".join([some async for some in answer.events()])
+        sent = b"".join([some async for some in answer.body()])
+        assert answer.start.streams, sent
     resumed = router.metrics.registry.get_sample_value("tandem_resumed_streams_total", {"outcome": "resumed"})
     assert bool(resumed) == (dies_at is not None), "the engine was to die before the end, and to be missed"
     return sent

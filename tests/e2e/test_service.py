@@ -18,8 +18,9 @@ import httpx
 import openai
 import pytest
 
-from actors.acquaintance import LOOK_EVERY_S, MEET_S
+from actors.acquaintance import LOOK_EVERY_S, meet_s
 from app.demo.facts import RecallPrompt, exact, make_prompt
+from configs.settings import TransferSettings
 from connectors.protocol.cards import PROTOCOL_VERSION
 from tests.e2e.service_process import ROOT, ServiceProcess, write_config
 from tests.fuzz.http import attack, check
@@ -102,7 +103,7 @@ def test_health_and_models(http):
 
 def test_the_engines_have_met_before_the_first_request(http):
     """Whichever replica came second has fetched a probe's KV: no client waits for first contact."""
-    give_up_at = time.monotonic() + 2 * LOOK_EVERY_S + MEET_S
+    give_up_at = time.monotonic() + 2 * LOOK_EVERY_S + meet_s(TransferSettings())
     while not metric(http, "vllm:tandem_kv_requests_total", role="decode", outcome="received"):
         assert time.monotonic() < give_up_at
         time.sleep(0.5)
