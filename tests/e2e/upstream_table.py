@@ -61,10 +61,10 @@ Read in vLLM 0.32.0's source, not measured unless it says so; paths are below `v
 - *wrong* where decode's blocks are larger: CPU's attention keeps a block's keys before its values (`platforms/cpu.py`),
   so that two blocks of 32 laid side by side are not one of 64. Other attention backends lay their blocks out otherwise;
   this row is the one most likely to be different on a GPU.
-- *wrong* for LFM2 (TP 1 → 1 and 2 → 2) cannot be told from vLLM here: on this build one engine without any connector disagrees with
-  itself. The logprob of a prompt's second token, and that of the first token after the prompt and its first token, are
-  up to 0.09 apart (measured at TP 1; Falcon-H1: 5e-6). Tandem has decode compute the last prompt token, which then goes
-  the way of a decode step, and the reference computes it with the rest of the prompt.
+- *wrong* for LFM2 (TP 1 → 1 and 2 → 2) cannot be told from vLLM here: on this build one engine without any connector
+  disagrees with itself. The logprob of a prompt's second token, and that of the first token after the prompt and its
+  first token, are up to 0.09 apart (measured at TP 1; Falcon-H1: 5e-6). Tandem has decode compute the last prompt
+  token, which then goes the way of a decode step, and the reference computes it with the rest of the prompt.
 """
 
 
