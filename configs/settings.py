@@ -193,15 +193,36 @@ class AuthSettings(Frozen):
 
     @field_validator("api_keys")
     @classmethod
-    def _not_empty(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
-        if not all(key.get_secret_value().strip() for key in keys):
-            raise ValueError("a key must not be empty")
-        return keys
+    def _can_be_sent(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+        return tuple(SecretStr(_sendable_key(key.get_secret_value())) for key in keys)
 
     def operators_keys(self) -> tuple[SecretStr, ...]:
-        """What the operator has set: here and in the environment."""
-        found = (key.strip() for key in os.environ.get(API_KEYS_VARIABLE, "").split(","))
-        return (*self.api_keys, *(SecretStr(key) for key in found if key))
+        """What the operator has set: here, and in the environment of this process.
+
+        Raises SettingsError where the environment's variable is set to what no client can send.
+        """
+        listed = os.environ.get(API_KEYS_VARIABLE, "")
+        try:
+            found = [_sendable_key(key) for key in listed.split(",") if key.strip()]
+        except ValueError as error:
+            raise SettingsError(f"{API_KEYS_VARIABLE}: {error}") from None
+        if listed and not found:
+            raise SettingsError(f"{API_KEYS_VARIABLE}: is set, but holds no key; unset it to let everybody in")
+        return (*self.api_keys, *map(SecretStr, found))
+
+
+def _sendable_key(key: str) -> str:
+    """`key` without blanks around it; ValueError where no client could send it in a header. The message repeats
+    nothing of it."""
+    key = key.strip()
+    if not key:
+        raise ValueError("a key must not be empty")
+    if not all("!" <= character <= "~" for character in key):
+        raise ValueError(
+            "a key must be printable ASCII without blanks, or no client can send it in a header; "
+            "`openssl rand -hex 24` makes one"
+        )
+    return key
 
 
 class RoleSettings(PlacementSettings):

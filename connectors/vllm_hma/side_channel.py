@@ -244,6 +244,8 @@ def _ask(where: str, host: str, port: int, timeout_s: float, tls: ssl.SSLContext
                 raise HandshakeError(f"{where} cannot be asked for its card: nothing listens there") from error
             if time.monotonic() + pause_s >= give_up_at:
                 raise HandshakeError(f"{where} did not answer within {timeout_s:g} s: {error}") from error
+        except ValueError as error:  # what Python makes of a host that cannot be one
+            raise HandshakeError(f"{where} cannot be asked for its card: no such address: {error}") from error
         time.sleep(pause_s)
         attempt_s, pause_s = 2 * attempt_s, min(2 * pause_s, _LONGEST_PAUSE_S)
 

@@ -20,7 +20,7 @@ from app.client_request import check_prompts
 from app.http_errors import BadRequestError
 from configs.settings import API_KEYS_VARIABLE, AuthSettings, RouterLimits, SettingsError, parse_settings
 
-KEYS = ("key-of-anna", "key-of-björn")
+KEYS = ("key-of-anna", "key-of-bjoern")
 LIMITS = RouterLimits(max_ongoing_requests_per_key=2, retry_after_s=7)
 
 
@@ -182,6 +182,37 @@ def test_keys_from_settings_and_environment(monkeypatch):
     with pytest.raises(SettingsError, match=r"auth.api_keys") as raised:
         parse_settings({"auth": {"api_keys": "a-key-that-is-no-list"}})
     assert "a-key-that-is-no-list" not in str(raised.value)
+
+
+@pytest.mark.parametrize("key", ["key-of-björn", "two words", "tab\there", "line\nbreak", "bell\x07", "a\u00a0x", "🔑"])
+def test_a_key_that_no_client_can_send_is_refused(monkeypatch, key):
+    """It would never match, and nobody would know why. The message says what to do and nothing of the key."""
+    with pytest.raises(SettingsError, match=r"^auth.api_keys: .*printable ASCII") as raised:
+        parse_settings({"auth": {"api_keys": [key]}})
+    assert key not in str(raised.value)
+    monkeypatch.setenv(API_KEYS_VARIABLE, f"good-key,{key}")
+    with pytest.raises(SettingsError, match=f"^{API_KEYS_VARIABLE}: .*printable ASCII") as raised:
+        AuthSettings().operators_keys()
+    assert key not in str(raised.value)
+
+
+async def test_blanks_around_a_key_are_no_part_of_it(monkeypatch):
+    """In the settings as in the environment, where a file's last line break is easily among them."""
+    monkeypatch.setenv(API_KEYS_VARIABLE, "of-the-environment\n")
+    auth = parse_settings({"auth": {"api_keys": [" of-the-settings "]}}).auth
+    surface = Surface(tuple(key.get_secret_value() for key in auth.operators_keys()))
+    for key in ("of-the-environment", "of-the-settings"):
+        assert (await surface.get("/v1/models", key)).status_code == 200
+
+
+def test_a_variable_without_a_key_lets_nobody_in(monkeypatch):
+    """Somebody wanted keys: everybody must not come in because they were lost on the way."""
+    for listed in (",", " ", "\n", " , "):
+        monkeypatch.setenv(API_KEYS_VARIABLE, listed)
+        with pytest.raises(SettingsError, match="holds no key"):
+            AuthSettings().operators_keys()
+    monkeypatch.setenv(API_KEYS_VARIABLE, "")
+    assert AuthSettings().operators_keys() == ()
 
 
 @pytest.mark.parametrize(

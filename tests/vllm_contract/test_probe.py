@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from connectors.errors import HandshakeError
 from connectors.protocol.params import EngineAddress
 from connectors.vllm_hma import probe
 from connectors.vllm_hma.orders import Chunk, Expect
 from connectors.vllm_hma.probe import EngineProbe
+from connectors.vllm_hma.side_channel import fetch_card
 from tests.vllm_contract.test_ends import HeldWrites, let_go
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
@@ -44,6 +46,13 @@ def test_a_malformed_host_ends_no_thread(refusing: int, monkeypatch: pytest.Monk
         assert not broken
     finally:
         watcher.close()
+
+
+@pytest.mark.parametrize("host", MALFORMED)
+def test_a_malformed_host_is_a_failed_handshake(host: str, refusing: int) -> None:
+    """With a typed error, as for any address where nobody answers."""
+    with pytest.raises(HandshakeError):
+        fetch_card(host, refusing, "p", 0.2)
 
 
 def test_who_cannot_be_told_is_told_again(refusing: int, monkeypatch: pytest.MonkeyPatch) -> None:
