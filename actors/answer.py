@@ -8,7 +8,7 @@ from actors.attempts import Attempt, Attempts, ClientRequest
 from actors.event_stream import EventStream
 from actors.handoff import why_not_resumable
 from actors.journal import CannotResumeError, Chunk, Group
-from actors.leg import DeadlineError, UnavailableError, deadline
+from actors.leg import UnavailableError, deadline
 from actors.router_metrics import RouterMetrics
 
 
@@ -71,14 +71,8 @@ class Answer:
         await self._attempt.close()
 
     async def _next(self) -> Any:
-        left_s, silence_s = self._attempts.timing.left_s, self._attempts.limits.silence_timeout_s
-        try:
-            async with deadline(min(left_s, silence_s), "the rest of the answer"):
-                return await self._attempt.decode.next()
-        except DeadlineError:
-            if left_s <= silence_s:
-                raise
-            raise UnavailableError(f"the decode engine was silent for {silence_s:g} s within a stream") from None
+        async with deadline(self._attempts.timing.left_s, "the rest of the answer"):
+            return await self._attempt.decode.next(self._attempts.limits.silence_timeout_s)
 
     async def _resume(self, error: UnavailableError, stream: EventStream, journal: list[Group]) -> None:
         """Open the stream on another decode replica, where it has been told to repeat `journal`."""

@@ -7,15 +7,20 @@ the generator is the client's disconnect.
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import ExitStack
 from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
 
 from actors.journal import Journal
+from actors.pulse import Pulse
 
 Message = dict[str, Any]
 AsgiApp = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Any]
 Headers = tuple[tuple[bytes, bytes], ...]
+
+ALIVE = "tandem.alive"
+"""The type of a message that is none of ASGI's: the pulse's."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,11 @@ class Accepted:
 
 
 @dataclass(frozen=True)
+class Alive:
+    """The engine has answered a question since the item before: it lives, whatever keeps this call waiting."""
+
+
+@dataclass(frozen=True)
 class ResponseStart:
     """The first item of every response."""
 
@@ -52,9 +62,14 @@ class ResponseStart:
 
 
 async def call_asgi(
-    app: AsgiApp, call: Call, disconnect_s: float = 10.0, context: Context | None = None
-) -> AsyncGenerator[ResponseStart | bytes, None]:
-    """Yield the response's start, then its body; bytes that pile up between two reads go out as one item.
+    app: AsgiApp,
+    call: Call,
+    disconnect_s: float = 10.0,
+    context: Context | None = None,
+    pulse: Pulse | None = None,
+) -> AsyncGenerator[ResponseStart | bytes | Alive, None]:
+    """Yield the response's start, then its body; bytes that pile up between two reads go out as one item. Between them,
+    an `Alive` for each beat of `pulse`.
 
     The application runs in `context`, or in a copy of the caller's. When the reader goes away first, it sees
     `http.disconnect` and has `disconnect_s` seconds to end by itself before it is cancelled.
@@ -77,9 +92,14 @@ async def call_asgi(
 
     run = asyncio.create_task(serve(), context=context)
     run.add_done_callback(lambda _: outbox.put_nowait(None))
+    stack = ExitStack()
+    if pulse is not None:
+        stack.enter_context(pulse.heard_by(lambda: outbox.put_nowait({"type": ALIVE})))
     try:
         while (message := await outbox.get()) is not None:
-            if message["type"] == "http.response.start":
+            if message["type"] == ALIVE:
+                yield Alive()
+            elif message["type"] == "http.response.start":
                 yield ResponseStart(message["status"], tuple(message.get("headers", ())))
             elif message["type"] == "http.response.body":
                 body = message.get("body", b"") + _ready_body(outbox)
@@ -87,6 +107,7 @@ async def call_asgi(
                     yield body
         await run
     finally:
+        stack.close()
         if not run.done():
             disconnected.set()
             await asyncio.wait({run}, timeout=disconnect_s)

@@ -172,12 +172,10 @@ class Attempts:
             opening = asyncio.create_task(decode.open(), name=f"decode-opens-{transfer_id}")
             legs.push_async_callback(_end, opening)
             await asyncio.wait({opening, prefill.broken, prefill.answered}, return_when=asyncio.FIRST_COMPLETED)
-            # From here on a stream's first token is due; an answer that is not streamed may take its time.
-            silence_s = self.limits.silence_timeout_s if body.get("stream") else None
-            waited_for = {opening, prefill.broken}
-            done, _ = await asyncio.wait(waited_for, timeout=silence_s, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
-                logger.warning("decode was silent for %g s after its prompt was computed", silence_s)
+            # From here on decode has what it waited for: it may be slow, but not silent.
+            if not await self._heard(decode, {opening, prefill.broken}):
+                silence_s = self.limits.silence_timeout_s
+                logger.warning("decode gave no sign of life for %g s after its prompt was computed", silence_s)
                 self._failed_prefill.add(prefill_place.replica_id)
                 self._suspect_decode.add(decode_place.replica_id)
                 return None, "silent"
@@ -196,8 +194,18 @@ class Attempts:
             call = Call("POST", self.request.endpoint, self.request.headers, self.request.raw, journal)
             decode = Leg("decode", self._fleet.decode.dispatch(place, call))
             legs.push_async_callback(decode.close)
-            opened = await decode.open()
+            opened = await decode.open(self.limits.silence_timeout_s)
             return Attempt(opened, decode, self._local_reason, legs.pop_all())
+
+    async def _heard(self, decode: Leg, waited_for: set[asyncio.Future[Any]]) -> bool:
+        """Wait for the first of these; False where decode gives no sign of life for `silence_timeout_s` instead."""
+        now = asyncio.get_running_loop().time
+        began_at = now()
+        while (left_s := max(began_at, decode.heard_at) + self.limits.silence_timeout_s - now()) > 0:
+            done, _ = await asyncio.wait(waited_for, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            if done:
+                return True
+        return False
 
     async def _choose_pair(self, stack: AsyncExitStack) -> tuple[Any, Any]:
         """Places on a decode and on a prefill replica; None for the latter when none is free in time."""

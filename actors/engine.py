@@ -13,10 +13,11 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from actors.arguments import engine_arguments
-from actors.asgi_call import AsgiApp, Call, ResponseStart, call_asgi
+from actors.asgi_call import Alive, AsgiApp, Call, ResponseStart, call_asgi
 from actors.handoff import TRANSFER_FIELD, Producer
 from actors.hosts import new_engine_id
 from actors.journal import CannotResumeError, Chunk, Served
+from actors.pulse import Pulse
 from configs.settings import RoleName, ServiceSettings
 from connectors.errors import TandemError
 
@@ -64,6 +65,7 @@ class Engine:
         self._cannot_resume = cannot_resume
         self._stop_flag = stop_flag
         self._stack = stack
+        self._pulse = Pulse(llm.is_sleeping)
 
     @classmethod
     async def start(cls, settings: ServiceSettings, role: RoleName, node_ip: str) -> "Engine":
@@ -107,7 +109,7 @@ class Engine:
             raise
         return cls(llm, app, stop_flag, stack, cannot_resume)
 
-    async def serve(self, call: Call) -> AsyncGenerator[ResponseStart | bytes | Chunk, None]:
+    async def serve(self, call: Call) -> AsyncGenerator[ResponseStart | bytes | Chunk | Alive, None]:
         """Run `call` through vLLM's application; closing the generator aborts the request in the engine.
 
         Raises EngineDownError when the engine dies, CannotResumeError when it cannot go on with `call.journal`:
@@ -116,7 +118,7 @@ class Engine:
         if call.journal and self._cannot_resume is not None:
             raise CannotResumeError(self._cannot_resume)
         served = Served(replay=call.journal)
-        async with aclosing(call_asgi(self._app, call, context=served.context())) as answer:
+        async with aclosing(call_asgi(self._app, call, context=served.context(), pulse=self._pulse)) as answer:
             async for item in answer:
                 await self.check_health()
                 served.check()

@@ -5,16 +5,17 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import ray
+from pydantic import SecretStr
 from ray import serve
 
-from actors.asgi_call import Accepted, Call, ResponseStart
+from actors.asgi_call import Accepted, Alive, Call, ResponseStart
 from actors.engine import Engine
 from actors.journal import Chunk
 from configs.settings import RoleName, ServiceSettings
 
 logger = logging.getLogger(__name__)
 
-CallItem = Accepted | ResponseStart | Chunk | bytes
+CallItem = Accepted | Alive | ResponseStart | Chunk | bytes
 
 FIRST_REQUEST_TIMEOUT_S = 120.0
 """For the first request of an engine's life, which may compile and page in."""
@@ -25,8 +26,13 @@ class EngineActor:
 
     role: RoleName
 
-    async def __init__(self, settings: ServiceSettings) -> None:
-        """Start the engine; Serve calls the replica ready after this."""
+    async def __init__(self, settings: ServiceSettings, fallback_secret: SecretStr) -> None:
+        """Start the engine; Serve calls the replica ready after this.
+
+        Serve builds the application in a task on any node, which need not have the environment that the operator has
+        given to the nodes of this role: the secret that is set here counts before `fallback_secret`.
+        """
+        settings = settings.with_secret(fallback_secret)
         self.replica = serve.get_replica_context().replica_id.unique_id
         logger.info("starting the %s engine of replica %s", self.role, self.replica)
         self.engine = await Engine.start(settings, self.role, ray.util.get_node_ip_address())

@@ -19,7 +19,7 @@ from ray.exceptions import (
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from actors.asgi_call import ResponseStart
+from actors.asgi_call import Alive, ResponseStart
 from actors.engine import EngineDownError
 from actors.journal import CannotResumeError, Chunk
 from connectors.errors import TandemError
@@ -104,34 +104,51 @@ class Leg:
 
     def __init__(self, role: str, response: DeploymentResponseGenerator) -> None:
         self.role = role
+        self.heard_at = asyncio.get_running_loop().time()
+        """When the engine gave its last sign of life."""
         self._response = response
         self._accepted = asyncio.create_task(self._accept(), name=f"{role}-accepts")
 
-    async def start(self) -> ResponseStart:
+    async def start(self, silence_s: float | None = None) -> ResponseStart:
         """The response's status and headers."""
-        await asyncio.shield(self._accepted)
-        item = await self.next()
+        async with self._bounded(silence_s):
+            await asyncio.shield(self._accepted)
+        item = await self.next(silence_s)
         if not isinstance(item, ResponseStart):
             raise UnavailableError(f"the {self.role} engine ended a request without an answer")
         return item
 
-    async def open(self) -> Opened:
+    async def open(self, silence_s: float | None = None) -> Opened:
         """Wait for the first bytes of a stream, or for the whole body of another response."""
-        start = await self.start()
+        start = await self.start(silence_s)
         items: list[Chunk | bytes] = []
-        while (item := await self.next()) is not None:
+        while (item := await self.next(silence_s)) is not None:
             items.append(item)
             if start.streams:
                 break
         return Opened(start, items)
 
-    async def next(self) -> Any:
-        """The next item, or None after the last."""
-        async with serve_errors(self.role):
-            try:
-                return await anext(self._response)
-            except StopAsyncIteration:
-                return None
+    async def next(self, silence_s: float | None = None) -> Any:
+        """The next item, or None after the last; UnavailableError after `silence_s` without a sign of life."""
+        while True:
+            async with serve_errors(self.role), self._bounded(silence_s):
+                try:
+                    item = await anext(self._response)
+                except StopAsyncIteration:
+                    return None
+            self.heard_at = asyncio.get_running_loop().time()
+            if not isinstance(item, Alive):
+                return item
+
+    @asynccontextmanager
+    async def _bounded(self, silence_s: float | None) -> AsyncGenerator[None, None]:
+        try:
+            async with asyncio.timeout(silence_s) as bound:
+                yield
+        except TimeoutError:
+            if not bound.expired():
+                raise
+            raise UnavailableError(f"the {self.role} engine gave no sign of life for {silence_s:g} s") from None
 
     async def accepted(self) -> bool:
         """Whether a replica has the call; waits for it at most ACCEPT_S."""

@@ -6,6 +6,8 @@ from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any
 
+from pydantic import SecretStr
+
 from actors.acquaintance import OtherRole, meet_s
 from actors.asgi_call import Call
 from actors.handoff import Producer
@@ -18,8 +20,8 @@ class Prefill(EngineActor):
 
     role = "prefill"
 
-    async def __init__(self, settings: ServiceSettings) -> None:
-        await super().__init__(settings)
+    async def __init__(self, settings: ServiceSettings, fallback_secret: SecretStr) -> None:
+        await super().__init__(settings, fallback_secret)
         self._held: set[str] = set()
         self._meet_s = meet_s(settings.transfer)
         self._producer: Producer = await self.engine.describe_producer(FIRST_REQUEST_TIMEOUT_S)

@@ -5,9 +5,10 @@ As in vLLM, `/health` and `/metrics` are open: probes and scrapers carry no keys
 
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from http import HTTPStatus
 
+from pydantic import SecretStr
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -26,6 +27,11 @@ REFUSED = ("refused", "")
 def digest(key: str) -> bytes:
     """What is kept and compared instead of a key; digests are of one length, so comparing them tells nothing."""
     return hashlib.sha256(key.encode()).digest()
+
+
+def digests(keys: Iterable[SecretStr]) -> tuple[bytes, ...]:
+    """Those of `keys`, each once."""
+    return tuple(sorted({digest(key.get_secret_value()) for key in keys}))
 
 
 class Authenticated:

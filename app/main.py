@@ -8,6 +8,7 @@ applications:
 
 from typing import Any
 
+from pydantic import SecretStr
 from ray import serve
 from ray.serve.config import BackpressureConfig, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
@@ -18,10 +19,10 @@ from actors.decode import Decode
 from actors.prefill import Prefill
 from actors.router import Router
 from actors.routing import LeastOngoing
-from app.auth import digest
+from app.auth import digests
 from app.openai import build_http
-from app.peer_secret import with_secret
-from configs.settings import RoleName, RouterLimits, ServiceSettings
+from app.peer_secret import fallback_secret
+from configs.settings import AuthSettings, RoleName, RouterLimits, ServiceSettings
 
 ROUTER_SURPLUS_REQUESTS = 64
 """Places in a router replica beyond its own limit: those requests get a 429 with a reason at once."""
@@ -42,7 +43,8 @@ class HttpRouter(Router):
         key_digests: tuple[bytes, ...] = (),
     ) -> None:
         super().__init__(limits, prefill, decode)
-        self._key_digests = key_digests
+        # Serve builds the application in a task on any node, and keys may be in the environment of routers only.
+        self._key_digests = (*key_digests, *digests(AuthSettings().operators_keys()))
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Serve's hook: the ASGI application of this replica."""
@@ -52,9 +54,9 @@ class HttpRouter(Router):
 def build(args: ServiceSettings) -> serve.Application:
     """The application for `args`; raises SettingsError naming a key that cannot be used."""
     check_arguments(args)
-    args = with_secret(args)
-    prefill = _deploy_engine(Prefill, "prefill", args)
-    decode = _deploy_engine(Decode, "decode", args)
+    secret = fallback_secret(args)
+    prefill = _deploy_engine(Prefill, "prefill", args, secret)
+    decode = _deploy_engine(Decode, "decode", args, secret)
     router = serve.deployment(
         HttpRouter,
         name="Router",
@@ -66,13 +68,13 @@ def build(args: ServiceSettings) -> serve.Application:
         },
         max_replicas_per_node=args.router.max_replicas_per_node,
         max_ongoing_requests=args.router.max_ongoing_requests + ROUTER_SURPLUS_REQUESTS,
+        graceful_shutdown_timeout_s=args.router.drain_s,
         user_config=args.router.limits().model_dump(),
     )
-    keys = tuple(digest(key.get_secret_value()) for key in args.auth.operators_keys())
-    return router.bind(args.router.limits(), prefill, decode, keys)
+    return router.bind(args.router.limits(), prefill, decode, digests(args.auth.operators_keys()))
 
 
-def _deploy_engine(actor: type, role: RoleName, settings: ServiceSettings) -> serve.Application:
+def _deploy_engine(actor: type, role: RoleName, settings: ServiceSettings, secret: SecretStr) -> serve.Application:
     own = settings.role(role)
     scaling: dict[str, Any] = (
         {"num_replicas": own.replicas} if isinstance(own.replicas, int) else {"autoscaling_config": own.replicas}
@@ -97,7 +99,7 @@ def _deploy_engine(actor: type, role: RoleName, settings: ServiceSettings) -> se
         max_constructor_retry_count=own.start_attempts,
         **scaling,
     )
-    return deployment.bind(settings)
+    return deployment.bind(settings, secret)
 
 
 def __getattr__(name: str) -> serve.Application:

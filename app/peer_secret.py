@@ -11,10 +11,10 @@ NAMESPACE = b"tandem"
 KEY = b"peer-secret"
 
 
-def with_secret(settings: ServiceSettings) -> ServiceSettings:
-    """`settings` with the secret that both roles get: the operator's, or the Ray cluster's."""
-    secret = settings.transfer.operators_secret() or SecretStr(cluster_secret())
-    return settings.model_copy(update={"transfer": settings.transfer.model_copy(update={"secret": secret})})
+def fallback_secret(settings: ServiceSettings) -> SecretStr:
+    """What engines share that find no secret of the operator's in their own environment: the one that the build finds
+    in its own, or else the Ray cluster's."""
+    return settings.transfer.operators_secret() or SecretStr(cluster_secret())
 
 
 def cluster_secret() -> str:

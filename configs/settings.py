@@ -22,6 +22,9 @@ RoleName = Literal["prefill", "decode"]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
+BEAT_S = 5.0
+"""How often an engine whose calls are open says that it lives."""
+
 PEER_SECRET_VARIABLE = "TANDEM_PEER_SECRET"
 API_KEYS_VARIABLE = "TANDEM_API_KEYS"
 
@@ -133,7 +136,7 @@ class TransferSettings(Frozen):
         }
 
     def operators_secret(self) -> SecretStr | None:
-        """What the operator has set: here, or else in the environment."""
+        """What the operator has set: here, or else in the environment of this process."""
         if self.secret is not None:
             return self.secret
         found = os.environ.get(PEER_SECRET_VARIABLE)
@@ -157,8 +160,9 @@ class RouterLimits(Frozen):
     )
     silence_timeout_s: Seconds = Field(
         60.0,
-        description="longest silence of a decode engine within a stream, and before it once prefill has answered; "
-        "then another goes on",
+        ge=3 * BEAT_S,
+        description="longest time without a sign of life of a decode engine that has a request; then another goes on. "
+        f"Engines give one every {BEAT_S:g} s, between two steps, also for requests that wait in their queue",
     )
     health_timeout_s: Seconds = Field(5.0, description="wait for the engines' answers to /health")
     metrics_timeout_s: Seconds = Field(5.0, description="wait for the engines' answers to /metrics")
@@ -177,6 +181,7 @@ class RouterSettings(RouterLimits, PlacementSettings):
     replicas: int = Field(1, ge=1, description="routers behind the HTTP proxy")
     num_cpus: float = Field(0.1, ge=0, description="what the actor asks of Ray")
     resources: dict[str, float] = Field(default_factory=dict, description="custom Ray resources")
+    drain_s: Seconds = Field(30.0, description="how long a stopping router may finish its requests")
 
     def limits(self) -> RouterLimits:
         return RouterLimits(**self.model_dump(include=set(RouterLimits.model_fields)))
@@ -286,6 +291,11 @@ class ServiceSettings(Frozen):
         if self.served_model_name is not None:
             return self.served_model_name
         return DEMO_SERVED_NAME if self.model == DEMO_MODEL else self.model
+
+    def with_secret(self, fallback: SecretStr) -> "ServiceSettings":
+        """These settings with the operator's secret, as this process finds it, or else with `fallback`."""
+        secret = self.transfer.operators_secret() or fallback
+        return self.model_copy(update={"transfer": self.transfer.model_copy(update={"secret": secret})})
 
     def role(self, name: RoleName) -> RoleSettings:
         return self.prefill if name == "prefill" else self.decode

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from actors.asgi_call import Call, ResponseStart
+from actors.asgi_call import Alive, Call, ResponseStart
 from actors.attempts import ClientRequest
 from actors.engine import EngineDownError
 from actors.handoff import TRANSFER_FIELD
@@ -323,14 +323,54 @@ class Hung(asyncio.Event):
         return True
 
 
-async def test_an_answer_that_is_not_streamed_may_take_its_time():
-    """Silence says nothing there."""
-    router, p, d = fleet([well], [answers(200, WHOLE, delay_s=0.3)])
-    router.limits = LIMITS.model_copy(update={"silence_timeout_s": 0.05})
-    _, body = await ask(router, request(stream=False))
+def queued(serve: Any, at: int = 0) -> Any:
+    """An engine that lets a call wait for four seconds before its item `at`, and says all the while that it lives."""
+
+    async def wait(call: Call, turn: int) -> AsyncGenerator[Any, None]:
+        number = 0
+        async for item in serve(call, turn):
+            if number == at:
+                for _ in range(40):
+                    await asyncio.sleep(0.1)
+                    yield Alive()
+            number += 1
+            yield item
+
+    return wait
+
+
+async def test_a_slow_engine_that_lives_is_not_given_up():
+    """A request may wait in an engine's queue for longer than any silence: its engine says that it lives."""
+    whole, stream = answers(200, WHOLE), engine(1, [2])
+    cases = [
+        (queued(whole), False),
+        (queued(whole, at=1), False),
+        (queued(stream), True),
+        (queued(stream, at=10), True),
+    ]
+
+    async def one(prefill: list[Any], serve: Any, stream: bool) -> tuple[Handle, Handle]:
+        router, p, d = fleet(prefill, [serve, serve])
+        router.limits = LIMITS.model_copy(update={"silence_timeout_s": 3.0})
+        _, body = await ask(router, request(stream=stream))
+        assert said(body)["text"].endswith("<39>") if stream else json.loads(body) == WHOLE
+        assert (len(p.calls), len(d.calls)) == (len(prefill), 1)
+        return p, d
+
+    handles = await asyncio.gather(*(one(prefill, *case) for prefill in ([well], []) for case in cases))
+    await at_rest(*(handle for pair in handles for handle in pair))
+
+
+@pytest.mark.parametrize("prefill", [[well] * 2, []], ids=["remote", "local"])
+async def test_an_answer_outlives_a_silent_engine(prefill):
+    """Also one that is not streamed; nothing was sent of it."""
+    router, p, d = fleet(prefill, [frozen(0), OK])
+    router.limits = LIMITS.model_copy(update={"silence_timeout_s": 0.5})
+    for _ in range(2):
+        _, body = await ask(router, request(stream=False))
+        assert json.loads(body) == WHOLE
     await at_rest(p, d)
-    assert json.loads(body) == WHOLE
-    assert len(d.calls) == 1
+    assert len(d.replicas[0].calls) == 1
 
 
 async def test_a_stream_outlives_many_engines():

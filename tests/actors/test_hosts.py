@@ -4,6 +4,7 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+from pydantic import SecretStr
 
 from actors import hosting, hosts
 from actors.decode import Decode
@@ -75,7 +76,7 @@ async def test_the_watch_goes_on_after_failures(ray_says):
 async def test_a_node_that_dies_right_after_the_first_look_is_told(ray_says, monkeypatch):
     """Its engine may have been met by then: a decode replica meets prefill engines only when it has looked."""
     ray_says += [["old"], ["old", "met"]]
-    told: list[str] = []
+    told: asyncio.Queue[str] = asyncio.Queue()
 
     class Engine:
         @classmethod
@@ -86,7 +87,7 @@ async def test_a_node_that_dies_right_after_the_first_look_is_told(ray_says, mon
             assert len(ray_says) == 2, "whoever is dead before our engine runs is none of its"
 
         async def lose(self, engines: str) -> None:
-            told.append(engines)
+            told.put_nowait(engines)
 
     async def look_around(self: Decode) -> None:
         assert len(ray_says) == 1, "an engine is met before Ray was asked which nodes are dead already"
@@ -100,13 +101,11 @@ async def test_a_node_that_dies_right_after_the_first_look_is_told(ray_says, mon
     monkeypatch.setattr(hosting.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr(Decode, "_look_around", look_around)
     decode = Unended.__new__(Unended)
-    await Unended.__init__(decode, parse_settings({"transfer": {"host_gone_s": 0.001}}))
-    async with asyncio.timeout(10):
-        while not told:
-            await asyncio.sleep(0.001)
+    await Unended.__init__(decode, parse_settings({"transfer": {"host_gone_s": 0.001}}), SecretStr("x" * 16))
+    assert await asyncio.wait_for(told.get(), 10) == "met."
     for task in decode._tasks:
         task.cancel()
-    assert told == ["met."]
+    assert told.empty()
 
 
 class ReplicaID:

@@ -18,7 +18,16 @@ from actors.router_metrics import RouterMetrics
 from app.auth import Authenticated, digest
 from app.client_request import check_prompts
 from app.http_errors import BadRequestError
-from configs.settings import API_KEYS_VARIABLE, AuthSettings, RouterLimits, SettingsError, parse_settings
+from app.main import HttpRouter, build
+from configs.settings import (
+    API_KEYS_VARIABLE,
+    AuthSettings,
+    RouterLimits,
+    ServiceSettings,
+    SettingsError,
+    parse_settings,
+)
+from tests.actors.fleet import Handle
 
 KEYS = ("key-of-anna", "key-of-bjoern")
 LIMITS = RouterLimits(max_ongoing_requests_per_key=2, retry_after_s=7)
@@ -182,6 +191,30 @@ def test_keys_from_settings_and_environment(monkeypatch):
     with pytest.raises(SettingsError, match=r"auth.api_keys") as raised:
         parse_settings({"auth": {"api_keys": "a-key-that-is-no-list"}})
     assert "a-key-that-is-no-list" not in str(raised.value)
+
+
+def http_router(key_digests: tuple[bytes, ...]) -> httpx.AsyncClient:
+    """A router's HTTP side as a replica in this process has it; `key_digests` is what its build has found."""
+    undecorated = HttpRouter.__mro__[1]  # Serve's wrapper tells the cluster that it is used
+    router = undecorated(LIMITS, Handle([]), Handle([]), key_digests)
+    transport = httpx.ASGITransport(router.__serve_build_asgi_app__())
+    return httpx.AsyncClient(transport=transport, base_url="http://tandem")
+
+
+async def test_a_router_reads_its_own_environment(monkeypatch):
+    """Serve builds the application in a task on any node, on Kubernetes the head's pod, which has no keys: a router
+    whose own pod has some must not let everybody in."""
+    monkeypatch.delenv(API_KEYS_VARIABLE, raising=False)
+    built = build(ServiceSettings())._bound_deployment.init_args[-1]
+    assert built == ()
+    monkeypatch.setenv(API_KEYS_VARIABLE, "of-the-router")
+    client = http_router(built)
+    assert (await client.get("/v1/nothing")).status_code == 401
+    assert (await client.get("/v1/nothing", headers=bearer("of-the-router"))).status_code == 404
+    monkeypatch.setenv(API_KEYS_VARIABLE, "of-the-build")
+    built = build(ServiceSettings())._bound_deployment.init_args[-1]
+    monkeypatch.delenv(API_KEYS_VARIABLE)
+    assert (await http_router(built).get("/v1/nothing")).status_code == 401
 
 
 @pytest.mark.parametrize("key", ["key-of-björn", "two words", "tab\there", "line\nbreak", "bell\x07", "a\u00a0x", "🔑"])

@@ -1,14 +1,18 @@
 """Which secret the engines share: the operator's, or one of the Ray cluster that outlives every build."""
 
+import asyncio
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import ray
 from pydantic import SecretStr
 
+from actors import hosting
+from actors.decode import Decode
 from actors.engine import kv_transfer_config
+from actors.prefill import Prefill
 from app.main import build
-from app.peer_secret import with_secret
 from configs.reference import reference
 from configs.settings import PEER_SECRET_VARIABLE, ServiceSettings, SettingsError, parse_settings
 
@@ -21,13 +25,10 @@ def secret_of(settings: ServiceSettings) -> str:
 
 
 def deployed(application) -> dict[str, ServiceSettings]:
-    """The settings that each role's replicas are started with, by deployment."""
+    """The settings that each role's replicas make of what they are started with, by deployment."""
     router = application._bound_deployment
-    return {
-        bound._bound_deployment.name: bound._bound_deployment.init_args[0]
-        for bound in router.init_args
-        if hasattr(bound, "_bound_deployment")
-    }
+    deployments = [bound._bound_deployment for bound in router.init_args if hasattr(bound, "_bound_deployment")]
+    return {one.name: one.init_args[0].with_secret(one.init_args[1]) for one in deployments}
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +57,58 @@ def test_every_build_in_a_cluster_has_one_secret(cluster):
     assert len(first["Prefill"]) == 64
 
 
+def secrets(application) -> set[str]:
+    """What the replicas would share, were they to start in this process's environment."""
+    return {secret_of(settings) for settings in deployed(application).values()}
+
+
 def test_settings_then_environment_then_cluster(monkeypatch):
     """The operator's word goes first, the configuration's before the environment's."""
-    assert len(secret_of(with_secret(ServiceSettings()))) == 64
+    (made,) = secrets(build(ServiceSettings()))
+    assert len(made) == 64
     monkeypatch.setenv(PEER_SECRET_VARIABLE, SECRET)
-    assert secret_of(with_secret(ServiceSettings())) == SECRET
-    assert secret_of(with_secret(parse_settings({"transfer": {"secret": SECRET + "!"}}))) == SECRET + "!"
+    assert secrets(build(ServiceSettings())) == {SECRET}
+    assert secrets(build(parse_settings({"transfer": {"secret": SECRET + "!"}}))) == {SECRET + "!"}
+
+
+def test_replicas_read_their_own_environment(monkeypatch):
+    """Serve builds the application in a task on any node, on Kubernetes the head's pod, which has no secrets."""
+    without = build(ServiceSettings())
+    monkeypatch.setenv(PEER_SECRET_VARIABLE, SECRET)
+    assert secrets(without) == {SECRET}
+    with_one = build(ServiceSettings())
+    monkeypatch.delenv(PEER_SECRET_VARIABLE)
+    assert secrets(with_one) == {SECRET}, "where only the build has it, all get it"
+    monkeypatch.setenv(PEER_SECRET_VARIABLE, SECRET + "!")
+    assert secrets(build(parse_settings({"transfer": {"secret": SECRET}}))) == {SECRET}
+
+
+def test_an_engine_starts_with_the_secret_of_its_environment(monkeypatch):
+    """And not with what the build made up."""
+    monkeypatch.setenv(PEER_SECRET_VARIABLE, SECRET)
+    started: list[ServiceSettings] = []
+
+    class Started(Exception):
+        pass
+
+    async def start(settings: ServiceSettings, *_: object) -> None:
+        started.append(settings)
+        raise Started
+
+    monkeypatch.setattr(hosting.Engine, "start", start)
+    monkeypatch.setattr(hosting.serve, "get_replica_context", ReplicaContext)
+    monkeypatch.setattr(hosting.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    for role in (Prefill, Decode):
+        replica = object.__new__(type("Unended", (role,), {"__del__": lambda self: None}))
+        with pytest.raises(Started):
+            asyncio.run(role.__init__(replica, ServiceSettings(), SecretStr("made by the build")))
+    assert [secret_of(settings) for settings in started] == [SECRET, SECRET]
+
+
+class ReplicaContext:
+    """What Serve tells a replica of itself, as far as it asks."""
+
+    replica_id = SimpleNamespace(unique_id="one")
 
 
 def test_a_secret_that_can_be_guessed_is_refused(monkeypatch):
@@ -71,7 +118,7 @@ def test_a_secret_that_can_be_guessed_is_refused(monkeypatch):
     assert "hunter2" not in str(raised.value)
     monkeypatch.setenv(PEER_SECRET_VARIABLE, "hunter2")
     with pytest.raises(SettingsError, match=f"{PEER_SECRET_VARIABLE}: must have at least 16") as raised:
-        with_secret(ServiceSettings())
+        build(ServiceSettings())
     assert "hunter2" not in str(raised.value)
 
 

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from app.main import build
 from app.run import load
-from configs.settings import SettingsError
+from configs.settings import SettingsError, parse_settings
 
 LOCAL = Path(__file__).resolve().parents[2] / "configs" / "local.yaml"
 
@@ -46,3 +47,12 @@ def test_a_path_without_a_model(tmp_path: Path) -> None:
     config["applications"][0]["args"]["model"] = str(tmp_path)
     with pytest.raises(SettingsError, match=r"^model: there is no config\.json in"):
         load(write(tmp_path, config), None)
+
+
+def test_every_deployment_drains_as_long_as_its_settings_say():
+    """Replicas that are replaced finish their requests: Serve's own default would cut them after 20 s."""
+    drains = {role: {"drain_s": 40.0 + number} for number, role in enumerate(("prefill", "decode", "router"))}
+    router = build(parse_settings(drains))._bound_deployment
+    deployments = [router, *(one._bound_deployment for one in router.init_args if hasattr(one, "_bound_deployment"))]
+    found = {one.name.lower(): one._deployment_config.graceful_shutdown_timeout_s for one in deployments}
+    assert found == {role: own["drain_s"] for role, own in drains.items()}

@@ -133,8 +133,8 @@ def _timeouts(group: dict[str, Any], settings: ServiceSettings) -> Iterator[str]
         (RAY_DRAIN, drain),
         ("terminationGracePeriodSeconds", pod.get("terminationGracePeriodSeconds", 30)),
     ]
-    for role in ("prefill", "decode"):
-        own = settings.role(role)
+    deployments = {"prefill": settings.prefill, "decode": settings.decode, "router": settings.router}
+    for role, own in deployments.items():
         if group in groups_for(own, [group]):
             chain.insert(1, (f"{role}.drain_s", own.drain_s))
     for (inner, shorter), (outer, longer) in pairwise(chain):
