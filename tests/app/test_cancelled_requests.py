@@ -158,6 +158,7 @@ async def test_at_each_suspension(story: str, ending: str) -> None:
     try:
         waits = await _whole(story)
         assert waits > 10
+        discards = 0
         for n in range(1, waits + 1):
             surface = Surface(story)
             serving: list[asyncio.Task[None]] = []
@@ -170,5 +171,9 @@ async def test_at_each_suspension(story: str, ending: str) -> None:
                 serving[0].result()
             await surface.at_baseline()
             assert surface.client.status in (None, 200, 400), f"HTTP {surface.client.status} at wait {n}"
+            discards += len(surface.prefill.discarded)
+        prefill, _, wanted = STORIES[story]
+        splits = bool(prefill) and "n" not in wanted.body and "no prefill" not in story
+        assert (discards > 0) == splits, "KV that nobody fetches is given back, and only that"
     finally:
         loop.set_task_factory(None)
