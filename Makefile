@@ -129,6 +129,10 @@ streams: $(STAMP) ## Cut streams of every kind at every token, and kill 40 decod
 	TANDEM_STREAMS=1 $(BIN)/python -m pytest tests/e2e/test_streams.py
 	$(BIN)/python -m tests.e2e.decode_deaths
 
+.PHONY: rolling-restart
+rolling-restart: $(STAMP) ## Replace every replica of a busy service, and scale it down and up (about 10 minutes)
+	$(BIN)/python -m tests.e2e.rolling_restart
+
 .PHONY: explore
 explore: $(STAMP) ## Every interleaving of small transfers, state counts printed (about an hour)
 	$(BIN)/python -m tests.protocol.explore

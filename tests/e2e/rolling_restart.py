@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -197,9 +197,8 @@ def service_of_two(folder: Path) -> Iterator[ServiceProcess]:
         service.stop()
 
 
-async def restart_all(service: ServiceProcess, times: int) -> list[Load]:
+async def restart_all(service: ServiceProcess, operator: Operator, times: int) -> list[Load]:
     """The phases' loads: before, each restart, the scaling down, and the scaling up."""
-    operator = Operator(service)
     loads = [Load("before")]
     clients = Clients(service.url, loads[0])
     began = time.monotonic()
@@ -231,7 +230,6 @@ async def restart_all(service: ServiceProcess, times: int) -> list[Load]:
     finally:
         await clients.stop()
         next_phase("")
-        operator.close()
     return loads[:-1]
 
 
@@ -244,8 +242,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the service must not outlive this
     folder = options.folder or Path(tempfile.mkdtemp(prefix="tandem-restart-"))
     folder.mkdir(parents=True, exist_ok=True)
-    with service_of_two(folder) as service:
-        loads = asyncio.run(restart_all(service, options.times))
+    # Ray's hook for errors must not outlive its cluster: it would wait for it.
+    with service_of_two(folder) as service, closing(Operator(service)) as operator:
+        loads = asyncio.run(restart_all(service, operator, options.times))
     (folder / "restart.json").write_text(json.dumps([asdict(load) for load in loads], indent=1))
     failed, wrong = (sum(len(getattr(load, name)) for load in loads) for name in ("failed", "wrong"))
     routes: Counter[str] = sum((load.routes for load in loads), Counter())

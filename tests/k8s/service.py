@@ -133,11 +133,15 @@ def _timeouts(group: dict[str, Any], settings: ServiceSettings) -> Iterator[str]
         (RAY_DRAIN, drain),
         ("terminationGracePeriodSeconds", pod.get("terminationGracePeriodSeconds", 30)),
     ]
-    deployments = {"prefill": settings.prefill, "decode": settings.decode, "router": settings.router}
-    for role, own in deployments.items():
+    for role in ("prefill", "decode"):
+        own = settings.role(role)
         if group in groups_for(own, [group]):
             chain.insert(1, (f"{role}.drain_s", own.drain_s))
-    for (inner, shorter), (outer, longer) in pairwise(chain):
+    pairs = list(pairwise(chain))
+    router = settings.router
+    if group in groups_for(router, [group]):
+        pairs.append((("router.drain_s", router.drain_s), (RAY_DRAIN, drain)))
+    for (inner, shorter), (outer, longer) in pairs:
         if shorter >= longer:
             yield f"{name}: {outer} ({longer:g} s) must be longer than {inner} ({shorter:g} s)"
 

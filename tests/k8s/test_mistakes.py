@@ -123,6 +123,11 @@ def test_a_rule_of_kuberay(manifests: list[Manifest], operation: dict[str, Any],
             "drain_s: 240",
             "DRAIN_TIMEOUT_S (240 s) must be longer than prefill.drain_s (240 s)",
         ),
+        (
+            "request_timeout_s: 600\n        drain_s: 120",
+            "request_timeout_s: 600\n        drain_s: 240",
+            "DRAIN_TIMEOUT_S (240 s) must be longer than router.drain_s (240 s)",
+        ),
         ("request_timeout_s: 600", "request_timeout_s: 700", "rayClusterDeletionDelaySeconds (660 s) must be longer"),
     ],
 )
