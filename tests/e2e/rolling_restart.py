@@ -51,7 +51,7 @@ class Load:
     requests: int = 0
     failed: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
-    routes: Counter[str] = field(default_factory=Counter)
+    routes: dict[str, int] = field(default_factory=dict)
     slowest_s: float = 0.0
 
 
@@ -92,7 +92,7 @@ class Clients:
             load.failed.append(f"request {number}: {type(error).__name__}: {str(error)[:300]}")
             return
         load.slowest_s = max(load.slowest_s, time.monotonic() - began)
-        load.routes[route] += 1
+        load.routes[route] = load.routes.get(route, 0) + 1
         if not exact(prompt, text):
             load.wrong.append(f"request {number}: {text!r} where {prompt.answer!r} is right")
 
@@ -247,7 +247,7 @@ def main() -> int:
         loads = asyncio.run(restart_all(service, operator, options.times))
     (folder / "restart.json").write_text(json.dumps([asdict(load) for load in loads], indent=1))
     failed, wrong = (sum(len(getattr(load, name)) for load in loads) for name in ("failed", "wrong"))
-    routes: Counter[str] = sum((load.routes for load in loads), Counter())
+    routes: Counter[str] = sum((Counter(load.routes) for load in loads), Counter())
     requests, slowest_s = sum(load.requests for load in loads), max(load.slowest_s for load in loads)
     print(f"{requests} requests: {failed} failed, {wrong} wrong, {dict(routes)}, the slowest took {slowest_s:.1f} s")
     return 1 if failed or wrong else 0
