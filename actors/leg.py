@@ -115,13 +115,17 @@ class Leg:
             raise UnavailableError(f"the {self.role} engine ended a request without an answer")
         return item
 
-    async def open(self) -> Opened:
-        """Wait for the first bytes of a stream, or for the whole body of another response."""
+    async def open(self, to_first_token: bool = False) -> Opened:
+        """Wait for the first bytes of a stream, or for the whole body of another response.
+
+        Not all that a stream begins with says that the engine has the prompt: with `to_first_token`, wait on for
+        the bytes that came with a token.
+        """
         start = await self.start()
         items: list[Chunk | bytes] = []
         while (item := await self.next()) is not None:
             items.append(item)
-            if start.streams:
+            if start.streams and (isinstance(item, Chunk) or not to_first_token):
                 break
         return Opened(start, items)
 
