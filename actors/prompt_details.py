@@ -1,6 +1,7 @@
 """What a client is told of its prompt's cached tokens, where another engine has computed the prompt.
 
-To vLLM's scheduler, KV that arrives is like KV that is in the cache. To the client it is not: one engine would have computed it.
+To vLLM's scheduler, KV that arrives is like KV that is in the cache. To the client it is not: one engine would have
+computed it.
 """
 
 from typing import Any

@@ -76,6 +76,6 @@ def error_event(error: Exception, endpoint: Endpoint = "/v1/completions") -> byt
     """A server-sent event for an error after the first byte, and the end of the stream, in the endpoint's form."""
     body = error_body(status_of(error), message_of(error))
     if endpoint == "/v1/responses":
-        said = {"type": "error", "sequence_number": 0, **body["error"], "code": str(body["error"]["code"])}
+        said = {"type": "error", "code": body["error"]["type"], "message": body["error"]["message"], "param": None}
         return f"event: error\ndata: {json.dumps(said)}\n\n".encode()
     return f"data: {json.dumps(body)}\n\ndata: [DONE]\n\n".encode()

@@ -446,7 +446,7 @@ async def test_a_stream_that_ends_early_is_not_taken_for_whole():
 
 
 async def test_a_stream_that_begins_before_its_kv_is_there():
-    """Events without a token say nothing of the handover: the prefill leg goes on, and is released with the first token."""
+    """Events without a token say nothing of the handover: the prefill leg goes on until the first token."""
     computing = asyncio.Event()
     ended_early = False
 

@@ -110,7 +110,12 @@ def test_prefill_leg_of_a_chat_keeps_what_shapes_the_prompt():
 
 def test_prefill_leg_of_a_response():
     """Its length goes by another name, nothing of it is stored, and what shapes the prompt stays."""
-    shaping = {"input": TURN, "instructions": "be brief", "tools": [{"type": "function", "name": "f"}], "truncation": "auto"}
+    shaping = {
+        "input": TURN,
+        "instructions": "be brief",
+        "tools": [{"type": "function", "name": "f"}],
+        "truncation": "auto",
+    }
     body = {**shaping, "max_output_tokens": 50, "stream": True, "include": ["message.output_text.logprobs"]}
     leg = prefill_leg(RESPONSES, {**body, "top_logprobs": 3, "store": True}, "t")
     assert leg.pop("kv_transfer_params")["transfer_id"] == "t"

@@ -1,7 +1,7 @@
 """An HTTP answer as what it says: what both sides must say alike, and in one place what they cannot.
 
-A stream is put together: where its chunks are cut depends on timing, on either side. Its first event, its last ones and all
-that events repeat are kept as they are.
+A stream is put together: where its chunks are cut depends on timing, on either side. The chunks that end it, and what
+all of them repeat, are kept as they are.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ MUST_DIFFER: Mapping[str, tuple[Callable[[Any], Any], str]] = {
     "kv_transfer_params": (lambda _: None, "how the two engines of a pair find each other: not for a client"),
     "sequence_number": (lambda _: None, "counts the events of a stream, whose number depends on timing"),
     "root": (lambda _: None, "where each server has its checkpoint"),
-    "max_model_len": (lambda value: value, "compared: here so that nobody adds it"),
 }
 """Keys of an answer whose values cannot be equal: what is compared instead, and why."""
 
@@ -116,13 +115,15 @@ def _read_chunks(frames: list[str]) -> dict[str, Any]:
 
 
 def _last_chunks(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Chunks that end a choice or the stream, without the text that happens to come with them; ends in order of choices."""
+    """Chunks that end a choice or the stream, in order of choices, without the text that happens to come with them."""
     ends = []
     for chunk in chunks:
         choices = chunk.get("choices", [])
         if choices and all(choice.get("finish_reason") is None for choice in choices):
             continue
-        bare = [{"index": one["index"], "finish_reason": one["finish_reason"], "fields": sorted(one)} for one in choices]
+        bare = [
+            {"index": one["index"], "finish_reason": one["finish_reason"], "fields": sorted(one)} for one in choices
+        ]
         # A usage that grows is compared where it is complete.
         usage = {key: chunk[key] for key in ("usage",) if key in chunk and not choices}
         ends.append({"choices": bare, "fields": sorted(chunk), **usage})

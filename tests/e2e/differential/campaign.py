@@ -2,7 +2,8 @@
 
     python -m tests.e2e.differential.campaign [--only TEXT] [--damage SHARE] [--out FILE]
 
-With `--damage` the single server gets another checkpoint: then the campaign must find differences, and fails if it does not.
+With `--damage` the single server gets another checkpoint: then the campaign must find differences, and fails if it
+does not.
 """
 
 from __future__ import annotations
@@ -117,10 +118,14 @@ def report(outcomes: Sequence[tuple[str, Outcome]]) -> str:
             differ = sum(bool(outcome.differences) for outcome in mine)
             shown = ", ".join(f"{count} {way}" for way, count in sorted(ways.items()))
             refused = len(mine) - answered
-            lines.append(f"{group}: {len(mine)} cases ({answered} answered, {refused} refused; {shown}), {differ} differ")
+            lines.append(
+                f"{group}: {len(mine)} cases ({answered} answered, {refused} refused; {shown}), {differ} differ"
+            )
     for group, outcome in outcomes:
         if outcome.differences:
-            lines.append(f"--- {group}: {outcome.case.name} (HTTP {outcome.statuses[-1]}, {outcome.route} {outcome.reason})")
+            lines.append(
+                f"--- {group}: {outcome.case.name} (HTTP {outcome.statuses[-1]}, {outcome.route} {outcome.reason})"
+            )
             lines += [f"    {line}" for line in outcome.differences[:12]]
     return "\n".join(lines)
 
@@ -143,7 +148,9 @@ def as_json(outcomes: Sequence[tuple[str, Outcome]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="a regular expression: cases whose `group: name` contains it")
-    parser.add_argument("--damage", type=float, default=0.0, help="noise in one matrix of the single server's checkpoint")
+    parser.add_argument(
+        "--damage", type=float, default=0.0, help="noise in one matrix of the single server's checkpoint"
+    )
     parser.add_argument("--out", type=Path, help="write every case as JSON")
     parser.add_argument("--urls", nargs=2, metavar=("SINGLE", "SERVICE"), help="servers that run already")
     options = parser.parse_args()

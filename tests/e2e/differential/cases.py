@@ -33,8 +33,8 @@ class Request:
 class Case:
     """Requests that are sent one after the other to either side; every answer is compared.
 
-    `route` is how the service is to serve the last one (None: a refusal, or not a matter of two engines);
-    `exact_ids` says that the client has named the request; `message_differs` why the words of a refusal are not compared.
+    `route` is how the service is to serve the last one (None: a refusal, or not a matter of two engines). With
+    `exact_ids` the client has named the request; `message_differs` says why the words of a refusal are not compared.
     """
 
     name: str

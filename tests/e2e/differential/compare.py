@@ -31,7 +31,9 @@ def _differences(where: str, one: Any, other: Any) -> list[str]:
     if isinstance(one, list) and isinstance(other, list):
         if len(one) != len(other):
             return [f"{where}: {len(one)} items -> {len(other)}: {_short(one)} -> {_short(other)}"]
-        return [line for i, pair in enumerate(zip(one, other, strict=True)) for line in _differences(f"{where}[{i}]", *pair)]
+        return [
+            line for i, pair in enumerate(zip(one, other, strict=True)) for line in _differences(f"{where}[{i}]", *pair)
+        ]
     if isinstance(one, float) and isinstance(other, float):
         return [] if math.isclose(one, other, rel_tol=0, abs_tol=LOGPROB) else [f"{where}: {one!r} -> {other!r}"]
     return [] if type(one) is type(other) and one == other else [f"{where}: {_short(one)} -> {_short(other)}"]

@@ -67,14 +67,16 @@ def sampled(seed: int, **more: Any) -> Fields:
     return {"temperature": 1.0, "seed": seed, "ignore_eos": True, **more}
 
 
-LONGER = {"completions": {"max_tokens": 40}, "chat": {"max_completion_tokens": 40}, "responses": {"max_output_tokens": 40}}
+LONGER = {
+    "completions": {"max_tokens": 40},
+    "chat": {"max_completion_tokens": 40},
+    "responses": {"max_output_tokens": 40},
+}
 
 
 def longer(name: str, fields: Fields, **more: Any) -> Feature:
     """With forty tokens of answer, where the feature shows only then."""
-    return Feature(
-        name, fields | LONGER["completions"], fields | LONGER["chat"], fields | LONGER["responses"], **more
-    )
+    return Feature(name, fields | LONGER["completions"], fields | LONGER["chat"], fields | LONGER["responses"], **more)
 
 
 LOGPROBS_INCLUDED = ["message.output_text.logprobs"]
@@ -113,7 +115,11 @@ FEATURES: tuple[Feature, ...] = (
     Feature("logprobs 0", {"logprobs": 0}, {"logprobs": True, "top_logprobs": 0}),
     Feature("logprobs, sampled", sampled(14, logprobs=5), sampled(14, logprobs=True, top_logprobs=5)),
     Feature("logprobs of text", responses={"include": LOGPROBS_INCLUDED, "top_logprobs": 2}),
-    Feature("logprob_token_ids", {"logprobs": 1, "logprob_token_ids": [270, 271]}, {"logprobs": True, "logprob_token_ids": [270]}),
+    Feature(
+        "logprob_token_ids",
+        {"logprobs": 1, "logprob_token_ids": [270, 271]},
+        {"logprobs": True, "logprob_token_ids": [270]},
+    ),
     generating("tokens as ids", {"return_tokens_as_token_ids": True, "logprobs": 2}),
     Feature("tokens as ids in a chat", chat={"return_tokens_as_token_ids": True, "logprobs": True, "top_logprobs": 2}),
     generating("prompt_logprobs", {"prompt_logprobs": 2}, route="local", streams=False),
@@ -141,10 +147,23 @@ FEATURES: tuple[Feature, ...] = (
     everywhere("no model named", {"model": ABSENT}),
     everywhere("a field that nobody knows", {"no_such_field": 3}),
     everywhere("session", {"session_id": "s1"}),
-    longer("repetition_detection", sampled(20, logit_bias={"300": 60}, repetition_detection={"max_pattern_size": 3, "min_pattern_size": 1, "min_count": 4})),
+    longer(
+        "repetition_detection",
+        sampled(
+            20,
+            logit_bias={"300": 60},
+            repetition_detection={"max_pattern_size": 3, "min_pattern_size": 1, "min_count": 4},
+        ),
+    ),
     generating("stream_interval", {"stream_interval": 4, "ignore_eos": True}),
     generating("thinking budget", {"thinking_token_budget": 3}),
-    Feature("beam search", {"use_beam_search": True, "n": 2}, {"use_beam_search": True, "n": 2}, route="local", streams=False),
+    Feature(
+        "beam search",
+        {"use_beam_search": True, "n": 2},
+        {"use_beam_search": True, "n": 2},
+        route="local",
+        streams=False,
+    ),
     Feature("suffix", {"suffix": "end"}, route=None),
     # Structured output.
     longer("regex", {"structured_outputs": {"regex": "[a-f]{6}-[0-9]{4}"}}),
@@ -164,24 +183,100 @@ FEATURES: tuple[Feature, ...] = (
         {"response_format": {"type": "json_object"}, "max_completion_tokens": 30},
         {"text": {"format": {"type": "json_object"}}, "max_output_tokens": 30},
     ),
-    Feature("text format", {"response_format": {"type": "text"}}, {"response_format": {"type": "text"}}, {"text": {"format": {"type": "text"}}}),
+    Feature(
+        "text format",
+        {"response_format": {"type": "text"}},
+        {"response_format": {"type": "text"}},
+        {"text": {"format": {"type": "text"}}},
+    ),
     Feature("schema, sampled", sampled(21, structured_outputs={"json": SCHEMA}, max_tokens=40, ignore_eos=ABSENT)),
     # Tools.
     Feature("tools offered", None, {"tools": [TOOL]}, {"tools": [FLAT_TOOL]}),
-    Feature("tools, auto", None, {"tools": [TOOL, OTHER_TOOL], "tool_choice": "auto"}, {"tools": [FLAT_TOOL], "tool_choice": "auto"}),
-    Feature("tools, none", None, {"tools": [TOOL], "tool_choice": "none"}, {"tools": [FLAT_TOOL], "tool_choice": "none"}),
-    Feature("tools, required", None, {"tools": [TOOL, OTHER_TOOL], "tool_choice": "required", "max_completion_tokens": 80}, {"tools": [FLAT_TOOL], "tool_choice": "required", "max_output_tokens": 80}),
+    Feature(
+        "tools, auto",
+        None,
+        {"tools": [TOOL, OTHER_TOOL], "tool_choice": "auto"},
+        {"tools": [FLAT_TOOL], "tool_choice": "auto"},
+    ),
+    Feature(
+        "tools, none", None, {"tools": [TOOL], "tool_choice": "none"}, {"tools": [FLAT_TOOL], "tool_choice": "none"}
+    ),
+    Feature(
+        "tools, required",
+        None,
+        {"tools": [TOOL, OTHER_TOOL], "tool_choice": "required", "max_completion_tokens": 80},
+        {"tools": [FLAT_TOOL], "tool_choice": "required", "max_output_tokens": 80},
+    ),
     Feature("tools, required, cut off", None, {"tools": [TOOL], "tool_choice": "required"}),
-    Feature("tools, named", None, {"tools": [TOOL, OTHER_TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}, "max_completion_tokens": 60}, {"tools": [FLAT_TOOL], "tool_choice": {"type": "function", "name": "weather"}, "max_output_tokens": 60}),
-    Feature("tools, called", None, {"tools": [TOOL], "tool_choice": "auto", "structured_outputs": {"regex": CALL}, "max_completion_tokens": 120}),
-    Feature("tools, one call", None, {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "max_completion_tokens": 80}),
-    Feature("tools, logprobs", None, {"tools": [TOOL], "tool_choice": "required", "logprobs": True, "top_logprobs": 1, "max_completion_tokens": 60}),
+    Feature(
+        "tools, named",
+        None,
+        {
+            "tools": [TOOL, OTHER_TOOL],
+            "tool_choice": {"type": "function", "function": {"name": "weather"}},
+            "max_completion_tokens": 60,
+        },
+        {"tools": [FLAT_TOOL], "tool_choice": {"type": "function", "name": "weather"}, "max_output_tokens": 60},
+    ),
+    Feature(
+        "tools, called",
+        None,
+        {"tools": [TOOL], "tool_choice": "auto", "structured_outputs": {"regex": CALL}, "max_completion_tokens": 120},
+    ),
+    Feature(
+        "tools, one call",
+        None,
+        {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "max_completion_tokens": 80},
+    ),
+    Feature(
+        "tools, logprobs",
+        None,
+        {"tools": [TOOL], "tool_choice": "required", "logprobs": True, "top_logprobs": 1, "max_completion_tokens": 60},
+    ),
     # Reasoning: the bias makes the model end its thoughts at some time.
-    Feature("reasoning", None, sampled(22, chat_template_kwargs={"thinking": True}, logit_bias={str(THOUGHT_ID): 9}, max_completion_tokens=30), sampled(22, chat_template_kwargs={"thinking": True}, logit_bias={str(THOUGHT_ID): 9}, max_output_tokens=30)),
-    Feature("reasoning, no end", None, {"chat_template_kwargs": {"thinking": True}}, {"chat_template_kwargs": {"thinking": True}}),
-    Feature("reasoning left out", None, sampled(23, chat_template_kwargs={"thinking": True}, include_reasoning=False, logit_bias={str(THOUGHT_ID): 9}, max_completion_tokens=30), sampled(23, chat_template_kwargs={"thinking": True}, include_reasoning=False, logit_bias={str(THOUGHT_ID): 9}, max_output_tokens=30)),
+    Feature(
+        "reasoning",
+        None,
+        sampled(22, chat_template_kwargs={"thinking": True}, logit_bias={str(THOUGHT_ID): 9}, max_completion_tokens=30),
+        sampled(22, chat_template_kwargs={"thinking": True}, logit_bias={str(THOUGHT_ID): 9}, max_output_tokens=30),
+    ),
+    Feature(
+        "reasoning, no end",
+        None,
+        {"chat_template_kwargs": {"thinking": True}},
+        {"chat_template_kwargs": {"thinking": True}},
+    ),
+    Feature(
+        "reasoning left out",
+        None,
+        sampled(
+            23,
+            chat_template_kwargs={"thinking": True},
+            include_reasoning=False,
+            logit_bias={str(THOUGHT_ID): 9},
+            max_completion_tokens=30,
+        ),
+        sampled(
+            23,
+            chat_template_kwargs={"thinking": True},
+            include_reasoning=False,
+            logit_bias={str(THOUGHT_ID): 9},
+            max_output_tokens=30,
+        ),
+    ),
     Feature("reasoning_effort", None, {"reasoning_effort": "low"}, {"reasoning": {"effort": "low"}}),
-    Feature("reasoning, then a schema", None, sampled(24, chat_template_kwargs={"thinking": True}, logit_bias={str(THOUGHT_ID): 9}, structured_outputs={"json": SCHEMA}, max_completion_tokens=60, ignore_eos=ABSENT)),
+    Feature(
+        "reasoning, then a schema",
+        None,
+        sampled(
+            24,
+            chat_template_kwargs={"thinking": True},
+            logit_bias={str(THOUGHT_ID): 9},
+            structured_outputs={"json": SCHEMA},
+            max_completion_tokens=60,
+            ignore_eos=ABSENT,
+        ),
+    ),
     # What the client wants to know of the prompt, and of the price.
     Feature("prompt text", None, {"return_prompt_text": True}),
     Feature("no generation prompt", None, {"add_generation_prompt": False}),

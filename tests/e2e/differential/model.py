@@ -1,4 +1,4 @@
-"""The demo model as both sides serve it: with tokens that mark reasoning and a LoRA adapter; or with one matrix damaged."""
+"""The demo model as both sides serve it: with tokens that mark reasoning, beside a LoRA adapter; or damaged."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def lora_adapter(folder: Path, seed: int = 1) -> Path:
 
 
 def damage(model: Path, share: float) -> None:
-    """Add noise to one value projection, as large as `share` of its own entries: another checkpoint, of the same shape."""
+    """Add noise to one value projection, `share` as large as its own entries: another checkpoint of the same shape."""
     path = model / "model.safetensors"
     weights = load_file(path)
     matrix = weights[DAMAGED]

@@ -37,6 +37,7 @@ FRONTEND: dict[str, Any] = {
     "tool_call_parser": "hermes",
 }
 
+
 @dataclass
 class PairOfServers:
     """Both sides. `single_model` is what the single server loads, where that is to be another checkpoint."""
@@ -67,7 +68,7 @@ class PairOfServers:
             )
             self._name_model(config)
             self.service = ServiceProcess(config, self.folder)
-            # One side after the other: three engines that start at once starve Serve's proxy of a small machine's cores.
+            # One side after the other: three engines that start at once starve a small machine's Serve proxy.
             self.service.start()
             self._single = start_module(self.folder, "single", self._single_arguments(adapter))
             wait_until_up(f"{self.single_url}/health", self._single, self.folder)

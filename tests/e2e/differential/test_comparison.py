@@ -102,7 +102,9 @@ def test_what_a_stream_says_does(other: Reply) -> None:
 
 def test_named_events_are_put_together_too() -> None:
     kind = "response.output_text.delta"
-    one = named(("response.created", {}), (kind, {"delta": "a", "logprobs": [1]}), (kind, {"delta": "b", "logprobs": [2]}))
+    one = named(
+        ("response.created", {}), (kind, {"delta": "a", "logprobs": [1]}), (kind, {"delta": "b", "logprobs": [2]})
+    )
     other = named(("response.created", {}), (kind, {"delta": "ab", "logprobs": [1, 2]}))
     assert lines(one, other) == []
     assert lines(one, named(("response.created", {}), (kind, {"delta": "ab", "logprobs": [1, 3]})))

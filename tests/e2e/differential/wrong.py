@@ -69,7 +69,23 @@ GENERATING: dict[str, Any] = {
 AT: dict[str, dict[str, Any]] = {
     COMPLETIONS: {
         "max_tokens": [-1, "many", 1.5, 100_000],
-        "prompt": [None, "", [], [[]], 5, {}, [None], [-1], [1.5], [10**6], ["a", [1]], [True], ABSENT, [2, 10**9], "!" * 3000],
+        "prompt": [
+            None,
+            "",
+            [],
+            [[]],
+            5,
+            {},
+            [None],
+            [-1],
+            [1.5],
+            [10**6],
+            ["a", [1]],
+            [True],
+            ABSENT,
+            [2, 10**9],
+            "!" * 3000,
+        ],
         "logprobs": [-2, 21, "x", True],
         "echo": ["x"],
         "best_of": [0, "x"],
@@ -98,7 +114,13 @@ AT: dict[str, dict[str, Any]] = {
         "logprobs": ["x", 5],
         "top_logprobs": [3, -2, "x"],
         "tools": [[], "x", [{}], [{"type": "function"}], [{"type": "function", "function": {}}]],
-        "tool_choice": ["auto", "required", "some", {"type": "function"}, {"type": "function", "function": {"name": "x"}}],
+        "tool_choice": [
+            "auto",
+            "required",
+            "some",
+            {"type": "function"},
+            {"type": "function", "function": {"name": "x"}},
+        ],
         "chat_template_kwargs": ["x"],
         "chat_template": ["{{ messages }}", "{{"],
         "add_generation_prompt": ["x"],
@@ -136,7 +158,13 @@ PAIRS: tuple[tuple[str, dict[str, Any]], ...] = (
     (CHAT, {"logprobs": True, "top_logprobs": 21}),
     (CHAT, {"stream": True, "prompt_logprobs": 1}),
     (CHAT, {"add_generation_prompt": True, "continue_final_message": True}),
-    (RESPONSES, {"structured_outputs": {"json": SCHEMA}, "text": {"format": {"type": "json_schema", "name": "w", "schema": SCHEMA}}}),
+    (
+        RESPONSES,
+        {
+            "structured_outputs": {"json": SCHEMA},
+            "text": {"format": {"type": "json_schema", "name": "w", "schema": SCHEMA}},
+        },
+    ),
     (RESPONSES, {"stream": True, "background": True}),
 )
 
@@ -160,7 +188,14 @@ def wrong_cases() -> Iterator[Case]:
 
 def broken_cases() -> Iterator[Case]:
     """What is no request at all."""
-    bodies = {"no JSON": b"{", "a list": b"[]", "text": b'"x"', "nothing": b"", "null": b"null", "no UTF-8": b'{"a": "\xff"}'}
+    bodies = {
+        "no JSON": b"{",
+        "a list": b"[]",
+        "text": b'"x"',
+        "nothing": b"",
+        "null": b"null",
+        "no UTF-8": b'{"a": "\xff"}',
+    }
     for path in BUILDERS:
         for name, content in bodies.items():
             yield Case(f"{path} {name}", (Request(path, content),), message_differs=OURS)
