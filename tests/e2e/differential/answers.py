@@ -15,11 +15,14 @@ from typing import Any
 DRAWN = "drawn by each server"
 
 
+RANDOM = re.compile(r"(?<![0-9a-f])([0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|[0-9a-f]{16,32})$")
+
+
 def _kind_of_id(value: Any) -> Any:
-    """`chatcmpl-tool-` of `chatcmpl-tool-8f3a...`: how an id begins is part of the interface."""
-    if not isinstance(value, str):
-        return value
-    return re.sub(r"(?<![0-9a-f])[0-9a-f]{16,32}(-[0-9a-f]{8})?$|(?<=-)\d+$", "*", value)
+    """`chatcmpl-tool-*` of `chatcmpl-tool-8f3a...`: how an id begins is part of the interface."""
+    if isinstance(value, list):
+        return [_kind_of_id(one) for one in value]
+    return RANDOM.sub("*", value) if isinstance(value, str) else value
 
 
 def _whether(value: Any) -> str:

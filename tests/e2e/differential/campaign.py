@@ -66,7 +66,10 @@ def all_cases(only: str = "") -> Iterator[tuple[str, Case]]:
 
 
 async def ask(client: httpx.AsyncClient, request: Request) -> tuple[Reply, httpx.Headers]:
-    reply = await client.request(request.method, request.path, content=request.content, headers=request.headers)
+    try:
+        reply = await client.request(request.method, request.path, content=request.content, headers=request.headers)
+    except httpx.HTTPError as error:
+        return Reply(0, f"no answer: {type(error).__name__}", b""), httpx.Headers()
     return Reply(reply.status_code, reply.headers.get("content-type", ""), reply.content), reply.headers
 
 
@@ -81,6 +84,8 @@ async def play(case: Case, single: httpx.AsyncClient, service: httpx.AsyncClient
         route, reason = headers.get("x-tandem-route", ""), headers.get("x-tandem-local-reason", "")
         expected, said = read(one, case.exact_ids), read(other, case.exact_ids)
         lines = differences(expected, said)
+        if not one.status:
+            found.append(f"the single server gave {one.content_type}: there is nothing to compare with")
         if case.message_differs:
             lines = [line for line in lines if not line.startswith(".error.message:")]
         found += [f"[{index}] {line}" if len(case.requests) > 1 else line for line in lines]

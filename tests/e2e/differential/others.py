@@ -55,7 +55,8 @@ def cache_cases() -> Iterator[Case]:
     models = ({}, {"model": ADAPTER}, {"model": ADAPTER}, {})
     yield Case(name, tuple(request(COMPLETIONS, completion(name, **model)) for model in models), "remote")
     name = f"{COMPLETIONS} alone, then apart"
-    both = ({"n": 2}, {}, {"echo": True}, {"n": 2})
+    several = {"n": 2, "temperature": 1.0, "seed": 5}
+    both = (several, {}, {"echo": True}, several)
     yield Case(name, tuple(request(COMPLETIONS, completion(name, **more)) for more in both), "local")
 
 

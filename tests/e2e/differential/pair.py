@@ -22,7 +22,9 @@ BLOCK_TOKENS = 32
 ENGINE: dict[str, Any] = {
     "max_model_len": 2048,
     "block_size": BLOCK_TOKENS,
-    "max_num_batched_tokens": 256,
+    # vLLM's CPU runner dies of a seeded prompt that is computed in chunks ("CPU Generator does not use offset"), so
+    # none is here; prefill, which gets no seeds, has chunks of its own.
+    "max_num_batched_tokens": 8192,
     "max_num_seqs": 16,
     "scheduling_policy": "priority",
     "enable_lora": True,
@@ -63,7 +65,7 @@ class PairOfServers:
                 "local.yaml",
                 self.folder,
                 engine=ENGINE,
-                prefill=role,
+                prefill={**role, "engine": {"max_num_batched_tokens": 256}},
                 decode=role,
             )
             self._name_model(config)
