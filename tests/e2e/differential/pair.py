@@ -22,9 +22,7 @@ BLOCK_TOKENS = 32
 ENGINE: dict[str, Any] = {
     "max_model_len": 2048,
     "block_size": BLOCK_TOKENS,
-    # vLLM's CPU runner dies of a seeded prompt that is computed in chunks ("CPU Generator does not use offset"), so
-    # none is here; prefill, which gets no seeds, has chunks of its own.
-    "max_num_batched_tokens": 8192,
+    "max_num_batched_tokens": 256,
     "max_num_seqs": 16,
     "scheduling_policy": "priority",
     "enable_lora": True,
@@ -33,6 +31,10 @@ ENGINE: dict[str, Any] = {
     # Reads reasoning only where a request says `thinking`, so that the other chats are not taken for it.
     "reasoning_parser": "deepseek_v3",
 }
+SINGLE: dict[str, Any] = {"max_num_batched_tokens": 8192}
+"""What the single server has otherwise: no prompt takes it two steps. vLLM's CPU worker dies of a
+seeded one that does (our engines do not: `actors/cpu_worker.py`)."""
+
 FRONTEND: dict[str, Any] = {
     "enable_prompt_tokens_details": True,
     "enable_auto_tool_choice": True,
@@ -65,7 +67,7 @@ class PairOfServers:
                 "local.yaml",
                 self.folder,
                 engine=ENGINE,
-                prefill={**role, "engine": {"max_num_batched_tokens": 256}},
+                prefill=role,
                 decode=role,
             )
             self._name_model(config)
@@ -94,7 +96,7 @@ class PairOfServers:
             "vllm.entrypoints.openai.api_server",
             *("--model", str(self.single_model), "--served-model-name", DEMO_SERVED_NAME),
             *("--host", "127.0.0.1", "--port", str(self._port), "--dtype", "float32", "--enforce-eager"),
-            *(word for name, value in (ENGINE | FRONTEND).items() for word in _option(name, value)),
+            *(word for name, value in (ENGINE | SINGLE | FRONTEND).items() for word in _option(name, value)),
             *("--lora-modules", json.dumps({"name": ADAPTER, "path": str(adapter)})),
         ]
 
