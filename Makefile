@@ -17,6 +17,8 @@ FAULTS ?= 200
 TP ?= 1:1
 LANES ?= 1
 OUT ?= build/faults
+ONLY ?=
+DAMAGE ?=
 SCHEDULES ?= 100000
 STAMP := $(VENV)/.installed
 
@@ -123,6 +125,18 @@ corruption: $(STAMP) ## Damage 6,000 transfers in six ways, and believe 10,000 c
 fuzz: $(STAMP) ## Hostile messages, connections and HTTP requests, in bulk: SEED=1 ROUNDS=300 COUNT=4000
 	$(BIN)/python -m tests.fuzz.connector --seed $(SEED) --rounds $(ROUNDS)
 	$(BIN)/python -m tests.fuzz.http --seed $(SEED) --count $(COUNT)
+
+.PHONY: differential
+differential: $(STAMP) ## Ask the service and one vLLM server the same 1,500 things (about 10 minutes): ONLY=expression DAMAGE=0.02
+	$(BIN)/python -m tests.e2e.differential.campaign $(if $(ONLY),--only '$(ONLY)') $(if $(DAMAGE),--damage $(DAMAGE))
+
+build/clients/bin/python:
+	$(PYTHON) -m venv build/clients
+	build/clients/bin/pip install --quiet langchain-openai
+
+.PHONY: clients
+clients: $(STAMP) build/clients/bin/python ## The openai SDK, LangChain (in an environment in build/), vllm bench serve and curl against the service
+	$(BIN)/python -m tests.e2e.clients --langchain build/clients/bin/python
 
 .PHONY: streams
 streams: $(STAMP) ## Cut streams of every kind at every token, and kill 40 decode engines under streams (about an hour)

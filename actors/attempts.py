@@ -169,7 +169,7 @@ class Attempts:
             legs.push_async_callback(prefill.close)
             decode = Leg("decode", self._fleet.decode.dispatch(decode_place, decode_call))
             legs.push_async_callback(decode.close)
-            opening = asyncio.create_task(decode.open(), name=f"decode-opens-{transfer_id}")
+            opening = asyncio.create_task(decode.open(to_first_token=True), name=f"decode-opens-{transfer_id}")
             legs.push_async_callback(_end, opening)
             await asyncio.wait({opening, prefill.broken, prefill.answered}, return_when=asyncio.FIRST_COMPLETED)
             # From here on decode has what it waited for: it may be slow, but not silent.

@@ -208,6 +208,7 @@ def kv_transfer_config(settings: ServiceSettings, role: RoleName, node_ip: str) 
 def _frontend_namespace(engine_args: Any, frontend: dict[str, Any]) -> argparse.Namespace:
     """What vLLM's application expects from its command line: its defaults, our engine's, our frontend's."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.entrypoints.openai.models.protocol import LoRAModulePath
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
@@ -215,4 +216,7 @@ def _frontend_namespace(engine_args: Any, frontend: dict[str, Any]) -> argparse.
         setattr(namespace, field.name, getattr(engine_args, field.name))
     for name, value in frontend.items():
         setattr(namespace, name, value)
+    # The parser would have made these of the command line's JSON.
+    modules = namespace.lora_modules or ()
+    namespace.lora_modules = [LoRAModulePath(**one) if isinstance(one, dict) else one for one in modules] or None
     return namespace

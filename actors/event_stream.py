@@ -8,6 +8,8 @@ import re
 
 END = b"\n\n"
 DONE = b"data: [DONE]"
+LAST_RESPONSE_EVENTS = (b"event: response.completed\n", b"event: response.failed\n", b"event: error\n")
+"""How the last event of a stream of the Responses API begins: it has no other end mark."""
 CREATED = re.compile(rb'"created":\d+')
 """As vLLM writes it; within a string the quotes would be escaped."""
 
@@ -43,7 +45,7 @@ class EventStream:
         if self._seen <= self.sent:
             return b""
         self.sent += 1
-        self.done = event == DONE
+        self.done = event == DONE or event.startswith(LAST_RESPONSE_EVENTS)
         return self._dated(event) + END
 
     def _dated(self, event: bytes) -> bytes:

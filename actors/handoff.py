@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-Endpoint = Literal["/v1/completions", "/v1/chat/completions"]
+Endpoint = Literal["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"]
 Body = Mapping[str, Any]
 
 TRANSFER_FIELD = "kv_transfer_params"
@@ -21,6 +21,7 @@ OUTPUT_ONLY = frozenset(
         "best_of",
         "frequency_penalty",
         "ignore_eos",
+        "include",
         "include_stop_str_in_output",
         "length_penalty",
         "logit_bias",
@@ -48,6 +49,14 @@ OUTPUT_ONLY = frozenset(
 """Fields that change what is generated and not the prompt: left out of the prefill leg."""
 
 
+ONE_TOKEN: Mapping[Endpoint, Body] = {
+    "/v1/completions": {"n": 1, "max_tokens": 1},
+    "/v1/chat/completions": {"n": 1, "max_tokens": 1, "max_completion_tokens": 1},
+    "/v1/responses": {"max_output_tokens": 1, "store": False},
+}
+"""What makes a request a prefill leg, by endpoint."""
+
+
 @dataclass(frozen=True)
 class Producer:
     """Where a prefill engine's workers are reached, as its connector describes itself."""
@@ -73,6 +82,8 @@ def why_local(endpoint: Endpoint, body: Body) -> str | None:
 
     A body of the wrong shape is left to decode as well: vLLM's own validation answers it.
     """
+    if endpoint in ("/tokenize", "/detokenize"):
+        return "tokens_only"
     if body.get("n") not in (None, 1):
         return "n"
     if body.get("best_of") not in (None, 1):
@@ -84,12 +95,16 @@ def why_local(endpoint: Endpoint, body: Body) -> str | None:
         return "prompt_logprobs"
     if endpoint == "/v1/completions":
         return _why_local_prompt(body.get("prompt"))
+    if endpoint == "/v1/responses":
+        return _why_local_response(body)
     messages = body.get("messages")
     return None if isinstance(messages, list) and messages else "malformed"
 
 
 def why_not_resumable(endpoint: Endpoint, body: Body) -> str | None:
     """The reason why another engine cannot go on with this request's stream, or None when it can."""
+    if endpoint == "/v1/responses":
+        return "ids of its own"  # of its items: each engine draws its own
     if body.get("n") not in (None, 1):
         return "n > 1"
     prompt = body.get("prompt")
@@ -115,12 +130,21 @@ def _why_local_prompt(prompt: Any) -> str | None:
     return None if len(prompt) >= 2 else "short_prompt"
 
 
+def _why_local_response(body: Body) -> str | None:
+    for field in ("background", "previous_response_id"):
+        if body.get(field):
+            return field  # what is stored is stored in one engine
+    tools = body.get("tools")
+    if isinstance(tools, list) and any(not isinstance(tool, dict) or tool.get("type") != "function" for tool in tools):
+        return "tools_of_the_server"  # the engine calls them itself, and goes on with a prompt of its own
+    given = body.get("input")
+    return None if isinstance(given, str) or (isinstance(given, list) and given) else "malformed"
+
+
 def prefill_leg(endpoint: Endpoint, body: Body, transfer_id: str) -> dict[str, Any]:
     """The request for the prefill engine: the same prompt, one token, KV to be handed over."""
     leg = {field: value for field, value in body.items() if field not in OUTPUT_ONLY}
-    leg |= {"stream": False, "n": 1, "max_tokens": 1, "temperature": 0.0}
-    if endpoint == "/v1/chat/completions":
-        leg["max_completion_tokens"] = 1
+    leg |= {"stream": False, "temperature": 0.0, **ONE_TOKEN[endpoint]}
     leg[TRANSFER_FIELD] = {
         "do_remote_decode": True,
         "do_remote_prefill": False,

@@ -17,6 +17,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from actors.forced_tokens import FORCED_TOKENS
 from actors.journal import SERVED, Served
+from actors.prompt_details import PromptDetails
 
 
 def why_not_replayable(config: VllmConfig) -> str | None:
@@ -90,6 +91,12 @@ class Regroup:
 
 class ReplayingLLM(AsyncLLM):
     """Generates as AsyncLLM does; a streamed answer of a `Served` call is recorded, and emitted again where it must."""
+
+    def _run_output_handler(self) -> None:
+        if self.output_handler is None:
+            cache = self.vllm_config.cache_config
+            PromptDetails.take_over(self.output_processor, cache.block_size if cache.enable_prefix_caching else None)
+        super()._run_output_handler()
 
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any

@@ -16,7 +16,17 @@ from app.http_errors import BadRequestError
 MAX_DEPTH = 64
 """Lists and objects within each other in a body; JSON schemas of tools nest a dozen."""
 
-FORWARDED_HEADERS = frozenset({b"accept", b"traceparent", b"tracestate", b"x-request-id"})
+FORWARDED_HEADERS = frozenset(
+    {
+        b"accept",
+        b"content-type",
+        b"traceparent",
+        b"tracestate",
+        b"x-request-id",
+        b"x-session-id",
+        b"x-vllm-priority",
+    }
+)
 """Request headers that reach the engines."""
 
 
@@ -34,7 +44,7 @@ def forwarded_headers(request: Request) -> Headers:
     """The headers for both legs; both carry the same X-Request-Id, a fresh one if the client sent none."""
     given = {name: value for name, value in request.headers.raw if name in FORWARDED_HEADERS}
     given.setdefault(b"x-request-id", uuid.uuid4().hex.encode())
-    return (*given.items(), (b"content-type", b"application/json"))
+    return tuple(given.items())
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:

@@ -102,7 +102,7 @@ class Generate:
             # The response has begun: whatever happens now can only be said in it.
             self._router.metrics.broken_streams.inc()
             logger.warning("a stream broke off: %s", error, exc_info=not isinstance(error, TandemError))
-            await send({"type": "http.response.body", "body": error_event(error), "more_body": True})
+            await send({"type": "http.response.body", "body": error_event(error, self._endpoint), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

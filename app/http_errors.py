@@ -6,6 +6,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
+from actors.handoff import Endpoint
 from actors.journal import CannotResumeError
 from actors.leg import DeadlineError, OverloadedError, UnavailableError
 
@@ -71,7 +72,10 @@ def error_response(error: Exception, retry_after_s: int) -> JSONResponse:
     return JSONResponse(error_body(status, message_of(error), param), status_code=status, headers=headers)
 
 
-def error_event(error: Exception) -> bytes:
-    """A server-sent event for an error after the first byte, and the end of the stream."""
+def error_event(error: Exception, endpoint: Endpoint = "/v1/completions") -> bytes:
+    """A server-sent event for an error after the first byte, and the end of the stream, in the endpoint's form."""
     body = error_body(status_of(error), message_of(error))
+    if endpoint == "/v1/responses":
+        said = {"type": "error", "code": body["error"]["type"], "message": body["error"]["message"], "param": None}
+        return f"event: error\ndata: {json.dumps(said)}\n\n".encode()
     return f"data: {json.dumps(body)}\n\ndata: [DONE]\n\n".encode()

@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 def build_http(router: Router, key_digests: Sequence[bytes] = ()) -> ASGIApp:
     """The application that serves `router`, to the holders of these keys if there are any."""
 
-    async def models(request: Request) -> Response:
+    async def from_decode(request: Request) -> Response:
         try:
-            start, body = await router.models(forwarded_headers(request))
+            start, body = await router.get(request.url.path, forwarded_headers(request))
         except Exception as error:
             return error_response(error, router.limits.retry_after_s)
         return Response(body, start.status, media_type="application/json")
@@ -49,7 +49,7 @@ def build_http(router: Router, key_digests: Sequence[bytes] = ()) -> ASGIApp:
     surface = Starlette(
         routes=[
             *(Route(path, Generate(router, path), methods=["POST"]) for path in get_args(Endpoint)),
-            Route("/v1/models", models, methods=["GET"]),
+            *(Route(path, from_decode, methods=["GET"]) for path in ("/v1/models", "/version")),
             Route("/health", health, methods=["GET"]),
             Route("/metrics", metrics, methods=["GET"]),
         ],

@@ -276,7 +276,9 @@ async def test_a_stream_outlives_its_engine(cut, half):
         _, body = await ask(router, request())
         assert said(body) == uninterrupted
     await at_rest(p, d)
-    assert counted(router, "tandem_resumed_streams_total", outcome="resumed") == (cut < TOKENS)
+    # Before the first token there is no stream to go on with: that is another try.
+    begun = cut >= 2 or half
+    assert counted(router, "tandem_resumed_streams_total", outcome="resumed") == (begun and cut < TOKENS)
 
 
 def frozen(after: int) -> Any:
@@ -481,3 +483,37 @@ async def test_a_stream_that_ends_early_is_not_taken_for_whole():
     with pytest.raises(UnavailableError, match="before its end"):
         await ask(router, request())
     await at_rest(p, d)
+
+
+async def test_a_stream_that_begins_before_its_kv_is_there():
+    """Events without a token say nothing of the handover: the prefill leg goes on until the first token."""
+    computing = asyncio.Event()
+    ended_early = False
+
+    async def slow_prefill(call: Call, turn: int) -> AsyncGenerator[Any, None]:
+        nonlocal ended_early
+        try:
+            await computing.wait()
+        except BaseException:
+            ended_early = True
+            raise
+        async for item in prefills(lambda: p)(call, turn):
+            yield item
+
+    async def eager(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        yield ResponseStart(200, EVENTS)
+        yield b"event: response.created\ndata: {}\n\n"
+        asyncio.get_running_loop().call_later(0.05, computing.set)
+        await p.delivered[transfers(d)[0]].wait()
+        yield Chunk(b"event: response.output_text.delta\ndata: {}\n\n", ((7,),))
+        yield b"event: response.completed\ndata: {}\n\n"
+
+    p, d = Handle([Replica("p0", slow_prefill)]), Handle([Replica("d0", eager)])
+    router = Router(LIMITS, p, d)
+    wanted = request()
+    wanted = ClientRequest("/v1/responses", wanted.headers, wanted.raw, {**wanted.body, "input": "x"})
+    answer, body = await ask(router, wanted)
+    await at_rest(p, d)
+    assert (answer.route, body.count(b"event: "), ended_early) == ("remote", 3, False)
+    assert counted(router, "tandem_prefill_legs_total", outcome="done") == 1
+    assert counted(router, "tandem_resumed_streams_total", outcome="refused") == 0

@@ -50,3 +50,13 @@ def test_text_that_looks_like_a_date_is_left_alone():
     stream.feed(event(0, created=2))
     said = b'data: {"id":"a","created":2,"choices":[{"text":"{\\"created\\":3}"}]}\n\n'
     assert stream.feed(said) == said.replace(b'"created":2', b'"created":1')
+
+
+@pytest.mark.parametrize("last", ["response.completed", "response.failed", "error"])
+def test_the_responses_api_ends_without_a_mark(last):
+    """Its last event is the end; one that only looks like it is not."""
+    stream = EventStream()
+    stream.feed(b'event: response.output_text.delta\ndata: {"delta": "event: response.completed"}\n\n')
+    assert not stream.done
+    stream.feed(f'event: {last}\ndata: {{"type": "{last}"}}\n\n'.encode())
+    assert stream.done

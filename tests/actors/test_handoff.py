@@ -6,6 +6,7 @@ from actors.handoff import OUTPUT_ONLY, Producer, decode_leg, prefill_leg, why_l
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
 TURN = [{"role": "user", "content": "hi"}]
 PRODUCER = Producer(remote_engine_id="e1", remote_host="10.0.0.1", remote_port=4711, tp_size=2)
 
@@ -41,6 +42,16 @@ PRODUCER = Producer(remote_engine_id="e1", remote_host="10.0.0.1", remote_port=4
         (CHAT, {"messages": []}, "malformed"),
         (CHAT, {"messages": "hi"}, "malformed"),
         (CHAT, {}, "malformed"),
+        (RESPONSES, {"input": "some text"}, None),
+        (RESPONSES, {"input": TURN, "store": True, "tools": [{"type": "function", "name": "f"}]}, None),
+        (RESPONSES, {"input": "some text", "background": True}, "background"),
+        (RESPONSES, {"input": "some text", "previous_response_id": "resp_1"}, "previous_response_id"),
+        (RESPONSES, {"input": "some text", "tools": [{"type": "code_interpreter"}]}, "tools_of_the_server"),
+        (RESPONSES, {"input": "some text", "tools": ["f"]}, "tools_of_the_server"),
+        (RESPONSES, {"input": []}, "malformed"),
+        (RESPONSES, {}, "malformed"),
+        ("/tokenize", {"prompt": "some text"}, "tokens_only"),
+        ("/detokenize", {"tokens": [1, 2]}, "tokens_only"),
     ],
 )
 def test_why_local(endpoint, body, reason):
@@ -95,6 +106,20 @@ def test_prefill_leg_of_a_chat_keeps_what_shapes_the_prompt():
     assert {key: leg[key] for key in shaping} == shaping
     assert leg["max_tokens"] == leg["max_completion_tokens"] == 1
     assert not OUTPUT_ONLY & leg.keys()
+
+
+def test_prefill_leg_of_a_response():
+    """Its length goes by another name, nothing of it is stored, and what shapes the prompt stays."""
+    shaping = {
+        "input": TURN,
+        "instructions": "be brief",
+        "tools": [{"type": "function", "name": "f"}],
+        "truncation": "auto",
+    }
+    body = {**shaping, "max_output_tokens": 50, "stream": True, "include": ["message.output_text.logprobs"]}
+    leg = prefill_leg(RESPONSES, {**body, "top_logprobs": 3, "store": True}, "t")
+    assert leg.pop("kv_transfer_params")["transfer_id"] == "t"
+    assert leg == {**shaping, "max_output_tokens": 1, "stream": False, "store": False, "temperature": 0.0}
 
 
 def test_decode_leg_is_the_clients_request_and_the_transfer():

@@ -42,6 +42,7 @@ LIMITS = RouterLimits(
     retry_after_s=7,
     max_body_bytes=10_000,
 )
+FIRST_TOKEN = b"data: {}\n\n"
 FOREVER_S = 60.0
 
 
@@ -81,7 +82,7 @@ class Engine:
                 async for item in answer:
                     if item == b"poison":
                         raise EngineDownError(self.role)
-                    yield item
+                    yield Chunk(item, ()) if item == FIRST_TOKEN else item
         finally:
             self.running -= 1
 
@@ -136,7 +137,7 @@ class Engine:
             return JSONResponse({"role": self.role, "parked": bool(parked)})
 
         async def events() -> AsyncGenerator[bytes, None]:
-            yield b"data: {}\n\n"
+            yield FIRST_TOKEN
             await asyncio.sleep(0.1)
             yield b"poison" if "breaks off" in prompt else b"data: [DONE]\n\n"
 

@@ -40,3 +40,12 @@ def test_an_error_within_a_stream_ends_it():
     first, last, rest = error_event(UnavailableError("gone")).decode().split("\n\n")
     assert json.loads(first.removeprefix("data: "))["error"]["code"] == 503
     assert (last, rest) == ("data: [DONE]", "")
+
+
+def test_an_error_within_a_response_of_the_responses_api():
+    """One event that its clients know; there is no end mark."""
+    event, rest = error_event(UnavailableError("gone"), "/v1/responses").decode().split("\n\n")
+    kind, data = event.split("\n")
+    said = json.loads(data.removeprefix("data: "))
+    assert (kind, rest) == ("event: error", "")
+    assert said == {"type": "error", "code": "ServiceUnavailableError", "message": "gone", "param": None}

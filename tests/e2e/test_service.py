@@ -90,6 +90,10 @@ def completion(prompt: object, **more: object) -> dict:
     return {"model": MODEL, "prompt": prompt, "max_tokens": 5, "temperature": 0, **more}
 
 
+def response(**more: object) -> dict:
+    return {"model": MODEL, "input": "abc", "max_output_tokens": 5, "temperature": 0, **more}
+
+
 def recall(seed: int, facts: int = FACTS_FAR) -> RecallPrompt:
     """A prompt whose asked fact is the first: far outside the sliding window of a long prompt."""
     return make_prompt(random.Random(f"e2e {seed}"), facts, distance_facts=facts - 1)
@@ -162,6 +166,33 @@ def test_chat_through_the_sdk(sdk):
     assert streamed[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
+def test_responses_through_the_sdk(http, sdk):
+    """Split like a chat: a stream begins before its KV is there, and the prefill leg goes on all the same."""
+    wait_until_idle(http)
+    before = metric(http, "tandem_prefill_legs_total", outcome="done")
+    recomputed = metric(http, "vllm:tandem_kv_requests_total", role="decode", outcome="recomputed")
+    for seed in range(12, 15):
+        prompt = recall(seed)
+        ask = {"model": MODEL, "input": prompt.messages, "max_output_tokens": 8, "temperature": 0}
+        whole = sdk.responses.with_raw_response.create(**ask)
+        assert whole.headers["x-tandem-route"] == "remote"
+        with sdk.responses.stream(**ask) as stream:
+            kinds = [event.type for event in stream]
+            assert exact(prompt, stream.get_final_response().output_text)
+        assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")
+        assert exact(prompt, whole.parse().output_text)
+    assert metric(http, "tandem_prefill_legs_total", outcome="done") == before + 6
+    assert metric(http, "vllm:tandem_kv_requests_total", role="decode", outcome="recomputed") == recomputed
+
+
+def test_tokens(http):
+    """Of a text and of a chat, and back."""
+    tokens = http.post("/tokenize", json={"model": MODEL, "prompt": "mira=427"}).json()["tokens"]
+    assert http.post("/detokenize", json={"model": MODEL, "tokens": tokens}).json()["prompt"].endswith("mira=427")
+    chat = http.post("/tokenize", json={"model": MODEL, "messages": TURN}).json()
+    assert chat["count"] == len(chat["tokens"]) > len("hello")
+
+
 def test_a_stream_comes_in_pieces(http):
     """Events one by one, as server-sent events, and a mark at the end."""
     with http.stream(
@@ -184,6 +215,9 @@ def test_a_stream_comes_in_pieces(http):
         ("/v1/completions", completion("abc", prompt_logprobs=1), "prompt_logprobs"),
         ("/v1/completions", completion("abc", use_beam_search=True, n=2), "n"),
         ("/v1/chat/completions", {"model": MODEL, "messages": TURN, "n": 2, "max_tokens": 2}, "n"),
+        ("/v1/responses", response(tools=[{"type": "code_interpreter", "container": "c"}]), "tools_of_the_server"),
+        ("/tokenize", {"model": MODEL, "prompt": "abc"}, "tokens_only"),
+        ("/detokenize", {"model": MODEL, "tokens": [2, 7, 8]}, "tokens_only"),
     ],
 )
 def test_what_cannot_be_split_is_served_by_decode(http, endpoint, body, reason):
@@ -229,6 +263,9 @@ def test_options_of_the_output_are_decodes_alone(http, more):
         ("/v1/completions", completion(""), 400, "prompt"),
         ("/v1/chat/completions", {"model": MODEL, "messages": "hi"}, 400, "messages"),
         ("/v1/chat/completions", {"model": MODEL, "messages": TURN, "n": 0}, 400, "n"),
+        ("/v1/responses", response(max_output_tokens="many"), 400, "max_output_tokens"),
+        ("/v1/responses", response(previous_response_id="resp_0"), 404, "resp_0"),
+        ("/v1/responses", response(background=True), 400, "background"),
         ("/v1/embeddings", {"model": MODEL, "input": "a"}, 404, "/v1/embeddings"),
         ("/v1/completions", b"x" * (9 * 2**20), 413, "bytes"),
     ],

@@ -1,0 +1,176 @@
+"""An HTTP answer as what it says: what both sides must say alike, and in one place what they cannot.
+
+A stream is put together: where its chunks are cut depends on timing, on either side. The chunks that end it, and what
+all of them repeat, are kept as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+DRAWN = "drawn by each server"
+
+
+RANDOM = re.compile(r"(?<![0-9a-f])([0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|[0-9a-f]{16,32})$")
+
+
+def _kind_of_id(value: Any) -> Any:
+    """`chatcmpl-tool-*` of `chatcmpl-tool-8f3a...`: how an id begins is part of the interface."""
+    if isinstance(value, list):
+        return [_kind_of_id(one) for one in value]
+    return RANDOM.sub("*", value) if isinstance(value, str) else value
+
+
+def _whether(value: Any) -> str:
+    return "null" if value is None else f"a {type(value).__name__}"
+
+
+MUST_DIFFER: Mapping[str, tuple[Callable[[Any], Any], str]] = {
+    "id": (_kind_of_id, "drawn by each server unless the client names it; its prefix is compared"),
+    "item_id": (_kind_of_id, "as id"),
+    "call_id": (_kind_of_id, "as id"),
+    "created": (_whether, "the time of each server"),
+    "created_at": (_whether, "as created"),
+    "completed_at": (_whether, "as created"),
+    "system_fingerprint": (_whether, "a digest of the engine's configuration; ours has a KV connector"),
+    "kv_transfer_params": (lambda _: None, "how the two engines of a pair find each other: not for a client"),
+    "sequence_number": (lambda _: None, "counts the events of a stream, whose number depends on timing"),
+    "root": (lambda _: None, "where each server has its checkpoint"),
+}
+"""Keys of an answer whose values cannot be equal: what is compared instead, and why."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A raw answer."""
+
+    status: int
+    content_type: str
+    body: bytes
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an answer says. `says` is a tree of lists and objects."""
+
+    status: int
+    content_type: str
+    says: Any
+
+
+def read(reply: Reply, exact_ids: bool = False) -> Answer:
+    """`exact_ids` where the client has named the request: then both sides must use that name."""
+    kind = reply.content_type.partition(";")[0].strip()
+    if kind == "text/event-stream":
+        says: Any = read_stream(reply.body)
+    else:
+        try:
+            says = json.loads(reply.body)
+        except ValueError:
+            says = reply.body.decode(errors="replace")
+    return Answer(reply.status, kind, says if exact_ids else comparable(says))
+
+
+def comparable(tree: Any) -> Any:
+    """`tree` with what must differ replaced by what is compared of it."""
+    if isinstance(tree, list):
+        return [comparable(one) for one in tree]
+    if not isinstance(tree, dict):
+        return tree
+    return {key: MUST_DIFFER[key][0](one) if key in MUST_DIFFER else comparable(one) for key, one in tree.items()}
+
+
+def read_stream(body: bytes) -> dict[str, Any]:
+    """A stream of either form: OpenAI's chunks with an end mark, or the named events of the Responses API."""
+    frames = [frame for frame in body.decode().split("\n\n") if frame and not frame.startswith(":")]
+    if frames and frames[0].startswith("event:"):
+        return _read_events(frames)
+    return _read_chunks(frames)
+
+
+def _read_chunks(frames: list[str]) -> dict[str, Any]:
+    ended = bool(frames) and frames[-1] == "data: [DONE]"
+    chunks = [json.loads(frame.removeprefix("data: ")) for frame in frames[: len(frames) - ended]]
+    total: dict[str, Any] = {"ended": ended, "choices": {}, "usage": None}
+    repeated: dict[str, list[Any]] = {}
+    for chunk in chunks:
+        if "error" in chunk:
+            total["error"] = chunk["error"]
+            continue
+        for choice in chunk.get("choices", ()):
+            _add(total["choices"].setdefault(str(choice["index"]), {}), choice)
+        if chunk.get("usage"):
+            total["usage"] = chunk["usage"]  # grows; the last one is the whole
+        for key, value in chunk.items():
+            if key not in ("choices", "usage"):
+                values = repeated.setdefault(key, [])
+                if value not in values:
+                    values.append(value)
+    said = [chunk for chunk in chunks if "error" not in chunk]
+    total["repeated"] = repeated
+    total["usage_in_first"] = bool(said) and bool(said[0].get("usage"))
+    total["last"] = _last_chunks(said)
+    return total
+
+
+def _last_chunks(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Chunks that end a choice or the stream, in order of choices, without the text that happens to come with them."""
+    ends = []
+    for chunk in chunks:
+        choices = chunk.get("choices", [])
+        if choices and all(choice.get("finish_reason") is None for choice in choices):
+            continue
+        bare = [
+            {"index": one["index"], "finish_reason": one["finish_reason"], "fields": sorted(one)} for one in choices
+        ]
+        # A usage that grows is compared where it is complete.
+        usage = {key: chunk[key] for key in ("usage",) if key in chunk and not choices}
+        ends.append({"choices": bare, "fields": sorted(chunk), **usage})
+    return sorted(ends, key=lambda end: [one["index"] for one in end["choices"]] or [1 << 30])
+
+
+SAID_ONCE = frozenset({"finish_reason", "id", "role", "type", "stop_reason"})
+"""Text in a stream's chunks that is not a part of a longer one."""
+
+
+def _add(total: dict[str, Any], part: dict[str, Any]) -> None:
+    for name, value in part.items():
+        if value is None:
+            total.setdefault(name, None)
+        elif isinstance(value, dict):
+            if not isinstance(total.get(name), dict):
+                total[name] = {}
+            _add(total[name], value)
+        elif name == "tool_calls":
+            if not isinstance(total.get(name), dict):
+                total[name] = {}
+            for call in value:
+                _add(total[name].setdefault(str(call["index"]), {}), call)
+        elif isinstance(value, str | list) and name not in SAID_ONCE and total.get(name) is not None:
+            total[name] = total[name] + value
+        else:
+            total[name] = value
+
+
+DELTA_FIELDS = ("delta", "logprobs")
+
+
+def _read_events(frames: list[str]) -> dict[str, Any]:
+    """The events in order, neighbouring deltas of one item put together."""
+    events: list[dict[str, Any]] = []
+    for frame in frames:
+        name, _, data = frame.partition("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event.get('type')}" or "error" in event, frame
+        last = events[-1] if events else {}
+        if event.get("type", "").endswith(".delta") and last.get("type") == event["type"]:
+            for key in DELTA_FIELDS:
+                if event.get(key) is not None:
+                    last[key] = last[key] + event[key] if last.get(key) is not None else event[key]
+        else:
+            events.append(event)
+    return {"events": events}
