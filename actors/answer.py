@@ -18,6 +18,7 @@ class Answer:
     def __init__(self, attempts: Attempts, attempt: Attempt, metrics: RouterMetrics) -> None:
         self.start = attempt.opened.start
         self.local_reason = attempt.local_reason
+        self.explanation = attempt.decision.explain() if attempts.request.explain else None
         self.first_byte_s = attempts.timing.age_s
         self._attempts = attempts
         self._attempt = attempt
@@ -44,6 +45,7 @@ class Answer:
             try:
                 items = deque(self._attempt.opened.items)
                 while (item := items.popleft() if items else await self._next()) is not None:
+                    self._attempt.journey.passed_on(item)
                     if isinstance(item, Chunk):
                         # An engine that took over repeats first what is known.
                         repeated = min(known, len(item.groups))

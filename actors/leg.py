@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from actors.asgi_call import ResponseStart
 from actors.engine import EngineDownError
 from actors.journal import CannotResumeError, Chunk
+from actors.routing import Roster
 from connectors.errors import TandemError
 
 logger = logging.getLogger(__name__)
@@ -152,13 +153,23 @@ class Leg:
 
 
 async def choose(
-    stack: AsyncExitStack, role: str, handle: DeploymentHandle, timeout_s: float, avoid: AbstractSet[str] = frozenset()
+    stack: AsyncExitStack,
+    role: str,
+    handle: DeploymentHandle,
+    timeout_s: float,
+    avoid: AbstractSet[str] = frozenset(),
+    prefer: Sequence[str] = (),
+    roster: Roster | None = None,
 ) -> Any:
-    """Reserve a place on a replica of `role` that is not one to `avoid`, held until `stack` unwinds; bounded."""
+    """Reserve a place on a replica of `role` that is not one to `avoid`, held until `stack` unwinds; bounded.
+
+    The first of `prefer` that has a place is taken, else the least busy. `roster` gets to know the role's replicas.
+    """
     async with deadline(timeout_s, f"waiting for a free {role} replica"), serve_errors(role):
         while True:
             async with AsyncExitStack() as choice:
-                place = await choice.enter_async_context(handle.choose_replica(avoid=frozenset(avoid)))
+                options = {"avoid": frozenset(avoid), "prefer": tuple(prefer), "roster": roster}
+                place = await choice.enter_async_context(handle.choose_replica(**options))
                 if place.replica_id not in avoid:
                     stack.push_async_exit(choice.pop_all())
                     return place

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 
 import xxhash
 
-from actors.placement.decision import CHEAPER, NO_PREFILL, POLICY, SHORT, UNSEEN, Decision, Estimate
+from actors.placement.decision import CHEAPER, NO_PREFILL, POLICY, PREFILL_FAILED, SHORT, UNSEEN, Decision, Estimate
 from actors.placement.options import Options
 from configs.settings import RoutingSettings
+
+FAILING_S = 5.0
+"""A replica whose call has just broken off looks idle. Until Serve has found out about it, others go first."""
 
 Key = Callable[[Estimate], tuple[float, ...]]
 
@@ -24,6 +27,8 @@ class Asked:
     whole: str | None = None
     session: str | None = None
     prefill_known: bool = True
+    prefill_failed: bool = False
+    """Whether a prefill replica has failed this request already."""
 
 
 def score(settings: RoutingSettings, estimate: Estimate) -> float:
@@ -65,7 +70,7 @@ def _route(
     if settings.policy == "never_remote":
         return "local", POLICY
     if asked.prefill_known and not options.prefill:
-        return "local", NO_PREFILL
+        return "local", PREFILL_FAILED if asked.prefill_failed else NO_PREFILL
     if not remote:
         return "remote", UNSEEN
     if settings.policy != "cost":
@@ -82,6 +87,11 @@ def _key(settings: RoutingSettings, options: Options, session: str | None) -> Ke
         # The highest hash wins: every router finds the same replica, and one that comes or goes moves few sessions.
         return -float(xxhash.xxh3_64_intdigest(f"{session}\0{decode}".encode())) if session is not None else 0.0
 
+    def failing(one: Estimate) -> bool:
+        loads = (options.decode_loads.get(one.decode), options.prefill_loads.get(one.prefill or ""))
+        times = [load.failed_at for load in loads if load is not None and load.failed_at is not None]
+        return any(options.now - failed_at < FAILING_S for failed_at in times)
+
     decode_turn = {decode: turn for turn, decode in enumerate(options.decode)}
     prefill_turn = {prefill: turn for turn, prefill in enumerate(options.prefill)}
 
@@ -94,4 +104,5 @@ def _key(settings: RoutingSettings, options: Options, session: str | None) -> Ke
     def by_cost(one: Estimate) -> tuple[float, ...]:
         return affinity(one.decode), score(settings, one)
 
-    return {"round_robin": by_turn, "least_load": by_load}.get(settings.policy, by_cost)
+    by_policy = {"round_robin": by_turn, "least_load": by_load}.get(settings.policy, by_cost)
+    return lambda one: (failing(one), *by_policy(one))

@@ -14,6 +14,9 @@ SHORT = "short_uncached"
 NO_PREFILL = "no_prefill"
 """No prefill replica is running, or none took the request in time."""
 
+PREFILL_FAILED = "prefill_failed"
+"""Local: prefill legs of this request have broken before decode's first byte, and there is none to try."""
+
 POLICY = "policy"
 """The policy set does not weigh local against remote."""
 

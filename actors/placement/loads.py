@@ -91,6 +91,8 @@ class EngineLoad:
         """Of those the ones that generate."""
         self.computed_tokens = 0
         """Of prompts that were computed here among streams, ever."""
+        self.failed_at: float | None = None
+        """When a call broke off here last."""
         self._stream_seconds = 0.0
         self._at = 0.0
 

@@ -71,10 +71,12 @@ class Planner:
         whole: str | None = None,
         session: str | None = None,
         avoid: AbstractSet[str] = frozenset(),
+        prefill_failed: bool = False,
     ) -> Decision:
         """Where to send `prompt`, given each role's running replicas and their ongoing requests (None: not known yet).
 
-        `whole` says why decode must do all of it, if it must; replicas to `avoid` are not chosen.
+        `whole` says why decode must do all of it, if it must; replicas to `avoid` are not chosen; `prefill_failed`:
+        a prefill replica has failed this request.
         """
         self._turn += 1
         if prefill is not None and decode is not None:
@@ -92,7 +94,7 @@ class Planner:
             costs=self._costs,
             now=now,
         )
-        return choose(self.settings, options, Asked(whole, session, prefill is not None))
+        return choose(self.settings, options, Asked(whole, session, prefill is not None, prefill_failed))
 
     def begin(self, prompt: Prompt, decode: str, prefill: str | None, now: float) -> Trip:
         """The legs are sent, to these replicas; `prefill` None: decode computes the prompt."""
@@ -165,6 +167,12 @@ class Planner:
             self._prefill[trip.prefill].prompts.drop(trip.key, now)
             self._prefill[trip.prefill].calls.discard(trip.key)
         trip.over = True
+
+    def failed(self, engine: str, now: float) -> None:
+        """A call to `engine` broke off there, and not because its client had left."""
+        for loads in (self._prefill, self._decode):
+            if engine in loads:
+                loads[engine].failed_at = now
 
     def engines(self) -> dict[str, int]:
         """How much is known: engines of each role with a past or a load, and pieces of prefixes."""

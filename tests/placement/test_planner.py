@@ -131,6 +131,21 @@ def test_replicas_to_avoid():
     assert (alone.route, alone.reason) == ("local", "no_prefill")
 
 
+def test_a_replica_whose_call_broke_off_comes_last():
+    """It looks idle, and dearer ones are better; for a while, and not if there is no other."""
+    planner = Planner(RoutingSettings(policy="always_remote"))
+    streaming = planner.begin(ids(1), "d", None, 0.0)
+    planner.opened(streaming, 0.1)
+    for engine in ("e", "p"):
+        planner.ended(planner.begin(ids(100), "e", "p", 0.2), 0.3, broken=True)
+        planner.failed(engine, 0.3)
+    both = {"p": 0, "q": 9}
+    assert planner.decide(ids(100), both, TWO, 1.0).decode == ("d", "e")
+    assert planner.decide(ids(100), both, TWO, 1.0).prefill == ("q", "p")
+    assert planner.decide(ids(100), P, {"e": 0}, 1.0).decode == ("e",)
+    assert planner.decide(ids(100), both, TWO, 6.0).decode == ("e", "d")
+
+
 def test_a_replica_that_left_is_forgotten():
     """Its measurements, its prefixes and its load; another of that name starts anew."""
     planner = Planner(RoutingSettings())
