@@ -18,7 +18,6 @@ class Answer:
     def __init__(self, attempts: Attempts, attempt: Attempt, metrics: RouterMetrics) -> None:
         self.start = attempt.opened.start
         self.local_reason = attempt.local_reason
-        self.explanation = attempt.decision.explain() if attempts.request.explain else None
         self.first_byte_s = attempts.timing.age_s
         self._attempts = attempts
         self._attempt = attempt
@@ -28,6 +27,11 @@ class Answer:
     def route(self) -> str:
         """`remote` when another engine computed the prompt, `local` when decode did."""
         return "remote" if self.local_reason is None else "local"
+
+    @property
+    def explanation(self) -> str | None:
+        """What was decided and from which numbers, where the client has asked for it."""
+        return self._attempt.decision.explain() if self._attempts.request.explain else None
 
     async def body(self) -> AsyncGenerator[bytes, None]:
         """The body as it comes: of a stream whole events, of another answer all at once.

@@ -77,6 +77,9 @@ class Regression:
         self._squares = np.zeros((parts, parts))
         self._products = np.zeros(parts)
         self._factors = np.ones(parts)
+        # A decision asks for the same factors many times.
+        self._asked_at: float | None = None
+        self._answer: tuple[float, ...] = ()
 
     def count(self, now: float) -> float:
         """How many measurements of today this is worth."""
@@ -84,9 +87,12 @@ class Regression:
 
     def factors(self, now: float) -> tuple[float, ...]:
         """For each part: one where nothing has been measured for long."""
-        count = self.count(now)
-        share = count / (count + ASSUMED_WEIGHT)
-        return tuple(1 + (float(factor) - 1) * share for factor in self._factors)
+        if now != self._asked_at:
+            count = self.count(now)
+            share = count / (count + ASSUMED_WEIGHT)
+            self._answer = tuple(1 + (factor - 1) * share for factor in self._factors.tolist())
+            self._asked_at = now
+        return self._answer
 
     def parts(self, assumed: Components, now: float) -> Components:
         """Seconds of each part of work whose parts are assumed to take `assumed`."""
@@ -97,7 +103,9 @@ class Regression:
         return sum(self.parts(assumed, now))
 
     def observe(self, assumed: Components, measured_s: float, now: float) -> None:
-        """Learn that work whose parts were assumed to take `assumed` took `measured_s`."""
+        """Learn that work whose parts were assumed to take `assumed` took `measured_s`. No work teaches nothing."""
+        if sum(assumed) < LEAST_S:
+            return
         kept = (1 - 1 / MEMORY) * self._level.fade(now)
         if self.count(now) >= TRUSTED:
             expected_s = max(self.predict(assumed, now), LEAST_S)
@@ -109,10 +117,12 @@ class Regression:
         self._squares = self._squares * kept + np.outer(shares, shares)
         self._products = self._products * kept + shares * (believed_s / scale_s)
         self._factors = self._solve(common)
+        self._asked_at = None
 
     def _solve(self, common: float) -> np.ndarray:
         """Factors that fit best, none below zero: a part that would be is left out, and the others are fitted anew."""
-        pull = self.RIDGE / common**2
+        # The second keeps the matrix regular where costs have changed by many powers of ten.
+        pull = max(self.RIDGE / common**2, 1e-9 * float(np.trace(self._squares)))
         squares = self._squares + pull * np.eye(len(self._products))
         products = self._products + pull * common
         free = np.ones(len(products), dtype=bool)
