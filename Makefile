@@ -97,6 +97,10 @@ bench-transfer: $(STAMP) ## Measure transfers beside raw NIXL and memcpy, descri
 bench-promises: $(STAMP) ## Measure what digests, secret and tags cost: TTFT and a batch, with and without them
 	$(BIN)/python -m benchmarks.promises
 
+.PHONY: routing
+routing: $(STAMP) ## Replay loads in a simulated fleet: the router's decisions beside others' and an oracle's (minutes)
+	$(BIN)/python -m benchmarks.routing
+
 .PHONY: identity
 identity: $(STAMP) ## Compare tokens and logprobs with one engine, at four pairs of TP sizes
 	$(BIN)/python -m tests.e2e.identity

@@ -28,6 +28,11 @@ class Answer:
         """`remote` when another engine computed the prompt, `local` when decode did."""
         return "remote" if self.local_reason is None else "local"
 
+    @property
+    def explanation(self) -> str | None:
+        """What was decided and from which numbers, where the client has asked for it."""
+        return self._attempt.decision.explain() if self._attempts.request.explain else None
+
     async def body(self) -> AsyncGenerator[bytes, None]:
         """The body as it comes: of a stream whole events, of another answer all at once.
 
@@ -44,6 +49,7 @@ class Answer:
             try:
                 items = deque(self._attempt.opened.items)
                 while (item := items.popleft() if items else await self._next()) is not None:
+                    self._attempt.journey.passed_on(item)
                     if isinstance(item, Chunk):
                         # An engine that took over repeats first what is known.
                         repeated = min(known, len(item.groups))

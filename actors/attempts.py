@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from http import HTTPStatus
 from typing import Any
 
@@ -16,18 +17,15 @@ from actors.asgi_call import Call, Headers
 from actors.handoff import Endpoint, Producer, decode_leg, prefill_leg, why_local
 from actors.journal import Journal
 from actors.leg import DeadlineError, Leg, Opened, UnavailableError, choose, deadline
+from actors.placement.decision import NO_PREFILL, PREFILL_FAILED, Decision
+from actors.placement.prompts import Prompt, read_prompt
+from actors.placing import Journey, Placing
 from actors.prefill_leg import PrefillLeg
 from actors.router_metrics import RouterMetrics
 from configs.settings import RouterLimits
 from connectors.errors import TandemError
 
 logger = logging.getLogger(__name__)
-
-NO_PREFILL = "no_prefill"
-"""Why decode served a request that could have been split: no prefill replica took it in time."""
-
-PREFILL_FAILED = "prefill_failed"
-"""Why decode served a request that had been split: its prefill legs broke before decode's first byte."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +36,15 @@ class ClientRequest:
     headers: Headers
     raw: bytes
     body: Mapping[str, Any]
+    session: str | None = None
+    """Requests of one session go to the same decode replica."""
+    explain: bool = False
+    """Whether the client wants to know what was decided and why."""
+
+    @cached_property
+    def prompt(self) -> Prompt:
+        """What decides which cached prefixes fit."""
+        return read_prompt(self.body)
 
 
 class Timing:
@@ -58,11 +65,12 @@ class Timing:
 
 @dataclass(frozen=True)
 class Fleet:
-    """What a request needs of the router: both roles' handles, and how to give up a transfer by its id."""
+    """What a request needs of the router: both roles' handles, who decides, and how to give up a transfer by its id."""
 
     prefill: DeploymentHandle
     decode: DeploymentHandle
     metrics: RouterMetrics
+    placing: Placing
     discard: Callable[[str], Awaitable[None]]
 
 
@@ -72,8 +80,13 @@ class Attempt:
 
     opened: Opened
     decode: Leg
-    local_reason: str | None
+    decision: Decision
+    journey: Journey
     legs: AsyncExitStack
+
+    @property
+    def local_reason(self) -> str | None:
+        return self.decision.reason if self.decision.local else None
 
     async def close(self) -> None:
         await self.legs.aclose()
@@ -118,6 +131,7 @@ class Attempts:
         if self._decode_replica is None:
             raise self._last_error or error
         self._failed_decode.add(self._decode_replica)
+        self._fleet.placing.failed(self._decode_replica)
         self._decode_replica = None
         self._decode_tries += 1
         self._last_error = error
@@ -132,8 +146,8 @@ class Attempts:
 
     async def _open_once(self, journal: Journal) -> Attempt:
         prefill_tries = 0
-        while self._local_reason is None:
-            attempt, broken = await self._try_split(journal)
+        while not (decision := self._decide()).local:
+            attempt, broken = await self._try_split(journal, decision)
             if attempt is not None:
                 return attempt
             if broken is not None:
@@ -142,12 +156,16 @@ class Attempts:
                     self._local_reason = PREFILL_FAILED
                 else:
                     self._fleet.metrics.retries.labels("prefill", broken).inc()
-        return await self._serve_alone(journal)
+        return await self._serve_alone(journal, decision)
 
-    async def _try_split(self, journal: Journal) -> tuple[Attempt | None, str | None]:
+    def _decide(self) -> Decision:
+        failed_decode = self._failed_decode | self._suspect_decode
+        return self._fleet.placing.decide(self.request, self._local_reason, self._failed_prefill, failed_decode)
+
+    async def _try_split(self, journal: Journal, decision: Decision) -> tuple[Attempt | None, str | None]:
         """Dispatch both legs; without an attempt, how the prefill leg broke, if there was one."""
         async with AsyncExitStack() as legs:
-            decode_place, prefill_place = await self._choose_pair(legs)
+            decode_place, prefill_place = await self._choose_pair(legs, decision)
             if prefill_place is None:
                 self._local_reason = PREFILL_FAILED if self._failed_prefill else NO_PREFILL
                 return None, None
@@ -156,6 +174,8 @@ class Attempts:
             body = self.request.body
             prefill_call = self._call(prefill_leg(self.request.endpoint, body, transfer_id))
             decode_call = self._call(decode_leg(body, transfer_id, producer), journal)
+            journey = self._fleet.placing.begin(self.request, decode_place.replica_id, prefill_place.replica_id)
+            legs.callback(journey.ended)
             prefill = PrefillLeg(
                 Leg(
                     "prefill",
@@ -165,6 +185,7 @@ class Attempts:
                 self.limits.prefill_timeout_s,
                 self._fleet.metrics,
                 self._fleet.discard,
+                journey.prefilled,
             )
             legs.push_async_callback(prefill.close)
             decode = Leg("decode", self._fleet.decode.dispatch(decode_place, decode_call))
@@ -181,21 +202,28 @@ class Attempts:
                 return None, "silent"
             if not opening.done():
                 self._failed_prefill.add(prefill_place.replica_id)
+                if prefill.broken.result() != "rejected":
+                    self._fleet.placing.failed(prefill_place.replica_id)
                 return None, prefill.broken.result()
             opened = await opening
             if opened.start.status < HTTPStatus.BAD_REQUEST:
                 prefill.release()
-            return Attempt(opened, decode, None, legs.pop_all()), None
+                journey.opened(opened.start.streams)
+            return Attempt(opened, decode, decision, journey, legs.pop_all()), None
 
-    async def _serve_alone(self, journal: Journal) -> Attempt:
+    async def _serve_alone(self, journal: Journal, decision: Decision) -> Attempt:
         """The request as the client sent it, on a decode replica."""
         async with AsyncExitStack() as legs:
-            place = await self._choose_decode(legs)
+            place = await self._choose_decode(legs, decision)
+            journey = self._fleet.placing.begin(self.request, place.replica_id, None)
+            legs.callback(journey.ended)
             call = Call("POST", self.request.endpoint, self.request.headers, self.request.raw, journal)
             decode = Leg("decode", self._fleet.decode.dispatch(place, call))
             legs.push_async_callback(decode.close)
             opened = await decode.open(self.limits.silence_timeout_s)
-            return Attempt(opened, decode, self._local_reason, legs.pop_all())
+            if opened.start.status < HTTPStatus.BAD_REQUEST:
+                journey.opened(opened.start.streams)
+            return Attempt(opened, decode, decision, journey, legs.pop_all())
 
     async def _heard(self, decode: Leg, waited_for: set[asyncio.Future[Any]]) -> bool:
         """Wait for the first of these; False where decode gives no sign of life for `silence_timeout_s` instead."""
@@ -207,11 +235,20 @@ class Attempts:
                 return True
         return False
 
-    async def _choose_pair(self, stack: AsyncExitStack) -> tuple[Any, Any]:
+    async def _choose_pair(self, stack: AsyncExitStack, decision: Decision) -> tuple[Any, Any]:
         """Places on a decode and on a prefill replica; None for the latter when none is free in time."""
+        fleet = self._fleet
         decode, prefill = await asyncio.gather(
-            self._choose_decode(stack),
-            choose(stack, "prefill", self._fleet.prefill, self.limits.prefill_wait_s, self._failed_prefill),
+            self._choose_decode(stack, decision),
+            choose(
+                stack,
+                "prefill",
+                fleet.prefill,
+                self.limits.prefill_wait_s,
+                self._failed_prefill,
+                decision.prefill,
+                fleet.placing.prefill,
+            ),
             return_exceptions=True,
         )
         if isinstance(decode, BaseException):
@@ -223,15 +260,23 @@ class Attempts:
             raise prefill
         return decode, prefill
 
-    async def _choose_decode(self, stack: AsyncExitStack) -> Any:
+    async def _choose_decode(self, stack: AsyncExitStack, decision: Decision) -> Any:
         self._decode_replica = None
         avoid = self._failed_decode | self._suspect_decode
         try:
-            place = await choose(stack, "decode", self._fleet.decode, self.limits.replica_timeout_s, avoid)
+            place = await choose(
+                stack,
+                "decode",
+                self._fleet.decode,
+                self.limits.replica_timeout_s,
+                avoid,
+                decision.decode,
+                self._fleet.placing.decode,
+            )
         except DeadlineError as error:
             if self._suspect_decode:
                 self._suspect_decode.clear()
-                return await self._choose_decode(stack)
+                return await self._choose_decode(stack, decision)
             raise self._last_error or error from None
         self._decode_replica = place.replica_id
         return place

@@ -17,6 +17,9 @@ BROKEN = frozenset({"rejected", "failed", "late"})
 Discard = Callable[[str], Awaitable[None]]
 """Tells the prefill replicas that nobody will fetch a transfer's KV; bounded, and does not raise."""
 
+Prefilled = Callable[[object], None]
+"""Is told the body of the answer as soon as the prompt is computed."""
+
 
 class PrefillLeg:
     """Owns the task that reads the leg. `answered` is done when the prompt is computed, `broken` when the leg ends
@@ -29,7 +32,15 @@ class PrefillLeg:
     refused the request, or the client left before decode's engine had it. So it is discarded before the leg is closed.
     """
 
-    def __init__(self, leg: Leg, transfer_id: str, timeout_s: float, metrics: RouterMetrics, discard: Discard) -> None:
+    def __init__(
+        self,
+        leg: Leg,
+        transfer_id: str,
+        timeout_s: float,
+        metrics: RouterMetrics,
+        discard: Discard,
+        prefilled: Prefilled,
+    ) -> None:
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._leg = leg
@@ -37,6 +48,7 @@ class PrefillLeg:
         self._timeout_s = timeout_s
         self._metrics = metrics
         self._discard = discard
+        self._prefilled = prefilled
         self._holds_kv = True
         self._ending: asyncio.Task[None] | None = None
         self._task = asyncio.create_task(self._watch(), name=f"prefill-leg-{transfer_id}")
@@ -92,9 +104,10 @@ class PrefillLeg:
 
     async def _read_answer(self) -> str:
         start = await self._leg.start()
-        if start.status < 400:
-            return "done"
         body = await self._leg.next()
+        if start.status < 400:
+            self._prefilled(body)
+            return "done"
         level = logging.WARNING if start.status >= 500 else logging.INFO  # decode refuses a bad request too
         logger.log(level, "prefill of transfer %s: HTTP %d %r", self._transfer_id, start.status, body)
         # An engine that refuses for its own sake says nothing of the request: another one may take it.

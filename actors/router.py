@@ -12,6 +12,7 @@ from actors.answer import Answer
 from actors.asgi_call import Call, Headers, ResponseStart
 from actors.attempts import Attempts, ClientRequest, Fleet, Timing
 from actors.leg import Leg, OverloadedError, choose, deadline, serve_errors
+from actors.placing import Placing
 from actors.router_metrics import RouterMetrics
 from configs.settings import RoleName, RouterLimits
 from connectors.errors import TandemError
@@ -27,14 +28,20 @@ class Router:
         self.metrics = RouterMetrics()
         self._roles: dict[RoleName, DeploymentHandle] = {"prefill": prefill, "decode": decode}
         self._decode = decode.options(method_name="call", stream=True)
+        self._placing = Placing(limits.routing, self.metrics)
         self._fleet = Fleet(
-            prefill.options(method_name="call_and_hold", stream=True), self._decode, self.metrics, self._discard
+            prefill.options(method_name="call_and_hold", stream=True),
+            self._decode,
+            self.metrics,
+            self._placing,
+            self._discard,
         )
         self._ongoing = 0
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Serve's hook: new deadlines and limits for the requests that come from now on."""
+        """Serve's hook: new deadlines, limits and routing for the requests that come from now on."""
         self.limits = RouterLimits.model_validate(user_config)
+        self._placing.reconfigure(self.limits.routing)
 
     @contextmanager
     def admitted(self) -> Iterator[None]:

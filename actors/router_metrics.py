@@ -17,6 +17,12 @@ class RouterMetrics:
             ["route", "reason", "status"],
             registry=self.registry,
         )
+        self.decisions = Counter(
+            "tandem_decisions",
+            "Decisions by route and reason; a request that is tried again is decided on again.",
+            ["route", "reason"],
+            registry=self.registry,
+        )
         self.prefill_legs = Counter(
             "tandem_prefill_legs",
             "Prefill legs by their end: done, rejected (an HTTP error), failed, late, or cancelled.",

@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing, suppress
 from contextvars import Context
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
 
@@ -27,6 +28,9 @@ RELAYED_HEADERS = frozenset({b"content-type", b"content-length", b"x-request-id"
 
 ROUTE_HEADER = b"x-tandem-route"
 LOCAL_REASON_HEADER = b"x-tandem-local-reason"
+EXPLAIN_HEADER = "x-tandem-explain"
+"""A request header: `1` asks for DECISION_HEADER."""
+DECISION_HEADER = b"x-tandem-decision"
 
 REFUSED = "refused"
 """The `route` of a request that was refused, by the router or an engine, in the metrics."""
@@ -59,10 +63,12 @@ class Generate:
         limits = self._router.limits
         try:
             async with asyncio.timeout(limits.body_timeout_s):
-                return await read_request(request, self._endpoint, limits.max_body_bytes, limits.max_prompts)
+                found = await read_request(request, self._endpoint, limits.max_body_bytes, limits.max_prompts)
         except TimeoutError:
             message = f"the body did not arrive within {limits.body_timeout_s:g} s"
             raise BadRequestError(message, status=HTTPStatus.REQUEST_TIMEOUT) from None
+        session = request.headers.get(limits.routing.session_header)
+        return replace(found, session=session, explain=request.headers.get(EXPLAIN_HEADER) == "1")
 
     async def _relay(self, request: ClientRequest, send: Send) -> None:
         complete = False
@@ -113,6 +119,8 @@ def _response_headers(answer: Answer) -> list[tuple[bytes, bytes]]:
     headers.append((ROUTE_HEADER, answer.route.encode()))
     if answer.local_reason is not None:
         headers.append((LOCAL_REASON_HEADER, answer.local_reason.encode()))
+    if answer.explanation is not None:
+        headers.append((DECISION_HEADER, answer.explanation.encode()))
     return headers
 
 

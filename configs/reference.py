@@ -16,6 +16,7 @@ from configs.settings import (
     RoleSettings,
     RouterLimits,
     RouterSettings,
+    RoutingSettings,
     ServiceSettings,
     TransferSettings,
 )
@@ -38,6 +39,12 @@ _SECTIONS: tuple[tuple[str, type[BaseModel], str], ...] = (
         RouterSettings,
         "All but `replicas`, `num_cpus`, `label_selector` and `placement` can be changed while the service runs, "
         "through Serve's `user_config` of the `Router` deployment.",
+    ),
+    (
+        "`router.routing`",
+        RoutingSettings,
+        "Decode alone or a pair, and which; changed live like the router's deadlines. How it is decided: "
+        "[routing.md](routing.md).",
     ),
     ("`auth`", AuthSettings, "API keys."),
     ("`cpu`", CpuSettings, "For roles without `num_gpus`."),

@@ -20,6 +20,7 @@ DEMO_SERVED_NAME = "tandem-demo"
 RoleName = Literal["prefill", "decode"]
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 BEAT_S = 5.0
@@ -147,6 +148,53 @@ class TransferSettings(Frozen):
         return SecretStr(found)
 
 
+class RoutingSettings(Frozen):
+    """Where a request goes. Changed with the router's limits, while engines run; what has been measured is kept,
+    unless an assumption (`assumed_*`) changes."""
+
+    policy: Literal["cost", "least_load", "round_robin", "always_remote", "never_remote"] = Field(
+        "cost",
+        description="cost: wherever the estimated costs are least, decode alone or one of the pairs; always_remote, "
+        "never_remote: the same with one of the two ruled out; least_load, round_robin: always a pair where there is "
+        "one, each role by itself",
+    )
+    local_below_tokens: int = Field(
+        32, ge=0, description="policy cost: a prompt with fewer uncached tokens is decode's without further thought"
+    )
+    decode_weight: float = Field(
+        1.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="what a second of this answer's decoding counts, where one to its first token counts 1",
+    )
+    interference_weight: float = Field(
+        1.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="what a second counts by which this request holds up another's stream",
+    )
+    session_header: str = Field(
+        "x-session-id",
+        pattern="^[a-z0-9-]+$",
+        description="requests with the same value of this header go to the same decode replica while it can take them",
+    )
+    prefix_tokens_per_engine: int = Field(
+        1_000_000, ge=0, description="prompt tokens that the router takes an engine to keep cached; 0: none"
+    )
+    fades_s: Seconds = Field(600.0, description="time in which what has been measured loses most of its weight")
+    assumed_prefill_overhead_s: Seconds = Field(0.02, description="before anything is measured: a prefill of no tokens")
+    assumed_prefill_tokens_per_s: Positive = Field(10_000.0, description="the same: uncached prompt tokens")
+    assumed_handover_s: Seconds = Field(
+        0.02, description="the same: from computed KV to decode's first token, no tokens moved"
+    )
+    assumed_transfer_tokens_per_s: Positive = Field(
+        200_000.0, description="the same: tokens' KV moved after the prompt was computed"
+    )
+    assumed_step_s: Seconds = Field(0.02, description="the same: one decode step")
+    assumed_bytes_per_token: Positive = Field(4.0, description="the same: bytes of text")
+    assumed_answer_tokens: int = Field(128, ge=1, description="the same: tokens of an answer")
+
+
 class RouterLimits(Frozen):
     """The router's deadlines and limits; Serve's `user_config` changes them while it runs."""
 
@@ -173,6 +221,7 @@ class RouterLimits(Frozen):
     max_ongoing_requests_per_key: int = Field(
         256, ge=1, description="requests of one API key in one router replica; more get 429"
     )
+    routing: RoutingSettings = Field(RoutingSettings(), description="where a request goes")
 
 
 class RouterSettings(RouterLimits, PlacementSettings):

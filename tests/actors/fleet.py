@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from ray.serve.exceptions import ReplicaUnavailableError
 
 from actors.asgi_call import Accepted, Call
+from actors.routing import Roster
 
 Serve = Callable[[Call, int], AsyncGenerator[Any, None]]
 """What a replica does with the call that is its n-th (from 1)."""
@@ -108,7 +109,11 @@ class Handle:
         return self
 
     @asynccontextmanager
-    async def choose_replica(self, avoid: Iterable[str] = ()) -> AsyncGenerator[Place, None]:
+    async def choose_replica(
+        self, avoid: Iterable[str] = (), prefer: Sequence[str] = (), roster: Roster | None = None
+    ) -> AsyncGenerator[Place, None]:
+        if roster is not None:
+            roster.attach(lambda: {replica.name: 0 for replica in self.replicas})
         free = [replica for replica in self.replicas if replica.name not in avoid]
         await asyncio.sleep(0)
         if not free:
@@ -116,7 +121,8 @@ class Handle:
         self._turn += 1
         self.taken += 1
         try:
-            yield Place(free[-1 if self.in_order else self._turn % len(free)], METADATA)
+            preferred = [one for name in prefer for one in free if one.name == name and not self.in_order]
+            yield Place((preferred or [free[-1 if self.in_order else self._turn % len(free)]])[0], METADATA)
         finally:
             self.taken -= 1
 

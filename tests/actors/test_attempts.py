@@ -18,15 +18,15 @@ from actors.handoff import TRANSFER_FIELD
 from actors.journal import CannotResumeError, Chunk, Group
 from actors.leg import DeadlineError, UnavailableError
 from actors.router import Router
-from configs.settings import RouterLimits
+from configs.settings import RouterLimits, RoutingSettings
 from tests.actors.fleet import Handle, Replica, at_rest
 from tests.e2e.sse import said
 
 JSON = ((b"content-type", b"application/json"),)
 EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"),)
 TOKENS = 40
-LIMITS = RouterLimits()
-"""As they come: where a test waits for one of them, it sets it."""
+LIMITS = RouterLimits(routing=RoutingSettings(policy="round_robin"))
+"""As they come, but for the policy: where a test waits for one of them, it sets it."""
 
 
 def request(stream: bool = True, **more: Any) -> ClientRequest:

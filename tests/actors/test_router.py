@@ -28,7 +28,7 @@ from actors.handoff import TRANSFER_FIELD
 from actors.journal import Chunk
 from actors.routing import LeastOngoing
 from app.main import HttpRouter
-from configs.settings import RouterLimits
+from configs.settings import RouterLimits, RoutingSettings
 from tests.actors.test_attempts import TOKENS, engine
 from tests.e2e.sse import said
 
@@ -41,6 +41,7 @@ LIMITS = RouterLimits(
     max_ongoing_requests=4,
     retry_after_s=7,
     max_body_bytes=10_000,
+    routing=RoutingSettings(policy="round_robin"),
 )
 FIRST_TOKEN = b"data: {}\n\n"
 FOREVER_S = 60.0

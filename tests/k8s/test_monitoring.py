@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.attempts import NO_PREFILL, PREFILL_FAILED
+from actors.placement.decision import NO_PREFILL, PREFILL_FAILED
 from actors.router_metrics import RouterMetrics
 from app.generate import REFUSED
 from app.metrics import merge

@@ -1,0 +1,134 @@
+"""What work costs, learnt from what it has cost: forgets, returns to what was assumed, and is hard to mislead.
+
+`Regression` learns how a cost is made up, for all engines of a role; `Level` how much dearer one engine, or one pair,
+is than its role. Both count in ratios, as costs range over decades, and both fade with time: an engine that was found
+dear while it was ill, and got no work since, is tried again.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+ASSUMED_WEIGHT = 0.1
+"""What is assumed counts as much as this many measurements."""
+
+MEMORY = 50.0
+"""Measurements after which an older one counts 1/e."""
+
+TRUSTED = 3.0
+"""From this many measurements on, one that is off by more than OUTLIER counts as if it were off by OUTLIER."""
+
+OUTLIER = 4.0
+
+LEAST_S = 1e-6
+
+Components = tuple[float, ...]
+"""Seconds that each part of a cost is assumed to take."""
+
+
+class Level:
+    """A factor on what is assumed: the geometric mean of the measured ratios, fading over `fades_s`."""
+
+    def __init__(self, fades_s: float) -> None:
+        self._fades_s = fades_s
+        self._mean = 0.0
+        self._count = 0.0
+        self._at = 0.0
+
+    def fade(self, now: float) -> float:
+        """What a measurement of the last time counts now."""
+        return math.exp(-max(now - self._at, 0.0) / self._fades_s)
+
+    def count(self, now: float) -> float:
+        """How many measurements of today this is worth."""
+        return self._count * self.fade(now)
+
+    def factor(self, now: float) -> float:
+        """What to multiply an assumed cost with: one where nothing has been measured for long."""
+        return math.exp(self._mean * self._share(now))
+
+    def observe(self, assumed_s: float, measured_s: float, now: float) -> float:
+        """Learn from a measurement; returns it as far as it was believed: an outlier is cut down."""
+        count = self.count(now)
+        ratio = math.log(max(measured_s, LEAST_S) / max(assumed_s, LEAST_S))
+        if count >= TRUSTED:
+            ratio = min(max(ratio, self._mean - math.log(OUTLIER)), self._mean + math.log(OUTLIER))
+        kept = count * (1 - 1 / MEMORY)
+        self._mean = (self._mean * kept + ratio) / (kept + 1)
+        self._count = kept + 1
+        self._at = max(now, self._at)
+        return max(assumed_s, LEAST_S) * math.exp(ratio)
+
+    def _share(self, now: float) -> float:
+        count = self.count(now)
+        return count / (count + ASSUMED_WEIGHT)
+
+
+class Regression:
+    """Factors on each part of a cost: ridge regression of relative errors towards one common factor."""
+
+    RIDGE = 0.3
+    """How strongly the parts are held to the common factor, in measurements."""
+
+    def __init__(self, parts: int, fades_s: float) -> None:
+        self._level = Level(fades_s)
+        self._squares = np.zeros((parts, parts))
+        self._products = np.zeros(parts)
+        self._factors = np.ones(parts)
+        # A decision asks for the same factors many times.
+        self._asked_at: float | None = None
+        self._answer: tuple[float, ...] = ()
+
+    def count(self, now: float) -> float:
+        """How many measurements of today this is worth."""
+        return self._level.count(now)
+
+    def factors(self, now: float) -> tuple[float, ...]:
+        """For each part: one where nothing has been measured for long."""
+        if now != self._asked_at:
+            count = self.count(now)
+            share = count / (count + ASSUMED_WEIGHT)
+            self._answer = tuple(1 + (factor - 1) * share for factor in self._factors.tolist())
+            self._asked_at = now
+        return self._answer
+
+    def parts(self, assumed: Components, now: float) -> Components:
+        """Seconds of each part of work whose parts are assumed to take `assumed`."""
+        return tuple(factor * part for factor, part in zip(self.factors(now), assumed, strict=True))
+
+    def predict(self, assumed: Components, now: float) -> float:
+        """Seconds for such work."""
+        return sum(self.parts(assumed, now))
+
+    def observe(self, assumed: Components, measured_s: float, now: float) -> None:
+        """Learn that work whose parts were assumed to take `assumed` took `measured_s`. No work teaches nothing."""
+        if sum(assumed) < LEAST_S:
+            return
+        kept = (1 - 1 / MEMORY) * self._level.fade(now)
+        if self.count(now) >= TRUSTED:
+            expected_s = max(self.predict(assumed, now), LEAST_S)
+            measured_s = min(max(measured_s, expected_s / OUTLIER), expected_s * OUTLIER)
+        believed_s = self._level.observe(sum(assumed), measured_s, now)
+        common = self._level.factor(now)
+        scale_s = max(sum(assumed), LEAST_S) * common
+        shares = np.array(assumed) / scale_s
+        self._squares = self._squares * kept + np.outer(shares, shares)
+        self._products = self._products * kept + shares * (believed_s / scale_s)
+        self._factors = self._solve(common)
+        self._asked_at = None
+
+    def _solve(self, common: float) -> np.ndarray:
+        """Factors that fit best, none below zero: a part that would be is left out, and the others are fitted anew."""
+        # The second keeps the matrix regular where costs have changed by many powers of ten.
+        pull = max(self.RIDGE / common**2, 1e-9 * float(np.trace(self._squares)))
+        squares = self._squares + pull * np.eye(len(self._products))
+        products = self._products + pull * common
+        free = np.ones(len(products), dtype=bool)
+        while True:
+            factors = np.zeros(len(products))
+            factors[free] = np.linalg.solve(squares[np.ix_(free, free)], products[free])
+            if (factors >= 0).all():
+                return factors
+            free &= factors > 0

@@ -1,0 +1,109 @@
+"""The planner at work in a router: the clock, the fleet, and what becomes of each request."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING
+
+from actors.journal import Chunk
+from actors.placement.decision import Decision
+from actors.placement.planner import Planner
+from actors.placement.trip import Trip
+from actors.router_metrics import RouterMetrics
+from actors.routing import Roster
+from configs.settings import RoutingSettings
+
+if TYPE_CHECKING:
+    from actors.attempts import ClientRequest
+
+logger = logging.getLogger(__name__)
+
+
+class Journey:
+    """One try at a request: both legs, or decode's alone. `ended` in any case."""
+
+    def __init__(self, planner: Planner, trip: Trip) -> None:
+        self._planner = planner
+        self._trip = trip
+        self._tokens = 0
+        self._answered = False
+
+    def prefilled(self, answer: object) -> None:
+        """The prefill leg has answered, with this body: its usage has the number of prompt tokens."""
+        self._planner.prefilled(self._trip, _now(), _prompt_tokens(answer))
+
+    def opened(self, streams: bool) -> None:
+        """Decode has begun to answer. Of an answer that is not a stream, nobody knows when it had its first token."""
+        self._answered = True
+        if streams:
+            self._planner.opened(self._trip, _now())
+
+    def passed_on(self, item: object) -> None:
+        """The client gets `item` of decode's answer."""
+        if isinstance(item, Chunk):
+            self._tokens += sum(map(len, item.groups))
+
+    def ended(self) -> None:
+        """Nothing runs any more."""
+        self._planner.ended(self._trip, _now(), self._tokens, broken=not self._answered)
+
+
+class Placing:
+    """Decides where requests go, and follows them."""
+
+    def __init__(self, settings: RoutingSettings, metrics: RouterMetrics) -> None:
+        self.prefill = Roster()
+        self.decode = Roster()
+        self._planner = Planner(settings)
+        self._metrics = metrics
+
+    def reconfigure(self, settings: RoutingSettings) -> None:
+        """For the requests that come from now on."""
+        self._planner.reconfigure(settings)
+
+    def decide(
+        self,
+        request: "ClientRequest",
+        whole: str | None,
+        failed_prefill: AbstractSet[str],
+        failed_decode: AbstractSet[str],
+    ) -> Decision:
+        """Where `request` goes; `whole` says why decode must serve all of it, if it must."""
+        decision = self._planner.decide(
+            request.prompt,
+            self.prefill.look(),
+            self.decode.look(),
+            _now(),
+            whole=whole,
+            session=request.session,
+            avoid=failed_prefill | failed_decode,
+            prefill_failed=bool(failed_prefill),
+        )
+        self._metrics.decisions.labels(decision.route, decision.reason).inc()
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("decision %s", decision.explain())
+        return decision
+
+    def failed(self, replica: str) -> None:
+        """A call to `replica` broke off there."""
+        self._planner.failed(replica, _now())
+
+    def begin(self, request: "ClientRequest", decode: str, prefill: str | None) -> Journey:
+        """The legs of `request` are on their way to these replicas."""
+        return Journey(self._planner, self._planner.begin(request.prompt, decode, prefill, _now()))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _prompt_tokens(answer: object) -> int | None:
+    """From a completion's usage; None where there is none."""
+    if not isinstance(answer, bytes):
+        return None
+    try:
+        tokens = json.loads(answer)["usage"]["prompt_tokens"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return tokens if type(tokens) is int and tokens > 0 else None

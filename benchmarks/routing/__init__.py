@@ -1,0 +1,1 @@
+"""Replays loads in a simulated fleet and compares where policies send requests: `python -m benchmarks.routing`."""

@@ -1,0 +1,204 @@
+"""Recorded shapes of traffic, made from a seed: who asks when, what prompts share, how long answers are."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from actors.placement.prompts import Prompt, passage
+from benchmarks.routing.machine import BLOCK_TOKENS, CPU, GPU, Hardware
+
+TEXT_BYTES_PER_TOKEN = 4.3
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A piece of text: what is equal has equal ids."""
+
+    number: int
+    tokens: int
+
+    @property
+    def data(self) -> bytes:
+        """Its text, of a density of its own, as the router sees it."""
+        dice = random.Random(self.number)
+        return dice.randbytes(round(self.tokens * dice.gauss(TEXT_BYTES_PER_TOKEN, 0.3)))
+
+
+@dataclass(frozen=True)
+class Request:
+    """`at_s` counts from the beginning, or from the end of the request `after` which it comes."""
+
+    number: int
+    at_s: float
+    prompt: tuple[Segment, ...]
+    answer: Segment
+    effort: float
+    after: int | None = None
+
+    @cached_property
+    def prompt_tokens(self) -> int:
+        return sum(segment.tokens for segment in self.prompt)
+
+    @property
+    def answer_tokens(self) -> int:
+        return self.answer.tokens
+
+    @cached_property
+    def blocks(self) -> Sequence[int]:
+        """Chained hashes of the blocks of prompt and answer, as an engine's cache has them."""
+        starts, at = [], 0
+        for segment in (*self.prompt, self.answer):
+            starts.append((at, segment))
+            at += segment.tokens
+        found, before = [], 0
+        for end in range(BLOCK_TOKENS, at + 1, BLOCK_TOKENS):
+            inside = tuple(
+                (segment.number, max(end - BLOCK_TOKENS - start, 0))
+                for start, segment in starts
+                if start < end and start + segment.tokens > end - BLOCK_TOKENS
+            )
+            before = hash((before, inside))
+            found.append(before)
+        return found
+
+    @cached_property
+    def seen(self) -> Prompt:
+        """What the router makes of it."""
+        return Prompt((passage(b"".join(segment.data for segment in self.prompt), ids=False, seed=0),))
+
+
+@dataclass(frozen=True)
+class Load:
+    """A replay: its requests, the fleet it is for, and when which engine changes its speed (`slowdowns`)."""
+
+    name: str
+    hardware: Hardware
+    prefill: int
+    decode: int
+    requests: tuple[Request, ...]
+    factors: dict[str, float]
+    slowdowns: tuple[tuple[float, str, float], ...] = ()
+
+
+class Maker:
+    """Draws requests. Lengths are lognormal: most are short, some are long."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice = random.Random(seed)
+        self.requests: list[Request] = []
+        self._segments = seed * 10_000_000
+
+    def segment(self, tokens: float) -> Segment:
+        self._segments += 1
+        return Segment(self._segments, max(round(tokens), 1))
+
+    def length(self, median: float, spread: float, most: float) -> float:
+        return min(median * math.exp(self.dice.gauss(0, spread)), most)
+
+    def ask(self, at_s: float, prompt: tuple[Segment, ...], answer_tokens: float, after: int | None = None) -> Request:
+        effort = math.exp(self.dice.gauss(0, 0.1))
+        request = Request(len(self.requests), at_s, prompt, self.segment(answer_tokens), effort, after)
+        self.requests.append(request)
+        return request
+
+    def arrivals(self, count: int, per_s: float) -> list[float]:
+        at, times = 0.0, []
+        for _ in range(count):
+            at += self.dice.expovariate(per_s)
+            times.append(at)
+        return times
+
+
+def short_chat(seed: int) -> Load:
+    """Short questions, answers of a few hundred tokens."""
+    make = Maker(seed)
+    for at_s in make.arrivals(400, 20.0):
+        make.ask(at_s, (make.segment(make.length(150, 0.7, 1500)),), make.length(180, 0.5, 600))
+    return Load("short chat", GPU, 2, 2, tuple(make.requests), {"p1": 1.15})
+
+
+def long_documents(seed: int) -> Load:
+    """Thousands of tokens in, a summary out."""
+    make = Maker(seed)
+    for at_s in make.arrivals(300, 5.0):
+        make.ask(at_s, (make.segment(make.length(6000, 0.6, 30_000)),), make.length(150, 0.4, 400))
+    return Load("long documents", GPU, 2, 2, tuple(make.requests), {"p1": 1.15})
+
+
+def _mixed(make: Maker, times: list[float]) -> None:
+    for at_s in times:
+        if make.dice.random() < 0.25:
+            make.ask(at_s, (make.segment(make.length(6000, 0.6, 30_000)),), make.length(150, 0.4, 400))
+        else:
+            make.ask(at_s, (make.segment(make.length(150, 0.7, 1500)),), make.length(180, 0.5, 600))
+
+
+def mixed(seed: int) -> Load:
+    """Three chats to one document."""
+    make = Maker(seed)
+    _mixed(make, make.arrivals(400, 16.0))
+    return Load("mixed", GPU, 2, 2, tuple(make.requests), {"d1": 1.1})
+
+
+def bursts(seed: int) -> Load:
+    """The same in bursts of four seconds, six times as dense as the ten seconds between them."""
+    make = Maker(seed)
+    times, at, until = [], 0.0, 0.0
+    for burst in range(12):
+        until += 4.0 if burst % 2 else 10.0
+        while (at := at + make.dice.expovariate(30.0 if burst % 2 else 5.0)) < until:
+            times.append(at)
+        at = until
+    _mixed(make, times[:420])
+    return Load("bursts", GPU, 2, 2, tuple(make.requests), {})
+
+
+def ill_engine(seed: int) -> Load:
+    """The mix, while one prefill engine is four times as slow for ten seconds, and one decode engine twice."""
+    make = Maker(seed)
+    _mixed(make, make.arrivals(400, 12.0))
+    slow = ((8.0, "p0", 4.0), (18.0, "p0", 1.0), (20.0, "d0", 2.0), (28.0, "d0", 1.0))
+    return Load("an ill engine", GPU, 2, 2, tuple(make.requests), {}, slow)
+
+
+def multi_turn(seed: int) -> Load:
+    """Conversations of up to six turns over one of four system prompts; each turn comes some seconds after the last."""
+    make = Maker(seed)
+    systems = [make.segment(600) for _ in range(4)]
+    for at_s in make.arrivals(90, 2.0):
+        prompt: tuple[Segment, ...] = (make.dice.choice(systems), make.segment(make.length(800, 0.8, 6000)))
+        before = None
+        for turn in range(make.dice.randint(2, 6)):
+            wait_s = make.dice.expovariate(1 / 6.0) if turn else at_s
+            request = make.ask(wait_s, prompt, make.length(180, 0.5, 500), before)
+            before = request.number
+            prompt = (*prompt, request.answer, make.segment(make.length(120, 0.6, 1000)))
+    hardware = replace(GPU, cache_tokens=200_000)
+    return Load("multi-turn", hardware, 2, 3, tuple(make.requests), {})
+
+
+def shared_prompts(seed: int) -> Load:
+    """Forty system prompts of some thousand tokens, a few of them asked most; no engine has room for all."""
+    make = Maker(seed)
+    systems = [make.segment(make.length(3500, 0.3, 8000)) for _ in range(40)]
+    weights = [1 / (rank + 1) for rank in range(len(systems))]
+    for at_s in make.arrivals(400, 16.0):
+        system = make.dice.choices(systems, weights)[0]
+        make.ask(at_s, (system, make.segment(make.length(150, 0.5, 800))), make.length(120, 0.4, 400))
+    hardware = replace(GPU, cache_tokens=60_000)
+    return Load("shared system prompts", hardware, 3, 2, tuple(make.requests), {})
+
+
+def small_machine(seed: int) -> Load:
+    """One prefill and one decode engine on a CPU, a hundred times slower than what the router assumes."""
+    make = Maker(seed)
+    for at_s in make.arrivals(150, 0.45):
+        make.ask(at_s, (make.segment(make.length(250, 0.9, 1800)),), make.length(40, 0.5, 120))
+    return Load("two CPU engines", CPU, 1, 1, tuple(make.requests), {})
+
+
+LOADS = (short_chat, long_documents, mixed, bursts, ill_engine, multi_turn, shared_prompts, small_machine)

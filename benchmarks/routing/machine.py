@@ -1,0 +1,266 @@
+"""The simulator's truth: what engines, links and caches do. Nothing here is shared with the policy that it judges.
+
+An engine runs steps. A step takes one token of every running answer and, within its token budget, pieces of the prompts
+that wait, first come first served; it lasts as long as its parts, times the engine's own factor. The policy is told
+none of this: it sees when things end, as a router does.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+BLOCK_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Seconds and tokens of one kind of machine."""
+
+    name: str
+    step_s: float
+    prefill_token_s: float
+    attention_s: float
+    """For each pair of a new token and one before it."""
+    decode_sequence_s: float
+    decode_context_token_s: float
+    budget_tokens: int
+    max_sequences: int
+    cache_tokens: int
+    link_tokens_per_s: float
+    link_overhead_s: float
+
+
+GPU = Hardware(
+    "gpu",
+    step_s=0.006,
+    prefill_token_s=4.0e-5,
+    attention_s=1.2e-9,
+    decode_sequence_s=2.5e-5,
+    decode_context_token_s=4.3e-8,
+    budget_tokens=2048,
+    max_sequences=256,
+    cache_tokens=400_000,
+    link_tokens_per_s=160_000.0,
+    link_overhead_s=0.004,
+)
+"""An 8B model on one large GPU, 20 GB/s between them: the orders of magnitude of public reports, not measured by us."""
+
+CPU = Hardware(
+    "cpu",
+    step_s=0.028,
+    prefill_token_s=1.5e-3,
+    attention_s=1.5e-7,
+    decode_sequence_s=4.0e-3,
+    decode_context_token_s=2.0e-6,
+    budget_tokens=256,
+    max_sequences=16,
+    cache_tokens=40_000,
+    link_tokens_per_s=60_000.0,
+    link_overhead_s=0.003,
+)
+"""The demo's engines on two cores: step, prefill, handover as in benchmarks/results/handover.json; the rest guessed."""
+
+
+class Cache:
+    """An engine's prefix cache: hashes of blocks, the least lately used dropped first. A fork leaves it as it is."""
+
+    def __init__(self, blocks: int, parent: Cache | None = None) -> None:
+        self._most = blocks
+        self._parent = parent
+        self._held: OrderedDict[int, None] = OrderedDict()
+
+    def fork(self) -> Cache:
+        return Cache(self._most, self)
+
+    def held_tokens(self, blocks: Sequence[int]) -> int:
+        """The longest prefix that is here."""
+        count = 0
+        for block in blocks:
+            if block not in self:
+                break
+            count += 1
+        return count * BLOCK_TOKENS
+
+    def add(self, blocks: Sequence[int]) -> None:
+        for block in reversed(blocks):
+            self._held[block] = None
+            self._held.move_to_end(block)
+        while self._parent is None and len(self._held) > self._most:
+            self._held.popitem(last=False)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._held or (self._parent is not None and block in self._parent)
+
+
+class Job:
+    """A request in the machine. Copied by `fork`, so that a future can be tried."""
+
+    __slots__ = (
+        "answer_tokens", "arrived_at", "blocks", "computed", "decode", "done_at", "effort", "first_token_at", "held",
+        "left", "number", "prefill", "prompt_tokens", "sent",
+    )  # fmt: skip
+
+    def __init__(
+        self, number: int, prompt_tokens: int, answer_tokens: int, blocks: Sequence[int], effort: float, now: float
+    ) -> None:
+        self.number = number
+        self.prompt_tokens = prompt_tokens
+        self.answer_tokens = answer_tokens
+        self.blocks = blocks
+        """Of the prompt and the answer."""
+        self.effort = effort
+        """How much dearer than usual this prompt is to compute."""
+        self.arrived_at = now
+        self.computed = -1
+        """Prompt tokens that are there; -1: not looked at yet."""
+        self.held = 0
+        """Of these, the ones that were cached."""
+        self.decode = -1
+        self.prefill = -1
+        self.sent = 0
+        """Prompt tokens whose KV decode has, or is being sent."""
+        self.left = answer_tokens
+        self.first_token_at = -1.0
+        self.done_at = -1.0
+
+    def fork(self) -> Job:
+        copy = Job.__new__(Job)
+        for name in Job.__slots__:
+            setattr(copy, name, getattr(self, name))
+        return copy
+
+    @property
+    def prompt_blocks(self) -> Sequence[int]:
+        return self.blocks[: self.prompt_tokens // BLOCK_TOKENS]
+
+
+@dataclass
+class Event:
+    """What a step has ended: `job` has its prompt computed, its first token, or its last one."""
+
+    kind: str
+    job: Job
+
+
+class Engine:
+    """One engine. `due` is when its running step ends, or None while it has nothing to do."""
+
+    MOST_STEPS_AT_ONCE = 16
+    """Steps without prompts that are counted as one event, when nobody comes in between."""
+
+    def __init__(self, hardware: Hardware, role: str, factor: float, cache: Cache | None = None) -> None:
+        self.hardware = hardware
+        self.role = role
+        self.factor = factor
+        self.cache = cache or Cache(hardware.cache_tokens // BLOCK_TOKENS)
+        self.waiting: list[Job] = []
+        self.running: list[Job] = []
+        self.due: float | None = None
+        self._began_at = 0.0
+        self._steps = 0
+        self._step_s = 0.0
+        self._chunks: list[tuple[Job, int]] = []
+        self._decoding = 0
+
+    def fork(self, jobs: dict[int, Job]) -> Engine:
+        copy = Engine(self.hardware, self.role, self.factor, self.cache.fork())
+        copy.waiting = [jobs[job.number] for job in self.waiting]
+        copy.running = [jobs[job.number] for job in self.running]
+        copy.due, copy._began_at, copy._steps, copy._step_s = self.due, self._began_at, self._steps, self._step_s
+        copy._chunks = [(jobs[job.number], tokens) for job, tokens in self._chunks]
+        copy._decoding = self._decoding
+        return copy
+
+    def compute(self, job: Job, now: float) -> None:
+        """Queue a prompt; on a decode engine its answer follows."""
+        self.waiting.append(job)
+        self._wake(now)
+
+    def adopt(self, job: Job, now: float) -> None:
+        """A prompt whose KV has arrived."""
+        job.computed = job.prompt_tokens
+        self.running.append(job)
+        self.cache.add(job.prompt_blocks)
+        self._wake(now)
+
+    def step(self) -> tuple[list[Event], list[tuple[Job, int]]]:
+        """The step is over: what has ended with it, and the prompt tokens that were computed for others."""
+        assert self.due is not None
+        now, events = self.due, []
+        finished: list[Job] = []
+        chunks, self._chunks = self._chunks, []
+        if self.role == "decode":
+            for job in self.running[: self._decoding]:
+                if job.first_token_at < 0:
+                    job.first_token_at = now
+                    events.append(Event("first", job))
+                job.left -= self._steps
+                if job.left <= 0:
+                    job.done_at = now
+                    finished.append(job)
+        for job, tokens in chunks:
+            job.computed += tokens
+            if job.computed >= job.prompt_tokens:
+                self.waiting.remove(job)
+                self.cache.add(job.prompt_blocks)
+                if self.role == "prefill":
+                    events.append(Event("prefilled", job))
+                else:
+                    job.first_token_at = now
+                    job.left -= 1
+                    events.append(Event("first", job))
+                    if job.left <= 0:
+                        job.done_at = now
+                        finished.append(job)
+                    else:
+                        self.running.append(job)
+        for job in finished:
+            self.cache.add(job.blocks)
+            events.append(Event("done", job))
+        if finished:
+            gone = {job.number for job in finished}
+            self.running = [job for job in self.running if job.number not in gone]
+        self.due = None
+        self._begin(now)
+        return events, chunks
+
+    def _wake(self, now: float) -> None:
+        if self.due is None:
+            self._begin(now)
+        elif self._steps > 1:
+            # Whoever has come takes part from the next step on, not from the last of those that were counted ahead.
+            over = max(int((now - self._began_at) / self._step_s) + 1, 1)
+            self._steps = min(self._steps, over)
+            self.due = self._began_at + self._steps * self._step_s
+
+    def _begin(self, now: float) -> None:
+        hardware = self.hardware
+        decoding = self.running[: hardware.max_sequences] if self.role == "decode" else []
+        budget = hardware.budget_tokens - len(decoding)
+        room = hardware.max_sequences - len(decoding)
+        seconds = 0.0
+        for job in self.waiting:
+            if budget <= 0 or room <= 0:
+                break
+            if job.computed < 0:
+                job.held = min(self.cache.held_tokens(job.prompt_blocks), job.prompt_tokens - 1)
+                job.computed = job.held
+            tokens = min(budget, job.prompt_tokens - job.computed)
+            context = job.computed + tokens / 2
+            seconds += job.effort * tokens * (hardware.prefill_token_s + hardware.attention_s * context)
+            self._chunks.append((job, tokens))
+            budget -= tokens
+            room -= 1
+        if not decoding and not self._chunks:
+            return
+        seconds += hardware.step_s + hardware.decode_sequence_s * len(decoding)
+        contexts = sum(job.prompt_tokens + job.answer_tokens - job.left for job in decoding)
+        seconds += hardware.decode_context_token_s * contexts
+        steps = 1
+        if decoding and not self._chunks and all(job.first_token_at >= 0 for job in decoding):
+            steps = max(min(min(job.left for job in decoding), self.MOST_STEPS_AT_ONCE), 1)
+        self._decoding = len(decoding)
+        self._began_at, self._steps, self._step_s = now, steps, seconds * self.factor
+        self.due = now + steps * self._step_s

@@ -1,0 +1,74 @@
+"""Decides with all that is true: tries every option on a copy of the machine, and takes what ends best for everybody.
+
+The copy knows each engine's real speed, queue and cache, how long answers will be, and who comes next. Each trial runs
+until the requests that are in the machine, this one and the next arrivals are done; those to come are sent by a rule
+of thumb over true costs. Not the optimum (nobody plans for all of the future at once), but more than a router can know.
+"""
+
+from __future__ import annotations
+
+from benchmarks.routing.fleet import Fleet, Route
+from benchmarks.routing.loads import Load, Request
+
+AHEAD = 5
+"""Next arrivals in a trial."""
+
+
+class Oracle:
+    """`ttft_only`: cares for first tokens alone; otherwise for the time until each answer is complete."""
+
+    def __init__(self, load: Load, ttft_only: bool) -> None:
+        self._requests = {request.number: request for request in load.requests}
+        self._ttft_only = ttft_only
+        self._turn = 0
+
+    def route(self, request: Request, fleet: Fleet) -> Route:
+        routes = _routes(fleet)
+        self._turn += 1
+        first = self._turn % len(routes)
+        return min(routes[first:] + routes[:first], key=lambda route: self._trial(request, route, fleet))
+
+    def saw(self, what: str, request: Request, fleet: Fleet) -> None:
+        pass
+
+    def _trial(self, request: Request, route: Route, fleet: Fleet) -> float:
+        trial = fleet.fork()
+        trial.send(request, route)
+        coming = [number for _, number in trial.upcoming("arrival")[:AHEAD]]
+        watched = {*trial.jobs, *coming}
+        open_jobs = dict(trial.jobs)
+        total_s = 0.0
+        waiting = set(watched)
+        while waiting:
+            for what, number in trial.advance():
+                if what == "arrival" and number in watched:
+                    arrived = self._requests[number]
+                    open_jobs[number] = trial.send(arrived, rule_of_thumb(arrived, trial))
+                elif number in waiting and what == ("first" if self._ttft_only else "done"):
+                    total_s += trial.now - open_jobs[number].arrived_at
+                    waiting.discard(number)
+                elif what == "done" and number in waiting:
+                    waiting.discard(number)  # its first token was there before
+        return total_s
+
+
+def _routes(fleet: Fleet) -> list[Route]:
+    decode, prefill = range(len(fleet.decode)), range(len(fleet.prefill))
+    return [Route(d, None) for d in decode] + [Route(d, p) for d in decode for p in prefill]
+
+
+def rule_of_thumb(request: Request, fleet: Fleet) -> Route:
+    """The least of: prompt tokens before it and its own at the engine's true speed, on decode times all who wait."""
+
+    def seconds(route: Route) -> float:
+        engine = fleet.decode[route.decode] if route.prefill is None else fleet.prefill[route.prefill]
+        queue = sum(job.prompt_tokens - max(job.computed, 0) for job in engine.waiting)
+        own = request.prompt_tokens - engine.cache.held_tokens(request.blocks)
+        hardware = fleet.hardware
+        token_s = hardware.prefill_token_s * engine.factor
+        streams = len(fleet.decode[route.decode].running)
+        if route.prefill is None:
+            return (queue + own * (1 + streams)) * token_s
+        return (queue + own) * token_s + hardware.link_overhead_s + streams * hardware.decode_sequence_s
+
+    return min(_routes(fleet), key=seconds)

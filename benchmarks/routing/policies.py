@@ -1,0 +1,98 @@
+"""Who decides: the router's own planner, and what others do. Only the oracle looks at the machine."""
+
+from __future__ import annotations
+
+from actors.placement.planner import Planner
+from actors.placement.trip import Trip
+from benchmarks.routing.fleet import Fleet, Route
+from benchmarks.routing.loads import Request
+from configs.settings import RoutingSettings
+
+
+class Ours:
+    """The planner that runs in the router, told what the router is told."""
+
+    def __init__(self, settings: RoutingSettings) -> None:
+        self._planner = Planner(settings)
+        self._trips: dict[int, Trip] = {}
+
+    def route(self, request: Request, fleet: Fleet) -> Route:
+        prefill = {f"p{n}": 0 for n in range(len(fleet.prefill))}
+        decode = {f"d{n}": 0 for n in range(len(fleet.decode))}
+        decision = self._planner.decide(request.seen, prefill, decode, fleet.now)
+        chosen = next(iter(decision.prefill), None)
+        self._trips[request.number] = self._planner.begin(request.seen, decision.decode[0], chosen, fleet.now)
+        return Route(int(decision.decode[0][1:]), None if chosen is None else int(chosen[1:]))
+
+    def saw(self, what: str, request: Request, fleet: Fleet) -> None:
+        trip = self._trips[request.number]
+        if what == "prefilled":
+            self._planner.prefilled(trip, fleet.now, request.prompt_tokens)
+        elif what == "first":
+            self._planner.opened(trip, fleet.now)
+        elif what == "done":
+            self._planner.ended(self._trips.pop(request.number), fleet.now, request.answer_tokens)
+
+
+class Counting:
+    """Knows how many requests it has sent to each engine, and sends the next to the one that has fewest."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+        self._sent: dict[int, Route] = {}
+
+    def _prefill(self, fleet: Fleet) -> int:
+        return self._least(len(fleet.prefill), [route.prefill for route in self._sent.values()])
+
+    def _decode(self, fleet: Fleet) -> int:
+        return self._least(len(fleet.decode), [route.decode for route in self._sent.values()])
+
+    def _least(self, engines: int, busy: list[int | None]) -> int:
+        self._turn += 1
+        return min(range(engines), key=lambda engine: (busy.count(engine), (engine + self._turn) % engines))
+
+    def route(self, request: Request, fleet: Fleet) -> Route:
+        self._sent[request.number] = route = self._choose(request, fleet)
+        return route
+
+    def _choose(self, request: Request, fleet: Fleet) -> Route:
+        raise NotImplementedError
+
+    def saw(self, what: str, request: Request, fleet: Fleet) -> None:
+        if what == "done":
+            del self._sent[request.number]
+        elif what == "kv":
+            # Its prefill engine has done with it.
+            self._sent[request.number] = Route(self._sent[request.number].decode, None)
+
+
+class AlwaysRemote(Counting):
+    def _choose(self, request: Request, fleet: Fleet) -> Route:
+        return Route(self._decode(fleet), self._prefill(fleet))
+
+
+class NeverRemote(Counting):
+    def _choose(self, request: Request, fleet: Fleet) -> Route:
+        return Route(self._decode(fleet), None)
+
+
+class RoundRobin(Counting):
+    """Always a pair, each role in turn, as public proxies do."""
+
+    def _choose(self, request: Request, fleet: Fleet) -> Route:
+        self._turn += 1
+        return Route(self._turn % len(fleet.decode), self._turn % len(fleet.prefill))
+
+
+class Threshold(Counting):
+    """Remote from so many uncached tokens on, which it knows exactly."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self._tokens = tokens
+
+    def _choose(self, request: Request, fleet: Fleet) -> Route:
+        decode = self._decode(fleet)
+        held = fleet.decode[decode].cache.held_tokens(request.blocks)
+        remote = request.prompt_tokens - held >= self._tokens
+        return Route(decode, self._prefill(fleet) if remote else None)
