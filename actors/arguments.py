@@ -13,6 +13,7 @@ OWNED = {
     "model": "set `model` of the service",
     "served_model_name": "set `served_model_name` of the service",
     "tensor_parallel_size": "set `tensor_parallel_size` of the role",
+    "distributed_executor_backend": "set `executor` of the role",
     "kv_transfer_config": "set `transfer` of the service",
     # The address that a prefill replica gives is that of one engine core; with several, KV would wait in another.
     "data_parallel_size": "set `replicas` of the role",
@@ -103,7 +104,10 @@ def _bad_autoscaling(where: str, role: RoleSettings) -> list[str]:
 def engine_arguments(settings: ServiceSettings, role: RoleName) -> dict[str, Any]:
     """Keyword arguments of AsyncEngineArgs for `role`, without the KV connector."""
     own = settings.role(role)
-    defaults = {} if own.num_gpus else CPU_DEFAULTS
+    defaults: dict[str, Any] = {} if own.num_gpus else dict(CPU_DEFAULTS)
+    if own.executor == "ray" or own.tensor_parallel_size > 1:
+        # In a placement group vLLM would choose `ray` by itself.
+        defaults["distributed_executor_backend"] = own.executor
     return {
         **defaults,
         **settings.engine,

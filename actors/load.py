@@ -53,10 +53,10 @@ class EngineLoad:
         self._prompts.add(1, self._busy_clock_s)
         self._busy_s.add(busy_s, self._busy_clock_s)
 
-    def token(self, gap_s: float, now_s: float) -> None:
-        """A sequence got a token, `gap_s` after the one before."""
-        self._token_gaps_s.add(gap_s, now_s)
-        self._tokens.add(1, now_s)
+    def tokens(self, gap_s: float, now_s: float, count: float = 1) -> None:
+        """So many sequences got a token each, `gap_s` after the one before."""
+        self._token_gaps_s.add(gap_s * count, now_s)
+        self._tokens.add(count, now_s)
 
     def read(self, now_s: float) -> dict[str, float]:
         """By the names of PrefillLoad's and DecodeLoad's fields; one that has not been measured yet is left out."""

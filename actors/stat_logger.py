@@ -32,7 +32,7 @@ class LoadLogger(StatLoggerBase):
                     # Seen when the request ends: on a prefill engine that is its first token.
                     self._load.prompt(request.num_prompt_tokens, request.prefill_time, now_s)
             for gap_s in iteration_stats.inter_token_latencies_iter:
-                self._load.token(gap_s, now_s)
+                self._load.tokens(gap_s, now_s)
 
     def log_engine_initialized(self) -> None:
         """vLLM's hook; nothing to say."""

@@ -21,6 +21,7 @@ from actors.routing import LeastOngoing
 from app.auth import digest
 from app.openai import build_http
 from app.peer_secret import with_secret
+from app.placement import placed
 from configs.settings import RoleName, RouterLimits, ServiceSettings
 
 ROUTER_SURPLUS_REQUESTS = 64
@@ -53,8 +54,8 @@ def build(args: ServiceSettings) -> serve.Application:
     """The application for `args`; raises SettingsError naming a key that cannot be used."""
     check_arguments(args)
     args = with_secret(args)
-    prefill = _deploy_engine(Prefill, "prefill", args)
-    decode = _deploy_engine(Decode, "decode", args)
+    prefill = deploy_engine(Prefill, "prefill", args)
+    decode = deploy_engine(Decode, "decode", args)
     router = serve.deployment(
         HttpRouter,
         name="Router",
@@ -72,7 +73,8 @@ def build(args: ServiceSettings) -> serve.Application:
     return router.bind(args.router.limits(), prefill, decode, keys)
 
 
-def _deploy_engine(actor: type, role: RoleName, settings: ServiceSettings) -> serve.Application:
+def deploy_engine(actor: type, role: RoleName, settings: ServiceSettings) -> serve.Application:
+    """The deployment of `role` with `actor` as its class, bound to the settings."""
     own = settings.role(role)
     scaling: dict[str, Any] = (
         {"num_replicas": own.replicas} if isinstance(own.replicas, int) else {"autoscaling_config": own.replicas}
@@ -80,14 +82,6 @@ def _deploy_engine(actor: type, role: RoleName, settings: ServiceSettings) -> se
     deployment = serve.deployment(
         actor,
         name=role.capitalize(),
-        ray_actor_options={
-            "num_cpus": own.num_cpus,
-            "num_gpus": own.num_gpus,
-            "resources": own.resources,
-            "label_selector": own.label_selector,
-            "runtime_env": {"env_vars": engine_environment(settings, role)},
-        },
-        max_replicas_per_node=own.max_replicas_per_node,
         max_ongoing_requests=own.max_ongoing_requests,
         max_queued_requests=own.max_queued_requests,
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=settings.router.retry_after_s),
@@ -95,6 +89,7 @@ def _deploy_engine(actor: type, role: RoleName, settings: ServiceSettings) -> se
         graceful_shutdown_timeout_s=own.drain_s,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         max_constructor_retry_count=own.start_attempts,
+        **placed(own, {"env_vars": engine_environment(settings, role)}),
         **scaling,
     )
     return deployment.bind(settings)

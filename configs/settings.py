@@ -53,8 +53,10 @@ class PlacementSettings(Frozen):
     label_selector: dict[str, str] = Field(
         default_factory=dict, description="labels that a Ray node must have, such as `tandem/role: prefill`"
     )
-    placement: Literal["any", "apart"] = Field(
-        "any", description="any: wherever there is room; apart: at most one replica of this deployment on a Ray node"
+    placement: Literal["any", "apart", "packed"] = Field(
+        "any",
+        description="any: spread over Ray nodes while there are free ones; apart: at most one replica of this "
+        "deployment on a node; packed: on the fullest node with room, beside whatever is there (a role's only)",
     )
 
     @property
@@ -174,6 +176,9 @@ class RouterLimits(Frozen):
 class RouterSettings(RouterLimits, PlacementSettings):
     """The Router deployment."""
 
+    placement: Literal["any", "apart"] = Field(
+        "any", description="any: spread over Ray nodes; apart: at most one router on a node"
+    )
     replicas: int = Field(1, ge=1, description="routers behind the HTTP proxy")
     num_cpus: float = Field(0.1, ge=0, description="what the actor asks of Ray")
     resources: dict[str, float] = Field(default_factory=dict, description="custom Ray resources")
@@ -211,6 +216,11 @@ class RoleSettings(PlacementSettings):
         1, description="a count, or Serve's autoscaling_config (below: one policy for both roles)"
     )
     tensor_parallel_size: int = Field(1, ge=1, description="ranks of one engine; the roles may differ")
+    executor: Literal["mp", "ray"] = Field(
+        "mp",
+        description="mp: ranks are processes of the actor, on one node; ray: Ray actors with a GPU each, on as few "
+        "nodes as have room, for engines larger than a node",
+    )
     engine: dict[str, Any] = Field(default_factory=dict, description="vLLM engine arguments of this role")
     frontend: dict[str, Any] = Field(
         default_factory=dict, description="arguments of vLLM's OpenAI layer, such as tool_call_parser"
@@ -223,6 +233,18 @@ class RoleSettings(PlacementSettings):
     max_queued_requests: int = Field(128, ge=0, description="requests that wait in a router for a replica")
     start_attempts: int = Field(3, ge=1, description="failed starts after which the service gives up")
     drain_s: Seconds = Field(30.0, description="how long a stopping replica may finish its requests")
+
+    @model_validator(mode="after")
+    def _ranks_have_gpus_to_themselves(self) -> "RoleSettings":
+        if self.executor == "ray":
+            if self.num_gpus != self.tensor_parallel_size:
+                raise ValueError(
+                    f"executor `ray` needs num_gpus = tensor_parallel_size, a GPU for each rank, not "
+                    f"{self.num_gpus:g} for {self.tensor_parallel_size}"
+                )
+            if self.placement == "apart":
+                raise ValueError("placement `apart` is not for executor `ray`: Serve counts replicas, not their ranks")
+        return self
 
     @property
     def scaled(self) -> bool:

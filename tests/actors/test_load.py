@@ -60,7 +60,7 @@ def test_tokens_of_two_sequences():
     """Four gaps of 0.5 s in 4 s: half a sequence at a time, on average."""
     load = EngineLoad(0, LONG_S)
     for now_s in (1, 1, 1.5, 1.5):
-        load.token(0.5, now_s)
+        load.tokens(0.5, now_s)
     read = load.read(4)
     assert read["tpot_s"] == pytest.approx(0.5)
     assert read["decoding"] == pytest.approx(0.5)
