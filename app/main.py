@@ -19,9 +19,9 @@ from actors.prefill import Prefill
 from actors.router import Router
 from actors.routing import LeastOngoing
 from app.auth import digest
+from app.bundles import placed
 from app.openai import build_http
 from app.peer_secret import with_secret
-from app.placement import placed
 from configs.settings import RoleName, RouterLimits, ServiceSettings
 
 ROUTER_SURPLUS_REQUESTS = 64

@@ -53,10 +53,10 @@ class PlacementSettings(Frozen):
     label_selector: dict[str, str] = Field(
         default_factory=dict, description="labels that a Ray node must have, such as `tandem/role: prefill`"
     )
-    placement: Literal["any", "apart", "packed"] = Field(
+    placement: Literal["any", "apart"] = Field(
         "any",
-        description="any: spread over Ray nodes while there are free ones; apart: at most one replica of this "
-        "deployment on a node; packed: on the fullest node with room, beside whatever is there (a role's only)",
+        description="any: wherever there is room, spread over Ray nodes, or packed where Serve's controller has "
+        "RAY_SERVE_USE_PACK_SCHEDULING_STRATEGY=1; apart: at most one replica of this deployment on a node",
     )
 
     @property
@@ -176,9 +176,6 @@ class RouterLimits(Frozen):
 class RouterSettings(RouterLimits, PlacementSettings):
     """The Router deployment."""
 
-    placement: Literal["any", "apart"] = Field(
-        "any", description="any: spread over Ray nodes; apart: at most one router on a node"
-    )
     replicas: int = Field(1, ge=1, description="routers behind the HTTP proxy")
     num_cpus: float = Field(0.1, ge=0, description="what the actor asks of Ray")
     resources: dict[str, float] = Field(default_factory=dict, description="custom Ray resources")
