@@ -76,7 +76,6 @@ def nodes(cluster_spec: dict[str, Any]) -> Iterator[str]:
             "num_cpus": int(head["rayStartParams"]["num-cpus"]),
             "num_gpus": int(head["rayStartParams"]["num-gpus"]),
             "labels": head["labels"],
-            "node_ip_address": "127.0.0.1",
             **small,
         },
     )
