@@ -12,6 +12,8 @@ SEED ?= 1
 ROUNDS ?= 300
 COUNT ?= 4000
 OVERLAYS ?=
+OVERLAY ?= k8s/overlays/cpu
+TRACES ?=
 CONNECTOR ?= tandem
 FAULTS ?= 200
 TP ?= 1:1
@@ -74,6 +76,10 @@ manifests: $(STAMP) ## Check k8s/ against schemas, KubeRay's rules and our setti
 manifests-kustomize: $(STAMP) ## Compare our rendering of k8s/ with kustomize's (or kubectl's)
 	@$(BIN)/python -m tests.k8s.against_kustomize
 
+.PHONY: overlay-serves
+overlay-serves: $(STAMP) ## Serve what an overlay embeds, on a Ray node for each of its pods, and ask: OVERLAY=k8s/overlays/cpu
+	@$(BIN)/python -m tests.k8s.overlay_serves $(OVERLAY)
+
 .PHONY: alerts
 alerts: $(STAMP) ## Run promtool's tests of the alerts (Debian: the package prometheus)
 	@$(BIN)/python -m tests.k8s.promtool
@@ -100,6 +106,11 @@ bench-promises: $(STAMP) ## Measure what digests, secret and tags cost: TTFT and
 .PHONY: routing
 routing: $(STAMP) ## Replay loads in a simulated fleet: the router's decisions beside others' and an oracle's (minutes)
 	$(BIN)/python -m benchmarks.routing
+
+.PHONY: scaling
+scaling: $(STAMP) ## Replay loads in a simulation under our autoscaling policy and Serve's: TRACES=recorded.csv
+	$(BIN)/python -m benchmarks.scaling $(if $(TRACES),--traces $(TRACES))
+	$(BIN)/python -m benchmarks.scaling.plot
 
 .PHONY: identity
 identity: $(STAMP) ## Compare tokens and logprobs with one engine, at four pairs of TP sizes

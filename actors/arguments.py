@@ -2,17 +2,18 @@
 
 import dataclasses
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from configs.settings import PlacementSettings, RoleName, ServiceSettings, SettingsError
+from configs.settings import PlacementSettings, RoleName, RoleSettings, ServiceSettings, SettingsError
 
 OWNED = {
     "model": "set `model` of the service",
     "served_model_name": "set `served_model_name` of the service",
     "tensor_parallel_size": "set `tensor_parallel_size` of the role",
+    "distributed_executor_backend": "set `executor` of the role",
     "kv_transfer_config": "set `transfer` of the service",
     # The address that a prefill replica gives is that of one engine core; with several, KV would wait in another.
     "data_parallel_size": "set `replicas` of the role",
@@ -40,7 +41,7 @@ def frontend_argument_names() -> frozenset[str]:
 
 
 def check_arguments(settings: ServiceSettings) -> None:
-    """Raise SettingsError naming every argument that vLLM does not have and every selector that Ray cannot read."""
+    """Raise SettingsError naming what vLLM, Ray or Serve would refuse, or not know and ignore."""
     engine, frontend = engine_argument_names(), frontend_argument_names()
     problems = [
         *_unknown("engine", settings.engine, engine),
@@ -51,20 +52,25 @@ def check_arguments(settings: ServiceSettings) -> None:
         *_bad_selector("prefill", settings.prefill),
         *_bad_selector("decode", settings.decode),
         *_bad_selector("router", settings.router),
+        *_bad_autoscaling("prefill", settings.prefill),
+        *_bad_autoscaling("decode", settings.decode),
     ]
     if problems:
         raise SettingsError("\n".join(problems))
 
 
 def _unknown(where: str, given: Mapping[str, Any], known: Collection[str]) -> list[str]:
+    owned = [f"{where}.{key}: not here; {OWNED[key]}" for key in given if key in OWNED]
+    return owned + _not_among([key for key in given if key not in OWNED], known, where, "vLLM")
+
+
+def _not_among(given: Iterable[str], known: Collection[str], where: str, whose: str) -> list[str]:
     problems = []
     for key in given:
-        if key in OWNED:
-            problems.append(f"{where}.{key}: not here; {OWNED[key]}")
-        elif key not in known:
+        if key not in known:
             close = difflib.get_close_matches(key, known, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            problems.append(f"{where}.{key}: vLLM has no such argument{hint}")
+            problems.append(f"{where}.{key}: {whose} has no such argument{hint}")
     return problems
 
 
@@ -80,10 +86,28 @@ def _bad_selector(where: str, deployment: PlacementSettings) -> list[str]:
     return []
 
 
+def _bad_autoscaling(where: str, role: RoleSettings) -> list[str]:
+    """Serve's own rules for autoscaling_config, and no key that it would ignore."""
+    from pydantic import ValidationError
+    from ray.serve.config import AutoscalingConfig
+
+    if isinstance(role.replicas, int):
+        return []
+    unknown = _not_among(role.replicas, AutoscalingConfig.model_fields, f"{where}.replicas", "Ray Serve")
+    try:
+        AutoscalingConfig(**role.replicas)
+    except ValidationError as error:
+        return [*unknown, *(f"{where}.replicas: {problem['msg']}" for problem in error.errors())]
+    return unknown
+
+
 def engine_arguments(settings: ServiceSettings, role: RoleName) -> dict[str, Any]:
     """Keyword arguments of AsyncEngineArgs for `role`, without the KV connector."""
     own = settings.role(role)
-    defaults = {} if own.num_gpus else CPU_DEFAULTS
+    defaults: dict[str, Any] = {} if own.num_gpus else dict(CPU_DEFAULTS)
+    if own.executor == "ray" or own.tensor_parallel_size > 1:
+        # In a placement group vLLM would choose `ray` by itself.
+        defaults["distributed_executor_backend"] = own.executor
     return {
         **defaults,
         **settings.engine,

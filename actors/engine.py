@@ -23,6 +23,7 @@ from connectors.errors import TandemError
 
 if TYPE_CHECKING:
     from actors.replaying_llm import ReplayingLLM
+    from actors.stat_logger import LoadLogger
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +60,10 @@ class Engine:
         stop_flag: StopFlag,
         stack: AsyncExitStack,
         cannot_resume: str | None,
+        load: "LoadLogger | None",
     ) -> None:
         self._llm = llm
+        self._load = load
         self._app = app
         self._cannot_resume = cannot_resume
         self._stop_flag = stop_flag
@@ -76,6 +79,7 @@ class Engine:
         from vllm.usage.usage_lib import UsageContext
 
         from actors.replaying_llm import ReplayingLLM, make_replayable, why_not_replayable
+        from actors.stat_logger import LoadLogger
 
         engine_args = AsyncEngineArgs(
             **engine_arguments(settings, role), kv_transfer_config=kv_transfer_config(settings, role, node_ip)
@@ -87,8 +91,10 @@ class Engine:
         else:
             logger.info("this engine cannot go on with streams of another: %s", cannot_resume)
         stack = AsyncExitStack()
+        load = LoadLogger(config) if settings.role(role).scaled else None
         llm = ReplayingLLM.from_vllm_config(
             config,
+            stat_loggers=[lambda *_: load] if load else None,
             enable_log_requests=engine_args.enable_log_requests,
             disable_log_stats=engine_args.disable_log_stats,
         )
@@ -107,7 +113,7 @@ class Engine:
         except BaseException:
             await stack.aclose()
             raise
-        return cls(llm, app, stop_flag, stack, cannot_resume)
+        return cls(llm, app, stop_flag, stack, cannot_resume, load)
 
     async def serve(self, call: Call) -> AsyncGenerator[ResponseStart | bytes | Chunk | Alive, None]:
         """Run `call` through vLLM's application; closing the generator aborts the request in the engine.
@@ -169,6 +175,10 @@ class Engine:
     async def lose(self, engines: str) -> None:
         """Tell the connector that the engines whose ids begin with `engines` have ended. Costs no forward."""
         await self._llm.notify_kv_transfer_request_rejected(f"lose-{uuid.uuid4().hex}", {"engines_lost": engines})
+
+    def load(self) -> dict[str, float]:
+        """What an autoscaling policy needs to know, by the names of `actors.scaling`; empty where nothing scales."""
+        return self._load.read(self._llm) if self._load is not None else {}
 
     async def warm_up(self, timeout_s: float) -> None:
         """Run one short request, so that the first client does not pay for the first step."""

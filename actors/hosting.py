@@ -50,6 +50,10 @@ class EngineActor:
 
         return self.replica, generate_latest(REGISTRY).decode()
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve's hook: this replica's load, for the autoscaling policy. Called only where replicas are scaled."""
+        return self.engine.load()
+
     async def ping(self) -> str:
         """This replica's id, if its engine is alive."""
         await self.engine.check_health()

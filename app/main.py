@@ -20,6 +20,7 @@ from actors.prefill import Prefill
 from actors.router import Router
 from actors.routing import LeastOngoing
 from app.auth import digests
+from app.bundles import placed
 from app.openai import build_http
 from app.peer_secret import fallback_secret
 from configs.settings import AuthSettings, RoleName, RouterLimits, ServiceSettings
@@ -55,8 +56,8 @@ def build(args: ServiceSettings) -> serve.Application:
     """The application for `args`; raises SettingsError naming a key that cannot be used."""
     check_arguments(args)
     secret = fallback_secret(args)
-    prefill = _deploy_engine(Prefill, "prefill", args, secret)
-    decode = _deploy_engine(Decode, "decode", args, secret)
+    prefill = deploy_engine(Prefill, "prefill", args, secret)
+    decode = deploy_engine(Decode, "decode", args, secret)
     router = serve.deployment(
         HttpRouter,
         name="Router",
@@ -74,7 +75,8 @@ def build(args: ServiceSettings) -> serve.Application:
     return router.bind(args.router.limits(), prefill, decode, digests(args.auth.operators_keys()))
 
 
-def _deploy_engine(actor: type, role: RoleName, settings: ServiceSettings, secret: SecretStr) -> serve.Application:
+def deploy_engine(actor: type, role: RoleName, settings: ServiceSettings, secret: SecretStr) -> serve.Application:
+    """The deployment of `role` with `actor` as its class, bound to the settings and the secret to fall back to."""
     own = settings.role(role)
     scaling: dict[str, Any] = (
         {"num_replicas": own.replicas} if isinstance(own.replicas, int) else {"autoscaling_config": own.replicas}
@@ -82,14 +84,6 @@ def _deploy_engine(actor: type, role: RoleName, settings: ServiceSettings, secre
     deployment = serve.deployment(
         actor,
         name=role.capitalize(),
-        ray_actor_options={
-            "num_cpus": own.num_cpus,
-            "num_gpus": own.num_gpus,
-            "resources": own.resources,
-            "label_selector": own.label_selector,
-            "runtime_env": {"env_vars": engine_environment(settings, role)},
-        },
-        max_replicas_per_node=own.max_replicas_per_node,
         max_ongoing_requests=own.max_ongoing_requests,
         max_queued_requests=own.max_queued_requests,
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=settings.router.retry_after_s),
@@ -97,6 +91,7 @@ def _deploy_engine(actor: type, role: RoleName, settings: ServiceSettings, secre
         graceful_shutdown_timeout_s=own.drain_s,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         max_constructor_retry_count=own.start_attempts,
+        **placed(own, {"env_vars": engine_environment(settings, role)}),
         **scaling,
     )
     return deployment.bind(settings, secret)

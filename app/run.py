@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from configs.settings import DEMO_SERVED_NAME, ServiceSettings, SettingsError, parse_settings
+from configs.settings import DEMO_SERVED_NAME, RoleName, ServiceSettings, SettingsError, parse_scaling, parse_settings
 
 IMPORT_PATH = "app.main:build"
 POLL_S = 1.0
@@ -88,7 +88,26 @@ def read(path: Path) -> tuple[dict[str, Any], ServiceSettings]:
         raise SettingsError(f"applications: exactly one must have import_path {IMPORT_PATH}")
     settings = parse_settings(ours[0].get("args") or {})
     check_arguments(settings)
+    check_policy(ours[0].get("autoscaling_policy") or {}, settings)
     return config, settings
+
+
+def check_policy(policy: dict[str, Any], settings: ServiceSettings) -> None:
+    """Raises SettingsError for what our autoscaling policy cannot use; Serve would say so in a log only."""
+    from actors.scaling_policy import POLICY
+
+    if policy.get("policy_function") != POLICY:
+        return
+    roles: tuple[RoleName, ...] = ("prefill", "decode")
+    fixed = [name for name in roles if not settings.role(name).scaled]
+    if fixed:
+        lines = [f"{name}.replicas: must be an autoscaling_config, or {POLICY} has nothing to choose" for name in fixed]
+        raise SettingsError("\n".join(lines))
+    try:
+        parse_scaling(policy.get("policy_kwargs") or {})
+    except SettingsError as error:
+        lines = [f"autoscaling_policy.policy_kwargs.{line}" for line in str(error).splitlines()]
+        raise SettingsError("\n".join(lines)) from None
 
 
 def _unknown_keys(config: dict[str, Any]) -> list[str]:

@@ -58,7 +58,9 @@ class PlacementSettings(Frozen):
         default_factory=dict, description="labels that a Ray node must have, such as `tandem/role: prefill`"
     )
     placement: Literal["any", "apart"] = Field(
-        "any", description="any: wherever there is room; apart: at most one replica of this deployment on a Ray node"
+        "any",
+        description="any: wherever there is room, spread over Ray nodes, or packed where Serve's controller has "
+        "RAY_SERVE_USE_PACK_SCHEDULING_STRATEGY=1; apart: at most one replica of this deployment on a node",
     )
 
     @property
@@ -282,8 +284,15 @@ def _sendable_key(key: str) -> str:
 class RoleSettings(PlacementSettings):
     """The Prefill or the Decode deployment."""
 
-    replicas: int | dict[str, Any] = Field(1, description="a count, or Serve's autoscaling_config")
+    replicas: int | dict[str, Any] = Field(
+        1, description="a count, or Serve's autoscaling_config (below: one policy for both roles)"
+    )
     tensor_parallel_size: int = Field(1, ge=1, description="ranks of one engine; the roles may differ")
+    executor: Literal["mp", "ray"] = Field(
+        "mp",
+        description="mp: ranks are processes of the actor, on one node; ray: Ray actors with a GPU each, on as few "
+        "nodes as have room, for engines larger than a node",
+    )
     engine: dict[str, Any] = Field(default_factory=dict, description="vLLM engine arguments of this role")
     frontend: dict[str, Any] = Field(
         default_factory=dict, description="arguments of vLLM's OpenAI layer, such as tool_call_parser"
@@ -297,12 +306,59 @@ class RoleSettings(PlacementSettings):
     start_attempts: int = Field(3, ge=1, description="failed starts after which the service gives up")
     drain_s: Seconds = Field(30.0, description="how long a stopping replica may finish its requests")
 
+    @model_validator(mode="after")
+    def _ranks_have_gpus_to_themselves(self) -> "RoleSettings":
+        if self.executor == "ray":
+            if self.num_gpus != self.tensor_parallel_size:
+                raise ValueError(
+                    f"executor `ray` needs num_gpus = tensor_parallel_size, a GPU for each rank, not "
+                    f"{self.num_gpus:g} for {self.tensor_parallel_size}"
+                )
+            if self.placement == "apart":
+                raise ValueError("placement `apart` is not for executor `ray`: Serve counts replicas, not their ranks")
+        return self
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the number of replicas is the autoscaler's to choose."""
+        return not isinstance(self.replicas, int)
+
     @field_validator("replicas")
     @classmethod
     def _at_least_one(cls, replicas: int | dict[str, Any]) -> int | dict[str, Any]:
         if isinstance(replicas, int) and replicas < 1:
             raise ValueError("must be at least 1")
         return replicas
+
+
+class ScalingSettings(Frozen):
+    """How the application's autoscaling policy scales both roles: its `policy_kwargs`, not a part of `args`."""
+
+    prefill_busy: float = Field(
+        0.7, gt=0, le=1, description="fraction of the time that prefill engines are to compute, at their measured rate"
+    )
+    catch_up_s: Seconds = Field(10.0, description="time in which the prompt tokens that wait are to be computed, too")
+    kv_use: float = Field(0.7, gt=0, le=1, description="fraction of decode engines' KV cache that is to be in use")
+    tpot_s: Seconds | None = Field(
+        None,
+        description="mean time between tokens that decode engines are held to, a little below the objective; unset: "
+        "only their KV cache counts",
+    )
+    slack: float = Field(
+        0.15, ge=0, lt=1, description="an engine is given back when the others would suffice for this much more"
+    )
+    fewest_prefill_per_decode: float = Field(
+        0.25, gt=0, allow_inf_nan=False, description="where there are fewer, prefill engines are added"
+    )
+    most_prefill_per_decode: float = Field(
+        4.0, gt=0, allow_inf_nan=False, description="where there are more, decode engines are added"
+    )
+
+    @model_validator(mode="after")
+    def _ratio_leaves_room(self) -> "ScalingSettings":
+        if self.most_prefill_per_decode < self.fewest_prefill_per_decode:
+            raise ValueError("most_prefill_per_decode must not be below fewest_prefill_per_decode")
+        return self
 
 
 class ServiceSettings(Frozen):
@@ -355,8 +411,20 @@ def parse_settings(args: dict[str, Any]) -> ServiceSettings:
     try:
         return ServiceSettings.model_validate(args)
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, problem['loc']))}: {_advice(problem)}" for problem in error.errors()]
-        raise SettingsError("\n".join(lines)) from None
+        raise _settings_error(error) from None
+
+
+def parse_scaling(policy_kwargs: dict[str, Any]) -> ScalingSettings:
+    """Settings of the autoscaling policy; raises SettingsError with one line per offending key."""
+    try:
+        return ScalingSettings.model_validate(policy_kwargs)
+    except ValidationError as error:
+        raise _settings_error(error) from None
+
+
+def _settings_error(error: ValidationError) -> SettingsError:
+    lines = [f"{'.'.join(map(str, problem['loc']))}: {_advice(problem)}" for problem in error.errors()]
+    return SettingsError("\n".join(lines))
 
 
 def _advice(problem: Any) -> str:

@@ -56,3 +56,40 @@ def test_every_deployment_drains_as_long_as_its_settings_say():
     deployments = [router, *(one._bound_deployment for one in router.init_args if hasattr(one, "_bound_deployment"))]
     found = {one.name.lower(): one._deployment_config.graceful_shutdown_timeout_s for one in deployments}
     assert found == {role: own["drain_s"] for role, own in drains.items()}
+
+
+SCALED = {"min_replicas": 1, "max_replicas": 2}
+POLICY = {"policy_function": "actors.scaling_policy:ScaleTogether", "policy_kwargs": {"tpot_s": 0.05}}
+
+
+def scaled(folder: Path, policy: dict[str, object], **roles: object) -> Path:
+    config = yaml.safe_load(LOCAL.read_text())
+    config["applications"][0]["autoscaling_policy"] = policy
+    for role, replicas in roles.items():
+        config["applications"][0]["args"][role]["replicas"] = replicas
+    return write(folder, config)
+
+
+def test_an_autoscaling_policy_for_both_roles(tmp_path: Path) -> None:
+    """The file that the reference describes."""
+    _, settings = load(scaled(tmp_path, POLICY, prefill=SCALED, decode=SCALED), None)
+    assert settings.prefill.scaled
+
+
+@pytest.mark.parametrize(
+    ("policy", "decode", "message"),
+    [
+        (POLICY, 2, r"^decode\.replicas: must be an autoscaling_config"),
+        (POLICY | {"policy_kwargs": {"tpot": 1}}, SCALED, r"^autoscaling_policy\.policy_kwargs\.tpot: no such setting"),
+        (
+            POLICY,
+            {"max_replica": 2},
+            r"^decode\.replicas\.max_replica: Ray Serve has no such argument; did you mean max",
+        ),
+        (POLICY, {"min_replicas": 3, "max_replicas": 2}, r"^decode\.replicas: .*max_replicas \(2\) must be"),
+    ],
+)
+def test_a_policy_that_could_not_work(tmp_path: Path, policy: dict[str, object], decode: object, message: str) -> None:
+    """Serve would say so in its controller's log, or nowhere."""
+    with pytest.raises(SettingsError, match=message):
+        load(scaled(tmp_path, policy, prefill=SCALED, decode=decode), None)

@@ -1,0 +1,73 @@
+"""What an engine's load is, from what it gets done: pure, times are handed in.
+
+Means are over the last seconds, older ones count less and less (`WINDOW_S`). The rate of prompt tokens is a mean over
+the last busy seconds: an engine that is idle keeps the rate that it had.
+"""
+
+from dataclasses import dataclass
+from math import exp
+
+WINDOW_S = 15.0
+
+
+@dataclass
+class Fading:
+    """A sum in which what was added `age_s` ago counts exp(-age_s / window_s)."""
+
+    window_s: float
+    total: float = 0.0
+    at_s: float = 0.0
+
+    def add(self, amount: float, now_s: float) -> None:
+        self.total = self.value(now_s) + amount
+        self.at_s = max(self.at_s, now_s)
+
+    def value(self, now_s: float) -> float:
+        return self.total * exp(-max(now_s - self.at_s, 0.0) / self.window_s)
+
+
+class EngineLoad:
+    """Counts prompts and tokens of one engine that began at `began_s`."""
+
+    def __init__(self, began_s: float, window_s: float = WINDOW_S) -> None:
+        self._began_s = began_s
+        self._window_s = window_s
+        self._prompt_tokens = Fading(window_s)
+        self._token_gaps_s = Fading(window_s)
+        self._tokens = Fading(window_s)
+        # On a clock that stands still while no prompt is computed.
+        self._busy_clock_s = 0.0
+        self._busy_until_s = began_s
+        self._tokens_while_busy = Fading(window_s)
+        self._busy_s = Fading(window_s)
+        self._prompts = Fading(window_s)
+
+    def prompt(self, tokens: int, computing_s: float, now_s: float) -> None:
+        """The first token of a prompt of `tokens` came now, `computing_s` after the engine had begun with it."""
+        self._prompt_tokens.add(tokens, now_s)
+        # Prompts are computed beside each other: time counts once.
+        busy_s = max(now_s - max(now_s - computing_s, self._busy_until_s), 0.0)
+        self._busy_until_s = max(now_s, self._busy_until_s)
+        self._busy_clock_s += busy_s
+        self._tokens_while_busy.add(tokens, self._busy_clock_s)
+        self._prompts.add(1, self._busy_clock_s)
+        self._busy_s.add(busy_s, self._busy_clock_s)
+
+    def tokens(self, gap_s: float, now_s: float, count: float = 1) -> None:
+        """So many sequences got a token each, `gap_s` after the one before."""
+        self._token_gaps_s.add(gap_s * count, now_s)
+        self._tokens.add(count, now_s)
+
+    def read(self, now_s: float) -> dict[str, float]:
+        """By the names of PrefillLoad's and DecodeLoad's fields; one that has not been measured yet is left out."""
+        # A window that is as long as the engine is old has not yet seen as much as a full one.
+        window_s = self._window_s * (1 - exp(-max(now_s - self._began_s, 1e-3) / self._window_s))
+        busy_s, prompts = self._busy_s.value(self._busy_clock_s), self._prompts.value(self._busy_clock_s)
+        while_busy = self._tokens_while_busy.value(self._busy_clock_s)
+        tokens, gaps_s = self._tokens.value(now_s), self._token_gaps_s.value(now_s)
+        load = {"tokens_per_s": self._prompt_tokens.value(now_s) / window_s, "decoding": gaps_s / window_s}
+        if busy_s > 0:
+            load |= {"tokens_per_busy_s": while_busy / busy_s, "prompt_tokens": while_busy / prompts}
+        if tokens > 0:
+            load["tpot_s"] = gaps_s / tokens
+        return load

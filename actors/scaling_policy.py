@@ -1,0 +1,76 @@
+"""The application's autoscaling policy: Serve's contexts in, numbers of replicas out; `actors.scaling` decides.
+
+In a Serve config file, beside `args`, with an autoscaling_config as `replicas` of both roles:
+
+    autoscaling_policy:
+      policy_function: actors.scaling_policy:ScaleTogether
+      policy_kwargs: {tpot_s: 0.04}
+
+Serve (2.60) aggregates each metric over `look_back_period_s`, calls this ten times a second, and applies the delays,
+factors and bounds of each role's autoscaling_config to what it returns.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from ray.serve.config import AutoscalingContext
+
+from actors.scaling import Bounds, DecodeLoad, PrefillLoad, decode_need, prefill_need, settle, together
+from configs.settings import parse_scaling
+
+logger = logging.getLogger("ray.serve")
+
+POLICY = "actors.scaling_policy:ScaleTogether"
+"""The policy's name in a Serve config file."""
+
+LoadT = TypeVar("LoadT", PrefillLoad, DecodeLoad)
+
+
+class ScaleTogether:
+    """Scales the deployments Prefill and Decode of one application; any other deployment is left alone."""
+
+    def __init__(self, **policy_kwargs: Any) -> None:
+        """Raises SettingsError naming a key that is not one of ScalingSettings'."""
+        self._settings = parse_scaling(policy_kwargs)
+        self._decided: tuple[int, int] | None = None
+
+    def __call__(self, contexts: Mapping[Any, AutoscalingContext]) -> tuple[dict[Any, int], dict[Any, dict[str, Any]]]:
+        """Serve's hook: wanted replicas by deployment id, and no state beyond Serve's own.
+
+        An exception here would stop the controller's care for all applications, so what is missing changes nothing.
+        """
+        by_name = {context.deployment_name: (key, context) for key, context in contexts.items()}
+        if "Prefill" not in by_name or "Decode" not in by_name:
+            return {}, {}
+        (prefill_id, prefill), (decode_id, decode) = by_name["Prefill"], by_name["Decode"]
+        needs = (
+            prefill_need(_loads(prefill, PrefillLoad), prefill.total_queued_requests or 0.0, self._settings),
+            decode_need(_loads(decode, DecodeLoad), decode.total_queued_requests or 0.0, self._settings),
+        )
+        bounds = _bounds(prefill), _bounds(decode)
+        wanted = [settle(need, bound, self._settings) for need, bound in zip(needs, bounds, strict=True)]
+        decided = together(*wanted, *bounds, self._settings)
+        if decided != self._decided:
+            self._decided = decided
+            logger.info("prefill needs %s engines and decode %s: %d and %d are wanted", *map(_shown, needs), *decided)
+        return dict(zip((prefill_id, decode_id), decided, strict=True)), {}
+
+
+def _loads(context: AutoscalingContext, kind: type[LoadT]) -> list[LoadT]:
+    """One for each running replica that has reported."""
+    names = [field.name for field in fields(kind)]
+    by_name = {name: (context.aggregated_metrics or {}).get(name, {}) for name in names}
+    replicas = [one for one in context.running_replicas if any(one in values for values in by_name.values())]
+    return [kind(**{name: float(values.get(one, 0.0)) for name, values in by_name.items()}) for one in replicas]
+
+
+def _bounds(context: AutoscalingContext) -> Bounds:
+    return Bounds(
+        context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas, context.target_num_replicas
+    )
+
+
+def _shown(need: float | None) -> str:
+    return "?" if need is None else f"{need:.2f}"

@@ -1,0 +1,129 @@
+"""Loads to replay: arrivals with the lengths of their prompts and answers, synthetic from a seed or from a file."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+
+HOUR_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Arrival:
+    at_s: float
+    prompt_tokens: int
+    answer_tokens: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """`arrivals` in order of time, over `duration_s`."""
+
+    name: str
+    about: str
+    duration_s: float
+    arrivals: tuple[Arrival, ...]
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Mean lengths (tokens); lengths are lognormal around them."""
+
+    prompt_tokens: float
+    answer_tokens: float
+    sigma: float = 0.7
+
+
+CHAT = Mix(1500, 200)
+READING = Mix(8000, 50, sigma=0.4)
+WRITING = Mix(300, 800, sigma=0.4)
+
+
+def synthetic(seed: int) -> list[Load]:
+    """The four that the documentation shows; requests come as a Poisson process whose rate changes."""
+    return [
+        _make("ramp", "chat, from 1 to 20 requests/s and back", seed, _ramp, lambda _: CHAT),
+        _make("bursts", "chat, 4 requests/s, and 12 for five minutes of every fifteen", seed, _bursts, lambda _: CHAT),
+        _make(
+            "shift",
+            "long prompts at 4 requests/s for half an hour, then long answers",
+            seed,
+            lambda _: 4.0,
+            lambda at_s: READING if at_s < HOUR_S / 2 else WRITING,
+        ),
+        _make("day", "a day in an hour: two peaks of 15 requests/s, lengths of both kinds", seed, _day, _any),
+    ]
+
+
+def from_file(path: Path, rate: float = 1.0) -> Load:
+    """A recorded load: CSV with the columns TIMESTAMP (ISO 8601), ContextTokens, GeneratedTokens, as Azure's have.
+
+    Of a `rate` below 1 only that share of the requests is taken, evenly.
+    """
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    began = _timestamp(rows[0]["TIMESTAMP"])
+    arrivals = tuple(
+        Arrival(
+            (_timestamp(row["TIMESTAMP"]) - began).total_seconds(),
+            max(int(row["ContextTokens"]), 1),
+            max(int(row["GeneratedTokens"]), 1),
+        )
+        for number, row in enumerate(rows)
+        if int((number + 1) * rate) > int(number * rate)
+    )
+    about = f"recorded, {rate:.0%} of {len(rows)} requests"
+    return Load(path.stem, about, arrivals[-1].at_s, arrivals)
+
+
+def _timestamp(text: str) -> datetime:
+    # Seven digits of a second are one more than Python reads.
+    whole, _, fraction = text.partition(".")
+    return datetime.fromisoformat(f"{whole}.{fraction[:6]:0<6}")
+
+
+def _ramp(at_s: float) -> float:
+    up, down = at_s / 1200, (HOUR_S - at_s) / 1200
+    return 1 + 19 * min(up, down, 1.0)
+
+
+def _bursts(at_s: float) -> float:
+    return 12.0 if 300 <= at_s % 900 < 600 else 4.0
+
+
+def _day(at_s: float) -> float:
+    phase = 2 * np.pi * at_s / HOUR_S
+    return float(8 - 5 * np.cos(phase) - 3 * np.cos(2 * phase)) * 15 / 14.1
+
+
+def _any(at_s: float) -> Mix:
+    # By turns of the second, so that both kinds are there at any time.
+    return READING if int(at_s * 10) % 10 == 0 else CHAT if int(at_s * 10) % 10 < 8 else WRITING
+
+
+def _make(
+    name: str, about: str, seed: int, rate: Callable[[float], float], mix: Callable[[float], Mix], most: float = 25.0
+) -> Load:
+    random = np.random.default_rng([seed, *name.encode()])
+    return Load(name, about, HOUR_S, tuple(_arrivals(random, rate, mix, most)))
+
+
+def _arrivals(
+    random: np.random.Generator, rate: Callable[[float], float], mix: Callable[[float], Mix], most: float
+) -> Iterator[Arrival]:
+    """Thinning: candidates at the highest rate, each kept with the probability that the rate of its time asks for."""
+    at_s = 0.0
+    while (at_s := at_s + random.exponential(1 / most)) < HOUR_S:
+        if random.random() * most >= rate(at_s):
+            continue
+        kind = mix(at_s)
+        lengths = [
+            max(1, int(random.lognormal(np.log(mean) - kind.sigma**2 / 2, kind.sigma)))
+            for mean in (kind.prompt_tokens, kind.answer_tokens)
+        ]
+        yield Arrival(at_s, *lengths)

@@ -1,0 +1,227 @@
+"""Plays a load against replicas that an autoscaler starts and stops."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from actors.routing import rank
+from benchmarks.scaling.autoscaler import Autoscaler, Clock, Policy, simulated_time
+from benchmarks.scaling.engines import DecodeReplica, Machine, PrefillReplica, Replica, Request
+from benchmarks.scaling.loads import HOUR_S, Load
+
+STEP_S = 0.2
+DECIDE_EVERY_S = 2.0
+"""Serve decides ten times a second; the reports that it decides from come every few."""
+
+PLOT_EVERY_S = 10.0
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a request is to get."""
+
+    ttft_s: float = 2.0
+    tpot_s: float = 0.040
+
+
+MACHINE = Machine()
+OBJECTIVE = Objective()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Shares are of all requests; one that has not ended an hour after the load misses both objectives."""
+
+    requests: int
+    ttft_attained: float
+    tpot_attained: float
+    attained: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    tpot_p50_s: float
+    tpot_p99_s: float
+    gpu_hours: float
+    changes: int
+    """Decisions that changed a number of replicas."""
+    timeline: list[dict[str, float]] = field(repr=False, default_factory=list)
+
+
+ReplicaT = TypeVar("ReplicaT", bound=Replica)
+
+
+class Fleet(Generic[ReplicaT]):
+    """The replicas of a role: those that start, serve and stop, and what each costs while it does."""
+
+    def __init__(self, role: str, kind: type[ReplicaT], machine: Machine, places: int, count: int) -> None:
+        self.role = role
+        self.places = places
+        self.target = count
+        self.gpu_s = 0.0
+        self.changes = 0
+        self._kind, self._machine = kind, machine
+        self._next = 0
+        self._turn = 0
+        self.replicas: list[ReplicaT] = []
+        for _ in range(count):
+            self._start(0.0)
+
+    def _start(self, ready_s: float) -> None:
+        self.replicas.append(self._kind(self._next, ready_s, self._machine))
+        self._next += 1
+
+    def ready(self, now_s: float) -> list[ReplicaT]:
+        return [one for one in self.replicas if one.ready_s <= now_s and not one.stopping]
+
+    def scale(self, target: int, now_s: float) -> None:
+        """Starts replicas, or stops some: those that are not ready yet first, as Serve does, then the idlest."""
+        self.changes += target != self.target
+        self.target = target
+        there = [one for one in self.replicas if not one.stopping]
+        for _ in range(target - len(there)):
+            self._start(now_s + self._machine.start_s)
+        there.sort(key=lambda one: (one.ready_s <= now_s, one.ongoing))
+        for one in there[: max(len(there) - target, 0)]:
+            one.stopping = True
+
+    def choose(self, now_s: float) -> ReplicaT | None:
+        """The router's choice, by the rule that routes requests: fewest ongoing, in turn among equals."""
+        free = {str(one.number): one for one in self.ready(now_s) if one.ongoing < self.places}
+        if not free:
+            return None
+        self._turn += 1
+        return free[rank({name: one.ongoing for name, one in free.items()}, self._turn)[0]]
+
+    def pay(self, dt_s: float) -> None:
+        """A GPU is paid for from the start of its engine to the end of its last request."""
+        self.replicas = [one for one in self.replicas if not (one.stopping and not one.ongoing)]
+        self.gpu_s += dt_s * len(self.replicas)
+
+
+def simulate(
+    load: Load,
+    policy: Policy,
+    config: Mapping[str, Any],
+    machine: Machine = MACHINE,
+    objective: Objective = OBJECTIVE,
+) -> Outcome:
+    """The whole of `load`, and on until every request has ended."""
+    clock = Clock()
+    with simulated_time(clock):
+        return _Run(load, policy, config, machine, objective, clock).play()
+
+
+class _Run:
+    def __init__(
+        self,
+        load: Load,
+        policy: Policy,
+        config: Mapping[str, Any],
+        machine: Machine,
+        objective: Objective,
+        clock: Clock,
+    ) -> None:
+        self._load, self._objective, self._clock = load, objective, clock
+        self._autoscaler = Autoscaler(policy, config, clock)
+        fewest = config["min_replicas"]
+        self._prefill = Fleet("Prefill", PrefillReplica, machine, machine.prefill_places, fewest)
+        self._decode = Fleet("Decode", DecodeReplica, machine, machine.decode_places, fewest)
+        self._requests: list[Request] = []
+        self._queue: deque[Request] = deque()
+        self._timeline: list[dict[str, float]] = []
+
+    def play(self) -> Outcome:
+        arrivals = deque(self._load.arrivals)
+        steps, ended = 0, 0
+        while arrivals or ended < len(self._requests):
+            steps += 1
+            now_s = self._clock.now_s = steps * STEP_S
+            if now_s > self._load.duration_s + HOUR_S:
+                break
+            while arrivals and arrivals[0].at_s <= now_s:
+                request = Request(arrivals.popleft())
+                self._requests.append(request)
+                self._queue.append(request)
+            self._dispatch(now_s)
+            for prefill in self._prefill.replicas:
+                prefill.step(now_s)
+            for decode in self._decode.replicas:
+                ended += len(decode.step(now_s, STEP_S))
+            for fleet in (self._prefill, self._decode):
+                fleet.pay(STEP_S)
+            self._serve(steps, now_s)
+            if steps % round(PLOT_EVERY_S / STEP_S) == 0:
+                self._timeline.append(self._point(now_s))
+        return self._outcome()
+
+    def _dispatch(self, now_s: float) -> None:
+        while self._queue:
+            prefill, decode = self._prefill.choose(now_s), self._decode.choose(now_s)
+            if prefill is None or decode is None:
+                return
+            request = self._queue.popleft()
+            decode.take(request)
+            prefill.take(request, now_s)
+
+    def _serve(self, steps: int, now_s: float) -> None:
+        """What replicas, routers and the controller do at their times."""
+        scaler = self._autoscaler
+        fleets: tuple[Fleet[Any], ...] = (self._prefill, self._decode)
+        for fleet in fleets:
+            running = [one.number for one in fleet.ready(now_s)]
+            if _due(steps, scaler.record_every_s):
+                ready = fleet.ready(now_s)
+                scaler.record(
+                    fleet.role,
+                    len(self._queue) if fleet.choose(now_s) is None else 0,
+                    {one.number: one.ongoing for one in ready},
+                    {one.number: one.stats(now_s) for one in ready},
+                )
+            if _due(steps, scaler.push_every_s):
+                scaler.push(fleet.role, running)
+            elif _due(steps, DECIDE_EVERY_S):
+                scaler.knows(fleet.role, running)
+        if _due(steps, DECIDE_EVERY_S):
+            decided = scaler.decide({fleet.role: fleet.target for fleet in fleets})
+            for fleet in fleets:
+                fleet.scale(decided[fleet.role], now_s)
+
+    def _point(self, now_s: float) -> dict[str, float]:
+        return {
+            "at_s": round(now_s, 1),
+            "prefill_ready": len(self._prefill.ready(now_s)),
+            "prefill_paid": len(self._prefill.replicas),
+            "decode_ready": len(self._decode.ready(now_s)),
+            "decode_paid": len(self._decode.replicas),
+            "waiting_in_router": len(self._queue),
+        }
+
+    def _outcome(self) -> Outcome:
+        ttft = np.array([one.ttft_s for one in self._requests])
+        tpot = np.array([one.tpot_s for one in self._requests])
+        in_time, fast = ttft <= self._objective.ttft_s, tpot <= self._objective.tpot_s
+        return Outcome(
+            requests=len(self._requests),
+            ttft_attained=float(in_time.mean()),
+            tpot_attained=float(fast.mean()),
+            attained=float((in_time & fast).mean()),
+            ttft_p50_s=_percentile(ttft, 50),
+            ttft_p99_s=_percentile(ttft, 99),
+            tpot_p50_s=_percentile(tpot, 50),
+            tpot_p99_s=_percentile(tpot, 99),
+            gpu_hours=(self._prefill.gpu_s + self._decode.gpu_s) / HOUR_S,
+            changes=self._prefill.changes + self._decode.changes,
+            timeline=self._timeline,
+        )
+
+
+def _percentile(values: Sequence[float] | np.ndarray, which: float) -> float:
+    return float(np.percentile(values, which, method="higher"))
+
+
+def _due(steps: int, every_s: float) -> bool:
+    return steps % round(every_s / STEP_S) == 0

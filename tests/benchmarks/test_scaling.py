@@ -1,0 +1,142 @@
+"""The simulation of autoscaling: what its engines do, worked out by hand, and that Serve's part of it is Serve's."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from actors.scaling_policy import POLICY
+from benchmarks.scaling.autoscaler import Autoscaler, Clock, Policy, simulated_time
+from benchmarks.scaling.engines import DecodeReplica, Machine, PrefillReplica, Request
+from benchmarks.scaling.loads import Arrival, Load, from_file, synthetic
+from benchmarks.scaling.simulation import STEP_S, Fleet, simulate
+
+MACHINE = Machine(
+    prompt_tokens_per_s=1000, step_s=0.02, step_per_sequence_s=0.005, kv_tokens=1000, start_s=30, handover_s=0
+)
+AT_ONCE = {"min_replicas": 1, "max_replicas": 8, "upscale_delay_s": 0.0, "downscale_delay_s": 0.0}
+
+
+def request(prompt_tokens: int, answer_tokens: int, at_s: float = 0.0) -> Request:
+    return Request(Arrival(at_s, prompt_tokens, answer_tokens))
+
+
+def test_prompts_are_computed_in_turn():
+    """500 and 250 tokens at 1,000/s, and the rate is measured as such."""
+    prefill = PrefillReplica(0, 0.0, MACHINE)
+    first, second = request(500, 1), request(250, 1)
+    prefill.take(first, 1.0)
+    prefill.take(second, 1.0)
+    assert (first.prompt_done_s, second.prompt_done_s) == (1.5, 1.75)
+    assert prefill.stats(1.2)["queued_tokens"] == 750
+    prefill.step(1.6)
+    assert prefill.stats(1.6)["queued_tokens"] == 250
+    assert prefill.stats(1.6)["tokens_per_busy_s"] == pytest.approx(1000)
+    assert prefill.ongoing == 2, "the first is held until decode has its first token"
+
+
+def test_a_step_takes_longer_the_more_sequences_it_has():
+    """Two sequences: 0.02 + 2 x 0.005 s a token."""
+    decode = DecodeReplica(0, 0.0, MACHINE)
+    both = [request(100, 31), request(100, 31)]
+    for one in both:
+        one.prompt_done_s = 0.0
+        decode.take(one)
+    now_s, ended = 0.0, []
+    while len(ended) < 2:
+        now_s += 0.01
+        ended += decode.step(now_s, 0.01)
+    assert both[0].tpot_s == pytest.approx(0.03, rel=0.03)
+    assert decode.stats(now_s)["tpot_s"] == pytest.approx(0.03)
+
+
+def test_a_request_without_room_for_its_kv_waits():
+    """1,000 tokens of cache, two requests of 600."""
+    decode = DecodeReplica(0, 0.0, MACHINE)
+    for one in (first := request(500, 100), request(500, 100)):
+        one.prompt_done_s = 0.0
+        decode.take(one)
+    assert decode.stats(0.0) == decode.stats(0.0) | {"kv_use": 0.6, "running": 1.0, "waiting": 1.0}
+    now_s = 0.0
+    while first.ended_s == float("inf"):
+        now_s += 0.1
+        decode.step(now_s, 0.1)
+    assert decode.stats(now_s)["running"] == 1.0
+    assert decode.stats(now_s)["waiting"] == 0.0
+
+
+def test_engines_are_paid_for_while_they_start_and_until_they_have_ended_what_they_have():
+    """One that is there, one that starts for 30 s, and one that stops with a request of a second."""
+    fleet = Fleet("Prefill", PrefillReplica, MACHINE, places=2, count=1)
+    fleet.scale(2, 0.0)
+    assert [len(fleet.ready(at_s)) for at_s in (0.0, 29.9, 30.0)] == [1, 1, 2]
+    last = request(1000, 1)
+    fleet.replicas[0].take(last, 30.0)
+    fleet.scale(1, 30.0)
+    fleet.pay(1.0)
+    assert fleet.gpu_s == 1.0, "the idler one was stopped, and costs nothing more"
+    fleet.scale(2, 30.0)
+    assert len(fleet.ready(31.0)) == 1
+    assert fleet.changes == 3
+
+
+def test_serves_default_policy_is_serves():
+    """20 ongoing requests at 4 a replica are five; the same reports, with our policy, are what ours makes of them."""
+    clock = Clock(100.0)
+    with simulated_time(clock):
+        scaler = Autoscaler(Policy("theirs", targets=(4.0, 10.0)), AT_ONCE, clock)
+        for role in ("Prefill", "Decode"):
+            for at_s in (94.0, 100.0):
+                clock.now_s = at_s
+                scaler.record(role, 0, {0: 20}, {0: {}})
+            scaler.push(role, [0])
+        clock.now_s = 101.0
+        assert scaler.decide({"Prefill": 1, "Decode": 1}) == {"Prefill": 5, "Decode": 2}
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Policy("ours", {"policy_function": POLICY, "policy_kwargs": {"tpot_s": 0.05}}),
+        Policy("theirs", targets=(2.0, 8.0)),
+    ],
+    ids=lambda policy: policy.name,
+)
+def test_a_load_that_grows_gets_engines_and_every_request_ends(policy):
+    """One request a second of half an engine each, for three minutes, then four."""
+    arrivals = [Arrival(float(at_s), 500, 20) for at_s in range(180)]
+    arrivals += [Arrival(180 + number / 4, 500, 20) for number in range(4 * 240)]
+    load = Load("step", "", 420.0, tuple(arrivals))
+    outcome = simulate(load, policy, AT_ONCE, replace(MACHINE, kv_tokens=100_000))
+    assert outcome.requests == len(arrivals)
+    assert 0 < outcome.attained < 1
+    assert outcome.ttft_p99_s < 600
+    by_time = {point["at_s"]: point["prefill_ready"] for point in outcome.timeline}
+    assert by_time[100.0] <= 2
+    assert by_time[400.0] >= 2
+    assert outcome.gpu_hours * 3600 == pytest.approx(
+        sum(10 * (point["prefill_paid"] + point["decode_paid"]) for point in outcome.timeline), rel=0.1
+    )
+
+
+def test_the_same_seed_is_the_same_load():
+    """And another is another; the rates are those that the descriptions name."""
+    one, again, other = synthetic(1), synthetic(1), synthetic(2)
+    assert one == again
+    assert one[0].arrivals != other[0].arrivals
+    ramp = next(load for load in one if load.name == "ramp")
+    top = [arrival for arrival in ramp.arrivals if 1200 <= arrival.at_s < 2400]
+    assert len(top) == pytest.approx(20 * 1200, rel=0.02)
+    assert sum(arrival.prompt_tokens for arrival in top) / len(top) == pytest.approx(1500, rel=0.05)
+
+
+def test_a_recorded_load(tmp_path: Path):
+    """Azure's columns, seven digits of a second."""
+    file = tmp_path / "trace.csv"
+    file.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109"
+    )
+    load = from_file(file)
+    assert load.arrivals[1] == Arrival(pytest.approx(4.314579, abs=STEP_S / 1000), 396, 109)
+    assert len(from_file(file, rate=0.5).arrivals) == 1

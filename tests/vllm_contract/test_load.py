@@ -1,0 +1,90 @@
+"""The load that is read from vLLM's own stats objects and request states."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+from vllm.config import VllmConfig
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import FinishReason
+from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+from vllm.v1.metrics.loggers import PerEngineStatLoggerAdapter
+from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats, SchedulerStats
+
+from actors.stat_logger import LoadLogger
+
+
+def request(name: str, tokens: int, prefilling: bool) -> RequestState:
+    state = RequestState(
+        request_id=name,
+        external_req_id=name,
+        parent_req=None,
+        request_index=0,
+        lora_request=None,
+        output_kind=RequestOutputKind.DELTA,
+        prompt=None,
+        prompt_token_ids=[0] * tokens,
+        prompt_embeds=None,
+        logprobs_processor=None,
+        detokenizer=None,
+        max_tokens_param=1,
+        arrival_time=time.time(),
+        queue=None,
+        log_stats=True,
+        stream_interval=1,
+    )
+    state.is_prefilling = prefilling
+    return state
+
+
+@pytest.fixture
+def llm() -> SimpleNamespace:
+    """What LoadLogger reads of an engine: vLLM's own output processor."""
+    return SimpleNamespace(output_processor=OutputProcessor(tokenizer=None, log_stats=True))
+
+
+def step(**stats: object) -> IterationStats:
+    iteration = IterationStats()
+    for name, value in stats.items():
+        setattr(iteration, name, value)
+    return iteration
+
+
+def test_prompts_that_wait_are_counted_by_their_tokens(llm):
+    """Those that have their first token are not waiting any more."""
+    load = LoadLogger(VllmConfig())
+    for state in (request("a", 700, True), request("b", 300, True), request("c", 50, False)):
+        llm.output_processor.request_states[state.request_id] = state
+    assert load.read(llm)["queued_tokens"] == 1000
+
+
+def test_what_the_scheduler_says_counts_while_there_are_requests(llm):
+    """vLLM is silent after the last request was aborted; the engine is idle all the same."""
+    load = LoadLogger(VllmConfig())
+    load.record(SchedulerStats(num_running_reqs=3, num_waiting_reqs=2, kv_cache_usage=0.25), None)
+    llm.output_processor.request_states["a"] = request("a", 1, False)
+    assert {name: load.read(llm)[name] for name in ("running", "waiting", "kv_use")} == {
+        "running": 3,
+        "waiting": 2,
+        "kv_use": 0.25,
+    }
+    llm.output_processor.request_states.clear()
+    assert {name: load.read(llm)[name] for name in ("running", "waiting", "kv_use")} == {
+        "running": 0,
+        "waiting": 0,
+        "kv_use": 0,
+    }
+
+
+def test_steps_reach_the_logger_through_vllms_adapter(llm):
+    """Made by a factory as the engine gives it one: prompts by their time of computing, tokens by their gaps."""
+    load = LoadLogger(VllmConfig())
+    manager = PerEngineStatLoggerAdapter(VllmConfig(), [0], lambda *_: load)
+    ended = FinishedRequestStats(FinishReason.LENGTH, num_prompt_tokens=900, prefill_time=3.0)
+    aborted = FinishedRequestStats(FinishReason.ABORT, num_prompt_tokens=900)
+    manager.record(SchedulerStats(), step(finished_requests=[ended, aborted]))
+    manager.record(SchedulerStats(), step(inter_token_latencies_iter=[0.02, 0.04]))
+    read = load.read(llm)
+    assert read["prompt_tokens"] == pytest.approx(900)
+    assert read["tpot_s"] == pytest.approx(0.03)
+    assert read["tokens_per_s"] > 0
