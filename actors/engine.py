@@ -6,6 +6,7 @@ Imports vLLM only when an engine starts, so that the router and the builder stay
 import argparse
 import asyncio
 import logging
+import secrets
 import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, aclosing
@@ -18,7 +19,7 @@ from actors.handoff import TRANSFER_FIELD, Producer
 from actors.hosts import new_engine_id
 from actors.journal import CannotResumeError, Chunk, Served
 from actors.pulse import Pulse
-from configs.settings import RoleName, ServiceSettings
+from configs.settings import HiddenText, RoleName, ServiceSettings
 from connectors.errors import TandemError
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Engine:
         stack: AsyncExitStack,
         cannot_resume: str | None,
         load: "LoadLogger | None",
+        supervisor: str,
     ) -> None:
         self._llm = llm
         self._load = load
@@ -69,6 +71,7 @@ class Engine:
         self._stop_flag = stop_flag
         self._stack = stack
         self._pulse = Pulse(llm.is_sleeping)
+        self._supervisor = supervisor
 
     @classmethod
     async def start(cls, settings: ServiceSettings, role: RoleName, node_ip: str) -> "Engine":
@@ -81,8 +84,10 @@ class Engine:
         from actors.replaying_llm import ReplayingLLM, make_replayable, why_not_replayable
         from actors.stat_logger import LoadLogger
 
+        supervisor = secrets.token_hex()
         engine_args = AsyncEngineArgs(
-            **engine_arguments(settings, role), kv_transfer_config=kv_transfer_config(settings, role, node_ip)
+            **engine_arguments(settings, role),
+            kv_transfer_config=kv_transfer_config(settings, role, node_ip, supervisor),
         )
         config = engine_args.create_engine_config(UsageContext.ENGINE_CONTEXT)
         cannot_resume = "prefill engines do not stream" if role == "prefill" else why_not_replayable(config)
@@ -113,7 +118,7 @@ class Engine:
         except BaseException:
             await stack.aclose()
             raise
-        return cls(llm, app, stop_flag, stack, cannot_resume, load)
+        return cls(llm, app, stop_flag, stack, cannot_resume, load, supervisor)
 
     async def serve(self, call: Call) -> AsyncGenerator[ResponseStart | bytes | Chunk | Alive, None]:
         """Run `call` through vLLM's application; closing the generator aborts the request in the engine.
@@ -174,7 +179,9 @@ class Engine:
 
     async def lose(self, engines: str) -> None:
         """Tell the connector that the engines whose ids begin with `engines` have ended. Costs no forward."""
-        await self._llm.notify_kv_transfer_request_rejected(f"lose-{uuid.uuid4().hex}", {"engines_lost": engines})
+        await self._llm.notify_kv_transfer_request_rejected(
+            f"lose-{uuid.uuid4().hex}", {"engines_lost": engines, "supervisor": self._supervisor}
+        )
 
     def load(self) -> dict[str, float]:
         """What an autoscaling policy needs to know, by the names of `actors.scaling`; empty where nothing scales."""
@@ -201,8 +208,11 @@ class Engine:
         await self._stack.aclose()
 
 
-def kv_transfer_config(settings: ServiceSettings, role: RoleName, node_ip: str) -> Any:
-    """vLLM's KVTransferConfig for our connector, with a fresh engine id: the incarnation."""
+def kv_transfer_config(settings: ServiceSettings, role: RoleName, node_ip: str, supervisor: str) -> Any:
+    """vLLM's KVTransferConfig for our connector, with a fresh engine id: the incarnation.
+
+    Who knows `supervisor` is believed that engines have ended.
+    """
     from vllm.config import KVTransferConfig
 
     return KVTransferConfig(
@@ -211,7 +221,7 @@ def kv_transfer_config(settings: ServiceSettings, role: RoleName, node_ip: str) 
         kv_role=KV_ROLES[role],
         kv_load_failure_policy="recompute",
         engine_id=new_engine_id(),
-        kv_connector_extra_config=settings.transfer.connector_config(node_ip),
+        kv_connector_extra_config=settings.transfer.connector_config(node_ip) | {"supervisor": HiddenText(supervisor)},
     )
 
 

@@ -102,7 +102,7 @@ class TransferSettings(Frozen):
     devices: list[str] = Field(
         [],
         description="network devices that UCX may use and listen on, in its words (`mlx5_0:1`, `eth0`); none given: "
-        "all, or `lo` where side_channel_host is a loopback address",
+        "all where the node has RDMA devices, else the interface that has side_channel_host as its address",
     )
     integrity: Literal["auto", "full", "off"] = Field(
         "auto",
@@ -121,6 +121,13 @@ class TransferSettings(Frozen):
     lease_s: Seconds = Field(60.0, description="how long finished blocks wait for a decode engine to ask")
     alive_s: Seconds = Field(5.0, description="how often a producer that waits its turn says so")
     fence_s: Seconds = Field(2.0, description="how long a preempted prefill waits for writes in flight")
+    forget_s: float = Field(
+        3600.0,
+        ge=1800.0,
+        allow_inf_nan=False,
+        description="how long prefill remembers a decode worker that says nothing, and keeps its connection; decode "
+        "half as long a prefill engine that it does not use",
+    )
     host_gone_s: Seconds = Field(
         300.0, description="from Ray's word that a prefill engine's node is dead until its process is taken for ended"
     )

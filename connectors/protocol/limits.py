@@ -6,6 +6,10 @@ from dataclasses import dataclass, fields
 
 from connectors.errors import ConfigurationError
 
+MIN_FORGET_S = 1800.0
+"""Of what an operator may set. TCP goes on with a message for up to half an hour; one that comes after its sender has
+been forgotten could be taken for a new one (docs/decisions/0010)."""
+
 
 @dataclass(frozen=True, slots=True)
 class TransferLimits:

@@ -8,7 +8,8 @@ sent at once, ``describe``, which asks an engine for its address, ``discard``, w
     discard       do_remote_decode=True  transfer_id  discard=True; nothing is computed for it
     its answer    do_remote_prefill=True, remote_engine_id, remote_host, remote_port, tp_size, transfer_id, ...
     decode leg    the answer, unchanged; or the same keys made by a router that knows the engine's address
-    lost          engines_lost: a remote_engine_id, or the beginning of several: their processes write no more
+    lost          engines_lost: a remote_engine_id, or the beginning of several up to a dot: their processes write no
+                  more; supervisor: what shows that it is the supervisor who says so
 """
 
 from __future__ import annotations
@@ -48,9 +49,13 @@ class DiscardParams:
 
 @dataclass(frozen=True, slots=True)
 class LostParams:
-    """Every engine start whose id begins with ``engines`` has ended: nothing of it writes any more."""
+    """Every engine start that ``engines`` names (``names_engine``) has ended: nothing of it writes any more.
+
+    Whoever says so must be believed on no other ground than ``supervisor``.
+    """
 
     engines: str
+    supervisor: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +77,12 @@ def parse_params(params: Mapping[str, object] | None) -> TransferParams | None:
         raise WireError(f"kv_transfer_params must be an object, not {type(params).__name__}")
     lost = params.get("engines_lost")
     if lost is not None:
-        if not isinstance(lost, str) or not lost:
+        if not isinstance(lost, str) or not lost.strip("."):
             raise WireError(f"kv_transfer_params: engines_lost must name engines by how their ids begin, not {lost!r}")
-        return LostParams(lost)
+        supervisor = params.get("supervisor", "")
+        if not isinstance(supervisor, str):
+            raise WireError("kv_transfer_params: supervisor must be text")
+        return LostParams(lost, supervisor)
     produce, consume = bool(params.get("do_remote_decode")), bool(params.get("do_remote_prefill"))
     if produce and consume:
         raise WireError("kv_transfer_params: do_remote_decode and do_remote_prefill exclude each other")
@@ -92,6 +100,11 @@ def parse_params(params: Mapping[str, object] | None) -> TransferParams | None:
     if transfer_id is None:
         raise WireError("kv_transfer_params: transfer_id is missing; pass the prefill answer's parameters on unchanged")
     return ConsumeParams(transfer_id, _address(params))
+
+
+def names_engine(engines: str, incarnation: str) -> bool:
+    """Whether ``engines`` is the engine start's id, or the beginning of it that ends before or with a dot."""
+    return incarnation == engines or incarnation.startswith(engines.rstrip(".") + ".")
 
 
 def _address(params: Mapping[str, object]) -> EngineAddress:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t, nixl_xfer_handle
 
-from connectors.errors import TransportError
+from connectors.errors import ConfigurationError, TransportError
 from connectors.planning.descriptors import Runs
 from connectors.planning.layout import Place, Region
 
@@ -31,6 +31,7 @@ class NixlTransport:
     def __init__(self, name: str, backends: Sequence[str] = ("UCX",), devices: Sequence[str] = ()) -> None:
         """``devices`` are the network devices that UCX may use, in its words; none: what its environment says, or all.
 
+        Raises ConfigurationError for a back end that this NIXL does not have, TransportError where one does not start.
         They hold for all transports that this process makes from now on.
         """
         self.name = name
@@ -47,6 +48,16 @@ class NixlTransport:
                     sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
                 ),
             )
+        except Exception as error:
+            raise TransportError(name, f"NIXL could not start: {error}") from error
+        known = self._agent.get_plugin_list()
+        missing = [backend for backend in backends if backend not in known]
+        if missing:
+            raise ConfigurationError(
+                f"transfer.backends (kv_connector_extra_config: backends): NIXL has no back end {', '.join(missing)}, "
+                f"but {', '.join(known)}"
+            )
+        try:
             for backend in backends:
                 self._agent.create_backend(backend, _PARAMETERS.get(backend, {}))
         except Exception as error:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from connectors.errors import ConfigurationError
-from connectors.protocol.keys import Keys, derive_keys
-from connectors.protocol.limits import TransferLimits
+from connectors.protocol.keys import MIN_SECRET_CHARACTERS, Keys, derive_keys
+from connectors.protocol.limits import MIN_FORGET_S, TransferLimits
+from connectors.vllm_hma.devices import has_rdma, interface_of
 from connectors.vllm_hma.streaming import Streaming
 
 
@@ -21,9 +23,11 @@ class ConnectorConfig:
     ``side_channel_port``   0 takes a free port; the prefill engine's answers carry the port taken
     ``advertise_host``      name or address under which peers reach side_channel_host; needed where that is 0.0.0.0
     ``secret``              what all engines that exchange KV know and nobody else; empty trusts whoever can connect
+    ``supervisor``          what a request must know, as ``supervisor`` in its kv_transfer_params, to be believed that
+                            engines have ended (``engines_lost``); empty believes nobody. Tandem's actors make one up
     ``backends``            NIXL back ends
-    ``devices``             network devices that UCX may use and listen on; none given: all, or ``lo`` where
-                            side_channel_host is a loopback address
+    ``devices``             network devices that UCX may use and listen on; none given: all where the host has RDMA
+                            devices, else the interface that has side_channel_host as its address
     ``integrity``           full: digests of all bytes moved are compared before a request runs; off; auto: full where
                             the KV cache lies in host memory on both sides, off elsewhere
     ``streaming``           chunk: blocks leave when the chunk that completes them is computed; layer: those of a
@@ -39,6 +43,7 @@ class ConnectorConfig:
     integrity: str = "auto"
     streaming: Streaming = Streaming.AUTO
     trace_path: str = ""
+    supervisor: str = field(default="", repr=False)
     limits: TransferLimits = field(default_factory=TransferLimits)
     keys: Keys = field(default_factory=Keys)
 
@@ -46,15 +51,24 @@ class ConnectorConfig:
     def reachable_host(self) -> str:
         return self.advertise_host or self.side_channel_host
 
+    def believes(self, supervisor: str) -> bool:
+        """Whether a word about engines that have ended comes from this engine's supervisor."""
+        return bool(self.supervisor) and hmac.compare_digest(self.supervisor.encode(), supervisor.encode())
+
     @property
     def net_devices(self) -> tuple[str, ...]:
         """What UCX is told; none: its own environment counts, and without that it may use whatever there is.
 
         It would also use an interface that has come for a while, and go silent with it. Peers of an engine that shows
-        its card on a loopback address live on this host.
+        its card on a loopback address live on this host; elsewhere they reach us where they reach the card, unless
+        there is RDMA (docs/decisions/0007).
         """
-        local = self.side_channel_host.startswith("127.") or self.side_channel_host in ("localhost", "::1")
-        return self.devices or (("lo",) if local and "UCX_NET_DEVICES" not in os.environ else ())
+        if self.devices or "UCX_NET_DEVICES" in os.environ:
+            return self.devices
+        if self.side_channel_host.startswith("127.") or self.side_channel_host in ("localhost", "::1"):
+            return ("lo",)
+        interface = None if has_rdma() else interface_of(self.reachable_host)
+        return (interface,) if interface is not None else ()
 
 
 _CHOICES = {"integrity": ("auto", "full", "off"), "streaming": tuple(Streaming)}
@@ -64,6 +78,7 @@ _OWN: dict[str, type] = {
     "side_channel_port": int,
     "advertise_host": str,
     "secret": str,
+    "supervisor": str,
     "backends": list,
     "devices": list,
     "integrity": str,
@@ -79,7 +94,7 @@ def parse_config(extra: Mapping[str, Any]) -> ConnectorConfig:
             known = ", ".join(sorted([*_OWN, *_LIMITS]))
             raise ConfigurationError(f"kv_connector_extra_config: unknown key {key!r}; known are {known}")
         if key in _OWN and (not isinstance(value, _OWN[key]) or isinstance(value, bool)):
-            shown = "" if key == "secret" else f", not {value!r}"
+            shown = "" if key in ("secret", "supervisor") else f", not {value!r}"
             raise ConfigurationError(f"kv_connector_extra_config: {key} must be {_OWN[key].__name__}{shown}")
     own: dict[str, Any] = {key: value for key, value in extra.items() if key in _OWN}
     if not 0 <= own.get("side_channel_port", 0) < 65536:
@@ -91,10 +106,16 @@ def parse_config(extra: Mapping[str, Any]) -> ConnectorConfig:
             )
     if "streaming" in own:
         own["streaming"] = Streaming(own["streaming"])
+    if own.get("supervisor") and len(own["supervisor"]) < MIN_SECRET_CHARACTERS:
+        raise ConfigurationError(
+            f"kv_connector_extra_config: supervisor must have at least {MIN_SECRET_CHARACTERS} characters"
+        )
     for key in {"backends", "devices"} & own.keys():
         own[key] = tuple(str(name) for name in own[key])
     keys = derive_keys(own.pop("secret", ""))
     limits = TransferLimits(**{k: v for k, v in extra.items() if k in _LIMITS})
+    if limits.forget_s < MIN_FORGET_S:
+        raise ConfigurationError(f"kv_connector_extra_config: forget_s must be at least {MIN_FORGET_S:g} s")
     config = ConnectorConfig(**own, limits=limits, keys=keys)
     if config.reachable_host in ("0.0.0.0", "::", ""):
         raise ConfigurationError(

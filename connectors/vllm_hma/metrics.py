@@ -7,6 +7,7 @@ reported with the next one. Engines that hold blocks for a transfer step on unti
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -51,8 +52,13 @@ QUARANTINED = (
     "vllm:tandem_kv_quarantined",
     "Requests whose blocks cannot be freed because a prefill rank has not said that it writes no more.",
 )
+HANGING = (
+    "vllm:tandem_kv_hanging",
+    "Writes to decode ranks that have made no progress for so long that they were given up; the blocks that they read "
+    "cannot be freed before they end. Of several ranks the largest number.",
+)
 _STAGES = ("orphan", "live", "held", "connecting", "offered", "ending")
-_CENSUS = {*_STAGES, "quarantined"}
+_CENSUS = {*_STAGES, "quarantined", "hanging"}
 
 
 @dataclass
@@ -132,10 +138,12 @@ class TandemPromMetrics(KVConnectorPromMetrics):
         }
         name, label, text = TRANSFERS
         self._transfers: Any = gauge(name=name, documentation=text, labelnames=[*labelnames, label])
-        name, text = QUARANTINED
-        self._quarantined: Any = gauge(name=name, documentation=text, labelnames=labelnames)
-        for values in per_engine_labelvalues.values():
-            self._quarantined.labels(*values).set(0)
+        self._held_up: dict[str, Any] = {
+            key: gauge(name=name, documentation=text, labelnames=labelnames)
+            for key, (name, text) in (("quarantined", QUARANTINED), ("hanging", HANGING))
+        }
+        for values, held_up in itertools.product(per_engine_labelvalues.values(), self._held_up.values()):
+            held_up.labels(*values).set(0)
         self._ranks: dict[int, dict[str, Mapping[str, int]]] = {}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -152,4 +160,5 @@ class TandemPromMetrics(KVConnectorPromMetrics):
             largest |= Counter(census)
         for stage in _STAGES:
             self._transfers.labels(*values, stage).set(largest[stage])
-        self._quarantined.labels(*values).set(largest["quarantined"])
+        for key, held_up in self._held_up.items():
+            held_up.labels(*values).set(largest[key])

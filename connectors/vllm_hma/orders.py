@@ -66,7 +66,7 @@ class Release:
 class Orders(KVConnectorMetadata):
     """All of one step, each list in the order in which things happened.
 
-    ``discards`` are transfer ids, ``lost`` what the ids of engines that have ended begin with.
+    ``discards`` are transfer ids, ``lost`` names engines that have ended (``params.names_engine``).
     """
 
     expects: list[Expect] = field(default_factory=list)

@@ -38,6 +38,7 @@ from connectors.protocol.actions import (
 from connectors.protocol.cards import WorkerCard
 from connectors.protocol.consumer import Consumer as ConsumerMachine
 from connectors.protocol.consumer import Order, Partner
+from connectors.protocol.params import names_engine
 from connectors.protocol.producer import Producer as ProducerMachine
 from connectors.protocol.wire import Cancel, Hello, Message, Offer, Peer, Refused, Welcome, decode
 from connectors.transport.base import Transport
@@ -212,7 +213,7 @@ class WorkerRuntime:
                 self._perform(self._producer.discard(transfer_id, now))
             for lost in orders.lost:
                 for incarnation in sorted(self._consumer.engines()):
-                    if incarnation.startswith(lost):
+                    if names_engine(lost, incarnation):
                         self._perform(self._consumer.engine_lost(incarnation, "its host is gone", now))
             self._pump(now)
             for finished in orders.finished:

@@ -31,6 +31,7 @@ from connectors.protocol.params import (
     parse_params,
     prompt_digest,
 )
+from connectors.vllm_hma.complaints import Complaints
 from connectors.vllm_hma.config import ConnectorConfig
 from connectors.vllm_hma.metrics import TandemStats
 from connectors.vllm_hma.orders import CardMetadata, Chunk, Expect, Finished, Orders, Receive, Release
@@ -66,6 +67,7 @@ class SchedulerConnector:
         self._taken: set[str] = set()
         self._stats = TandemStats()
         self._server: CardServer | None = None
+        self._complain = Complaints(logger)
 
     # ---- start and end -----------------------------------------------------------------------------------------
 
@@ -102,12 +104,21 @@ class SchedulerConnector:
         except WireError as error:
             # The request itself is fine: it is served by this engine alone.
             logger.warning("request %s: %s; it is computed here", request.request_id, error)
+            # vLLM looks into them too, and takes them for a dict.
+            request.kv_transfer_params = None
             return
         if isinstance(params, DiscardParams):
             self._orders.discards.append(params.transfer_id)
             return
         if isinstance(params, LostParams):
-            self._orders.lost.append(params.engines)
+            if self._config.believes(params.supervisor):
+                self._orders.lost.append(params.engines)
+            else:
+                self._complain(
+                    "supervisor",
+                    f"request {request.request_id[:80]!r} says that engines {params.engines[:80]!r} have ended and is "
+                    "not believed: its kv_transfer_params do not have the supervisor of kv_connector_extra_config",
+                )
             return
         if params is not None and request.prompt_embeds is not None:
             # Nothing says whether two requests with embeddings have the same prompt.

@@ -5,9 +5,13 @@ Times are ``time.monotonic()``, which all processes of one host share.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import time
 from typing import IO
+
+logger = logging.getLogger(__name__)
 
 
 class Trace:
@@ -19,11 +23,18 @@ class Trace:
         self._stream: IO[str] | None = open(path, "a", buffering=1) if path else None  # noqa: SIM115
 
     def event(self, name: str, **fields: object) -> None:
-        if self._stream is not None:
-            record = {"t": time.monotonic(), "event": name, **self._who, **fields}
+        if self._stream is None:
+            return
+        record = {"t": time.monotonic(), "event": name, **self._who, **fields}
+        try:
             self._stream.write(json.dumps(record) + "\n")
+        except OSError as error:
+            logger.warning("Tandem: the trace of transfers ends here: %s", error)
+            self.close()
 
     def close(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            # What could not be written before cannot be now.
+            with contextlib.suppress(OSError):
+                stream.close()

@@ -50,7 +50,10 @@ class WorkerConnector:
         rank = get_tensor_model_parallel_rank()
         layout = engine_layout(self._vllm_config, self._cache, views, rank)
         name = agent_name(Peer(self._incarnation, rank))
-        transport = NixlTransport(name, self._config.backends, self._config.net_devices)
+        devices = self._config.net_devices
+        if devices:
+            logger.info("Tandem: UCX may use %s only (devices)", ", ".join(devices))
+        transport = NixlTransport(name, self._config.backends, devices)
         transport.register(layout.regions)
         card = WorkerCard(
             self._incarnation, model_identity(self._vllm_config), layout, transport.kind, transport.metadata()

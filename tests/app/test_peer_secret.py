@@ -15,8 +15,10 @@ from actors.prefill import Prefill
 from app.main import build
 from configs.reference import reference
 from configs.settings import PEER_SECRET_VARIABLE, ServiceSettings, SettingsError, parse_settings
+from connectors.vllm_hma.config import parse_config
 
 SECRET = "what nobody else knows"
+SUPERVISOR = "what the actor has made up"
 
 
 def secret_of(settings: ServiceSettings) -> str:
@@ -125,9 +127,11 @@ def test_a_secret_that_can_be_guessed_is_refused(monkeypatch):
 def test_the_secret_reaches_the_connector_and_no_log():
     """vLLM's configuration carries it into the engine's processes; printed, both show stars."""
     settings = parse_settings({"transfer": {"secret": SECRET}})
-    config = kv_transfer_config(settings, "decode", "127.0.0.1")
+    config = kv_transfer_config(settings, "decode", "127.0.0.1", SUPERVISOR)
     assert pickle.loads(pickle.dumps(config)).kv_connector_extra_config["secret"] == SECRET
+    assert parse_config(config.kv_connector_extra_config).believes(SUPERVISOR)
     for shown in (repr(config), str(config), repr(settings), str(settings), settings.model_dump_json()):
+        assert SUPERVISOR not in shown
         assert SECRET not in shown
         assert "*****" in shown
     assert isinstance(settings.transfer.secret, SecretStr)

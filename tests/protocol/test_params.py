@@ -12,6 +12,7 @@ from connectors.protocol.params import (
     EngineAddress,
     LostParams,
     ProduceParams,
+    names_engine,
     parse_params,
     prompt_digest,
 )
@@ -50,10 +51,32 @@ def test_discards() -> None:
 
 def test_lost_engines() -> None:
     """They are named by how their ids begin, and never all of them at once."""
-    assert parse_params({"engines_lost": "node-a."}) == LostParams("node-a.")
-    for wrong in ("", 5, True, ["node-a."]):
+    assert parse_params({"engines_lost": "node-a."}) == LostParams("node-a.", "")
+    assert parse_params({"engines_lost": "node-a.", "supervisor": "s"}) == LostParams("node-a.", "s")
+    with pytest.raises(WireError, match="supervisor must be text"):
+        parse_params({"engines_lost": "node-a.", "supervisor": 5})
+    for wrong in ("", ".", 5, True, ["node-a."]):
         with pytest.raises(WireError, match="engines_lost must name engines by how their ids begin"):
             parse_params({"engines_lost": wrong})
+
+
+@pytest.mark.parametrize(
+    ("engines", "named"),
+    [
+        ("node-a.", True),
+        ("node-a", True),
+        ("node-a.one", True),
+        ("node-a.one.start", True),
+        ("node", False),
+        ("node-", False),
+        ("node-a.o", False),
+        ("node-a.one.start.more", False),
+        ("NODE-A", False),
+    ],
+)
+def test_which_engines_are_named(engines: str, named: bool) -> None:
+    """Whole parts only: node-1 says nothing of node-10."""
+    assert names_engine(engines, "node-a.one.start") is named
 
 
 def test_decode_legs() -> None:
@@ -88,7 +111,10 @@ def test_wrong_keys_are_named(change: dict[str, object], says: str) -> None:
 VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=300) | st.lists(st.integers())
 
 
-@given(st.dictionaries(st.sampled_from([*DECODE_LEG, "describe", "discard", "engines_lost"]), VALUES), st.booleans())
+WORDS = [*DECODE_LEG, "describe", "discard", "engines_lost", "supervisor"]
+
+
+@given(st.dictionaries(st.sampled_from(WORDS), VALUES), st.booleans())
 def test_fuzz_params(changes: dict[str, object], complete: bool) -> None:
     """Any values under any keys: parsed, or a WireError."""
     try:

@@ -7,6 +7,10 @@ import subprocess
 import sys
 
 import psutil
+import pytest
+
+from connectors.errors import ConfigurationError
+from connectors.transport.nixl import NixlTransport
 
 PROGRAM = """
 import sys
@@ -51,3 +55,9 @@ def test_without_devices_it_listens_everywhere() -> None:
         if name != "lo" and address.family.name == "AF_INET" and psutil.net_if_stats()[name].isup
     }
     assert others <= listening() | {"127.0.0.1"}
+
+
+def test_a_back_end_that_does_not_exist() -> None:
+    """The setting is named, and what could be set instead."""
+    with pytest.raises(ConfigurationError, match=r"transfer.backends .*: NIXL has no back end UCZ, but .*UCX"):
+        NixlTransport("here/0", ("UCX", "UCZ"))

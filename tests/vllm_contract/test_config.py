@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from connectors.errors import ConfigurationError
 from connectors.vllm_hma.config import parse_config
+from connectors.vllm_hma.devices import has_rdma, interface_of
 
 
 def test_defaults_serve_one_machine() -> None:
@@ -50,9 +53,49 @@ def test_devices(
         ({"side_channel_host": 1}, "side_channel_host"),
         ({"devices": "eth0"}, "devices must be list"),
         ({"side_channel_host": "0.0.0.0"}, "advertise_host"),
+        ({"supervisor": "short"}, "supervisor must have at least 16 characters"),
+        ({"forget_s": 60}, "forget_s must be at least 1800 s"),
     ],
 )
 def test_what_is_wrong_is_named(extra: dict[str, Any], key: str) -> None:
     """An unknown key or a value out of range stops the start and names the key."""
     with pytest.raises(ConfigurationError, match=key):
         parse_config(extra)
+
+
+def own_interface() -> tuple[str, str]:
+    """An interface of this host but the loopback, and its address."""
+    for name, addresses in psutil.net_if_addrs().items():
+        for each in addresses:
+            if name != "lo" and each.family.name == "AF_INET" and psutil.net_if_stats()[name].isup:
+                return name, each.address
+    pytest.skip("this host has no interface but the loopback")
+
+
+@pytest.mark.parametrize("advertised", [True, False])
+def test_without_rdma_ucx_uses_where_the_card_is_shown(advertised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interface that comes and goes is none of ours; where a host has RDMA devices, all stay in use."""
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    name, address = own_interface()
+    extra = (
+        {"side_channel_host": "0.0.0.0", "advertise_host": address} if advertised else {"side_channel_host": address}
+    )
+    config = parse_config(extra)
+    monkeypatch.setattr("connectors.vllm_hma.config.has_rdma", lambda: False)
+    assert config.net_devices == (name,)
+    monkeypatch.setattr("connectors.vllm_hma.config.has_rdma", lambda: True)
+    assert config.net_devices == ()
+
+
+def test_rdma_devices_are_those_that_the_kernel_lists(tmp_path: Path) -> None:
+    """A folder each; without any, or without the folder of folders, there are none."""
+    assert not has_rdma(tmp_path / "infiniband")
+    assert not has_rdma(tmp_path)
+    (tmp_path / "mlx5_0").mkdir()
+    assert has_rdma(tmp_path)
+
+
+def test_addresses_and_interfaces() -> None:
+    """Names and other hosts' addresses have none."""
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("192.0.2.7") is interface_of("localhost") is None

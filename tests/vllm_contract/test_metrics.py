@@ -11,6 +11,7 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
+from connectors.protocol.limits import TransferLimits
 from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.metrics import RankTally, TandemPromMetrics, TandemStats
 from connectors.vllm_hma.orders import Chunk, Expect, Finished
@@ -90,6 +91,23 @@ def test_blocks_in_quarantine_show_until_they_are_free(
     assert results(consumer) == (set(), {"r"}, {"r"})
     observe(metrics, consumer.runtime.stats())
     assert value("vllm:tandem_kv_quarantined") == 0
+
+
+def test_a_write_that_hangs_shows_until_it_ends(metrics: TandemPromMetrics, worker: Callable[..., Worker]) -> None:
+    """After hang_s, on the producer: its consumer has given the transfer up and waits for the answer."""
+    limits = TransferLimits(progress_s=0.3, alive_s=0.1, cancel_s=0.1, lease_s=60)
+    producer, consumer = worker("p", transport_class=HeldWrites, limits=limits), worker("c")
+    consumer.step(receives=[receive(producer.address)])
+    producer.step(expects=[Expect("q", "t", 7, DIGEST)])
+    producer.step(chunks=[Chunk("q", ((1, 2),), 7)])
+    assert value("vllm:tandem_kv_hanging") == 0
+    until(lambda: producer.runtime.census()["hanging"] == 1)
+    observe(metrics, producer.runtime.stats())
+    assert value("vllm:tandem_kv_hanging") == 1
+    let_go(producer)
+    assert results(consumer) == (set(), {"r"}, {"r"})
+    observe(metrics, producer.runtime.stats())
+    assert value("vllm:tandem_kv_hanging") == 0
 
 
 def test_ranks_add_up_what_they_count_and_share_what_they_hold(metrics: TandemPromMetrics) -> None:

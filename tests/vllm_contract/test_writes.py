@@ -1,0 +1,115 @@
+"""Every write ends, whatever the transport or what stands beside it raises; and what comes after it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from connectors.planning.descriptors import Runs
+from connectors.planning.layout import Place
+from connectors.transport import digest
+from connectors.transport.memory import MemoryTransport
+from connectors.vllm_hma.orders import Chunk, Expect, Finished
+from connectors.vllm_hma.trace import Trace
+from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
+
+
+class BreaksOnce(MemoryTransport):
+    """A bug in the transport: something else than TransportError, once, in the call that is named."""
+
+    where = ""
+
+    def write(self, peer: str, runs: Runs, source: Place, target: Place) -> int:
+        self._break("write")
+        return super().write(peer, runs, source, target)
+
+    def poll(self, handle: int) -> bool:
+        self._break("poll")
+        return super().poll(handle)
+
+    def _break(self, where: str) -> None:
+        if self.where == where:
+            self.where = ""
+            raise RuntimeError("anything")
+
+
+def transfer(producer: Worker, consumer: Worker, name: str) -> tuple[set[str], set[str], set[str]]:
+    """A whole transfer; the consumer's results. The producer's request is sent."""
+    consumer.cache[:] = 0
+    consumer.step(receives=[receive(producer.address, name, name)])
+    producer.step(expects=[Expect(f"q-{name}", name, 7, DIGEST)])
+    producer.step(chunks=[Chunk(f"q-{name}", ((1, 2),), 7)])
+    found = results(consumer)
+    producer.step(finished=[Finished(f"q-{name}", True, "")])
+    assert results(producer) == ({f"q-{name}"}, set(), set())
+    return found
+
+
+@pytest.fixture
+def pair(worker: Callable[..., Worker]) -> tuple[Worker, Worker]:
+    """A producer with something in its cache, and a consumer."""
+    producer, consumer = worker("p", transport_class=BreaksOnce), worker("c")
+    producer.cache[:] = np.arange(1, 9, dtype=np.uint8)[:, None]
+    return producer, consumer
+
+
+@pytest.mark.parametrize("where", ["write", "poll"])
+def test_a_transport_that_raises_anything(
+    pair: tuple[Worker, Worker], where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The delivery is called off, its consumer computes the prompt, the blocks are free; it is logged once."""
+    producer, consumer = pair
+    assert isinstance(producer.transport, BreaksOnce)
+    producer.transport.where = where
+    assert transfer(producer, consumer, "broken") == (set(), {"broken"}, {"broken"})
+    assert producer.runtime.census()["writes"] == 0
+    assert caplog.text.count("RuntimeError: anything") == 1
+    assert transfer(producer, consumer, "whole") == (set(), {"whole"}, set())
+    assert consumer.cache[[3, 5], 0].tolist() == [2, 3]
+
+
+def test_a_digest_that_breaks(pair: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that nobody vouches for are not decoded from, and the write ends like others."""
+    add = digest.TransferDigest.add
+    broken: list[bool] = []
+
+    def breaks_once(*arguments: object) -> None:
+        if not broken:
+            broken.append(True)
+            raise RuntimeError("anything")
+        add(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(digest.TransferDigest, "add", breaks_once)
+    assert transfer(*pair, "broken") == (set(), {"broken"}, {"broken"})
+    assert transfer(*pair, "whole") == (set(), {"whole"}, set())
+
+
+def test_one_action_does_not_cost_the_next(pair: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message that breaks the sender is lost, which deadlines cover; what was to be done after it is."""
+    producer, consumer = pair
+    send = consumer.runtime._post.send
+    broken: list[bool] = []
+
+    def breaks_once(*arguments: object) -> None:
+        if not broken:
+            broken.append(True)
+            raise RuntimeError("anything")
+        send(*arguments)  # type: ignore[arg-type]
+
+    assert transfer(producer, consumer, "first") == (set(), {"first"}, set())
+    monkeypatch.setattr(consumer.runtime._post, "send", breaks_once)
+    consumer.step(receives=[receive(producer.address, "lost", "lost"), receive(producer.address, "lost-twin", "lost")])
+    assert results(consumer) == (set(), {"lost-twin"}, {"lost-twin"})
+    assert results(consumer) == (set(), {"lost"}, {"lost"})
+    until(lambda: not any(consumer.runtime.census().values()))
+
+
+def test_a_trace_that_cannot_be_written(caplog: pytest.LogCaptureFixture) -> None:
+    """A full disk ends the trace, and nothing else."""
+    trace = Trace("/dev/full", "engine", 0)
+    trace.event("sent", request="r")
+    trace.event("sent", request="r2")
+    trace.close()
+    assert caplog.text.count("the trace of transfers ends here") == 1
