@@ -91,8 +91,8 @@ class Clients:
                 rng = random.Random(f"rolling {number}")
                 facts, chat = rng.choice((4, 20, 60, 120)), number % 2 == 1
                 prompt = make_prompt(rng, facts, distance_facts=facts - 1)
-                route, text = await _answer(http, prompt, chat, stream=False, n=2)
-                assert route == "local", "two choices cannot be split over two engines"
+                route, text = await _answer(http, prompt, chat, stream=False, prompt_logprobs=0)
+                assert route == "local", "the prompt's logprobs are where it was computed"
                 if exact(prompt, text):
                     self._questions.append((prompt, chat))
         return QUESTIONS - len(self._questions)
@@ -114,11 +114,11 @@ class Clients:
 
 
 async def _answer(
-    http: httpx.AsyncClient, prompt: RecallPrompt, chat: bool, stream: bool, n: int = 1
+    http: httpx.AsyncClient, prompt: RecallPrompt, chat: bool, stream: bool, **more: object
 ) -> tuple[str, str]:
-    """The way that the request took, and what was said first."""
+    """The way that the request took, and what was said."""
     asked = {"messages": [{"role": "user", "content": prompt.text}]} if chat else {"prompt": prompt.text}
-    body = {"model": MODEL, "temperature": 0, "max_tokens": 12, "stream": stream, "n": n, **asked}
+    body = {"model": MODEL, "temperature": 0, "max_tokens": 12, "stream": stream, **asked, **more}
     reply = await http.post("/v1/chat/completions" if chat else "/v1/completions", json=body)
     assert reply.status_code == 200, f"HTTP {reply.status_code}: {reply.text}"
     choice = said(reply.content) if stream else reply.json()["choices"][0]
