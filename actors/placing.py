@@ -28,14 +28,19 @@ class Journey:
         self._trip = trip
         self._tokens = 0
         self._answered = False
+        self._prefilled_at: float | None = None
 
-    def prefilled(self, answer: object) -> None:
-        """The prefill leg has answered, with this body: its usage has the number of prompt tokens."""
-        self._planner.prefilled(self._trip, _now(), _prompt_tokens(answer))
+    def prefilled(self, body: object) -> None:
+        """The prompt is computed (None), or the prefill leg's body is there: its usage has the number of tokens."""
+        if self._prefilled_at is None:
+            self._prefilled_at = _now()
+        if body is not None:
+            self._tell_prefilled(_prompt_tokens(body))
 
     def opened(self, streams: bool) -> None:
         """Decode has begun to answer. Of an answer that is not a stream, nobody knows when it had its first token."""
         self._answered = True
+        self._tell_prefilled()
         if streams:
             self._planner.opened(self._trip, _now())
 
@@ -46,7 +51,13 @@ class Journey:
 
     def ended(self) -> None:
         """Nothing runs any more."""
+        self._tell_prefilled()
         self._planner.ended(self._trip, _now(), self._tokens, broken=not self._answered)
+
+    def _tell_prefilled(self, prompt_tokens: int | None = None) -> None:
+        """Once, with the number of tokens if it has come in time."""
+        if self._prefilled_at is not None:
+            self._planner.prefilled(self._trip, self._prefilled_at, prompt_tokens)
 
 
 class Placing:

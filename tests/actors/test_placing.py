@@ -207,6 +207,26 @@ async def test_decisions_are_counted_and_logged(caplog):
     await at_rest(engines.p, engines.d)
 
 
+async def test_an_answer_of_prefill_without_a_body():
+    """The prompt is computed when its answer begins: nobody waits for more, and its cost is learnt."""
+    engines = Engines(limits(policy="always_remote").model_copy(update={"prefill_timeout_s": 0.2}), token_s=1e-3)
+
+    async def bare(call: Call, turn: int) -> AsyncGenerator[Any, None]:
+        body = json.loads(call.body)
+        await asyncio.sleep(0.001 * len(body["prompt"]))
+        yield ResponseStart(200, JSON)
+        await asyncio.sleep(0.3)
+        engines.p.delivered[body[TRANSFER_FIELD]["transfer_id"]].set()
+        await asyncio.sleep(60)
+
+    engines.p.replicas[0].serve = bare
+    for n in range(3):
+        told, took = await engines.ask(ids(100, 1000 * n))
+        assert (told["route"], sorted(took)) == ("remote", ["d", "p"])
+    assert told["chosen"]["compute_s"] > 0.09, "assumed: 0.03"
+    await at_rest(engines.p, engines.d)
+
+
 async def test_usage_of_the_prefill_leg_is_learnt():
     """These engines count a token for each byte of text: four times as many as assumed."""
     engines = Engines(limits(policy="always_remote"))
