@@ -227,6 +227,17 @@ async def test_an_answer_of_prefill_without_a_body():
     await at_rest(engines.p, engines.d)
 
 
+async def test_requests_that_come_at_the_same_time_know_of_each_other():
+    """Places are reserved later; eight prompts spread over four idle prefill replicas all the same."""
+    engines = Engines(limits(policy="always_remote"), prefill="pqrs", token_s=1e-4)
+    await engines.ask(ids(10), stream=False)
+    before = engines.calls()
+    await asyncio.gather(*(engines.ask(ids(2000, 3000 * n)) for n in range(1, 9)))
+    took = engines.calls()
+    assert [took[name] - before[name] for name in "pqrs"] == [2, 2, 2, 2]
+    await at_rest(engines.p, engines.d)
+
+
 async def test_usage_of_the_prefill_leg_is_learnt():
     """These engines count a token for each byte of text: four times as many as assumed."""
     engines = Engines(limits(policy="always_remote"))
