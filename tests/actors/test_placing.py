@@ -228,13 +228,27 @@ async def test_an_answer_of_prefill_without_a_body():
 
 
 async def test_requests_that_come_at_the_same_time_know_of_each_other():
-    """Places are reserved later; eight prompts spread over four idle prefill replicas all the same."""
-    engines = Engines(limits(policy="always_remote"), prefill="pqrs", token_s=1e-4)
-    await engines.ask(ids(10), stream=False)
-    before = engines.calls()
-    await asyncio.gather(*(engines.ask(ids(2000, 3000 * n)) for n in range(1, 9)))
-    took = engines.calls()
-    assert [took[name] - before[name] for name in "pqrs"] == [2, 2, 2, 2]
+    """Places are reserved later, and Serve hears of them last; eight prompts spread over four prefill replicas."""
+    engines = Engines(limits(policy="least_load"), prefill="pqrs")
+    await engines.ask(ids(10))
+    before, gate = engines.calls(), asyncio.Event()
+
+    async def waits(call: Call, turn: int) -> AsyncGenerator[Any, None]:
+        await gate.wait()
+        async for item in engines.compute(call, turn):
+            yield item
+
+    for replica in engines.p.replicas:
+        replica.serve = waits
+    asking = [asyncio.create_task(engines.ask(ids(2000, 3000 * n))) for n in range(1, 9)]
+    async with asyncio.timeout(20):
+        while True:
+            if sum(engines.calls().values()) == sum(before.values()) + 16:
+                break
+            await asyncio.sleep(0)
+    gate.set()
+    await asyncio.gather(*asking)
+    assert [engines.calls()[name] - before[name] for name in "pqrs"] == [2, 2, 2, 2]
     await at_rest(engines.p, engines.d)
 
 
