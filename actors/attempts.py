@@ -165,6 +165,8 @@ class Attempts:
     async def _try_split(self, journal: Journal, decision: Decision) -> tuple[Attempt | None, str | None]:
         """Dispatch both legs; without an attempt, how the prefill leg broke, if there was one."""
         async with AsyncExitStack() as legs:
+            journey = self._fleet.placing.begin(self.request, decision)
+            legs.callback(journey.ended)
             decode_place, prefill_place = await self._choose_pair(legs, decision)
             if prefill_place is None:
                 self._local_reason = PREFILL_FAILED if self._failed_prefill else NO_PREFILL
@@ -174,8 +176,7 @@ class Attempts:
             body = self.request.body
             prefill_call = self._call(prefill_leg(self.request.endpoint, body, transfer_id))
             decode_call = self._call(decode_leg(body, transfer_id, producer), journal)
-            journey = self._fleet.placing.begin(self.request, decode_place.replica_id, prefill_place.replica_id)
-            legs.callback(journey.ended)
+            journey.sent(decode_place.replica_id, prefill_place.replica_id)
             prefill = PrefillLeg(
                 Leg(
                     "prefill",
@@ -214,9 +215,10 @@ class Attempts:
     async def _serve_alone(self, journal: Journal, decision: Decision) -> Attempt:
         """The request as the client sent it, on a decode replica."""
         async with AsyncExitStack() as legs:
-            place = await self._choose_decode(legs, decision)
-            journey = self._fleet.placing.begin(self.request, place.replica_id, None)
+            journey = self._fleet.placing.begin(self.request, decision)
             legs.callback(journey.ended)
+            place = await self._choose_decode(legs, decision)
+            journey.sent(place.replica_id, None)
             call = Call("POST", self.request.endpoint, self.request.headers, self.request.raw, journal)
             decode = Leg("decode", self._fleet.decode.dispatch(place, call))
             legs.push_async_callback(decode.close)

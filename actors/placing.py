@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from actors.journal import Chunk
 from actors.placement.decision import Decision
 from actors.placement.planner import Planner
+from actors.placement.prompts import Prompt
 from actors.placement.trip import Trip
 from actors.router_metrics import RouterMetrics
 from actors.routing import Roster
@@ -21,22 +22,39 @@ logger = logging.getLogger(__name__)
 
 
 class Journey:
-    """One try at a request: both legs, or decode's alone. `ended` in any case."""
+    """One try at a request: both legs, or decode's alone. It counts from the decision on, before places are reserved:
+    requests that come at the same time must know of each other. `sent` before anything else, `ended` in any case."""
 
-    def __init__(self, planner: Planner, trip: Trip) -> None:
+    def __init__(self, planner: Planner, prompt: Prompt, decision: Decision) -> None:
         self._planner = planner
-        self._trip = trip
+        self._prompt = prompt
+        self._trip: Trip | None = None
+        if decision.decode:
+            self.sent(decision.decode[0], next(iter(decision.prefill), None))
         self._tokens = 0
         self._answered = False
+        self._prefilled_at: float | None = None
 
-    def prefilled(self, answer: object) -> None:
-        """The prefill leg has answered, with this body: its usage has the number of prompt tokens."""
-        self._planner.prefilled(self._trip, _now(), _prompt_tokens(answer))
+    def sent(self, decode: str, prefill: str | None) -> None:
+        """The legs are on their way to these replicas, whichever were meant to have them."""
+        if self._trip is not None:
+            if (self._trip.decode, self._trip.prefill) == (decode, prefill):
+                return
+            self._planner.ended(self._trip, _now(), broken=True)
+        self._trip = self._planner.begin(self._prompt, decode, prefill, _now())
+
+    def prefilled(self, body: object) -> None:
+        """The prompt is computed (None), or the prefill leg's body is there: its usage has the number of tokens."""
+        if self._prefilled_at is None:
+            self._prefilled_at = _now()
+        if body is not None:
+            self._tell_prefilled(_prompt_tokens(body))
 
     def opened(self, streams: bool) -> None:
         """Decode has begun to answer. Of an answer that is not a stream, nobody knows when it had its first token."""
         self._answered = True
-        if streams:
+        self._tell_prefilled()
+        if streams and self._trip is not None:
             self._planner.opened(self._trip, _now())
 
     def passed_on(self, item: object) -> None:
@@ -46,7 +64,14 @@ class Journey:
 
     def ended(self) -> None:
         """Nothing runs any more."""
-        self._planner.ended(self._trip, _now(), self._tokens, broken=not self._answered)
+        self._tell_prefilled()
+        if self._trip is not None:
+            self._planner.ended(self._trip, _now(), self._tokens, broken=not self._answered)
+
+    def _tell_prefilled(self, prompt_tokens: int | None = None) -> None:
+        """Once, with the number of tokens if it has come in time."""
+        if self._prefilled_at is not None and self._trip is not None:
+            self._planner.prefilled(self._trip, self._prefilled_at, prompt_tokens)
 
 
 class Placing:
@@ -89,9 +114,9 @@ class Placing:
         """A call to `replica` broke off there."""
         self._planner.failed(replica, _now())
 
-    def begin(self, request: "ClientRequest", decode: str, prefill: str | None) -> Journey:
-        """The legs of `request` are on their way to these replicas."""
-        return Journey(self._planner, self._planner.begin(request.prompt, decode, prefill, _now()))
+    def begin(self, request: "ClientRequest", decision: Decision) -> Journey:
+        """A try at `request` where it was decided to go."""
+        return Journey(self._planner, request.prompt, decision)
 
 
 def _now() -> float:

@@ -18,7 +18,7 @@ Discard = Callable[[str], Awaitable[None]]
 """Tells the prefill replicas that nobody will fetch a transfer's KV; bounded, and does not raise."""
 
 Prefilled = Callable[[object], None]
-"""Is told the body of the answer as soon as the prompt is computed."""
+"""Is told that the prompt is computed (None), and then the body of the answer, if there is one."""
 
 
 class PrefillLeg:
@@ -82,8 +82,8 @@ class PrefillLeg:
                 outcome = await self._read_answer()
             if outcome == "done":
                 self.answered.set_result(None)
-            while outcome == "done" and await self._leg.next() is not None:
-                pass
+            while outcome == "done" and (item := await self._leg.next()) is not None:
+                self._prefilled(item)
         except DeadlineError as error:
             outcome = "late"
             logger.warning("%s", error)
@@ -104,10 +104,10 @@ class PrefillLeg:
 
     async def _read_answer(self) -> str:
         start = await self._leg.start()
-        body = await self._leg.next()
         if start.status < 400:
-            self._prefilled(body)
+            self._prefilled(None)
             return "done"
+        body = await self._leg.next()
         level = logging.WARNING if start.status >= 500 else logging.INFO  # decode refuses a bad request too
         logger.log(level, "prefill of transfer %s: HTTP %d %r", self._transfer_id, start.status, body)
         # An engine that refuses for its own sake says nothing of the request: another one may take it.

@@ -99,7 +99,7 @@ def _key(settings: RoutingSettings, options: Options, session: str | None) -> Ke
         return affinity(one.decode), decode_turn[one.decode], prefill_turn.get(one.prefill or "", 0)
 
     def by_load(one: Estimate) -> tuple[float, ...]:
-        return affinity(one.decode), options.decode[one.decode], options.prefill.get(one.prefill or "", 0)
+        return affinity(one.decode), options.ongoing_decode(one.decode), options.ongoing_prefill(one.prefill or "")
 
     def by_cost(one: Estimate) -> tuple[float, ...]:
         return affinity(one.decode), score(settings, one)

@@ -28,6 +28,14 @@ class Options:
     costs: Costs = field(repr=False)
     now: float = 0.0
 
+    def ongoing_decode(self, decode: str) -> int:
+        """Requests: those that Serve knows of, or this router's, of which Serve may not know yet."""
+        return max(self.decode[decode], len(self._decode_load(decode).calls))
+
+    def ongoing_prefill(self, prefill: str) -> int:
+        """The same of a prefill replica; none where there is no such one."""
+        return max(self.prefill.get(prefill, 0), len(self.prefill_loads.get(prefill, NOTHING).calls))
+
     def streams(self, decode: str) -> int:
         """Streams beside this one: this router's, and as many of others as Serve knows of more."""
         load = self._decode_load(decode)

@@ -207,6 +207,51 @@ async def test_decisions_are_counted_and_logged(caplog):
     await at_rest(engines.p, engines.d)
 
 
+async def test_an_answer_of_prefill_without_a_body():
+    """The prompt is computed when its answer begins: nobody waits for more, and its cost is learnt."""
+    engines = Engines(limits(policy="always_remote").model_copy(update={"prefill_timeout_s": 0.2}), token_s=1e-3)
+
+    async def bare(call: Call, turn: int) -> AsyncGenerator[Any, None]:
+        body = json.loads(call.body)
+        await asyncio.sleep(0.001 * len(body["prompt"]))
+        yield ResponseStart(200, JSON)
+        await asyncio.sleep(0.3)
+        engines.p.delivered[body[TRANSFER_FIELD]["transfer_id"]].set()
+        await asyncio.sleep(60)
+
+    engines.p.replicas[0].serve = bare
+    for n in range(3):
+        told, took = await engines.ask(ids(100, 1000 * n))
+        assert (told["route"], sorted(took)) == ("remote", ["d", "p"])
+    assert told["chosen"]["compute_s"] > 0.09, "assumed: 0.03"
+    await at_rest(engines.p, engines.d)
+
+
+async def test_requests_that_come_at_the_same_time_know_of_each_other():
+    """Places are reserved later, and Serve hears of them last; eight prompts spread over four prefill replicas."""
+    engines = Engines(limits(policy="least_load"), prefill="pqrs")
+    await engines.ask(ids(10))
+    before, gate = engines.calls(), asyncio.Event()
+
+    async def waits(call: Call, turn: int) -> AsyncGenerator[Any, None]:
+        await gate.wait()
+        async for item in engines.compute(call, turn):
+            yield item
+
+    for replica in engines.p.replicas:
+        replica.serve = waits
+    asking = [asyncio.create_task(engines.ask(ids(2000, 3000 * n))) for n in range(1, 9)]
+    async with asyncio.timeout(20):
+        while True:
+            if sum(engines.calls().values()) == sum(before.values()) + 16:
+                break
+            await asyncio.sleep(0)
+    gate.set()
+    await asyncio.gather(*asking)
+    assert [engines.calls()[name] - before[name] for name in "pqrs"] == [2, 2, 2, 2]
+    await at_rest(engines.p, engines.d)
+
+
 async def test_usage_of_the_prefill_leg_is_learnt():
     """These engines count a token for each byte of text: four times as many as assumed."""
     engines = Engines(limits(policy="always_remote"))
