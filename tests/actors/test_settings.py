@@ -89,6 +89,7 @@ def test_a_roles_engine_arguments_win():
     assert engine_arguments(settings, "decode") == {
         "dtype": "float32",
         "enforce_eager": True,
+        "worker_cls": "actors.cpu_worker.CpuWorker",
         "max_model_len": 100,
         "block_size": 128,
         "model": "m",
