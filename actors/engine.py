@@ -5,11 +5,13 @@ Imports vLLM only when an engine starts, so that the router and the builder stay
 
 import argparse
 import asyncio
+import json
 import logging
 import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, fields
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from actors.arguments import engine_arguments
@@ -116,11 +118,19 @@ class Engine:
         if call.journal and self._cannot_resume is not None:
             raise CannotResumeError(self._cannot_resume)
         served = Served(replay=call.journal)
-        async with aclosing(call_asgi(self._app, call, context=served.context())) as answer:
-            async for item in answer:
-                await self.check_health()
-                served.check()
-                yield served.chunk(item) if isinstance(item, bytes) else item
+        streams = False
+        try:
+            async with aclosing(call_asgi(self._app, call, context=served.context())) as answer:
+                async for item in answer:
+                    await self.check_health()
+                    served.check()
+                    streams = streams or (isinstance(item, ResponseStart) and item.streams)
+                    yield served.chunk(item) if isinstance(item, bytes) else item
+        except Exception as error:
+            refusal = _refusal(error) if streams else None
+            if refusal is None:
+                raise
+            yield refusal
 
     async def describe_producer(self, timeout_s: float) -> Producer:
         """Ask the connector where this engine's workers are reached, by way of a one-token request."""
@@ -187,6 +197,22 @@ class Engine:
         """End the engine's processes; requests in flight fail, and none of them with an answer of vLLM's."""
         self._stop_flag.should_exit = True
         await self._stack.aclose()
+
+
+def _refusal(error: Exception) -> bytes | None:
+    """The event for a bad request that vLLM's application has found bad only within its stream; None for other errors.
+
+    Its completions and chats say so themselves; its Responses API lets the exception through: the connection breaks.
+    """
+    from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+
+    # Starlette's own error about a response that had begun hides it.
+    cause = error.__cause__ if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception) else error
+    found = create_error_response(cause).error
+    if found.code >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        return None
+    said = {"type": "error", "code": found.type, "message": found.message, "param": found.param}
+    return f"event: error\ndata: {json.dumps(said)}\n\n".encode()
 
 
 def kv_transfer_config(settings: ServiceSettings, role: RoleName, node_ip: str) -> Any:
