@@ -18,7 +18,7 @@ from app.http_errors import BadRequestError, error_response
     [
         (b"", "not valid JSON", "body.0"),
         (b"{", "not valid JSON", "body.1"),
-        (b"\xff\xfe{}", "not valid JSON", "body"),
+        (b"\xff\xfe{}", "not valid JSON", "body.0"),
         (b"[" * 100_000, "not valid JSON", "body"),
         (b"[]", "must be a JSON object, not list", "body"),
         (b"null", "must be a JSON object, not NoneType", "body"),
