@@ -5,12 +5,14 @@ Imports vLLM only when an engine starts, so that the router and the builder stay
 
 import argparse
 import asyncio
+import json
 import logging
 import secrets
 import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, fields
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from actors.arguments import engine_arguments
@@ -129,11 +131,27 @@ class Engine:
         if call.journal and self._cannot_resume is not None:
             raise CannotResumeError(self._cannot_resume)
         served = Served(replay=call.journal)
+<<<<<<< HEAD
         async with aclosing(call_asgi(self._app, call, context=served.context(), pulse=self._pulse)) as answer:
             async for item in answer:
                 await self.check_health()
                 served.check()
                 yield served.chunk(item) if isinstance(item, bytes) else item
+=======
+        streams = False
+        try:
+            async with aclosing(call_asgi(self._app, call, context=served.context())) as answer:
+                async for item in answer:
+                    await self.check_health()
+                    served.check()
+                    streams = streams or (isinstance(item, ResponseStart) and item.streams)
+                    yield served.chunk(item) if isinstance(item, bytes) else item
+        except Exception as error:
+            refusal = _refusal(error) if streams else None
+            if refusal is None:
+                raise
+            yield refusal
+>>>>>>> parity
 
     async def describe_producer(self, timeout_s: float) -> Producer:
         """Ask the connector where this engine's workers are reached, by way of a one-token request."""
@@ -208,11 +226,32 @@ class Engine:
         await self._stack.aclose()
 
 
+<<<<<<< HEAD
 def kv_transfer_config(settings: ServiceSettings, role: RoleName, node_ip: str, supervisor: str) -> Any:
     """vLLM's KVTransferConfig for our connector, with a fresh engine id: the incarnation.
 
     Who knows `supervisor` is believed that engines have ended.
     """
+=======
+def _refusal(error: Exception) -> bytes | None:
+    """The event for a bad request that vLLM's application has found bad only within its stream; None for other errors.
+
+    Its completions and chats say so themselves; its Responses API lets the exception through: the connection breaks.
+    """
+    from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+
+    # Starlette's own error about a response that had begun hides it.
+    cause = error.__cause__ if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception) else error
+    found = create_error_response(cause).error
+    if found.code >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        return None
+    said = {"type": "error", "code": found.type, "message": found.message, "param": found.param}
+    return f"event: error\ndata: {json.dumps(said)}\n\n".encode()
+
+
+def kv_transfer_config(settings: ServiceSettings, role: RoleName, node_ip: str) -> Any:
+    """vLLM's KVTransferConfig for our connector, with a fresh engine id: the incarnation."""
+>>>>>>> parity
     from vllm.config import KVTransferConfig
 
     return KVTransferConfig(

@@ -68,11 +68,11 @@ class Router:
         finally:
             await answer.close()
 
-    async def get(self, path: str, headers: Headers) -> tuple[ResponseStart, bytes]:
-        """Decode's answer to GET `path`."""
-        async with AsyncExitStack() as stack, deadline(self.limits.replica_timeout_s, f"GET {path}"):
+    async def ask_decode(self, method: str, path: str, headers: Headers) -> tuple[ResponseStart, bytes]:
+        """Decode's answer to a request without a body."""
+        async with AsyncExitStack() as stack, deadline(self.limits.replica_timeout_s, f"{method} {path}"):
             place = await choose(stack, "decode", self._decode, self.limits.replica_timeout_s)
-            leg = Leg("decode", self._decode.dispatch(place, Call("GET", path, headers)))
+            leg = Leg("decode", self._decode.dispatch(place, Call(method, path, headers)))
             stack.push_async_callback(leg.close)
             start, body = await leg.start(), b""
             while isinstance(item := await leg.next(), bytes):

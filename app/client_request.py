@@ -1,6 +1,7 @@
 """From an HTTP request to a `ClientRequest`: the little that is checked before an engine sees it."""
 
 import json
+import re
 import uuid
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -11,10 +12,12 @@ from starlette.requests import Request
 from actors.asgi_call import Headers
 from actors.attempts import ClientRequest
 from actors.handoff import TRANSFER_FIELD, Endpoint
-from app.http_errors import BadRequestError
+from app.http_errors import BadRequestError, MalformedError
 
 MAX_DEPTH = 64
 """Lists and objects within each other in a body; JSON schemas of tools nest a dozen."""
+
+DRAWN_ID = re.compile(rb"[0-9a-f]{8}(-?[0-9a-f]{4}){3}-?[0-9a-f]{12}")
 
 FORWARDED_HEADERS = frozenset(
     {
@@ -37,7 +40,7 @@ async def read_request(
     raw = await _read_body(request, max_body_bytes)
     body = parse_body(raw)
     check_prompts(body, max_prompts)
-    return ClientRequest(endpoint, forwarded_headers(request), raw, body)
+    return ClientRequest(endpoint, _named(forwarded_headers(request), body), raw, body)
 
 
 def forwarded_headers(request: Request) -> Headers:
@@ -47,14 +50,23 @@ def forwarded_headers(request: Request) -> Headers:
     return tuple(given.items())
 
 
+def _named(headers: Headers, body: Mapping[str, Any]) -> Headers:
+    """For vLLM, a name in the body counts where the header has none; a UUID there is Serve's or ours."""
+    if not isinstance(body.get("request_id"), str):
+        return headers
+    return tuple((name, value) for name, value in headers if name != b"x-request-id" or not DRAWN_ID.fullmatch(value))
+
+
 def parse_body(raw: bytes) -> dict[str, Any]:
     """The body as an object without a field that only the router may set."""
     try:
         body = json.loads(raw)
+    except json.JSONDecodeError as error:
+        raise MalformedError(f"the body is not valid JSON: {error}", f"body.{error.pos}") from None
     except (ValueError, RecursionError) as error:
-        raise BadRequestError(f"the body is not valid JSON: {error}") from None
+        raise MalformedError(f"the body is not valid JSON: {error}", "body") from None
     if not isinstance(body, dict):
-        raise BadRequestError(f"the body must be a JSON object, not {type(body).__name__}")
+        raise MalformedError(f"the body must be a JSON object, not {type(body).__name__}", "body")
     _check_depth(body)
     if TRANSFER_FIELD in body:
         raise BadRequestError(
@@ -63,7 +75,7 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     structured = body.get("structured_outputs")
     if structured is not None and not isinstance(structured, dict):
         # vLLM asks anything else for its keys, and answers 500.
-        raise BadRequestError("structured_outputs must be an object", param="structured_outputs")
+        raise MalformedError("structured_outputs must be an object", "body.structured_outputs")
     extra = body.get("vllm_xargs")
     if isinstance(extra, dict) and TRANSFER_FIELD in extra:
         raise BadRequestError(

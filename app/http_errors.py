@@ -28,15 +28,24 @@ ERROR_TYPES = {
 class BadRequestError(Exception):
     """The client's request is refused before any engine sees it. `param` names the field."""
 
+    kind: str | None = None
+    """The error's `type`, where that does not follow from the status."""
+
     def __init__(self, message: str, param: str | None = None, status: int = HTTPStatus.BAD_REQUEST) -> None:
         super().__init__(message)
         self.param = param
         self.status = HTTPStatus(status)
 
 
-def error_body(status: HTTPStatus, message: str, param: str | None = None) -> dict[str, Any]:
+class MalformedError(BadRequestError):
+    """What is no request of any kind; vLLM's framework refuses such bodies under a type of its own, and so do we."""
+
+    kind = HTTPStatus.BAD_REQUEST.phrase
+
+
+def error_body(status: HTTPStatus, message: str, param: str | None = None, kind: str | None = None) -> dict[str, Any]:
     """`{"error": ...}` in OpenAI's form."""
-    kind = ERROR_TYPES.get(status, status.phrase)
+    kind = kind or ERROR_TYPES.get(status, status.phrase)
     return {"error": {"message": message, "type": kind, "param": param, "code": int(status)}}
 
 
@@ -68,8 +77,8 @@ def error_response(error: Exception, retry_after_s: int) -> JSONResponse:
     headers = {}
     if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
         headers["Retry-After"] = str(retry_after_s)
-    param = error.param if isinstance(error, BadRequestError) else None
-    return JSONResponse(error_body(status, message_of(error), param), status_code=status, headers=headers)
+    param, kind = (error.param, error.kind) if isinstance(error, BadRequestError) else (None, None)
+    return JSONResponse(error_body(status, message_of(error), param, kind), status_code=status, headers=headers)
 
 
 def error_event(error: Exception, endpoint: Endpoint = "/v1/completions") -> bytes:

@@ -29,8 +29,9 @@ def build_http(router: Router, key_digests: Sequence[bytes] = ()) -> ASGIApp:
     """The application that serves `router`, to the holders of these keys if there are any."""
 
     async def from_decode(request: Request) -> Response:
+        path = request.url.path.removeprefix(request.scope.get("root_path", ""))
         try:
-            start, body = await router.get(request.url.path, forwarded_headers(request))
+            start, body = await router.ask_decode(request.method, path, forwarded_headers(request))
         except Exception as error:
             return error_response(error, router.limits.retry_after_s)
         return Response(body, start.status, media_type="application/json")
@@ -49,7 +50,8 @@ def build_http(router: Router, key_digests: Sequence[bytes] = ()) -> ASGIApp:
     surface = Starlette(
         routes=[
             *(Route(path, Generate(router, path), methods=["POST"]) for path in get_args(Endpoint)),
-            *(Route(path, from_decode, methods=["GET"]) for path in ("/v1/models", "/version")),
+            *(Route(path, from_decode, methods=["GET"]) for path in ("/v1/models", "/version", "/v1/responses/{id}")),
+            Route("/v1/responses/{id}/cancel", from_decode, methods=["POST"]),
             Route("/health", health, methods=["GET"]),
             Route("/metrics", metrics, methods=["GET"]),
         ],

@@ -16,18 +16,22 @@ from app.http_errors import BadRequestError, error_response
 @pytest.mark.parametrize(
     ("raw", "message", "param"),
     [
-        (b"", "not valid JSON", None),
-        (b"{", "not valid JSON", None),
-        (b"\xff\xfe{}", "not valid JSON", None),
-        (b"[" * 100_000, "not valid JSON", None),
-        (b"[]", "must be a JSON object, not list", None),
-        (b"null", "must be a JSON object, not NoneType", None),
+        (b"", "not valid JSON", "body.0"),
+        (b"{", "not valid JSON", "body.1"),
+        (b"\xff\xfe{}", "not valid JSON", "body.0"),
+        (b"[" * 100_000, "not valid JSON", "body"),
+        (b"[]", "must be a JSON object, not list", "body"),
+        (b"null", "must be a JSON object, not NoneType", "body"),
         (b'{"kv_transfer_params": {}}', "kv_transfer_params is set by this service", "kv_transfer_params"),
         (b'{"kv_transfer_params": null}', "kv_transfer_params is set by this service", "kv_transfer_params"),
-        (b'{"structured_outputs": "x"}', "structured_outputs must be an object", "structured_outputs"),
-        (b'{"structured_outputs": [{"regex": "a"}]}', "structured_outputs must be an object", "structured_outputs"),
-        (b'{"structured_outputs": 0}', "structured_outputs must be an object", "structured_outputs"),
-        (b'{"structured_outputs": true}', "structured_outputs must be an object", "structured_outputs"),
+        (b'{"structured_outputs": "x"}', "structured_outputs must be an object", "body.structured_outputs"),
+        (
+            b'{"structured_outputs": [{"regex": "a"}]}',
+            "structured_outputs must be an object",
+            "body.structured_outputs",
+        ),
+        (b'{"structured_outputs": 0}', "structured_outputs must be an object", "body.structured_outputs"),
+        (b'{"structured_outputs": true}', "structured_outputs must be an object", "body.structured_outputs"),
         (b'{"vllm_xargs": {"kv_transfer_params": "x"}}', "vllm_xargs.kv_transfer_params is set by", "vllm_xargs"),
     ],
 )
@@ -83,3 +87,26 @@ def test_headers_are_matched_without_case():
     """ASGI gives them in lower case."""
     request = Request({"type": "http", "headers": [(b"traceparent", b"00-ab"), (b"cookie", b"c")]})
     assert dict(forwarded_headers(request))[b"traceparent"] == b"00-ab"
+
+
+@pytest.mark.parametrize(
+    ("header", "sent"),
+    [(None, False), ("0af76519-16cd-43dd-8448-eb211c80319c", False), ("trace-1", True)],
+    ids=["none", "Serve's", "the client's"],
+)
+def test_a_request_that_its_body_names(client, header, sent):
+    """vLLM takes the header's name before the body's, so one that is not the client's stays here."""
+    headers = {"x-request-id": header} if header else {}
+    given = client.post("/", json={"request_id": "mine"}, headers=headers).json()["headers"]
+    assert given.get("x-request-id") == (header if sent else None)
+
+
+@pytest.mark.parametrize(
+    ("content", "param"),
+    [(b"{", "body.1"), (b"[]", "body"), (b"", "body.0"), (b'{"structured_outputs": 5}', "body.structured_outputs")],
+)
+def test_what_is_no_request_is_refused_in_the_form_of_vllms_framework(client, content, param):
+    """Its type differs from that of vLLM's own refusals."""
+    reply = client.post("/", content=content)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["type"], error["param"], error["code"]) == (400, "Bad Request", param, 400)

@@ -17,9 +17,10 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import openai
 from pydantic import BaseModel
@@ -42,7 +43,7 @@ TOOL: Any = {"type": "function", "function": {"name": "forecast", "parameters": 
 class Forecast(BaseModel):
     """What structured answers are parsed into."""
 
-    days: int
+    days: Literal[1, 2, 3]
     sunny: bool
 
 
@@ -52,6 +53,19 @@ def facts(name: str, count: int = 20) -> RecallPrompt:
 
 def asked(name: str) -> dict[str, Any]:
     return {"model": DEMO_SERVED_NAME, "messages": facts(name).messages, "temperature": 0, "max_completion_tokens": 30}
+
+
+@cache
+def no_blanks() -> dict[str, int]:
+    """A bias against white space: in JSON, the demo model would write nothing else. By token id."""
+    from transformers import AutoTokenizer
+
+    blanks = AutoTokenizer.from_pretrained(DEMO_MODEL_DIR).encode(" \n\t\r", add_special_tokens=False)
+    return {str(token): -100 for token in blanks}
+
+
+def in_json(name: str) -> dict[str, Any]:
+    return asked(name) | {"max_completion_tokens": 100, "logit_bias": no_blanks()}
 
 
 def right(name: str, text: str | None) -> str:
@@ -113,14 +127,14 @@ class Sdk:
         return "12 right answers"
 
     def tools(self) -> str:
-        reply = self._client.chat.completions.create(**asked("tools"), tools=[TOOL], tool_choice="required")
+        reply = self._client.chat.completions.create(**in_json("tools"), tools=[TOOL], tool_choice="required")
         call = (reply.choices[0].message.tool_calls or [])[0]
         assert call.type == "function"
         assert call.function.name == "forecast"
         return f"called {call.function.name}({_checked(call.function.arguments)}), {reply.choices[0].finish_reason}"
 
     def tools_streamed(self) -> str:
-        with self._client.chat.completions.stream(**asked("tools"), tools=[TOOL], tool_choice="required") as stream:
+        with self._client.chat.completions.stream(**in_json("tools"), tools=[TOOL], tool_choice="required") as stream:
             for _ in stream:
                 pass
             message = stream.get_final_completion().choices[0].message
@@ -128,7 +142,7 @@ class Sdk:
         return f"called {call.function.name}({_checked(call.function.arguments)})"
 
     def parsed(self) -> str:
-        reply = self._client.chat.completions.parse(**asked("parse"), response_format=Forecast)
+        reply = self._client.chat.completions.parse(**in_json("parse"), response_format=Forecast)
         assert isinstance(reply.choices[0].message.parsed, Forecast)
         return repr(reply.choices[0].message.parsed)
 
@@ -144,7 +158,11 @@ class Sdk:
         return right("response stream", final.output_text)
 
     def response_parsed(self) -> str:
-        reply = self._client.responses.parse(**_response("response parse"), text_format=Forecast)
+        reply = self._client.responses.parse(
+            **_response("response parse") | {"max_output_tokens": 100},
+            text_format=Forecast,
+            extra_body={"logit_bias": no_blanks()},
+        )
         assert isinstance(reply.output_parsed, Forecast)
         return repr(reply.output_parsed)
 
@@ -221,7 +239,10 @@ def langchain(url: str, python: str) -> str:
     prompt = facts("langchain")
     script = Path(__file__).with_name("langchain_client.py")
     reply = subprocess.run(
-        [python, str(script), f"{url}/v1", DEMO_SERVED_NAME, prompt.text], capture_output=True, text=True, timeout=300
+        [python, str(script), f"{url}/v1", DEMO_SERVED_NAME, prompt.text, json.dumps(no_blanks())],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert reply.returncode == 0, reply.stderr[-2000:]
     said = json.loads(reply.stdout)

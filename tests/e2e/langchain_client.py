@@ -1,11 +1,14 @@
 """LangChain's OpenAI chat model, asked in its own ways; prints what it got as JSON. Needs `langchain-openai` alone.
 
-python langchain_client.py BASE_URL MODEL PROMPT
+python langchain_client.py BASE_URL MODEL PROMPT BIAS
+
+BIAS is a `logit_bias` for answers in JSON.
 """
 
 import asyncio
 import json
 import sys
+from typing import Literal
 
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
@@ -15,7 +18,7 @@ from pydantic import BaseModel, Field
 class Forecast(BaseModel):
     """A weather forecast."""
 
-    days: int
+    days: Literal[1, 2, 3]
     sunny: bool
 
 
@@ -25,10 +28,12 @@ def forecast(days: int = Field(ge=1, le=9)) -> str:
     return f"{days}"
 
 
-def main(base_url: str, model: str, prompt: str) -> None:
+def main(base_url: str, model: str, prompt: str, bias: str) -> None:
     llm = ChatOpenAI(base_url=base_url, api_key="unused", model=model, temperature=0, max_tokens=30, max_retries=0)
-    calls = llm.bind_tools([forecast], tool_choice="required").invoke(prompt).tool_calls
-    structured = llm.with_structured_output(Forecast, method="json_schema").invoke(prompt)
+    settings = {"max_tokens": 100, "logit_bias": json.loads(bias)}
+    writer = ChatOpenAI(base_url=base_url, api_key="unused", model=model, temperature=0, max_retries=0, **settings)
+    calls = writer.bind_tools([forecast], tool_choice="required").invoke(prompt).tool_calls
+    structured = writer.with_structured_output(Forecast, method="json_schema").invoke(prompt)
     said = {
         "whole": llm.invoke(prompt).content,
         "streamed": "".join(part.content for part in llm.stream(prompt)),

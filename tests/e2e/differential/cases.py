@@ -35,6 +35,7 @@ class Case:
 
     `route` is how the service is to serve the last one (None: a refusal, or not a matter of two engines). With
     `exact_ids` the client has named the request; `message_differs` says why the words of a refusal are not compared.
+    `only_status` says why nothing but the status is. `alone` keeps other requests out of the engines' batches.
     """
 
     name: str
@@ -42,6 +43,8 @@ class Case:
     route: Routed | None = None
     exact_ids: bool = False
     message_differs: str = ""
+    only_status: str = ""
+    alone: bool = False
 
 
 def request(path: str, body: Any, headers: Mapping[str, str] = JSON_TYPE) -> Request:

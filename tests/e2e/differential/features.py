@@ -51,6 +51,7 @@ class Feature:
     route: Routed | None = "remote"
     facts: int = 14
     streams: bool = True
+    alone: bool = False
 
 
 def everywhere(name: str, fields: Fields, **more: Any) -> Feature:
@@ -119,6 +120,7 @@ FEATURES: tuple[Feature, ...] = (
         "logprob_token_ids",
         {"logprobs": 1, "logprob_token_ids": [270, 271]},
         {"logprobs": True, "logprob_token_ids": [270]},
+        alone=True,
     ),
     generating("tokens as ids", {"return_tokens_as_token_ids": True, "logprobs": 2}),
     Feature("tokens as ids in a chat", chat={"return_tokens_as_token_ids": True, "logprobs": True, "top_logprobs": 2}),
@@ -143,7 +145,8 @@ FEATURES: tuple[Feature, ...] = (
     everywhere("priority, first", {"priority": -3}),
     everywhere("cache_salt", {"cache_salt": "mine alone"}),
     everywhere("user", {"user": "somebody"}),
-    everywhere("adapter", {"model": ADAPTER}),
+    # vLLM 0.32 on CPUs adds an adapter to whatever shares a batch with it, and pads the others' logprobs.
+    everywhere("adapter", {"model": ADAPTER}, alone=True),
     everywhere("no model named", {"model": ABSENT}),
     everywhere("a field that nobody knows", {"no_such_field": 3}),
     everywhere("session", {"session_id": "s1"}),
@@ -308,10 +311,11 @@ def feature_cases() -> Iterator[Case]:
             for stream in (False, True) if feature.streams else (False,):
                 name = f"{path} {feature.name}{', streamed' if stream else ''}"
                 body = BUILDERS[path](name, feature.facts, **fields) | _streaming(path, stream)
-                yield Case(name, (request(path, body),), feature.route)
+                yield Case(name, (request(path, body),), feature.route, alone=feature.alone)
                 if path == COMPLETIONS:
                     name += ", from token ids"
-                    yield Case(name, (request(path, body | {"prompt": token_ids(name, feature.facts)}),), feature.route)
+                    body = body | {"prompt": token_ids(name, feature.facts)}
+                    yield Case(name, (request(path, body),), feature.route, alone=feature.alone)
 
 
 def _streaming(path: str, stream: bool) -> Fields:
@@ -337,7 +341,6 @@ def prompt_cases() -> Iterator[Case]:
         ("a list of one list of ids", lambda name: [token_ids(name)], "remote"),
         ("several texts", lambda name: [prompt(f"{name} {i}", 3 + 9 * i).text for i in range(4)], "local"),
         ("several lists of ids", lambda name: [token_ids(f"{name} {i}", 3 + 9 * i) for i in range(3)], "local"),
-        ("the same text twice", lambda name: [prompt(name).text] * 2, "local"),
         ("one id", lambda name: [270], "local"),
         ("two ids", lambda name: [2, 270], "remote"),
         ("one letter", lambda name: "a", "remote"),

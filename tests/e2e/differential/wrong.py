@@ -8,6 +8,7 @@ from typing import Any
 from configs.settings import DEMO_SERVED_NAME
 from tests.e2e.differential.cases import ABSENT, CHAT, COMPLETIONS, JSON_TYPE, RESPONSES, Case, Request, request
 from tests.e2e.differential.features import BUILDERS, SCHEMA, TOOL
+from tests.e2e.differential.others import FRAMEWORK
 
 OURS = "the router refuses it before any engine sees it, in its own words"
 
@@ -38,8 +39,6 @@ EVERYWHERE: dict[str, Any] = {
         {"choice": []},
         {},
         {"nothing": 1},
-        "x",
-        [],
     ],
     "vllm_xargs": [5, {"a": {"b": 1}}],
 }
@@ -141,9 +140,14 @@ AT: dict[str, dict[str, Any]] = {
         "previous_response_id": ["resp_0", "", 5],
         "metadata": ["x", {"a": 5}],
         "background": ["x"],
+        # At the other endpoints, vLLM answers these with a 500, and the router with a 400.
+        "structured_outputs": ["x", []],
         "prompt": ["x", {"id": "p"}],
     },
 }
+
+OF_THE_ROUTER = (("n", 100_000), ("structured_outputs", "x"), ("structured_outputs", []))
+"""Wrong values that the router refuses itself, and vLLM too."""
 
 PAIRS: tuple[tuple[str, dict[str, Any]], ...] = (
     (COMPLETIONS, {"stream": True, "prompt_logprobs": 1}),
@@ -178,7 +182,9 @@ def wrong_cases() -> Iterator[Case]:
                 for value in values:
                     shown = "left out" if value is ABSENT else repr(value)[:60]
                     name = f"{path} wrong {field}: {shown}"
-                    yield Case(name, (request(path, build(name, **{field: value})),))
+                    wrong = request(path, build(name, **{field: value}))
+                    ours = OURS if (field, value) in OF_THE_ROUTER else ""
+                    yield Case(name, (wrong,), message_differs=ours, only_status=ours if field == "n" else "")
                     if value is values[0] and field not in ("stream", "stream_options"):
                         yield Case(f"{name}, streamed", (request(path, build(name, stream=True, **{field: value})),))
     for path, fields in PAIRS:
@@ -198,7 +204,8 @@ def broken_cases() -> Iterator[Case]:
     }
     for path in BUILDERS:
         for name, content in bodies.items():
-            yield Case(f"{path} {name}", (Request(path, content),), message_differs=OURS)
+            framework = FRAMEWORK if name == "no UTF-8" else ""
+            yield Case(f"{path} {name}", (Request(path, content),), message_differs=OURS, only_status=framework)
         for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
             headers = JSON_TYPE | {"content-type": kind}
             body = BUILDERS[path](f"{path} {kind}")
