@@ -131,16 +131,9 @@ class Engine:
         if call.journal and self._cannot_resume is not None:
             raise CannotResumeError(self._cannot_resume)
         served = Served(replay=call.journal)
-<<<<<<< HEAD
-        async with aclosing(call_asgi(self._app, call, context=served.context(), pulse=self._pulse)) as answer:
-            async for item in answer:
-                await self.check_health()
-                served.check()
-                yield served.chunk(item) if isinstance(item, bytes) else item
-=======
         streams = False
         try:
-            async with aclosing(call_asgi(self._app, call, context=served.context())) as answer:
+            async with aclosing(call_asgi(self._app, call, context=served.context(), pulse=self._pulse)) as answer:
                 async for item in answer:
                     await self.check_health()
                     served.check()
@@ -151,7 +144,6 @@ class Engine:
             if refusal is None:
                 raise
             yield refusal
->>>>>>> parity
 
     async def describe_producer(self, timeout_s: float) -> Producer:
         """Ask the connector where this engine's workers are reached, by way of a one-token request."""
@@ -226,13 +218,6 @@ class Engine:
         await self._stack.aclose()
 
 
-<<<<<<< HEAD
-def kv_transfer_config(settings: ServiceSettings, role: RoleName, node_ip: str, supervisor: str) -> Any:
-    """vLLM's KVTransferConfig for our connector, with a fresh engine id: the incarnation.
-
-    Who knows `supervisor` is believed that engines have ended.
-    """
-=======
 def _refusal(error: Exception) -> bytes | None:
     """The event for a bad request that vLLM's application has found bad only within its stream; None for other errors.
 
@@ -249,9 +234,11 @@ def _refusal(error: Exception) -> bytes | None:
     return f"event: error\ndata: {json.dumps(said)}\n\n".encode()
 
 
-def kv_transfer_config(settings: ServiceSettings, role: RoleName, node_ip: str) -> Any:
-    """vLLM's KVTransferConfig for our connector, with a fresh engine id: the incarnation."""
->>>>>>> parity
+def kv_transfer_config(settings: ServiceSettings, role: RoleName, node_ip: str, supervisor: str) -> Any:
+    """vLLM's KVTransferConfig for our connector, with a fresh engine id: the incarnation.
+
+    Who knows `supervisor` is believed that engines have ended.
+    """
     from vllm.config import KVTransferConfig
 
     return KVTransferConfig(
