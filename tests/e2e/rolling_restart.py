@@ -152,8 +152,9 @@ class Operator:
             for name in DEPLOYMENTS
         }
 
-    def status(self) -> str:
-        return str(self._client.get_serve_details()["applications"][APPLICATION]["status"])
+    def runs(self) -> bool:
+        """Whether Serve has nothing more to change."""
+        return bool(self._client.get_serve_details()["applications"][APPLICATION]["status"] == "RUNNING")
 
     def change(self, **router: object) -> None:
         """Deploy other `args`: Serve builds the application anew and replaces every replica."""
@@ -188,7 +189,7 @@ class Operator:
             while True:
                 now = await asyncio.to_thread(self.replicas)
                 enough = as_many_as is None or all(len(now[name]) >= len(as_many_as[name]) for name in DEPLOYMENTS)
-                if enough and condition(now) and await asyncio.to_thread(self.status) == "RUNNING":
+                if enough and condition(now) and await asyncio.to_thread(self.runs):
                     return
                 await asyncio.sleep(1)
 
