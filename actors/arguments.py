@@ -104,14 +104,14 @@ def _bad_autoscaling(where: str, role: RoleSettings) -> list[str]:
 def engine_arguments(settings: ServiceSettings, role: RoleName) -> dict[str, Any]:
     """Keyword arguments of AsyncEngineArgs for `role`, without the KV connector."""
     own = settings.role(role)
-    defaults: dict[str, Any] = {} if own.num_gpus else dict(CPU_DEFAULTS)
-    if own.executor == "ray" or own.tensor_parallel_size > 1:
-        # In a placement group vLLM would choose `ray` by itself.
-        defaults["distributed_executor_backend"] = own.executor
+    defaults = {} if own.num_gpus else CPU_DEFAULTS
+    # Elsewhere `mp` is vLLM's own choice.
+    executor = {"distributed_executor_backend": "ray"} if own.executor == "ray" else {}
     return {
         **defaults,
         **settings.engine,
         **own.engine,
+        **executor,
         "model": settings.model_path,
         "served_model_name": [settings.model_name],
         "tensor_parallel_size": own.tensor_parallel_size,

@@ -8,26 +8,12 @@ from typing import Any
 
 from matplotlib import pyplot as plt
 
+from benchmarks.scaling.__main__ import shown
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "scaling.json"
 IMAGES = ROOT / "docs" / "images"
 COLOURS = {"together": "#0b6e4f", "Serve's": "#b5651d", "chosen": "#4a4a8a"}
-
-TUNED_ON = "ramp"
-NEARLY = 0.005
-"""Attainment that is no reason to pay for more GPU-hours."""
-
-
-def shown(loads: dict[str, Any]) -> tuple[str, str]:
-    """One setting of either policy, as somebody would choose it who has one load to tune with."""
-    outcomes = loads[TUNED_ON]["policies"]
-    best: list[str] = []
-    for ours in (True, False):
-        named = {name: one for name, one in outcomes.items() if name.startswith("together") == ours}
-        most = max(one["attained"] for one in named.values())
-        enough = [name for name, one in named.items() if one["attained"] >= most - NEARLY]
-        best.append(min(enough, key=lambda name: named[name]["gpu_hours"]))
-    return best[0], best[1]
 
 
 def main() -> None:

@@ -47,12 +47,12 @@ def test_labels_go_where_the_decision_is_made() -> None:
     ("role", "backend"),
     [
         ({}, None),
-        ({"num_gpus": 2, "tensor_parallel_size": 2}, "mp"),
+        ({"num_gpus": 2, "tensor_parallel_size": 2}, None),
         ({"executor": "ray", "num_gpus": 1}, "ray"),
     ],
 )
 def test_vllm_is_told_which_executor(role: dict[str, Any], backend: str | None) -> None:
-    """Its own choice depends on what it sees of the machine."""
+    """Outside a placement group, `mp` is its own choice."""
     assert engine_arguments(settings(**role), "prefill").get("distributed_executor_backend") == backend
 
 
