@@ -90,7 +90,6 @@ def test_a_roles_engine_arguments_win():
         "dtype": "float32",
         "enforce_eager": True,
         "worker_cls": "actors.cpu_worker.CpuWorker",
-        "distributed_executor_backend": "mp",
         "max_model_len": 100,
         "block_size": 128,
         "model": "m",
