@@ -8,7 +8,9 @@ from actors.attempts import Attempt, Attempts, ClientRequest
 from actors.event_stream import EventStream
 from actors.handoff import why_not_resumable
 from actors.journal import CannotResumeError, Chunk, Group
+from actors.ledger import Ledger, keep
 from actors.leg import DeadlineError, UnavailableError, deadline
+from actors.recent import Pair
 from actors.router_metrics import RouterMetrics
 
 
@@ -27,6 +29,16 @@ class Answer:
     def route(self) -> str:
         """`remote` when another engine computed the prompt, `local` when decode did."""
         return "remote" if self.local_reason is None else "local"
+
+    @property
+    def pair(self) -> Pair:
+        """The replicas that serve it."""
+        return self._attempt.pair
+
+    @property
+    def ledger(self) -> Ledger:
+        """Where the time to the answer's first bytes went; to be asked for when they are there."""
+        return keep(self._attempts.marks(self._attempt))
 
     async def body(self) -> AsyncGenerator[bytes, None]:
         """The body as it comes: of a stream whole events, of another answer all at once.

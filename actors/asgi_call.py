@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from actors.journal import Journal
+from actors.ledger import EngineTimings
 
 Message = dict[str, Any]
 AsgiApp = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Any]
@@ -42,6 +43,8 @@ class ResponseStart:
 
     status: int
     headers: Headers
+    timings: EngineTimings | None = None
+    """Of an answer that is not a stream: it begins when all of it has been generated."""
 
     @property
     def streams(self) -> bool:

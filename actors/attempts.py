@@ -3,10 +3,11 @@
 import asyncio
 import json
 import logging
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
@@ -15,8 +16,10 @@ from ray.serve.handle import DeploymentHandle
 from actors.asgi_call import Call, Headers
 from actors.handoff import Endpoint, Producer, decode_leg, prefill_leg, why_local
 from actors.journal import Journal
+from actors.ledger import RequestMarks
 from actors.leg import DeadlineError, Leg, Opened, UnavailableError, choose, deadline
 from actors.prefill_leg import PrefillLeg
+from actors.recent import Pair
 from actors.router_metrics import RouterMetrics
 from configs.settings import RouterLimits
 from connectors.errors import TandemError
@@ -38,6 +41,14 @@ class ClientRequest:
     headers: Headers
     raw: bytes
     body: Mapping[str, Any]
+    arrived_at: float = field(default_factory=time.monotonic)
+    read_at: float = field(default_factory=time.monotonic)
+    """When its head, and when the whole of its body was there; on the monotonic clock."""
+
+    @property
+    def request_id(self) -> str:
+        """The client's X-Request-Id, or the one that both legs carry instead."""
+        return dict(self.headers).get(b"x-request-id", b"").decode("latin-1")
 
 
 class Timing:
@@ -74,6 +85,11 @@ class Attempt:
     decode: Leg
     local_reason: str | None
     legs: AsyncExitStack
+    prefill: PrefillLeg | None
+    began_at: float
+    placed_at: float
+    """When it began, and when it had places for its legs."""
+    pair: Pair
 
     async def close(self) -> None:
         await self.legs.aclose()
@@ -100,6 +116,7 @@ class Attempts:
         self._decode_replica: str | None = None
         self._decode_tries = 0
         self._last_error: UnavailableError | None = None
+        self._began_at: float | None = None
 
     async def open(self, journal: Journal = ()) -> Attempt:
         """A call that has begun to answer, which another engine has answered as far as `journal` says.
@@ -112,6 +129,20 @@ class Attempts:
                     return await self._open_once(journal)
                 except UnavailableError as error:
                     self.decode_failed(error)
+
+    def marks(self, attempt: Attempt) -> RequestMarks:
+        """The request's times until `attempt`, one of these, was answered."""
+        assert self._began_at is not None, "there was an attempt"
+        return RequestMarks(
+            arrived_at=self.request.arrived_at,
+            read_at=self.request.read_at,
+            tried_at=self._began_at,
+            retried_at=attempt.began_at,
+            placed_at=attempt.placed_at,
+            decode=attempt.decode.marks,
+            prefill=None if attempt.prefill is None else attempt.prefill.marks,
+            streams=attempt.opened.start.streams,
+        )
 
     def decode_failed(self, error: UnavailableError) -> None:
         """Leave the replica that was asked last; raises `error` when there is nothing more to try."""
@@ -147,7 +178,9 @@ class Attempts:
     async def _try_split(self, journal: Journal) -> tuple[Attempt | None, str | None]:
         """Dispatch both legs; without an attempt, how the prefill leg broke, if there was one."""
         async with AsyncExitStack() as legs:
+            began_at = self._begin()
             decode_place, prefill_place = await self._choose_pair(legs)
+            placed_at = time.monotonic()
             if prefill_place is None:
                 self._local_reason = PREFILL_FAILED if self._failed_prefill else NO_PREFILL
                 return None, None
@@ -187,17 +220,28 @@ class Attempts:
             opened = await opening
             if opened.start.status < HTTPStatus.BAD_REQUEST:
                 prefill.release()
-            return Attempt(opened, decode, None, legs.pop_all()), None
+            pair = Pair(prefill_place.replica_id, decode_place.replica_id)
+            return Attempt(opened, decode, None, legs.pop_all(), prefill, began_at, placed_at, pair), None
 
     async def _serve_alone(self, journal: Journal) -> Attempt:
         """The request as the client sent it, on a decode replica."""
         async with AsyncExitStack() as legs:
+            began_at = self._begin()
             place = await self._choose_decode(legs)
+            placed_at = time.monotonic()
             call = Call("POST", self.request.endpoint, self.request.headers, self.request.raw, journal)
             decode = Leg("decode", self._fleet.decode.dispatch(place, call))
             legs.push_async_callback(decode.close)
             opened = await decode.open()
-            return Attempt(opened, decode, self._local_reason, legs.pop_all())
+            pair = Pair(None, place.replica_id)
+            return Attempt(opened, decode, self._local_reason, legs.pop_all(), None, began_at, placed_at, pair)
+
+    def _begin(self) -> float:
+        """A try begins now."""
+        now = time.monotonic()
+        if self._began_at is None:
+            self._began_at = now
+        return now
 
     async def _choose_pair(self, stack: AsyncExitStack) -> tuple[Any, Any]:
         """Places on a decode and on a prefill replica; None for the latter when none is free in time."""

@@ -9,7 +9,7 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from actors.arguments import engine_arguments
@@ -85,11 +85,7 @@ class Engine:
         else:
             logger.info("this engine cannot go on with streams of another: %s", cannot_resume)
         stack = AsyncExitStack()
-        llm = ReplayingLLM.from_vllm_config(
-            config,
-            enable_log_requests=engine_args.enable_log_requests,
-            disable_log_stats=engine_args.disable_log_stats,
-        )
+        llm = ReplayingLLM.start(config, engine_args)
         stack.callback(llm.shutdown)
         try:
             namespace = _frontend_namespace(engine_args, settings.role(role).frontend)
@@ -120,7 +116,10 @@ class Engine:
             async for item in answer:
                 await self.check_health()
                 served.check()
-                yield served.chunk(item) if isinstance(item, bytes) else item
+                if isinstance(item, bytes):
+                    yield served.chunk(item)
+                else:
+                    yield item if item.streams else replace(item, timings=served.stopwatch.tell())
 
     async def describe_producer(self, timeout_s: float) -> Producer:
         """Ask the connector where this engine's workers are reached, by way of a one-token request."""
@@ -173,6 +172,16 @@ class Engine:
         from vllm import SamplingParams
 
         await self._probe(SamplingParams(max_tokens=1), timeout_s)
+
+    def describe(self) -> dict[str, Any]:
+        """What stays the same as long as the engine runs: its id in transfers, its model and its ranks."""
+        config = self._llm.vllm_config
+        return {
+            # As the connector composes it.
+            "engine_id": f"{config.kv_transfer_config.engine_id}.{config.instance_id}",
+            "model": config.model_config.served_model_name,
+            "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
+        }
 
     @property
     def dead(self) -> bool:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator
 from collections.abc import Set as AbstractSet
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -22,6 +23,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from actors.asgi_call import ResponseStart
 from actors.engine import EngineDownError
 from actors.journal import CannotResumeError, Chunk
+from actors.ledger import EngineTimings, LegMarks
 from connectors.errors import TandemError
 
 logger = logging.getLogger(__name__)
@@ -105,6 +107,9 @@ class Leg:
     def __init__(self, role: str, response: DeploymentResponseGenerator) -> None:
         self.role = role
         self._response = response
+        self._sent_at = time.monotonic()
+        self._answered_at: float | None = None
+        self._timings: EngineTimings | None = None
         self._accepted = asyncio.create_task(self._accept(), name=f"{role}-accepts")
 
     async def start(self) -> ResponseStart:
@@ -113,6 +118,7 @@ class Leg:
         item = await self.next()
         if not isinstance(item, ResponseStart):
             raise UnavailableError(f"the {self.role} engine ended a request without an answer")
+        self._answered(item.timings)
         return item
 
     async def open(self) -> Opened:
@@ -123,7 +129,18 @@ class Leg:
             items.append(item)
             if start.streams:
                 break
+        self._answered(items[0].timings if items and isinstance(items[0], Chunk) else None)
         return Opened(start, items)
+
+    @property
+    def marks(self) -> LegMarks:
+        """When the call was sent and answered, as far as it was, and what its engine says of that time."""
+        answered_at = time.monotonic() if self._answered_at is None else self._answered_at
+        return LegMarks(self._sent_at, answered_at, self._timings)
+
+    def _answered(self, timings: EngineTimings | None) -> None:
+        self._answered_at = time.monotonic()
+        self._timings = timings or self._timings
 
     async def next(self) -> Any:
         """The next item, or None after the last."""
@@ -163,3 +180,17 @@ async def choose(
                     stack.push_async_exit(choice.pop_all())
                     return place
             await asyncio.sleep(CHOOSE_AGAIN_S)  # requests in Serve's queue may get each other's choice
+
+
+async def ask_all(role: str, handle: DeploymentHandle, method: str, timeout_s: float, *arguments: object) -> list[Any]:
+    """What the replicas behind `handle` return from `method`; those that fail are left out, and all if one is late."""
+    try:
+        async with deadline(timeout_s, f"asking the {role} replicas"), serve_errors(role):
+            replies = await handle.broadcast(method, *arguments).results_async(return_exceptions=True)
+    except TandemError as error:
+        logger.warning("%s: %s", method, error)
+        return []
+    for reply in replies:
+        if isinstance(reply, BaseException):
+            logger.warning("%s failed on a %s replica: %s", method, role, reply)
+    return [reply for reply in replies if not isinstance(reply, BaseException)]

@@ -1,6 +1,7 @@
 """From an HTTP request to a `ClientRequest`: the little that is checked before an engine sees it."""
 
 import json
+import time
 import uuid
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -24,10 +25,12 @@ async def read_request(
     request: Request, endpoint: Endpoint, max_body_bytes: int, max_prompts: int = 2**31
 ) -> ClientRequest:
     """Read and check a request; raises BadRequestError, or ClientDisconnect when the client goes away."""
+    arrived_at = time.monotonic()
     raw = await _read_body(request, max_body_bytes)
+    read_at = time.monotonic()
     body = parse_body(raw)
     check_prompts(body, max_prompts)
-    return ClientRequest(endpoint, forwarded_headers(request), raw, body)
+    return ClientRequest(endpoint, forwarded_headers(request), raw, body, arrived_at, read_at)
 
 
 def forwarded_headers(request: Request) -> Headers:

@@ -14,13 +14,14 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from actors.arguments import check_arguments, engine_environment
+from actors.colleagues import RouterReplica
 from actors.decode import Decode
 from actors.prefill import Prefill
-from actors.router import Router
 from actors.routing import LeastOngoing
 from app.auth import digest
 from app.openai import build_http
 from app.peer_secret import with_secret
+from app.traces import Traces
 from configs.settings import RoleName, RouterLimits, ServiceSettings
 
 ROUTER_SURPLUS_REQUESTS = 64
@@ -31,7 +32,7 @@ HEALTH_CHECK_PERIOD_S = 2.0
 
 
 @serve.ingress()
-class HttpRouter(Router):
+class HttpRouter(RouterReplica):
     """The router with its HTTP surface: the ingress of the application."""
 
     def __init__(
@@ -40,13 +41,15 @@ class HttpRouter(Router):
         prefill: DeploymentHandle,
         decode: DeploymentHandle,
         key_digests: tuple[bytes, ...] = (),
+        otlp_traces_endpoint: str | None = None,
     ) -> None:
         super().__init__(limits, prefill, decode)
         self._key_digests = key_digests
+        self._traces = Traces(otlp_traces_endpoint) if otlp_traces_endpoint else None
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Serve's hook: the ASGI application of this replica."""
-        return build_http(self, self._key_digests)
+        return build_http(self, self._key_digests, self._traces)
 
 
 def build(args: ServiceSettings) -> serve.Application:
@@ -69,7 +72,7 @@ def build(args: ServiceSettings) -> serve.Application:
         user_config=args.router.limits().model_dump(),
     )
     keys = tuple(digest(key.get_secret_value()) for key in args.auth.operators_keys())
-    return router.bind(args.router.limits(), prefill, decode, keys)
+    return router.bind(args.router.limits(), prefill, decode, keys, args.router.otlp_traces_endpoint)
 
 
 def _deploy_engine(actor: type, role: RoleName, settings: ServiceSettings) -> serve.Application:

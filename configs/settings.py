@@ -177,6 +177,11 @@ class RouterSettings(RouterLimits, PlacementSettings):
     replicas: int = Field(1, ge=1, description="routers behind the HTTP proxy")
     num_cpus: float = Field(0.1, ge=0, description="what the actor asks of Ray")
     resources: dict[str, float] = Field(default_factory=dict, description="custom Ray resources")
+    otlp_traces_endpoint: str | None = Field(
+        None,
+        description="where OpenTelemetry spans are sent (OTLP over HTTP), such as `http://collector:4318/v1/traces`; "
+        "unset: none are made. The engine argument of the same name is vLLM's, for the engines' own spans",
+    )
 
     def limits(self) -> RouterLimits:
         return RouterLimits(**self.model_dump(include=set(RouterLimits.model_fields)))
