@@ -336,8 +336,8 @@ async def test_streams_outlive_a_rolling_restart(client):
 
 async def test_whichever_router_answers_it_tells_of_all(client):
     """Two routers: each answer has both routers' series and requests, and all of them say the same."""
-    before = sum(answered((await client.get("/metrics")).text).values())
     await asyncio.to_thread(deploy, routers=2)
+    before = sum(answered((await client.get("/metrics")).text).values())
     for _ in range(12):
         assert (await ask(client, "all is well")).status_code == 200
     texts = [(await client.get("/metrics")).text for _ in range(12)]

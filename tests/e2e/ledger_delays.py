@@ -48,9 +48,9 @@ class Delay:
 
 DELAYS = (
     Delay("prefill's engine stands still when the request comes", "prefill_queue", "Prefill", -0.05, 0.6, SHORT_FACTS),
-    Delay("prefill's engine stands still while it computes", "prefill", "Prefill", 0.06, 0.6, LONG_FACTS),
+    Delay("prefill's engine stands still while it computes", "prefill", "Prefill", 0.3, 0.6, LONG_FACTS),
     Delay("decode's engine stands still when the request comes", "decode_queue", "Decode", -0.05, 0.9, SHORT_FACTS),
-    Delay("decode's engine stands still while it waits for KV", "transfer", "Decode", 0.06, 1.5, LONG_FACTS),
+    Delay("decode's engine stands still while it waits for KV", "transfer", "Decode", 0.3, 1.5, LONG_FACTS),
 )
 
 
