@@ -192,7 +192,7 @@ class AuthSettings(Frozen):
 
     api_keys: tuple[SecretStr, ...] = Field(
         (),
-        description="send one of these as `Authorization: Bearer KEY`, but for /health and /metrics; better "
+        description="send one of these as `Authorization: Bearer KEY`, but for /, /health and /metrics; better "
         f"set in the environment variable `{API_KEYS_VARIABLE}`, separated by commas; none: everybody may use it",
     )
 
