@@ -36,7 +36,10 @@ SHORT_FACTS = 30
 
 @dataclass(frozen=True)
 class Delay:
-    """`role`'s engine stands still for `stop_s`, from `after_s` after the request is sent."""
+    """`role`'s engine core stands still for `stop_s`, from `after_s` after the request is sent; or its worker does.
+
+    vLLM's CPU engines have a worker process, which goes on receiving KV while the core, the scheduler, stands still.
+    """
 
     name: str
     part: str
@@ -44,18 +47,20 @@ class Delay:
     after_s: float
     stop_s: float
     facts: int
+    worker: bool = False
 
 
 DELAYS = (
     Delay("prefill's engine stands still when the request comes", "prefill_queue", "Prefill", -0.05, 0.6, SHORT_FACTS),
     Delay("prefill's engine stands still while it computes", "prefill", "Prefill", 0.3, 0.6, LONG_FACTS),
     Delay("decode's engine stands still when the request comes", "decode_queue", "Decode", -0.05, 0.9, SHORT_FACTS),
-    Delay("decode's engine stands still while it waits for KV", "transfer", "Decode", 0.3, 1.5, LONG_FACTS),
+    Delay("decode's scheduler stands still while KV comes", "decode_queue", "Decode", 0.3, 1.5, LONG_FACTS),
+    Delay("decode's worker stands still while KV comes", "transfer", "Decode", 0.3, 1.5, LONG_FACTS, worker=True),
 )
 
 
 def engines(service: ServiceProcess) -> dict[str, psutil.Process]:
-    """Each role's engine core; with one rank, it is the worker as well."""
+    """Each role's engine core."""
     found = {}
     for process in service.processes():
         if "EngineCore" in " ".join(process.cmdline()):
@@ -81,13 +86,18 @@ async def one(client: httpx.AsyncClient, seed: int, facts: int, **more: object) 
 
 
 async def delayed(client: httpx.AsyncClient, process: psutil.Process, delay: Delay, seed: int) -> dict[str, float]:
+    workers = [child for child in process.children(recursive=True) if "Worker" in _line(child)]
+    stopped = (workers or [process]) if delay.worker else [process]
+
     async def stop() -> None:
         await asyncio.sleep(max(delay.after_s, 0))
-        os.kill(process.pid, signal.SIGSTOP)
+        for each in stopped:
+            os.kill(each.pid, signal.SIGSTOP)
         try:
             await asyncio.sleep(delay.stop_s)
         finally:
-            os.kill(process.pid, signal.SIGCONT)
+            for each in stopped:
+                os.kill(each.pid, signal.SIGCONT)
 
     stopping = asyncio.create_task(stop())
     await asyncio.sleep(max(-delay.after_s, 0))
