@@ -132,6 +132,10 @@ faults: $(STAMP) ## Kill, stop, cancel, forge: SEED=1 CONNECTOR=tandem|nixl|nixl
 	    --out $(OUT).json; code=$$?; \
 	$(BIN)/python -m tests.faults.report $(OUT).json $(OUT).md && echo "tandem: the report is $(OUT).md" && exit $$code
 
+.PHONY: ledger
+ledger: $(STAMP) ## Delays in a service with real engines, and where its ledger has them: OUT=build/ledger
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.e2e.ledger_delays --out $(if $(filter file,$(origin OUT)),build/ledger,$(OUT)).json
+
 .PHONY: corruption
 corruption: $(STAMP) ## Damage 6,000 transfers in six ways, and believe 10,000 clean ones
 	TANDEM_CORRUPTION=1 $(BIN)/python -m pytest tests/transport/test_corruption.py

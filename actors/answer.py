@@ -8,7 +8,9 @@ from actors.attempts import Attempt, Attempts, ClientRequest
 from actors.event_stream import EventStream
 from actors.handoff import why_not_resumable
 from actors.journal import CannotResumeError, Chunk, Group
+from actors.ledger import Ledger, keep
 from actors.leg import UnavailableError, deadline
+from actors.recent import Pair
 from actors.router_metrics import RouterMetrics
 
 
@@ -32,6 +34,16 @@ class Answer:
     def explanation(self) -> str | None:
         """What was decided and from which numbers, where the client has asked for it."""
         return self._attempt.decision.explain() if self._attempts.request.explain else None
+
+    @property
+    def pair(self) -> Pair:
+        """The replicas that serve it."""
+        return self._attempt.pair
+
+    @property
+    def ledger(self) -> Ledger:
+        """Where the time to the answer's first bytes went; to be asked for when they are there."""
+        return keep(self._attempts.marks(self._attempt))
 
     async def body(self) -> AsyncGenerator[bytes, None]:
         """The body as it comes: of a stream whole events, of another answer all at once.

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from actors.journal import Journal
+from actors.ledger import EngineTimings
 from actors.pulse import Pulse
 
 Message = dict[str, Any]
@@ -52,6 +53,8 @@ class ResponseStart:
 
     status: int
     headers: Headers
+    timings: EngineTimings | None = None
+    """Of an answer that is not a stream: it begins when all of it has been generated."""
 
     @property
     def streams(self) -> bool:

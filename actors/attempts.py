@@ -3,10 +3,11 @@
 import asyncio
 import json
 import logging
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from http import HTTPStatus
 from typing import Any
@@ -16,11 +17,13 @@ from ray.serve.handle import DeploymentHandle
 from actors.asgi_call import Call, Headers
 from actors.handoff import Endpoint, Producer, decode_leg, prefill_leg, why_local
 from actors.journal import Journal
+from actors.ledger import RequestMarks
 from actors.leg import DeadlineError, Leg, Opened, UnavailableError, choose, deadline
 from actors.placement.decision import NO_PREFILL, PREFILL_FAILED, Decision
 from actors.placement.prompts import Prompt, read_prompt
 from actors.placing import Journey, Placing
 from actors.prefill_leg import PrefillLeg
+from actors.recent import Pair
 from actors.router_metrics import RouterMetrics
 from configs.settings import RouterLimits
 from connectors.errors import TandemError
@@ -39,12 +42,20 @@ class ClientRequest:
     session: str | None = None
     """Requests of one session go to the same decode replica."""
     explain: bool = False
-    """Whether the client wants to know what was decided and why."""
+    """Whether the client wants to know what was decided and why, and where the time went."""
+    arrived_at: float = field(default_factory=time.monotonic)
+    read_at: float = field(default_factory=time.monotonic)
+    """When its head, and when the whole of its body was there; on the monotonic clock."""
 
     @cached_property
     def prompt(self) -> Prompt:
         """What decides which cached prefixes fit."""
         return read_prompt(self.body)
+
+    @property
+    def request_id(self) -> str:
+        """The client's X-Request-Id, or the one that both legs carry instead."""
+        return dict(self.headers).get(b"x-request-id", b"").decode("latin-1")
 
 
 class Timing:
@@ -83,6 +94,11 @@ class Attempt:
     decision: Decision
     journey: Journey
     legs: AsyncExitStack
+    prefill: PrefillLeg | None
+    began_at: float
+    placed_at: float
+    """When it began, and when it had places for its legs."""
+    pair: Pair
 
     @property
     def local_reason(self) -> str | None:
@@ -113,6 +129,7 @@ class Attempts:
         self._decode_replica: str | None = None
         self._decode_tries = 0
         self._last_error: UnavailableError | None = None
+        self._began_at: float | None = None
 
     async def open(self, journal: Journal = ()) -> Attempt:
         """A call that has begun to answer, which another engine has answered as far as `journal` says.
@@ -125,6 +142,20 @@ class Attempts:
                     return await self._open_once(journal)
                 except UnavailableError as error:
                     self.decode_failed(error)
+
+    def marks(self, attempt: Attempt) -> RequestMarks:
+        """The request's times until `attempt`, one of these, was answered."""
+        assert self._began_at is not None, "there was an attempt"
+        return RequestMarks(
+            arrived_at=self.request.arrived_at,
+            read_at=self.request.read_at,
+            tried_at=self._began_at,
+            retried_at=attempt.began_at,
+            placed_at=attempt.placed_at,
+            decode=attempt.decode.marks,
+            prefill=None if attempt.prefill is None else attempt.prefill.marks,
+            streams=attempt.opened.start.streams,
+        )
 
     def decode_failed(self, error: UnavailableError) -> None:
         """Leave the replica that was asked last; raises `error` when there is nothing more to try."""
@@ -165,9 +196,11 @@ class Attempts:
     async def _try_split(self, journal: Journal, decision: Decision) -> tuple[Attempt | None, str | None]:
         """Dispatch both legs; without an attempt, how the prefill leg broke, if there was one."""
         async with AsyncExitStack() as legs:
+            began_at = self._begin()
             journey = self._fleet.placing.begin(self.request, decision)
             legs.callback(journey.ended)
             decode_place, prefill_place = await self._choose_pair(legs, decision)
+            placed_at = time.monotonic()
             if prefill_place is None:
                 self._local_reason = PREFILL_FAILED if self._failed_prefill else NO_PREFILL
                 return None, None
@@ -210,14 +243,18 @@ class Attempts:
             if opened.start.status < HTTPStatus.BAD_REQUEST:
                 prefill.release()
                 journey.opened(opened.start.streams)
-            return Attempt(opened, decode, decision, journey, legs.pop_all()), None
+            pair = Pair(prefill_place.replica_id, decode_place.replica_id)
+            timed = (prefill, began_at, placed_at, pair)
+            return Attempt(opened, decode, decision, journey, legs.pop_all(), *timed), None
 
     async def _serve_alone(self, journal: Journal, decision: Decision) -> Attempt:
         """The request as the client sent it, on a decode replica."""
         async with AsyncExitStack() as legs:
+            began_at = self._begin()
             journey = self._fleet.placing.begin(self.request, decision)
             legs.callback(journey.ended)
             place = await self._choose_decode(legs, decision)
+            placed_at = time.monotonic()
             journey.sent(place.replica_id, None)
             call = Call("POST", self.request.endpoint, self.request.headers, self.request.raw, journal)
             decode = Leg("decode", self._fleet.decode.dispatch(place, call))
@@ -225,7 +262,15 @@ class Attempts:
             opened = await decode.open(self.limits.silence_timeout_s)
             if opened.start.status < HTTPStatus.BAD_REQUEST:
                 journey.opened(opened.start.streams)
-            return Attempt(opened, decode, decision, journey, legs.pop_all())
+            timed = (None, began_at, placed_at, Pair(None, place.replica_id))
+            return Attempt(opened, decode, decision, journey, legs.pop_all(), *timed)
+
+    def _begin(self) -> float:
+        """A try begins now."""
+        now = time.monotonic()
+        if self._began_at is None:
+            self._began_at = now
+        return now
 
     async def _heard(self, decode: Leg, waited_for: set[asyncio.Future[Any]]) -> bool:
         """Wait for the first of these; False where decode gives no sign of life for `silence_timeout_s` instead."""

@@ -11,7 +11,7 @@ import secrets
 import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -99,12 +99,7 @@ class Engine:
             logger.info("this engine cannot go on with streams of another: %s", cannot_resume)
         stack = AsyncExitStack()
         load = LoadLogger(config) if settings.role(role).scaled else None
-        llm = ReplayingLLM.from_vllm_config(
-            config,
-            stat_loggers=[lambda *_: load] if load else None,
-            enable_log_requests=engine_args.enable_log_requests,
-            disable_log_stats=engine_args.disable_log_stats,
-        )
+        llm = ReplayingLLM.start(config, engine_args, load)
         stack.callback(llm.shutdown)
         try:
             namespace = _frontend_namespace(engine_args, settings.role(role).frontend)
@@ -137,8 +132,14 @@ class Engine:
                 async for item in answer:
                     await self.check_health()
                     served.check()
-                    streams = streams or (isinstance(item, ResponseStart) and item.streams)
-                    yield served.chunk(item) if isinstance(item, bytes) else item
+                    match item:
+                        case bytes():
+                            yield served.chunk(item)
+                        case ResponseStart(streams=False):
+                            yield replace(item, timings=served.stopwatch.tell())
+                        case _:
+                            streams = streams or isinstance(item, ResponseStart)
+                            yield item
         except Exception as error:
             refusal = _refusal(error) if streams else None
             if refusal is None:
@@ -202,6 +203,16 @@ class Engine:
         from vllm import SamplingParams
 
         await self._probe(SamplingParams(max_tokens=1), timeout_s)
+
+    def describe(self) -> dict[str, Any]:
+        """What stays the same as long as the engine runs: its id in transfers, its model and its ranks."""
+        config = self._llm.vllm_config
+        return {
+            # As the connector composes it.
+            "engine_id": f"{config.kv_transfer_config.engine_id}.{config.instance_id}",
+            "model": config.model_config.served_model_name,
+            "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
+        }
 
     @property
     def dead(self) -> bool:

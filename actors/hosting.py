@@ -3,6 +3,8 @@
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import asdict
+from typing import Any
 
 import ray
 from pydantic import SecretStr
@@ -10,6 +12,7 @@ from ray import serve
 
 from actors.asgi_call import Accepted, Alive, Call, ResponseStart
 from actors.engine import Engine
+from actors.engine_load import read_load
 from actors.journal import Chunk
 from configs.settings import RoleName, ServiceSettings
 
@@ -35,7 +38,8 @@ class EngineActor:
         settings = settings.with_secret(fallback_secret)
         self.replica = serve.get_replica_context().replica_id.unique_id
         logger.info("starting the %s engine of replica %s", self.role, self.replica)
-        self.engine = await Engine.start(settings, self.role, ray.util.get_node_ip_address())
+        self._node_ip = ray.util.get_node_ip_address()
+        self.engine = await Engine.start(settings, self.role, self._node_ip)
 
     async def call(self, call: Call) -> AsyncGenerator[CallItem, None]:
         """Serve `call` with this engine; closing the generator aborts the request in it."""
@@ -53,6 +57,18 @@ class EngineActor:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve's hook: this replica's load, for the autoscaling policy. Called only where replicas are scaled."""
         return self.engine.load()
+
+    async def status(self) -> dict[str, Any]:
+        """What the status page shows of this replica."""
+        from prometheus_client import REGISTRY
+
+        return {
+            "role": self.role,
+            "replica": self.replica,
+            "host": self._node_ip,
+            **self.engine.describe(),
+            **asdict(read_load(REGISTRY)),
+        }
 
     async def ping(self) -> str:
         """This replica's id, if its engine is alive."""

@@ -2,7 +2,7 @@
 
 The engine records the token ids of every step that it hands to vLLM's serving layer as one *group*; the groups
 travel to the router with the bytes that the serving layer made of them. A call that carries such a journal makes
-its engine emit exactly these groups again, and then go on. Pure but for the context variable.
+its engine emit exactly these groups again, and then go on. Pure but for the context variable and the stopwatch.
 """
 
 from collections import deque
@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
 
+from actors.ledger import EngineTimings
+from actors.stopwatch import Stopwatch
 from connectors.errors import TandemError
 
 Group = tuple[int, ...]
@@ -26,6 +28,8 @@ class Chunk:
 
     body: bytes
     groups: Journal
+    timings: EngineTimings | None = None
+    """Of a stream's first token, with the chunk that has it."""
 
 
 @dataclass
@@ -36,6 +40,7 @@ class Served:
     problem: CannotResumeError | None = None
     taken: Callable[[], None] = lambda: None
     """To be called when the serving layer has done with an output."""
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
     _new: deque[Group] = field(default_factory=deque)
     _began: bool = False
 
@@ -51,11 +56,12 @@ class Served:
 
     def chunk(self, body: bytes) -> bytes | Chunk:
         """`body` with what has been recorded since the last chunk."""
-        if not self._new:
+        timings = self.stopwatch.tell()
+        if not self._new and timings is None:
             return body
         groups = tuple(self._new)
         self._new.clear()
-        return Chunk(body, groups)
+        return Chunk(body, groups, timings)
 
     def fail(self, why: str) -> CannotResumeError:
         """Note, and return, why the call cannot go on as it should."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -22,6 +23,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from actors.asgi_call import Alive, ResponseStart
 from actors.engine import EngineDownError
 from actors.journal import CannotResumeError, Chunk
+from actors.ledger import EngineTimings, LegMarks
 from actors.routing import Roster
 from connectors.errors import TandemError
 
@@ -108,6 +110,9 @@ class Leg:
         self.heard_at = asyncio.get_running_loop().time()
         """When the engine gave its last sign of life."""
         self._response = response
+        self._sent_at = time.monotonic()
+        self._answered_at: float | None = None
+        self._timings: EngineTimings | None = None
         self._accepted = asyncio.create_task(self._accept(), name=f"{role}-accepts")
 
     async def start(self, silence_s: float | None = None) -> ResponseStart:
@@ -117,6 +122,7 @@ class Leg:
         item = await self.next(silence_s)
         if not isinstance(item, ResponseStart):
             raise UnavailableError(f"the {self.role} engine ended a request without an answer")
+        self._answered(item.timings)
         return item
 
     async def open(self, silence_s: float | None = None, to_first_token: bool = False) -> Opened:
@@ -131,7 +137,18 @@ class Leg:
             items.append(item)
             if start.streams and (isinstance(item, Chunk) or not to_first_token):
                 break
+        self._answered(items[-1].timings if items and isinstance(items[-1], Chunk) else None)
         return Opened(start, items)
+
+    @property
+    def marks(self) -> LegMarks:
+        """When the call was sent and answered, as far as it was, and what its engine says of that time."""
+        answered_at = time.monotonic() if self._answered_at is None else self._answered_at
+        return LegMarks(self._sent_at, answered_at, self._timings)
+
+    def _answered(self, timings: EngineTimings | None) -> None:
+        self._answered_at = time.monotonic()
+        self._timings = timings or self._timings
 
     async def next(self, silence_s: float | None = None) -> Any:
         """The next item, or None after the last; UnavailableError after `silence_s` without a sign of life."""
@@ -195,3 +212,17 @@ async def choose(
                     stack.push_async_exit(choice.pop_all())
                     return place
             await asyncio.sleep(CHOOSE_AGAIN_S)  # requests in Serve's queue may get each other's choice
+
+
+async def ask_all(role: str, handle: DeploymentHandle, method: str, timeout_s: float, *arguments: object) -> list[Any]:
+    """What the replicas behind `handle` return from `method`; those that fail are left out, and all if one is late."""
+    try:
+        async with deadline(timeout_s, f"asking the {role} replicas"), serve_errors(role):
+            replies = await handle.broadcast(method, *arguments).results_async(return_exceptions=True)
+    except TandemError as error:
+        logger.warning("%s: %s", method, error)
+        return []
+    for reply in replies:
+        if isinstance(reply, BaseException):
+            logger.warning("%s failed on a %s replica: %s", method, role, reply)
+    return [reply for reply in replies if not isinstance(reply, BaseException)]

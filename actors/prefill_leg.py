@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from actors.ledger import LegMarks
 from actors.leg import DeadlineError, Leg, deadline
 from actors.router_metrics import RouterMetrics
 from connectors.errors import TandemError
@@ -52,6 +53,11 @@ class PrefillLeg:
         self._holds_kv = True
         self._ending: asyncio.Task[None] | None = None
         self._task = asyncio.create_task(self._watch(), name=f"prefill-leg-{transfer_id}")
+
+    @property
+    def marks(self) -> LegMarks:
+        """Without timings until prefill has answered."""
+        return self._leg.marks
 
     def release(self) -> None:
         """The handover is done: the leg need not count as ongoing any more."""

@@ -10,14 +10,18 @@ from contextlib import aclosing
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector
+from vllm.v1.metrics.loggers import StatLoggerBase, StatLoggerFactory
+from vllm.v1.metrics.stats import SchedulerStats
 
 from actors.forced_tokens import FORCED_TOKENS
 from actors.journal import SERVED, Served
 from actors.prompt_details import PromptDetails
+from actors.stopwatch import Arrivals
 
 
 def why_not_replayable(config: VllmConfig) -> str | None:
@@ -89,8 +93,54 @@ class Regroup:
             self._collector.put(merged)
 
 
+class ArrivalsLogger(StatLoggerBase):
+    """Where vLLM brings the statistics of every step; outputs of the requests that they are of come after them."""
+
+    def __init__(self, arrivals: Arrivals) -> None:
+        self._arrivals = arrivals
+
+    def record(self, scheduler_stats: SchedulerStats | None, *_: Any, **__: Any) -> None:
+        if scheduler_stats is not None:
+            self._arrivals.observe(scheduler_stats.kv_connector_stats)
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say."""
+
+
+def _always(logger: StatLoggerBase) -> StatLoggerFactory:
+    """As vLLM wants a logger: something that makes one for a configuration."""
+    return lambda *_: logger
+
+
 class ReplayingLLM(AsyncLLM):
-    """Generates as AsyncLLM does; a streamed answer of a `Served` call is recorded, and emitted again where it must."""
+    """Generates as AsyncLLM does; a streamed answer of a `Served` call is recorded, and emitted again where it must.
+
+    The call's stopwatch is told of its first token.
+    """
+
+    arrivals: Arrivals
+
+    @classmethod
+    def start(
+        cls, config: VllmConfig, engine_args: AsyncEngineArgs, load: StatLoggerBase | None = None
+    ) -> "ReplayingLLM":
+        """Start the engine. Unless `disable_log_stats` is set, it learns when KV from elsewhere arrives.
+
+        `load` is told of every step, too.
+        """
+        arrivals = Arrivals()
+        loggers = [] if load is None else [load]
+        # With a logger, vLLM would keep statistics that nobody wants.
+        if not engine_args.disable_log_stats:
+            loggers.append(ArrivalsLogger(arrivals))
+        llm = cls.from_vllm_config(
+            config,
+            enable_log_requests=engine_args.enable_log_requests,
+            disable_log_stats=engine_args.disable_log_stats,
+            stat_loggers=[_always(logger) for logger in loggers] or None,
+        )
+        llm.arrivals = arrivals
+        return llm
 
     def _run_output_handler(self) -> None:
         if self.output_handler is None:
@@ -102,19 +152,26 @@ class ReplayingLLM(AsyncLLM):
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         served = SERVED.get()
+        stopwatch = None if served is None else served.stopwatch
         one = sampling_params.output_kind is RequestOutputKind.DELTA and sampling_params.n == 1
         if served is not None and not (one and served.begin()):
             if served.replay:
                 raise served.fail("only a single streamed answer can be resumed")
             served = None
         params = self._forced(sampling_params, served)
-        async with aclosing(super().generate(prompt, params, request_id, **options)) as outputs:
-            async for output in outputs:
-                if served is not None:
-                    served.record(output.outputs[0].token_ids)
-                yield output
-                if served is not None:
-                    served.taken()
+        try:
+            async with aclosing(super().generate(prompt, params, request_id, **options)) as outputs:
+                async for output in outputs:
+                    if stopwatch is not None:
+                        stopwatch.first_token(output.metrics, self.arrivals.take(stopwatch.request_id))
+                    if served is not None:
+                        served.record(output.outputs[0].token_ids)
+                    yield output
+                    if served is not None:
+                        served.taken()
+        finally:
+            if stopwatch is not None:
+                self.arrivals.take(stopwatch.request_id)
 
     def _forced(self, params: SamplingParams, served: Served | None) -> SamplingParams:
         """`params` with the tokens that the call must repeat; such a field from a client counts for nothing."""
@@ -130,6 +187,9 @@ class ReplayingLLM(AsyncLLM):
 
     async def _add_request(self, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any) -> None:
         served = SERVED.get()
+        if served is not None and served.stopwatch.request_id is None:
+            served.stopwatch.handed(request.request_id)
+            self.arrivals.expect(request.request_id)
         if served is not None and served.replay:
             queue = Regroup(queue, served)
             served.taken = queue.release

@@ -1,7 +1,6 @@
 """The router: sends both legs of a request to a pair of engines at once and relays decode's answer."""
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
@@ -11,13 +10,11 @@ from ray.serve.handle import DeploymentHandle
 from actors.answer import Answer
 from actors.asgi_call import Call, Headers, ResponseStart
 from actors.attempts import Attempts, ClientRequest, Fleet, Timing
-from actors.leg import Leg, OverloadedError, choose, deadline, serve_errors
+from actors.leg import Leg, OverloadedError, ask_all, choose, deadline
 from actors.placing import Placing
+from actors.recent import Recent
 from actors.router_metrics import RouterMetrics
 from configs.settings import RoleName, RouterLimits
-from connectors.errors import TandemError
-
-logger = logging.getLogger(__name__)
 
 
 class Router:
@@ -37,6 +34,7 @@ class Router:
             self._discard,
         )
         self._ongoing = 0
+        self.recent = Recent()
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Serve's hook: new deadlines, limits and routing for the requests that come from now on."""
@@ -94,6 +92,13 @@ class Router:
         pairs = zip(self._roles, answers, strict=True)
         return [(role, replica, text) for role, replies in pairs for replica, text in replies]
 
+    async def engine_status(self) -> list[dict[str, Any]]:
+        """What every engine replica that answers within `metrics_timeout_s` says of itself."""
+        answers = await asyncio.gather(
+            *(self._ask_all(role, "status", self.limits.metrics_timeout_s) for role in self._roles)
+        )
+        return [status for replies in answers for status in replies]
+
     async def _discard(self, transfer_id: str) -> None:
         """Have the prefill replica that holds this transfer give its KV back; where that fails, its lease will."""
         self.metrics.discards.inc()
@@ -101,14 +106,4 @@ class Router:
 
     async def _ask_all(self, role: RoleName, method: str, timeout_s: float, *arguments: object) -> list[Any]:
         """What the replicas of `role` return from `method`; those that fail or are late are left out."""
-        try:
-            async with deadline(timeout_s, f"asking the {role} replicas"), serve_errors(role):
-                response = self._roles[role].broadcast(method, *arguments)
-                replies = await response.results_async(return_exceptions=True)
-        except TandemError as error:
-            logger.warning("%s: %s", method, error)
-            return []
-        failures = [reply for reply in replies if isinstance(reply, BaseException)]
-        for failure in failures:
-            logger.warning("%s failed on a %s replica: %s", method, role, failure)
-        return [reply for reply in replies if not isinstance(reply, BaseException)]
+        return await ask_all(role, self._roles[role], method, timeout_s, *arguments)

@@ -2,6 +2,11 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from actors.ledger import Ledger
+
+FALLBACKS = frozenset({"no_prefill", "prefill_failed"})
+"""Reasons for a local request that was to be remote."""
+
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
@@ -66,3 +71,33 @@ class RouterMetrics:
             buckets=SECONDS,
             registry=self.registry,
         )
+        self.ledger = Histogram(
+            "tandem_ledger_seconds",
+            "Where the time to the first byte of an answer went, by route and part (docs/observing.md). The parts of "
+            "a request add up to the time from its arrival to that byte; parts that it does not have are not observed.",
+            ["route", "part"],
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+
+    def keep(self, route: str, ledger: Ledger) -> None:
+        """Observe one request's ledger."""
+        for part, seconds in ledger.parts.items():
+            self.ledger.labels(route, part).observe(seconds)
+
+    def value(self, name: str, **labels: str) -> float:
+        """One series' value; 0 where there is none yet."""
+        return self.registry.get_sample_value(name, labels) or 0.0
+
+    def counts(self) -> dict[str, int]:
+        """Since this router started: requests by route and reason, and what went wrong."""
+        counts: dict[str, int] = {"remote": 0, "local": 0, "fallback": 0, "refused": 0}
+        for sample in next(iter(self.requests.collect())).samples:
+            if sample.name.endswith("_total"):
+                route = sample.labels["route"]
+                kind = "fallback" if sample.labels["reason"] in FALLBACKS else route
+                counts[kind] = counts.get(kind, 0) + int(sample.value)
+        for family in (self.retries, self.disconnects, self.broken_streams, self.resumed_streams, self.discards):
+            name = next(iter(family.collect())).name.removeprefix("tandem_")
+            counts[name] = sum(int(s.value) for m in family.collect() for s in m.samples if s.name.endswith("_total"))
+        return counts

@@ -1,6 +1,7 @@
 """Who may use the service, and how much of it at once: API keys before everything else that looks at a request.
 
-As in vLLM, `/health` and `/metrics` are open: probes and scrapers carry no keys.
+As in vLLM, `/health` and `/metrics` are open: probes and scrapers carry no keys. So is the status page, which says
+nothing by itself: what it shows it asks for with a key that its reader types.
 """
 
 import hashlib
@@ -18,7 +19,7 @@ from actors.leg import OverloadedError
 from actors.router import Router
 from app.http_errors import error_body, error_response
 
-OPEN_PATHS = frozenset({"/health", "/metrics"})
+OPEN_PATHS = frozenset({"/", "/health", "/metrics"})
 
 REFUSED = ("refused", "")
 """`route` and `reason` of a refused request in the metrics."""

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 import uuid
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -37,10 +38,13 @@ async def read_request(
     request: Request, endpoint: Endpoint, max_body_bytes: int, max_prompts: int = 2**31
 ) -> ClientRequest:
     """Read and check a request; raises BadRequestError, or ClientDisconnect when the client goes away."""
+    arrived_at = time.monotonic()
     raw = await _read_body(request, max_body_bytes)
+    read_at = time.monotonic()
     body = parse_body(raw)
     check_prompts(body, max_prompts)
-    return ClientRequest(endpoint, _named(forwarded_headers(request), body), raw, body)
+    headers = _named(forwarded_headers(request), body)
+    return ClientRequest(endpoint, headers, raw, body, arrived_at=arrived_at, read_at=read_at)
 
 
 def forwarded_headers(request: Request) -> Headers:

@@ -18,7 +18,9 @@ from actors.attempts import ClientRequest
 from actors.handoff import Endpoint
 from actors.router import Router
 from app.client_request import read_request
+from app.explain import Observer, wants_explanation
 from app.http_errors import BadRequestError, error_event, error_response, status_of
+from app.traces import Traces
 from connectors.errors import TandemError
 
 logger = logging.getLogger(__name__)
@@ -28,9 +30,6 @@ RELAYED_HEADERS = frozenset({b"content-type", b"content-length", b"x-request-id"
 
 ROUTE_HEADER = b"x-tandem-route"
 LOCAL_REASON_HEADER = b"x-tandem-local-reason"
-EXPLAIN_HEADER = "x-tandem-explain"
-"""A request header: `1` asks for DECISION_HEADER."""
-DECISION_HEADER = b"x-tandem-decision"
 
 REFUSED = "refused"
 """The `route` of a request that was refused, by the router or an engine, in the metrics."""
@@ -39,16 +38,18 @@ REFUSED = "refused"
 class Generate:
     """Serves one endpoint."""
 
-    def __init__(self, router: Router, endpoint: Endpoint) -> None:
+    def __init__(self, router: Router, endpoint: Endpoint, traces: Traces | None = None) -> None:
         self._router = router
         self._endpoint = endpoint
+        self._traces = traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         limits = self._router.limits
         try:
             with self._router.admitted():
                 request = await self._read(Request(scope, receive))
-                await _until_disconnect(receive, self._relay(request, send))
+                with Observer.of(self._router, request, self._traces) as observer:
+                    await _until_disconnect(receive, self._relay(observer, send))
         except (ClientDisconnect, TaskCancelledError):
             return
         except Exception as error:
@@ -68,13 +69,13 @@ class Generate:
             message = f"the body did not arrive within {limits.body_timeout_s:g} s"
             raise BadRequestError(message, status=HTTPStatus.REQUEST_TIMEOUT) from None
         session = request.headers.get(limits.routing.session_header)
-        return replace(found, session=session, explain=request.headers.get(EXPLAIN_HEADER) == "1")
+        return replace(found, session=session, explain=wants_explanation(request.scope["headers"]))
 
-    async def _relay(self, request: ClientRequest, send: Send) -> None:
+    async def _relay(self, observer: Observer, send: Send) -> None:
         complete = False
         try:
-            async with self._router.answer(request) as answer:
-                await self._send(answer, send)
+            async with self._router.answer(observer.request) as answer:
+                await self._send(answer, observer, send)
                 complete = True
         except asyncio.CancelledError:
             # Also after the last byte, when Serve's proxy has the answer and ends the request.
@@ -82,22 +83,23 @@ class Generate:
                 self._router.metrics.disconnects.inc()
             raise
 
-    async def _send(self, answer: Answer, send: Send) -> None:
+    async def _send(self, answer: Answer, observer: Observer, send: Send) -> None:
         """Send `answer` to the client. Nothing is sent before its first byte is there, so until then an
         error can have a status of its own."""
         async with aclosing(answer.body()) as body:
             head = await anext(body)
             if answer.start.streams:
                 self._router.metrics.first_byte.labels(answer.route).observe(answer.first_byte_s)
-            await self._begin(answer, head, send)
+            await self._begin(answer, head, observer, send)
             if answer.start.streams:
                 await self._send_rest(body, send)
 
-    async def _begin(self, answer: Answer, head: bytes, send: Send) -> None:
+    async def _begin(self, answer: Answer, head: bytes, observer: Observer, send: Send) -> None:
         status = answer.start.status
         route, reason = (REFUSED, "") if status >= HTTPStatus.BAD_REQUEST else (answer.route, answer.local_reason)
         self._router.metrics.requests.labels(route, reason or "", status).inc()
-        await send({"type": "http.response.start", "status": status, "headers": _response_headers(answer)})
+        headers = [*_response_headers(answer), *observer.began(answer)]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": head, "more_body": answer.start.streams})
 
     async def _send_rest(self, events: AsyncGenerator[bytes, None], send: Send) -> None:
@@ -119,8 +121,6 @@ def _response_headers(answer: Answer) -> list[tuple[bytes, bytes]]:
     headers.append((ROUTE_HEADER, answer.route.encode()))
     if answer.local_reason is not None:
         headers.append((LOCAL_REASON_HEADER, answer.local_reason.encode()))
-    if answer.explanation is not None:
-        headers.append((DECISION_HEADER, answer.explanation.encode()))
     return headers
 
 

@@ -15,14 +15,15 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from actors.arguments import check_arguments, engine_environment
+from actors.colleagues import RouterReplica
 from actors.decode import Decode
 from actors.prefill import Prefill
-from actors.router import Router
 from actors.routing import LeastOngoing
 from app.auth import digests
 from app.bundles import placed
 from app.openai import build_http
 from app.peer_secret import fallback_secret
+from app.traces import Traces
 from configs.settings import AuthSettings, RoleName, RouterLimits, ServiceSettings
 
 ROUTER_SURPLUS_REQUESTS = 64
@@ -33,7 +34,7 @@ HEALTH_CHECK_PERIOD_S = 2.0
 
 
 @serve.ingress()
-class HttpRouter(Router):
+class HttpRouter(RouterReplica):
     """The router with its HTTP surface: the ingress of the application."""
 
     def __init__(
@@ -42,14 +43,16 @@ class HttpRouter(Router):
         prefill: DeploymentHandle,
         decode: DeploymentHandle,
         key_digests: tuple[bytes, ...] = (),
+        otlp_traces_endpoint: str | None = None,
     ) -> None:
         super().__init__(limits, prefill, decode)
         # Serve builds the application in a task on any node, and keys may be in the environment of routers only.
         self._key_digests = (*key_digests, *digests(AuthSettings().operators_keys()))
+        self._traces = Traces(otlp_traces_endpoint) if otlp_traces_endpoint else None
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Serve's hook: the ASGI application of this replica."""
-        return build_http(self, self._key_digests)
+        return build_http(self, self._key_digests, self._traces)
 
 
 def build(args: ServiceSettings) -> serve.Application:
@@ -72,7 +75,8 @@ def build(args: ServiceSettings) -> serve.Application:
         graceful_shutdown_timeout_s=args.router.drain_s,
         user_config=args.router.limits().model_dump(),
     )
-    return router.bind(args.router.limits(), prefill, decode, digests(args.auth.operators_keys()))
+    keys = digests(args.auth.operators_keys())
+    return router.bind(args.router.limits(), prefill, decode, keys, args.router.otlp_traces_endpoint)
 
 
 def deploy_engine(actor: type, role: RoleName, settings: ServiceSettings, secret: SecretStr) -> serve.Application:

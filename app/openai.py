@@ -1,31 +1,32 @@
 """The HTTP surface: OpenAI's routes, /health and /metrics, as one ASGI application over the router."""
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import get_args
 
-from prometheus_client import generate_latest
-from ray import serve
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from actors.colleagues import RouterReplica
 from actors.handoff import Endpoint
-from actors.router import Router
 from app.auth import Authenticated
 from app.client_request import forwarded_headers
 from app.generate import Generate
 from app.http_errors import error_body, error_response
 from app.metrics import CONTENT_TYPE, merge
+from app.status_page import PAGE_HEADERS, status_page
+from app.traces import Traces
 
 logger = logging.getLogger(__name__)
 
 
-def build_http(router: Router, key_digests: Sequence[bytes] = ()) -> ASGIApp:
+def build_http(router: RouterReplica, key_digests: Sequence[bytes] = (), traces: Traces | None = None) -> ASGIApp:
     """The application that serves `router`, to the holders of these keys if there are any."""
 
     async def from_decode(request: Request) -> Response:
@@ -42,18 +43,25 @@ def build_http(router: Router, key_digests: Sequence[bytes] = ()) -> ASGIApp:
         return JSONResponse({"replicas": replicas}, status_code=status)
 
     async def metrics(_: Request) -> Response:
-        replica = serve.get_replica_context().replica_id.unique_id
-        own = generate_latest(router.metrics.registry).decode()
-        merged = merge([("router", replica, own), *await router.engine_metrics()])
+        routers, engines = await asyncio.gather(router.router_metrics(), router.engine_metrics())
+        merged = merge([*(("router", replica, text) for replica, text in routers), *engines])
         return Response(merged, media_type=CONTENT_TYPE)
+
+    async def status(_: Request) -> Response:
+        return JSONResponse(await router.status(), headers={"Cache-Control": "no-store"})
+
+    async def page(_: Request) -> Response:
+        return HTMLResponse(status_page(), headers=PAGE_HEADERS)
 
     surface = Starlette(
         routes=[
-            *(Route(path, Generate(router, path), methods=["POST"]) for path in get_args(Endpoint)),
+            *(Route(path, Generate(router, path, traces), methods=["POST"]) for path in get_args(Endpoint)),
             *(Route(path, from_decode, methods=["GET"]) for path in ("/v1/models", "/version", "/v1/responses/{id}")),
             Route("/v1/responses/{id}/cancel", from_decode, methods=["POST"]),
             Route("/health", health, methods=["GET"]),
             Route("/metrics", metrics, methods=["GET"]),
+            Route("/", page, methods=["GET"]),
+            Route("/tandem/status", status, methods=["GET"]),
         ],
         exception_handlers={HTTPException: refuse_route},
     )

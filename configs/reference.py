@@ -38,8 +38,8 @@ _SECTIONS: tuple[tuple[str, type[BaseModel], str], ...] = (
     (
         "`router`",
         RouterSettings,
-        "All but `replicas`, `num_cpus`, `label_selector` and `placement` can be changed while the service runs, "
-        "through Serve's `user_config` of the `Router` deployment.",
+        "All but `replicas`, `num_cpus`, `label_selector`, `placement` and `otlp_traces_endpoint` can be changed while "
+        "the service runs, through Serve's `user_config` of the `Router` deployment.",
     ),
     (
         "`router.routing`",

@@ -240,6 +240,11 @@ class RouterSettings(RouterLimits, PlacementSettings):
     num_cpus: float = Field(0.1, ge=0, description="what the actor asks of Ray")
     resources: dict[str, float] = Field(default_factory=dict, description="custom Ray resources")
     drain_s: Seconds = Field(30.0, description="how long a stopping router may finish its requests")
+    otlp_traces_endpoint: str | None = Field(
+        None,
+        description="where OpenTelemetry spans are sent (OTLP over HTTP), such as `http://collector:4318/v1/traces`; "
+        "unset: none are made. The engine argument of the same name is vLLM's, for the engines' own spans",
+    )
 
     def limits(self) -> RouterLimits:
         return RouterLimits(**self.model_dump(include=set(RouterLimits.model_fields)))
@@ -250,7 +255,7 @@ class AuthSettings(Frozen):
 
     api_keys: tuple[SecretStr, ...] = Field(
         (),
-        description="send one of these as `Authorization: Bearer KEY`, but for /health and /metrics; better "
+        description="send one of these as `Authorization: Bearer KEY`, but for /, /health and /metrics; better "
         f"set in the environment variable `{API_KEYS_VARIABLE}`, separated by commas; none: everybody may use it",
     )
 

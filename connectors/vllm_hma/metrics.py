@@ -37,6 +37,16 @@ COUNTERS = {
         "group",
         "Bytes of KV written to decode engines, by KV cache group, all ranks.",
     ),
+    "pair_bytes": (
+        "vllm:tandem_kv_pair_bytes",
+        "peer",
+        "Bytes of KV in writes that are done, by the decode engine (its id) that they went to, all ranks.",
+    ),
+    "pair_seconds": (
+        "vllm:tandem_kv_pair_seconds",
+        "peer",
+        "Time that writes to a decode engine were under way, added up over writes and ranks: divides pair_bytes.",
+    ),
     "writes": ("vllm:tandem_kv_writes", "outcome", "Writes to decode engines by their end, done or failed, all ranks."),
 }
 """Key in the stats -> name, label and description."""
@@ -60,30 +70,48 @@ HANGING = (
 _STAGES = ("orphan", "live", "held", "connecting", "offered", "ending")
 _CENSUS = {*_STAGES, "quarantined", "hanging"}
 
+ARRIVALS_KEPT = 1024
+"""Of one report: vLLM adds reports up for its log, and nobody may ask for it."""
+
 
 @dataclass
 class TandemStats(KVConnectorStats):
-    """``data``: ``counts`` of ``{counter: {label: number}}`` since the last report, ``ranks`` of ``{rank: census}``."""
+    """What has been counted since the last report, in ``data``:
+
+    ``counts``     ``{counter: {label: number}}``
+    ``ranks``      ``{rank: census}``
+    ``arrivals``   ``{request id: [asked_at, ended_at, failed]}``: when KV was asked for, and when the last of the ranks
+                   had it or knew that it will not come, in ``time.monotonic()`` of the engine's host
+    """
 
     def __post_init__(self) -> None:
         if not self.data:
             self.reset()
 
     def reset(self) -> None:
-        self.data = {"counts": {}, "ranks": {}}
+        self.data = {"counts": {}, "ranks": {}, "arrivals": {}}
 
-    def count(self, counter: str, label: str, number: int = 1) -> None:
+    def count(self, counter: str, label: str, number: float = 1) -> None:
         labels = self.data["counts"].setdefault(counter, {})
         labels[label] = labels.get(label, 0) + number
 
     def is_empty(self) -> bool:
-        return not self.data["counts"] and not self.data["ranks"]
+        return not any(self.data.values())
+
+    def arrived(self, request_id: str, asked_at: float, ended_at: float, failed: bool) -> None:
+        arrivals = self.data["arrivals"]
+        known = arrivals.pop(request_id, (asked_at, ended_at, failed))
+        if len(arrivals) >= ARRIVALS_KEPT:
+            del arrivals[next(iter(arrivals))]
+        arrivals[request_id] = [min(asked_at, known[0]), max(ended_at, known[1]), failed or known[2]]
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for counter, labels in other.data["counts"].items():
             for label, number in labels.items():
                 self.count(counter, label, number)
         self.data["ranks"] |= other.data["ranks"]
+        for request_id, arrival in other.data["arrivals"].items():
+            self.arrived(request_id, *arrival)
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -102,12 +130,26 @@ class RankTally:
         self._rank = str(rank)
         self._stats = TandemStats()
         self._census: Mapping[str, int] = {}
+        self._asked_at: dict[str, float] = {}
 
     def sent_bytes(self, group: int, number: int) -> None:
         self._stats.count("bytes", str(group), number)
 
     def write_ended(self, outcome: str) -> None:
         self._stats.count("writes", outcome)
+
+    def written(self, peer: str, size_bytes: int, seconds: float) -> None:
+        """A write to `peer` is done."""
+        self.write_ended("done")
+        self._stats.count("pair_bytes", peer, size_bytes)
+        self._stats.count("pair_seconds", peer, seconds)
+
+    def asked(self, request_id: str, now: float) -> None:
+        """KV is asked for; `ended` follows in any case."""
+        self._asked_at[request_id] = now
+
+    def ended(self, request_id: str, now: float, failed: bool) -> None:
+        self._stats.arrived(request_id, self._asked_at.pop(request_id, now), now, failed)
 
     def take(self, census: Mapping[str, int]) -> TandemStats | None:
         """What has changed since the last call, the census included; None where nothing has."""

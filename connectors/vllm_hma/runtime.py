@@ -383,6 +383,7 @@ class WorkerRuntime:
                     self._verifier.submit(self._verify, verify)
             case Received(request_id, failure):
                 self._received[request_id] = failure
+                self._tally.ended(request_id, time.monotonic(), failure is not None)
                 if failure is not None:
                     logger.warning("Tandem: the KV of request %s is computed here: %s", request_id, failure)
                 self._trace.event("received", request=request_id, failure=failure)
@@ -397,6 +398,7 @@ class WorkerRuntime:
         return []
 
     def _receive(self, receive: Receive, now: float) -> None:
+        self._tally.asked(receive.request_id, now)
         groups = self.card.layout.groups
         try:
             wanted = tuple(

@@ -6,6 +6,7 @@ import logging
 import time
 import traceback
 from collections import Counter
+from dataclasses import dataclass
 
 from connectors.errors import TandemError, TransportError
 from connectors.planning.descriptors import Runs, build_runs, move_bytes
@@ -21,6 +22,16 @@ from connectors.vllm_hma.post import Post, agent_name
 from connectors.vllm_hma.trace import Trace
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """A write under way ``since`` then, to a worker of ``engine``."""
+
+    handle: WriteHandle
+    engine: str
+    size_bytes: int
+    since: float
 
 
 class Writes:
@@ -44,7 +55,7 @@ class Writes:
         self._tally = tally
         self._trace = trace
         self._complain = Complaints(logger)
-        self._handles: dict[int, WriteHandle] = {}
+        self._handles: dict[int, Posted] = {}
         self.posted = 0
 
     def under_way(self) -> frozenset[int]:
@@ -62,7 +73,7 @@ class Writes:
             handle = self._posted(agent_name(write.peer), runs, place)
         except Exception as error:
             return self._failed(write.write_id, error)
-        self._handles[write.write_id] = handle
+        self._handles[write.write_id] = Posted(handle, write.peer.incarnation, runs.total_bytes, time.monotonic())
         self.posted += 1
         self._producer.write_posted(write.write_id, runs.total_bytes)
         self._add_to_digest(write)
@@ -75,16 +86,16 @@ class Writes:
         A transport that raises anything else than TransportError is broken: it will say no more of the write than that.
         """
         actions: list[ProducerAction] = []
-        for write_id, handle in list(self._handles.items()):
+        for write_id, posted in list(self._handles.items()):
             try:
-                if not self._transport.poll(handle):
+                if not self._transport.poll(posted.handle):
                     continue
             except Exception as error:
                 del self._handles[write_id]
                 actions += self._failed(write_id, error)
             else:
                 del self._handles[write_id]
-                self._tally.write_ended("done")
+                self._tally.written(posted.engine, posted.size_bytes, time.monotonic() - posted.since)
                 self._trace.event("written", write=write_id)
                 actions += self._producer.write_done(write_id, now)
         return actions

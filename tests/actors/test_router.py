@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 import ray
+from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 from starlette.applications import Starlette
@@ -23,6 +24,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from actors.asgi_call import Accepted, Call, ResponseStart, call_asgi
+from actors.colleagues import STATUS_AGE_S
 from actors.engine import EngineDownError
 from actors.handoff import TRANSFER_FIELD
 from actors.journal import Chunk
@@ -31,6 +33,7 @@ from app.main import HttpRouter
 from configs.settings import RouterLimits, RoutingSettings
 from tests.actors.test_attempts import TOKENS, engine
 from tests.e2e.sse import said
+from tests.e2e.timing import server_timing
 
 LIMITS = RouterLimits(
     request_timeout_s=5,
@@ -120,6 +123,9 @@ class Engine:
     async def ping(self) -> str:
         return "fake"
 
+    async def status(self) -> dict[str, object]:
+        return {"role": self.role, "replica": "fake", "running": self.running}
+
     async def metrics(self) -> tuple[str, str]:
         return "fake", f"# TYPE calls gauge\ncalls {self.running}\n# TYPE gave gauge\ngave {self.discarded}\n"
 
@@ -145,14 +151,14 @@ class Engine:
         return StreamingResponse(events(), media_type="text/event-stream")
 
 
-def deploy(num_cpus: float = 0.1) -> None:
+def deploy(num_cpus: float = 0.1, routers: int = 1) -> None:
     """Start the service, or replace the engines of one that runs. A replica that is told to stop has no time."""
     actor = serve.deployment(Engine).options(
         ray_actor_options={"num_cpus": num_cpus},
         request_router_config=RequestRouterConfig(request_router_class=LeastOngoing),
         graceful_shutdown_timeout_s=0.2,
     )
-    router = serve.deployment(HttpRouter).options(ray_actor_options={"num_cpus": 0.1})
+    router = serve.deployment(HttpRouter).options(ray_actor_options={"num_cpus": 0.1}, num_replicas=routers)
     prefill, decode = actor.options(name="Prefill"), actor.options(name="Decode", num_replicas=2)
     serve.run(router.bind(LIMITS, prefill.bind("prefill"), decode.bind("decode")), name="tandem")
 
@@ -181,8 +187,9 @@ async def client(url) -> AsyncGenerator[httpx.AsyncClient, None]:
         await idle(client)
 
 
-async def ask(client: httpx.AsyncClient, prompt: str, **more: object) -> httpx.Response:
-    return await client.post("/v1/completions", json={"prompt": prompt, **more})
+async def ask(client: httpx.AsyncClient, prompt: str, explain: bool = False, **more: object) -> httpx.Response:
+    headers = {"x-tandem-explain": "1"} if explain else {}
+    return await client.post("/v1/completions", json={"prompt": prompt, **more}, headers=headers)
 
 
 async def idle(client: httpx.AsyncClient) -> None:
@@ -327,3 +334,45 @@ async def test_streams_outlive_a_rolling_restart(client):
         replies += await asyncio.gather(*(ask(client, "counts", stream=True) for _ in range(3)))
     await restarting
     assert {counted(reply) for reply in replies} == {ALL}
+
+
+async def test_whichever_router_answers_it_tells_of_all(client):
+    """Two routers: each answer has both routers' series and requests, and all of them say the same."""
+    await asyncio.to_thread(deploy, routers=2)
+    before = sum(answered((await client.get("/metrics")).text).values())
+    for _ in range(12):
+        assert (await ask(client, "all is well")).status_code == 200
+    texts = [(await client.get("/metrics")).text for _ in range(12)]
+    counts = [answered(text) for text in texts]
+    assert len(counts[0]) == 2, "both have answered"
+    assert sum(counts[0].values()) == before + 12
+    assert counts == counts[:1] * 12, "it does not matter who is asked"
+    await asyncio.sleep(STATUS_AGE_S)
+    told = [(await client.get("/tandem/status")).json() for _ in range(12)]
+    for status in told:
+        assert {router["replica"] for router in status["routers"]} == counts[0].keys()
+        assert [engine["role"] for engine in status["engines"]] == ["prefill", "decode", "decode"]
+    recent = [[one["request_id"] for one in status["recent"]] for status in told]
+    assert recent == recent[:1] * 12
+    assert len(set(recent[0])) == len(recent[0]) >= 12
+
+
+def answered(exposition: str) -> dict[str, float]:
+    """For each router replica, the requests that it has answered well."""
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(exposition):
+        for sample in family.samples:
+            if sample.name == "tandem_requests_total" and sample.labels["status"] == "200":
+                replica = sample.labels["replica"]
+                found[replica] = found.get(replica, 0.0) + sample.value
+    return found
+
+
+async def test_a_client_that_asks_is_told_where_its_time_went(client):
+    """These engines say nothing of theirs, and the router does not make it up; others are told nothing."""
+    reply = await ask(client, "all is well", explain=True)
+    parts = server_timing(reply)
+    total = parts.pop("total")
+    assert sum(parts.values()) == pytest.approx(total, abs=0.1)
+    assert parts["unexplained"] >= 50, "how long decode takes"
+    assert "server-timing" not in (await ask(client, "all is well")).headers

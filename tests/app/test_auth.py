@@ -86,7 +86,7 @@ async def test_without_a_key_nobody_comes_in(authorization):
     """401 in OpenAI's form, for any path, and the application sees nothing of it."""
     surface = Surface(KEYS)
     headers = {} if authorization is None else {"Authorization": authorization.encode("latin-1")}
-    for path in ("/v1/completions", "/v1/models", "/health/", "/metricsx", "/", "//health"):
+    for path in ("/v1/completions", "/v1/models", "/health/", "/metricsx", "/tandem/status", "http://tandem//health"):
         reply = await surface.client.get(path, headers=headers)
         assert reply.status_code == 401
         assert reply.headers["www-authenticate"] == "Bearer"
@@ -110,7 +110,7 @@ async def test_each_key_opens():
 async def test_probes_and_scrapers_need_no_key():
     """As in vLLM."""
     surface = Surface(KEYS)
-    assert [(await surface.get(path)).status_code for path in ("/health", "/metrics")] == [200, 200]
+    assert [(await surface.get(path)).status_code for path in ("/", "/health", "/metrics")] == [200] * 3
 
 
 async def test_open_paths_below_a_route_prefix():

@@ -23,6 +23,7 @@ from app.demo.facts import RecallPrompt, exact, make_prompt
 from configs.settings import TransferSettings
 from connectors.protocol.cards import PROTOCOL_VERSION
 from tests.e2e.service_process import ROOT, ServiceProcess, write_config
+from tests.e2e.timing import server_timing
 from tests.fuzz.http import attack, check
 
 pytestmark = pytest.mark.engine
@@ -203,6 +204,37 @@ def test_a_stream_comes_in_pieces(http):
         pieces = list(reply.iter_raw())
     assert len(sse(b"".join(pieces).decode())) >= 30
     assert len(pieces) > 5
+
+
+@pytest.mark.parametrize(
+    ("more", "most", "none"),
+    [
+        ({"stream": True}, {"prefill_queue", "prefill", "decode_queue", "first_step"}, {"generation"}),
+        ({"stream": False}, {"prefill_queue", "prefill", "first_step", "generation"}, set()),
+        ({"stream": True, "n": 2, "temperature": 1}, {"decode_queue", "prefill"}, {"transfer", "first_step"}),
+    ],
+    ids=["a stream", "a whole answer", "a local request"],
+)
+def test_the_time_to_the_first_token_is_accounted_for(http, more, most, none):
+    """The parts are the total, nothing is left unexplained, and the client has waited at least as long."""
+    began_at = time.monotonic()
+    explain = {"x-tandem-explain": "1"}
+    with http.stream("POST", "/v1/completions", json=completion(recall(20).text, **more), headers=explain) as reply:
+        waited_ms = (time.monotonic() - began_at) * 1000
+        parts = server_timing(reply)
+    total = parts.pop("total")
+    assert sum(parts.values()) == pytest.approx(total, abs=1)
+    assert most | {"router", "placing", "hops", "frontend"} <= parts.keys()
+    assert not parts.keys() & (none | {"unexplained", "retries", "recompute"})
+    assert 0 < total <= waited_ms
+    assert parts["prefill"] > 0
+
+
+def test_nobody_is_told_who_has_not_asked(http):
+    """The header costs a client that does not want it nothing; the histograms have its request all the same."""
+    before = metric(http, "tandem_ledger_seconds_count", route="remote", part="first_step")
+    assert "server-timing" not in http.post("/v1/completions", json=completion("abc")).headers
+    assert metric(http, "tandem_ledger_seconds_count", route="remote", part="first_step") == before + 1
 
 
 @pytest.mark.parametrize(

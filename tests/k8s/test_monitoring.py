@@ -13,6 +13,7 @@ import pytest
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from actors.ledger import Ledger, Span
 from actors.placement.decision import NO_PREFILL, PREFILL_FAILED
 from actors.router_metrics import RouterMetrics
 from app.generate import REFUSED
@@ -42,6 +43,8 @@ def emitted() -> dict[str, Labels]:
         for status in (200, 429, 503):
             router.requests.labels(route, reason, status).inc()
         router.first_byte.labels(route).observe(1)
+    for route in ("remote", "local"):
+        router.keep(route, Ledger((Span("prefill", 0.0, 1.0),)))
     for outcome in OUTCOMES:
         router.prefill_legs.labels(outcome).inc()
     engine = vllm_exposition()
@@ -75,6 +78,7 @@ def vllm_exposition() -> str:
         VllmConfig(kv_transfer_config=transfer), types, ["model_name", "engine"], {0: ["m", "0"]}
     )
     counts = {"requests": dict.fromkeys(KV_ENDS, 1), "bytes": {"0": 1}, "writes": {"done": 1, "failed": 1}}
+    counts |= {"pair_bytes": {"e": 1}, "pair_seconds": {"e": 1}}
     connector.observe({"counts": counts, "ranks": {"0": {"held": 1}}})
     text = generate_latest(REGISTRY).decode()
     unregister_vllm_metrics()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,9 +12,10 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
+from actors.stopwatch import Arrivals
 from connectors.protocol.limits import TransferLimits
 from connectors.vllm_hma.connector import TandemConnector
-from connectors.vllm_hma.metrics import RankTally, TandemPromMetrics, TandemStats
+from connectors.vllm_hma.metrics import ARRIVALS_KEPT, RankTally, TandemPromMetrics, TandemStats
 from connectors.vllm_hma.orders import Chunk, Expect, Finished
 from tests.vllm_contract.test_ends import HeldWrites, let_go
 from tests.vllm_contract.workers import BLOCK_BYTES, DIGEST, Worker, receive, results, until
@@ -68,6 +70,9 @@ def test_a_transfer_is_counted_from_its_offer_to_its_end(
     producer.step(finished=[Finished("q", True, "")])
     observe(metrics, producer.runtime.stats())
     assert value("vllm:tandem_kv_writes_total", outcome="done") == 1
+    peer = consumer.runtime.card.incarnation
+    assert value("vllm:tandem_kv_pair_bytes_total", peer=peer) == 2 * BLOCK_BYTES
+    assert (value("vllm:tandem_kv_pair_seconds_total", peer=peer) or 0) > 0
     assert value("vllm:tandem_kv_transfers", stage="live") == value("vllm:tandem_kv_transfers", stage="held") == 0
     assert producer.runtime.stats() is None
 
@@ -122,6 +127,58 @@ def test_ranks_add_up_what_they_count_and_share_what_they_hold(metrics: TandemPr
     assert value("vllm:tandem_kv_transfers", stage="held") == 3
     observe(metrics, ranks[0].take({"held": 2}), ranks[1].take({"held": 0}))
     assert value("vllm:tandem_kv_transfers", stage="held") == 2
+
+
+def test_kv_has_arrived_when_the_last_rank_has_it() -> None:
+    """Asked for when the first rank did; failed where it failed for one."""
+    ranks = RankTally(0), RankTally(1)
+    for rank, asked_at, ended_at in zip(ranks, (10.0, 11.0), (15.0, 14.0), strict=True):
+        rank.asked("r", asked_at)
+        rank.asked("s", asked_at)
+        rank.ended("r", ended_at, failed=False)
+    ranks[1].ended("s", 20.0, failed=True)
+    ranks[0].ended("s", 21.0, failed=False)
+    first, second = (rank.take({}) for rank in ranks)
+    assert first is not None
+    assert second is not None
+    carried = msgspec.msgpack.decode(msgspec.msgpack.encode(first.aggregate(second).to_dict()))
+    arrivals = Arrivals()
+    for request_id in ("r", "s", "never"):
+        arrivals.expect(request_id)
+    arrivals.observe(carried)
+    arrivals.observe(None)
+    assert arrivals.take("r") == (10.0, 15.0, False)
+    assert arrivals.take("s") == (10.0, 21.0, True)
+    assert arrivals.take("never") is None
+    arrivals.observe(carried)
+    assert arrivals.take("r") is None, "what nobody expects is not kept"
+
+
+def test_a_transfer_of_two_workers_says_when_it_arrived(worker: Callable[..., Worker]) -> None:
+    """From the order to receive to the last byte; and a transfer that fails says so."""
+    producer, consumer = worker("p"), worker("c")
+    before = time.monotonic()
+    consumer.step(receives=[receive(producer.address)])
+    producer.step(expects=[Expect("q", "t", 7, DIGEST)])
+    assert (stats := consumer.runtime.stats()) is None or not stats.data["arrivals"], "nothing has arrived"
+    producer.step(chunks=[Chunk("q", ((1, 2),), 7)])
+    assert results(consumer) == (set(), {"r"}, set())
+    found = consumer.runtime.stats()
+    assert found is not None
+    asked_at, ended_at, failed = found.data["arrivals"]["r"]
+    assert before <= asked_at <= ended_at <= time.monotonic()
+    assert not failed
+
+
+def test_arrivals_that_nobody_asks_for_do_not_pile_up() -> None:
+    """vLLM adds reports up until its log wants them, which it may never do."""
+    whole = TandemStats()
+    for number in range(3000):
+        step = TandemStats()
+        step.arrived(f"r{number}", 1.0, 2.0, False)
+        whole.aggregate(step)
+    assert len(whole.data["arrivals"]) == ARRIVALS_KEPT
+    assert "r2999" in whole.data["arrivals"]
 
 
 def test_a_second_engine_of_a_process_registers_its_own(metrics: TandemPromMetrics) -> None:

@@ -1,0 +1,88 @@
+"""The other replicas of the router: what all of them say together, whichever of them is asked."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from prometheus_client import generate_latest
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from actors.leg import ask_all
+from actors.recent import newest_of
+from actors.router import Router
+
+STATUS_AGE_S = 1.0
+"""How old a status may be: many open pages cost the engines no more than one."""
+
+RECENT_SHOWN = 60
+"""Requests in a status."""
+
+RouterMetricsText = tuple[str, str]
+"""A router replica's id and its exposition."""
+
+
+class RouterReplica(Router):
+    """A router that knows its colleagues. Its deployment's handle reaches `own_metrics` and `own_status`."""
+
+    _colleagues: DeploymentHandle | None = None
+    _status: tuple[float, dict[str, Any]] | None = None
+    _status_lock: asyncio.Lock | None = None
+
+    async def own_metrics(self) -> RouterMetricsText:
+        """This replica's."""
+        return _own_id(), generate_latest(self.metrics.registry).decode()
+
+    async def own_status(self) -> dict[str, Any]:
+        """What this replica alone knows."""
+        return {
+            "replica": _own_id(),
+            "ongoing": int(self.metrics.value("tandem_ongoing_requests")),
+            "limit": self.limits.max_ongoing_requests,
+            "counts": self.metrics.counts(),
+            "recent": self.recent.newest(RECENT_SHOWN),
+        }
+
+    async def router_metrics(self) -> list[RouterMetricsText]:
+        """Of all router replicas that answer in time; of this one in any case."""
+        own = await self.own_metrics()
+        others = dict(await self._ask_colleagues("own_metrics")) | dict([own])
+        return sorted(others.items())
+
+    async def status(self) -> dict[str, Any]:
+        """The whole service, at most `STATUS_AGE_S` old."""
+        if self._status_lock is None:
+            self._status_lock = asyncio.Lock()
+        async with self._status_lock:
+            now = time.monotonic()
+            if self._status is None or now - self._status[0] > STATUS_AGE_S:
+                self._status = (time.monotonic(), await self._ask_for_status())
+            return self._status[1]
+
+    async def _ask_for_status(self) -> dict[str, Any]:
+        own, engines, colleagues = await asyncio.gather(
+            self.own_status(), self.engine_status(), self._ask_colleagues("own_status")
+        )
+        routers = {status["replica"]: status for status in (*colleagues, own)}
+        recent = newest_of((status["recent"] for status in routers.values()), RECENT_SHOWN)
+        return {
+            "at": time.time(),
+            "routers": [_without(status, "recent") for _, status in sorted(routers.items())],
+            "engines": sorted(engines, key=lambda engine: (engine["role"] != "prefill", engine["replica"])),
+            "recent": recent,
+        }
+
+    async def _ask_colleagues(self, method: str) -> list[Any]:
+        if self._colleagues is None:
+            replica = serve.get_replica_context()
+            self._colleagues = serve.get_deployment_handle(replica.deployment, replica.app_name)
+        return await ask_all("router", self._colleagues, method, self.limits.metrics_timeout_s)
+
+
+def _own_id() -> str:
+    return serve.get_replica_context().replica_id.unique_id
+
+
+def _without(status: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in status.items() if name != key}

@@ -1,0 +1,70 @@
+"""What one engine is doing, out of the metrics that vLLM and the connector keep in its actor's process."""
+
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+
+STAGES = "vllm:tandem_kv_transfers"
+NAMES = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    STAGES,
+    "vllm:tandem_kv_quarantined",
+    "vllm:tandem_kv_requests_total",
+    "vllm:tandem_kv_sent_bytes_total",
+    "vllm:tandem_kv_pair_bytes_total",
+    "vllm:tandem_kv_pair_seconds_total",
+)
+"""What is read; asking for these costs less than for all."""
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """Numbers of this moment; those of vLLM are as old as its last step."""
+
+    running: int
+    """Requests in the scheduler's batch."""
+    waiting: int
+    """Requests that wait for a place in it, or for KV."""
+    cache_usage: float
+    """Of the KV cache's blocks, from 0 to 1."""
+    transfers: dict[str, int]
+    """Under way, by stage; only stages that have some."""
+    quarantined: int
+    """Requests whose blocks cannot be freed yet."""
+    sent_bytes: int
+    """Of KV, since the engine started."""
+    recomputed: int
+    """Requests whose KV did not come, since the engine started."""
+    pairs: dict[str, tuple[int, float]]
+    """For each engine that KV was sent to: bytes, and seconds in which writes were under way, since the start."""
+
+
+def read_load(registry: CollectorRegistry) -> EngineLoad:
+    """The load of the engine whose metrics are in `registry`."""
+    numbers: dict[str, float] = {}
+    transfers: dict[str, int] = {}
+    sent: dict[str, list[float]] = {}
+    recomputed = 0.0
+    for family in registry.restricted_registry(NAMES).collect():
+        for sample in family.samples:
+            numbers[sample.name] = numbers.get(sample.name, 0.0) + sample.value
+            if sample.name == STAGES and sample.value:
+                transfers[sample.labels["stage"]] = int(sample.value)
+            elif sample.name == "vllm:tandem_kv_requests_total" and sample.labels["outcome"] == "recomputed":
+                recomputed += sample.value
+            elif sample.name == "vllm:tandem_kv_pair_bytes_total":
+                sent.setdefault(sample.labels["peer"], [0, 0])[0] += sample.value
+            elif sample.name == "vllm:tandem_kv_pair_seconds_total":
+                sent.setdefault(sample.labels["peer"], [0, 0])[1] += sample.value
+    return EngineLoad(
+        running=int(numbers.get("vllm:num_requests_running", 0)),
+        waiting=int(numbers.get("vllm:num_requests_waiting", 0)),
+        cache_usage=round(numbers.get("vllm:kv_cache_usage_perc", 0.0), 4),
+        transfers=transfers,
+        quarantined=int(numbers.get("vllm:tandem_kv_quarantined", 0)),
+        sent_bytes=int(numbers.get("vllm:tandem_kv_sent_bytes_total", 0)),
+        recomputed=int(recomputed),
+        pairs={peer: (int(size), round(seconds, 6)) for peer, (size, seconds) in sent.items()},
+    )
