@@ -1,7 +1,7 @@
 """What is told of one request when its answer begins: to the client that asks, and to whoever watches the service.
 
-`x-tandem-explain: 1` in; out come `x-tandem-decision`, what was decided and from which numbers, and `Server-Timing`, where
-the time went: the W3C's header for this purpose, which browsers' developer tools draw and any client can split.
+`x-tandem-explain: 1` in; out come `x-tandem-decision`, what was decided and from which numbers, and `Server-Timing`,
+where the time went: the W3C's header for this purpose, which browsers' developer tools draw and any client can split.
 """
 
 from collections.abc import Iterable, Iterator
