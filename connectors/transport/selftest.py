@@ -123,11 +123,11 @@ def _answer(end: str, process: subprocess.Popen[bytes], timeout_s: float) -> dic
 
 def _end(end: str, backends: list[str], devices: list[str], timeout_s: float, pipe: IO[str]) -> int:
     """One of the two processes: messages to the parent go to `pipe`, from it come on stdin."""
-    from connectors.errors import TransportError
+    from connectors.errors import TandemError
 
     try:
         (_send if end == "sender" else _receive)(backends, devices, timeout_s, pipe)
-    except (TransportError, TimeoutError) as error:
+    except (TandemError, TimeoutError) as error:
         print(json.dumps({"error": f"the {end}: {error}", "plugins": _plugins()}), file=pipe)
         return 1
     return 0

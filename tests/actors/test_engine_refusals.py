@@ -19,6 +19,11 @@ from actors.engine import Engine, StopFlag
 BEGUN = "event: response.created\ndata: {}\n\n"
 
 
+async def awake() -> bool:
+    """What an engine that lives answers when it is asked whether it sleeps."""
+    return False
+
+
 def engine(error: Exception) -> Engine:
     """An engine whose application streams one event and then fails, behind vLLM's own error handlers."""
     app = FastAPI()
@@ -33,7 +38,8 @@ def engine(error: Exception) -> Engine:
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
-    return Engine(SimpleNamespace(errored=False), app, StopFlag(), AsyncExitStack(), None)
+    llm = SimpleNamespace(errored=False, is_sleeping=awake)
+    return Engine(llm, app, StopFlag(), AsyncExitStack(), None, load=None, supervisor="")
 
 
 async def answer(error: Exception) -> tuple[int, bytes]:

@@ -205,14 +205,14 @@ async def test_a_router_reads_its_own_environment(monkeypatch):
     """Serve builds the application in a task on any node, on Kubernetes the head's pod, which has no keys: a router
     whose own pod has some must not let everybody in."""
     monkeypatch.delenv(API_KEYS_VARIABLE, raising=False)
-    built = build(ServiceSettings())._bound_deployment.init_args[-1]
+    built = build(ServiceSettings())._bound_deployment.init_args[3]
     assert built == ()
     monkeypatch.setenv(API_KEYS_VARIABLE, "of-the-router")
     client = http_router(built)
     assert (await client.get("/v1/nothing")).status_code == 401
     assert (await client.get("/v1/nothing", headers=bearer("of-the-router"))).status_code == 404
     monkeypatch.setenv(API_KEYS_VARIABLE, "of-the-build")
-    built = build(ServiceSettings())._bound_deployment.init_args[-1]
+    built = build(ServiceSettings())._bound_deployment.init_args[3]
     monkeypatch.delenv(API_KEYS_VARIABLE)
     assert (await http_router(built).get("/v1/nothing")).status_code == 401
 
