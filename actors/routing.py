@@ -65,18 +65,6 @@ class LeastOngoing(FIFOMixin, RequestRouter):
         self._turn += 1
         return [[by_id[name]] for name in rank(self._ongoing(), self._turn, avoid, prefer) if name in by_id]
 
-    def _fulfill_next_pending_request(self, replica: RunningReplica, request_metadata: object = None) -> None:
-        """A request gets the replica that was decided on for it; any other goes to whoever has waited longest.
-
-        Serve's FIFO gives each place to the first who waits: of two requests that are decided on at the same time, each
-        would get the other's.
-        """
-        own = self._get_pending_request_matching_internal_request_id(request_metadata)
-        if own is not None and own.kwargs.get("prefer", ())[:1] == (replica.replica_id.unique_id,):
-            RequestRouter._fulfill_next_pending_request(self, replica, request_metadata)
-        else:
-            super()._fulfill_next_pending_request(replica, request_metadata)
-
     def _ongoing(self) -> dict[str, int]:
         lengths = self.replica_queue_len_cache
         return {name.unique_id: lengths.get(name) or 0 for name in list(self.curr_replicas)}

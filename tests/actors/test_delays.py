@@ -144,9 +144,9 @@ async def test_waiting_for_a_place_is_in_its_part():
     choose = engines.decode.choose_replica
 
     @asynccontextmanager
-    async def late(avoid: Any = ()) -> AsyncGenerator[Any, None]:
+    async def late(**options: Any) -> AsyncGenerator[Any, None]:
         await asyncio.sleep(DELAY_S)
-        async with choose(avoid) as place:
+        async with choose(**options) as place:
             yield place
 
     engines.decode.choose_replica = late  # type: ignore[method-assign]
