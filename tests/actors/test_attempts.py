@@ -4,163 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 
-from actors.asgi_call import Alive, Call, ResponseStart
+from actors.asgi_call import Call, ResponseStart
 from actors.attempts import ClientRequest
 from actors.engine import EngineDownError
 from actors.handoff import TRANSFER_FIELD
-from actors.journal import CannotResumeError, Chunk, Group
+from actors.journal import CannotResumeError, Chunk
 from actors.leg import DeadlineError, UnavailableError
 from actors.router import Router
-from configs.settings import RouterLimits, RoutingSettings
+from tests.actors.behaviours import (
+    EVENTS,
+    LIMITS,
+    OK,
+    TOKENS,
+    WHOLE,
+    answers,
+    ask,
+    counted,
+    cut_off,
+    dies,
+    engine,
+    event,
+    fleet,
+    hangs,
+    prefills,
+    request,
+    transfers,
+    well,
+)
 from tests.actors.fleet import Handle, Replica, at_rest
 from tests.e2e.sse import said
-
-JSON = ((b"content-type", b"application/json"),)
-EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"),)
-TOKENS = 40
-LIMITS = RouterLimits(routing=RoutingSettings(policy="round_robin"))
-"""As they come, but for the policy: where a test waits for one of them, it sets it."""
-
-
-def request(stream: bool = True, **more: Any) -> ClientRequest:
-    body = {"prompt": "a prompt", "stream": stream, **more}
-    return ClientRequest("/v1/completions", (), json.dumps(body).encode(), body)
-
-
-def event(created: int, usage: dict[str, int] | None = None, **choice: Any) -> bytes:
-    head = {"id": "cmpl-1", "object": "text_completion", "created": created, "model": "m"}
-    body = {**head, "choices": [choice] if choice else [], "usage": usage}
-    return f"data: {json.dumps(body, separators=(',', ':'))}\n\n".encode()
-
-
-def groups_of(sizes: list[int], journal: tuple[Group, ...]) -> list[Group]:
-    """The tokens 0 to 39 as `journal` has them, then in groups of `sizes`, in turn."""
-    groups = list(journal)
-    while (begin := sum(map(len, groups))) < TOKENS:
-        size = sizes[len(groups) % len(sizes)]
-        groups.append(tuple(range(begin, min(begin + size, TOKENS))))
-    return groups
-
-
-def engine(created: int, sizes: list[int], dies_after: int | None = None, half: bool = False) -> Any:
-    """A decode engine that streams forty tokens, one event for a group, and repeats a journal first.
-
-    It dies when it has sent `dies_after` tokens, `half`: in the middle of the event after them.
-    """
-
-    async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
-        yield ResponseStart(200, EVENTS)
-        yield b": ping\n\n"
-        sent = 0
-        for group in groups_of(sizes, call.journal):
-            text = "".join(f"<{token}>" for token in group)
-            data = b"" if sent else event(created, index=0, role="assistant", text="")
-            data += event(created, index=0, text=text, finish_reason="length" if TOKENS - 1 in group else None)
-            if dies_after is not None and sent + len(group) > dies_after:
-                if half:
-                    yield Chunk(data[: len(data) // 2], (group,))
-                raise EngineDownError("killed")
-            sent += len(group)
-            yield Chunk(data, (group,))
-        yield event(created, usage={"completion_tokens": sent}) + b"data: [DONE]\n\n"
-
-    return serve
-
-
-def answers(status: int, body: dict[str, Any], delay_s: float = 0.0) -> Any:
-    """An engine that answers with JSON."""
-
-    async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
-        await asyncio.sleep(delay_s)
-        yield ResponseStart(status, JSON)
-        yield json.dumps(body).encode()
-
-    return serve
-
-
-def dies(call: Call, _: int) -> AsyncGenerator[Any, None]:
-    async def serve() -> AsyncGenerator[Any, None]:
-        raise EngineDownError("dead")
-        yield
-
-    return serve()
-
-
-def hangs(call: Call, _: int) -> AsyncGenerator[Any, None]:
-    async def serve() -> AsyncGenerator[Any, None]:
-        await asyncio.sleep(60)
-        yield
-
-    return serve()
-
-
-def in_turn(*behaviours: Any) -> Any:
-    """The n-th call is served by the n-th behaviour."""
-    return lambda call, turn: behaviours[turn - 1](call, turn)
-
-
-def fed(serve: Any, prefill: Handle) -> Any:
-    """A decode engine that waits for its KV when the call says that it comes from elsewhere."""
-
-    async def wait(call: Call, turn: int) -> AsyncGenerator[Any, None]:
-        transfer = json.loads(call.body).get(TRANSFER_FIELD)
-        if transfer:
-            await prefill.delivered[transfer["transfer_id"]].wait()
-        async for item in serve(call, turn):
-            yield item
-
-    return wait
-
-
-def prefills(handle: Callable[[], Handle]) -> Any:
-    """A prefill engine that delivers, answers and is held."""
-
-    async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
-        handle().delivered[json.loads(call.body)[TRANSFER_FIELD]["transfer_id"]].set()
-        yield ResponseStart(200, JSON)
-        yield b"{}"
-        await asyncio.sleep(60)
-
-    return serve
-
-
-def fleet(prefill: list[Any], decode: list[Any]) -> tuple[Router, Handle, Handle]:
-    """The router before as many replicas; `well` among the prefill behaviours stands for one that works."""
-    p = Handle([])
-    p.replicas = [Replica(f"p{n}", prefills(lambda: p) if serve is well else serve) for n, serve in enumerate(prefill)]
-    d = Handle([Replica(f"d{n}", fed(serve, p)) for n, serve in enumerate(decode)])
-    return Router(LIMITS, p, d), p, d
-
-
-def well() -> None:
-    """Stands for a prefill engine that works."""
-
-
-async def ask(router: Router, wanted: ClientRequest) -> tuple[Any, bytes]:
-    """The answer as the HTTP layer takes it, to its end."""
-    async with router.answer(wanted) as answer:
-        return answer, b"".join([some async for some in answer.body()])
-
-
-def transfers(handle: Handle) -> list[str]:
-    """The transfer ids of a role's calls, in order."""
-    bodies = [json.loads(call.body) for call in handle.calls]
-    return [body[TRANSFER_FIELD]["transfer_id"] for body in bodies if TRANSFER_FIELD in body]
-
-
-def counted(router: Router, name: str, **labels: str) -> float:
-    return router.metrics.registry.get_sample_value(name, labels) or 0.0
-
-
-WHOLE = {"text": "right"}
-OK = answers(200, WHOLE)
 
 
 @pytest.mark.parametrize("fault", [dies, answers(503, {}), hangs], ids=["dies", "refuses", "is late"])
@@ -198,13 +75,6 @@ async def test_a_prefill_leg_that_finds_the_request_bad_is_not_tried_again():
     await at_rest(p, d)
     assert (answer.start.status, json.loads(body)) == (400, {"error": "no"})
     assert len(p.calls) == 1
-
-
-async def cut_off(call: Call, _: int) -> AsyncGenerator[Any, None]:
-    """Half of a body, then death."""
-    yield ResponseStart(200, JSON)
-    yield b'{"text": '
-    raise EngineDownError("killed")
 
 
 @pytest.mark.parametrize(
@@ -279,100 +149,6 @@ async def test_a_stream_outlives_its_engine(cut, half):
     # Before the first token there is no stream to go on with: that is another try.
     begun = cut >= 2 or half
     assert counted(router, "tandem_resumed_streams_total", outcome="resumed") == (begun and cut < TOKENS)
-
-
-def frozen(after: int) -> Any:
-    """A decode engine that says no more after some tokens: its process is stopped, and nobody knows."""
-
-    async def serve(call: Call, turn: int) -> AsyncGenerator[Any, None]:
-        if after:
-            with suppress(EngineDownError):
-                async for item in engine(1, [2], after)(call, turn):
-                    yield item
-        await asyncio.sleep(60)
-
-    return serve
-
-
-@pytest.mark.parametrize("after", [0, 10], ids=["before its first byte", "in mid-stream"])
-async def test_a_stream_outlives_a_silent_engine(after):
-    """It is not asked again; what it did not say, another says."""
-    router, p, d = fleet([well], [frozen(after), engine(2, [3])])
-    router.limits = LIMITS.model_copy(update={"silence_timeout_s": 0.5})
-    for _ in range(2):
-        _, body = await ask(router, request())
-        assert said(body)["text"] == "".join(f"<{token}>" for token in range(TOKENS))
-    await at_rest(p, d)
-    assert len(d.replicas[0].calls) == 1
-
-
-async def test_a_transfer_that_hangs_is_left_with_both_its_ends():
-    """The prompt was computed and decode says nothing: other ends, and then decode alone, which was not to blame."""
-    router, p, d = fleet([well] * 3, [engine(1, [3]), engine(2, [3])])
-    p.delivered = defaultdict(Hung)
-    router.limits = LIMITS.model_copy(update={"silence_timeout_s": 0.05})
-    answer, body = await ask(router, request())
-    await at_rest(p, d)
-    assert (answer.local_reason, said(body)["finish_reason"]) == ("prefill_failed", "length")
-    assert (len(p.calls), len(set(transfers(p)))) == (3, 3)
-
-
-class Hung(asyncio.Event):
-    """KV that never arrives, whatever prefill says."""
-
-    async def wait(self) -> bool:
-        await asyncio.sleep(60)
-        return True
-
-
-def queued(serve: Any, at: int = 0) -> Any:
-    """An engine that lets a call wait for four seconds before its item `at`, and says all the while that it lives."""
-
-    async def wait(call: Call, turn: int) -> AsyncGenerator[Any, None]:
-        number = 0
-        async for item in serve(call, turn):
-            if number == at:
-                for _ in range(40):
-                    await asyncio.sleep(0.1)
-                    yield Alive()
-            number += 1
-            yield item
-
-    return wait
-
-
-async def test_a_slow_engine_that_lives_is_not_given_up():
-    """A request may wait in an engine's queue for longer than any silence: its engine says that it lives."""
-    whole, stream = answers(200, WHOLE), engine(1, [2])
-    cases = [
-        (queued(whole), False),
-        (queued(whole, at=1), False),
-        (queued(stream), True),
-        (queued(stream, at=10), True),
-    ]
-
-    async def one(prefill: list[Any], serve: Any, stream: bool) -> tuple[Handle, Handle]:
-        router, p, d = fleet(prefill, [serve, serve])
-        router.limits = LIMITS.model_copy(update={"silence_timeout_s": 3.0})
-        _, body = await ask(router, request(stream=stream))
-        assert said(body)["text"].endswith("<39>") if stream else json.loads(body) == WHOLE
-        assert (len(p.calls), len(d.calls)) == (len(prefill), 1)
-        return p, d
-
-    handles = await asyncio.gather(*(one(prefill, *case) for prefill in ([well], []) for case in cases))
-    await at_rest(*(handle for pair in handles for handle in pair))
-
-
-@pytest.mark.parametrize("prefill", [[well] * 2, []], ids=["remote", "local"])
-async def test_an_answer_outlives_a_silent_engine(prefill):
-    """Also one that is not streamed; nothing was sent of it."""
-    router, p, d = fleet(prefill, [frozen(0), OK])
-    router.limits = LIMITS.model_copy(update={"silence_timeout_s": 0.5})
-    for _ in range(2):
-        _, body = await ask(router, request(stream=False))
-        assert json.loads(body) == WHOLE
-    await at_rest(p, d)
-    assert len(d.replicas[0].calls) == 1
 
 
 async def test_a_stream_outlives_many_engines():

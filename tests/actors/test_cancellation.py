@@ -12,8 +12,7 @@ from actors.asgi_call import Call, ResponseStart
 from actors.attempts import ClientRequest
 from actors.handoff import TRANSFER_FIELD
 from actors.router import Router
-from tests.actors.fleet import Handle, at_rest
-from tests.actors.test_attempts import (
+from tests.actors.behaviours import (
     JSON,
     LIMITS,
     OK,
@@ -28,6 +27,7 @@ from tests.actors.test_attempts import (
     transfers,
     well,
 )
+from tests.actors.fleet import Handle, at_rest
 
 FAR = 1000
 """More waits than any of these requests has."""

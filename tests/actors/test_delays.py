@@ -21,8 +21,8 @@ from actors.ledger import Ledger
 from actors.router import Router
 from actors.stopwatch import Stopwatch
 from configs.settings import RouterLimits
+from tests.actors.behaviours import EVENTS, JSON, event, request
 from tests.actors.fleet import Handle, Replica, at_rest
-from tests.actors.test_attempts import EVENTS, JSON, event, request
 
 DELAY_S = 0.25
 """Far above what anything else here takes."""

@@ -16,8 +16,8 @@ from actors.handoff import TRANSFER_FIELD
 from actors.journal import Chunk
 from actors.router import Router
 from configs.settings import RouterLimits, RoutingSettings
+from tests.actors.behaviours import EVENTS, JSON, counted, dies
 from tests.actors.fleet import Handle, Replica, at_rest
-from tests.actors.test_attempts import EVENTS, JSON, counted, dies
 
 
 def limits(**routing: Any) -> RouterLimits:
@@ -88,23 +88,6 @@ async def test_the_first_request_finds_out_who_there_is():
     assert (await engines.ask(ids(1000)))[0]["reason"] == "unseen"
     told, took = await engines.ask(ids(20, 5000))
     assert (told["route"], told["reason"], took) == ("local", "short_uncached", ["d"])
-    await at_rest(engines.p, engines.d)
-
-
-async def test_a_long_prompt_beside_streams_goes_to_prefill():
-    """Every stream on decode would wait for it. Alone on an idle engine, it saves itself the handover."""
-    engines = Engines(limits(), token_s=1e-4)
-    await engines.ask(ids(100), stream=False)
-    told, took = await engines.ask(ids(4000, 10_000))
-    assert (told["route"], told["reason"], took) == ("local", "cheaper", ["d"])
-    streams = [asyncio.create_task(engines.ask(ids(20, 1000 * n), waits=True)) for n in range(8)]
-    await asyncio.sleep(0.1)
-    told, took = await engines.ask(ids(4000, 20_000))
-    assert (told["route"], told["reason"], sorted(took)) == ("remote", "cheaper", ["d", "p"])
-    assert told["chosen"]["uncached_tokens"] == 4000
-    assert told["other"]["interference_s"] > told["chosen"]["ttft_s"]
-    engines.streaming.set()
-    await asyncio.gather(*streams)
     await at_rest(engines.p, engines.d)
 
 

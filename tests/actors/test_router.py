@@ -31,7 +31,7 @@ from actors.journal import Chunk
 from actors.routing import LeastOngoing
 from app.main import HttpRouter
 from configs.settings import RouterLimits, RoutingSettings
-from tests.actors.test_attempts import TOKENS, engine
+from tests.actors.behaviours import TOKENS, engine
 from tests.e2e.sse import said
 from tests.e2e.timing import server_timing
 

@@ -17,8 +17,8 @@ from actors.attempts import ClientRequest
 from actors.router import Router
 from app.auth import Authenticated, digest
 from app.openai import build_http
+from tests.actors.behaviours import LIMITS, fleet, transfers
 from tests.actors.fleet import Handle, at_rest
-from tests.actors.test_attempts import LIMITS, fleet, transfers
 from tests.actors.test_cancellation import STORIES
 
 KEY = "of-a-client"

@@ -1,0 +1,164 @@
+"""What engines do in the tests of the router, and the real router over handles in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from actors.asgi_call import Call, ResponseStart
+from actors.attempts import ClientRequest
+from actors.engine import EngineDownError
+from actors.handoff import TRANSFER_FIELD
+from actors.journal import Chunk, Group
+from actors.router import Router
+from configs.settings import RouterLimits, RoutingSettings
+from tests.actors.fleet import Handle, Replica
+
+JSON = ((b"content-type", b"application/json"),)
+EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"),)
+TOKENS = 40
+LIMITS = RouterLimits(routing=RoutingSettings(policy="round_robin"))
+"""As they come, but for the policy: where a test waits for one of them, it sets it."""
+
+
+def request(stream: bool = True, **more: Any) -> ClientRequest:
+    body = {"prompt": "a prompt", "stream": stream, **more}
+    return ClientRequest("/v1/completions", (), json.dumps(body).encode(), body)
+
+
+def event(created: int, usage: dict[str, int] | None = None, **choice: Any) -> bytes:
+    head = {"id": "cmpl-1", "object": "text_completion", "created": created, "model": "m"}
+    body = {**head, "choices": [choice] if choice else [], "usage": usage}
+    return f"data: {json.dumps(body, separators=(',', ':'))}\n\n".encode()
+
+
+def groups_of(sizes: list[int], journal: tuple[Group, ...]) -> list[Group]:
+    """The tokens 0 to 39 as `journal` has them, then in groups of `sizes`, in turn."""
+    groups = list(journal)
+    while (begin := sum(map(len, groups))) < TOKENS:
+        size = sizes[len(groups) % len(sizes)]
+        groups.append(tuple(range(begin, min(begin + size, TOKENS))))
+    return groups
+
+
+def engine(created: int, sizes: list[int], dies_after: int | None = None, half: bool = False) -> Any:
+    """A decode engine that streams forty tokens, one event for a group, and repeats a journal first.
+
+    It dies when it has sent `dies_after` tokens, `half`: in the middle of the event after them.
+    """
+
+    async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        yield ResponseStart(200, EVENTS)
+        yield b": ping\n\n"
+        sent = 0
+        for group in groups_of(sizes, call.journal):
+            text = "".join(f"<{token}>" for token in group)
+            data = b"" if sent else event(created, index=0, role="assistant", text="")
+            data += event(created, index=0, text=text, finish_reason="length" if TOKENS - 1 in group else None)
+            if dies_after is not None and sent + len(group) > dies_after:
+                if half:
+                    yield Chunk(data[: len(data) // 2], (group,))
+                raise EngineDownError("killed")
+            sent += len(group)
+            yield Chunk(data, (group,))
+        yield event(created, usage={"completion_tokens": sent}) + b"data: [DONE]\n\n"
+
+    return serve
+
+
+def answers(status: int, body: dict[str, Any], delay_s: float = 0.0) -> Any:
+    """An engine that answers with JSON."""
+
+    async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        await asyncio.sleep(delay_s)
+        yield ResponseStart(status, JSON)
+        yield json.dumps(body).encode()
+
+    return serve
+
+
+def dies(call: Call, _: int) -> AsyncGenerator[Any, None]:
+    async def serve() -> AsyncGenerator[Any, None]:
+        raise EngineDownError("dead")
+        yield
+
+    return serve()
+
+
+def hangs(call: Call, _: int) -> AsyncGenerator[Any, None]:
+    async def serve() -> AsyncGenerator[Any, None]:
+        await asyncio.sleep(60)
+        yield
+
+    return serve()
+
+
+def in_turn(*behaviours: Any) -> Any:
+    """The n-th call is served by the n-th behaviour."""
+    return lambda call, turn: behaviours[turn - 1](call, turn)
+
+
+def fed(serve: Any, prefill: Handle) -> Any:
+    """A decode engine that waits for its KV when the call says that it comes from elsewhere."""
+
+    async def wait(call: Call, turn: int) -> AsyncGenerator[Any, None]:
+        transfer = json.loads(call.body).get(TRANSFER_FIELD)
+        if transfer:
+            await prefill.delivered[transfer["transfer_id"]].wait()
+        async for item in serve(call, turn):
+            yield item
+
+    return wait
+
+
+def prefills(handle: Callable[[], Handle]) -> Any:
+    """A prefill engine that delivers, answers and is held."""
+
+    async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        handle().delivered[json.loads(call.body)[TRANSFER_FIELD]["transfer_id"]].set()
+        yield ResponseStart(200, JSON)
+        yield b"{}"
+        await asyncio.sleep(60)
+
+    return serve
+
+
+def fleet(prefill: list[Any], decode: list[Any]) -> tuple[Router, Handle, Handle]:
+    """The router before as many replicas; `well` among the prefill behaviours stands for one that works."""
+    p = Handle([])
+    p.replicas = [Replica(f"p{n}", prefills(lambda: p) if serve is well else serve) for n, serve in enumerate(prefill)]
+    d = Handle([Replica(f"d{n}", fed(serve, p)) for n, serve in enumerate(decode)])
+    return Router(LIMITS, p, d), p, d
+
+
+def well() -> None:
+    """Stands for a prefill engine that works."""
+
+
+async def ask(router: Router, wanted: ClientRequest) -> tuple[Any, bytes]:
+    """The answer as the HTTP layer takes it, to its end."""
+    async with router.answer(wanted) as answer:
+        return answer, b"".join([some async for some in answer.body()])
+
+
+def transfers(handle: Handle) -> list[str]:
+    """The transfer ids of a role's calls, in order."""
+    bodies = [json.loads(call.body) for call in handle.calls]
+    return [body[TRANSFER_FIELD]["transfer_id"] for body in bodies if TRANSFER_FIELD in body]
+
+
+def counted(router: Router, name: str, **labels: str) -> float:
+    return router.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+WHOLE = {"text": "right"}
+OK = answers(200, WHOLE)
+
+
+async def cut_off(call: Call, _: int) -> AsyncGenerator[Any, None]:
+    """Half of a body, then death."""
+    yield ResponseStart(200, JSON)
+    yield b'{"text": '
+    raise EngineDownError("killed")
