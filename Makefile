@@ -85,9 +85,9 @@ alerts: $(STAMP) ## Run promtool's tests of the alerts (Debian: the package prom
 	@$(BIN)/python -m tests.k8s.promtool
 
 .PHONY: bench
-bench: $(STAMP) ## Measure handover and TTFT side by side with vLLM's own connector
+bench: $(STAMP) build/vllm-router/bin/vllm-router ## Measure handover and TTFT side by side with vLLM's own connector, and its router
 	$(BIN)/python -m benchmarks.handover
-	$(BIN)/python -m benchmarks.service
+	$(BIN)/python -m benchmarks.service --vllm-router build/vllm-router/bin/vllm-router
 
 .PHONY: bench-exposed
 bench-exposed: $(STAMP) ## Measure what streaming hides, over shared memory and a slow link (root)
@@ -98,6 +98,18 @@ bench-transfer: $(STAMP) ## Measure transfers beside raw NIXL and memcpy, descri
 	$(BIN)/python -m benchmarks.transfer $(if $(FABRICS),--fabrics $(FABRICS))
 	$(BIN)/python -m benchmarks.descriptors
 	$(BIN)/python -m benchmarks.contact
+
+build/vllm-router/bin/vllm-router:
+	$(PYTHON) -m venv build/vllm-router
+	build/vllm-router/bin/pip install --quiet vllm-router==0.1.17
+
+.PHONY: bench-router
+bench-router: $(STAMP) build/vllm-router/bin/vllm-router ## Measure what the router adds, beside vllm-router (in an environment in build/) and a plain proxy
+	$(BIN)/python -m benchmarks.router --vllm-router build/vllm-router/bin/vllm-router
+
+.PHONY: disconnects
+disconnects: $(STAMP) ## 10,000 requests, half of whose clients leave: what is counted, what is left, the memory
+	$(BIN)/python -m benchmarks.router.disconnects
 
 .PHONY: bench-promises
 bench-promises: $(STAMP) ## Measure what digests, secret and tags cost: TTFT and a batch, with and without them

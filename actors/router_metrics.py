@@ -17,8 +17,9 @@ class RouterMetrics:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "tandem_requests",
-            "Requests by the way they were served (remote: prefill apart, local: decode alone), the reason "
-            "for a local one, and the HTTP status.",
+            "Requests, each once, by the way they were served (remote: prefill apart, local: decode alone, refused, "
+            "left: the client was gone before its answer began), the reason for a local one, and the HTTP status "
+            "(499 for those that left).",
             ["route", "reason", "status"],
             registry=self.registry,
         )
@@ -91,7 +92,7 @@ class RouterMetrics:
 
     def counts(self) -> dict[str, int]:
         """Since this router started: requests by route and reason, and what went wrong."""
-        counts: dict[str, int] = {"remote": 0, "local": 0, "fallback": 0, "refused": 0}
+        counts: dict[str, int] = {"remote": 0, "local": 0, "fallback": 0, "refused": 0, "left": 0}
         for sample in next(iter(self.requests.collect())).samples:
             if sample.name.endswith("_total"):
                 route = sample.labels["route"]

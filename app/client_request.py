@@ -63,6 +63,8 @@ def _named(headers: Headers, body: Mapping[str, Any]) -> Headers:
 
 def parse_body(raw: bytes) -> dict[str, Any]:
     """The body as an object without a field that only the router may set."""
+    if not raw:
+        raise MalformedError("there is no body", "body")
     try:
         body = json.loads(raw)
     except json.JSONDecodeError as error:

@@ -17,6 +17,7 @@ from actors.answer import Answer
 from actors.attempts import ClientRequest
 from actors.handoff import Endpoint
 from actors.router import Router
+from actors.router_metrics import RouterMetrics
 from app.client_request import read_request
 from app.explain import Observer, wants_explanation
 from app.http_errors import BadRequestError, error_event, error_response, status_of
@@ -34,6 +35,26 @@ LOCAL_REASON_HEADER = b"x-tandem-local-reason"
 REFUSED = "refused"
 """The `route` of a request that was refused, by the router or an engine, in the metrics."""
 
+LEFT = "left"
+"""The `route` of a request whose client was gone before its answer began."""
+
+CLIENT_CLOSED_REQUEST = 499
+"""The `status` of such a request: nobody was there to be sent one. No standard names it; proxies log this number."""
+
+
+class Tally:
+    """Counts one request in the metrics, once, whatever becomes of it."""
+
+    def __init__(self, metrics: RouterMetrics) -> None:
+        self._metrics = metrics
+        self._counted = False
+
+    def count(self, route: str, reason: str | None, status: int) -> None:
+        """The request was served, refused or left in this way. Not counted where it has been already."""
+        if not self._counted:
+            self._counted = True
+            self._metrics.requests.labels(route, reason or "", status).inc()
+
 
 class Generate:
     """Serves one endpoint."""
@@ -45,19 +66,22 @@ class Generate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         limits = self._router.limits
+        tally = Tally(self._router.metrics)
         try:
             with self._router.admitted():
                 request = await self._read(Request(scope, receive))
                 with Observer.of(self._router, request, self._traces) as observer:
-                    await _until_disconnect(receive, self._relay(observer, send))
+                    await _until_disconnect(receive, self._relay(observer, tally, send))
         except (ClientDisconnect, TaskCancelledError):
             return
         except Exception as error:
             status = status_of(error)
             if status is HTTPStatus.INTERNAL_SERVER_ERROR:
                 logger.exception("a request failed")
-            self._router.metrics.requests.labels(REFUSED, "", int(status)).inc()
+            tally.count(REFUSED, None, int(status))
             await error_response(error, limits.retry_after_s)(scope, receive, send)
+        finally:
+            tally.count(LEFT, None, CLIENT_CLOSED_REQUEST)
 
     async def _read(self, request: Request) -> ClientRequest:
         """A body that never ends must not keep its place among the admitted for ever."""
@@ -71,11 +95,11 @@ class Generate:
         session = request.headers.get(limits.routing.session_header)
         return replace(found, session=session, explain=wants_explanation(request.scope["headers"]))
 
-    async def _relay(self, observer: Observer, send: Send) -> None:
+    async def _relay(self, observer: Observer, tally: Tally, send: Send) -> None:
         complete = False
         try:
             async with self._router.answer(observer.request) as answer:
-                await self._send(answer, observer, send)
+                await self._send(answer, observer, tally, send)
                 complete = True
         except asyncio.CancelledError:
             # Also after the last byte, when Serve's proxy has the answer and ends the request.
@@ -83,21 +107,21 @@ class Generate:
                 self._router.metrics.disconnects.inc()
             raise
 
-    async def _send(self, answer: Answer, observer: Observer, send: Send) -> None:
+    async def _send(self, answer: Answer, observer: Observer, tally: Tally, send: Send) -> None:
         """Send `answer` to the client. Nothing is sent before its first byte is there, so until then an
         error can have a status of its own."""
         async with aclosing(answer.body()) as body:
             head = await anext(body)
             if answer.start.streams:
                 self._router.metrics.first_byte.labels(answer.route).observe(answer.first_byte_s)
-            await self._begin(answer, head, observer, send)
+            await self._begin(answer, head, observer, tally, send)
             if answer.start.streams:
                 await self._send_rest(body, send)
 
-    async def _begin(self, answer: Answer, head: bytes, observer: Observer, send: Send) -> None:
+    async def _begin(self, answer: Answer, head: bytes, observer: Observer, tally: Tally, send: Send) -> None:
         status = answer.start.status
-        route, reason = (REFUSED, "") if status >= HTTPStatus.BAD_REQUEST else (answer.route, answer.local_reason)
-        self._router.metrics.requests.labels(route, reason or "", status).inc()
+        route, reason = (REFUSED, None) if status >= HTTPStatus.BAD_REQUEST else (answer.route, answer.local_reason)
+        tally.count(route, reason, status)
         headers = [*_response_headers(answer), *observer.began(answer)]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": head, "more_body": answer.start.streams})

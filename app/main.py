@@ -24,10 +24,14 @@ from app.bundles import placed
 from app.openai import build_http
 from app.peer_secret import fallback_secret
 from app.traces import Traces
-from configs.settings import AuthSettings, RoleName, RouterLimits, ServiceSettings
+from configs.settings import AuthSettings, RoleName, RouterLimits, RouterSettings, ServiceSettings
 
 ROUTER_SURPLUS_REQUESTS = 64
 """Places in a router replica beyond its own limit: those requests get a 429 with a reason at once."""
+
+ROUTER_ENVIRONMENT = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
+"""One event loop for Serve's part of a router and ours, which blocks it for a body's parsing at most: handing each
+message from thread to thread cost a fifth of a router's time (`docs/router-cost.md`)."""
 
 HEALTH_CHECK_PERIOD_S = 2.0
 """Serve replaces a replica after three failed checks: a dead engine is out of service in 6 s."""
@@ -61,22 +65,29 @@ def build(args: ServiceSettings) -> serve.Application:
     secret = fallback_secret(args)
     prefill = deploy_engine(Prefill, "prefill", args, secret)
     decode = deploy_engine(Decode, "decode", args, secret)
-    router = serve.deployment(
+    keys = digests(args.auth.operators_keys())
+    return router_deployment(args.router).bind(
+        args.router.limits(), prefill, decode, keys, args.router.otlp_traces_endpoint
+    )
+
+
+def router_deployment(settings: RouterSettings) -> serve.Deployment:
+    """The deployment of the router, to be bound to what `HttpRouter` takes."""
+    return serve.deployment(
         HttpRouter,
         name="Router",
-        num_replicas=args.router.replicas,
+        num_replicas=settings.replicas,
         ray_actor_options={
-            "num_cpus": args.router.num_cpus,
-            "resources": args.router.resources,
-            "label_selector": args.router.label_selector,
+            "num_cpus": settings.num_cpus,
+            "resources": settings.resources,
+            "label_selector": settings.label_selector,
+            "runtime_env": {"env_vars": ROUTER_ENVIRONMENT},
         },
-        max_replicas_per_node=args.router.max_replicas_per_node,
-        max_ongoing_requests=args.router.max_ongoing_requests + ROUTER_SURPLUS_REQUESTS,
-        graceful_shutdown_timeout_s=args.router.drain_s,
-        user_config=args.router.limits().model_dump(),
+        max_replicas_per_node=settings.max_replicas_per_node,
+        max_ongoing_requests=settings.max_ongoing_requests + ROUTER_SURPLUS_REQUESTS,
+        graceful_shutdown_timeout_s=settings.drain_s,
+        user_config=settings.limits().model_dump(),
     )
-    keys = digests(args.auth.operators_keys())
-    return router.bind(args.router.limits(), prefill, decode, keys, args.router.otlp_traces_endpoint)
 
 
 def deploy_engine(actor: type, role: RoleName, settings: ServiceSettings, secret: SecretStr) -> serve.Application:

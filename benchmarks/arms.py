@@ -80,3 +80,17 @@ def pin(pids: Iterable[int], cores: Iterable[int]) -> None:
         for thread in psutil.Process(pid).threads():
             with contextlib.suppress(ProcessLookupError):
                 os.sched_setaffinity(thread.id, cores)
+
+
+@contextlib.contextmanager
+def environment(values: dict[str, str]) -> Iterator[None]:
+    """Processes that are started meanwhile have these variables."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value

@@ -28,7 +28,7 @@ from typing import Any
 
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from benchmarks.arms import children, pin
+from benchmarks.arms import children, environment, pin
 from benchmarks.handover import leg
 from benchmarks.namespace import Namespace, namespace
 from benchmarks.report import ratios, summary, write
@@ -88,23 +88,10 @@ def _sample(events: list[dict[str, Any]], ttft_ms: float) -> Sample:
     return Sample(ttft_ms, max(0.0, max(done.values()) - ended_at) * 1e3, after / sum(sizes.values()))
 
 
-@contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Any:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-
-
 async def start(model: str, folder: Path, link: str, place: Namespace | None) -> Bench:
     """Prefill engines in ``place``, decode outside of it; over TCP where there is one."""
     host = {"side_channel_host": place.address} if place else {}
-    with _environment({"UCX_TLS": "tcp,self"} if place else {}):
+    with environment({"UCX_TLS": "tcp,self"} if place else {}):
         here = {"side_channel_host": place.outside} if place else {}
         decode = start_engine(model, 1, "kv_consumer", transfer=here, **ENGINE)
         decoding = children()

@@ -60,7 +60,9 @@ class Leg:
     first_token_at: float
 
 
-async def leg(engine: AsyncLLM, prompt: list[int], max_tokens: int, transfer: dict[str, Any]) -> Leg:
+async def leg(
+    engine: AsyncLLM, prompt: list[int], max_tokens: int, transfer: dict[str, Any], request_id: str | None = None
+) -> Leg:
     """One request; ``first_token_at`` is the client's monotonic clock."""
     params = SamplingParams(
         temperature=0.0,
@@ -71,7 +73,7 @@ async def leg(engine: AsyncLLM, prompt: list[int], max_tokens: int, transfer: di
     )
     first_token_at = 0.0
     final = None
-    async for output in engine.generate(TokensPrompt(prompt_token_ids=prompt), params, uuid.uuid4().hex):
+    async for output in engine.generate(TokensPrompt(prompt_token_ids=prompt), params, request_id or uuid.uuid4().hex):
         first_token_at = first_token_at or time.monotonic()
         final = output
     assert final is not None

@@ -1,14 +1,16 @@
 """TTFT of Tandem's whole service, Ray and router included, beside a direct client on vLLM's NixlConnector.
 
-    python -m benchmarks.service [--requests 12] [--lengths 200,1000,2000]
+    python -m benchmarks.service [--requests 12] [--lengths 200,1000,2000] [--vllm-router COMMAND]
 
-    tandem   one streaming HTTP request to Tandem's router (one prefill, one decode replica, started as users start it)
-    nixl     two stock vLLM servers with NixlConnector and a client that knows both: it posts to prefill, then posts the
-             answer's parameters to decode and streams. No router at all, which is the best case of that protocol.
+    tandem       one streaming HTTP request to Tandem's router (one prefill, one decode replica, started as users start
+                 it)
+    nixl         two stock vLLM servers with NixlConnector and a client that knows both: it posts to prefill, then posts
+                 the answer's parameters to decode and streams. No router at all: the best case of that protocol.
+    vllm-router  one streaming HTTP request to vLLM's own router (Rust, prefill/decode mode) before the same servers
 
-Time to first token runs from the first byte sent to the first streamed token received. Requests alternate; the side
-that does not run is stopped (``arms.py``): all processes of the two servers, and the engine processes of the service.
-Ray's own processes run all the time, at Tandem's and at the other side's expense.
+Time to first token runs from the first byte sent to the first streamed token received. Requests alternate; the sides
+that do not run are stopped (``arms.py``): all processes of the two servers and their router, and the engine processes
+of the service. Ray's own processes run all the time, at Tandem's and at the other sides' expense.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -55,7 +58,7 @@ def first_token_ms(client: httpx.Client, url: str, body: dict[str, Any], started
     return 1e3 * (first - started)
 
 
-def through_tandem(client: httpx.Client, url: str, body: dict[str, Any]) -> float:
+def through_router(client: httpx.Client, url: str, body: dict[str, Any]) -> float:
     return first_token_ms(client, url, body, time.monotonic())
 
 
@@ -77,7 +80,21 @@ def service_config(model: str, folder: Path) -> Path:
     return path
 
 
-def measure(requests: int, lengths: list[int], folder: Path) -> dict[str, Any]:
+def start_router(command: Path, prefill: str, decode: str, folder: Path) -> tuple[subprocess.Popen[bytes], str]:
+    """vLLM's router before these servers, when it answers; it asks them for their health so seldom that it takes none
+    that is stopped for dead."""
+    port = free_port()
+    line = [str(command), "--vllm-pd-disaggregation", "--prefill", prefill, "--decode", decode, "--log-level", "error"]
+    line += ["--policy", "round_robin", "--port", str(port), "--prometheus-port", str(free_port())]
+    line += ["--health-check-interval-secs", "86400"]
+    with (folder / "vllm-router.log").open("wb") as log:
+        process = subprocess.Popen(line, stdout=log, stderr=subprocess.STDOUT)
+    url = f"http://127.0.0.1:{port}"
+    wait_until_up(f"{url}/health", process, folder)
+    return process, url
+
+
+def measure(requests: int, lengths: list[int], folder: Path, vllm_router: Path | None = None) -> dict[str, Any]:
     model = benchmark_gemma3(folder / "model").path
     service = ServiceProcess(service_config(model, folder), folder)
     service.start()
@@ -93,13 +110,19 @@ def measure(requests: int, lengths: list[int], folder: Path) -> dict[str, Any]:
             wait_until_up(f"{url}/health", server, folder)
         theirs = Processes([p.pid for s in servers for p in [*psutil.Process(s.pid).children(True)]])
         theirs.pids += [server.pid for server in servers]
+        if vllm_router is not None:
+            router, router_url = start_router(vllm_router, prefill, decode, folder)
+            servers.append(router)
+            theirs.pids.append(router.pid)
         ours = Processes([p.pid for p in service.processes() if p.name().startswith("VLLM::")])
         assert len(ours.pids) >= 4, "two engine cores and two workers"
         free_cores(theirs.pids + ours.pids)
         sides: dict[str, tuple[Processes, Callable[[httpx.Client, dict[str, Any]], float]]] = {
-            "tandem": (ours, lambda client, body: through_tandem(client, service.url, body)),
+            "tandem": (ours, lambda client, body: through_router(client, service.url, body)),
             "nixl": (theirs, lambda client, body: through_nixl(client, prefill, decode, body)),
         }
+        if vllm_router is not None:
+            sides["vllm-router"] = (theirs, lambda client, body: through_router(client, router_url, body))
         return _alternate(sides, requests, lengths)
     finally:
         for pid in {pid for s in servers for pid in _tree(s.pid)}:
@@ -116,7 +139,7 @@ def _tree(pid: int) -> list[int]:
 
 def _alternate(sides: dict[str, Any], requests: int, lengths: list[int]) -> dict[str, Any]:
     rng = random.Random(0)
-    samples: dict[int, dict[str, list[float]]] = {length: {"tandem": [], "nixl": []} for length in lengths}
+    samples: dict[int, dict[str, list[float]]] = {length: {side: [] for side in sides} for length in lengths}
     for processes, _ in sides.values():
         processes.sleep()
     with httpx.Client(timeout=120) as client:
@@ -138,11 +161,14 @@ def _alternate(sides: dict[str, Any], requests: int, lengths: list[int]) -> dict
                         samples[length][name].append(ttft_ms)
     return {
         str(length): {
-            "tandem_ttft_ms": summary(both["tandem"]),
-            "nixl_ttft_ms": summary(both["nixl"]),
-            "ratio": ratios(both["tandem"], both["nixl"]),
+            **{f"{side.replace('-', '_')}_ttft_ms": summary(values) for side, values in found.items()},
+            "ratio": ratios(found["tandem"], found["nixl"]),
+            **{
+                f"ratio_over_{side.replace('-', '_')}": ratios(found["tandem"], found[side])
+                for side in found.keys() - {"tandem", "nixl"}
+            },
         }
-        for length, both in samples.items()
+        for length, found in samples.items()
     }
 
 
@@ -150,18 +176,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=12, help="measured requests per length and side")
     parser.add_argument("--lengths", default="200,1000,2000", help="prompt tokens")
+    parser.add_argument("--vllm-router", type=Path, help="its command; without it, a run of the other two sides")
     arguments = parser.parse_args()
     lengths = [int(length) for length in arguments.lengths.split(",")]
     with tempfile.TemporaryDirectory() as folder:
-        result = measure(arguments.requests, lengths, Path(folder))
-    print(f"{'tokens':>7} {'tandem TTFT ms':>26} {'direct on NixlConnector':>26} {'ratio':>20}")
+        result = measure(arguments.requests, lengths, Path(folder), arguments.vllm_router)
     for length, row in result.items():
-        ours, theirs = (
-            f"{side['median']:.1f} ({side['q1']:.1f}-{side['q3']:.1f})"
-            for side in (row["tandem_ttft_ms"], row["nixl_ttft_ms"])
-        )
-        ratio = f"{row['ratio']['of_medians']:.2f} ({row['ratio']['q1']:.2f}-{row['ratio']['q3']:.2f})"
-        print(f"{length:>7} {ours:>26} {theirs:>26} {ratio:>20}")
+        print(f"{length} prompt tokens")
+        for name, values in row.items():
+            middle = values.get("median", values.get("of_medians"))
+            print(f"    {name:28} {middle:10.2f} ({values['q1']:.2f}-{values['q3']:.2f})")
     print("written to", write("service", {"requests": arguments.requests, "prompt_tokens": result}))
 
 

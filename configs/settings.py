@@ -117,7 +117,11 @@ class TransferSettings(Frozen):
     trace_path: str = Field("", description="append a JSON line per transfer event to this file")
     handshake_s: Seconds = Field(30.0, description="first contact between two engines")
     progress_s: Seconds = Field(30.0, description="longest wait without hearing anything of a transfer")
-    cancel_s: Seconds = Field(5.0, description="between two Cancels that the producer has not answered")
+    cancel_s: Seconds = Field(
+        5.0,
+        description="between two Cancels that the producer has not answered; after the first, the request is computed "
+        "in other blocks, and its own are in quarantine",
+    )
     lease_s: Seconds = Field(60.0, description="how long finished blocks wait for a decode engine to ask")
     alive_s: Seconds = Field(5.0, description="how often a producer that waits its turn says so")
     fence_s: Seconds = Field(2.0, description="how long a preempted prefill waits for writes in flight")

@@ -73,10 +73,10 @@ class Connect:
 class Verify:
     """Add ``units[g]`` of every group g to ``digest`` and report ``verified``: are these the bytes that were sent?
 
-    The blocks stay this request's until then. ``expected`` is the digest that ``peer`` has sent.
+    The blocks stay this transfer's until then. ``expected`` is the digest that ``peer`` has sent.
     """
 
-    request_id: str
+    transfer_id: str
     peer: Peer
     units: tuple[UnitSet, ...]
     digest: Digest
@@ -94,11 +94,24 @@ class Verify:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """No partner writes to the request's blocks any more. ``failure`` is None where all KV has arrived, unharmed."""
+    """The request need not wait any longer. ``failure`` is None where all KV has arrived, unharmed.
+
+    No partner writes to its blocks any more, unless they are in ``quarantine``: then they must be kept from everybody,
+    this request included, until ``Freed`` names that transfer.
+    """
 
     request_id: str
     failure: str | None
+    quarantine: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """No partner writes any more to the blocks that were in quarantine for this request's transfer."""
+
+    request_id: str
+    transfer_id: str
 
 
 ProducerAction = Send | Write | Sent | Forget
-ConsumerAction = Connect | Send | Verify | Received | Forget
+ConsumerAction = Connect | Send | Verify | Received | Freed | Forget

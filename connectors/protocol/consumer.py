@@ -13,16 +13,23 @@
                                                          request of this engine shakes hands again
     OFFERED      Aborted, wrong count, wrong
                  digest, abort, progress_s
-                 without a word              ENDING      Cancel to every partner that may still write
+                 without a word of one       ENDING      Cancel to every partner that may still write
     ENDING       last partner answers        gone        Received(failed)
-    ENDING       cancel_s                    ENDING      Cancel again, and Connect: a producer may have forgotten us;
-                                                         blocks count as quarantined
+    ENDING       cancel_s                    QUARANTINE  Received(failed, quarantine): the request is computed in other
+                                                         blocks; then as every cancel_s from here on
     ENDING       connected                   ENDING      Cancel again
+    QUARANTINE   cancel_s                    QUARANTINE  Cancel again, and Connect: a producer may have forgotten us
+    QUARANTINE   connected                   QUARANTINE  Cancel again
+    QUARANTINE   last partner answers        gone        Freed
+    (none)       start, when another of the  CONNECTING  as for a stranger: nothing is offered before the engine has
+                 engine's has come into                  shaken hands again
+                 QUARANTINE
 
 A partner *may still write* from the moment an Offer was sent to it until its Fin, Aborted or Cancelled has come, or
-until it is known to be dead. ``Received`` gives the blocks back to the scheduler, so it is sent only when no partner
-may still write and nothing is being verified. Whatever arrives for a transfer that is gone is ignored. An engine that
-nothing has been wanted of for forget_s / 2 is forgotten, as is a dead one: Forget, for each of its ranks.
+until it is known to be dead. ``Received`` without quarantine and ``Freed`` give the blocks back to the scheduler, so
+they are sent only when no partner may still write and nothing is being verified: time alone ends the request's wait,
+never its blocks'. Whatever arrives for a transfer that is gone is ignored. An engine that nothing has been wanted of
+for forget_s / 2 is forgotten, as is a dead one: Forget, for each of its ranks.
 
     engine_lost  the producer is known to be dead: none of its ranks may write any more
     release      a request that needs nothing from its producer: Cancel to every partner, so that its lease ends early
@@ -30,13 +37,13 @@ nothing has been wanted of for forget_s / 2 is forgotten, as is a dead one: Forg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
+from enum import Enum
 
 from connectors.planning.blocks import BlockSet, UnitSet, UnitShape, wanted_units
 from connectors.planning.layout import Group
-from connectors.protocol.actions import Connect, ConsumerAction, Digest, Forget, Received, Send, Verify
+from connectors.protocol.actions import Connect, ConsumerAction, Digest, Forget, Freed, Received, Send, Verify
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Fin, Message, Offer, Peer
@@ -71,22 +78,28 @@ class Partner:
 
 
 class _Stage(Enum):
-    CONNECTING = auto()
-    OFFERED = auto()
-    ENDING = auto()
+    """Its value is its name in the census."""
+
+    CONNECTING = "connecting"
+    OFFERED = "offered"
+    ENDING = "ending"
+    QUARANTINE = "quarantined"
+
+
+_GIVEN_UP = (_Stage.ENDING, _Stage.QUARANTINE)
 
 
 @dataclass(slots=True)
 class _Reception:
     order: Order
     stage: _Stage
-    heard_at: float
+    since: float
     number: int = 0
     writing: dict[Peer, Partner] = field(default_factory=dict)
+    heard_at: dict[Peer, float] = field(default_factory=dict)
     verifying: set[Peer] = field(default_factory=set)
     failure: str | None = None
     cancelled_at: float = 0.0
-    quarantined: bool = False
 
 
 class Consumer:
@@ -95,7 +108,9 @@ class Consumer:
     def __init__(self, groups: Sequence[Group], limits: TransferLimits) -> None:
         self._groups = tuple(groups)
         self._limits = limits
+        # Of requests that wait, by request; of those that do not, by transfer: a request's id may come again.
         self._receptions: dict[str, _Reception] = {}
+        self._quarantine: dict[str, _Reception] = {}
         self._partners: dict[str, tuple[Partner, ...]] = {}
         self._doubtful: set[str] = set()
         self._wanted_at: dict[str, float] = {}
@@ -126,7 +141,7 @@ class Consumer:
         return self._release(transfer_id, partners)
 
     def abort(self, request_id: str, now: float) -> list[ConsumerAction]:
-        """The request has been aborted; its blocks are freed once ``Received`` says so."""
+        """The request has been aborted; its blocks are freed once ``Received`` or ``Freed`` says so."""
         reception = self._receptions.get(request_id)
         if reception is None:
             return []
@@ -141,7 +156,7 @@ class Consumer:
         for reception in self._of_engine(incarnation):
             if reception.stage is _Stage.CONNECTING:
                 actions += self._offer(reception, self._partners[incarnation], now)
-            elif reception.stage is _Stage.ENDING and reception.writing:
+            elif reception.stage in _GIVEN_UP and reception.writing:
                 actions += self._cancel(reception, now)
         for transfer_id, _ in self._releases.pop(incarnation, []):
             actions += self._release(transfer_id, partners)
@@ -171,7 +186,7 @@ class Consumer:
             peer in reception.writing
             or peer in reception.verifying
             or (reception.stage is _Stage.CONNECTING and reception.order.producer.incarnation == peer.incarnation)
-            for reception in self._receptions.values()
+            for reception in self._all()
         )
 
     def forget(self, incarnation: str) -> list[Forget]:
@@ -193,16 +208,16 @@ class Consumer:
             partner = reception.writing.get(peer)
             if partner is None:
                 continue
-            reception.heard_at = now
             if isinstance(message, Alive):
+                reception.heard_at[peer] = now
                 continue
             del reception.writing[peer]
             actions += self._answered(reception, partner, message, now)
         return actions
 
-    def verified(self, request_id: str, peer: Peer, problem: str | None, now: float) -> list[ConsumerAction]:
+    def verified(self, transfer_id: str, peer: Peer, problem: str | None, now: float) -> list[ConsumerAction]:
         """What ``peer`` has written has been compared with its digest; ``problem`` says what is wrong."""
-        reception = self._receptions[request_id]
+        (reception,) = self._of_transfer(transfer_id)
         reception.verifying.remove(peer)
         if problem is not None:
             return self._fail(reception, f"rank {peer.rank}: {problem}", now)
@@ -222,23 +237,21 @@ class Consumer:
     def tick(self, now: float) -> list[ConsumerAction]:
         """Deadlines. Call it a few times a second."""
         actions: list[ConsumerAction] = []
-        for reception in list(self._receptions.values()):
-            if reception.stage is _Stage.ENDING:
+        for reception in list(self._all()):
+            if reception.stage in _GIVEN_UP:
                 if reception.writing and now - reception.cancelled_at >= self._limits.cancel_s:
-                    reception.quarantined = True
-                    met_at = next(iter(reception.writing.values())).met_at or reception.order.producer
-                    actions += [*self._cancel(reception, now), Connect(met_at)]
-            elif self._waits_for_a_word(reception) and now - reception.heard_at >= self._silence_s(reception):
+                    actions += self._unanswered(reception, now)
+            elif self._silent_since(reception, now) + self._silence_s(reception) <= now:
                 silence = f"nothing was heard of the transfer for {self._silence_s(reception):g} s"
                 actions += self._fail(reception, silence, now)
-        self._used |= {reception.order.transfer_id: now for reception in self._receptions.values()}
+        self._used |= {reception.order.transfer_id: now for reception in self._all()}
         for transfer_id in [i for i, at in self._used.items() if now - at >= self._limits.lease_s]:
             del self._used[transfer_id]
         for incarnation, waiting in list(self._releases.items()):
             self._releases[incarnation] = [item for item in waiting if now - item[1] < self._limits.lease_s]
             if not self._releases[incarnation]:
                 del self._releases[incarnation]
-        wanted = {reception.order.producer.incarnation for reception in self._receptions.values()}
+        wanted = {reception.order.producer.incarnation for reception in self._all()}
         for incarnation, at in list(self._wanted_at.items()):
             if incarnation not in wanted and now - at >= self._limits.forget_s / 2:
                 actions += self._forget(incarnation)
@@ -249,28 +262,35 @@ class Consumer:
 
     def unanswered_engines(self) -> set[EngineAddress]:
         """Engines that have not answered a Cancel within cancel_s: is there still a process?"""
-        quarantined = [r for r in self._receptions.values() if r.quarantined]
-        return {partner.met_at or r.order.producer for r in quarantined for partner in r.writing.values()}
+        kept = self._quarantine.values()
+        return {partner.met_at or r.order.producer for r in kept for partner in r.writing.values()}
 
     def engines(self) -> set[str]:
         """Every engine start that this worker has met or that a request waits for."""
-        return {*self._partners, *self._releases, *(r.order.producer.incarnation for r in self._receptions.values())}
+        return {*self._partners, *self._releases, *(r.order.producer.incarnation for r in self._all())}
 
     def census(self) -> dict[str, int]:
-        """Receptions by stage, and how many hold blocks in quarantine."""
-        counts = {stage.name.lower(): 0 for stage in _Stage}
-        for reception in self._receptions.values():
-            counts[reception.stage.name.lower()] += 1
-        return counts | {"quarantined": sum(r.quarantined for r in self._receptions.values())}
+        """Receptions by stage."""
+        counts = {stage.value: 0 for stage in _Stage}
+        for reception in self._all():
+            counts[reception.stage.value] += 1
+        return counts
 
     # ---- inside ------------------------------------------------------------------------------------------------
+
+    def _all(self) -> Iterator[_Reception]:
+        yield from self._receptions.values()
+        yield from self._quarantine.values()
 
     def _silence_s(self, reception: _Reception) -> float:
         connecting = reception.stage is _Stage.CONNECTING
         return max(self._limits.handshake_s, self._limits.progress_s) if connecting else self._limits.progress_s
 
-    def _waits_for_a_word(self, reception: _Reception) -> bool:
-        return reception.stage is _Stage.CONNECTING or bool(reception.writing)
+    def _silent_since(self, reception: _Reception, now: float) -> float:
+        """When the one was last heard that has been silent longest, of those that owe a word: none speaks for all."""
+        if reception.stage is _Stage.CONNECTING:
+            return reception.since
+        return min((reception.heard_at[peer] for peer in reception.writing), default=now)
 
     def _reachable(self, incarnation: str) -> tuple[Partner, ...] | None:
         """The engine's ranks, unless it must be greeted first: it is a stranger, or was out of reach last time."""
@@ -283,15 +303,16 @@ class Consumer:
         return [Forget(partner.peer) for partner in self._partners.pop(incarnation, ())]
 
     def _of_engine(self, incarnation: str) -> list[_Reception]:
-        return [r for r in self._receptions.values() if r.order.producer.incarnation == incarnation]
+        return [r for r in self._all() if r.order.producer.incarnation == incarnation]
 
     def _of_transfer(self, transfer_id: str) -> list[_Reception]:
-        return [r for r in self._receptions.values() if r.order.transfer_id == transfer_id]
+        return [r for r in self._all() if r.order.transfer_id == transfer_id]
 
     def _offer(self, reception: _Reception, partners: Sequence[Partner], now: float) -> list[ConsumerAction]:
         order = reception.order
-        reception.stage, reception.heard_at, reception.number = _Stage.OFFERED, now, self._next_number()
+        reception.stage, reception.number = _Stage.OFFERED, self._next_number()
         reception.writing = {partner.peer: partner for partner in partners}
+        reception.heard_at = dict.fromkeys(reception.writing, now)
         offer = Offer(order.transfer_id, order.end_token, order.prompt_digest, order.groups, number=reception.number)
         return [Send(each.peer, replace(offer, digest=each.new_digest is not None)) for each in partners]
 
@@ -317,9 +338,9 @@ class Consumer:
                     return self._fail(reception, f"rank {partner.peer.rank} sent no digest of what it wrote", now)
                 reception.verifying.add(partner.peer)
                 units = units_from(partner, self._groups, reception.order)
-                request_id = reception.order.request_id
-                return [Verify(request_id, partner.peer, units, partner.new_digest(), message.digest)]
-        elif reception.stage is not _Stage.ENDING:
+                transfer_id = reception.order.transfer_id
+                return [Verify(transfer_id, partner.peer, units, partner.new_digest(), message.digest)]
+        elif reception.stage not in _GIVEN_UP:
             reason = message.reason if isinstance(message, Aborted) else "the producer has cancelled the transfer"
             return self._fail(reception, f"rank {partner.peer.rank}: {reason}", now)
         return self._end_if_over(reception)
@@ -331,7 +352,7 @@ class Consumer:
             # Should the handshake succeed after all, the producer need not hold its blocks until the lease ends.
             waiting = self._releases.setdefault(reception.order.producer.incarnation, [])
             waiting.append((reception.order.transfer_id, now))
-        if reception.stage is _Stage.ENDING or not (reception.writing or reception.verifying):
+        if reception.stage in _GIVEN_UP or not (reception.writing or reception.verifying):
             return self._end_if_over(reception)
         reception.stage = _Stage.ENDING
         return self._cancel(reception, now)
@@ -340,9 +361,24 @@ class Consumer:
         reception.cancelled_at = now
         return [Send(peer, Cancel(reception.order.transfer_id, reception.number)) for peer in reception.writing]
 
+    def _unanswered(self, reception: _Reception, now: float) -> list[ConsumerAction]:
+        """cancel_s after a Cancel: the request waits no longer; whoever may still write is asked again."""
+        order, met_at = reception.order, next(iter(reception.writing.values())).met_at
+        actions: list[ConsumerAction] = [*self._cancel(reception, now), Connect(met_at or order.producer)]
+        if reception.stage is _Stage.ENDING:
+            reception.stage = _Stage.QUARANTINE
+            self._quarantine[order.transfer_id] = self._receptions.pop(order.request_id)
+            # Requests that come now shake hands before they offer blocks: a second quarantine would teach us nothing.
+            self._doubtful.add(order.producer.incarnation)
+            actions.append(Received(order.request_id, reception.failure, quarantine=order.transfer_id))
+        return actions
+
     def _end_if_over(self, reception: _Reception) -> list[ConsumerAction]:
         if reception.writing or reception.verifying:
             return []
+        if reception.stage is _Stage.QUARANTINE:
+            del self._quarantine[reception.order.transfer_id]
+            return [Freed(reception.order.request_id, reception.order.transfer_id)]
         del self._receptions[reception.order.request_id]
         return [Received(reception.order.request_id, reception.failure)]
 

@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -29,6 +30,7 @@ from connectors.vllm_hma.config import parse_config
 from connectors.vllm_hma.metrics import TandemPromMetrics, TandemStats
 from connectors.vllm_hma.orders import CardMetadata, Orders
 from connectors.vllm_hma.orphan import end_with_parent
+from connectors.vllm_hma.quarantine import QuarantineReport
 from connectors.vllm_hma.scheduler import SchedulerConnector
 from connectors.vllm_hma.translate import group_shapes, only_states_can_lag
 from connectors.vllm_hma.worker import WorkerConnector
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -89,6 +91,14 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- scheduler's side --------------------------------------------------------------------------------------
 
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self.scheduler.quarantine.bind(kv_cache_manager)
+
+    def has_pending_push_work(self) -> bool:
+        """While blocks are in quarantine, an idle engine steps on: with a step's output workers tell of its end."""
+        return bool(self.scheduler.quarantine)
+
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
@@ -111,8 +121,13 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.orders(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if isinstance(connector_output.kv_connector_worker_meta, QuarantineReport):
+            self.scheduler.quarantine.take(connector_output.kv_connector_worker_meta)
         self.scheduler.sending_finished(connector_output.finished_sending or set())
-        self.scheduler.receiving_finished(connector_output.finished_recving or set(), connector_output.failed_recving)
+        # vLLM looks at what has been received after this; it has taken down before what of it has failed.
+        connector_output.finished_recving = self.scheduler.receiving_finished(
+            connector_output.finished_recving or set(), connector_output.failed_recving
+        )
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -151,6 +166,9 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         sent, received, failed = self.worker.results()
         return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self.worker.quarantine()
 
     # ---- what is counted: on both sides, and in the API server's process ------------------------------------------
 

@@ -60,7 +60,8 @@ TRANSFERS = (
 )
 QUARANTINED = (
     "vllm:tandem_kv_quarantined",
-    "Requests whose blocks cannot be freed because a prefill rank has not said that it writes no more.",
+    "Transfers that have been given up and whose blocks cannot be freed, because a prefill rank has not said that it "
+    "writes no more; of several ranks the largest number. Their requests wait no longer.",
 )
 HANGING = (
     "vllm:tandem_kv_hanging",

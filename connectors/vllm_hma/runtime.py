@@ -7,6 +7,7 @@ soon as it has run; the pump answers peers, polls writes and watches deadlines w
     layer_computed   a layer of a prompt's last chunk, where that chunk leaves layer by layer
     after_forward    the chunks that the step has computed, and the rest of its orders
     results          what the scheduler may free, and what has arrived
+    quarantine       whose blocks nobody may have, although their requests wait no longer
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from connectors.protocol.actions import (
     Connect,
     ConsumerAction,
     Forget,
+    Freed,
     ProducerAction,
     Received,
     Send,
@@ -52,6 +54,8 @@ from connectors.vllm_hma.orders import Finished, Orders, Receive
 from connectors.vllm_hma.peers import Peers
 from connectors.vllm_hma.post import Post, agent_name
 from connectors.vllm_hma.probe import EngineProbe
+from connectors.vllm_hma.pump import Pump
+from connectors.vllm_hma.quarantine import Kept, QuarantineReport
 from connectors.vllm_hma.steps import Begun, Ended, Entry, LayersComputed, Steps
 from connectors.vllm_hma.streaming import Governor, Streaming
 from connectors.vllm_hma.trace import Trace
@@ -119,6 +123,7 @@ class WorkerRuntime:
         )
         self._sent: set[str] = set()
         self._received: dict[str, str | None] = {}
+        self._quarantine = QuarantineReport()
         self._complained_at = float("-inf")
         self._greeter = Greeter(
             card,
@@ -135,10 +140,8 @@ class WorkerRuntime:
         self._probe = EngineProbe(config.limits.cancel_s, config.keys.identity, self._engine_lost)
         # Comparing digests takes a while, and neither the engine's steps nor its answers to peers should wait for it.
         self._verifier = ThreadPoolExecutor(1, thread_name_prefix="tandem-verify")
-        self._closed = threading.Event()
-        self._wake = threading.Event()
-        self._pump_thread = threading.Thread(target=self._pump_forever, name="tandem-pump", daemon=True)
-        self._pump_thread.start()
+        self._pump = Pump(self._turn, _IDLE_S)
+        self._pump.start()
 
     # ---- vLLM's hooks ------------------------------------------------------------------------------------------
 
@@ -195,7 +198,7 @@ class WorkerRuntime:
         if self._by_layers:
             started_at = time.monotonic()
             if self._steps.layer(layer):
-                self._wake.set()
+                self._pump.wake()
             self._engine_s += time.monotonic() - started_at
 
     def after_forward(self, orders: Orders) -> None:
@@ -215,7 +218,7 @@ class WorkerRuntime:
                 for incarnation in sorted(self._consumer.engines()):
                     if names_engine(lost, incarnation):
                         self._perform(self._consumer.engine_lost(incarnation, "its host is gone", now))
-            self._pump(now)
+            self._try_round(now)
             for finished in orders.finished:
                 if finished.held:
                     self._finish(finished)
@@ -223,10 +226,17 @@ class WorkerRuntime:
     def results(self) -> tuple[set[str], set[str], set[str]]:
         """(sent, received, failed) request ids since the last call; failed ones are among the received."""
         with self._lock:
-            self._pump(time.monotonic())
+            self._try_round(time.monotonic())
             sent, received = self._sent, self._received
             self._sent, self._received = set(), {}
         return sent, set(received), {request_id for request_id, failure in received.items() if failure is not None}
+
+    def quarantine(self) -> QuarantineReport | None:
+        """What has changed since the last call. Asked after ``results``, it has all that those requests have begun."""
+        with self._lock:
+            report, self._quarantine = self._quarantine, QuarantineReport()
+            report.lasts = self._consumer.census()["quarantined"] > 0
+        return report or None
 
     def stats(self) -> TandemStats | None:
         """What has been counted since the last call."""
@@ -239,11 +249,9 @@ class WorkerRuntime:
             return self._producer.census() | self._consumer.census()
 
     def close(self) -> None:
-        if self._closed.is_set():
+        if self._pump.closed:
             return
-        self._closed.set()
-        self._wake.set()
-        self._pump_thread.join(timeout=5)
+        self._pump.close()
         self._greeter.close()
         self._probe.close()
         self._verifier.shutdown(cancel_futures=True)
@@ -253,15 +261,12 @@ class WorkerRuntime:
 
     # ---- the pump ----------------------------------------------------------------------------------------------
 
-    def _pump_forever(self) -> None:
-        pause_s = _IDLE_S
-        while not self._closed.is_set():
-            self._wake.wait(pause_s)
-            self._wake.clear()
-            with self._lock:
-                if not self._closed.is_set():
-                    self._pump(time.monotonic())
-                pause_s = self._pause_s()
+    def _turn(self) -> float:
+        """One of the pump's; the seconds until its next one."""
+        with self._lock:
+            if not self._pump.closed:
+                self._try_round(time.monotonic())
+            return self._pause_s()
 
     def _pause_s(self) -> float:
         """How long the pump may rest: the engine's own steps pump too."""
@@ -275,7 +280,7 @@ class WorkerRuntime:
         )
         return _OPEN_S if busy else _IDLE_S
 
-    def _pump(self, now: float) -> None:
+    def _try_round(self, now: float) -> None:
         """One round, which never raises: vLLM's hooks would end the engine, the thread all deadlines and answers."""
         try:
             self._round(now)
@@ -376,17 +381,21 @@ class WorkerRuntime:
                 self._peers.forget(peer)
             case Connect(engine):
                 self._greeter.connect(engine)
-                self._wake.set()
+                self._pump.wake()
             case Verify() as verify:
                 # A pool that is shut down refuses work: this worker is being closed.
                 with contextlib.suppress(RuntimeError):
                     self._verifier.submit(self._verify, verify)
-            case Received(request_id, failure):
+            case Received(request_id, failure, quarantine):
                 self._received[request_id] = failure
+                if quarantine is not None:
+                    self._quarantine.begun.append(Kept(request_id, quarantine))
                 self._tally.ended(request_id, time.monotonic(), failure is not None)
                 if failure is not None:
                     logger.warning("Tandem: the KV of request %s is computed here: %s", request_id, failure)
                 self._trace.event("received", request=request_id, failure=failure)
+            case Freed(request_id, transfer_id):
+                self._quarantine.ended.append(Kept(request_id, transfer_id))
         return ()
 
     def _send(self, peer: Peer, message: Message) -> list[ConsumerAction]:
@@ -441,12 +450,12 @@ class WorkerRuntime:
         try:
             problem = verify.problem()
         except Exception as error:
-            logger.exception("Tandem: the KV of request %s cannot be verified", verify.request_id)
+            logger.exception("Tandem: the KV of transfer %s cannot be verified", verify.transfer_id)
             problem = f"its digest cannot be compared: {error!r}"
         with self._lock:
             now = time.monotonic()
-            self._trace.event("verified", request=verify.request_id, seconds=now - started_at, problem=problem)
-            self._perform(self._consumer.verified(verify.request_id, verify.peer, problem, now))
+            self._trace.event("verified", transfer=verify.transfer_id, seconds=now - started_at, problem=problem)
+            self._perform(self._consumer.verified(verify.transfer_id, verify.peer, problem, now))
 
     def _engine_lost(self, incarnation: str, reason: str) -> None:
         with self._lock:

@@ -35,6 +35,7 @@ from connectors.vllm_hma.complaints import Complaints
 from connectors.vllm_hma.config import ConnectorConfig
 from connectors.vllm_hma.metrics import TandemStats
 from connectors.vllm_hma.orders import CardMetadata, Chunk, Expect, Finished, Orders, Receive, Release
+from connectors.vllm_hma.quarantine import Quarantine
 from connectors.vllm_hma.side_channel import CardServer
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class SchedulerConnector:
         self._productions: dict[str, _Production] = {}
         self._consumptions: dict[str, ConsumeParams] = {}
         self._taken: set[str] = set()
+        self.quarantine = Quarantine()
         self._stats = TandemStats()
         self._server: CardServer | None = None
         self._complain = Complaints(logger)
@@ -176,6 +178,7 @@ class SchedulerConnector:
     def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """The request has ended. True keeps its blocks until ``finished_sending``."""
         request_id = request.request_id
+        self.quarantine.left(request_id)
         params = self._consumptions.pop(request_id, None)
         if params is not None:
             self._orders.releases.append(Release(params.transfer_id, params.producer))
@@ -206,11 +209,15 @@ class SchedulerConnector:
             if self._productions.pop(request_id, None) is not None:
                 self._stats.count("requests", "sent")
 
-    def receiving_finished(self, request_ids: set[str], failed: set[str]) -> None:
-        """No producer writes for these requests any more; ``failed`` of them have not got their KV."""
+    def receiving_finished(self, request_ids: set[str], failed: set[str]) -> set[str]:
+        """All workers are done with these receptions, ``failed`` of them without their KV. Which requests may go on.
+
+        Those may that no producer writes for any more, and others, now or later, once there is room for them.
+        """
         for request_id in request_ids & self._taken:
             self._stats.count("requests", "recomputed" if request_id in failed else "received")
         self._taken -= request_ids
+        return self.quarantine.go_on(request_ids)
 
     def stats(self) -> TandemStats | None:
         """What has been counted since the last call."""

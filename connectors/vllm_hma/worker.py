@@ -18,6 +18,7 @@ from connectors.vllm_hma.fence import StepFence
 from connectors.vllm_hma.metrics import TandemStats
 from connectors.vllm_hma.orders import Orders
 from connectors.vllm_hma.post import agent_name
+from connectors.vllm_hma.quarantine import QuarantineReport
 from connectors.vllm_hma.runtime import WorkerRuntime
 from connectors.vllm_hma.streaming import Streaming
 from connectors.vllm_hma.translate import engine_layout, group_shapes, model_identity
@@ -88,6 +89,9 @@ class WorkerConnector:
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
         return self.runtime.results()
+
+    def quarantine(self) -> QuarantineReport | None:
+        return self.runtime.quarantine()
 
     def stats(self) -> TandemStats | None:
         return self.runtime.stats()

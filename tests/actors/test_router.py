@@ -29,7 +29,7 @@ from actors.engine import EngineDownError
 from actors.handoff import TRANSFER_FIELD
 from actors.journal import Chunk
 from actors.routing import LeastOngoing
-from app.main import HttpRouter
+from app.main import ROUTER_ENVIRONMENT, HttpRouter
 from configs.settings import RouterLimits, RoutingSettings
 from tests.actors.behaviours import TOKENS, engine
 from tests.e2e.sse import said
@@ -158,7 +158,8 @@ def deploy(num_cpus: float = 0.1, routers: int = 1) -> None:
         request_router_config=RequestRouterConfig(request_router_class=LeastOngoing),
         graceful_shutdown_timeout_s=0.2,
     )
-    router = serve.deployment(HttpRouter).options(ray_actor_options={"num_cpus": 0.1}, num_replicas=routers)
+    options = {"num_cpus": 0.1, "runtime_env": {"env_vars": ROUTER_ENVIRONMENT}}
+    router = serve.deployment(HttpRouter).options(ray_actor_options=options, num_replicas=routers)
     prefill, decode = actor.options(name="Prefill"), actor.options(name="Decode", num_replicas=2)
     serve.run(router.bind(LIMITS, prefill.bind("prefill"), decode.bind("decode")), name="tandem")
 

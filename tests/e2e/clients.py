@@ -56,16 +56,17 @@ def asked(name: str) -> dict[str, Any]:
 
 
 @cache
-def no_blanks() -> dict[str, int]:
-    """A bias against white space: in JSON, the demo model would write nothing else. By token id."""
+def short_json() -> dict[str, int]:
+    """A bias, by token id, against what the demo model writes for ever where it may: white space in JSON, and one call
+    of a tool after the other, each in tags. The tags of a call that is required come all the same: nothing else may."""
     from transformers import AutoTokenizer
 
-    blanks = AutoTokenizer.from_pretrained(DEMO_MODEL_DIR).encode(" \n\t\r", add_special_tokens=False)
-    return {str(token): -100 for token in blanks}
+    endless = AutoTokenizer.from_pretrained(DEMO_MODEL_DIR).encode(" \n\t\r<", add_special_tokens=False)
+    return {str(token): -100 for token in endless}
 
 
 def in_json(name: str) -> dict[str, Any]:
-    return asked(name) | {"max_completion_tokens": 100, "logit_bias": no_blanks()}
+    return asked(name) | {"max_completion_tokens": 100, "logit_bias": short_json()}
 
 
 def right(name: str, text: str | None) -> str:
@@ -161,7 +162,7 @@ class Sdk:
         reply = self._client.responses.parse(
             **_response("response parse") | {"max_output_tokens": 100},
             text_format=Forecast,
-            extra_body={"logit_bias": no_blanks()},
+            extra_body={"logit_bias": short_json()},
         )
         assert isinstance(reply.output_parsed, Forecast)
         return repr(reply.output_parsed)
@@ -239,7 +240,7 @@ def langchain(url: str, python: str) -> str:
     prompt = facts("langchain")
     script = Path(__file__).with_name("langchain_client.py")
     reply = subprocess.run(
-        [python, str(script), f"{url}/v1", DEMO_SERVED_NAME, prompt.text, json.dumps(no_blanks())],
+        [python, str(script), f"{url}/v1", DEMO_SERVED_NAME, prompt.text, json.dumps(short_json())],
         capture_output=True,
         text=True,
         timeout=300,

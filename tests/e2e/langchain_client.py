@@ -32,7 +32,7 @@ def main(base_url: str, model: str, prompt: str, bias: str) -> None:
     llm = ChatOpenAI(base_url=base_url, api_key="unused", model=model, temperature=0, max_tokens=30, max_retries=0)
     settings = {"max_tokens": 100, "logit_bias": json.loads(bias)}
     writer = ChatOpenAI(base_url=base_url, api_key="unused", model=model, temperature=0, max_retries=0, **settings)
-    calls = writer.bind_tools([forecast], tool_choice="required").invoke(prompt).tool_calls
+    calls = writer.bind_tools([forecast], tool_choice="required", strict=True).invoke(prompt).tool_calls
     structured = writer.with_structured_output(Forecast, method="json_schema").invoke(prompt)
     said = {
         "whole": llm.invoke(prompt).content,

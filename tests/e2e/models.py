@@ -60,6 +60,20 @@ def benchmark_gemma3(folder: Path) -> SizedModel:
     return SizedModel(str(folder), {"full_layers": 2, "sliding_layers": 10, "token_bytes_a_layer": token_bytes})
 
 
+def wide_llama(folder: Path) -> SizedModel:
+    """Full attention only, with much KV for little computation: 48 KiB a token of six layers."""
+    config = LlamaConfig(
+        **_SIZES | {"hidden_size": 256, "intermediate_size": 512},
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        head_dim=64,
+        num_hidden_layers=6,
+    )
+    return SizedModel(
+        _save(LlamaForCausalLM, config, folder, 0), {"full_layers": 6, "token_bytes_a_layer": 2 * 16 * 64 * 4}
+    )
+
+
 def llama(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
     """Full attention only: one KV cache group of four layers. Its path."""
     config = LlamaConfig(**_SIZES, **_attention(kv_heads), num_hidden_layers=4)

@@ -40,7 +40,7 @@ class ServiceProcess:
         return (self.folder / "service.log").read_text(errors="replace")
 
     def start(self) -> None:
-        """Return when the launcher says that the service is ready."""
+        """Return when the launcher says that the service is ready. A start that fails leaves nothing behind."""
         with (self.folder / "service.log").open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "app.run", "--config", str(self.config), "--port", str(self.port)],
@@ -49,12 +49,19 @@ class ServiceProcess:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        try:
+            self._until_ready()
+        except BaseException:
+            # It runs in a session of its own, and whoever is told to end here does not hold it yet.
+            self.stop()
+            raise
+
+    def _until_ready(self) -> None:
         give_up_at = time.monotonic() + START_TIMEOUT_S
         while "tandem: ready" not in self.log:
             if self._process.poll() is not None:
                 raise RuntimeError(f"the service ended with {self._process.returncode}:\n{self.log[-4000:]}")
             if time.monotonic() > give_up_at:
-                self.stop()
                 raise RuntimeError(f"not ready in {START_TIMEOUT_S:g} s:\n{self.log[-4000:]}")
             time.sleep(0.5)
 

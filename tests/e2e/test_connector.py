@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import random
 import uuid
@@ -174,33 +173,6 @@ def test_a_lease_ends(engines: Engines) -> None:
         await generate(engines.one_to_two.prefill, random_prompt(300, seed=40), 1, {"do_remote_decode": True})
         assert not await engines.one_to_two.prefill.reset_prefix_cache(), "the lease holds blocks"
         assert await engines.idle(within_s=20)
-
-    engines.runner.run(run())
-
-
-@pytest.mark.parametrize("leg", ["prefill", "decode", "both"])
-def test_cancellation(engines: Engines, leg: str) -> None:
-    """Whichever leg is cancelled, at any moment, both pools come back to their baseline."""
-    pair = engines.one_to_two
-
-    async def run() -> None:
-        for step, delay_s in enumerate((0.0, 0.02, 0.1, 0.3)):
-            prompt = random_prompt(1500, seed=50 + step)
-            transfer_id = uuid.uuid4().hex
-            produce = {"do_remote_decode": True, "transfer_id": transfer_id}
-            prefill = asyncio.ensure_future(generate(pair.prefill, prompt, 1, produce, logprobs=None))
-            decode = asyncio.ensure_future(
-                generate(pair.decode, prompt, 4, pair.address | {"transfer_id": transfer_id})
-            )
-            await asyncio.sleep(delay_s)
-            for name, task in (("prefill", prefill), ("decode", decode)):
-                if leg in (name, "both"):
-                    task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await prefill
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait_for(decode, 60)
-        assert await engines.idle(within_s=30)
 
     engines.runner.run(run())
 

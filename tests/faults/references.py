@@ -94,12 +94,13 @@ async def send(
         trips.append(start(trip, router.in_turn(trip, between)))
         return trip
 
-    def direct(question: Question, params: Params | None) -> None:
-        trip = Trip(question)
-        trips.append(start(trip, _decode_only(router, trip, params)))
+    def direct(question: Question, reference: Trip) -> None:
+        """To decode alone, with what prefill has answered to another."""
+        trip = Trip(question, request_id=reference.request_id)
+        trips.append(start(trip, _decode_only(router, trip, reference.params)))
 
-    async def fetched(question: Question) -> Params | None:
-        """Parameters of a prefill that nobody has fetched from yet."""
+    async def fetched(question: Question) -> Trip:
+        """One whose prefill has answered, and that nobody has fetched yet."""
         trip = Trip(question)
 
         async def keep(_: Trip) -> None:
@@ -107,28 +108,28 @@ async def send(
 
         await start(trip, router.in_turn(trip, keep))
         trip.cancelled = True
-        return trip.params
+        return trip
 
     trips: list[asyncio.Task[None]] = []
     match variant:
         case "twice at once":
-            params = await fetched(ours)
-            direct(ours, params)
-            direct(ours, params)
+            unused = await fetched(ours)
+            direct(ours, unused)
+            direct(ours, unused)
         case "twice in turn":
             first = go(ours)
             await asyncio.gather(*trips)
-            direct(ours, first.params)
+            direct(ours, first)
         case "with another prompt":
             direct(others, await fetched(ours))
         case "with another prompt, after its own":
             first = go(ours)
             await asyncio.gather(*trips)
-            direct(others, first.params)
+            direct(others, first)
         case "exchanged between two requests":
-            first_params, second_params = await fetched(ours), await fetched(others)
-            direct(ours, second_params)
-            direct(others, first_params)
+            first, second = await fetched(ours), await fetched(others)
+            direct(ours, second)
+            direct(others, first)
         case "of an engine that has been restarted" | "of an engine that has been restarted, with another prompt":
             used, unused = go(ours), await fetched(ours)
             await asyncio.gather(*trips)
@@ -136,16 +137,16 @@ async def send(
             for question in more:
                 go(question)
             asked = others if "another" in variant else ours
-            direct(asked, used.params)
+            direct(asked, used)
             direct(asked, unused)
         case "after its lease" | "after its lease, with another prompt":
-            params = await fetched(ours)
+            unused = await fetched(ours)
             await asyncio.sleep(lease_s + 1.5)
             # Whoever gets the freed blocks writes over them.
             for question in (*more, *more):
                 go(question)
             await asyncio.gather(*trips)
-            direct(others if "another" in variant else ours, params)
+            direct(others if "another" in variant else ours, unused)
         case _:
 
             async def between(trip: Trip) -> Params:
@@ -153,8 +154,8 @@ async def send(
                 return altered(variant, trip.params, rng, foreign_port)
 
             trial = await fetched(ours)
-            if trial is not None:
-                altered(variant, trial, random.Random(0), foreign_port)
+            if trial.params is not None:
+                altered(variant, trial.params, random.Random(0), foreign_port)
                 direct(ours, trial)
             for question in (ours, others):
                 go(question, between)

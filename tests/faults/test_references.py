@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import random
+from collections.abc import Awaitable, Mapping
+from typing import Any, cast
 
 import pytest
 
-from tests.faults.references import NotApplicable, altered
+from tests.faults.references import NotApplicable, altered, send
 from tests.faults.schedule import REFERENCES
+from tests.faults.trips import Meanwhile, Question, Router, Trip
 
 GENUINE = {
     "do_remote_prefill": True,
@@ -66,3 +70,37 @@ def test_what_would_change_nothing_does_not_apply() -> None:
     """One block is the same in either order."""
     with pytest.raises(NotApplicable, match="short"):
         altered("block ids reversed", GENUINE | {"remote_block_ids": [[4], [9]]}, random.Random(0), 80)
+
+
+class Recorder:
+    """In a router's place: every prefill answers with a reference that names its request."""
+
+    def __init__(self) -> None:
+        self.used: list[tuple[str, str]] = []
+
+    async def in_turn(self, trip: Trip, between: Meanwhile | None = None) -> None:
+        trip.params = {"reference of": trip.request_id}
+        if between is None:
+            await self.decode(trip, trip.params)
+        elif (params := await between(trip)) is not None:
+            await self.decode(trip, params)
+
+    async def decode(self, trip: Trip, params: Mapping[str, Any]) -> None:
+        self.used.append((trip.request_id, params["reference of"]))
+
+
+@pytest.mark.parametrize("variant", [variant for variant in REFERENCES if variant not in SINGLE])
+async def test_a_reference_goes_with_its_request_s_id(variant: str) -> None:
+    """Whoever replays it replays that too: for some connectors the id is the reference."""
+    router = Recorder()
+
+    def start(trip: Trip, work: Awaitable[None]) -> asyncio.Task[None]:
+        return asyncio.ensure_future(work)
+
+    async def restart() -> None:
+        pass
+
+    questions = [Question(f"{number}", 1, "", "") for number in range(4)]
+    await send(variant, cast(Router, router), questions, random.Random(0), -1.5, restart, 80, start)
+    assert router.used
+    assert all(request == reference for request, reference in router.used)

@@ -21,12 +21,17 @@ PARAMS = {"kv_transfer_params": {"do_remote_prefill": True}}
 
 
 @contextlib.asynccontextmanager
-async def server(status: int, *said: object) -> AsyncIterator[str]:
-    """Answers every request alike: what is ``said``, until it breaks the connection or falls silent."""
+async def server(status: int, *said: object, heads: list[bytes] | None = None) -> AsyncIterator[str]:
+    """Answers every request alike: what is ``said``, until it breaks the connection or falls silent.
+
+    ``heads`` collects the requests' first lines and headers.
+    """
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             head = await reader.readuntil(b"\r\n\r\n")
+            if heads is not None:
+                heads.append(head)
             length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
             await reader.readexactly(length)
             writer.write(f"HTTP/1.1 {status} x\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
@@ -90,6 +95,18 @@ async def test_a_failed_prefill_leg_is_a_refusal_and_decode_is_not_asked(said: t
         await Router(client, prefill, "http://127.0.0.1:9", BOUND_S).in_turn(trip)
     assert judge(trip) is Outcome.REFUSED
     assert "decode_sent" not in trip.marks
+
+
+async def test_both_legs_carry_one_request_id() -> None:
+    """As vLLM's own proxies send them: NixlPushConnector matches its two ends by nothing else."""
+    trip = Trip(QUESTION)
+    heads: list[bytes] = []
+    whole = [event("427"), event(";", "length"), DONE]
+    prefill_server, decode_server = server(200, json.dumps(PARAMS), heads=heads), server(200, *whole, heads=heads)
+    async with prefill_server as prefill, decode_server as decode, httpx.AsyncClient(timeout=None) as client:
+        await Router(client, prefill, decode, BOUND_S).in_turn(trip)
+    assert len(heads) == 2
+    assert all(f"x-request-id: {trip.request_id}\r\n".encode() in head.lower() for head in heads)
 
 
 async def test_time_stands_still_while_the_decode_server_is_stopped() -> None:

@@ -37,11 +37,14 @@ class Trip:
     """``marks`` are times (``time.monotonic()``) of what the client has seen; the first two legs' ends may be missing.
 
     ``failure`` says why there is no whole answer: what a server answered, or that a connection broke. ``gave_up`` is
-    the leg whose time was up; ``cancelled`` means that the driver has closed the connection on purpose.
+    the leg whose time was up; ``cancelled`` means that the driver has closed the connection on purpose. ``request_id``
+    is what both legs send as X-Request-Id, as vLLM's own proxies do: NixlPushConnector matches its two ends by nothing
+    else, so that a replayed reference must come with the id of the request that it was given to.
     """
 
     question: Question
     trip_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    request_id: str = ""
     marks: dict[str, float] = field(default_factory=dict)
     params: dict[str, Any] | None = None
     text: str = ""
@@ -50,6 +53,9 @@ class Trip:
     failure: str | None = None
     gave_up: str | None = None
     cancelled: bool = False
+
+    def __post_init__(self) -> None:
+        self.request_id = self.request_id or self.trip_id
 
     def mark(self, name: str) -> None:
         self.marks.setdefault(name, time.monotonic())
@@ -116,7 +122,7 @@ class Router:
         try:
             async with asyncio.timeout(ROUTER_PREFILL_S):
                 answer = await self.client.post(
-                    f"{self.prefill_url}/v1/completions", json=body, headers={"X-Request-Id": f"{trip.trip_id}-p"}
+                    f"{self.prefill_url}/v1/completions", json=body, headers={"X-Request-Id": trip.request_id}
                 )
             if answer.status_code == 200:
                 trip.params = answer.json().get("kv_transfer_params")
@@ -152,7 +158,7 @@ class Router:
             trip.failure = f"decode: {type(error).__name__} {error}"
 
     async def _stream(self, trip: Trip, body: Mapping[str, Any]) -> None:
-        headers = {"X-Request-Id": f"{trip.trip_id}-d"}
+        headers = {"X-Request-Id": trip.request_id}
         url = f"{self.decode_url}/v1/completions"
         async with self.client.stream("POST", url, json=body, headers=headers) as answer:
             if answer.status_code != 200:

@@ -274,7 +274,7 @@ class Campaign:
         for worker in (self.producer, self.consumer):
             until(lambda worker=worker: not any(worker.runtime.census().values()), within_s=10 * LIMITS.lease_s)
             runtime = worker.runtime
-            assert runtime._pump_thread.is_alive()
+            assert runtime._pump.alive
             assert worker.server._thread.is_alive()
             assert len(runtime._peers._guests) <= GUESTS
             assert len(runtime._peers._plans) <= len(runtime._peers._guests)

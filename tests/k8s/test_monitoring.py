@@ -117,6 +117,11 @@ def _selectors(node: Any) -> Iterator[Any]:
             yield from _selectors(child)
 
 
+def _names(expression: str) -> set[str]:
+    parsed = promql_parser.parse(expression.replace("$__rate_interval", "1m"))
+    return {str(selector.name) for selector in _selectors(parsed)}
+
+
 def _groupings(node: Any) -> Iterator[Any]:
     if isinstance(node, promql_parser.AggregateExpr):
         yield node
@@ -182,6 +187,15 @@ def test_every_alert_says_how_bad_it_is_and_is_explained() -> None:
             assert rule["labels"]["severity"] in ("warning", "critical")
             assert rule["annotations"]["summary"]
             assert f"| `{rule['alert']}` |" in guide
+
+
+def test_the_dashboard_shows_whatever_the_connector_reports() -> None:
+    """And an alert says when blocks are kept that only an engine's end gives back."""
+    reported = {name for name in emitted() if name.startswith("vllm:tandem_kv_") and not name.endswith("_created")}
+    shown = {name for panel in PANELS for target in panel["targets"] for name in _names(target["expr"])}
+    assert reported <= shown
+    alerted = {name for rule in rules() if "alert" in rule for name in _names(rule["expr"])}
+    assert {"vllm:tandem_kv_quarantined", "vllm:tandem_kv_hanging"} <= alerted & reported
 
 
 def test_the_dashboard_is_well_formed() -> None:

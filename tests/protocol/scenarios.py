@@ -10,7 +10,7 @@ from connectors.planning.blocks import NULL_BLOCK, first_needed_token
 from connectors.planning.layout import GroupKind
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.wire import Peer
-from tests.protocol.simulator import (
+from tests.protocol.simulated import (
     GROUPS,
     HANG_S,
     LAYERS,
@@ -22,8 +22,8 @@ from tests.protocol.simulator import (
     PrefillEngine,
     Violation,
     Weather,
-    World,
 )
+from tests.protocol.simulator import World
 
 CLEARS_AT = 9.0
 TP_PAIRS = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (2, 3), (1, 3), (3, 1)]
@@ -311,11 +311,10 @@ def add_death(world: World, rng: random.Random, side: str) -> float:
 
 
 def bound_s(world: World) -> float:
-    """How long after the last thing that happened from outside a request may still take."""
+    """How long after the last thing that happened from outside a request may still take, however long writes hang."""
     weather = world.weather
     waits = LIMITS.handshake_s + LIMITS.progress_s + LIMITS.cancel_s
-    write_s = HANG_S if weather.hangs else weather.write_s
-    return waits + 4 * weather.delay_s + 2 * write_s + VERIFY_S + 4 * TICK_S
+    return waits + 4 * weather.delay_s + 2 * weather.write_s + VERIFY_S + 4 * TICK_S
 
 
 def run(seed: int) -> Schedule:
@@ -324,7 +323,7 @@ def run(seed: int) -> Schedule:
     world = schedule.world
     world.run(schedule.last_event + bound_s(world) + LIMITS.lease_s)
     check_requests(schedule)
-    world.run(world.now + 3 * LIMITS.lease_s + 1)
+    world.run(world.now + HANG_S + 3 * LIMITS.lease_s + 1)
     check_nothing_remains(schedule)
     return schedule
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from tests.protocol.scenarios import delivered, run
-from tests.protocol.simulator import Violation
+from tests.protocol.simulated import Violation
 
 BATCH = 500
 

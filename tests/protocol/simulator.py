@@ -5,9 +5,9 @@ be torn; blocks that are given back are overwritten with a stranger's tag at onc
 carries, where digests are compared. Messages pass through the wire format, and a network that can lose, double, delay
 and reorder them. What must hold is checked when it happens:
 
-    a write lands only in blocks whose request has not been told ``Received`` on that rank
+    a write lands only in blocks whose request has not been told ``Received`` on that rank, or whose quarantine lasts
     at ``Received(ok)`` every wanted block holds this prompt's content, from every rank that has a share
-    ``Received`` and ``Sent`` come once a rank
+    ``Received`` and ``Sent`` come once a rank, and ``Freed`` once after a ``Received`` with quarantine
     a machine speaks to no peer that it has told its owner to forget
 
 Either engine can die, and start again at the same address as a new incarnation: new machines, empty pools.
@@ -20,16 +20,14 @@ import itertools
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
-from connectors.planning.blocks import UnitShape, wanted_blocks
-from connectors.planning.descriptors import Moves
+from connectors.planning.blocks import wanted_blocks
 from connectors.planning.heads import head_shares, partners
-from connectors.planning.layout import Group, GroupKind
 from connectors.protocol.actions import (
     Connect,
     ConsumerAction,
     Forget,
+    Freed,
     ProducerAction,
     Received,
     Send,
@@ -40,135 +38,31 @@ from connectors.protocol.actions import (
 from connectors.protocol.consumer import Consumer as ConsumerMachine
 from connectors.protocol.consumer import Order, Partner
 from connectors.protocol.delivery import Consumer
-from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.producer import Producer
 from connectors.protocol.wire import Cancel, Envelope, Message, Offer, Peer, decode, encode
-from tests.protocol.tally import Tally
-
-GROUPS = (
-    Group(0, GroupKind.FULL, 4, None, ()),
-    Group(1, GroupKind.SLIDING, 4, 7, ()),
-    Group(2, GroupKind.SLIDING, 2, 4, ()),
+from tests.protocol.simulated import (
+    DAMAGED,
+    GROUPS,
+    HANG_S,
+    HEAD_BYTES,
+    LAYERS,
+    LIMITS,
+    POOL,
+    SHAPES,
+    STRANGER,
+    TICK_S,
+    VERIFY_S,
+    ConsumerRank,
+    Consumption,
+    DecodeEngine,
+    PrefillEngine,
+    ProducerRank,
+    Violation,
+    Weather,
+    layers_of,
 )
-SHAPES = tuple(UnitShape(group.block_tokens, 1, 1) for group in GROUPS)
-LAYERS = 2
-HEAD_BYTES = (16, 8, 4)
-"""Of one head of one block, all layers together."""
-LIMITS = TransferLimits(handshake_s=2, progress_s=3, cancel_s=1, lease_s=5, alive_s=1, fence_s=0.5, forget_s=9)
-TICK_S = 0.5
-POOL = 400
-STRANGER = ("somebody else's",)
-DAMAGED = ("damaged",)
-VERIFY_S = 0.3
-HANG_S = 3 * LIMITS.hang_s
-"""A write that hangs ends after this at most: its peer has died, or goes on."""
-
-Tag = tuple[object, ...]
-
-
-class Violation(AssertionError):
-    """A promise was broken."""
-
-
-@dataclass(frozen=True)
-class Weather:
-    """What the network and the transport do, until ``clears_at``; then messages only take their time."""
-
-    drop: float = 0.0
-    double: float = 0.0
-    delay_s: float = 0.05
-    write_s: float = 0.2
-    write_fails: float = 0.0
-    refuses: float = 0.0
-    damages: float = 0.0
-    hangs: float = 0.0
-    unsent: float = 0.0
-    drops_peers: float = 0.0
-    clears_at: float = 0.0
-
-
-@dataclass
-class Pool:
-    """Block ids of one engine; the last one given back is the first one taken."""
-
-    free: list[int] = field(default_factory=lambda: list(range(POOL - 1, 0, -1)))
-
-    def take(self, count: int) -> list[int]:
-        return [self.free.pop() for _ in range(count)]
-
-    def give(self, ids: list[int]) -> None:
-        self.free.extend(ids)
-
-
-@dataclass
-class ProducerRank:
-    """``plans``: what its owner keeps of consumer workers."""
-
-    peer: Peer
-    machine: Producer
-    alive: bool = True
-    memory: dict[tuple[int, int], Tag] = field(default_factory=dict)
-    plans: set[Peer] = field(default_factory=set)
-
-
-@dataclass
-class ConsumerRank:
-    peer: Peer
-    machine: ConsumerMachine
-    alive: bool = True
-    memory: dict[tuple[int, int, int], Tag] = field(default_factory=dict)
-    owner: dict[int, str] = field(default_factory=dict)
-    connecting: set[str] = field(default_factory=set)
-    plans: set[Peer] = field(default_factory=set)
-
-
-@dataclass
-class PrefillEngine:
-    """One start of the prefill engine. ``held``: blocks of requests that have finished and not been sent by all."""
-
-    address: EngineAddress
-    ranks: list[ProducerRank]
-    pool: Pool = field(default_factory=Pool)
-    held: dict[str, list[int]] = field(default_factory=dict)
-    sent: dict[str, Counter[int]] = field(default_factory=dict)
-
-    @property
-    def alive(self) -> bool:
-        return all(rank.alive for rank in self.ranks)
-
-
-@dataclass
-class DecodeEngine:
-    """One start of the decode engine."""
-
-    ranks: list[ConsumerRank]
-    pool: Pool = field(default_factory=Pool)
-
-    @property
-    def alive(self) -> bool:
-        return all(rank.alive for rank in self.ranks)
-
-
-@dataclass
-class Consumption:
-    """A decode request: what it wants, and what each rank has said."""
-
-    request_id: str
-    transfer_id: str
-    prompt: str
-    prompt_tokens: int
-    started_at: float
-    blocks: list[int]
-    order: Order
-    engine: DecodeEngine
-    results: dict[int, str | None] = field(default_factory=dict)
-    ended_at: float = 0.0
-
-
-def layers_of(move: Moves) -> range:
-    first, stop = move.layers or (0, LAYERS)
-    return range(first, min(stop, LAYERS))
+from tests.protocol.tally import Tally
 
 
 class World:
@@ -427,14 +321,16 @@ class World:
                 case Verify() as verify:
                     lasts = self.rng.uniform(0, VERIFY_S)
                     self.after(lasts, lambda verify=verify: self.verified(consumer, verify))
-                case Received(request_id, failure):
-                    self.received(consumer, self.consumptions[request_id], failure)
+                case Received(request_id, failure, quarantine):
+                    self.received(consumer, self.consumptions[request_id], failure, quarantine)
+                case Freed(request_id):
+                    self.freed(consumer, self.consumptions[request_id])
 
     def verified(self, consumer: ConsumerRank, verify: Verify) -> None:
         if consumer.alive:
             problem = verify.problem()
             self.counts["bad digests" if problem else "good digests"] += 1
-            self.on(consumer, lambda m: m.verified(verify.request_id, verify.peer, problem, self.now))
+            self.on(consumer, lambda m: m.verified(verify.transfer_id, verify.peer, problem, self.now))
 
     def connect(self, consumer: ConsumerRank, engine: EngineAddress) -> None:
         """The handshake, which either works or says why not within handshake_s."""
@@ -479,17 +375,41 @@ class World:
             lambda: Tally(lambda block, layer: target[block, p, layer], LAYERS),
         )
 
-    def received(self, consumer: ConsumerRank, request: Consumption, failure: str | None) -> None:
+    def received(
+        self, consumer: ConsumerRank, request: Consumption, failure: str | None, quarantine: str | None
+    ) -> None:
         rank = consumer.peer.rank
         if rank in request.results:
             raise Violation(f"{request.request_id} was received twice on {consumer.peer}")
         request.results[rank] = failure
-        for block in request.blocks:
-            del consumer.owner[block]
         if failure is None:
             self.check_contents(consumer, request)
+        if quarantine is not None:
+            if failure is None or quarantine != request.transfer_id:
+                raise Violation(f"{request.request_id} (failure: {failure}) is in quarantine for {quarantine}")
+            self.counts["quarantines"] += 1
+            request.quarantine.add(rank)
+        else:
+            self.disown(consumer, request)
         if len(request.results) == len(request.engine.ranks):
             request.ended_at = self.now
+        self.give_back_if_free(request)
+
+    def freed(self, consumer: ConsumerRank, request: Consumption) -> None:
+        if consumer.peer.rank not in request.quarantine:
+            raise Violation(f"{request.request_id} is freed on {consumer.peer} and was not in quarantine")
+        request.quarantine.remove(consumer.peer.rank)
+        self.disown(consumer, request)
+        self.give_back_if_free(request)
+
+    def disown(self, consumer: ConsumerRank, request: Consumption) -> None:
+        for block in request.blocks:
+            del consumer.owner[block]
+
+    def give_back_if_free(self, request: Consumption) -> None:
+        """The scheduler has a word of every rank, and no rank's blocks are in quarantine."""
+        if len(request.results) == len(request.engine.ranks) and not request.quarantine:
+            request.freed_at = self.now
             request.engine.pool.give(request.blocks)
 
     def check_contents(self, consumer: ConsumerRank, request: Consumption) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from connectors.planning.blocks import UnitShape, empty_blocks
-from connectors.protocol.actions import Connect, Forget, Received, Send
+from connectors.protocol.actions import Connect, Forget, Freed, Received, Send
 from connectors.protocol.consumer import Consumer, Order, Partner, expected_bytes, failures
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Fin, Offer, Peer, Welcome
@@ -162,9 +162,18 @@ def test_alive_is_a_word() -> None:
     """Alive postpones the silence, as any message of a partner does."""
     consumer = offered()
     for now in (9.0, 18.0, 27.0):
-        assert consumer.message(P0, Alive("t"), now) == []
+        assert [consumer.message(peer, Alive("t"), now) for peer in (P0, P1)] == [[], []]
         assert consumer.tick(now + 9.9) == []
     assert consumer.tick(37.0) == cancels(P0, P1)
+
+
+def test_no_rank_speaks_for_another() -> None:
+    """One of two processes is stopped: the other's Alive, however often, does not make the request wait for both."""
+    consumer = offered()
+    for now in range(1, 10):
+        assert consumer.message(P0, Alive("t"), float(now)) == []
+        assert consumer.tick(float(now)) == []
+    assert consumer.tick(10.0) == cancels(P0, P1)
 
 
 def test_alive_of_a_finished_partner_does_not_count() -> None:
@@ -178,31 +187,79 @@ def test_alive_of_a_finished_partner_does_not_count() -> None:
 # ---- ENDING ------------------------------------------------------------------------------------------------------
 
 
-def test_unanswered_cancels_are_repeated() -> None:
-    """ENDING + cancel_s -> Cancel again to those that have not answered, a new handshake, and the quarantine counts."""
+ABORTED = "the request was aborted"
+QUARANTINED = Received("r", ABORTED, quarantine="t")
+
+
+def test_a_request_does_not_wait_for_an_answer() -> None:
+    """ENDING + cancel_s -> QUARANTINE, Received(quarantine): asked again with it, and every cancel_s after that."""
     consumer = offered()
     consumer.abort("r", 0.0)
     consumer.message(P0, Cancelled("t"), 0.5)
     assert (consumer.tick(1.9), consumer.census()["quarantined"]) == ([], 0)
-    assert consumer.tick(2.0) == [*cancels(P1), Connect(ENGINE)]
+    assert consumer.tick(2.0) == [*cancels(P1), Connect(ENGINE), QUARANTINED]
     assert (consumer.census()["quarantined"], consumer.unanswered_engines()) == (1, {ENGINE})
+    assert (consumer.awaits(P0), consumer.awaits(P1)) == (False, True)
     assert (consumer.tick(3.9), consumer.tick(4.0)) == ([], [*cancels(P1), Connect(ENGINE)])
-    assert consumer.message(P1, Cancelled("t"), 4.1) == [Received("r", "the request was aborted")]
+    assert consumer.message(P1, Cancelled("t"), 4.1) == [Freed("r", "t")]
     assert empty(consumer)
 
 
 def test_no_deadline_frees_blocks_that_may_be_written() -> None:
-    """ENDING lasts until every partner has answered or is dead: time alone never gives blocks back."""
+    """QUARANTINE lasts until every partner has answered or is dead: time alone never gives blocks back."""
     consumer = offered()
     consumer.abort("r", 0.0)
-    for now in range(1, 2000, 7):
-        assert not failures(consumer.tick(float(now)))
-    reason = "no process answers"
-    assert consumer.engine_lost("engine-a", reason, 2000.0) == [
-        Received("r", "the request was aborted"),
-        Forget(P0),
-        Forget(P1),
-    ]
+    assert QUARANTINED in consumer.tick(2.0)
+    for now in range(3, 2000, 7):
+        assert all(isinstance(action, Send | Connect) for action in consumer.tick(float(now)))
+    assert consumer.engine_lost("engine-a", "no process answers", 2000.0) == [Freed("r", "t"), Forget(P0), Forget(P1)]
+    assert empty(consumer)
+
+
+def test_quarantine_of_one_rank() -> None:
+    """QUARANTINE + Fin, however right, of one: the other may still write, and the request was told that it failed."""
+    consumer = offered()
+    consumer.abort("r", 0.0)
+    consumer.tick(2.0)
+    assert consumer.message(P0, FIN0, 2.5) == []
+    assert consumer.connected("engine-a", PARTNERS, 3.0) == cancels(P1)
+    assert consumer.message(P1, Aborted("t", "expired"), 3.5) == [Freed("r", "t")]
+
+
+def test_a_request_in_quarantine_is_over() -> None:
+    """Its abort says nothing new, and another one may have its name."""
+    consumer = offered()
+    consumer.abort("r", 0.0)
+    consumer.tick(2.0)
+    assert consumer.abort("r", 2.5) == []
+    consumer.start(order("r", "t2"), 3.0)
+    consumer.connected("engine-a", PARTNERS, 3.0)
+    assert (consumer.census()["offered"], consumer.census()["quarantined"]) == (1, 1)
+    assert consumer.message(P0, Cancelled("t"), 3.5) == []
+    assert consumer.message(P1, Cancelled("t"), 3.5) == [Freed("r", "t")]
+    assert consumer.message(P0, Fin("t2", 31), 4.0) == []
+    assert consumer.message(P1, Fin("t2", 60), 4.0) == [Received("r", None)]
+
+
+def test_blocks_are_not_offered_to_an_engine_that_does_not_answer() -> None:
+    """start, while another request's blocks are in quarantine -> CONNECTING: nobody sees its blocks."""
+    consumer = offered()
+    consumer.abort("r", 0.0)
+    consumer.tick(2.0)
+    assert consumer.start(order("r2", "t2"), 3.0) == [Connect(ENGINE)]
+    assert consumer.connect_failed("engine-a", "no answer", 4.0) == [Received("r2", "no answer")]
+    assert consumer.start(order("r3", "t3"), 5.0) == [Connect(ENGINE)]
+
+
+def test_a_transfer_in_quarantine_keeps_its_id() -> None:
+    """However long: a Fin of its writer must not be taken for another request's."""
+    consumer = offered()
+    consumer.abort("r", 0.0)
+    for now in (2.0, 30.0, 60.0):
+        consumer.tick(now)
+    (refused,) = consumer.start(order("r2", "t"), 61.0)
+    assert isinstance(refused, Received)
+    assert (refused.failure is None, refused.quarantine) == (False, None)
 
 
 def test_alive_does_not_end_anything() -> None:
@@ -210,7 +267,7 @@ def test_alive_does_not_end_anything() -> None:
     consumer = offered()
     consumer.abort("r", 0.0)
     assert consumer.message(P0, Alive("t"), 1.0) == []
-    assert consumer.tick(2.0) == [*cancels(P0, P1), Connect(ENGINE)]
+    assert consumer.tick(2.0) == [*cancels(P0, P1), Connect(ENGINE), QUARANTINED]
 
 
 def test_the_first_failure_is_reported() -> None:

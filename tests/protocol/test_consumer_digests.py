@@ -47,7 +47,7 @@ def checked() -> Consumer:
 def verify(consumer: Consumer, peer: Peer, fin: Fin) -> Verify:
     (action,) = consumer.message(peer, fin, 1.0)
     assert isinstance(action, Verify)
-    assert (action.request_id, action.peer) == ("r", peer)
+    assert (action.transfer_id, action.peer) == ("t", peer)
     return action
 
 
@@ -66,8 +66,8 @@ def test_every_partner_is_verified_before_the_request_runs() -> None:
     first, second = (verify(consumer, peer, with_digest(fin)) for peer, fin in ((P0, FIN0), (P1, FIN1)))
     assert [units.dst_ids.tolist() for units in first.units] == [[4, 5, 6], [7]]
     assert (first.problem(), second.problem()) == (None, None)
-    assert consumer.verified("r", P1, None, 2.0) == []
-    assert consumer.verified("r", P0, None, 2.0) == [Received("r", None)]
+    assert consumer.verified("t", P1, None, 2.0) == []
+    assert consumer.verified("t", P0, None, 2.0) == [Received("r", None)]
     assert empty(consumer)
 
 
@@ -81,7 +81,7 @@ def test_a_wrong_digest_is_never_decoded_from() -> None:
     """OFFERED + wrong digest -> ENDING, Cancel to those that may still write; the failure names the rank."""
     consumer = checked()
     verify(consumer, P1, with_digest(FIN1))
-    assert consumer.verified("r", P1, "other bytes", 2.0) == cancels(P0)
+    assert consumer.verified("t", P1, "other bytes", 2.0) == cancels(P0)
     assert consumer.message(P0, Cancelled("t"), 3.0) == [Received("r", "rank 1: other bytes")]
     assert empty(consumer)
 
@@ -107,8 +107,8 @@ def test_blocks_are_kept_while_they_are_verified() -> None:
     assert consumer.abort("r", 2.0) == []
     assert consumer.tick(50.0) == []
     assert consumer.census()["quarantined"] == 0
-    assert consumer.verified("r", P0, None, 51.0) == []
-    assert consumer.verified("r", P1, "other bytes", 51.0) == [Received("r", "the request was aborted")]
+    assert consumer.verified("t", P0, None, 51.0) == []
+    assert consumer.verified("t", P1, "other bytes", 51.0) == [Received("r", "the request was aborted")]
     assert empty(consumer)
 
 
@@ -119,8 +119,8 @@ def test_a_verification_is_not_silence() -> None:
     verify(consumer, P1, with_digest(FIN1))
     assert consumer.tick(100.0) == []
     assert consumer.engine_lost("engine-a", "it is gone", 101.0) == [Forget(P0), Forget(P1)]
-    consumer.verified("r", P0, None, 102.0)
-    assert consumer.verified("r", P1, None, 102.0) == [Received("r", None)]
+    consumer.verified("t", P0, None, 102.0)
+    assert consumer.verified("t", P1, None, 102.0) == [Received("r", None)]
 
 
 def test_a_failed_transfer_is_not_verified() -> None:
@@ -136,5 +136,5 @@ def test_a_dead_engine_during_a_verification() -> None:
     consumer = checked()
     verify(consumer, P0, with_digest(FIN0))
     assert consumer.engine_lost("engine-a", "it is gone", 2.0) == [Forget(P0), Forget(P1)]
-    assert consumer.verified("r", P0, None, 3.0) == [Received("r", "it is gone")]
+    assert consumer.verified("t", P0, None, 3.0) == [Received("r", "it is gone")]
     assert empty(consumer)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from connectors.protocol.actions import Received
 from connectors.protocol.consumer import Consumer
 from connectors.protocol.producer import Producer
 from connectors.protocol.wire import Cancelled
@@ -48,14 +49,27 @@ ORIGINAL_CANCELLED = Producer._cancelled
 
 def frees_after_a_deadline(machine: Consumer, now: float) -> list[Any]:
     """Quarantine that time alone ends."""
-    for reception in machine._receptions.values():
-        if reception.quarantined:
-            reception.writing.clear()
     actions = ORIGINAL_TICK(machine, now)
-    for reception in list(machine._receptions.values()):
-        if reception.stage.name == "ENDING":
-            actions += machine._end_if_over(reception)
+    for reception in list(machine._quarantine.values()):
+        reception.writing.clear()
+        actions += machine._end_if_over(reception)
     return actions
+
+
+def never_frees(machine: Consumer, reception: Any) -> list[Any]:
+    """Quarantine that nothing ends."""
+    return [] if reception.stage.name == "QUARANTINE" else ORIGINAL_END(machine, reception)
+
+
+ORIGINAL_END = Consumer._end_if_over
+
+
+def waits_for_the_answer(machine: Consumer, reception: Any, now: float) -> list[Any]:
+    """Blocks in quarantine, and nobody is told that the request cannot have them."""
+    return [action for action in ORIGINAL_UNANSWERED(machine, reception, now) if not isinstance(action, Received)]
+
+
+ORIGINAL_UNANSWERED = Consumer._unanswered
 
 
 ORIGINAL_TICK = Consumer.tick
@@ -84,6 +98,8 @@ ORIGINAL_PRODUCER_TICK = Producer.tick
         (Producer, "tick", never_forgets, {"abort": 1}, "at the end prefill"),
         (Producer, "tick", forgets_numbers, {"abort": 1, "early": NEVER}, "a write or a comparison is under way"),
         (Consumer, "tick", frees_after_a_deadline, {"drop": 1, "abort": 1, "early": NEVER}, "have not answered"),
+        (Consumer, "_end_if_over", never_frees, {"drop": 1, "abort": 1, "early": NEVER}, "at the end decode"),
+        (Consumer, "_unanswered", waits_for_the_answer, {"drop": 1, "abort": 1, "early": NEVER}, "not in quarantine"),
         (Consumer, "tick", lambda machine, now: [], {"drop": 1}, "at the end decode"),
         (Consumer, "engine_lost", lambda machine, incarnation, reason, now: [], {"crash_prefill": 1}, "at the end"),
     ],

@@ -148,9 +148,9 @@ class Engines:
                     self._write(worker, action)
                 case Sent(request_id):
                     self.sent.append(request_id)
-                case Verify(request_id, peer):
+                case Verify(transfer_id, peer):
                     self.verified += 1
-                    self.perform(worker, worker.machine.verified(request_id, peer, action.problem(), self.now))
+                    self.perform(worker, worker.machine.verified(transfer_id, peer, action.problem(), self.now))
                 case Received(request_id, failure):
                     self.received.append((request_id, failure))
                 case Connect():

@@ -3,7 +3,8 @@
 Nothing of vLLM is replaced: its configuration, its (asynchronous) scheduler, its block pool, its aggregation of the
 ranks' reports. The workers are a model of what workers say: tokens for the requests that a step has brought to their
 end, ``finished_sending`` once for a production that is held, ``finished_recving`` once for a reception, sometimes
-failed. What the orders must be, step for step, is checked as the workers receive them.
+failed, and sometimes with a foreign rank that may write to its blocks for a while after that. What the orders must be,
+step for step, is checked as the workers receive them.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from connectors.protocol.cards import WorkerCard, encode_worker_card
 from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.orders import CardMetadata, Orders
+from connectors.vllm_hma.quarantine import Kept, QuarantineReport
 from tests.vllm_contract.caches import cache_config, full, sliding, vllm_config
 from tests.vllm_contract.workers import IDENTITY, layout_of
 
@@ -44,11 +46,18 @@ KINDS = [(blocks, prefixes, ahead) for blocks in (32, 60) for prefixes in (True,
 
 @dataclass
 class Rank:
-    """What one rank owes the scheduler: step at which it reports each request."""
+    """What one rank owes the scheduler: step at which it reports each request.
+
+    ``fills``: transfer id and blocks of a reception; ``quarantine``: step of their end, and blocks that may be written;
+    ``late``: failed receptions that the next step reports.
+    """
 
     sends: dict[str, int] = field(default_factory=dict)
     receives: dict[str, int] = field(default_factory=dict)
     produces: dict[str, list[list[int]]] = field(default_factory=dict)
+    fills: dict[str, tuple[str, set[int]]] = field(default_factory=dict)
+    quarantine: dict[Kept, tuple[int, set[int]]] = field(default_factory=dict)
+    late: set[str] = field(default_factory=set)
 
 
 class Engine:
@@ -161,6 +170,7 @@ class Engine:
             self.counts["preempted"] += len(output.preempted_req_ids or ())
             self.counts["preempted productions"] += len(output.kv_connector_metadata.preempted)
             self.check_tables(output)
+            self.check_quarantine()
             self.batches.append(output)
             if len(self.batches) < self.depth and self.rng.random() < 0.8:
                 return
@@ -181,6 +191,17 @@ class Engine:
                 assert not new or tuple(ids[-len(new) :]) == new
             assert -(-chunk.computed_tokens // BLOCK_TOKENS) <= min(map(len, table))
             assert chunk.last == (chunk.computed_tokens == production.prompt_tokens)
+
+    def check_quarantine(self) -> None:
+        """What a foreign rank may still write to is not free, and in no table but its request's until that goes on."""
+        kept = {block for rank in self.ranks for _, blocks in rank.quarantine.values() for block in blocks}
+        theirs = {each.request_id for rank in self.ranks for each in rank.quarantine}
+        for request in self.scheduler.requests.values():
+            if request.request_id in theirs and request.status != RequestStatus.RUNNING:
+                continue
+            for table in self.scheduler.kv_cache_manager.get_block_ids(request.request_id):
+                assert not kept.intersection(table), f"{request.request_id} has blocks that are in quarantine"
+        assert all(self.pool.blocks[block].ref_cnt > 0 for block in kept), "blocks in quarantine are free"
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         reports = [self.rank_step(rank, output.kv_connector_metadata) for rank in self.ranks]
@@ -238,18 +259,43 @@ class Engine:
             for table in receive.tables:
                 assert -(-receive.end_token // BLOCK_TOKENS) <= len(table)
             rank.receives[receive.request_id] = self.later()
+            first = -(-receive.start_token // BLOCK_TOKENS)
+            blocks = {block for table in receive.tables for block in table[first:] if block}
+            rank.fills[receive.request_id] = receive.transfer_id, blocks
         for request_id in orders.aborts:
             if request_id in rank.receives:
                 rank.receives[request_id] = min(rank.receives[request_id], self.later(5))
         sent = {request_id for request_id, at in rank.sends.items() if at <= self.steps}
         received = {request_id for request_id, at in rank.receives.items() if at <= self.steps}
         failed = {request_id for request_id in received if self.rng.random() < 0.2}
+        late, rank.late = rank.late, set()
         for request_id in sent:
             del rank.sends[request_id]
-        for request_id in received:
+        report = QuarantineReport()
+        for request_id in sorted(received):
             del rank.receives[request_id]
-        self.counts["failed receptions"] += len(failed)
-        return KVConnectorOutput(finished_sending=sent, finished_recving=received, failed_recving=failed)
+            transfer_id, blocks = rank.fills.pop(request_id)
+            if request_id in failed and self.rng.random() < 0.5:
+                kept = Kept(request_id, transfer_id)
+                report.begun.append(kept)
+                rank.quarantine[kept] = self.later(300), blocks
+                if self.rng.random() < 0.3:
+                    # It has begun after this step's results were taken: the request's own end is the next one's.
+                    received.remove(request_id)
+                    failed.remove(request_id)
+                    rank.late.add(request_id)
+        report.ended = [kept for kept, (at, _) in rank.quarantine.items() if at <= self.steps]
+        for kept in report.ended:
+            del rank.quarantine[kept]
+        report.lasts = bool(rank.quarantine)
+        self.counts["failed receptions"] += len(failed | late)
+        self.counts["quarantines"] += len(report.begun)
+        return KVConnectorOutput(
+            finished_sending=sent,
+            finished_recving=received | late,
+            failed_recving=failed | late,
+            kv_connector_worker_meta=report or None,
+        )
 
     def later(self, most: int = 40) -> int:
         return self.steps + self.rng.choice([0, 1, self.rng.randint(1, most)])
@@ -284,6 +330,7 @@ class Engine:
         assert self.pool.get_num_free_blocks() == self.baseline
         remembered = [*ours._productions, *ours._consumptions, *ours._taken]
         assert not remembered, "the connector remembers requests"
+        assert not ours.quarantine, "the connector keeps blocks"
         assert ours._orders == Orders(), "orders were never given"
         assert self.ranks == [Rank() for _ in range(TP)], "a worker waits for an order"
 

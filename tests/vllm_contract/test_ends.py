@@ -9,7 +9,11 @@ import numpy as np
 from connectors.planning.layout import Place
 from connectors.transport.memory import MemoryTransport
 from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders
+from connectors.vllm_hma.quarantine import Kept, QuarantineReport
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
+
+KEPT = Kept("r", "t")
+LASTS = QuarantineReport(lasts=True)
 
 
 class HeldWrites(MemoryTransport):
@@ -85,10 +89,13 @@ def test_preemption_gives_up_a_write_that_hangs(worker: Callable[..., Worker]) -
 def test_a_write_that_hangs_is_no_sign_of_life(worker: Callable[..., Worker]) -> None:
     """The consumer gives up after progress_s of a hanging write, and keeps its blocks until the producer answers."""
     producer, consumer = both_ends(worker)
-    until(lambda: consumer.runtime.census()["quarantined"] == 1)
-    assert consumer.runtime.results() == (set(), set(), set())
-    let_go(producer)
     assert results(consumer) == (set(), {"r"}, {"r"})
+    assert consumer.runtime.quarantine() == QuarantineReport(begun=[KEPT], lasts=True)
+    assert (consumer.runtime.census()["quarantined"], consumer.runtime.quarantine()) == (1, LASTS)
+    let_go(producer)
+    until(lambda: consumer.runtime.census()["quarantined"] == 0)
+    assert consumer.runtime.quarantine() == QuarantineReport(ended=[KEPT])
+    assert (consumer.runtime.results(), consumer.runtime.quarantine()) == ((set(), set(), set()), None)
 
 
 def test_an_aborted_request_frees_its_blocks_once_writes_have_ended(worker: Callable[..., Worker]) -> None:
@@ -103,9 +110,10 @@ def test_an_aborted_request_frees_its_blocks_once_writes_have_ended(worker: Call
 def test_a_host_that_is_gone(worker: Callable[..., Worker]) -> None:
     """Nobody answers, nobody refuses: blocks stay in quarantine until a supervisor's word, which is about ids alike."""
     _, consumer = both_ends(worker)
-    until(lambda: consumer.runtime.census()["quarantined"] == 1)
-    consumer.step(lost=["another host."])
-    assert consumer.runtime.results() == (set(), set(), set())
-    consumer.step(lost=["another host.", "p"])
     assert results(consumer) == (set(), {"r"}, {"r"})
+    assert consumer.runtime.quarantine() == QuarantineReport(begun=[KEPT], lasts=True)
+    consumer.step(lost=["another host."])
+    assert consumer.runtime.quarantine() == LASTS
+    consumer.step(lost=["another host.", "p"])
+    assert consumer.runtime.quarantine() == QuarantineReport(ended=[KEPT])
     assert consumer.runtime.census()["quarantined"] == 0

@@ -67,13 +67,14 @@ def test_a_silent_producer(worker: Callable[..., Worker]) -> None:
 
 
 def test_a_dead_producer_frees_the_blocks_at_last(worker: Callable[..., Worker]) -> None:
-    """Without an answer to Cancel the blocks are in quarantine, until nothing listens at the engine's address."""
+    """Without an answer to Cancel the request goes on, and its blocks are in quarantine until nothing listens there."""
     producer, consumer = worker("p"), worker("c")
     producer.step(expects=[Expect("q", "t", 7, DIGEST)])
     consumer.step(receives=[receive(producer.address)])
     until(lambda: consumer.runtime.census()["offered"] == 1)
     producer.close()
     assert results(consumer, within_s=15.0) == (set(), {"r"}, {"r"})
+    until(lambda: not any(consumer.runtime.census().values()), within_s=15.0)
 
 
 def test_another_start_at_the_same_address(worker: Callable[..., Worker]) -> None:

@@ -44,6 +44,7 @@ def test_steps_have_seen_everything(totals: Counter[str]) -> None:
         "aborted productions",
         "aborted receptions",
         "failed receptions",
+        "quarantines",
         "preempted",
     ):
         assert totals[what] >= 10, (what, totals)

@@ -35,7 +35,8 @@ class Case:
 
     `route` is how the service is to serve the last one (None: a refusal, or not a matter of two engines). With
     `exact_ids` the client has named the request; `message_differs` says why the words of a refusal are not compared.
-    `only_status` says why nothing but the status is. `alone` keeps other requests out of the engines' batches.
+    `only_status` says why nothing but the status is. `unanswered` says why the single server may give no answer at all:
+    then the service's need only be one, and no 500. `alone` keeps other requests out of the engines' batches.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Case:
     exact_ids: bool = False
     message_differs: str = ""
     only_status: str = ""
+    unanswered: str = ""
     alone: bool = False
 
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from connectors.planning.blocks import Ints
-from connectors.protocol.actions import Connect, Received, Send, Sent, Verify, Write
-from connectors.protocol.consumer import Consumer
+from connectors.protocol.actions import Connect, Freed, Received, Send, Sent, Verify, Write
+from connectors.protocol.consumer import _GIVEN_UP, Consumer
 from connectors.protocol.delivery import Delivery, Stage, Transfer
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.producer import Producer
@@ -332,14 +332,17 @@ def call_consumer(machine: Consumer, event: Event, letters: Letters) -> list[Any
             case Verify(_, peer, units, _, expected):
                 wanted = tuple((g, block) for g, each in enumerate(units) for block in each.dst_ids.tolist())
                 outcome.append(("verify", peer.rank, wanted, expected))
-            case Received(_, failure):
-                outcome.append(("received", failure is None))
+            case Received(_, failure, quarantine):
+                outcome.append(("received", failure is None, quarantine is not None))
+            case Freed():
+                outcome.append(("freed",))
     return outcome
 
 
 def _age_consumer(machine: Consumer) -> None:
-    for reception in machine._receptions.values():
-        reception.heard_at, reception.cancelled_at = _older(reception.heard_at), _older(reception.cancelled_at)
+    for reception in machine._all():
+        reception.since, reception.cancelled_at = _older(reception.since), _older(reception.cancelled_at)
+        reception.heard_at = {peer: _older(at) for peer, at in reception.heard_at.items()}
     machine._used = {transfer_id: _older(at) for transfer_id, at in machine._used.items()}
     for waiting in machine._releases.values():
         waiting[:] = [(transfer_id, _older(at)) for transfer_id, at in waiting]
@@ -350,14 +353,18 @@ def consumer_key(machine: Consumer) -> object:
         tuple(
             (
                 reception.stage.name,
-                reception.heard_at if reception.writing and reception.stage.name != "ENDING" else 0.0,
-                tuple(sorted(peer.rank for peer in reception.writing)),
+                reception.since if reception.stage.name == "CONNECTING" else 0.0,
+                tuple(
+                    sorted(
+                        (peer.rank, 0.0 if reception.stage in _GIVEN_UP else reception.heard_at[peer])
+                        for peer in reception.writing
+                    )
+                ),
                 tuple(sorted(peer.rank for peer in reception.verifying)),
                 reception.failure is None,
-                reception.cancelled_at if reception.stage.name == "ENDING" else 0.0,
-                reception.quarantined,
+                reception.cancelled_at if reception.stage in _GIVEN_UP else 0.0,
             )
-            for reception in machine._receptions.values()
+            for reception in machine._all()
         ),
         bool(machine._partners),
         bool(machine._doubtful),
@@ -368,15 +375,16 @@ def consumer_key(machine: Consumer) -> object:
 
 def swap_producers(machine: Consumer) -> None:
     """The same with producer ranks 0 and 1 in each other's place."""
-    for reception in machine._receptions.values():
+    for reception in machine._all():
         reception.writing = {
             swapped(peer): replace(partner, peer=swapped(peer)) for peer, partner in reception.writing.items()
         }
         reception.verifying = {swapped(peer) for peer in reception.verifying}
+        reception.heard_at = {swapped(peer): at for peer, at in reception.heard_at.items()}
 
 
 def ending(machine: Consumer) -> bool:
-    return any(reception.stage.name == "ENDING" for reception in machine._receptions.values())
+    return any(reception.stage in _GIVEN_UP for reception in machine._all())
 
 
 def census(machine: Producer | Consumer) -> tuple[tuple[str, int], ...]:

@@ -43,7 +43,8 @@ class A(NamedTuple):
 class B(NamedTuple):
     """A consumer rank. ``may`` write: bits of the ranks that were sent an Offer and have not answered since.
 
-    ``memory[p]`` is what producer rank p has written so far, ``verifying`` what is being compared.
+    ``memory[p]`` is what producer rank p has written so far, ``verifying`` what is being compared. ``kept``: the
+    request has failed, and its blocks are in quarantine.
     """
 
     machine: int
@@ -52,8 +53,14 @@ class B(NamedTuple):
     told: bool = False
     may: int = 0
     connecting: bool = False
+    kept: bool = False
     memory: tuple[tuple[tuple[Cell, Tag], ...], ...] = ()
     verifying: tuple[Any, ...] = ()
+
+    @property
+    def listens(self) -> bool:
+        """It is alive, and its blocks may still be written to, or will be."""
+        return self.machine != DEAD and (self.phase <= STARTED or self.kept)
 
 
 class InFlight(NamedTuple):

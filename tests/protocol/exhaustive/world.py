@@ -14,7 +14,8 @@ A promise that is broken raises Broken at once:
     a rank is answered while a write for it is under way
     a request's blocks are freed while a write reads them, or a rank is Sent or Received twice
     Received(ok) without all content of this prompt from all ranks
-    Received while a rank that has been sent an Offer has neither answered nor is known to be dead
+    Received without quarantine, or Freed, while a rank that has been sent an Offer has neither answered nor is known to
+    be dead
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ class World(States):
         for write in d.writes:
             if self.posted.values[write.posted].wid in self.producers.derive(d.a[write.rank].machine, settled)[1]:
                 return [(self.write_done, (write,))]
-        reachable = any(b.machine != DEAD and b.phase <= STARTED for b in d.b)
+        reachable = any(b.listens for b in d.b)
         if not reachable and not d.budget.leave and not d.budget.discard:
             last = self.last_order(d)
             for p, a in enumerate(d.a):
@@ -248,7 +249,7 @@ class World(States):
             for write in d.writes:
                 if write.rank == letter[2] and self.posted.values[write.posted].consumer == at:
                     raise Broken(f"prefill {letter[2]} answers decode {at} while a write for it is under way")
-        if (d.b[at].machine != DEAD and d.b[at].phase <= STARTED) if to_consumer else d.a[at].machine != DEAD:
+        if d.b[at].listens if to_consumer else d.a[at].machine != DEAD:
             d.net.add(letter)
 
     def b_of(self, d: Draft, write: InFlight) -> B:
@@ -324,7 +325,7 @@ class World(States):
 
     def post(self, d: Draft, p: int, posted: Posted) -> None:
         b = d.b[posted.consumer]
-        if b.machine != DEAD and b.phase != STARTED:
+        if b.machine != DEAD and b.phase != STARTED and not b.kept:
             raise Broken(f"prefill {p} writes into blocks that decode {posted.consumer} has given up")
         if d.budget.freed:
             raise Broken(f"prefill {p} reads blocks that have been freed")
@@ -385,7 +386,7 @@ class World(States):
         for group, block in wanted:
             digest.add(group, np.array([block]), np.array([0]))
         problem = None if digest.hexdigest() == expected else "not what was sent"
-        self.consumer(d, c, "verified", ("d", self.scenario.partners[p].peer, problem))
+        self.consumer(d, c, "verified", ("t", self.scenario.partners[p].peer, problem))
 
     def consumer(self, d: Draft, c: int, method: str, arguments: tuple[Any, ...]) -> None:
         machine, actions = self.consumers.on(d.b[c].machine, (method, arguments, 0))
@@ -406,23 +407,38 @@ class World(States):
                 # Where the producers know us, a new handshake does what the next jump of the clock does: Cancel again.
                 if not d.b[c].may:
                     d.b[c] = d.b[c]._replace(connecting=True)
+            elif what == "received":
+                self.received(d, c, *details)
             else:
-                self.received(d, c, details[0])
+                self.freed(d, c)
 
-    def received(self, d: Draft, c: int, ok: bool) -> None:
+    def received(self, d: Draft, c: int, ok: bool, quarantine: bool) -> None:
         b = d.b[c]
         if b.phase != STARTED:
             raise Broken(f"decode {c} received twice")
-        if b.may:
-            raise Broken(f"decode {c} gives its blocks up while ranks {b.may:b} have not answered")
-        if b.verifying or any(self.posted.values[write.posted].consumer == c for write in d.writes):
-            raise Broken(f"decode {c} gives its blocks up while a write or a comparison is under way")
         if ok:
             for p, memory in enumerate(b.memory):
                 if dict(memory) != self.scenario.wanted:
                     raise Broken(f"decode {c} was told ok, but of prefill {p} it has {memory}")
-        nothing = ((),) * self.producer_tp
-        d.b[c] = b._replace(phase=GOT if ok else FAILED, memory=nothing)
+        if ok and quarantine:
+            raise Broken(f"decode {c} was told ok, and that its blocks are in quarantine")
+        d.b[c] = b._replace(phase=GOT if ok else FAILED, kept=quarantine)
+        if not quarantine:
+            self.give_up_blocks(d, c)
+
+    def freed(self, d: Draft, c: int) -> None:
+        if not d.b[c].kept:
+            raise Broken(f"decode {c} frees blocks that are not in quarantine")
+        d.b[c] = d.b[c]._replace(kept=False)
+        self.give_up_blocks(d, c)
+
+    def give_up_blocks(self, d: Draft, c: int) -> None:
+        b = d.b[c]
+        if b.may:
+            raise Broken(f"decode {c} gives its blocks up while ranks {b.may:b} have not answered")
+        if b.verifying or any(self.posted.values[write.posted].consumer == c for write in d.writes):
+            raise Broken(f"decode {c} gives its blocks up while a write or a comparison is under way")
+        d.b[c] = b._replace(memory=((),) * self.producer_tp)
         d.net = {letter for letter in d.net if not letter[0] or letter[1] != c}
 
     def decode_dies(self, d: Draft, c: int) -> None:
@@ -445,6 +461,8 @@ class World(States):
         if held and not d.budget.freed:
             raise Broken("at the end prefill's blocks are not free")
         for c, b in enumerate(d.b):
-            if b.machine != DEAD and (b.phase not in (GOT, FAILED) or self.consumers.derive(b.machine, census)):
+            if b.machine != DEAD and (
+                b.phase not in (GOT, FAILED) or b.kept or self.consumers.derive(b.machine, census)
+            ):
                 left = self.consumers.derive(b.machine, census)
                 raise Broken(f"at the end decode {c} is in phase {b.phase} and has {left}")

@@ -1,0 +1,169 @@
+"""What a router adds, in one interleaved run with engines that compute nothing.
+
+    python -m benchmarks.router [--rounds 7] [--vllm-router build/vllm-router/bin/vllm-router]
+
+    direct       one engine over HTTP: nothing between it and the client, and no prefill leg
+    tandem       this service as it is deployed, its actors' engines being instant: both legs at once
+    vllm-router  vLLM's router (Rust) in its prefill/decode mode: two HTTP requests, one after the other
+    proxy        a plain Python proxy (FastAPI, httpx) that does the same
+
+For each number of clients and size of prompt: the time to the first token beyond direct's, requests a second and the
+processor time that a request costs in all of an arm's processes. For streams with a token every few milliseconds: from
+a token's making in the engine to its arrival, and processor time for each token. Every round asks all arms in turn;
+differences and ratios are those of a round, given as their median and quartiles. p99 is that of all rounds' requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections import defaultdict
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import uvloop
+
+from benchmarks.report import summary, write
+from benchmarks.router.arms import Arm, begin, lead
+from benchmarks.router.load import Load, body, play
+
+SIZES = (200, 16_000, 220_000)
+CLIENTS = {1: 30, 8: 64, 64: 192}
+"""Requests of a round, by how many run at a time."""
+
+ANSWER_TOKENS = 8
+STREAM_TOKENS = 200
+PACE_MS = 5.0
+STREAMS = {1: 2, 8: 8}
+"""Streams of a round, by how many run at a time."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One arm's share of a round in one cell."""
+
+    load: Load
+    cpu_s: float
+
+    @property
+    def first_ms(self) -> list[float]:
+        return [1e3 * stream.first_s for stream in self.load.streams]
+
+    @property
+    def relayed_ms(self) -> list[float]:
+        """Of every token but a stream's first, which waits for the response's head as well."""
+        return [1e3 * one for stream in self.load.streams for one in stream.relayed_s[1:]]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(stream.relayed_s) for stream in self.load.streams)
+
+
+Cells = dict[str, dict[str, list[Batch]]]
+"""By cell, by arm: a batch for each round."""
+
+
+async def measure(arms: dict[str, Arm], rounds: int) -> Cells:
+    cells: Cells = defaultdict(lambda: defaultdict(list))
+    work = [
+        (f"{size} bytes, {clients} at a time", body(size, ANSWER_TOKENS), ANSWER_TOKENS, clients, count)
+        for size in SIZES
+        for clients, count in CLIENTS.items()
+    ]
+    work += [
+        (f"tokens, {clients} at a time", body(SIZES[0], STREAM_TOKENS, PACE_MS), STREAM_TOKENS, clients, count)
+        for clients, count in STREAMS.items()
+    ]
+    timeout = aiohttp.ClientTimeout(total=120)
+    for number in range(-1, rounds):
+        for cell, data, tokens, clients, count in work:
+            for name in lead(list(arms), number):
+                # Connections of its own for each batch: what one arm leaves behind is none of the next one's.
+                async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+                    await play(session, arms[name].url, data, tokens, clients, clients)
+                    before_s = arms[name].cpu_s()
+                    load = await play(session, arms[name].url, data, tokens, clients, count)
+                    batch = Batch(load, arms[name].cpu_s() - before_s)
+                if number >= 0:
+                    cells[cell][name].append(batch)
+        print(f"round {number + 1} of {rounds}", flush=True)
+    return cells
+
+
+def p99(values: list[float]) -> float:
+    return statistics.quantiles(values, n=100)[98]
+
+
+def flat(lists: list[list[float]]) -> list[float]:
+    return [one for each in lists for one in each]
+
+
+def report(cells: Cells) -> dict[str, Any]:
+    """By cell and arm; what is `added` is over direct's in the same round."""
+    return {
+        cell: {
+            name: (_tokens if cell.startswith("tokens") else _requests)(batches, by_arm["direct"])
+            for name, batches in by_arm.items()
+        }
+        for cell, by_arm in cells.items()
+    }
+
+
+def _requests(batches: list[Batch], direct: list[Batch]) -> dict[str, Any]:
+    pairs = list(zip(batches, direct, strict=True))
+    medians = [statistics.median(one.first_ms) - statistics.median(other.first_ms) for one, other in pairs]
+    return {
+        "first_token_ms": summary(flat([one.first_ms for one in batches])),
+        "added_p50_ms": summary(medians),
+        "added_p99_ms": p99(flat([one.first_ms for one in batches])) - p99(flat([one.first_ms for one in direct])),
+        "requests_per_s": summary([one.load.per_second for one in batches]),
+        "requests_per_s_over_direct": summary([one.load.per_second / other.load.per_second for one, other in pairs]),
+        "cpu_ms_per_request": summary([1e3 * one.cpu_s / len(one.load.streams) for one in batches]),
+    }
+
+
+def _tokens(batches: list[Batch], direct: list[Batch]) -> dict[str, Any]:
+    pairs = list(zip(batches, direct, strict=True))
+    medians = [statistics.median(one.relayed_ms) - statistics.median(other.relayed_ms) for one, other in pairs]
+    return {
+        "relayed_ms": summary(flat([one.relayed_ms for one in batches])),
+        "added_p50_ms": summary(medians),
+        "added_p99_ms": p99(flat([one.relayed_ms for one in batches])) - p99(flat([one.relayed_ms for one in direct])),
+        "cpu_us_per_token": summary([1e6 * one.cpu_s / one.tokens for one in batches]),
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = [f"{'':28} {'':12} {'added p50 ms':>22} {'p99 ms':>9} {'a second, of direct':>20} {'cpu':>12}"]
+    for cell, by_arm in result.items():
+        for name, row in by_arm.items():
+            added = row["added_p50_ms"]
+            spread = f"{added['median']:.2f} ({added['q1']:.2f}-{added['q3']:.2f})"
+            if "requests_per_s" in row:
+                share = f"{row['requests_per_s_over_direct']['median']:.3f}"
+                cpu = f"{row['cpu_ms_per_request']['median']:.2f} ms"
+            else:
+                share, cpu = "", f"{row['cpu_us_per_token']['median']:.0f} us"
+            lines.append(f"{cell:28} {name:12} {spread:>22} {row['added_p99_ms']:>9.2f} {share:>20} {cpu:>12}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--vllm-router", type=Path, help="its command; without it, a run of the other three arms")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        arms = begin(stack, Path(folder), given.vllm_router)
+        result = report(uvloop.run(measure(arms, given.rounds)))
+    print(table(result))
+    document = {"rounds": given.rounds, "requests": CLIENTS, "streams": STREAMS, "pace_ms": PACE_MS, "cells": result}
+    print("written to", write("router", document))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""The processes of a run: instant engines, and the routers in front of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+
+from tests.e2e.service_process import ROOT, free_port
+
+POLL_S = 0.25
+"""Between two questions to a process that starts, which tells nobody when it is up."""
+
+START_S = 120.0
+STOP_S = 40.0
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to an engine: where it is asked, and every process that works for it."""
+
+    name: str
+    url: str
+    processes: tuple[psutil.Process, ...]
+
+    def cpu_s(self) -> float:
+        """Processor time that its processes, engines included, have taken so far."""
+        return sum(used.user + used.system for used in (process.cpu_times() for process in self._family()))
+
+    def rss_bytes(self) -> dict[str, int]:
+        """Resident memory by process title."""
+        found: dict[str, int] = {}
+        for process in self._family():
+            title = " ".join(process.cmdline()[:1]) or process.name()
+            found[title] = found.get(title, 0) + process.memory_info().rss
+        return found
+
+    def _family(self) -> list[psutil.Process]:
+        return [each for process in self.processes for each in (process, *process.children(recursive=True))]
+
+
+def lead(arms: list[str], turn: int) -> list[str]:
+    """The arms in the order of a round: whoever began it last begins no more."""
+    first = turn % len(arms)
+    return arms[first:] + arms[:first]
+
+
+@contextmanager
+def module(folder: Path, name: str, *arguments: str) -> Iterator[psutil.Process]:
+    """`python -m NAME ARGUMENTS` while the block runs."""
+    with command(folder, name.rpartition(".")[2], [sys.executable, "-m", name, *arguments]) as process:
+        yield process
+
+
+@contextmanager
+def command(folder: Path, name: str, line: list[str]) -> Iterator[psutil.Process]:
+    """A process that writes its log to `folder`; it and what it has started end with the block."""
+    with (folder / f"{name}.log").open("ab") as log:
+        started = subprocess.Popen(line, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    process = psutil.Process(started.pid)
+    try:
+        yield process
+    finally:
+        family = [process, *process.children(recursive=True)]
+        started.terminate()
+        _, left = psutil.wait_procs(family, timeout=STOP_S)
+        for each in left:
+            each.kill()
+        started.wait()
+
+
+def wait_until_up(url: str, process: psutil.Process, log: Path, path: str = "/health") -> None:
+    """Until `path` answers 200; raises RuntimeError with the log's end where the process ends before."""
+    give_up_at = time.monotonic() + START_S
+    while time.monotonic() < give_up_at:
+        try:
+            if httpx.get(f"{url}{path}", timeout=5).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+            break
+        time.sleep(POLL_S)
+    raise RuntimeError(f"{url} did not come up:\n{log.read_text(errors='replace')[-3000:]}")
+
+
+def begin(stack: ExitStack, folder: Path, vllm_router: Path | None) -> dict[str, Arm]:
+    """Start every arm; `vllm_router` is its command, None for a run without it."""
+    prefill_url, decode_url = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+    engines = []
+    for url in (prefill_url, decode_url):
+        engine = stack.enter_context(module(folder, "benchmarks.router.engine", "--port", url.rpartition(":")[2]))
+        wait_until_up(url, engine, folder / "engine.log")
+        engines.append(engine)
+    found = {"direct": Arm("direct", decode_url, (engines[1],))}
+    both = ("--prefill", prefill_url, "--decode", decode_url)
+    found["tandem"] = tandem(stack, folder)
+    if vllm_router is not None:
+        port = free_port()
+        line = [str(vllm_router), "--vllm-pd-disaggregation", *both, "--policy", "round_robin", "--log-level", "error"]
+        line += ["--port", str(port), "--prometheus-port", str(free_port())]
+        process = stack.enter_context(command(folder, "vllm-router", line))
+        wait_until_up(f"http://127.0.0.1:{port}", process, folder / "vllm-router.log")
+        found["vllm-router"] = Arm("vllm-router", f"http://127.0.0.1:{port}", (process, *engines))
+    port = free_port()
+    process = stack.enter_context(module(folder, "benchmarks.router.proxy", *both, "--port", str(port)))
+    wait_until_up(f"http://127.0.0.1:{port}", process, folder / "proxy.log")
+    found["proxy"] = Arm("proxy", f"http://127.0.0.1:{port}", (process, *engines))
+    return found
+
+
+def tandem(stack: ExitStack, folder: Path) -> Arm:
+    """Tandem's service with instant engines."""
+    port = free_port()
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray makes its workers nicer than the other arms' processes
+    process = stack.enter_context(module(folder, "benchmarks.router.service", "--port", str(port)))
+    wait_until_up(f"http://127.0.0.1:{port}", process, folder / "service.log")
+    return Arm("tandem", f"http://127.0.0.1:{port}", (process,))

@@ -1,0 +1,229 @@
+"""Thousands of requests to the router, half of whose clients leave: what is counted, what is left, and the memory.
+
+    python -m benchmarks.router.disconnects [--requests 10000] [--seed 1]
+
+Tandem's service with instant engines, over HTTP. A client leaves before its body is whole, at some time before or while
+its answer comes, or after some of its tokens; or it reads to the end. Afterwards:
+
+    - every request that Serve's HTTP proxy logs as answered is in the router's counters once as served; those that it
+      logs as left (499) are there once as left, but for the ones that were gone before the proxy had passed them on;
+      the proxy's log has every request that was sent
+    - nothing runs or is held anywhere: calls in both actors, transfers, places that Serve has given away
+    - the actors' resident memory at the end is that at half-time, but for FLAT
+
+The exit status says whether all that holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import re
+import statistics
+import sys
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import ray
+
+from benchmarks.report import write
+from benchmarks.router.load import body
+from benchmarks.router.service import running
+from tests.e2e.service_process import free_port
+
+TOKENS = 8
+PACE_MS = 5.0
+CLIENTS = 32
+SAMPLES = 40
+POLL_S = 1.1
+"""Between two looks at what is left: a router answers `/tandem/status` from what it has read up to a second before."""
+
+SETTLE_S = 60.0
+FLAT = 1.05
+"""Resident memory of an actor at the end, over that at half-time: more is growth."""
+
+WATCHED = ("Router", "Prefill", "Decode", "ProxyActor")
+
+
+@dataclass
+class Run:
+    """What the clients have done, and the memory on the way."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    rss_mb: dict[str, list[float]] = field(default_factory=dict)
+    at: list[int] = field(default_factory=list)
+
+
+async def client(port: int, rng: random.Random, data: bytes) -> str:
+    """One request on a connection of its own; what this client has done."""
+    kind = rng.choices(["reads", "half", "waits", "tokens"], [5, 1, 2, 2])[0]
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(data)}\r\nconnection: close\r\n\r\n"
+    ).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        if kind == "half":
+            writer.write(head + data[: len(data) // 2])
+            await asyncio.sleep(rng.uniform(0.0, 0.1))
+            return "left before its body was whole"
+        writer.write(head + data)
+        if kind == "waits":
+            with suppress(TimeoutError):
+                async with asyncio.timeout(rng.uniform(0.0, 0.3)):
+                    await reader.read()
+            return "left after a while"
+        wanted = rng.randrange(1, TOKENS) if kind == "tokens" else None
+        answer = b""
+        while some := await reader.read(65536):
+            answer += some
+            if wanted is not None and answer.count(b"made_ns") >= wanted:
+                return "left after some tokens"
+        if not answer.startswith(b"HTTP/1.1 200 ") or answer.count(b"made_ns") != TOKENS or b"[DONE]" not in answer:
+            raise ValueError(f"not a whole answer: {answer[:300]!r} ... {answer[-100:]!r}")
+        return "read its answer"
+    finally:
+        writer.transport.abort()
+
+
+async def play(port: int, requests: int, seed: int, found: dict[str, psutil.Process]) -> Run:
+    run = Run(rss_mb={name: [] for name in found})
+    rng = random.Random(seed)
+    bodies = [body(size, TOKENS, PACE_MS) for size in (200, 16_000)]
+    left = iter(range(requests))
+
+    async def clients() -> None:
+        for number in left:
+            if number % max(requests // SAMPLES, 1) == 0:
+                run.at.append(number)
+                for name, process in found.items():
+                    run.rss_mb[name].append(process.memory_info().rss / 1e6)
+            run.outcomes[await client(port, rng, rng.choice(bodies))] += 1
+
+    await asyncio.gather(*(clients() for _ in range(CLIENTS)))
+    return run
+
+
+def processes() -> dict[str, psutil.Process]:
+    """The actors' and the proxy's, by what Ray calls them."""
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            title = " ".join(process.cmdline())
+            for name in WATCHED:
+                if re.match(rf"ray::(ServeReplica:tandem:)?{name}\b", title):
+                    found[name] = process
+    assert found.keys() == set(WATCHED), found
+    return found
+
+
+def places_taken() -> int:
+    """Requests that Serve takes the actors to have: calls, and places that were reserved for calls."""
+    names = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
+    replicas = [ray.get_actor(name, namespace="serve") for name in names if name.startswith("SERVE_REPLICA::")]
+    return int(sum(ray.get([replica.get_num_ongoing_requests.remote() for replica in replicas])))
+
+
+def counted(url: str) -> dict[str, int]:
+    """The router's requests by route, its disconnects, and how many it has still."""
+    found: Counter[str] = Counter()
+    for line in httpx.get(f"{url}/metrics", timeout=30).text.splitlines():
+        sample = re.fullmatch(r"tandem_(requests_total|client_disconnects_total|ongoing_requests)\{(.*)\} (\S+)", line)
+        if sample is not None:
+            route = re.search(r'route="(\w+)"', sample[2])
+            found[route[1] if route is not None else sample[1]] += int(float(sample[3]))
+    return dict(found)
+
+
+def logged() -> dict[int, int]:
+    """Statuses in the access log of Serve's proxy."""
+    folder = Path(ray._private.worker._global_node.get_logs_dir_path()) / "serve"
+    found: Counter[int] = Counter()
+    for log in folder.glob("proxy_*.log"):
+        found.update(int(status) for status in re.findall(r" -- POST /\S* (\d+) ", log.read_text()))
+    return dict(found)
+
+
+def settled(url: str) -> dict[str, Any]:
+    """What is left of the requests when it has become nothing, or after SETTLE_S."""
+    give_up_at = time.monotonic() + SETTLE_S
+    while True:
+        engines = httpx.get(f"{url}/tandem/status", timeout=30).json()["engines"]
+        left = {
+            "ongoing in the router": counted(url)["ongoing_requests"],
+            "calls in the actors": sum(engine["running"] for engine in engines),
+            "transfers held": sum(engine["held"] for engine in engines),
+            "places taken in Serve": places_taken(),
+        }
+        if not any(left.values()) or time.monotonic() > give_up_at:
+            return left
+        time.sleep(POLL_S)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args()
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with running(port):
+        began = time.monotonic()
+        run = asyncio.run(play(port, given.requests, given.seed, processes()))
+        took_s = time.monotonic() - began
+        left = settled(url)
+        total = counted(url)
+        statuses = logged()
+    disconnects = total.pop("client_disconnects_total", 0)
+    total.pop("ongoing_requests")
+    served, gone = total.get("remote", 0) + total.get("local", 0), total.get("left", 0)
+    never_passed_on = statuses.get(499, 0) - gone
+    half = len(run.at) // 2
+    growth = {
+        name: statistics.median(values[-5:]) / statistics.median(values[half : half + 5])
+        for name, values in run.rss_mb.items()
+    }
+    print(f"{given.requests} requests in {took_s:.0f} s; clients: {dict(run.outcomes)}")
+    print(f"Serve's proxy has logged: {statuses}; counted by the router: {total}, {disconnects} while it served them")
+    print(f"gone before the proxy had passed them on: {never_passed_on}")
+    print(f"left afterwards: {left}")
+    for name, values in run.rss_mb.items():
+        print(f"{name:12} {values[0]:.0f} MB at first, {values[half]:.0f} at half-time, {values[-1]:.0f} at the end")
+    flat = all(grown < FLAT for grown in growth.values())
+    accounted = (
+        sum(statuses.values()) == given.requests
+        and statuses.keys() <= {200, 499}
+        and total.keys() <= {"remote", "local", "left"}
+        and served == statuses[200]
+        and 0 <= never_passed_on <= given.requests - served
+    )
+    document = {
+        "requests": given.requests,
+        "seed": given.seed,
+        "clients": dict(run.outcomes),
+        "proxy_logged": {str(status): count for status, count in statuses.items()},
+        "counted": total,
+        "never_passed_on": never_passed_on,
+        "disconnects": disconnects,
+        "left": left,
+        "rss_mb": {"after_requests": run.at, **run.rss_mb},
+        "second_half_growth": growth,
+    }
+    print("written to", write("disconnects", document))
+    for wrong, name in ((not flat, "memory grows"), (not accounted, "not every request is counted once")):
+        if wrong:
+            print(f"FAILED: {name}")
+    if any(left.values()):
+        print("FAILED: something is left")
+    return 0 if flat and accounted and not any(left.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""An engine that computes nothing: vLLM's completions route, answered at once or at a steady pace.
+
+    python -m benchmarks.router.engine --port 9000
+
+The same application stands behind every arm: over HTTP as here (on uvloop, as vLLM's own server), or inside Tandem's
+actors. A request with `do_remote_decode` gets the parameters of a transfer; every other one gets `max_tokens` tokens,
+`pace_ms` (a field of the body, 0 if absent) apart. Each token's event says when it was made, on the host's monotonic
+clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from actors.handoff import TRANSFER_FIELD
+from actors.journal import SERVED
+
+MODEL = "instant"
+WHERE = {"remote_engine_id": "instant", "remote_host": "127.0.0.1", "remote_port": 1, "tp_size": 1}
+"""Where the engine says that its KV is; nobody looks."""
+
+HANDED_OVER: dict[str, Any] = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": [[0]],
+    "remote_request_id": "cmpl-instant",
+    **WHERE,
+}
+
+
+def instant() -> Starlette:
+    """The application."""
+    return Starlette(
+        routes=[
+            Route("/v1/completions", complete, methods=["POST"]),
+            Route("/v1/models", models, methods=["GET"]),
+            Route("/health", health, methods=["GET"]),
+        ]
+    )
+
+
+async def complete(request: Request) -> Response:
+    body = json.loads(await request.body())
+    transfer = body.get(TRANSFER_FIELD) or {}
+    if transfer.get("do_remote_decode"):
+        return JSONResponse(whole(1) | {TRANSFER_FIELD: HANDED_OVER})
+    tokens = int(body.get("max_tokens", 16))
+    if not body.get("stream"):
+        return JSONResponse(whole(tokens))
+    return StreamingResponse(events(tokens, float(body.get("pace_ms", 0)) / 1e3), media_type="text/event-stream")
+
+
+def whole(tokens: int) -> dict[str, Any]:
+    """An answer that is not a stream."""
+    return {
+        "id": "cmpl-instant",
+        "object": "text_completion",
+        "model": MODEL,
+        "choices": [{"index": 0, "text": " token" * tokens, "finish_reason": "length"}],
+        "usage": {"prompt_tokens": 1, "completion_tokens": tokens, "total_tokens": tokens + 1},
+    }
+
+
+async def events(tokens: int, pace_s: float) -> AsyncGenerator[bytes, None]:
+    """`tokens` events, the n-th at `n * pace_s`; what is late is made up for."""
+    begin = time.monotonic()
+    served = SERVED.get()  # inside one of Tandem's actors: what the router is told of the tokens
+    for number in range(tokens):
+        if number:
+            # Even an instant engine gives its loop a turn after each token, as vLLM's does.
+            await asyncio.sleep(max(begin + number * pace_s - time.monotonic(), 0) if pace_s else 0)
+        if served is not None:
+            served.record([number])
+        choice = {"index": 0, "text": " token", "logprobs": None, "finish_reason": None}
+        if number == tokens - 1:
+            choice["finish_reason"] = "length"
+        head = {"id": "cmpl-instant", "object": "text_completion", "created": 0, "model": MODEL}
+        yield b"data: %s\n\n" % json.dumps({**head, "choices": [choice], "made_ns": time.monotonic_ns()}).encode()
+    yield b"data: [DONE]\n\n"
+
+
+async def models(_: Request) -> Response:
+    return JSONResponse({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "nobody"}]})
+
+
+async def health(_: Request) -> Response:
+    return Response()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--port", type=int, required=True)
+    port = parser.parse_args().port
+    uvicorn.run(instant(), host="127.0.0.1", port=port, log_level="warning", loop="uvloop", http="httptools")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Tandem's service with instant engines, until Ctrl-C: the router that `app.main` deploys, in front of real actors.
+
+    python -m benchmarks.router.service --port 8000
+
+Only vLLM is missing: `actors.hosting`, `actors.engine` and all that is before them are what serves people.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AsyncExitStack, aclosing, contextmanager, suppress
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+
+from actors.asgi_call import Call
+from actors.engine import Engine, StopFlag
+from actors.handoff import Producer
+from actors.hosting import CallItem
+from actors.prefill import Prefill
+from actors.routing import LeastOngoing
+from app.main import router_deployment
+from app.run import interrupt_on_signals
+from benchmarks.router.engine import WHERE, instant
+from configs.settings import RoleName, RouterSettings, RoutingSettings
+
+READY = "instant engines: ready"
+PLACES = 512
+"""Requests that an engine takes at once, more than any arm is asked."""
+
+
+class NoLLM:
+    """What `actors.engine` asks of vLLM's engine apart from its application."""
+
+    errored = False
+
+    async def is_sleeping(self) -> bool:
+        return False
+
+    async def notify_kv_transfer_request_rejected(self, request_id: str, params: dict[str, Any]) -> None:
+        """Nothing is held, so there is nothing to give back."""
+
+
+class Instant(Prefill):
+    """Either role's actor, with everything but the engine. A decode actor is never asked for more than `call`."""
+
+    async def __init__(self, role: RoleName) -> None:
+        self.role = role
+        self.replica = serve.get_replica_context().replica_id.unique_id
+        self.running = 0
+        self._held = set()
+        self._producer = Producer.from_params(WHERE)
+        llm: Any = NoLLM()
+        self.engine = Engine(llm, instant(), StopFlag(), AsyncExitStack(), "nothing to replay", None, "nobody")
+
+    async def call(self, call: Call) -> AsyncGenerator[CallItem, None]:
+        """Counted while it runs."""
+        self.running += 1
+        try:
+            async with aclosing(super().call(call)) as answer:
+                async for item in answer:
+                    yield item
+        finally:
+            self.running -= 1
+
+    async def status(self) -> dict[str, Any]:
+        """What is left here: calls that run, and transfers that are held."""
+        left = {"running": self.running, "held": len(self._held)}
+        return {"role": self.role, "replica": self.replica, "host": "127.0.0.1", **left}
+
+
+def deploy() -> None:
+    """Run the application on the Ray cluster of this process, the router as users have it."""
+    actor = serve.deployment(Instant).options(
+        ray_actor_options={"num_cpus": 0.1},
+        request_router_config=RequestRouterConfig(request_router_class=LeastOngoing),
+        max_ongoing_requests=PLACES,
+    )
+    settings = RouterSettings(routing=RoutingSettings(policy="always_remote"))
+    prefill, decode = actor.options(name="Prefill"), actor.options(name="Decode")
+    router = router_deployment(settings)
+    serve.run(router.bind(settings.limits(), prefill.bind("prefill"), decode.bind("decode")), name="tandem")
+
+
+@contextmanager
+def running(port: int) -> Iterator[None]:
+    """The service on a Ray cluster of this process."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(address="local", namespace="serve", include_dashboard=False, num_cpus=4, log_to_driver=False)
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        deploy()
+        yield
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--port", type=int, required=True)
+    with suppress(KeyboardInterrupt), running(parser.parse_args().port):
+        interrupt_on_signals()
+        print(READY, flush=True)
+        signal.pause()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Requests between real engines, cancelled in each state that the connector's machines have, one answer and several.
+
+Every interleaving of a cancellation with everything else is played on the machines (`make explore`) and every wait of
+the router in tests/actors and tests/app; here vLLM aborts, with its schedulers, workers and block pools.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from typing import Any
+
+import pytest
+from vllm import SamplingParams, TokensPrompt
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from tests.e2e.conftest import Engines
+from tests.e2e.sequential_proxy import PRODUCE
+from tests.e2e.test_connector import random_prompt
+
+pytestmark = pytest.mark.engine
+
+PROMPT_TOKENS, ANSWER_TOKENS = 1300, 40
+BOUND_S = 60.0
+
+STATES = ("asked", "receive", "offer", "chunk", "write", "written", "received")
+"""The last thing that the trace says before the cancellation:
+
+    asked      nothing yet: the requests are on their way
+    receive    decode has its blocks: CONNECTING, or OFFERED where the engines have met
+    offer      prefill knows what decode wants: ORPHAN or LIVE, the delivery OPEN
+    chunk      between two chunks of the prompt
+    write      a write is under way
+    written    a write has ended, others follow
+    received   decode has all of it and generates
+"""
+STILL_OPEN = ("offer", "chunk", "write")
+"""Where decode's cancellation finds an open delivery, however late it comes: most of the prompt is not computed."""
+
+
+async def answers(engine: AsyncLLM, prompt: list[int], tokens: int, n: int, transfer: dict[str, Any] | None) -> Any:
+    """All `n`, each the likeliest: their token ids. vLLM refuses several greedy ones, not several out of one."""
+    sampling = SamplingParams(
+        temperature=1.0,
+        top_k=1,
+        n=n,
+        max_tokens=tokens,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args={"kv_transfer_params": transfer} if transfer else None,
+    )
+    final = None
+    async for output in engine.generate(TokensPrompt(prompt_token_ids=prompt), sampling, uuid.uuid4().hex):
+        final = output
+    assert final is not None
+    return [tuple(one.token_ids) for one in final.outputs]
+
+
+async def traced(engines: Engines, start: int, name: str, unless: asyncio.Future[Any]) -> None:
+    """Until the trace has such an event after the first `start`, or it cannot come any more."""
+    give_up_at = asyncio.get_running_loop().time() + BOUND_S
+    while all(event["event"] != name for event in engines.events()[start:]) and not unless.done():
+        assert asyncio.get_running_loop().time() < give_up_at, f"no {name!r} in {BOUND_S:g} s"
+        await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("leg", ["prefill", "decode", "both"])
+def test_cancelled_in_each_state(engines: Engines, leg: str, n: int) -> None:
+    """The other leg's answers are right, and both pools come back to their baseline.
+
+    With n of 2 vLLM copies the parameters to two requests on either side; the id is for one of each.
+    """
+    pair = engines.one_to_two
+    prompt = random_prompt(PROMPT_TOKENS, seed=50)
+
+    async def run() -> None:
+        assert await engines.idle(within_s=30)
+        reference = await answers(pair.decode, prompt, ANSWER_TOKENS, 1, None)
+        for state in STATES:
+            assert await engines.idle(within_s=30), f"blocks are held before {state}"
+            start, transfer_id = len(engines.events()), uuid.uuid4().hex
+            legs = {
+                "prefill": (pair.prefill, 1, PRODUCE | {"transfer_id": transfer_id}),
+                "decode": (pair.decode, ANSWER_TOKENS, pair.address | {"transfer_id": transfer_id}),
+            }
+            tasks = {
+                name: asyncio.ensure_future(answers(engine, prompt, tokens, n, params))
+                for name, (engine, tokens, params) in legs.items()
+            }
+            if state != "asked":
+                await traced(engines, start, state, unless=tasks["decode"])
+            for name, task in tasks.items():
+                if leg in (name, "both"):
+                    task.cancel()
+            for task in tasks.values():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait_for(task, BOUND_S)
+            if leg == "prefill":
+                assert tasks["decode"].result() == reference * n, f"wrong after {state}"
+            assert await engines.idle(within_s=30), f"blocks are held after {state}"
+            ends = [one["event"] for one in engines.events()[start:] if one.get("transfer") == transfer_id]
+            if leg == "decode" and state in STILL_OPEN:
+                assert "cancel" in ends, f"decode has not called its transfer off at {state}"
+
+    engines.runner.run(run())

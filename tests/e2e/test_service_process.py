@@ -1,0 +1,30 @@
+"""The service of the campaigns: whoever is stopped while it starts leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.service_process import ServiceProcess, write_config
+
+
+def test_a_start_that_is_interrupted_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its caller has not got as far as to stop it."""
+
+    def interrupted(_: float) -> None:
+        raise SystemExit(143)
+
+    others = set(psutil.Process(os.getpid()).children())
+    service = ServiceProcess(write_config("local.yaml", tmp_path), tmp_path)
+    monkeypatch.setattr(time, "sleep", interrupted)
+    try:
+        with pytest.raises(SystemExit):
+            service.start()
+        assert set(psutil.Process(os.getpid()).children()) <= others
+    finally:
+        monkeypatch.undo()
+        service.stop()

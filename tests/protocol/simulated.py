@@ -1,0 +1,145 @@
+"""What the simulated world is made of: its shapes and deadlines, weather, block pools, ranks, engines, requests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from connectors.planning.blocks import UnitShape
+from connectors.planning.descriptors import Moves
+from connectors.planning.layout import Group, GroupKind
+from connectors.protocol.consumer import Consumer as ConsumerMachine
+from connectors.protocol.consumer import Order
+from connectors.protocol.limits import TransferLimits
+from connectors.protocol.params import EngineAddress
+from connectors.protocol.producer import Producer
+from connectors.protocol.wire import Peer
+
+GROUPS = (
+    Group(0, GroupKind.FULL, 4, None, ()),
+    Group(1, GroupKind.SLIDING, 4, 7, ()),
+    Group(2, GroupKind.SLIDING, 2, 4, ()),
+)
+SHAPES = tuple(UnitShape(group.block_tokens, 1, 1) for group in GROUPS)
+LAYERS = 2
+HEAD_BYTES = (16, 8, 4)
+"""Of one head of one block, all layers together."""
+LIMITS = TransferLimits(handshake_s=2, progress_s=3, cancel_s=1, lease_s=5, alive_s=1, fence_s=0.5, forget_s=9)
+TICK_S = 0.5
+POOL = 400
+STRANGER = ("somebody else's",)
+DAMAGED = ("damaged",)
+VERIFY_S = 0.3
+HANG_S = 3 * LIMITS.hang_s
+"""A write that hangs ends after this at most: its peer has died, or goes on."""
+
+Tag = tuple[object, ...]
+
+
+class Violation(AssertionError):
+    """A promise was broken."""
+
+
+@dataclass(frozen=True)
+class Weather:
+    """What the network and the transport do, until ``clears_at``; then messages only take their time."""
+
+    drop: float = 0.0
+    double: float = 0.0
+    delay_s: float = 0.05
+    write_s: float = 0.2
+    write_fails: float = 0.0
+    refuses: float = 0.0
+    damages: float = 0.0
+    hangs: float = 0.0
+    unsent: float = 0.0
+    drops_peers: float = 0.0
+    clears_at: float = 0.0
+
+
+@dataclass
+class Pool:
+    """Block ids of one engine; the last one given back is the first one taken."""
+
+    free: list[int] = field(default_factory=lambda: list(range(POOL - 1, 0, -1)))
+
+    def take(self, count: int) -> list[int]:
+        return [self.free.pop() for _ in range(count)]
+
+    def give(self, ids: list[int]) -> None:
+        self.free.extend(ids)
+
+
+@dataclass
+class ProducerRank:
+    """``plans``: what its owner keeps of consumer workers."""
+
+    peer: Peer
+    machine: Producer
+    alive: bool = True
+    memory: dict[tuple[int, int], Tag] = field(default_factory=dict)
+    plans: set[Peer] = field(default_factory=set)
+
+
+@dataclass
+class ConsumerRank:
+    peer: Peer
+    machine: ConsumerMachine
+    alive: bool = True
+    memory: dict[tuple[int, int, int], Tag] = field(default_factory=dict)
+    owner: dict[int, str] = field(default_factory=dict)
+    connecting: set[str] = field(default_factory=set)
+    plans: set[Peer] = field(default_factory=set)
+
+
+@dataclass
+class PrefillEngine:
+    """One start of the prefill engine. ``held``: blocks of requests that have finished and not been sent by all."""
+
+    address: EngineAddress
+    ranks: list[ProducerRank]
+    pool: Pool = field(default_factory=Pool)
+    held: dict[str, list[int]] = field(default_factory=dict)
+    sent: dict[str, Counter[int]] = field(default_factory=dict)
+
+    @property
+    def alive(self) -> bool:
+        return all(rank.alive for rank in self.ranks)
+
+
+@dataclass
+class DecodeEngine:
+    """One start of the decode engine."""
+
+    ranks: list[ConsumerRank]
+    pool: Pool = field(default_factory=Pool)
+
+    @property
+    def alive(self) -> bool:
+        return all(rank.alive for rank in self.ranks)
+
+
+@dataclass
+class Consumption:
+    """A decode request: what it wants, and what each rank has said.
+
+    ``quarantine`` are ranks whose blocks may still be written to; ``freed_at`` is when the pool had all blocks again.
+    """
+
+    request_id: str
+    transfer_id: str
+    prompt: str
+    prompt_tokens: int
+    started_at: float
+    blocks: list[int]
+    order: Order
+    engine: DecodeEngine
+    results: dict[int, str | None] = field(default_factory=dict)
+    quarantine: set[int] = field(default_factory=set)
+    ended_at: float = 0.0
+    freed_at: float = 0.0
+
+
+def layers_of(move: Moves) -> range:
+    first, stop = move.layers or (0, LAYERS)
+    return range(first, min(stop, LAYERS))

@@ -1,0 +1,238 @@
+"""A request that is cancelled in each state of both machines, alone and as one of several with one transfer id.
+
+vLLM copies the parameters of a request with n > 1 to each of its answers: the first that comes has the transfer, its
+twin fails (decode) or is held for nobody (prefill), and either may be cancelled at any time. The exploration plays
+every order of a cancellation with everything else; here is what must come of it, state by state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from connectors.protocol.actions import ConsumerAction, Freed, ProducerAction, Received, Send, Sent, Write
+from connectors.protocol.consumer import Consumer
+from connectors.protocol.producer import Producer
+from connectors.protocol.wire import Aborted, Cancel, Cancelled, Fin, Peer
+from tests.protocol import production
+from tests.protocol.consumption import FIN0, FIN1, GROUPS, LIMITS, P0, P1, PARTNERS, empty, offered, order
+from tests.protocol.production import C0, TABLES, finish_write, machine, offer, only_write
+from tests.protocol.test_consumer_digests import CHECKED, with_digest
+
+# ---- decode --------------------------------------------------------------------------------------------------------
+
+
+def connecting() -> Consumer:
+    consumer = Consumer(GROUPS, LIMITS)
+    consumer.start(order(), 0.0)
+    return consumer
+
+
+def half_written() -> Consumer:
+    consumer = offered()
+    consumer.message(P0, FIN0, 1.0)
+    return consumer
+
+
+def verifying() -> Consumer:
+    consumer = Consumer(GROUPS, LIMITS)
+    consumer.start(order(), 0.0)
+    consumer.connected("engine-a", CHECKED, 0.0)
+    consumer.message(P0, with_digest(FIN0), 1.0)
+    consumer.message(P1, with_digest(FIN1), 1.0)
+    return consumer
+
+
+def ending() -> Consumer:
+    consumer = offered()
+    consumer.message(P0, Aborted("t", "the prefill request was cancelled"), 1.0)
+    return consumer
+
+
+def quarantined() -> Consumer:
+    consumer = ending()
+    consumer.tick(4.0)
+    assert consumer.census()["quarantined"] == 1
+    return consumer
+
+
+def received() -> Consumer:
+    consumer = half_written()
+    consumer.message(P1, FIN1, 1.0)
+    assert empty(consumer)
+    return consumer
+
+
+DECODE_STATES: dict[str, tuple[Callable[[], Consumer], list[Peer], list[Peer]]] = {
+    "connecting": (connecting, [], []),
+    "offered": (offered, [P0, P1], []),
+    "one rank done": (half_written, [P1], []),
+    "verifying": (verifying, [], [P0, P1]),
+    "ending": (ending, [P1], []),
+    "quarantined": (quarantined, [P1], []),
+    "received": (received, [], []),
+}
+"""A machine in the state, who may still write there, and whose writes are being verified."""
+
+
+def given_back(actions: list[ConsumerAction]) -> list[Received | Freed]:
+    """What gives blocks back: the end of a request, or of its quarantine."""
+    ends = [action for action in actions if isinstance(action, Received | Freed)]
+    return [end for end in ends if isinstance(end, Freed) or end.quarantine is None]
+
+
+@pytest.mark.parametrize("twins", [0, 1], ids=["alone", "with a twin"])
+@pytest.mark.parametrize("state", DECODE_STATES)
+def test_decode_is_cancelled(state: str, twins: int) -> None:
+    """Its blocks come back once: when nobody may write any more and nothing is being verified."""
+    make, may_write, are_verified = DECODE_STATES[state]
+    consumer = make()
+    for _ in range(twins):
+        assert [end.request_id for end in given_back(consumer.start(order("twin"), 4.0))] == ["twin"]
+    cancelled = consumer.abort("r", 5.0)
+    asked = [action.peer for action in cancelled if isinstance(action, Send) and isinstance(action.message, Cancel)]
+    assert asked == ([] if state in ("ending", "quarantined") else may_write), "those that were asked are not again"
+    ended = given_back(cancelled)
+    assert bool(ended) == (state == "connecting"), "at once only where nobody has seen its blocks"
+    for peer in are_verified:
+        ended += given_back(consumer.verified("t", peer, None, 6.0))
+    for peer in may_write:
+        assert not ended
+        ended += given_back(consumer.message(peer, Cancelled("t"), 6.0))
+    assert [end.request_id for end in ended] == ([] if state == "received" else ["r"])
+    assert [isinstance(end, Freed) for end in ended] == [state == "quarantined"] * len(ended)
+    assert all(end.failure for end in ended if isinstance(end, Received))
+    assert empty(consumer)
+    assert consumer.abort("r", 7.0) == []
+
+
+@pytest.mark.parametrize("state", DECODE_STATES)
+def test_a_twin_of_decode_is_cancelled(state: str) -> None:
+    """It has nothing: the machine's state is what it was, and the first request ends as it would have."""
+    make, _, are_verified = DECODE_STATES[state]
+    consumer, undisturbed = make(), make()
+    consumer.start(order("twin"), 4.0)
+    assert consumer.abort("twin", 5.0) == []
+    assert consumer.census() == undisturbed.census()
+
+    def rest(machine: Consumer) -> list[ConsumerAction]:
+        found = machine.connected("engine-a", PARTNERS, 6.0)
+        for peer in are_verified:
+            found += machine.verified("t", peer, None, 6.0)
+        for peer, fin in ((P0, FIN0), (P1, FIN1)):
+            found += machine.message(peer, fin, 6.0)
+        return found
+
+    ends = rest(consumer)
+    assert repr(ends) == repr(rest(undisturbed))
+    assert [end.request_id for end in given_back(ends)] == ([] if state == "received" else ["r"])
+    assert empty(consumer)
+
+
+# ---- prefill -------------------------------------------------------------------------------------------------------
+
+
+def orphan() -> Producer:
+    producer = machine()
+    assert producer.message(C0, offer(), 0.0) == []
+    return producer
+
+
+def queued_with_an_offer() -> Producer:
+    producer = orphan()
+    producer.expect("r", "t", 12, "digest", 0.5)
+    return producer
+
+
+def between_chunks() -> Producer:
+    producer = queued_with_an_offer()
+    write = only_write(producer.progress("r", [[1], [4]], 4, 1.0))
+    assert finish_write(producer, write, 100, 1.5) == []
+    return producer
+
+
+def writing() -> Producer:
+    producer = queued_with_an_offer()
+    producer.progress("r", [[1], [4]], 4, 1.0)
+    return producer
+
+
+def delivered_before_its_end() -> Producer:
+    producer = queued_with_an_offer()
+    (done,) = finish_write(producer, only_write(producer.progress("r", *TABLES, 1.0)), 100, 1.5)
+    assert isinstance(done, Send)
+    assert isinstance(done.message, Fin)
+    return producer
+
+
+def called_off() -> Producer:
+    producer = writing()
+    assert producer.message(C0, Cancel("t"), 1.5) == []
+    return producer
+
+
+PREFILL_STATES: dict[str, tuple[Callable[[], Producer], type[object] | None]] = {
+    "live, nobody has asked": (production.live, None),
+    "live, asked for": (queued_with_an_offer, Aborted),
+    "live, between chunks": (between_chunks, Aborted),
+    "live, a write under way": (writing, Aborted),
+    "live, called off during a write": (called_off, Cancelled),
+    "live, delivered": (delivered_before_its_end, None),
+}
+"""A machine in the state, and what decode is told when its request is cancelled there; None: it waits for nothing."""
+
+
+@pytest.mark.parametrize("twins", [0, 1], ids=["alone", "with a twin"])
+@pytest.mark.parametrize("state", PREFILL_STATES)
+def test_prefill_is_cancelled(state: str, twins: int) -> None:
+    """Decode hears of it once, when no write is under way; nothing is remembered but the id; the twin still ends."""
+    make, word = PREFILL_STATES[state]
+    producer = make()
+    for _ in range(twins):
+        assert producer.expect("twin", "t", 12, "digest", 2.0) == []
+    under_way = producer.writes_in_flight("r")
+    told = producer.finished("r", False, "the prefill request was cancelled", 3.0)
+    assert not (under_way and told), "a write under way may still land in blocks that decode would free"
+    for write_id in under_way:
+        told += producer.write_done(write_id, 4.0)
+    assert [type(send.message) for send in told if isinstance(send, Send)] == ([word] if word else [])
+    assert not [action for action in told if isinstance(action, Sent | Write)], "its blocks are vLLM's already"
+    late = producer.message(C0, replace(offer(), number=1), 5.0)
+    assert [type(send.message) for send in late if isinstance(send, Send)] == [Aborted]
+    if twins:
+        assert producer.progress("twin", *TABLES, 6.0) == []
+        assert producer.finished("twin", True, "", 7.0) == [Sent("twin")]
+    assert {key: number for key, number in producer.census().items() if number} == {"remembered": 1}
+
+
+@pytest.mark.parametrize("state", PREFILL_STATES)
+def test_a_twin_of_prefill_is_cancelled(state: str) -> None:
+    """The first request's transfer goes on as if the twin had never been."""
+    make, _ = PREFILL_STATES[state]
+    producer, undisturbed = make(), make()
+    producer.expect("twin", "t", 12, "digest", 2.0)
+    assert producer.finished("twin", False, "cancelled", 3.0) == []
+    assert producer.census() == undisturbed.census()
+
+    def rest(one: Producer) -> list[ProducerAction]:
+        writes = list(one.writes_in_flight("r"))
+        found: list[ProducerAction] = []
+        for write_id in writes:
+            found += one.write_done(write_id, 4.0)
+        found += one.finished("r", True, "", 5.0)
+        return found
+
+    assert repr(rest(producer)) == repr(rest(undisturbed))
+
+
+def test_an_orphan_is_called_off_and_its_request_cancelled() -> None:
+    """Decode leaves before prefill's request has come, and then that is cancelled, too: nothing is kept but the id."""
+    producer = orphan()
+    (answer,) = producer.message(C0, Cancel("t"), 1.0)
+    assert isinstance(answer, Send)
+    assert isinstance(answer.message, Cancelled)
+    producer.expect("r", "t", 12, "digest", 2.0)
+    assert producer.finished("r", False, "cancelled", 3.0) == []
+    assert {key: number for key, number in producer.census().items() if number} == {"remembered": 1}

@@ -1,0 +1,157 @@
+"""Blocks in quarantine on vLLM's own scheduler object, for as long as a test says: who waits, and who does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
+
+from connectors.vllm_hma.quarantine import Kept, QuarantineReport
+from tests.vllm_contract.scheduling import STOP_TOKEN, Engine, Rank
+
+LOADS_STEPS = 5
+FOR_EVER = 10**9
+PRODUCER = {"do_remote_prefill": True, "remote_engine_id": "other", "remote_host": "127.0.0.1", "remote_port": 9}
+
+
+class Loading(Engine):
+    """Transfers take some steps; those of ``silent`` requests fail, and may be written to until ``answers``."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__(1, blocks, prefix_caching=False, asynchronous=False)
+        self.silent: set[str] = set()
+        self.answered = False
+
+    def ask(self, request_id: str, prompt_tokens: int, loads: bool) -> None:
+        params = PRODUCER | {"transfer_id": f"t{request_id}"} if loads else None
+        sampling = SamplingParams(max_tokens=3, extra_args={"kv_transfer_params": params})
+        sampling.stop_token_ids = [STOP_TOKEN]
+        prompt = [self.rng.randint(10, 500) for _ in range(prompt_tokens)]
+        self.scheduler.add_request(Request(request_id, prompt, sampling, None, block_hasher=self.hasher))
+
+    def rank_step(self, rank: Rank, orders: Any) -> KVConnectorOutput:
+        for receive in orders.receives:
+            rank.receives[receive.request_id] = self.steps + LOADS_STEPS
+            rank.fills[receive.request_id] = receive.transfer_id, {i for table in receive.tables for i in table if i}
+        received = {request_id for request_id, at in rank.receives.items() if at <= self.steps}
+        report = QuarantineReport()
+        for request_id in received:
+            del rank.receives[request_id]
+            transfer_id, blocks = rank.fills.pop(request_id)
+            if request_id in self.silent:
+                report.begun.append(Kept(request_id, transfer_id))
+                rank.quarantine[report.begun[-1]] = FOR_EVER, blocks
+        if self.answered:
+            report.ended, rank.quarantine = list(rank.quarantine), {}
+        report.lasts = bool(rank.quarantine)
+        return KVConnectorOutput(
+            finished_recving=received,
+            failed_recving=received & self.silent,
+            kv_connector_worker_meta=report or None,
+        )
+
+    def steps_until_over(self, *request_ids: str, within: int = 200) -> None:
+        for _ in range(within):
+            if not self.scheduler.requests.keys() & set(request_ids):
+                return
+            self.step()
+        states = {name: request.status.name for name, request in self.scheduler.requests.items()}
+        raise AssertionError(f"not over after {within} steps: {states}")
+
+
+@pytest.fixture
+def loading() -> Iterator[Callable[[int], Loading]]:
+    made: list[Loading] = []
+
+    def make(blocks: int) -> Loading:
+        made.append(Loading(blocks))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def without_room(loading: Callable[[int], Loading]) -> Loading:
+    """An engine whose only request, `r`, has most of the pool in quarantine."""
+    engine = loading(32)
+    engine.silent = {"r"}
+    engine.ask("r", 200, loads=True)
+    for _ in range(20):
+        engine.step()
+    return engine
+
+
+def test_a_request_goes_on_in_other_blocks(loading: Callable[[int], Loading]) -> None:
+    """Where there is room, nobody waits for an answer; the blocks come back with it, to an engine that is idle."""
+    engine = loading(60)
+    engine.silent = {"r"}
+    engine.ask("r", 100, loads=True)
+    engine.steps_until_over("r")
+    kept = engine.baseline - engine.pool.get_num_free_blocks()
+    assert kept == len(engine.ranks[0].quarantine[Kept("r", "tr")][1])
+    assert engine.scheduler.has_requests(), "an idle engine steps on, or would not hear of the answer"
+    engine.answered = True
+    for _ in range(3):
+        engine.step()
+    engine.check_nothing_remains()
+    assert not engine.scheduler.has_requests()
+
+
+def test_nobody_waits_behind_a_request_that_does_not_fit(loading: Callable[[int], Loading]) -> None:
+    """Others that have their KV, and ones that need none, run to their end; then there is room."""
+    engine = loading(60)
+    engine.silent = {"r"}
+    engine.ask("r", 150, loads=True)
+    for name in ("a", "b"):
+        engine.ask(name, 100, loads=True)
+    engine.steps_until_over("a", "b", "r")
+
+
+def test_a_request_larger_than_what_is_left(loading: Callable[[int], Loading]) -> None:
+    """It waits for the answer, alone: vLLM would let everybody wait with it."""
+    engine = without_room(loading)
+    for number in range(5):
+        engine.ask(f"small {number}", 5, loads=False)
+    engine.steps_until_over(*(f"small {number}" for number in range(5)))
+    assert engine.scheduler.requests["r"].status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    engine.answered = True
+    engine.steps_until_over("r")
+    engine.check_nothing_remains()
+
+
+def test_a_client_leaves_while_its_request_does_not_fit(loading: Callable[[int], Loading]) -> None:
+    """The request is gone at once; its blocks stay in quarantine."""
+    engine = without_room(loading)
+    engine.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+    engine.steps_until_over("r")
+    assert engine.pool.get_num_free_blocks() < engine.baseline
+    engine.answered = True
+    for _ in range(3):
+        engine.step()
+    engine.check_nothing_remains()
+
+
+def test_ranks_end_at_different_times(loading: Callable[[int], Loading]) -> None:
+    """Blocks are kept from the first rank's word to the last one's; a rank may have ended before another begins."""
+    engine = loading(60)
+    quarantine, kept = engine.connector.scheduler.quarantine, Kept("r", "t")
+    engine.ask("r", 100, loads=True)
+    engine.step()
+    held = {block for table in engine.scheduler.kv_cache_manager.get_block_ids("r") for block in table if block}
+
+    def references() -> set[int]:
+        return {engine.pool.blocks[block].ref_cnt for block in held}
+
+    quarantine.take(QuarantineReport(begun=[kept]))
+    assert (references(), len(quarantine)) == ({2}, 1)
+    quarantine.take(QuarantineReport(ended=[kept]))
+    assert (references(), len(quarantine)) == ({1}, 0)
+    quarantine.take(QuarantineReport(begun=[kept, kept], ended=[kept]))
+    assert (references(), len(quarantine)) == ({2}, 1)
+    quarantine.take(QuarantineReport(begun=[], ended=[kept]))
+    assert (references(), len(quarantine)) == ({1}, 0)
