@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import random
 import tempfile
@@ -32,6 +31,7 @@ from benchmarks.arms import children, environment, pin
 from benchmarks.handover import leg
 from benchmarks.namespace import Namespace, namespace
 from benchmarks.report import ratios, summary, write
+from connectors.vllm_hma.trace import read_trace
 from tests.e2e.engines import describe, start_engine
 from tests.e2e.models import VOCABULARY, benchmark_gemma3
 
@@ -62,7 +62,7 @@ class Bench:
 
     async def ask(self, way: str, prompt: list[int]) -> Sample:
         arm = "chunk" if way == "whole" else way
-        seen = len(self.traces[arm].read_text().splitlines())
+        seen = self.traces[arm].stat().st_size
         transfer_id = uuid.uuid4().hex
         produce = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
         consume = self.addresses[arm] | {"transfer_id": transfer_id}
@@ -72,8 +72,7 @@ class Bench:
             await prefill
         decode = await leg(self.decode, prompt, 2, consume)
         await prefill
-        lines = self.traces[arm].read_text().splitlines()[seen:]
-        return _sample([json.loads(line) for line in lines], (decode.first_token_at - started_at) * 1e3)
+        return _sample(read_trace(self.traces[arm], seen), (decode.first_token_at - started_at) * 1e3)
 
     def shutdown(self) -> None:
         for engine in (self.decode, *self.prefills.values()):

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import tempfile
@@ -32,6 +31,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from benchmarks.arms import Arm, children, free_cores
 from benchmarks.report import ratios, summary, write
+from connectors.vllm_hma.trace import read_trace
 from tests.e2e.engines import describe, start_engine
 from tests.e2e.models import VOCABULARY, WINDOW_TOKENS, benchmark_gemma3
 from tests.e2e.sequential_proxy import PRODUCE
@@ -112,11 +112,6 @@ def nixl_bytes() -> float:
     )
 
 
-def traced(trace: Path) -> list[dict[str, Any]]:
-    """Everything that Tandem's workers have traced so far."""
-    return [json.loads(line) for line in trace.read_text().splitlines()]
-
-
 def written_bytes(events: list[dict[str, Any]]) -> int:
     return sum(sum(event["bytes"].values()) for event in events if event["event"] == "write")
 
@@ -180,12 +175,12 @@ async def measure(requests: int, lengths: list[int], folder: Path) -> dict[str, 
             order = (ours, theirs) if (number + length) % 2 else (theirs, ours)
             for arm in order:
                 with arm.awake():
-                    seen, before = len(traced(trace)), nixl_bytes()
+                    seen, before = trace.stat().st_size, nixl_bytes()
                     started = time.monotonic()
                     run = tandem(arm, address, prompt) if arm is ours else nixl(arm, prompt)
                     prefill, decode = await asyncio.wait_for(run, 120)
                     await asyncio.sleep(0.2)
-                    events = traced(trace)[seen:]
+                    events = read_trace(trace, seen)
                     moved = written_bytes(events) if arm is ours else nixl_bytes() - before
                 if number < 0:
                     continue

@@ -9,7 +9,8 @@ import contextlib
 import json
 import logging
 import time
-from typing import IO
+from pathlib import Path
+from typing import IO, Any
 
 logger = logging.getLogger(__name__)
 
@@ -38,3 +39,18 @@ class Trace:
             # What could not be written before cannot be now.
             with contextlib.suppress(OSError):
                 stream.close()
+
+
+def read_trace(path: Path, from_byte: int = 0) -> list[dict[str, Any]]:
+    """All whole events after the first ``from_byte`` bytes, in the order in which they were written.
+
+    A line that is still being written, or that a killed process left unfinished, is left out.
+    """
+    with path.open("rb") as stream:
+        stream.seek(from_byte)
+        lines = stream.read().split(b"\n")[:-1]
+    events = []
+    for line in lines:
+        with contextlib.suppress(json.JSONDecodeError):
+            events.append(json.loads(line))
+    return events

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from connectors.vllm_hma.trace import read_trace
 from tests.e2e.engines import Pair, describe, start_engine
 from tests.e2e.models import gemma3
 
@@ -35,7 +35,7 @@ class Engines:
 
     def events(self) -> list[dict[str, Any]]:
         """All that both engines have traced so far, in the order in which it was written."""
-        return [json.loads(line) for line in self.trace.read_text().splitlines()]
+        return read_trace(self.trace)
 
     async def idle(self, within_s: float = 10.0) -> bool:
         """Do both block pools come back to their baseline? Also forgets all cached prefixes."""

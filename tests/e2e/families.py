@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import tempfile
 from collections import Counter
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from connectors.vllm_hma.trace import read_trace
 from tests.e2e.engines import Pair, describe, generate, start_engine
 from tests.e2e.identity import LOGPROB_TOLERANCE, MAX_TOKENS, Outcome, compare, prompts
 from tests.e2e.models import deepseek_v2, falcon_h1, gemma3, gpt_oss, llama, llama4, qwen3_next
@@ -106,7 +106,7 @@ async def run(family: Family, tp: tuple[int, int], model: str, count: int, trace
 
 def _received(trace: Path, ranks: int) -> int:
     """Requests whose KV has arrived whole on every decode rank."""
-    events = [json.loads(line) for line in trace.read_text().splitlines()]
+    events = read_trace(trace)
     whole = Counter(e["request"] for e in events if e["event"] == "received" and e["failure"] is None)
     return sum(count == ranks for count in whole.values())
 

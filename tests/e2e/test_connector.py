@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import uuid
 
@@ -59,9 +58,9 @@ def test_streaming_and_ideal_bytes(engines: Engines) -> None:
     """Of 8 chunks, 85% of full-attention bytes are written before the last ends; at most a block a group too many."""
     tokens, chunk_tokens = 8 * 256, 256
     engines.runner.run(engines.idle())
-    start = len(_lines(engines))
+    start = len(engines.events())
     engines.runner.run(engines.one_to_two.together(random_prompt(tokens, seed=3), 2))
-    events = _lines(engines)[start:]
+    events = engines.events()[start:]
     chunks = [event for event in events if event["event"] == "chunk"]
     assert len(chunks) == tokens // chunk_tokens
     written = {event["write"]: event["t"] for event in events if event["event"] == "written"}
@@ -177,9 +176,5 @@ def test_a_lease_ends(engines: Engines) -> None:
     engines.runner.run(run())
 
 
-def _lines(engines: Engines) -> list[dict]:
-    return [json.loads(line) for line in engines.trace.read_text().splitlines()]
-
-
 def _events(engines: Engines, name: str) -> list[dict]:
-    return [event for event in _lines(engines) if event["event"] == name]
+    return [event for event in engines.events() if event["event"] == name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import pytest
 
 from app.demo.facts import make_prompt
 from app.demo.paths import MODEL_DIR
+from connectors.vllm_hma.trace import read_trace
 from tests.e2e.service_process import free_port
 from tests.e2e.vllm_server import start_module, start_vllm, stop, wait_until_up
 
@@ -80,7 +80,7 @@ def test_the_proxy_answers_as_one_engine_does(servers: Servers) -> None:
         assert through["text"] == alone["text"]
         assert through["logprobs"]["token_logprobs"] == pytest.approx(alone["logprobs"]["token_logprobs"], abs=1e-4)
         assert through["text"].strip() == recall.answer
-    received = [event for event in _events(servers.trace) if event["event"] == "received"]
+    received = [event for event in read_trace(servers.trace) if event["event"] == "received"]
     assert len(received) == 8, "each answer came from transferred KV"
     assert all(event["failure"] is None for event in received)
 
@@ -90,7 +90,3 @@ def _complete(url: str, body: dict[str, Any]) -> dict[str, Any]:
     assert answer.status_code == 200, answer.text
     choice: dict[str, Any] = answer.json()["choices"][0]
     return choice
-
-
-def _events(trace: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in trace.read_text().splitlines()]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 
 import pytest
 
+from connectors.vllm_hma.trace import read_trace
 from tests.e2e.engines import Pair, describe, generate, start_engine
 from tests.e2e.identity import MAX_TOKENS, compare, difference, prompts
 from tests.e2e.models import falcon_h1
@@ -32,7 +32,7 @@ def test_the_state_is_moved_and_held_attention_is_not(tmp_path: Path) -> None:
     model = falcon_h1(tmp_path / "falcon_h1")
 
     def receives() -> list[dict[str, int]]:
-        events = [json.loads(line) for line in trace.read_text().splitlines()]
+        events = read_trace(trace)
         assert {event["failure"] for event in events if event["event"] == "received"} == {None}
         return [event["blocks"] for event in events if event["event"] == "receive"]
 

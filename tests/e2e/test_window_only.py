@@ -7,7 +7,6 @@ outside into a cache that has room for its full-attention layers and the windows
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from math import ceil
 from pathlib import Path
@@ -18,6 +17,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
+from connectors.vllm_hma.trace import read_trace
 from tests.e2e.engines import ENVIRONMENT, Pair, describe, generate, start_engine
 from tests.e2e.identity import BLOCK_TOKENS, MAX_TOKENS, difference
 from tests.e2e.models import WINDOW_TOKENS, gemma3
@@ -67,7 +67,7 @@ def test_windows_are_enough(tmp_path: Path) -> None:
             prefill.shutdown()
 
     blocks = asyncio.run(run())
-    events = [json.loads(line) for line in trace.read_text().splitlines()]
+    events = read_trace(trace)
     received = [event["failure"] for event in events if event["event"] == "received"]
     assert received == [None] * len(todo), "decode has computed nothing but the last token"
     asked = [event["blocks"] for event in events if event["event"] == "receive"]

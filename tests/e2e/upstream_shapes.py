@@ -36,7 +36,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.worker import cpu_worker  # noqa: F401 (imported once, for all engines)
 
 from benchmarks.arms import children, free_cores
-from benchmarks.handover import nixl_bytes, traced, written_bytes
+from benchmarks.handover import nixl_bytes, written_bytes
+from connectors.vllm_hma.trace import read_trace
 from tests.e2e.engines import ENVIRONMENT, Answer, generate, start_engine
 from tests.e2e.families import FAMILIES, LONGEST, Family
 from tests.e2e.identity import MAX_TOKENS, difference, prompts
@@ -113,7 +114,7 @@ async def _one(connector: str, name: str, tp: tuple[int, int], folder: Path, rep
 
     def moved() -> tuple[float, float]:
         """Bytes that the connector says it has moved, and prompt tokens that the decode engine did not compute."""
-        return (written_bytes(traced(trace)) if connector == "tandem" else nixl_bytes()), _external_tokens()
+        return (written_bytes(read_trace(trace)) if connector == "tandem" else nixl_bytes()), _external_tokens()
 
     async def in_turn(prompt: list[int]) -> Answer:
         first = await generate(prefill, prompt, 1, PRODUCE, logprobs=None)

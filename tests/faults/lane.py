@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import random
 import re
 import signal
@@ -20,6 +19,7 @@ from typing import Any
 
 import httpx
 
+from connectors.vllm_hma.trace import read_trace
 from tests.e2e.service_process import free_port
 from tests.faults import references
 from tests.faults.judge import Case, Outcome, Pool, findings, judge, late
@@ -240,14 +240,8 @@ class Lane:
 
     def _writing(self, subject: Trip, traced_from: int) -> bool:
         transfer = (subject.params or {}).get("transfer_id", subject.trip_id)
-        return any(event["event"] == "write" and event["transfer"] == transfer for event in self._events(traced_from))
-
-    def _events(self, traced_from: int) -> list[dict[str, Any]]:
-        with self.trace.open("rb") as trace:
-            trace.seek(traced_from)
-            lines = trace.read().split(b"\n")
-        # A killed process may have left half a line.
-        return [json.loads(line) for line in lines if line.startswith(b"{") and line.endswith(b"}")]
+        events = read_trace(self.trace, traced_from)
+        return any(event["event"] == "write" and event["transfer"] == transfer for event in events)
 
     async def _signal(
         self,

@@ -92,39 +92,64 @@ def test_poll_waits_for_the_last_byte() -> None:
             worker.kill()
 
 
+def reached(pipe: Connection) -> None:
+    """Is there all the time, and says what it heard first."""
+    os.environ["UCX_TLS"] = "tcp,self"
+    from connectors.transport.nixl import NixlTransport
+
+    transport = NixlTransport("theirs/0", devices=("lo",))
+    pipe.send(transport.metadata())
+    give_up_at = time.monotonic() + TIMEOUT_S
+    while not (heard := transport.notifications()):
+        assert time.monotonic() < give_up_at
+        time.sleep(0.0005)
+    pipe.send(heard)
+
+
 def cut_off(pipe: Connection) -> None:
-    """Connects anew to a peer while no connection can be made, then when it can. Says what became of either."""
+    """Connects anew to a peer while no connection can be made, then when it can.
+
+    The peer is another process: a limit on files would have UCX close the sockets on which it listens, too.
+    """
     os.environ["UCX_TLS"] = "tcp,self"
     from connectors.errors import TransportError
     from connectors.transport.nixl import NixlTransport
 
-    ours, theirs = NixlTransport("ours/0"), NixlTransport("theirs/0")
-    ours.add_peer(theirs.metadata())
+    transport = NixlTransport("ours/0", devices=("lo",))
+    transport.add_peer(pipe.recv())
     most, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # no socket can be made
     with pytest.raises(TransportError, match=r"theirs/0.*cannot be connected to"):
-        ours.reconnect("theirs/0")
+        transport.reconnect("theirs/0")
     with pytest.raises(TransportError, match="theirs/0"):
-        ours.notify("theirs/0", b"nobody hears this")
+        transport.notify("theirs/0", b"nobody hears this")
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    ours.reconnect("theirs/0")
-    ours.notify("theirs/0", b"here again")
-    give_up_at = time.monotonic() + TIMEOUT_S
-    while not (heard := theirs.notifications()):
-        ours.notifications()
-        assert time.monotonic() < give_up_at
-    pipe.send(heard)
+    transport.reconnect("theirs/0")
+    transport.notify("theirs/0", b"here again")
+    # Messages leave only while NIXL is called.
+    while not pipe.poll(0.001):
+        transport.notifications()
 
 
 def test_a_peer_out_of_reach_is_not_forgotten() -> None:
     """A connection that cannot be made anew now can be later: a link that comes back finds everybody as they were."""
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    worker = context.Process(target=cut_off, args=(theirs,))
-    worker.start()
-    theirs.close()
+    to_reached, to_cut_off = context.Pipe(), context.Pipe()
+    workers = [
+        context.Process(target=reached, args=(to_reached[1],)),
+        context.Process(target=cut_off, args=(to_cut_off[1],)),
+    ]
+    for worker in workers:
+        worker.start()
     try:
-        assert ours.poll(TIMEOUT_S)
-        assert ours.recv() == [("ours/0", b"here again")]
+        assert to_reached[0].poll(TIMEOUT_S)
+        to_cut_off[0].send(to_reached[0].recv())
+        assert to_reached[0].poll(TIMEOUT_S)
+        assert to_reached[0].recv() == [("ours/0", b"here again")]
+        to_cut_off[0].send(None)
+        for worker in workers:
+            worker.join(TIMEOUT_S)
+        assert [worker.exitcode for worker in workers] == [0, 0]
     finally:
-        worker.kill()
+        for worker in workers:
+            worker.kill()

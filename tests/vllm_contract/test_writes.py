@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from connectors.planning.layout import Place
 from connectors.transport import digest
 from connectors.transport.memory import MemoryTransport
 from connectors.vllm_hma.orders import Chunk, Expect, Finished
-from connectors.vllm_hma.trace import Trace
+from connectors.vllm_hma.trace import Trace, read_trace
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
 
@@ -113,3 +114,19 @@ def test_a_trace_that_cannot_be_written(caplog: pytest.LogCaptureFixture) -> Non
     trace.event("sent", request="r2")
     trace.close()
     assert caplog.text.count("the trace of transfers ends here") == 1
+
+
+def test_a_trace_is_read_while_it_is_written(tmp_path: Path) -> None:
+    """A line that has no end yet, or that a killed process left without one, is no event; the others are."""
+    path = tmp_path / "trace.jsonl"
+    trace = Trace(str(path), "engine", 0)
+    trace.event("receive", spans={"a": 1})
+    begun = path.stat().st_size
+    trace.event("received")
+    whole = path.read_bytes()
+    for length in range(begun, len(whole)):
+        path.write_bytes(whole[:length])
+        assert [event["event"] for event in read_trace(path)] == ["receive"]
+    path.write_bytes(whole[:-3] + whole)
+    assert [event["event"] for event in read_trace(path)] == ["receive", "received"]
+    assert [event["event"] for event in read_trace(path, from_byte=len(whole) - 3 + begun)] == ["received"]
