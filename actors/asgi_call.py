@@ -1,7 +1,7 @@
 """Runs one HTTP request through an ASGI application in this process.
 
-The engine actor hosts vLLM's own FastAPI application without a socket: a request comes as bytes through
-a Serve handle and its response goes back as a `ResponseStart` followed by bytes. Closing or cancelling
+The engine actor hosts vLLM's own FastAPI application without a socket of its own: a request comes through the actor's
+door (`actors.door`) and its response goes back as a `ResponseStart` followed by bytes. Closing or cancelling
 the generator is the client's disconnect.
 """
 
@@ -37,9 +37,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Accepted:
-    """The first item of every call through a handle: `replica` has it, from here on it can be cancelled."""
+    """The first item of every call: `replica` has it, as one of so many."""
 
     replica: str
+    ongoing: int = 1
 
 
 @dataclass(frozen=True)

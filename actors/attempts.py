@@ -12,20 +12,19 @@ from functools import cached_property
 from http import HTTPStatus
 from typing import Any
 
-from ray.serve.handle import DeploymentHandle
-
 from actors.asgi_call import Call, Headers
+from actors.engines import Engines
 from actors.handoff import Endpoint, Producer, decode_leg, prefill_leg, why_local
 from actors.journal import Journal
 from actors.ledger import RequestMarks
-from actors.leg import DeadlineError, Leg, Opened, UnavailableError, choose, deadline
+from actors.leg import DeadlineError, Leg, Opened, OverloadedError, RefusedError, UnavailableError, choose, deadline
 from actors.placement.decision import NO_PREFILL, PREFILL_FAILED, Decision
 from actors.placement.prompts import Prompt, read_prompt
 from actors.placing import Journey, Placing
 from actors.prefill_leg import PrefillLeg
 from actors.recent import Pair
 from actors.router_metrics import RouterMetrics
-from configs.settings import RouterLimits
+from configs.settings import RoleName, RouterLimits
 from connectors.errors import TandemError
 
 logger = logging.getLogger(__name__)
@@ -76,10 +75,10 @@ class Timing:
 
 @dataclass(frozen=True)
 class Fleet:
-    """What a request needs of the router: both roles' handles, who decides, and how to give up a transfer by its id."""
+    """What a request needs of the router: both roles, who decides, and how to give up a transfer by its id."""
 
-    prefill: DeploymentHandle
-    decode: DeploymentHandle
+    prefill: Engines
+    decode: Engines
     metrics: RouterMetrics
     placing: Placing
     discard: Callable[[str], Awaitable[None]]
@@ -129,6 +128,8 @@ class Attempts:
         self._decode_replica: str | None = None
         self._decode_tries = 0
         self._last_error: UnavailableError | None = None
+        self._refused_at: dict[RoleName, float] = {}
+        """When an engine of a role refused the request for the first time in a row."""
         self._began_at: float | None = None
 
     async def open(self, journal: Journal = ()) -> Attempt:
@@ -140,6 +141,9 @@ class Attempts:
             while True:
                 try:
                     return await self._open_once(journal)
+                except RefusedError as error:
+                    if self._refused_for_s("decode") > self.limits.replica_timeout_s:
+                        raise OverloadedError(f"no decode engine has taken the request: {error}") from error
                 except UnavailableError as error:
                     self.decode_failed(error)
 
@@ -181,13 +185,20 @@ class Attempts:
             attempt, broken = await self._try_split(journal, decision)
             if attempt is not None:
                 return attempt
-            if broken is not None:
+            if broken == "refused":
+                if self._refused_for_s("prefill") > self.limits.prefill_wait_s:
+                    self._local_reason = NO_PREFILL
+            elif broken is not None:
                 prefill_tries += 1
                 if broken == "rejected" or prefill_tries >= self.limits.attempts:
                     self._local_reason = PREFILL_FAILED
                 else:
                     self._fleet.metrics.retries.labels("prefill", broken).inc()
         return await self._serve_alone(journal, decision)
+
+    def _refused_for_s(self, role: RoleName) -> float:
+        """How long it has been going on that engines of `role` refuse the request."""
+        return time.monotonic() - self._refused_at.setdefault(role, time.monotonic())
 
     def _decide(self) -> Decision:
         failed_decode = self._failed_decode | self._suspect_decode
@@ -199,13 +210,14 @@ class Attempts:
             began_at = self._begin()
             journey = self._fleet.placing.begin(self.request, decision)
             legs.callback(journey.ended)
-            decode_place, prefill_place = await self._choose_pair(legs, decision)
+            prefill_legs = await legs.enter_async_context(AsyncExitStack())
+            decode_place, prefill_place = await self._choose_pair(legs, prefill_legs, decision)
             placed_at = time.monotonic()
             if prefill_place is None:
                 self._local_reason = PREFILL_FAILED if self._failed_prefill else NO_PREFILL
                 return None, None
             transfer_id = uuid.uuid4().hex
-            producer = Producer.from_params(prefill_place.replica_metadata)
+            producer = Producer.from_params(prefill_place.metadata["producer"])
             body = self.request.body
             prefill_call = self._call(prefill_leg(self.request.endpoint, body, transfer_id))
             decode_call = self._call(decode_leg(body, transfer_id, producer), journal)
@@ -220,6 +232,7 @@ class Attempts:
                 self._fleet.metrics,
                 self._fleet.discard,
                 journey.prefilled,
+                prefill_legs.pop_all(),
             )
             legs.push_async_callback(prefill.close)
             decode = Leg("decode", self._fleet.decode.dispatch(decode_place, decode_call))
@@ -235,10 +248,12 @@ class Attempts:
                 self._suspect_decode.add(decode_place.replica_id)
                 return None, "silent"
             if not opening.done():
-                self._failed_prefill.add(prefill_place.replica_id)
-                if prefill.broken.result() != "rejected":
+                broken = prefill.broken.result()
+                if broken != "refused":
+                    self._failed_prefill.add(prefill_place.replica_id)
+                if broken not in ("refused", "rejected"):
                     self._fleet.placing.failed(prefill_place.replica_id)
-                return None, prefill.broken.result()
+                return None, broken
             opened = await opening
             if opened.start.status < HTTPStatus.BAD_REQUEST:
                 prefill.release()
@@ -282,13 +297,15 @@ class Attempts:
                 return True
         return False
 
-    async def _choose_pair(self, stack: AsyncExitStack, decision: Decision) -> tuple[Any, Any]:
+    async def _choose_pair(
+        self, stack: AsyncExitStack, prefill_stack: AsyncExitStack, decision: Decision
+    ) -> tuple[Any, Any]:
         """Places on a decode and on a prefill replica; None for the latter when none is free in time."""
         fleet = self._fleet
         decode, prefill = await asyncio.gather(
             self._choose_decode(stack, decision),
             choose(
-                stack,
+                prefill_stack,
                 "prefill",
                 fleet.prefill,
                 self.limits.prefill_wait_s,

@@ -34,6 +34,9 @@ class Decode(EngineActor):
         self._tasks.append(asyncio.create_task(looking, name="meets-prefill-replicas"))
 
     async def __del__(self) -> None:
+        # First of all the calls end: until then prefill engines are met, and lost.
+        if hasattr(self, "_door"):
+            await self._door.drain()
         for task in getattr(self, "_tasks", ()):
             task.cancel()
         await super().__del__()

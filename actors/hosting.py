@@ -11,10 +11,12 @@ from pydantic import SecretStr
 from ray import serve
 
 from actors.asgi_call import Accepted, Alive, Call, ResponseStart
-from actors.engine import Engine
+from actors.door import Door, announced
+from actors.engine import Engine, EngineStartError
 from actors.engine_load import read_load
 from actors.journal import Chunk
-from configs.settings import RoleName, ServiceSettings
+from actors.wire import Order
+from configs.settings import RoleName, RoleSettings, ServiceSettings
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +42,31 @@ class EngineActor:
         logger.info("starting the %s engine of replica %s", self.role, self.replica)
         self._node_ip = ray.util.get_node_ip_address()
         self.engine = await Engine.start(settings, self.role, self._node_ip)
+        await self._open_door(settings.role(self.role))
+
+    async def _open_door(self, settings: RoleSettings) -> None:
+        self._door = Door(self.serve_order, settings.max_ongoing_requests)
+        host = settings.door_host or self._node_ip
+        try:
+            address = await self._door.open(host, settings.door_port)
+        except OSError as error:
+            where = f"{self.role}.door_host, door_port: {host}:{settings.door_port}"
+            raise EngineStartError(f"{where} cannot be listened on: {error}") from error
+        self._announced = announced(address, settings.max_queued_requests)
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Serve's hook, when the replica is ready: what routers are to know of it."""
+        return self._announced
+
+    async def serve_order(self, order: Order) -> AsyncGenerator[CallItem, None]:
+        """Answer what came in by the door."""
+        async with aclosing(self.call(order.call)) as answer:
+            async for item in answer:
+                yield item
 
     async def call(self, call: Call) -> AsyncGenerator[CallItem, None]:
         """Serve `call` with this engine; closing the generator aborts the request in it."""
-        yield Accepted(self.replica)
+        yield Accepted(self.replica, self._door.ongoing)
         async with aclosing(self.engine.serve(call)) as answer:
             async for item in answer:
                 yield item
@@ -56,7 +79,7 @@ class EngineActor:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve's hook: this replica's load, for the autoscaling policy. Called only where replicas are scaled."""
-        return self.engine.load()
+        return self.engine.load() | {"ongoing": float(self._door.ongoing), "queued": float(self._door.queued())}
 
     async def status(self) -> dict[str, Any]:
         """What the status page shows of this replica."""
@@ -81,5 +104,8 @@ class EngineActor:
 
     async def __del__(self) -> None:
         """Serve's hook at the end of a replica's life (awaited by Serve, not by the collector)."""
-        if hasattr(self, "engine"):  # not if it never started
+        if hasattr(self, "_door"):  # not if it never started
+            await self._door.drain()
+            await self._door.close()
+        if hasattr(self, "engine"):
             await self.engine.close()

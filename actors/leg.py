@@ -1,13 +1,13 @@
-"""One leg of a request: a call to an engine replica through a Serve handle, and its end."""
+"""One leg of a request: a call to an engine, and its end."""
 
 import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from ray.exceptions import (
     NodeDiedError,
@@ -18,7 +18,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
-from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from ray.serve.handle import DeploymentHandle
 
 from actors.asgi_call import Alive, ResponseStart
 from actors.engine import EngineDownError
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 ACCEPT_S = 5.0
-"""How long an end of a call waits for the replica to acknowledge its beginning; normally milliseconds."""
+"""How long it may take to learn whether an engine has a call that is to end; normally milliseconds."""
 
 
 UNAVAILABLE = (
@@ -45,9 +45,6 @@ UNAVAILABLE = (
 )
 """What Ray or an actor raises when a replica cannot answer any more."""
 
-CHOOSE_AGAIN_S = 0.05
-"""Between two choices of a replica when the first was one to avoid."""
-
 
 class OverloadedError(TandemError):
     """More requests wait for a role's replicas than its `max_queued_requests`."""
@@ -55,6 +52,10 @@ class OverloadedError(TandemError):
 
 class UnavailableError(TandemError):
     """No replica of a role can answer: none is running, or the one that was asked has died."""
+
+
+class RefusedError(TandemError):
+    """The engine that was asked takes no more calls, for now or ever: another one may, or the same a little later."""
 
 
 class DeadlineError(TandemError):
@@ -90,6 +91,14 @@ async def serve_errors(role: str) -> AsyncGenerator[None, None]:
         raise UnavailableError(f"the {role} engine is not available; try again") from error
 
 
+class Items(Protocol):
+    """A running call (`actors.engines.EngineCall`)."""
+
+    async def __anext__(self) -> Any: ...
+
+    def cancel(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Opened:
     """A response whose body has begun, with the items that have come: of a stream the first, else all."""
@@ -99,13 +108,9 @@ class Opened:
 
 
 class Leg:
-    """An open call: `start` or `open`, then `next` until None; `close` in any case.
+    """An open call: `start` or `open`, then `next` until None; `close` in any case."""
 
-    Ray 2.60 loses a place that was reserved with `choose_replica` when the dispatch to it is cancelled
-    before it has been sent. So nothing here cancels a call before the replica has acknowledged it.
-    """
-
-    def __init__(self, role: str, response: DeploymentResponseGenerator) -> None:
+    def __init__(self, role: str, response: Items) -> None:
         self.role = role
         self.heard_at = asyncio.get_running_loop().time()
         """When the engine gave its last sign of life."""
@@ -178,13 +183,12 @@ class Leg:
         return self._accepted.done() and not self._accepted.cancelled() and self._accepted.exception() is None
 
     async def close(self) -> None:
-        """Cancel the call if it still runs: the actor's generator is closed and the engine aborts."""
-        try:
-            await self.accepted()
-        finally:
-            # Ray raises a failure to dispatch once more; then there is nothing to cancel.
-            with suppress(Exception):
-                self._response.cancel()
+        """Cancel the call if it still runs: its connection is closed, and the engine aborts."""
+        self._response.cancel()
+        self._accepted.cancel()
+        await asyncio.wait({self._accepted})
+        if not self._accepted.cancelled():
+            self._accepted.exception()  # has been seen by whoever waited for it, or is not wanted
 
     async def _accept(self) -> None:
         await self.next()
@@ -199,19 +203,13 @@ async def choose(
     prefer: Sequence[str] = (),
     roster: Roster | None = None,
 ) -> Any:
-    """Reserve a place on a replica of `role` that is not one to `avoid`, held until `stack` unwinds; bounded.
+    """Take a place on a replica of `role` that is not one to `avoid`, held until `stack` unwinds; bounded.
 
     The first of `prefer` that has a place is taken, else the least busy. `roster` gets to know the role's replicas.
     """
     async with deadline(timeout_s, f"waiting for a free {role} replica"), serve_errors(role):
-        while True:
-            async with AsyncExitStack() as choice:
-                options = {"avoid": frozenset(avoid), "prefer": tuple(prefer), "roster": roster}
-                place = await choice.enter_async_context(handle.choose_replica(**options))
-                if place.replica_id not in avoid:
-                    stack.push_async_exit(choice.pop_all())
-                    return place
-            await asyncio.sleep(CHOOSE_AGAIN_S)  # requests in Serve's queue may get each other's choice
+        chosen = handle.choose_replica(avoid=frozenset(avoid), prefer=tuple(prefer), roster=roster)
+        return await stack.enter_async_context(chosen)
 
 
 async def ask_all(role: str, handle: DeploymentHandle, method: str, timeout_s: float, *arguments: object) -> list[Any]:

@@ -12,6 +12,7 @@ from actors.acquaintance import OtherRole, meet_s
 from actors.asgi_call import Call
 from actors.handoff import Producer
 from actors.hosting import FIRST_REQUEST_TIMEOUT_S, CallItem, EngineActor
+from actors.wire import Order
 from configs.settings import ServiceSettings
 
 
@@ -28,8 +29,18 @@ class Prefill(EngineActor):
         await self._meet_decode()
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Where this engine's workers are reached; Serve brings it to the router with each selection."""
-        return asdict(self._producer)
+        """Also where this engine's workers are reached."""
+        return super().record_replica_metadata() | {"producer": asdict(self._producer)}
+
+    async def serve_order(self, order: Order) -> AsyncGenerator[CallItem, None]:
+        """Answer what came in by the door: a prefill leg, or a request that is not split."""
+        if order.transfer_id is None:
+            answer = self.call(order.call)
+        else:
+            answer = self.call_and_hold(order.call, order.transfer_id, order.hold_s)
+        async with aclosing(answer):
+            async for item in answer:
+                yield item
 
     async def call_and_hold(self, call: Call, transfer_id: str, hold_s: float) -> AsyncGenerator[CallItem, None]:
         """Like `call`, but the request counts as ongoing until the caller cancels it, at most `hold_s` more.

@@ -3,17 +3,19 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 
 from actors.ledger import LegMarks
-from actors.leg import DeadlineError, Leg, deadline
+from actors.leg import DeadlineError, Leg, RefusedError, deadline
 from actors.router_metrics import RouterMetrics
 from connectors.errors import TandemError
 
 logger = logging.getLogger(__name__)
 
 
-BROKEN = frozenset({"rejected", "failed", "late"})
-"""Outcomes after which no KV, or not all of it, comes from this leg."""
+BROKEN = frozenset({"refused", "rejected", "failed", "late"})
+"""Outcomes after which no KV, or not all of it, comes from this leg. `refused`: the engine takes no more calls;
+`rejected`: it has found the request to be a bad one."""
 
 Discard = Callable[[str], Awaitable[None]]
 """Tells the prefill replicas that nobody will fetch a transfer's KV; bounded, and does not raise."""
@@ -41,7 +43,9 @@ class PrefillLeg:
         metrics: RouterMetrics,
         discard: Discard,
         prefilled: Prefilled,
+        place: AsyncExitStack,
     ) -> None:
+        """Gives `place` back when the leg has ended."""
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._leg = leg
@@ -50,6 +54,7 @@ class PrefillLeg:
         self._metrics = metrics
         self._discard = discard
         self._prefilled = prefilled
+        self._place = place
         self._holds_kv = True
         self._ending: asyncio.Task[None] | None = None
         self._task = asyncio.create_task(self._watch(), name=f"prefill-leg-{transfer_id}")
@@ -80,6 +85,7 @@ class PrefillLeg:
         if self._holds_kv and await self._leg.accepted():
             await self._discard(self._transfer_id)
         await self._leg.close()
+        await self._place.aclose()
 
     async def _watch(self) -> None:
         outcome = "cancelled"
@@ -93,6 +99,9 @@ class PrefillLeg:
         except DeadlineError as error:
             outcome = "late"
             logger.warning("%s", error)
+        except RefusedError as error:
+            outcome = "refused"
+            logger.info("prefill of transfer %s: %s", self._transfer_id, error)
         except TandemError as error:
             outcome = "failed"
             logger.warning("prefill of transfer %s failed: %s", self._transfer_id, error)
@@ -101,7 +110,7 @@ class PrefillLeg:
             logger.exception("prefill of transfer %s failed", self._transfer_id)
         finally:
             self._metrics.prefill_legs.labels(outcome).inc()
-            if outcome in {"rejected", "failed"}:
+            if outcome in {"refused", "rejected", "failed"}:
                 # Nothing, or a replica that is gone; if not, its lease ends. Decode need not wait for a broadcast.
                 self._holds_kv = False
             if outcome in BROKEN and not self.broken.done():

@@ -5,11 +5,10 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
-from ray.serve.handle import DeploymentHandle
-
 from actors.answer import Answer
 from actors.asgi_call import Call, Headers, ResponseStart
 from actors.attempts import Attempts, ClientRequest, Fleet, Timing
+from actors.engines import Engines
 from actors.leg import Leg, OverloadedError, ask_all, choose, deadline
 from actors.placing import Placing
 from actors.recent import Recent
@@ -18,21 +17,15 @@ from configs.settings import RoleName, RouterLimits
 
 
 class Router:
-    """Holds the handles of both roles. `answer` opens a request; closing it ends both legs."""
+    """Knows the engines of both roles. `answer` opens a request; closing it ends both legs."""
 
-    def __init__(self, limits: RouterLimits, prefill: DeploymentHandle, decode: DeploymentHandle) -> None:
+    def __init__(self, limits: RouterLimits, prefill: Engines, decode: Engines) -> None:
         self.limits = limits
         self.metrics = RouterMetrics()
-        self._roles: dict[RoleName, DeploymentHandle] = {"prefill": prefill, "decode": decode}
-        self._decode = decode.options(method_name="call", stream=True)
+        self._roles: dict[RoleName, Engines] = {"prefill": prefill, "decode": decode}
+        self._decode = decode
         self._placing = Placing(limits.routing, self.metrics)
-        self._fleet = Fleet(
-            prefill.options(method_name="call_and_hold", stream=True),
-            self._decode,
-            self.metrics,
-            self._placing,
-            self._discard,
-        )
+        self._fleet = Fleet(prefill, decode, self.metrics, self._placing, self._discard)
         self._ongoing = 0
         self.recent = Recent()
 

@@ -1,14 +1,30 @@
-"""Which replica takes the next request: the one that was decided on, else the one with the fewest ongoing.
+"""Which engines of a role there are, and which takes the next request: the one that was decided on, else the one with
+the fewest ongoing.
 
-`rank` orders replicas and is pure; `LeastOngoing` carries it out inside Serve's handles, and shows through a `Roster`
-which replicas there are.
+`rank` orders them and is pure. What each has announced comes from Serve (`actors.announced`), from which a router
+learns nothing else of its engines (docs/decisions/0108).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
-from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, RunningReplica
+from actors.door import Address
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A replica that runs, as it has announced itself."""
+
+    address: Address
+    places: int
+    """Calls that it takes at a time."""
+    queue: int
+    """Requests that may wait in a router for engines of its role."""
+    metadata: Mapping[str, Any]
+    """All that it has announced."""
 
 
 class Roster:
@@ -42,29 +58,22 @@ def rank(
     return ranked
 
 
-class LeastOngoing(FIFOMixin, RequestRouter):
-    """Serve's request router for engine replicas. Who waits for any place is served first come first served."""
+Replicas = Callable[[], Mapping[str, Mapping[str, Any]]]
+"""What each replica that runs has announced, with its `places`, by replica id."""
 
-    def initialize_state(self) -> None:
-        self._turn = 0
+_LISTS: dict[Hashable, Replicas] = {}
 
-    async def choose_replicas(
-        self, candidate_replicas: Sequence[RunningReplica], pending_request: PendingRequest | None = None
-    ) -> list[list[RunningReplica]]:
-        """The candidates that the request does not avoid, one to a rank, so that Serve tries them in this order."""
-        avoid: AbstractSet[str] = frozenset()
-        prefer: Sequence[str] = ()
-        if pending_request is not None:
-            avoid = pending_request.kwargs.get("avoid", avoid)
-            prefer = pending_request.kwargs.get("prefer", prefer)
-            if roster := pending_request.kwargs.get("roster"):
-                roster.attach(self._ongoing)
-            # Or Serve asks again at once, and again, while every replica is full.
-            pending_request.routing_context.should_backoff = True
-        by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        self._turn += 1
-        return [[by_id[name]] for name in rank(self._ongoing(), self._turn, avoid, prefer) if name in by_id]
 
-    def _ongoing(self) -> dict[str, int]:
-        lengths = self.replica_queue_len_cache
-        return {name.unique_id: lengths.get(name) or 0 for name in list(self.curr_replicas)}
+def keep_list(deployment: Hashable, replicas: Replicas) -> None:
+    """From now on `replicas` tells of the deployment with this id."""
+    _LISTS[deployment] = replicas
+
+
+def engines_of(deployment: Hashable) -> dict[str, Engine]:
+    """The replicas that run of the deployment with this id, as far as Serve has told this process."""
+    known = _LISTS.get(deployment)
+    if known is None:
+        return {}
+    return {
+        name: Engine(Address(**said["door"]), said["places"], said["queue"], said) for name, said in known().items()
+    }

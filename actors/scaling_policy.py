@@ -25,6 +25,9 @@ logger = logging.getLogger("ray.serve")
 POLICY = "actors.scaling_policy:ScaleTogether"
 """The policy's name in a Serve config file."""
 
+ROLE_POLICY = "actors.scaling_policy:ScaleByOngoing"
+"""The policy of a role that is scaled without it."""
+
 LoadT = TypeVar("LoadT", PrefillLoad, DecodeLoad)
 
 
@@ -46,8 +49,8 @@ class ScaleTogether:
             return {}, {}
         (prefill_id, prefill), (decode_id, decode) = by_name["Prefill"], by_name["Decode"]
         needs = (
-            prefill_need(_loads(prefill, PrefillLoad), prefill.total_queued_requests or 0.0, self._settings),
-            decode_need(_loads(decode, DecodeLoad), decode.total_queued_requests or 0.0, self._settings),
+            prefill_need(_loads(prefill, PrefillLoad), _queued(prefill), self._settings),
+            decode_need(_loads(decode, DecodeLoad), _queued(decode), self._settings),
         )
         bounds = _bounds(prefill), _bounds(decode)
         wanted = [settle(need, bound, self._settings) for need, bound in zip(needs, bounds, strict=True)]
@@ -56,6 +59,29 @@ class ScaleTogether:
             self._decided = decided
             logger.info("prefill needs %s engines and decode %s: %d and %d are wanted", *map(_shown, needs), *decided)
         return dict(zip((prefill_id, decode_id), decided, strict=True)), {}
+
+
+class ScaleByOngoing:
+    """For one deployment, where the application has no policy of its own: as many replicas as it takes for each to have
+    `target_ongoing_requests`. Serve's default does the same with what it counts itself, and no request passes by it."""
+
+    def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
+        """Serve's hook: wanted replicas, and no state. Before any replica has reported, what there is will do."""
+        ongoing = _metric(context, "ongoing")
+        if not ongoing or context.config is None:
+            return context.target_num_replicas, {}
+        return (sum(ongoing) + _queued(context)) / context.config.get_target_ongoing_requests(), {}
+
+
+def _queued(context: AutoscalingContext) -> float:
+    """Requests that wait in routers, which tell it to every engine that they call."""
+    return max(_metric(context, "queued"), default=0.0)
+
+
+def _metric(context: AutoscalingContext, name: str) -> list[float]:
+    """Of the running replicas that have reported it."""
+    reported = (context.aggregated_metrics or {}).get(name, {})
+    return [float(reported[one]) for one in context.running_replicas if one in reported]
 
 
 def _loads(context: AutoscalingContext, kind: type[LoadT]) -> list[LoadT]:

@@ -10,15 +10,17 @@ from typing import Any
 
 from pydantic import SecretStr
 from ray import serve
-from ray.serve.config import BackpressureConfig, RequestRouterConfig
+from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
+from actors.announced import Announced
 from actors.arguments import check_arguments, engine_environment
 from actors.colleagues import RouterReplica
 from actors.decode import Decode
+from actors.engines import Engines
 from actors.prefill import Prefill
-from actors.routing import LeastOngoing
+from actors.scaling_policy import ROLE_POLICY
 from app.auth import digests
 from app.bundles import placed
 from app.openai import build_http
@@ -49,7 +51,7 @@ class HttpRouter(RouterReplica):
         key_digests: tuple[bytes, ...] = (),
         otlp_traces_endpoint: str | None = None,
     ) -> None:
-        super().__init__(limits, prefill, decode)
+        super().__init__(limits, Engines(prefill), Engines(decode))
         # Serve builds the application in a task on any node, and keys may be in the environment of routers only.
         self._key_digests = (*key_digests, *digests(AuthSettings().operators_keys()))
         self._traces = Traces(otlp_traces_endpoint) if otlp_traces_endpoint else None
@@ -94,15 +96,15 @@ def deploy_engine(actor: type, role: RoleName, settings: ServiceSettings, secret
     """The deployment of `role` with `actor` as its class, bound to the settings and the secret to fall back to."""
     own = settings.role(role)
     scaling: dict[str, Any] = (
-        {"num_replicas": own.replicas} if isinstance(own.replicas, int) else {"autoscaling_config": own.replicas}
+        {"num_replicas": own.replicas}
+        if isinstance(own.replicas, int)
+        else {"autoscaling_config": {"policy": {"policy_function": ROLE_POLICY}, **own.replicas}}
     )
     deployment = serve.deployment(
         actor,
         name=role.capitalize(),
         max_ongoing_requests=own.max_ongoing_requests,
-        max_queued_requests=own.max_queued_requests,
-        backpressure_config=BackpressureConfig(status_code=429, retry_after_s=settings.router.retry_after_s),
-        request_router_config=RequestRouterConfig(request_router_class=LeastOngoing),
+        request_router_config=RequestRouterConfig(request_router_class=Announced),
         graceful_shutdown_timeout_s=own.drain_s,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         max_constructor_retry_count=own.start_attempts,

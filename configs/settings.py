@@ -319,6 +319,10 @@ class RoleSettings(PlacementSettings):
     environment: dict[str, str] = Field(default_factory=dict, description="environment of the actor and its engine")
     max_ongoing_requests: int = Field(64, ge=1, description="requests in one replica")
     max_queued_requests: int = Field(128, ge=0, description="requests that wait in a router for a replica")
+    door_host: str | None = Field(
+        None, description="interface where an engine answers routers; unset: the address of the node"
+    )
+    door_port: int = Field(0, ge=0, le=65535, description="the same: its port; 0: any free port")
     start_attempts: int = Field(3, ge=1, description="failed starts after which the service gives up")
     drain_s: Seconds = Field(30.0, description="how long a stopping replica may finish its requests")
 

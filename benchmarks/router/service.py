@@ -18,16 +18,16 @@ import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
+from actors.announced import Announced
 from actors.asgi_call import Call
 from actors.engine import Engine, StopFlag
 from actors.handoff import Producer
 from actors.hosting import CallItem
 from actors.prefill import Prefill
-from actors.routing import LeastOngoing
 from app.main import router_deployment
 from app.run import interrupt_on_signals
 from benchmarks.router.engine import WHERE, instant
-from configs.settings import RoleName, RouterSettings, RoutingSettings
+from configs.settings import RoleName, RoleSettings, RouterSettings, RoutingSettings
 
 READY = "instant engines: ready"
 PLACES = 512
@@ -57,6 +57,7 @@ class Instant(Prefill):
         self._producer = Producer.from_params(WHERE)
         llm: Any = NoLLM()
         self.engine = Engine(llm, instant(), StopFlag(), AsyncExitStack(), "nothing to replay", None, "nobody")
+        await self._open_door(RoleSettings(max_ongoing_requests=PLACES, door_host="127.0.0.1"))
 
     async def call(self, call: Call) -> AsyncGenerator[CallItem, None]:
         """Counted while it runs."""
@@ -78,7 +79,7 @@ def deploy() -> None:
     """Run the application on the Ray cluster of this process, the router as users have it."""
     actor = serve.deployment(Instant).options(
         ray_actor_options={"num_cpus": 0.1},
-        request_router_config=RequestRouterConfig(request_router_class=LeastOngoing),
+        request_router_config=RequestRouterConfig(request_router_class=Announced),
         max_ongoing_requests=PLACES,
     )
     settings = RouterSettings(routing=RoutingSettings(policy="always_remote"))

@@ -1,8 +1,7 @@
 """Both roles' handles in this process: replicas that are generators, and books of what the router has taken.
 
-The router's side is the real one. `Handle` keeps Serve's contract as far as the router uses it: a place is held
-while its context is open, a call runs until it ends or is cancelled, and one that is cancelled before its replica
-has accepted it is lost with its place (which Ray 2.60 does, see decision 0102).
+The router's side is the real one. `Handle` keeps the contract of `actors.engines.Engines`: a place is held while its
+context is open, a call runs until it ends or is cancelled.
 """
 
 from __future__ import annotations
@@ -14,15 +13,14 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ray.serve.exceptions import ReplicaUnavailableError
-
 from actors.asgi_call import Accepted, Call
+from actors.engine import EngineDownError
 from actors.routing import Roster
 
 Serve = Callable[[Call, int], AsyncGenerator[Any, None]]
 """What a replica does with the call that is its n-th (from 1)."""
 
-METADATA = {"remote_engine_id": "e", "remote_host": "127.0.0.1", "remote_port": 1, "tp_size": 1}
+METADATA = {"producer": {"remote_engine_id": "e", "remote_host": "127.0.0.1", "remote_port": 1, "tp_size": 1}}
 
 
 @dataclass
@@ -38,7 +36,7 @@ class Replica:
 @dataclass(frozen=True)
 class Place:
     replica: Replica
-    replica_metadata: dict[str, Any]
+    metadata: dict[str, Any]
 
     @property
     def replica_id(self) -> str:
@@ -51,7 +49,6 @@ class Response:
     def __init__(self, handle: Handle, place: Place, call: Call) -> None:
         self._handle = handle
         self._items: asyncio.Queue[Any] = asyncio.Queue()
-        self._accepted = False
         self._task = asyncio.create_task(self._run(place.replica, call), name=f"call to {place.replica_id}")
         handle.running += 1
         self._task.add_done_callback(self._ended)
@@ -59,7 +56,7 @@ class Response:
     async def _run(self, replica: Replica, call: Call) -> None:
         await asyncio.sleep(0)
         if replica.left:
-            raise ReplicaUnavailableError(f"Replica {replica.name} is no longer available")
+            raise EngineDownError(f"the connection to {replica.name} is gone")
         replica.calls.append(call)
         self._items.put_nowait(Accepted(replica.name))
         async with aclosing(replica.serve(call, len(replica.calls))) as items:
@@ -70,7 +67,7 @@ class Response:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._handle.running -= 1
         error: BaseException = (
-            asyncio.CancelledError() if task.cancelled() else task.exception() or StopAsyncIteration()
+            EngineDownError("cancelled") if task.cancelled() else task.exception() or StopAsyncIteration()
         )
         self._items.put_nowait(error)
 
@@ -79,14 +76,9 @@ class Response:
         if isinstance(item, BaseException):
             self._items.put_nowait(item)
             raise item
-        self._accepted = True
         return item
 
     def cancel(self) -> None:
-        if not self._accepted and self._items.empty():
-            self._handle.lost += 1
-        if not self._accepted and self._task.done() and not self._task.cancelled():
-            self._task.result()  # Ray wants to know first whom it has dispatched the call to
         self._task.cancel()
 
 
@@ -97,16 +89,12 @@ class Handle:
         self.replicas = list(replicas)
         self.taken = 0
         self.running = 0
-        self.lost = 0
         self.discarded: list[str] = []
         self.delivered: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         """For each transfer, whether its KV has arrived."""
         self.in_order = False
         """Whether the last of the free replicas is chosen, instead of one in turn."""
         self._turn = 0
-
-    def options(self, **_: Any) -> Handle:
-        return self
 
     @asynccontextmanager
     async def choose_replica(
@@ -151,4 +139,3 @@ async def at_rest(*handles: Handle) -> None:
             if not any(handle.taken or handle.running for handle in handles) and len(asyncio.all_tasks()) == 1:
                 break
             await asyncio.sleep(0.001)
-    assert not any(handle.lost for handle in handles), "a call was cancelled before its replica had it"

@@ -23,12 +23,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from actors.announced import Announced
 from actors.asgi_call import Accepted, Call, ResponseStart, call_asgi
 from actors.colleagues import STATUS_AGE_S
+from actors.door import Door, announced
 from actors.engine import EngineDownError
 from actors.handoff import TRANSFER_FIELD
 from actors.journal import Chunk
-from actors.routing import LeastOngoing
+from actors.wire import Order
 from app.main import ROUTER_ENVIRONMENT, HttpRouter
 from configs.settings import RouterLimits, RoutingSettings
 from tests.actors.behaviours import TOKENS, engine
@@ -60,8 +62,10 @@ def exit_once(mark: Path) -> None:
 class Engine:
     """One role's actor without an engine."""
 
-    def __init__(self, role: str) -> None:
+    async def __init__(self, role: str) -> None:
         self.role = role
+        self.door = Door(self.serve_order, places=100)
+        self.address = await self.door.open("127.0.0.1", 0)
         self.running = 0
         self.held: set[str] = set()
         self.discarded = 0
@@ -69,7 +73,17 @@ class Engine:
         self.app = Starlette(routes=routes)
 
     def record_replica_metadata(self) -> dict[str, object]:
-        return {"remote_engine_id": "e", "remote_host": "127.0.0.1", "remote_port": 1, "tp_size": 1}
+        producer = {"remote_engine_id": "e", "remote_host": "127.0.0.1", "remote_port": 1, "tp_size": 1}
+        return announced(self.address, 100, producer=producer)
+
+    async def serve_order(self, order: Order) -> AsyncGenerator[object, None]:
+        if order.transfer_id is None:
+            answer = self.call(order.call)
+        else:
+            answer = self.call_and_hold(order.call, order.transfer_id, order.hold_s)
+        async with aclosing(answer) as items:
+            async for item in items:
+                yield item
 
     async def call(self, call: Call) -> AsyncGenerator[object, None]:
         yield Accepted("fake")
@@ -155,7 +169,7 @@ def deploy(num_cpus: float = 0.1, routers: int = 1) -> None:
     """Start the service, or replace the engines of one that runs. A replica that is told to stop has no time."""
     actor = serve.deployment(Engine).options(
         ray_actor_options={"num_cpus": num_cpus},
-        request_router_config=RequestRouterConfig(request_router_class=LeastOngoing),
+        request_router_config=RequestRouterConfig(request_router_class=Announced),
         graceful_shutdown_timeout_s=0.2,
     )
     options = {"num_cpus": 0.1, "runtime_env": {"env_vars": ROUTER_ENVIRONMENT}}

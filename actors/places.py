@@ -1,0 +1,139 @@
+"""A router's places with the engines of one role: who is free, and who waits for one first come first served.
+
+A place is the right to make one call. An engine has a limit of its own and refuses what is beyond it: there may be
+other routers, which this one only knows from what the engine has said.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+
+from actors.leg import OverloadedError
+from actors.routing import Engine, rank
+
+REFUSED_S = 0.05
+"""How long an engine that has refused a call for want of places is left alone."""
+
+LOOK_AGAIN_S = 0.05
+"""Between two looks for new engines, and for those that have refused, while requests wait."""
+
+REMEMBERED_S = 5.0
+"""How long an engine is taken to have as many calls of other routers as it said."""
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A request that waits for a place, and where it wants it."""
+
+    avoid: AbstractSet[str]
+    prefer: Sequence[str]
+    place: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Places:
+    """`look` tells which engines there are, by replica id."""
+
+    def __init__(self, look: Callable[[], Mapping[str, Engine]]) -> None:
+        self._look = look
+        self._taken: Counter[str] = Counter()
+        self._others: dict[str, tuple[int, float]] = {}
+        self._refused: dict[str, float] = {}
+        self._leaving: set[str] = set()
+        self._waiting: list[Waiting] = []
+        self._looking: asyncio.Task[None] | None = None
+        self._turn = 0
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def ongoing(self) -> dict[str, int]:
+        """For each engine that takes calls, how many it has, as far as is known here."""
+        now = _now()
+        found = {}
+        for name in self._look():
+            if name not in self._leaving:
+                others, said_at = self._others.get(name, (0, now))
+                found[name] = self._taken[name] + (others if now - said_at < REMEMBERED_S else 0)
+        return found
+
+    async def take(self, avoid: AbstractSet[str] = frozenset(), prefer: Sequence[str] = ()) -> str:
+        """A place with an engine that is not one to `avoid`; to be given back. Waits for it until cancelled.
+
+        Raises OverloadedError where as many wait as may.
+        """
+        waiting = Waiting(avoid, prefer)
+        if not self._waiting and self._grant(waiting):
+            return waiting.place.result()
+        most = max((engine.queue for engine in self._look().values()), default=None)
+        if most is not None and len(self._waiting) >= most:
+            raise OverloadedError(f"{len(self._waiting)} requests wait for an engine, which is the limit")
+        self._waiting.append(waiting)
+        if self._looking is None:
+            self._looking = asyncio.create_task(self._look_again(), name="looks-for-places")
+        try:
+            return await waiting.place
+        except asyncio.CancelledError:
+            if waiting.place.done() and not waiting.place.cancelled():
+                self.give_back(waiting.place.result())
+            raise
+        finally:
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+            if not self._waiting and self._looking is not None:
+                self._looking.cancel()
+                self._looking = None
+
+    def give_back(self, name: str) -> None:
+        """The call has ended, or was not made."""
+        self._taken[name] -= 1
+        if not self._taken[name]:
+            del self._taken[name]
+        self._serve_waiting()
+
+    def heard(self, name: str, ongoing: int) -> None:
+        """An engine has taken a call, and has so many now."""
+        self._others[name] = (max(ongoing - self._taken[name], 0), _now())
+
+    def full(self, name: str) -> None:
+        """An engine has refused a call for want of places."""
+        self._refused[name] = _now() + REFUSED_S
+
+    def leaving(self, name: str) -> None:
+        """An engine takes no more calls, ever."""
+        self._leaving.add(name)
+
+    def _grant(self, waiting: Waiting) -> bool:
+        engines, ongoing = self._look(), self.ongoing()
+        self._turn += 1
+        for name in rank(ongoing, self._turn, waiting.avoid, waiting.prefer):
+            if self._taken[name] < engines[name].places and self._refused.get(name, 0.0) <= _now():
+                self._taken[name] += 1
+                waiting.place.set_result(name)
+                return True
+        return False
+
+    def _serve_waiting(self) -> None:
+        for waiting in [one for one in self._waiting if not one.place.done()]:
+            if self._grant(waiting):
+                self._waiting.remove(waiting)
+
+    async def _look_again(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_AGAIN_S)
+            self._forget()
+            self._serve_waiting()
+
+    def _forget(self) -> None:
+        """What is known of engines that are gone."""
+        here = self._look().keys()
+        self._leaving &= here
+        for known in (self._others, self._refused):
+            for name in known.keys() - here:
+                del known[name]  # type: ignore[attr-defined]
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
