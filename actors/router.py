@@ -59,6 +59,10 @@ class Router:
         finally:
             await answer.close()
 
+    async def close(self) -> None:
+        """End the connections to the engines."""
+        await asyncio.gather(*(engines.close() for engines in self._roles.values()))
+
     async def ask_decode(self, method: str, path: str, headers: Headers) -> tuple[ResponseStart, bytes]:
         """Decode's answer to a request without a body."""
         async with AsyncExitStack() as stack, deadline(self.limits.replica_timeout_s, f"{method} {path}"):

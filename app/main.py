@@ -23,6 +23,7 @@ from actors.prefill import Prefill
 from actors.scaling_policy import ROLE_POLICY
 from app.auth import digests
 from app.bundles import placed
+from app.front import Front
 from app.openai import build_http
 from app.peer_secret import fallback_secret
 from app.traces import Traces
@@ -43,22 +44,33 @@ HEALTH_CHECK_PERIOD_S = 2.0
 class HttpRouter(RouterReplica):
     """The router with its HTTP surface: the ingress of the application."""
 
-    def __init__(
+    async def __init__(
         self,
         limits: RouterLimits,
         prefill: DeploymentHandle,
         decode: DeploymentHandle,
         key_digests: tuple[bytes, ...] = (),
         otlp_traces_endpoint: str | None = None,
+        listen: tuple[str, int] | None = None,
     ) -> None:
+        """`listen` is where the router answers clients itself, if it does."""
         super().__init__(limits, Engines(prefill), Engines(decode))
         # Serve builds the application in a task on any node, and keys may be in the environment of routers only.
-        self._key_digests = (*key_digests, *digests(AuthSettings().operators_keys()))
-        self._traces = Traces(otlp_traces_endpoint) if otlp_traces_endpoint else None
+        traces = Traces(otlp_traces_endpoint) if otlp_traces_endpoint else None
+        self._surface = build_http(self, (*key_digests, *digests(AuthSettings().operators_keys())), traces)
+        self._front = Front(self._surface, *listen) if listen else None
+        if self._front is not None:
+            await self._front.open()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Serve's hook: the ASGI application of this replica."""
-        return build_http(self, self._key_digests, self._traces)
+        return self._surface
+
+    async def __del__(self) -> None:
+        """Serve's hook at the end of a replica's life, when no request from its proxies runs any more."""
+        if getattr(self, "_front", None) is not None:
+            await self._front.close()
+        await self.close()
 
 
 def build(args: ServiceSettings) -> serve.Application:
@@ -68,8 +80,9 @@ def build(args: ServiceSettings) -> serve.Application:
     prefill = deploy_engine(Prefill, "prefill", args, secret)
     decode = deploy_engine(Decode, "decode", args, secret)
     keys = digests(args.auth.operators_keys())
+    listen = None if args.router.http_port is None else (args.router.http_host, args.router.http_port)
     return router_deployment(args.router).bind(
-        args.router.limits(), prefill, decode, keys, args.router.otlp_traces_endpoint
+        args.router.limits(), prefill, decode, keys, args.router.otlp_traces_endpoint, listen
     )
 
 

@@ -57,9 +57,26 @@ def load(path: Path, port: int | None) -> tuple[dict[str, Any], ServiceSettings]
     """What `read` reads, with a model that is there if it is a path, and `port` in place of the file's."""
     config, settings = read(path)
     check_model(settings)
-    if port is not None:
+    if port is not None and settings.router.http_port is not None:
+        _ours(config)["args"]["router"]["http_port"] = port
+        settings = parse_settings(_ours(config)["args"])
+    elif port is not None:
         config.setdefault("http_options", {})["port"] = port
     return config, settings
+
+
+def _ours(config: dict[str, Any]) -> dict[str, Any]:
+    """Our application among those of a Serve config."""
+    return next(one for one in config["applications"] if one["import_path"] == IMPORT_PATH)
+
+
+def address_of(config: dict[str, Any], settings: ServiceSettings) -> str:
+    """Where clients reach the service: its routers themselves, or Serve's proxy."""
+    if settings.router.http_port is not None:
+        host = settings.router.http_host
+        return f"{'127.0.0.1' if host == '0.0.0.0' else host}:{settings.router.http_port}"
+    http = config.get("http_options", {})
+    return f"{http.get('host', '127.0.0.1')}:{http.get('port', 8000)}"
 
 
 def read(path: Path) -> tuple[dict[str, Any], ServiceSettings]:
@@ -140,8 +157,7 @@ def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, clust
     import ray
     from ray.serve.scripts import cli
 
-    http = config.get("http_options", {})
-    address = f"{http.get('host', '127.0.0.1')}:{http.get('port', 8000)}"
+    address = address_of(config, settings)
     interrupt_on_signals()
     if cluster is None:
         say("starting a Ray cluster for this run")

@@ -240,7 +240,16 @@ class RouterLimits(Frozen):
 class RouterSettings(RouterLimits, PlacementSettings):
     """The Router deployment."""
 
-    replicas: int = Field(1, ge=1, description="routers behind the HTTP proxy")
+    replicas: int = Field(1, ge=1, description="how many routers")
+    http_port: int | None = Field(
+        None,
+        ge=1,
+        le=65535,
+        description="where each router answers clients itself, on its node; routers on one node share it. Unset: only "
+        "Ray Serve's proxy answers (`http_options`), which adds some tens of milliseconds to a request and one to a "
+        "token (docs/router-cost.md)",
+    )
+    http_host: str = Field("127.0.0.1", description="the interface of `http_port`; `0.0.0.0`: all of the node's")
     num_cpus: float = Field(0.1, ge=0, description="what the actor asks of Ray")
     resources: dict[str, float] = Field(default_factory=dict, description="custom Ray resources")
     drain_s: Seconds = Field(30.0, description="how long a stopping router may finish its requests")

@@ -84,8 +84,11 @@ def check_shared_memory(settings: ServiceSettings, path: str = "/dev/shm") -> It
 
 def check_ports(config: Mapping[str, Any], settings: ServiceSettings) -> Iterator[Finding]:
     """Those that the configuration fixes are free."""
-    http = config.get("http_options") or {}
-    yield _port(http.get("host", "127.0.0.1"), http.get("port", 8000), "http_options.port")
+    if config.get("proxy_location") != "Disabled":
+        http = config.get("http_options") or {}
+        yield _port(http.get("host", "127.0.0.1"), http.get("port", 8000), "http_options.port")
+    if settings.router.http_port is not None:
+        yield _port(settings.router.http_host, settings.router.http_port, "router.http_port")
     if settings.transfer.side_channel_port:
         host = settings.transfer.side_channel_host or "0.0.0.0"
         yield _port(host, settings.transfer.side_channel_port, "transfer.side_channel_port")
