@@ -11,13 +11,14 @@ import logging
 import socket
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.client import HTTPException
+from typing import Any
 
 import ray
 import uvicorn
 from ray import serve
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from connectors.errors import ConfigurationError
 
@@ -32,6 +33,12 @@ KEEP_ALIVE_S = 90
 BACKLOG = 2048
 """Connections that may wait for the router to take them."""
 
+LEAVING_S = 1.0
+"""How long a router that is to end goes on as before, but for telling its clients to come back elsewhere."""
+
+FIRST_BYTES_S = 0.2
+"""How long a connection that was taken last may take for its request to begin."""
+
 ASK_S = 5.0
 """How long whoever has the port may take to say which service it is."""
 
@@ -41,22 +48,40 @@ class PortTakenError(ConfigurationError):
 
 
 class Server(uvicorn.Server):
-    """Uvicorn in a process that has a main program of its own."""
+    """Uvicorn in a process that has a main program of its own, on one listener that it shares with other processes."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals are Ray's."""
         yield
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, but for the connections that wait for this process to take them: the kernel, which has given
+        them to it and not to another, would reset them with the listener."""
+        taken = [connection for listener in sockets or () for connection in _waiting(listener)]
+        for server in self.servers:
+            server.close()
+        loop = asyncio.get_running_loop()
+        for connection in taken:
+            await loop.connect_accepted_socket(self._protocol, connection)
+        if taken:
+            await asyncio.sleep(FIRST_BYTES_S)
+        await super().shutdown(sockets)
+
+    def _protocol(self) -> asyncio.Protocol:
+        kind: Any = self.config.http_protocol_class
+        return kind(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+
 
 class Front:
-    """`open` it once, `close` it at the end: requests that have begun are answered, no others are taken."""
+    """`open` it once, `close` it at the end."""
 
     def __init__(self, app: ASGIApp, host: str, port: int, service: str | None = None) -> None:
         """`service` names the one that it belongs to; by default the Serve application of this process."""
         self._app = app
         self._where = (host, port)
         self._service = service or this_service()
+        self._leaving = False
         self._server: Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -77,18 +102,34 @@ class Front:
         logger.info("the router listens on %s:%d", *self._where)
 
     async def close(self) -> None:
-        """Returns when the last answer has been sent."""
+        """Returns when the last answer has been sent.
+
+        For `LEAVING_S` clients are told to make their next request over a new connection, which may be another
+        router's; then no connection is taken any more, and those without a request are closed.
+        """
         if self._server is not None and self._serving is not None:
+            self._leaving = True
+            await asyncio.sleep(LEAVING_S)
             self._server.should_exit = True
             await self._serving
 
     async def _told(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] != SERVICE_PATH:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, self._last(send))
             return
         headers = [(b"content-type", b"text/plain"), (b"connection", b"close")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": self._service.encode()})
+
+    def _last(self, send: Send) -> Send:
+        """`send`, which tells the client where this is its connection's last answer."""
+
+        async def tell(message: Message) -> None:
+            if self._leaving and message["type"] == "http.response.start":
+                message = message | {"headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            await send(message)
+
+        return tell
 
     def _check_port(self) -> None:
         host, port = self._where
@@ -115,6 +156,15 @@ def this_service() -> str:
     context = ray.get_runtime_context()
     application = serve.get_replica_context().app_name
     return hashlib.sha256(f"{context.gcs_address} {application}".encode()).hexdigest()
+
+
+def _waiting(listener: socket.socket) -> Iterator[socket.socket]:
+    """The connections that have been made to `listener` and not been taken yet."""
+    with suppress(BlockingIOError):
+        while True:
+            connection, _ = listener.accept()
+            connection.setblocking(False)
+            yield connection
 
 
 def _bind(host: str, port: int, shared: bool) -> socket.socket:

@@ -405,12 +405,13 @@ class ServiceSettings(Frozen):
 
     @model_validator(mode="after")
     def _one_engine_to_a_port(self) -> "ServiceSettings":
-        if self.transfer.side_channel_port:
-            for name, role in (("prefill", self.prefill), ("decode", self.decode)):
-                if role.replicas != 1 and role.placement != "apart":
+        for name, role in (("prefill", self.prefill), ("decode", self.decode)):
+            fixed = {"transfer.side_channel_port": self.transfer.side_channel_port, f"{name}.door_port": role.door_port}
+            for setting, port in fixed.items():
+                if port and role.replicas != 1 and role.placement != "apart":
                     raise ValueError(
                         f"{name}.placement must be `apart`: two replicas on one node cannot share "
-                        f"transfer.side_channel_port {self.transfer.side_channel_port}; 0 takes any free port"
+                        f"{setting} {port}; 0 takes any free port"
                     )
         return self
 

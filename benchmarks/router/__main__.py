@@ -2,10 +2,11 @@
 
     python -m benchmarks.router [--rounds 7] [--vllm-router build/vllm-router/bin/vllm-router]
 
-    direct       one engine over HTTP: nothing between it and the client, and no prefill leg
-    tandem       this service as it is deployed, its actors' engines being instant: both legs at once
-    vllm-router  vLLM's router (Rust) in its prefill/decode mode: two HTTP requests, one after the other
-    proxy        a plain Python proxy (FastAPI, httpx) that does the same
+    direct        one engine over HTTP: nothing between it and the client, and no prefill leg
+    tandem        this service as it is deployed, its actors' engines being instant: both legs at once
+    tandem-proxy  the same service, asked through Ray Serve's HTTP proxy
+    vllm-router   vLLM's router (Rust) in its prefill/decode mode: two HTTP requests, one after the other
+    proxy         a plain Python proxy (FastAPI, httpx) that does the same
 
 For each number of clients and size of prompt: the time to the first token beyond direct's, requests a second and the
 processor time that a request costs in all of an arm's processes. For streams with a token every few milliseconds: from

@@ -102,7 +102,7 @@ def begin(stack: ExitStack, folder: Path, vllm_router: Path | None) -> dict[str,
         engines.append(engine)
     found = {"direct": Arm("direct", decode_url, (engines[1],))}
     both = ("--prefill", prefill_url, "--decode", decode_url)
-    found["tandem"] = tandem(stack, folder)
+    found |= tandem(stack, folder)
     if vllm_router is not None:
         port = free_port()
         line = [str(vllm_router), "--vllm-pd-disaggregation", *both, "--policy", "round_robin", "--log-level", "error"]
@@ -117,10 +117,14 @@ def begin(stack: ExitStack, folder: Path, vllm_router: Path | None) -> dict[str,
     return found
 
 
-def tandem(stack: ExitStack, folder: Path) -> Arm:
-    """Tandem's service with instant engines."""
-    port = free_port()
+def tandem(stack: ExitStack, folder: Path) -> dict[str, Arm]:
+    """Tandem's service with instant engines: asked at its router's own port, and through Ray Serve's proxy."""
+    ports = [free_port(), free_port()]
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray makes its workers nicer than the other arms' processes
-    process = stack.enter_context(module(folder, "benchmarks.router.service", "--port", str(port)))
-    wait_until_up(f"http://127.0.0.1:{port}", process, folder / "service.log")
-    return Arm("tandem", f"http://127.0.0.1:{port}", (process,))
+    line = ("--port", str(ports[0]), "--proxy-port", str(ports[1]))
+    process = stack.enter_context(module(folder, "benchmarks.router.service", *line))
+    arms = {}
+    for name, port in zip(("tandem", "tandem-proxy"), ports, strict=True):
+        arms[name] = Arm(name, f"http://127.0.0.1:{port}", (process,))
+        wait_until_up(arms[name].url, process, folder / "service.log")
+    return arms

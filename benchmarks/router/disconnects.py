@@ -174,7 +174,7 @@ def main() -> int:
     given = parser.parse_args()
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    with running(port):
+    with running(free_port(), port):
         began = time.monotonic()
         run = asyncio.run(play(port, given.requests, given.seed, processes()))
         took_s = time.monotonic() - began

@@ -1,6 +1,6 @@
 """Tandem's service with instant engines, until Ctrl-C: the router that `app.main` deploys, in front of real actors.
 
-    python -m benchmarks.router.service --port 8000
+    python -m benchmarks.router.service --port 8000 [--proxy-port 8001]
 
 Only vLLM is missing: `actors.hosting`, `actors.engine` and all that is before them are what serves people.
 """
@@ -75,8 +75,8 @@ class Instant(Prefill):
         return {"role": self.role, "replica": self.replica, "host": "127.0.0.1", **left}
 
 
-def deploy() -> None:
-    """Run the application on the Ray cluster of this process, the router as users have it."""
+def deploy(port: int) -> None:
+    """Run the application on the Ray cluster of this process, the router as users have it: it answers on `port`."""
     actor = serve.deployment(Instant).options(
         ray_actor_options={"num_cpus": 0.1},
         request_router_config=RequestRouterConfig(request_router_class=Announced),
@@ -85,17 +85,19 @@ def deploy() -> None:
     settings = RouterSettings(routing=RoutingSettings(policy="always_remote"))
     prefill, decode = actor.options(name="Prefill"), actor.options(name="Decode")
     router = router_deployment(settings)
-    serve.run(router.bind(settings.limits(), prefill.bind("prefill"), decode.bind("decode")), name="tandem")
+    roles = prefill.bind("prefill"), decode.bind("decode")
+    serve.run(router.bind(settings.limits(), *roles, listen=("127.0.0.1", port)), name="tandem")
 
 
 @contextmanager
-def running(port: int) -> Iterator[None]:
-    """The service on a Ray cluster of this process."""
+def running(port: int, proxy_port: int | None) -> Iterator[None]:
+    """The service on a Ray cluster of this process; with Ray Serve's HTTP proxy on `proxy_port` if there is one."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(address="local", namespace="serve", include_dashboard=False, num_cpus=4, log_to_driver=False)
     try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        deploy()
+        options = {"host": "127.0.0.1", "port": proxy_port or 0}
+        serve.start(proxy_location="HeadOnly" if proxy_port else "Disabled", http_options=options)
+        deploy(port)
         yield
     finally:
         serve.shutdown()
@@ -105,7 +107,9 @@ def running(port: int) -> Iterator[None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, required=True)
-    with suppress(KeyboardInterrupt), running(parser.parse_args().port):
+    parser.add_argument("--proxy-port", type=int)
+    given = parser.parse_args()
+    with suppress(KeyboardInterrupt), running(given.port, given.proxy_port):
         interrupt_on_signals()
         print(READY, flush=True)
         signal.pause()

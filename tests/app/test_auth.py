@@ -27,7 +27,6 @@ from configs.settings import (
     SettingsError,
     parse_settings,
 )
-from tests.actors.fleet import Handle
 
 KEYS = ("key-of-anna", "key-of-bjoern")
 LIMITS = RouterLimits(max_ongoing_requests_per_key=2, retry_after_s=7)
@@ -193,10 +192,12 @@ def test_keys_from_settings_and_environment(monkeypatch):
     assert "a-key-that-is-no-list" not in str(raised.value)
 
 
-def http_router(key_digests: tuple[bytes, ...]) -> httpx.AsyncClient:
+async def http_router(key_digests: tuple[bytes, ...]) -> httpx.AsyncClient:
     """A router's HTTP side as a replica in this process has it; `key_digests` is what its build has found."""
     undecorated = HttpRouter.__mro__[1]  # Serve's wrapper tells the cluster that it is used
-    router = undecorated(LIMITS, Handle([]), Handle([]), key_digests)
+    handle = SimpleNamespace(deployment_id="nobody's", options=lambda: handle)
+    router = undecorated.__new__(undecorated)
+    await router.__init__(LIMITS, handle, handle, key_digests)
     transport = httpx.ASGITransport(router.__serve_build_asgi_app__())
     return httpx.AsyncClient(transport=transport, base_url="http://tandem")
 
@@ -208,13 +209,13 @@ async def test_a_router_reads_its_own_environment(monkeypatch):
     built = build(ServiceSettings())._bound_deployment.init_args[3]
     assert built == ()
     monkeypatch.setenv(API_KEYS_VARIABLE, "of-the-router")
-    client = http_router(built)
+    client = await http_router(built)
     assert (await client.get("/v1/nothing")).status_code == 401
     assert (await client.get("/v1/nothing", headers=bearer("of-the-router"))).status_code == 404
     monkeypatch.setenv(API_KEYS_VARIABLE, "of-the-build")
     built = build(ServiceSettings())._bound_deployment.init_args[3]
     monkeypatch.delenv(API_KEYS_VARIABLE)
-    assert (await http_router(built).get("/v1/nothing")).status_code == 401
+    assert (await (await http_router(built)).get("/v1/nothing")).status_code == 401
 
 
 @pytest.mark.parametrize("key", ["key-of-björn", "two words", "tab\there", "line\nbreak", "bell\x07", "a\u00a0x", "🔑"])

@@ -32,7 +32,7 @@ def config_file(tmp_path: Path, free_port: int) -> Callable[..., str]:
 
     def write(**changes: Any) -> str:
         config = yaml.safe_load(LOCAL.read_text())
-        config["http_options"]["port"] = changes.pop("port", free_port)
+        config["applications"][0]["args"]["router"]["http_port"] = changes.pop("port", free_port)
         for key, value in changes.items():
             own = config["applications"][0]["args"]
             own[key] = {**own[key], **value} if isinstance(value, dict) else value
@@ -110,7 +110,7 @@ def test_a_port_that_is_taken(config_file: Callable[..., str], capsys: pytest.Ca
         assert main(["--config", changed, "--skip", "transfer", "model"]) == 1
     output = capsys.readouterr().out
     assert [line.split(":")[1] for line in failures(output)] == [str(http), str(side)]
-    assert "or change http_options.port" in output
+    assert "or change router.http_port" in output
     assert "or change transfer.side_channel_port" in output
 
 

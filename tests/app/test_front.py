@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 
 import httpx
 import pytest
@@ -14,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from app.front import SERVICE_PATH, Front, PortTakenError
+from app.front import LEAVING_S, SERVICE_PATH, Front, PortTakenError
 from connectors.errors import ConfigurationError
 from tests.e2e.service_process import free_port
 
@@ -76,6 +77,34 @@ async def test_routers_of_one_service_share_their_port() -> None:
         assert await answers(port, 20) == {"first"}
 
 
+async def test_routers_are_replaced_under_load() -> None:
+    """One after the other, five times: no request fails, whether its connection is new or kept from one before."""
+    port, stop, count = free_port(), asyncio.Event(), 0
+
+    async def client(kept: bool) -> None:
+        nonlocal count
+        async with httpx.AsyncClient(base_url=f"http://{HOST}:{port}") as many:
+            while not stop.is_set():
+                if kept:
+                    reply = await many.get("/")
+                else:
+                    async with httpx.AsyncClient(base_url=f"http://{HOST}:{port}") as one:
+                        reply = await one.get("/")
+                assert reply.status_code == 200
+                count += 1
+
+    fronts = [Front(Behind(f"router {turn}").app, HOST, port, "ours") for turn in range(6)]
+    await fronts[0].open()
+    clients = [asyncio.create_task(client(kept)) for kept in (True, False, True, False)]
+    for old, new in pairwise(fronts):
+        await new.open()
+        await old.close()
+    stop.set()
+    await asyncio.gather(*clients)
+    await fronts[-1].close()
+    assert count > 100
+
+
 async def test_what_has_begun_is_answered() -> None:
     """A router that is stopped takes no more connections, and sends its streams to their end."""
     port, behind = free_port(), Behind("a stream")
@@ -84,7 +113,7 @@ async def test_what_has_begun_is_answered() -> None:
             pieces = reply.aiter_text()
             assert await anext(pieces) == "a stream"
             closing = asyncio.create_task(front.close())
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(LEAVING_S + 0.5)
             assert not closing.done()
             with pytest.raises(httpx.ConnectError):
                 await answers(port, 1)
@@ -108,9 +137,8 @@ async def test_a_client_that_leaves() -> None:
 async def test_it_says_whose_it_is() -> None:
     """To whoever wants to share its port."""
     port = free_port()
-    async with opened(Behind("one"), port):
-        async with httpx.AsyncClient(base_url=f"http://{HOST}:{port}") as client:
-            assert (await client.get(SERVICE_PATH)).text == "ours"
+    async with opened(Behind("one"), port), httpx.AsyncClient(base_url=f"http://{HOST}:{port}") as client:
+        assert (await client.get(SERVICE_PATH)).text == "ours"
 
 
 async def test_the_port_of_another_service() -> None:

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from app.main import build
-from app.run import load
+from app.run import address_of, load
 from configs.settings import SettingsError, parse_settings
 
 LOCAL = Path(__file__).resolve().parents[2] / "configs" / "local.yaml"
@@ -22,21 +22,40 @@ def write(folder: Path, config: object) -> Path:
 def test_the_shipped_configurations_load(path: Path) -> None:
     """Each names our application once, and its settings and engine arguments are known."""
     config, settings = load(path, port=8123)
-    assert config["http_options"]["port"] == 8123
+    assert address_of(config, settings).endswith(":8123")
+    assert parse_settings(config["applications"][0]["args"]) == settings
     assert settings.model == "demo"
+
+
+@pytest.mark.parametrize(
+    ("http_options", "router", "port", "address"),
+    [
+        ({}, {}, None, "127.0.0.1:8000"),
+        ({"host": "10.0.0.1", "port": 80}, {}, None, "10.0.0.1:80"),
+        ({"host": "10.0.0.1", "port": 80}, {}, 81, "10.0.0.1:81"),
+        ({"port": 80}, {"http_port": 90}, None, "127.0.0.1:90"),
+        ({"port": 80}, {"http_port": 90, "http_host": "10.0.0.1"}, 91, "10.0.0.1:91"),
+        ({"port": 80}, {"http_port": 90, "http_host": "0.0.0.0"}, None, "127.0.0.1:90"),
+    ],
+)
+def test_where_clients_go(tmp_path: Path, http_options: dict, router: dict, port: int | None, address: str) -> None:
+    """To the routers themselves where they listen, else to Serve's proxy; `--port` changes the one that counts."""
+    application = {"name": "t", "import_path": "app.main:build", "args": {"router": router}}
+    config = {"http_options": http_options, "applications": [application]}
+    assert address_of(*load(write(tmp_path, config), port)) == address
 
 
 @pytest.mark.parametrize(
     ("rename", "message"),
     [
-        (("http_options", "http_option"), "^http_option: Ray Serve has no such key"),
+        (("proxy_location", "http_option"), "^http_option: Ray Serve has no such key"),
         (("args", "arg"), r"^applications\.0\.arg: Ray Serve has no such key"),
-        (("host", "hots"), r"^http_options\.hots: Ray Serve has no such key"),
+        (("proxy_location: Disabled", "http_options: {hots: x}"), r"^http_options\.hots: Ray Serve has no such key"),
     ],
 )
 def test_keys_that_serve_would_ignore(tmp_path: Path, rename: tuple[str, str], message: str) -> None:
     """A misspelt key outside `args` is named too; Serve itself would start on defaults."""
-    text = LOCAL.read_text().replace(f"{rename[0]}:", f"{rename[1]}:", 1)
+    text = LOCAL.read_text().replace(*rename, 1)
     with pytest.raises(SettingsError, match=message):
         load(write(tmp_path, yaml.safe_load(text)), None)
 
