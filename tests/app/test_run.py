@@ -48,8 +48,8 @@ def test_where_clients_go(tmp_path: Path, http_options: dict, router: dict, port
 @pytest.mark.parametrize(
     ("rename", "message"),
     [
-        (("proxy_location", "http_option"), "^http_option: Ray Serve has no such key"),
-        (("args", "arg"), r"^applications\.0\.arg: Ray Serve has no such key"),
+        (("proxy_location:", "http_option:"), "^http_option: Ray Serve has no such key"),
+        (("args:", "arg:"), r"^applications\.0\.arg: Ray Serve has no such key"),
         (("proxy_location: Disabled", "http_options: {hots: x}"), r"^http_options\.hots: Ray Serve has no such key"),
     ],
 )

@@ -172,6 +172,12 @@ def _ports(group: dict[str, Any], settings: ServiceSettings) -> Iterator[str]:
             f"{name}: port `side-channel` is {declared.get('side-channel')}, but transfer.side_channel_port "
             f"{settings.transfer.side_channel_port}"
         )
+    for role in ("prefill", "decode"):
+        if group in groups_for(settings.role(role), [group]) and declared.get("door") != settings.role(role).door_port:
+            yield (
+                f"{name}: port `door` is {declared.get('door')}, but {role}.door_port {settings.role(role).door_port}: "
+                "it must be fixed, or no NetworkPolicy can name it"
+            )
     variables = environment(group)
     low, _, high = variables.get(UCX_PORTS, {}).get("value", "").partition("-")
     if not (low.isdigit() and high.isdigit()) or int(high) - int(low) + 1 < FEWEST_UCX_PORTS:

@@ -267,6 +267,11 @@ def _delivery_key(delivery: Delivery) -> tuple[object, ...]:
     )
 
 
+def acquaintances(machine: Producer) -> frozenset[int]:
+    """Consumer ranks whose messages reach the machine: the runtime drops those of anybody else."""
+    return frozenset(peer.rank for peer in machine._consumers)
+
+
 def settled(machine: Producer) -> tuple[frozenset[int], frozenset[int], bool]:
     """(consumer ranks whose deliveries are closed, ids of writes whose delivery has been given up, nothing is open)"""
     given_up = frozenset(

@@ -32,6 +32,7 @@ from tests.protocol.exhaustive.automata import (
     Broken,
     CellDigest,
     Posted,
+    acquaintances,
     census,
     ending,
     settled,
@@ -233,7 +234,8 @@ class World(States):
     def arrives_and_stays(self, d: Draft, letter: Letter) -> None:
         to_consumer, at, by, number = letter
         if not to_consumer:
-            self.producer(d, at, "message", (by, number))
+            if by in self.producers.derive(d.a[at].machine, acquaintances):
+                self.producer(d, at, "message", (by, number))
             return
         if isinstance(self.letters.messages[number], Fin | Aborted | Cancelled):
             d.b[at] = d.b[at]._replace(may=d.b[at].may & ~(1 << by))
