@@ -93,6 +93,10 @@ bench: $(STAMP) build/vllm-router/bin/vllm-router ## Measure handover and TTFT s
 bench-exposed: $(STAMP) ## Measure what streaming hides, over shared memory and a slow link (root)
 	$(BIN)/python -m benchmarks.exposed
 
+.PHONY: bench-link
+bench-link: $(STAMP) ## TTFT over a link of 800 Mbit/s: streaming, whole requests, vLLM's own connectors (root, 15 minutes)
+	$(BIN)/python -m benchmarks.link
+
 .PHONY: bench-transfer
 bench-transfer: $(STAMP) ## Measure transfers beside raw NIXL and memcpy, descriptors and first contact: FABRICS=shm,tcp
 	$(BIN)/python -m benchmarks.transfer $(if $(FABRICS),--fabrics $(FABRICS))

@@ -12,7 +12,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.schema import ServeApplicationSchema
 
 from actors.scaling import DecodeLoad, PrefillLoad
-from actors.scaling_policy import POLICY
+from actors.scaling_policy import POLICY, ROLE_POLICY
 from configs.settings import SettingsError
 
 PREFILL, DECODE, ROUTER = (DeploymentID(name=name, app_name="tandem") for name in ("Prefill", "Decode", "Router"))
@@ -25,8 +25,8 @@ class Application:
 
     def __init__(self, scaled=(PREFILL, DECODE), policy_kwargs=TARGETS, **config):
         self.state = ApplicationAutoscalingState("tandem")
-        policy = AutoscalingPolicy(policy_function=POLICY, policy_kwargs=policy_kwargs)
-        self.state.register(policy)
+        if policy_kwargs is not None:
+            self.state.register(AutoscalingPolicy(policy_function=POLICY, policy_kwargs=policy_kwargs))
         self.running = {}
         for deployment in scaled:
             info = DeploymentInfo(
@@ -44,7 +44,7 @@ class Application:
         self.state.update_running_replica_ids(deployment, replicas)
         then = time.time() - 1
         for replica, load in zip(replicas, loads, strict=True):
-            values = asdict(load) if load is not None else {}
+            values = load if isinstance(load, dict) else asdict(load) if load is not None else {}
             metrics = {name: [TimeStampedValue(then, value)] for name, value in values.items()}
             self.state.record_request_metrics_for_replica(ReplicaMetricReport(replica, metrics, then))
 
@@ -121,3 +121,27 @@ def test_the_name_in_a_config_file():
         import_path="app.main:build", autoscaling_policy={"policy_function": POLICY, "policy_kwargs": TARGETS}
     )
     assert AutoscalingPolicy(**schema.autoscaling_policy).get_policy()(**TARGETS)
+
+
+def test_prompts_that_wait_in_routers_count():
+    """As the engines have been told, all by the same routers: the most that one says, not the sum."""
+    application = Application()
+    busy = asdict(PrefillLoad(0, 1000, 2000, 500))
+    application.report(DECODE, DecodeLoad(kv_use=0.1))
+    application.report(PREFILL, busy | {"queued": 0.0}, busy | {"queued": 0.0})
+    assert application.decide()["Prefill"] == 2
+    application.report(PREFILL, busy | {"queued": 100.0}, busy | {"queued": 40.0})
+    assert application.decide()["Prefill"] == 7, "100 prompts of 500 tokens in 10 s are 5,000 tokens a second more"
+
+
+@pytest.mark.parametrize(
+    ("ongoing", "queued", "wanted"),
+    [([8, 8], 0, 4), ([8, 0], 0, 2), ([1], 0, 1), ([4, 4], 9, 5), ([64], 64, 8), ([None, None, None], 0, 3)],
+)
+def test_a_role_without_the_applications_policy(ongoing, queued, wanted):
+    """As many replicas as it takes for four requests each: what Serve's own policy does with requests that it sees."""
+    policy = {"policy": {"policy_function": ROLE_POLICY}, "target_ongoing_requests": 4}
+    application = Application(scaled=(DECODE,), policy_kwargs=None, **policy)
+    loads = [None if one is None else {"ongoing": float(one), "queued": float(queued)} for one in ongoing]
+    application.report(DECODE, *loads)
+    assert application.state.get_decision_num_replicas({DECODE: len(ongoing)}) == {DECODE: wanted}

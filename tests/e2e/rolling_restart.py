@@ -137,7 +137,7 @@ class Operator:
         from ray.serve.context import _get_global_client
 
         self._config: dict[str, Any] = yaml.safe_load(service.config.read_text())
-        self._config["http_options"]["port"] = service.port
+        self._application["args"]["router"]["http_port"] = service.port
         ray.init(address=_address(service), namespace="serve", log_to_driver=False)
         self._client = _get_global_client()
 
