@@ -35,6 +35,9 @@ IDLE_CONNECTION_S = 3600.0
 REMEMBERED_S = 10.0
 """How long a router's queue is taken to be as it said."""
 
+MOST_ROUTERS = 64
+"""Routers whose queues are remembered."""
+
 
 @dataclass(frozen=True)
 class Address:
@@ -110,7 +113,7 @@ class Door:
             order = unpack_order(await request.read())
         except WireError as error:
             return web.Response(status=400, text=str(error))
-        self._queued[order.router] = (order.queued, time.monotonic())
+        self._told(order, time.monotonic())
         response = web.StreamResponse()
         response.enable_chunked_encoding()
         if refusal := self._refusal():
@@ -127,6 +130,13 @@ class Door:
             if not self.ongoing:
                 self._nobody.set()
         return response
+
+    def _told(self, order: Order, now: float) -> None:
+        """Routers say with each call how many requests wait in them."""
+        self._queued.pop(order.router, None)
+        self._queued[order.router] = (order.queued, now)
+        if len(self._queued) > MOST_ROUTERS:
+            del self._queued[next(iter(self._queued))]  # that has been silent longest
 
     def _refusal(self) -> Failure | None:
         if self._leaving:

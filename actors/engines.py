@@ -23,7 +23,7 @@ from actors.journal import CannotResumeError
 from actors.leg import RefusedError
 from actors.places import Places
 from actors.routing import Roster, engines_of
-from actors.wire import Failure, Order, Unpacker, pack_order
+from actors.wire import Failure, Order, Unpacker, WireError, pack_order
 from connectors.errors import TandemError
 
 CONNECT_S = 5.0
@@ -65,7 +65,11 @@ class EngineCall:
 
     async def __anext__(self) -> Any:
         while not self._items:
-            self._items.extend(self._unpacker.feed(await self._read()))
+            data = await self._read()
+            try:
+                self._items.extend(self._unpacker.feed(data))
+            except WireError as error:
+                raise EngineDownError(f"what {self._place.replica_id} says cannot be read: {error}") from error
         item = self._items.popleft()
         if isinstance(item, Failure):
             raise self._error(item)

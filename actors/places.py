@@ -106,6 +106,7 @@ class Places:
         self._leaving.add(name)
 
     def _grant(self, waiting: Waiting) -> bool:
+        self._forget()
         engines, ongoing = self._look(), self.ongoing()
         self._turn += 1
         for name in rank(ongoing, self._turn, waiting.avoid, waiting.prefer):
@@ -123,7 +124,6 @@ class Places:
     async def _look_again(self) -> None:
         while True:
             await asyncio.sleep(LOOK_AGAIN_S)
-            self._forget()
             self._serve_waiting()
 
     def _forget(self) -> None:

@@ -9,6 +9,7 @@ import errno
 import hashlib
 import logging
 import socket
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -36,8 +37,11 @@ BACKLOG = 2048
 LEAVING_S = 1.0
 """How long a router that is to end goes on as before, but for telling its clients to come back elsewhere."""
 
-FIRST_BYTES_S = 0.2
-"""How long a connection that was taken last may take for its request to begin."""
+FIRST_BYTES_S = 1.0
+"""How long connections that were taken last may take for their requests to begin."""
+
+SETTLES_S = 1.0
+"""How long routers that start or end at the same time may be in each other's way at the port."""
 
 ASK_S = 5.0
 """How long whoever has the port may take to say which service it is."""
@@ -57,15 +61,17 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's, but for the connections that wait for this process to take them: the kernel, which has given
-        them to it and not to another, would reset them with the listener."""
+        them to it and not to another, would reset them with the listener; and but for those whose request is on its
+        way."""
         taken = [connection for listener in sockets or () for connection in _waiting(listener)]
         for server in self.servers:
             server.close()
         loop = asyncio.get_running_loop()
         for connection in taken:
             await loop.connect_accepted_socket(self._protocol, connection)
-        if taken:
-            await asyncio.sleep(FIRST_BYTES_S)
+        give_up_at = loop.time() + FIRST_BYTES_S
+        while loop.time() < give_up_at and any(_is_new(connection) for connection in self.server_state.connections):
+            await asyncio.sleep(0.02)
         await super().shutdown(sockets)
 
     def _protocol(self) -> asyncio.Protocol:
@@ -87,7 +93,15 @@ class Front:
 
     async def open(self) -> None:
         """Raises PortTakenError, or another ConfigurationError where the address is none of this node's."""
-        await asyncio.to_thread(self._check_port)
+        give_up_at = time.monotonic() + SETTLES_S
+        while True:
+            try:
+                await asyncio.to_thread(self._check_port)
+                break
+            except PortTakenError:
+                if time.monotonic() > give_up_at:
+                    raise
+            await asyncio.sleep(SETTLES_S / 10)
         listener = _bind(*self._where, shared=True)
         config = uvicorn.Config(
             self._told,
@@ -156,6 +170,11 @@ def this_service() -> str:
     context = ray.get_runtime_context()
     application = serve.get_replica_context().app_name
     return hashlib.sha256(f"{context.gcs_address} {application}".encode()).hexdigest()
+
+
+def _is_new(connection: Any) -> bool:
+    """Whether no request has come yet: uvicorn would close it at once."""
+    return getattr(connection, "cycle", None) is None
 
 
 def _waiting(listener: socket.socket) -> Iterator[socket.socket]:

@@ -8,7 +8,7 @@ from starlette.responses import JSONResponse
 
 from actors.handoff import Endpoint
 from actors.journal import CannotResumeError
-from actors.leg import DeadlineError, OverloadedError, UnavailableError
+from actors.leg import DeadlineError, OverloadedError, RefusedError, UnavailableError
 
 ERROR_TYPES = {
     HTTPStatus.BAD_REQUEST: "BadRequestError",
@@ -54,7 +54,7 @@ def status_of(error: Exception) -> HTTPStatus:
     match error:
         case BadRequestError():
             return error.status
-        case OverloadedError():
+        case OverloadedError() | RefusedError():
             return HTTPStatus.TOO_MANY_REQUESTS
         case UnavailableError() | CannotResumeError():
             return HTTPStatus.SERVICE_UNAVAILABLE

@@ -14,7 +14,7 @@ import pytest
 
 from actors import engines as module
 from actors.asgi_call import Accepted, Alive, Call, ResponseStart
-from actors.door import Address, Door, announced
+from actors.door import MOST_ROUTERS, Address, Door, announced
 from actors.engine import EngineDownError
 from actors.engines import EngineError, Engines
 from actors.journal import CannotResumeError, Chunk
@@ -219,15 +219,16 @@ async def test_an_engine_that_is_not_there(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "cut"),
+    "sent",
     [
-        (b"", True),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n\x00\x00\r\n", True),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n\x00\x00", False),
-        (b"SSH-2.0\r\n", False),
+        b"",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n\x00\x00\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n\x00\x00",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n\xff\x00\x00\x00\x00",
+        b"SSH-2.0\r\n",
     ],
 )
-async def test_an_answer_that_breaks_off(world: World, sent: bytes, cut: bool) -> None:
+async def test_an_answer_that_breaks_off(world: World, sent: bytes) -> None:
     """A process that is killed, or one that is no door."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -288,3 +289,20 @@ async def test_a_prefill_leg_carries_its_transfer(world: World) -> None:
         await items(await world.call("ends", stack, transfer_id="t", hold_s=2.0))
     (order,) = world.served.orders
     assert (order.transfer_id, order.hold_s) == ("t", 2.0)
+
+
+async def test_a_large_body(world: World) -> None:
+    """A router has let it in: the door has no limit of its own."""
+    body = bytes(20 << 20)
+    async with AsyncExitStack() as stack:
+        place = await stack.enter_async_context(world.engines.choose_replica())
+        await items(world.engines.dispatch(place, Call("POST", "ends", body=body)))
+    (order,) = world.served.orders
+    assert order.call.body == body
+
+
+async def test_routers_that_are_gone_are_forgotten(world: World) -> None:
+    """Each start of a router is another one to the door."""
+    for router in range(MOST_ROUTERS * 2):
+        world.door._told(Order(CALL, str(router), 1), now=float(router))
+    assert len(world.door._queued) <= MOST_ROUTERS

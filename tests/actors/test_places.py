@@ -112,6 +112,23 @@ async def test_calls_of_other_routers_count() -> None:
     assert here.ongoing() == {"a": 3, "b": 0}
 
 
+async def test_what_is_known_of_engines_that_are_gone_is_forgotten() -> None:
+    """Replicas come and go for months."""
+    found = engines(a=5)
+    here = Places(lambda: found)
+    for turn in range(50):
+        name = f"engine {turn}"
+        found |= engines(**{name: 5})
+        here.heard(name, 2)
+        here.full(name)
+        here.leaving(name)
+        del found[name]
+        here.give_back(await here.take())
+    assert not here._others
+    assert not here._refused
+    assert not here._leaving
+
+
 async def test_no_place_is_lost() -> None:
     """Random takers, some of whom leave while they wait or have just been served."""
     rng = random.Random(1)

@@ -164,6 +164,15 @@ async def test_the_port_of_another_program(says: bytes) -> None:
             await Front(Behind("two").app, HOST, port, "ours").open()
 
 
+async def test_routers_that_start_together() -> None:
+    """Each looks whether the port is free by taking it for a moment."""
+    port = free_port()
+    fronts = [Front(Behind(str(number)).app, HOST, port, "ours") for number in range(6)]
+    await asyncio.gather(*(front.open() for front in fronts))
+    assert await answers(port, 120) == {str(number) for number in range(6)}
+    await asyncio.gather(*(front.close() for front in fronts))
+
+
 async def test_an_address_of_another_machine() -> None:
     """Is refused by its name."""
     with pytest.raises(ConfigurationError, match=r"192.0.2.77:80.*cannot be listened on"):
