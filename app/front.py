@@ -40,6 +40,9 @@ LEAVING_S = 1.0
 FIRST_BYTES_S = 1.0
 """How long connections that were taken last may take for their requests to begin."""
 
+LOOKS = 50
+"""At whether they have."""
+
 SETTLES_S = 1.0
 """How long routers that start or end at the same time may be in each other's way at the port."""
 
@@ -69,9 +72,10 @@ class Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for connection in taken:
             await loop.connect_accepted_socket(self._protocol, connection)
-        give_up_at = loop.time() + FIRST_BYTES_S
-        while loop.time() < give_up_at and any(_is_new(connection) for connection in self.server_state.connections):
-            await asyncio.sleep(0.02)
+        for _ in range(LOOKS):
+            if not any(_is_new(connection) for connection in self.server_state.connections):
+                break
+            await asyncio.sleep(FIRST_BYTES_S / LOOKS)
         await super().shutdown(sockets)
 
     def _protocol(self) -> asyncio.Protocol:
