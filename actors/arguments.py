@@ -98,7 +98,9 @@ def _bad_autoscaling(where: str, role: RoleSettings) -> list[str]:
         AutoscalingConfig(**role.replicas)
     except ValidationError as error:
         return [*unknown, *(f"{where}.replicas: {problem['msg']}" for problem in error.errors())]
-    return unknown
+    # Nobody would ask Serve for the first engine: requests wait in routers, where it does not see them.
+    none = [key for key in ("min_replicas", "initial_replicas") if role.replicas.get(key) == 0]
+    return [*unknown, *(f"{where}.replicas.{key}: must be at least 1" for key in none)]
 
 
 def engine_arguments(settings: ServiceSettings, role: RoleName) -> dict[str, Any]:

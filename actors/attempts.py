@@ -129,7 +129,7 @@ class Attempts:
         self._decode_tries = 0
         self._last_error: UnavailableError | None = None
         self._refused_at: dict[RoleName, float] = {}
-        """When an engine of a role refused the request for the first time in a row."""
+        """When, since the last answer, an engine of a role refused the request for the first time."""
         self._began_at: float | None = None
 
     async def open(self, journal: Journal = ()) -> Attempt:
@@ -137,6 +137,7 @@ class Attempts:
 
         Raises OverloadedError, UnavailableError or DeadlineError when no decode replica gives an answer.
         """
+        self._refused_at.clear()
         async with deadline(self.timing.left_s, "the request"):
             while True:
                 try:

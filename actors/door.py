@@ -12,7 +12,7 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,11 +26,21 @@ logger = logging.getLogger(__name__)
 
 PATH = "/call"
 
-KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
-"""A host that has vanished is noticed after 30 s, whether there is something to send to it or not."""
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
+"""A host that has vanished is noticed after 30 s, where there is nothing to send to it."""
+
+UNREAD_S = 120.0
+"""How long a router may take nothing of what is sent to it. Longer than it gives its clients (`app.front`): a client
+that does not read must not look like an engine that has died."""
+
+PATIENCE_S = 0.1
+"""How long a call waits here for a place. A call's end, seen by its router, takes a moment to be one here."""
 
 IDLE_CONNECTION_S = 3600.0
 """Longer than a router keeps one: it must not send a call into a connection that is just being closed."""
+
+CUT_OFF_S = 1.0
+"""How long calls that are cancelled at a door's end may take to end."""
 
 REMEMBERED_S = 10.0
 """How long a router's queue is taken to be as it said."""
@@ -52,10 +62,12 @@ class Address:
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}{PATH}"
 
 
-def kept_alive(connection: socket.socket) -> None:
-    """Have the kernel notice when the other side's host is gone. Connections inherit it from what they come in by."""
+def kept_alive(connection: socket.socket, unread_s: float | None = None) -> None:
+    """Have the kernel notice when the other side is gone, and, with `unread_s`, end a connection whose other side takes
+    nothing for so long. Connections inherit it from what they come in by."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEPALIVE.items():
+    options = KEEPALIVE | ({"TCP_USER_TIMEOUT": int(unread_s * 1e3)} if unread_s else {})
+    for name, value in options.items():
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
@@ -71,6 +83,7 @@ class Door:
         self._runner: web.AppRunner | None = None
         self._leaving = False
         self._queued: dict[str, tuple[int, float]] = {}
+        self._freed = asyncio.Event()
         self._nobody = asyncio.Event()
         self._nobody.set()
         self.ongoing = 0
@@ -80,12 +93,16 @@ class Door:
         app = web.Application(client_max_size=0)  # routers have a limit of their own for bodies
         app.router.add_post(PATH, self._answer)
         self._runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, keepalive_timeout=IDLE_CONNECTION_S
+            app,
+            access_log=None,
+            handler_cancellation=True,
+            keepalive_timeout=IDLE_CONNECTION_S,
+            shutdown_timeout=CUT_OFF_S,
         )
         await self._runner.setup()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=1024)
-        kept_alive(listener)
+        kept_alive(listener, UNREAD_S)
         await web.SockSite(self._runner, listener).start()
         return Address(host, listener.getsockname()[1], self._key)
 
@@ -116,7 +133,7 @@ class Door:
         self._told(order, time.monotonic())
         response = web.StreamResponse()
         response.enable_chunked_encoding()
-        if refusal := self._refusal():
+        if refusal := await self._refusal():
             await response.prepare(request)
             await response.write(pack(refusal))
             return response
@@ -127,6 +144,7 @@ class Door:
             await self._serve_order(order, response)
         finally:
             self.ongoing -= 1
+            self._freed.set()
             if not self.ongoing:
                 self._nobody.set()
         return response
@@ -138,7 +156,12 @@ class Door:
         if len(self._queued) > MOST_ROUTERS:
             del self._queued[next(iter(self._queued))]  # that has been silent longest
 
-    def _refusal(self) -> Failure | None:
+    async def _refusal(self) -> Failure | None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE_S):
+                while self.ongoing >= self._places and not self._leaving:
+                    self._freed.clear()
+                    await self._freed.wait()
         if self._leaving:
             return Failure("leaving", "this engine is being stopped")
         if self.ongoing >= self._places:

@@ -139,12 +139,15 @@ class Engines:
         """
         if roster is not None:
             roster.attach(self._places.ongoing)
-        name = await self._places.take(avoid, prefer)
-        try:
-            engine = engines_of(self._handle.deployment_id)[name]
-            yield Place(name, engine.address, engine.metadata)
-        finally:
-            self._places.give_back(name)
+        while True:
+            name = await self._places.take(avoid, prefer)
+            try:
+                engine = engines_of(self._handle.deployment_id).get(name)
+                if engine is not None:  # it may have gone since it was chosen
+                    yield Place(name, engine.address, engine.metadata)
+                    return
+            finally:
+                self._places.give_back(name)
 
     def dispatch(self, place: Place, call: Call, transfer_id: str | None = None, hold_s: float = 0.0) -> EngineCall:
         """Make the call of `place`; a prefill leg has a transfer, and is held after its answer for at most `hold_s`."""

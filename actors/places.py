@@ -5,6 +5,7 @@ other routers, which this one only knows from what the engine has said.
 """
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -12,6 +13,8 @@ from dataclasses import dataclass, field
 
 from actors.leg import OverloadedError
 from actors.routing import Engine, rank
+
+logger = logging.getLogger(__name__)
 
 REFUSED_S = 0.05
 """How long an engine that has refused a call for want of places is left alone."""
@@ -68,12 +71,13 @@ class Places:
         if not self._waiting and self._grant(waiting):
             return waiting.place.result()
         most = max((engine.queue for engine in self._look().values()), default=None)
-        if most is not None and len(self._waiting) >= most:
-            raise OverloadedError(f"{len(self._waiting)} requests wait for an engine, which is the limit")
         self._waiting.append(waiting)
-        if self._looking is None:
-            self._looking = asyncio.create_task(self._look_again(), name="looks-for-places")
+        self._serve_waiting()  # those before it may wait for other engines
         try:
+            if not waiting.place.done() and most is not None and len(self._waiting) > most:
+                raise OverloadedError(f"{len(self._waiting) - 1} requests wait for an engine, which is the limit")
+            if self._looking is None:
+                self._looking = asyncio.create_task(self._look_again(), name="looks-for-places")
             return await waiting.place
         except asyncio.CancelledError:
             if waiting.place.done() and not waiting.place.cancelled():
@@ -124,7 +128,10 @@ class Places:
     async def _look_again(self) -> None:
         while True:
             await asyncio.sleep(LOOK_AGAIN_S)
-            self._serve_waiting()
+            try:
+                self._serve_waiting()
+            except Exception:
+                logger.exception("cannot look for places; trying again")
 
     def _forget(self) -> None:
         """What is known of engines that are gone."""

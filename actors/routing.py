@@ -74,6 +74,9 @@ def engines_of(deployment: Hashable) -> dict[str, Engine]:
     known = _LISTS.get(deployment)
     if known is None:
         return {}
+    # A replica of a release that has no doors, which is being replaced, is none of ours.
     return {
-        name: Engine(Address(**said["door"]), said["places"], said["queue"], said) for name, said in known().items()
+        name: Engine(Address(**said["door"]), said["places"], said["queue"], said)
+        for name, said in known().items()
+        if "door" in said
     }

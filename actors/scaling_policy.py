@@ -70,7 +70,8 @@ class ScaleByOngoing:
         ongoing = _metric(context, "ongoing")
         if not ongoing or context.config is None:
             return context.target_num_replicas, {}
-        return (sum(ongoing) + _queued(context)) / context.config.get_target_ongoing_requests(), {}
+        wanted = (sum(ongoing) + _queued(context)) / context.config.get_target_ongoing_requests()
+        return max(wanted, 1.0), {}
 
 
 def _queued(context: AutoscalingContext) -> float:

@@ -13,14 +13,17 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from http import HTTPStatus
 from http.client import HTTPException
 from typing import Any
+from urllib.error import HTTPError
 
 import ray
 import uvicorn
 from ray import serve
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from actors.door import kept_alive
 from connectors.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -34,8 +37,8 @@ KEEP_ALIVE_S = 90
 BACKLOG = 2048
 """Connections that may wait for the router to take them."""
 
-LEAVING_S = 1.0
-"""How long a router that is to end goes on as before, but for telling its clients to come back elsewhere."""
+UNREAD_S = 30.0
+"""How long a client may take nothing of what is sent to it, or its host be gone; then its request ends."""
 
 FIRST_BYTES_S = 1.0
 """How long connections that were taken last may take for their requests to begin."""
@@ -71,7 +74,11 @@ class Server(uvicorn.Server):
             server.close()
         loop = asyncio.get_running_loop()
         for connection in taken:
-            await loop.connect_accepted_socket(self._protocol, connection)
+            try:
+                await loop.connect_accepted_socket(self._protocol, connection)
+            except OSError as error:
+                logger.info("a client was gone before its connection was taken: %s", error)
+                connection.close()
         for _ in range(LOOKS):
             if not any(_is_new(connection) for connection in self.server_state.connections):
                 break
@@ -86,10 +93,11 @@ class Server(uvicorn.Server):
 class Front:
     """`open` it once, `close` it at the end."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int, service: str | None = None) -> None:
+    def __init__(self, app: ASGIApp, host: str, port: int, leave_s: float = 1.0, service: str | None = None) -> None:
         """`service` names the one that it belongs to; by default the Serve application of this process."""
         self._app = app
         self._where = (host, port)
+        self._leave_s = leave_s
         self._service = service or this_service()
         self._leaving = False
         self._server: Server | None = None
@@ -101,12 +109,13 @@ class Front:
         while True:
             try:
                 await asyncio.to_thread(self._check_port)
+                listener = _bind(*self._where, shared=True)
                 break
-            except PortTakenError:
+            except (PortTakenError, OSError):
                 if time.monotonic() > give_up_at:
                     raise
             await asyncio.sleep(SETTLES_S / 10)
-        listener = _bind(*self._where, shared=True)
+        kept_alive(listener, UNREAD_S)
         config = uvicorn.Config(
             self._told,
             interface="asgi3",
@@ -122,12 +131,12 @@ class Front:
     async def close(self) -> None:
         """Returns when the last answer has been sent.
 
-        For `LEAVING_S` clients are told to make their next request over a new connection, which may be another
+        For `leave_s` clients are told to make their next request over a new connection, which may be another
         router's; then no connection is taken any more, and those without a request are closed.
         """
         if self._server is not None and self._serving is not None:
             self._leaving = True
-            await asyncio.sleep(LEAVING_S)
+            await asyncio.sleep(self._leave_s)
             self._server.should_exit = True
             await self._serving
 
@@ -135,8 +144,10 @@ class Front:
         if scope["type"] != "http" or scope["path"] != SERVICE_PATH:
             await self._app(scope, receive, self._last(send))
             return
+        # Also for load balancers: one that leaves is to get no more connections.
+        status = HTTPStatus.SERVICE_UNAVAILABLE if self._leaving else HTTPStatus.OK
         headers = [(b"content-type", b"text/plain"), (b"connection", b"close")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": self._service.encode()})
 
     def _last(self, send: Send) -> Send:
@@ -161,7 +172,11 @@ class Front:
         try:
             address = f"[{host}]" if ":" in host else host.replace("0.0.0.0", "127.0.0.1")
             opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-            with opener.open(f"http://{address}:{port}{SERVICE_PATH}", timeout=ASK_S) as reply:
+            try:
+                reply = opener.open(f"http://{address}:{port}{SERVICE_PATH}", timeout=ASK_S)
+            except HTTPError as error:
+                reply = error  # one that leaves
+            with reply:
                 found = reply.read(1000).decode(errors="replace")
         except (OSError, HTTPException) as error:
             raise PortTakenError(f"{where} is taken by another program, which says: {error!r}") from error

@@ -51,9 +51,9 @@ class HttpRouter(RouterReplica):
         decode: DeploymentHandle,
         key_digests: tuple[bytes, ...] = (),
         otlp_traces_endpoint: str | None = None,
-        listen: tuple[str, int] | None = None,
+        listen: tuple[str, int, float] | None = None,
     ) -> None:
-        """`listen` is where the router answers clients itself, if it does."""
+        """`listen` is where the router answers clients itself, if it does, and how long it takes leave of them."""
         super().__init__(limits, Engines(prefill), Engines(decode))
         # Serve builds the application in a task on any node, and keys may be in the environment of routers only.
         traces = Traces(otlp_traces_endpoint) if otlp_traces_endpoint else None
@@ -68,9 +68,11 @@ class HttpRouter(RouterReplica):
 
     async def __del__(self) -> None:
         """Serve's hook at the end of a replica's life, when no request from its proxies runs any more."""
-        if getattr(self, "_front", None) is not None:
-            await self._front.close()
-        await self.close()
+        try:
+            if getattr(self, "_front", None) is not None:
+                await self._front.close()
+        finally:
+            await self.close()
 
 
 def build(args: ServiceSettings) -> serve.Application:
@@ -80,7 +82,8 @@ def build(args: ServiceSettings) -> serve.Application:
     prefill = deploy_engine(Prefill, "prefill", args, secret)
     decode = deploy_engine(Decode, "decode", args, secret)
     keys = digests(args.auth.operators_keys())
-    listen = None if args.router.http_port is None else (args.router.http_host, args.router.http_port)
+    own = args.router
+    listen = None if own.http_port is None else (own.http_host, own.http_port, own.leave_s)
     return router_deployment(args.router).bind(
         args.router.limits(), prefill, decode, keys, args.router.otlp_traces_endpoint, listen
     )

@@ -249,6 +249,11 @@ class RouterSettings(RouterLimits, PlacementSettings):
         "Ray Serve's proxy answers (`http_options`), which adds some tens of milliseconds to a request and one to a "
         "token (docs/router-cost.md)",
     )
+    leave_s: Seconds = Field(
+        1.0,
+        description="how long a router that is to end goes on answering there, tells its clients to come back over new "
+        "connections, and load balancers (`/tandem/service`: 503) that they lead elsewhere; give these time to notice",
+    )
     http_host: str = Field("127.0.0.1", description="the interface of `http_port`; `0.0.0.0`: all of the node's")
     num_cpus: float = Field(0.1, ge=0, description="what the actor asks of Ray")
     resources: dict[str, float] = Field(default_factory=dict, description="custom Ray resources")

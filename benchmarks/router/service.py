@@ -86,7 +86,7 @@ def deploy(port: int) -> None:
     prefill, decode = actor.options(name="Prefill"), actor.options(name="Decode")
     router = router_deployment(settings)
     roles = prefill.bind("prefill"), decode.bind("decode")
-    serve.run(router.bind(settings.limits(), *roles, listen=("127.0.0.1", port)), name="tandem")
+    serve.run(router.bind(settings.limits(), *roles, listen=("127.0.0.1", port, 0.1)), name="tandem")
 
 
 @contextmanager

@@ -15,11 +15,12 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from app.front import LEAVING_S, SERVICE_PATH, Front, PortTakenError
+from app.front import SERVICE_PATH, Front, PortTakenError
 from connectors.errors import ConfigurationError
 from tests.e2e.service_process import free_port
 
 HOST = "127.0.0.1"
+LEAVE_S = 0.5
 
 
 class Behind:
@@ -49,7 +50,7 @@ class Behind:
 
 @asynccontextmanager
 async def opened(behind: Behind, port: int, service: str = "ours") -> AsyncGenerator[Front, None]:
-    front = Front(behind.app, HOST, port, service)
+    front = Front(behind.app, HOST, port, LEAVE_S, service)
     await front.open()
     try:
         yield front
@@ -93,7 +94,7 @@ async def test_routers_are_replaced_under_load() -> None:
                 assert reply.status_code == 200
                 count += 1
 
-    fronts = [Front(Behind(f"router {turn}").app, HOST, port, "ours") for turn in range(6)]
+    fronts = [Front(Behind(f"router {turn}").app, HOST, port, LEAVE_S, "ours") for turn in range(6)]
     await fronts[0].open()
     clients = [asyncio.create_task(client(kept)) for kept in (True, False, True, False)]
     for old, new in pairwise(fronts):
@@ -113,7 +114,7 @@ async def test_what_has_begun_is_answered() -> None:
             pieces = reply.aiter_text()
             assert await anext(pieces) == "a stream"
             closing = asyncio.create_task(front.close())
-            await asyncio.sleep(LEAVING_S + 0.5)
+            await asyncio.sleep(LEAVE_S + 0.5)
             assert not closing.done()
             with pytest.raises(httpx.ConnectError):
                 await answers(port, 1)
@@ -135,10 +136,16 @@ async def test_a_client_that_leaves() -> None:
 
 
 async def test_it_says_whose_it_is() -> None:
-    """To whoever wants to share its port."""
+    """To whoever wants to share its port, and to load balancers whether it takes requests."""
     port = free_port()
-    async with opened(Behind("one"), port), httpx.AsyncClient(base_url=f"http://{HOST}:{port}") as client:
-        assert (await client.get(SERVICE_PATH)).text == "ours"
+    async with opened(Behind("one"), port) as front, httpx.AsyncClient(base_url=f"http://{HOST}:{port}") as client:
+        reply = await client.get(SERVICE_PATH)
+        assert (reply.status_code, reply.text) == (200, "ours")
+        closing = asyncio.create_task(front.close())
+        await asyncio.sleep(LEAVE_S / 5)
+        reply = await client.get(SERVICE_PATH)
+        assert (reply.status_code, reply.text) == (503, "ours"), "a load balancer is to send nobody here any more"
+        await closing
 
 
 async def test_the_port_of_another_service() -> None:
@@ -146,7 +153,7 @@ async def test_the_port_of_another_service() -> None:
     port = free_port()
     async with opened(Behind("one"), port, "another"):
         with pytest.raises(PortTakenError, match=f"http_port: {HOST}:{port}.*another program or service"):
-            await Front(Behind("two").app, HOST, port, "ours").open()
+            await Front(Behind("two").app, HOST, port, LEAVE_S, "ours").open()
 
 
 @pytest.mark.parametrize("says", [b"SSH-2.0-none\r\n", b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", b""])
@@ -161,13 +168,13 @@ async def test_the_port_of_another_program(says: bytes) -> None:
     async with await asyncio.start_server(talk, HOST, 0) as server:
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(PortTakenError, match=f"{HOST}:{port}"):
-            await Front(Behind("two").app, HOST, port, "ours").open()
+            await Front(Behind("two").app, HOST, port, LEAVE_S, "ours").open()
 
 
 async def test_routers_that_start_together() -> None:
     """Each looks whether the port is free by taking it for a moment."""
     port = free_port()
-    fronts = [Front(Behind(str(number)).app, HOST, port, "ours") for number in range(6)]
+    fronts = [Front(Behind(str(number)).app, HOST, port, LEAVE_S, "ours") for number in range(6)]
     await asyncio.gather(*(front.open() for front in fronts))
     assert await answers(port, 120) == {str(number) for number in range(6)}
     await asyncio.gather(*(front.close() for front in fronts))
@@ -176,7 +183,7 @@ async def test_routers_that_start_together() -> None:
 async def test_an_address_of_another_machine() -> None:
     """Is refused by its name."""
     with pytest.raises(ConfigurationError, match=r"192.0.2.77:80.*cannot be listened on"):
-        await Front(Behind("one").app, "192.0.2.77", 80, "ours").open()
+        await Front(Behind("one").app, "192.0.2.77", 80, LEAVE_S, "ours").open()
 
 
 async def test_it_listens_where_it_is_told() -> None:

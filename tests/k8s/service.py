@@ -10,6 +10,7 @@ from typing import Any
 
 from ray._private.ray_constants import RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
 
+from app.front import SERVICE_PATH
 from app.run import load
 from configs.settings import PlacementSettings, RoleSettings, ServiceSettings, SettingsError
 from tests.k8s.kuberay import environment
@@ -31,7 +32,8 @@ def problems(service: dict[str, Any]) -> list[str]:
     cluster = service["spec"]["rayClusterConfig"]
     groups = cluster.get("workerGroupSpecs", [])
     return [
-        *_http(config, cluster),
+        *_http(config, cluster, settings),
+        *_router_port(groups, settings),
         *_head(cluster["headGroupSpec"]),
         *(line for role in ROLES for line in _placed(role, settings, groups)),
         *(line for group in groups for line in _timeouts(group, settings)),
@@ -64,7 +66,7 @@ def groups_for(placed: PlacementSettings, groups: list[dict[str, Any]]) -> list[
     ]
 
 
-def _http(config: dict[str, Any], cluster: dict[str, Any]) -> Iterator[str]:
+def _http(config: dict[str, Any], cluster: dict[str, Any], settings: ServiceSettings) -> Iterator[str]:
     options = config.get("http_options", {})
     if options.get("host") != "0.0.0.0":
         yield "serveConfigV2: http_options.host must be 0.0.0.0, or the proxies answer to their own pods only"
@@ -78,9 +80,38 @@ def _http(config: dict[str, Any], cluster: dict[str, Any]) -> Iterator[str]:
         declared = {one.get("name"): one["containerPort"] for one in container.get("ports", [])}
         if declared.get("serve") != port:
             yield f"{name}: port `serve` is {declared.get('serve')}, but http_options.port {port}"
-        probed = container.get("readinessProbe", {}).get("httpGet", {})
-        if name != "head" and (probed.get("path"), probed.get("port")) != ("/-/healthz", port):
+        listens = settings.router.http_port is not None and group in groups_for(settings.router, [group])
+        if name != "head" and not listens and _probed(group) != ("/-/healthz", port):
             yield f"{name}: the readiness probe must ask Serve's proxy: /-/healthz on port {port}"
+
+
+def _router_port(groups: list[dict[str, Any]], settings: ServiceSettings) -> Iterator[str]:
+    """Routers that listen themselves: their port, and a Service that learns in time who leaves."""
+    port = settings.router.http_port
+    if port is None:
+        return
+    if settings.router.http_host != "0.0.0.0":
+        yield "serveConfigV2: router.http_host must be 0.0.0.0, or routers answer to their own pods only"
+    for group in groups_for(settings.router, groups):
+        container, name = group["template"]["spec"]["containers"][0], group["groupName"]
+        declared = {one.get("name"): one["containerPort"] for one in container.get("ports", [])}
+        if declared.get("router") != port:
+            yield f"{name}: port `router` is {declared.get('router')}, but router.http_port {port}"
+        if _probed(group) != (SERVICE_PATH, port):
+            yield f"{name}: the readiness probe must ask the router: {SERVICE_PATH} on port {port}"
+        probe = container.get("readinessProbe", {})
+        noticed_s = probe.get("periodSeconds", 10) * probe.get("failureThreshold", 3)
+        if settings.router.leave_s <= noticed_s:
+            yield (
+                f"router.leave_s ({settings.router.leave_s:g} s) must be longer than {name}'s readiness probe takes to "
+                f"notice ({noticed_s} s)"
+            )
+
+
+def _probed(group: dict[str, Any]) -> tuple[Any, Any]:
+    """Path and port of the readiness probe."""
+    get = group["template"]["spec"]["containers"][0].get("readinessProbe", {}).get("httpGet", {})
+    return get.get("path"), get.get("port")
 
 
 def _head(head: dict[str, Any]) -> Iterator[str]:
