@@ -12,7 +12,7 @@ import psutil
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-START_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 400.0
 STOP_TIMEOUT_S = 60.0
 
 
