@@ -147,6 +147,13 @@ class Asked:
     prompt_tokens: int = 0
 
 
+async def alone(http: httpx.AsyncClient, body: dict[str, object]) -> str:
+    """What decode says that has computed the prompt itself, as two answers ask for: the model is not always right."""
+    reply = await http.post("/v1/completions", json={**body, "n": 2})
+    assert (reply.status_code, reply.headers["x-tandem-route"]) == (200, "local"), reply.text
+    return str(reply.json()["choices"][0]["text"])
+
+
 async def ask(service: TwoHosts, name: str, count: int) -> Asked:
     """Some questions one after the other; each answer must be right."""
     asked = Asked()
@@ -156,7 +163,8 @@ async def ask(service: TwoHosts, name: str, count: int) -> Asked:
             body = {"model": MODEL, "prompt": prompt.text, "max_tokens": 5, "temperature": 0}
             reply = await http.post("/v1/completions", json=body)
             assert reply.status_code == 200, reply.text
-            assert exact(prompt, reply.json()["choices"][0]["text"])
+            text = reply.json()["choices"][0]["text"]
+            assert exact(prompt, text) or text == await alone(http, body), f"{text!r} for {prompt.answer!r}"
             asked.routes[reply.headers["x-tandem-route"]] += 1
             asked.prompt_tokens += reply.json()["usage"]["prompt_tokens"]
     return asked
