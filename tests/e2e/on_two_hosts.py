@@ -148,7 +148,7 @@ class Asked:
 
 
 async def alone(http: httpx.AsyncClient, body: dict[str, object]) -> str:
-    """What decode says that has computed the prompt itself, as for the prompt's logprobs: the model is not always right."""
+    """What decode says that computed the prompt itself, as it does for logprobs: the model is not always right."""
     reply = await http.post("/v1/completions", json={**body, "stream": False, "prompt_logprobs": 0})
     assert reply.status_code == 200, reply.text
     assert reply.headers["x-tandem-route"] == "local"
