@@ -34,7 +34,7 @@ BOUND_S = REQUEST_TIMEOUT_S + 10
 IDLE_TIMEOUT_S = 60.0
 LOST_TIMEOUT_S = 180.0
 
-TRANSFER = {"progress_s": 15.0, "alive_s": 2.0, "cancel_s": 2.0, "host_gone_s": 40.0}
+TRANSFER = {"progress_s": 15.0, "alive_s": 2.0, "cancel_s": 2.0, "host_gone_s": 60.0}
 ROUTER = {"request_timeout_s": REQUEST_TIMEOUT_S, "prefill_timeout_s": 25.0}
 RAY = {
     # GCS: a node is dead after so many checks without an answer. It must survive CUT_S.
