@@ -246,8 +246,8 @@ class RouterSettings(RouterLimits, PlacementSettings):
         ge=1,
         le=65535,
         description="where each router answers clients itself, on its node; routers on one node share it. Unset: only "
-        "Ray Serve's proxy answers (`http_options`), which adds more than ten milliseconds to a request and one or more "
-        "to a token (docs/router-cost.md)",
+        "Ray Serve's proxy answers (`http_options`), which adds more than ten milliseconds to a request and one or "
+        "more to a token (docs/router-cost.md)",
     )
     leave_s: Seconds = Field(
         1.0,
