@@ -114,13 +114,20 @@ def report(cells: Cells) -> dict[str, Any]:
     }
 
 
+def _added(times_ms: list[list[float]], direct_ms: list[list[float]]) -> dict[str, Any]:
+    """What an arm's times are beyond direct's, in milliseconds: medians of each round, p99 of all."""
+    pairs = zip(times_ms, direct_ms, strict=True)
+    return {
+        "added_p50_ms": summary([statistics.median(one) - statistics.median(other) for one, other in pairs]),
+        "added_p99_ms": p99(flat(times_ms)) - p99(flat(direct_ms)),
+    }
+
+
 def _requests(batches: list[Batch], direct: list[Batch]) -> dict[str, Any]:
-    pairs = list(zip(batches, direct, strict=True))
-    medians = [statistics.median(one.first_ms) - statistics.median(other.first_ms) for one, other in pairs]
+    pairs = zip(batches, direct, strict=True)
     return {
         "first_token_ms": summary(flat([one.first_ms for one in batches])),
-        "added_p50_ms": summary(medians),
-        "added_p99_ms": p99(flat([one.first_ms for one in batches])) - p99(flat([one.first_ms for one in direct])),
+        **_added([one.first_ms for one in batches], [one.first_ms for one in direct]),
         "requests_per_s": summary([one.load.per_second for one in batches]),
         "requests_per_s_over_direct": summary([one.load.per_second / other.load.per_second for one, other in pairs]),
         "cpu_ms_per_request": summary([1e3 * one.cpu_s / len(one.load.streams) for one in batches]),
@@ -128,12 +135,9 @@ def _requests(batches: list[Batch], direct: list[Batch]) -> dict[str, Any]:
 
 
 def _tokens(batches: list[Batch], direct: list[Batch]) -> dict[str, Any]:
-    pairs = list(zip(batches, direct, strict=True))
-    medians = [statistics.median(one.relayed_ms) - statistics.median(other.relayed_ms) for one, other in pairs]
     return {
         "relayed_ms": summary(flat([one.relayed_ms for one in batches])),
-        "added_p50_ms": summary(medians),
-        "added_p99_ms": p99(flat([one.relayed_ms for one in batches])) - p99(flat([one.relayed_ms for one in direct])),
+        **_added([one.relayed_ms for one in batches], [one.relayed_ms for one in direct]),
         "cpu_us_per_token": summary([1e6 * one.cpu_s / one.tokens for one in batches]),
     }
 

@@ -8,12 +8,25 @@ import os
 import resource
 import time
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 import pytest
 
 MEGABYTES = 64
 TIMEOUT_S = 60.0
+
+POLL_S = 0.0005
+"""Between two looks for messages: NIXL wakes nobody, and hands them out only when it is called."""
+
+
+def first_messages(transport: Any) -> list[tuple[str, bytes]]:
+    """Those that come first; waits for them at most TIMEOUT_S."""
+    give_up_at = time.monotonic() + TIMEOUT_S
+    while not (heard := transport.notifications()):
+        assert time.monotonic() < give_up_at
+        time.sleep(POLL_S)
+    return heard
 
 
 def receiver(pipe: Connection) -> None:
@@ -26,10 +39,7 @@ def receiver(pipe: Connection) -> None:
     transport = NixlTransport("receiver/0", devices=("lo",))
     transport.register([Region(memory.ctypes.data, memory.nbytes, Place("DRAM", 0))])
     pipe.send((transport.metadata(), memory.ctypes.data))
-    give_up_at = time.monotonic() + TIMEOUT_S
-    while not transport.notifications():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.0005)
+    first_messages(transport)
     pipe.send(hashlib.blake2b(memory).hexdigest())
     pipe.recv()
     transport.close()
@@ -99,11 +109,7 @@ def reached(pipe: Connection) -> None:
 
     transport = NixlTransport("theirs/0", devices=("lo",))
     pipe.send(transport.metadata())
-    give_up_at = time.monotonic() + TIMEOUT_S
-    while not (heard := transport.notifications()):
-        assert time.monotonic() < give_up_at
-        time.sleep(0.0005)
-    pipe.send(heard)
+    pipe.send(first_messages(transport))
 
 
 def cut_off(pipe: Connection) -> None:
