@@ -128,7 +128,7 @@ def whole_stream(http: httpx.Client, kind: str) -> Whole:
 
 
 def stream_with_a_death(
-    http: httpx.Client, decodes: Decodes, kind: str, at_event: int, victim: Victim, whole: dict[str, Any]
+    http: httpx.Client, decodes: Decodes, kind: str, at_event: int, victim: Victim, whole: Whole
 ) -> Death:
     """Stream `kind`, and end the engine that serves it at the client's `at_event`-th event."""
     endpoint, body = KINDS[kind]
@@ -149,7 +149,7 @@ def stream_with_a_death(
     assert killed is not None, f"the stream ended before event {at_event}"
     _, left = psutil.wait_procs([killed.actor, killed.core], timeout=GONE_TIMEOUT_S)
     resumed = _resumed(http) > before
-    return Death(kind, at_event, victim, said(stream) == whole, resumed, not left, round(longest, 2))
+    return Death(kind, at_event, victim, said(stream) == whole.said, resumed, not left, round(longest, 2))
 
 
 def _resumed(http: httpx.Client) -> float:
@@ -181,7 +181,7 @@ def main() -> int:
         for at_event in range(options.first, options.last + 1):
             # Of the kinds that have tokens after this one: arguments of tools come several to an event.
             kind = next(kind for kind in kinds if whole[kind].events > at_event + LAST_EVENTS)
-            death = stream_with_a_death(http, decodes, kind, at_event, next(victims), whole[kind].said)
+            death = stream_with_a_death(http, decodes, kind, at_event, next(victims), whole[kind])
             deaths.append(death)
             line = json.dumps(asdict(death))
             print(line, flush=True)

@@ -199,7 +199,7 @@ class Lane:
             await self._signal(fault, rng, released, trips, work)
         released.set()
         await _settled(work)
-        events = self._events(traced_from) if self.connector.traces else []
+        events = read_trace(self.trace, traced_from) if self.connector.traces else []
         return record | {"hit": seen(subject, at, events)}
 
     def _subject(self, fault: Fault, rng: random.Random) -> Question:
