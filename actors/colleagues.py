@@ -39,6 +39,7 @@ class RouterReplica(Router):
         return {
             "replica": _own_id(),
             "ongoing": int(self.metrics.value("tandem_ongoing_requests")),
+            "places_taken": self.places_taken,
             "limit": self.limits.max_ongoing_requests,
             "counts": self.metrics.counts(),
             "recent": self.recent.newest(RECENT_SHOWN),

@@ -154,6 +154,11 @@ class Engines:
         order = Order(call, self._router, self._places.waiting, transfer_id, hold_s)
         return EngineCall(place, self._places, self._open(place, order))
 
+    @property
+    def places_taken(self) -> int:
+        """Places that are held for calls of this router."""
+        return self._places.taken
+
     def broadcast(self, method: str, *arguments: object) -> DeploymentBroadcastResponse:
         """Call a method of all replicas, through Serve: what is no part of serving a request."""
         return self._handle.broadcast(method, *arguments)

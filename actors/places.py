@@ -52,6 +52,11 @@ class Places:
     def waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def taken(self) -> int:
+        """Places that are with callers."""
+        return self._taken.total()
+
     def ongoing(self) -> dict[str, int]:
         """For each engine that takes calls, how many it has, as far as is known here."""
         now = _now()

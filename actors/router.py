@@ -59,6 +59,11 @@ class Router:
         finally:
             await answer.close()
 
+    @property
+    def places_taken(self) -> dict[RoleName, int]:
+        """Places with engines of each role that requests of this router have."""
+        return {role: engines.places_taken for role, engines in self._roles.items()}
+
     async def close(self) -> None:
         """End the connections to the engines."""
         await asyncio.gather(*(engines.close() for engines in self._roles.values()))

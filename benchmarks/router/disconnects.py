@@ -5,10 +5,9 @@
 Tandem's service with instant engines, over HTTP. A client leaves before its body is whole, at some time before or while
 its answer comes, or after some of its tokens; or it reads to the end. Afterwards:
 
-    - every request that Serve's HTTP proxy logs as answered is in the router's counters once as served; those that it
-      logs as left (499) are there once as left, but for the ones that were gone before the proxy had passed them on;
-      the proxy's log has every request that was sent
-    - nothing runs or is held anywhere: calls in both actors, transfers, places that Serve has given away
+    - every request is in the router's counters once: as served, or as left; those of clients that have seen a part of
+      their answer as served
+    - nothing runs or is held anywhere: calls in both actors, transfers, places with either
     - the actors' resident memory at the end is that at half-time, but for FLAT
 
 The exit status says whether all that holds.
@@ -26,12 +25,10 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
-import ray
 
 from benchmarks.report import write
 from benchmarks.router.load import body
@@ -49,7 +46,14 @@ SETTLE_S = 60.0
 FLAT = 1.05
 """Resident memory of an actor at the end, over that at half-time: more is growth."""
 
-WATCHED = ("Router", "Prefill", "Decode", "ProxyActor")
+WATCHED = ("Router", "Prefill", "Decode")
+
+READ, HALF, WAITED, SOME = (
+    "read its answer",
+    "left before its body was whole",
+    "left after a while",
+    "left after some tokens",
+)
 
 
 @dataclass
@@ -73,22 +77,22 @@ async def client(port: int, rng: random.Random, data: bytes) -> str:
         if kind == "half":
             writer.write(head + data[: len(data) // 2])
             await asyncio.sleep(rng.uniform(0.0, 0.1))
-            return "left before its body was whole"
+            return HALF
         writer.write(head + data)
         if kind == "waits":
             with suppress(TimeoutError):
                 async with asyncio.timeout(rng.uniform(0.0, 0.3)):
                     await reader.read()
-            return "left after a while"
+            return WAITED
         wanted = rng.randrange(1, TOKENS) if kind == "tokens" else None
         answer = b""
         while some := await reader.read(65536):
             answer += some
             if wanted is not None and answer.count(b"made_ns") >= wanted:
-                return "left after some tokens"
+                return SOME
         if not answer.startswith(b"HTTP/1.1 200 ") or answer.count(b"made_ns") != TOKENS or b"[DONE]" not in answer:
             raise ValueError(f"not a whole answer: {answer[:300]!r} ... {answer[-100:]!r}")
-        return "read its answer"
+        return READ
     finally:
         writer.transport.abort()
 
@@ -112,23 +116,16 @@ async def play(port: int, requests: int, seed: int, found: dict[str, psutil.Proc
 
 
 def processes() -> dict[str, psutil.Process]:
-    """The actors' and the proxy's, by what Ray calls them."""
+    """The actors', by what Ray calls them."""
     found = {}
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
             title = " ".join(process.cmdline())
             for name in WATCHED:
-                if re.match(rf"ray::(ServeReplica:tandem:)?{name}\b", title):
+                if re.match(rf"ray::ServeReplica:tandem:{name}\b", title):
                     found[name] = process
     assert found.keys() == set(WATCHED), found
     return found
-
-
-def places_taken() -> int:
-    """Requests that Serve takes the actors to have: calls, and places that were reserved for calls."""
-    names = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
-    replicas = [ray.get_actor(name, namespace="serve") for name in names if name.startswith("SERVE_REPLICA::")]
-    return int(sum(ray.get([replica.get_num_ongoing_requests.remote() for replica in replicas])))
 
 
 def counted(url: str) -> dict[str, int]:
@@ -142,25 +139,18 @@ def counted(url: str) -> dict[str, int]:
     return dict(found)
 
 
-def logged() -> dict[int, int]:
-    """Statuses in the access log of Serve's proxy."""
-    folder = Path(ray._private.worker._global_node.get_logs_dir_path()) / "serve"
-    found: Counter[int] = Counter()
-    for log in folder.glob("proxy_*.log"):
-        found.update(int(status) for status in re.findall(r" -- POST /\S* (\d+) ", log.read_text()))
-    return dict(found)
-
-
 def settled(url: str) -> dict[str, Any]:
     """What is left of the requests when it has become nothing, or after SETTLE_S."""
     give_up_at = time.monotonic() + SETTLE_S
     while True:
-        engines = httpx.get(f"{url}/tandem/status", timeout=30).json()["engines"]
+        status = httpx.get(f"{url}/tandem/status", timeout=30).json()
+        routers, engines = status["routers"], status["engines"]
         left = {
             "ongoing in the router": counted(url)["ongoing_requests"],
             "calls in the actors": sum(engine["running"] for engine in engines),
+            "places given by the router": sum(sum(one["places_taken"].values()) for one in routers),
+            "places at the doors": sum(engine["ongoing"] for engine in engines),
             "transfers held": sum(engine["held"] for engine in engines),
-            "places taken in Serve": places_taken(),
         }
         if not any(left.values()) or time.monotonic() > give_up_at:
             return left
@@ -174,43 +164,37 @@ def main() -> int:
     given = parser.parse_args()
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    with running(free_port(), port):
+    with running(port, None):
         began = time.monotonic()
         run = asyncio.run(play(port, given.requests, given.seed, processes()))
         took_s = time.monotonic() - began
         left = settled(url)
         total = counted(url)
-        statuses = logged()
     disconnects = total.pop("client_disconnects_total", 0)
     total.pop("ongoing_requests")
-    served, gone = total.get("remote", 0) + total.get("local", 0), total.get("left", 0)
-    never_passed_on = statuses.get(499, 0) - gone
+    served = total.get("remote", 0) + total.get("local", 0)
     half = len(run.at) // 2
     growth = {
         name: statistics.median(values[-5:]) / statistics.median(values[half : half + 5])
         for name, values in run.rss_mb.items()
     }
     print(f"{given.requests} requests in {took_s:.0f} s; clients: {dict(run.outcomes)}")
-    print(f"Serve's proxy has logged: {statuses}; counted by the router: {total}, {disconnects} while it served them")
-    print(f"gone before the proxy had passed them on: {never_passed_on}")
+    print(f"counted by the router: {total}, {disconnects} of the clients left while it served them")
     print(f"left afterwards: {left}")
     for name, values in run.rss_mb.items():
         print(f"{name:12} {values[0]:.0f} MB at first, {values[half]:.0f} at half-time, {values[-1]:.0f} at the end")
     flat = all(grown < FLAT for grown in growth.values())
+    seen = run.outcomes[READ] + run.outcomes[SOME]
     accounted = (
-        sum(statuses.values()) == given.requests
-        and statuses.keys() <= {200, 499}
+        sum(total.values()) == given.requests
         and total.keys() <= {"remote", "local", "left"}
-        and served == statuses[200]
-        and 0 <= never_passed_on <= given.requests - served
+        and seen <= served <= given.requests - run.outcomes[HALF]
     )
     document = {
         "requests": given.requests,
         "seed": given.seed,
         "clients": dict(run.outcomes),
-        "proxy_logged": {str(status): count for status, count in statuses.items()},
         "counted": total,
-        "never_passed_on": never_passed_on,
         "disconnects": disconnects,
         "left": left,
         "rss_mb": {"after_requests": run.at, **run.rss_mb},

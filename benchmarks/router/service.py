@@ -70,8 +70,8 @@ class Instant(Prefill):
             self.running -= 1
 
     async def status(self) -> dict[str, Any]:
-        """What is left here: calls that run, and transfers that are held."""
-        left = {"running": self.running, "held": len(self._held)}
+        """What is left here: calls that run, places that are taken, and transfers that are held."""
+        left = {"running": self.running, "ongoing": self._door.ongoing, "held": len(self._held)}
         return {"role": self.role, "replica": self.replica, "host": "127.0.0.1", **left}
 
 
