@@ -4,7 +4,6 @@ Serve says which engines there are, starts and stops them; requests do not pass 
 """
 
 import asyncio
-import socket
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -13,24 +12,18 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
 from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
 
+from actors.address import Address
 from actors.asgi_call import Accepted, Call
-from actors.door import Address, kept_alive
 from actors.engine import EngineDownError
-from actors.journal import CannotResumeError
+from actors.journal import CannotResumeError, Chunk
 from actors.leg import RefusedError
+from actors.lines import UNREAD_BYTES, Line, Lines
 from actors.places import Places
 from actors.routing import Roster, engines_of
-from actors.wire import Failure, Order, Unpacker, WireError, pack_order
+from actors.wire import Failure, Order
 from connectors.errors import TandemError
-
-CONNECT_S = 5.0
-"""How long a host may take to accept a connection; normally less than a millisecond."""
-
-IDLE_CONNECTION_S = 60.0
-"""How long a connection is kept for the next call; doors keep it longer."""
 
 
 class EngineError(TandemError):
@@ -54,23 +47,52 @@ class EngineCall:
     call, CannotResumeError, EngineError.
     """
 
-    def __init__(self, place: Place, places: Places, opening: Any) -> None:
+    def __init__(self, place: Place, places: Places) -> None:
         self._place = place
         self._places = places
-        self._opening: asyncio.Task[aiohttp.ClientResponse] = asyncio.create_task(
-            opening, name=f"opens-call-to-{place.replica_id}"
-        )
         self._items: deque[Any] = deque()
-        self._unpacker = Unpacker()
+        self._unread_bytes = 0
+        self._news = asyncio.Event()
+        self._line: Line | None = None
+        self._is_over = False
+        self._lost: str | None = None
+
+    @property
+    def wanted(self) -> bool:
+        """Whether it has not been cancelled."""
+        return not self._is_over
+
+    def began(self, line: Line) -> None:
+        """By `line` it can be cancelled."""
+        self._line = line
+
+    def came(self, item: Any) -> None:
+        """The engine has said something."""
+        self._items.append(item)
+        self._unread_bytes += _bytes(item)
+        if self._unread_bytes > UNREAD_BYTES and self._line is not None:
+            self._line.pause()
+        self._news.set()
+
+    def over(self, lost: str | None) -> None:
+        """It will say no more."""
+        self._line = None
+        self._is_over = True
+        self._lost = lost
+        self._news.set()
 
     async def __anext__(self) -> Any:
         while not self._items:
-            data = await self._read()
-            try:
-                self._items.extend(self._unpacker.feed(data))
-            except WireError as error:
-                raise EngineDownError(f"what {self._place.replica_id} says cannot be read: {error}") from error
+            if self._is_over:
+                if self._lost is None:
+                    raise StopAsyncIteration
+                raise EngineDownError(f"{self._place.replica_id}: {self._lost}")
+            self._news.clear()
+            await self._news.wait()
         item = self._items.popleft()
+        self._unread_bytes -= _bytes(item)
+        if self._line is not None and self._unread_bytes <= UNREAD_BYTES / 2:
+            self._line.resume()
         if isinstance(item, Failure):
             raise self._error(item)
         if isinstance(item, Accepted):
@@ -78,30 +100,11 @@ class EngineCall:
         return item
 
     def cancel(self) -> None:
-        """Close the connection, which ends the call in the engine."""
-        if not self._opening.done():
-            self._opening.cancel()
-        elif not self._opening.cancelled() and self._opening.exception() is None:
-            self._opening.result().close()
-
-    async def _read(self) -> bytes:
-        try:
-            response = await asyncio.shield(self._opening)
-            if response.status != 200:
-                said = (await response.text())[:200]
-                raise EngineDownError(f"the door of {self._place.replica_id} answers {response.status}: {said}")
-            data = await response.content.readany()
-        except (aiohttp.ClientError, OSError) as error:
-            raise EngineDownError(f"the connection to {self._place.replica_id} is gone: {error!r}") from error
-        except asyncio.CancelledError:
-            if self._opening.cancelled():
-                raise EngineDownError("the call was cancelled") from None
-            raise
-        if not data:
-            if not self._unpacker.empty:
-                raise EngineDownError(f"{self._place.replica_id} ended in the middle of an item")
-            raise StopAsyncIteration
-        return data
+        """End the call in the engine."""
+        if self._line is not None:
+            self._line.cancel()
+        if not self._is_over:
+            self.over("the call was cancelled")
 
     def _error(self, failure: Failure) -> TandemError:
         match failure.kind:
@@ -111,12 +114,23 @@ class EngineCall:
             case "leaving":
                 self._places.leaving(self._place.replica_id)
                 return RefusedError(failure.message)
-            case "engine_down":
-                return EngineDownError(failure.message)
+            case "engine_down" | "stranger":
+                return EngineDownError(f"{self._place.replica_id}: {failure.message}")
             case "cannot_resume":
                 return CannotResumeError(failure.message)
             case _:
                 return EngineError(failure.message)
+
+
+def _bytes(item: Any) -> int:
+    """About what `item` takes while it waits to be read."""
+    match item:
+        case bytes():
+            return len(item)
+        case Chunk():
+            return len(item.body)
+        case _:
+            return 100
 
 
 class Engines:
@@ -127,7 +141,7 @@ class Engines:
         self._handle = handle.options()
         self._places = Places(lambda: engines_of(handle.deployment_id))
         self._router = uuid.uuid4().hex
-        self._session: aiohttp.ClientSession | None = None
+        self._lines = Lines()
 
     @asynccontextmanager
     async def choose_replica(
@@ -152,7 +166,9 @@ class Engines:
     def dispatch(self, place: Place, call: Call, transfer_id: str | None = None, hold_s: float = 0.0) -> EngineCall:
         """Make the call of `place`; a prefill leg has a transfer, and is held after its answer for at most `hold_s`."""
         order = Order(call, self._router, self._places.waiting, transfer_id, hold_s)
-        return EngineCall(place, self._places, self._open(place, order))
+        running = EngineCall(place, self._places)
+        self._lines.call(place.address, order, running)
+        return running
 
     @property
     def places_taken(self) -> int:
@@ -165,21 +181,4 @@ class Engines:
 
     async def close(self) -> None:
         """End all connections."""
-        if self._session is not None:
-            await self._session.close()
-
-    async def _open(self, place: Place, order: Order) -> aiohttp.ClientResponse:
-        if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S, socket_factory=_connection)
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
-        headers = {"Authorization": place.address.key}
-        return await self._session.post(place.address.url, data=pack_order(order), headers=headers)
-
-
-def _connection(info: aiohttp.AddrInfoType) -> socket.socket:
-    family, kind, protocol, *_ = info
-    made = socket.socket(family, kind, protocol)
-    kept_alive(made)
-    made.setblocking(False)
-    return made
+        self._lines.close()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from actors.door import Address
+from actors.address import Address
 
 
 @dataclass(frozen=True)

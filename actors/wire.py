@@ -1,6 +1,7 @@
-"""What a router and an engine's door say to each other, as bytes: an order, and the items of its answer.
+"""What a router and an engine's door say to each other, as bytes.
 
-Each is msgpack; an item has its kind and length before it, as several may come in one read, or a part of one.
+A router says hello with the door's key, then gives one order at a time; the door answers each with items and an end.
+Each of these is msgpack with its kind and length before it, as several may come in one read, or a part of one.
 """
 
 import struct
@@ -14,7 +15,14 @@ from actors.asgi_call import Accepted, Alive, Call, ResponseStart
 from actors.journal import Chunk
 
 HEAD = struct.Struct(">BI")
-"""Kind and length of an item."""
+"""Kind and length."""
+
+
+@dataclass(frozen=True)
+class Hello:
+    """The first of all, from who calls."""
+
+    key: str
 
 
 @dataclass(frozen=True)
@@ -27,15 +35,22 @@ class Order:
     queued: int
     """Requests that wait in that router for a place with an engine of this role."""
     transfer_id: str | None = None
-    """Of a prefill leg, which is to count as ongoing until its connection is closed, at most `hold_s` after its end."""
+    """Of a prefill leg, which is to count as ongoing until it is cancelled, at most `hold_s` after its end."""
     hold_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """The router wants no more of its `number`-th order. It may cross the answer's end."""
+
+    number: int
 
 
 @dataclass(frozen=True)
 class Failure:
     """Why there is no answer, or no more of it."""
 
-    kind: Literal["full", "leaving", "engine_down", "cannot_resume", "error"]
+    kind: Literal["full", "leaving", "engine_down", "cannot_resume", "stranger", "error"]
     message: str
 
 
@@ -46,51 +61,46 @@ class Body:
     data: bytes
 
 
-KINDS: tuple[type, ...] = (Accepted, Alive, ResponseStart, Chunk, Body, Failure)
-_DECODERS = [msgspec.msgpack.Decoder(kind) for kind in KINDS]
+@dataclass(frozen=True)
+class End:
+    """There is no more of this answer; the next order may come."""
+
+
+KINDS: tuple[type, ...] = (Accepted, Alive, ResponseStart, Chunk, Body, Failure, End, Hello, Order, Cancel)
+_NUMBER = {kind: number for number, kind in enumerate(KINDS)}
+_DECODERS = tuple(msgspec.msgpack.Decoder(kind) for kind in KINDS)
 _ENCODER = msgspec.msgpack.Encoder()
-_ORDER = msgspec.msgpack.Decoder(Order)
 
 
 class WireError(ValueError):
-    """Bytes that are no order or no item."""
-
-
-def pack_order(order: Order) -> bytes:
-    """The body of a request to a door."""
-    return _ENCODER.encode(order)
-
-
-def unpack_order(data: bytes) -> Order:
-    """Raises WireError."""
-    try:
-        return _ORDER.decode(data)
-    except msgspec.MsgspecError as error:
-        raise WireError(f"not an order: {error}") from None
+    """Bytes that say nothing that a router or a door would."""
 
 
 def pack(item: Any) -> bytes:
-    """One item of an answer; plain bytes are a piece of its body."""
+    """One of KINDS; plain bytes are a piece of an answer's body."""
     item = Body(item) if isinstance(item, bytes) else item
     payload = _ENCODER.encode(item)
-    return HEAD.pack(KINDS.index(type(item)), len(payload)) + payload
+    return HEAD.pack(_NUMBER[type(item)], len(payload)) + payload
 
 
 class Unpacker:
-    """Items out of bytes that come in any pieces."""
+    """What was packed, out of bytes that come in any pieces. `most_bytes`: what one of them may have."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int | None = None) -> None:
+        self.most_bytes = most_bytes
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """The items that `data` completes; raises WireError."""
+        """What `data` completes; raises WireError."""
         self._rest += data
         at = 0
         while len(self._rest) - at >= HEAD.size:
             kind, length = HEAD.unpack_from(self._rest, at)
             end = at + HEAD.size + length
             if kind >= len(KINDS):
-                raise WireError(f"no item has the kind {kind}")
+                raise WireError(f"nothing has the kind {kind}")
+            if self.most_bytes is not None and length > self.most_bytes:
+                raise WireError(f"{length} bytes, where {self.most_bytes} are the most")
             if len(self._rest) < end:
                 break
             try:
@@ -100,8 +110,3 @@ class Unpacker:
             yield item.data if isinstance(item, Body) else item
             at = end
         del self._rest[:at]
-
-    @property
-    def empty(self) -> bool:
-        """Whether the last item was whole."""
-        return not self._rest

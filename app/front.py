@@ -23,7 +23,7 @@ import uvicorn
 from ray import serve
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from actors.door import kept_alive
+from actors.address import kept_alive
 from connectors.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from actors import places as module
-from actors.door import Address
+from actors.address import Address
 from actors.leg import OverloadedError
 from actors.places import Places
 from actors.routing import Engine
