@@ -9,7 +9,7 @@ from actors.event_stream import EventStream
 from actors.handoff import why_not_resumable
 from actors.journal import CannotResumeError, Chunk, Group
 from actors.ledger import Ledger, keep
-from actors.leg import UnavailableError, deadline
+from actors.leg import UnavailableError
 from actors.recent import Pair
 from actors.router_metrics import RouterMetrics
 
@@ -34,6 +34,11 @@ class Answer:
     def explanation(self) -> str | None:
         """What was decided and from which numbers, where the client has asked for it."""
         return self._attempt.decision.explain() if self._attempts.request.explain else None
+
+    @property
+    def left_s(self) -> float:
+        """How long it may still take."""
+        return self._attempts.timing.left_s
 
     @property
     def pair(self) -> Pair:
@@ -89,8 +94,7 @@ class Answer:
         await self._attempt.close()
 
     async def _next(self) -> Any:
-        async with deadline(self._attempts.timing.left_s, "the rest of the answer"):
-            return await self._attempt.decode.next(self._attempts.limits.silence_timeout_s)
+        return await self._attempt.decode.next(self._attempts.limits.silence_timeout_s, self._attempts.timing.ends_at)
 
     async def _resume(self, error: UnavailableError, stream: EventStream, journal: list[Group]) -> None:
         """Open the stream on another decode replica, where it has been told to repeat `journal`."""

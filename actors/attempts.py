@@ -58,11 +58,12 @@ class ClientRequest:
 
 
 class Timing:
-    """How long ago the router took a request, and how long it may still take."""
+    """How long ago a request came, and how long it may still take. `arrived_at` is on the monotonic clock."""
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._began_at = asyncio.get_running_loop().time()
+    def __init__(self, timeout_s: float, arrived_at: float) -> None:
+        self._began_at = asyncio.get_running_loop().time() - (time.monotonic() - arrived_at)
+        self.ends_at = self._began_at + timeout_s
+        """On the loop's clock."""
 
     @property
     def age_s(self) -> float:
@@ -70,7 +71,7 @@ class Timing:
 
     @property
     def left_s(self) -> float:
-        return max(self._timeout_s - self.age_s, 0.0)
+        return max(self.ends_at - asyncio.get_running_loop().time(), 0.0)
 
 
 @dataclass(frozen=True)

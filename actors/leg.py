@@ -155,15 +155,26 @@ class Leg:
         self._answered_at = time.monotonic()
         self._timings = timings or self._timings
 
-    async def next(self, silence_s: float | None = None) -> Any:
-        """The next item, or None after the last; UnavailableError after `silence_s` without a sign of life."""
+    async def next(self, silence_s: float | None = None, until: float | None = None) -> Any:
+        """The next item, or None after the last. UnavailableError after `silence_s` without a sign of life,
+        DeadlineError at `until`, on the loop's clock."""
+        loop = asyncio.get_running_loop()
         while True:
-            async with serve_errors(self.role), self._bounded(silence_s):
-                try:
+            ends = [at for at in (None if silence_s is None else loop.time() + silence_s, until) if at is not None]
+            try:
+                async with asyncio.timeout_at(min(ends, default=None)) as bound:
                     item = await anext(self._response)
-                except StopAsyncIteration:
-                    return None
-            self.heard_at = asyncio.get_running_loop().time()
+            except StopAsyncIteration:
+                return None
+            except EngineDownError as error:
+                raise UnavailableError(f"the {self.role} engine is not available; try again") from error
+            except TimeoutError:
+                if not bound.expired():
+                    raise
+                if until is not None and bound.when() == until:
+                    raise DeadlineError(f"the answer of the {self.role} engine has not ended in time") from None
+                raise self._silent(silence_s) from None
+            self.heard_at = loop.time()
             if not isinstance(item, Alive):
                 return item
 
@@ -175,7 +186,10 @@ class Leg:
         except TimeoutError:
             if not bound.expired():
                 raise
-            raise UnavailableError(f"the {self.role} engine gave no sign of life for {silence_s:g} s") from None
+            raise self._silent(silence_s) from None
+
+    def _silent(self, silence_s: float | None) -> UnavailableError:
+        return UnavailableError(f"the {self.role} engine gave no sign of life for {silence_s:g} s")
 
     async def accepted(self) -> bool:
         """Whether a replica has the call; waits for it at most ACCEPT_S."""
@@ -207,7 +221,7 @@ async def choose(
 
     The first of `prefer` that has a place is taken, else the least busy. `roster` gets to know the role's replicas.
     """
-    async with deadline(timeout_s, f"waiting for a free {role} replica"), serve_errors(role):
+    async with deadline(timeout_s, f"waiting for a free {role} replica"):
         chosen = handle.choose_replica(avoid=frozenset(avoid), prefer=tuple(prefer), roster=roster)
         return await stack.enter_async_context(chosen)
 

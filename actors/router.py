@@ -52,7 +52,9 @@ class Router:
 
         Raises OverloadedError, UnavailableError or DeadlineError when decode gives no answer.
         """
-        attempts = Attempts(request, self.limits, Timing(self.limits.request_timeout_s), self._fleet)
+        attempts = Attempts(
+            request, self.limits, Timing(self.limits.request_timeout_s, request.arrived_at), self._fleet
+        )
         answer = Answer(attempts, await attempts.open(), self.metrics)
         try:
             yield answer

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from actors.answer import Answer
 from actors.attempts import ClientRequest
 from actors.handoff import Endpoint
+from actors.leg import deadline
 from actors.router import Router
 from actors.router_metrics import RouterMetrics
 from app.client_request import read_request
@@ -25,6 +26,9 @@ from app.traces import Traces
 from connectors.errors import TandemError
 
 logger = logging.getLogger(__name__)
+
+LAST_WORD_S = 5.0
+"""How long a client may take to let the end of its stream be sent."""
 
 RELAYED_HEADERS = frozenset({b"content-type", b"content-length", b"x-request-id"})
 """Response headers of the decode engine that reach the client."""
@@ -116,7 +120,7 @@ class Generate:
                 self._router.metrics.first_byte.labels(answer.route).observe(answer.first_byte_s)
             await self._begin(answer, head, observer, tally, send)
             if answer.start.streams:
-                await self._send_rest(body, send)
+                await self._send_rest(body, answer.left_s, send)
 
     async def _begin(self, answer: Answer, head: bytes, observer: Observer, tally: Tally, send: Send) -> None:
         status = answer.start.status
@@ -126,16 +130,22 @@ class Generate:
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": head, "more_body": answer.start.streams})
 
-    async def _send_rest(self, events: AsyncGenerator[bytes, None], send: Send) -> None:
+    async def _send_rest(self, events: AsyncGenerator[bytes, None], left_s: float, send: Send) -> None:
+        """Also a client that takes what it is sent, but slowly, has its places no longer than a request may take."""
+        last = b""
         try:
-            async for some in events:
-                await send({"type": "http.response.body", "body": some, "more_body": True})
+            async with deadline(left_s, "sending the answer"):
+                async for some in events:
+                    await send({"type": "http.response.body", "body": some, "more_body": True})
         except Exception as error:
             # The response has begun: whatever happens now can only be said in it.
             self._router.metrics.broken_streams.inc()
             logger.warning("a stream broke off: %s", error, exc_info=not isinstance(error, TandemError))
-            await send({"type": "http.response.body", "body": error_event(error, self._endpoint), "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            last = error_event(error, self._endpoint)
+        # Where not even that is taken, the server closes the connection, as the response is not whole.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORD_S):
+                await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 def _response_headers(answer: Answer) -> list[tuple[bytes, bytes]]:
