@@ -13,7 +13,7 @@ from http import HTTPStatus
 from typing import Any
 
 from actors.asgi_call import Call, Headers
-from actors.engines import Engines
+from actors.engines import Engines, Place
 from actors.handoff import Endpoint, Producer, decode_leg, prefill_leg, why_local
 from actors.journal import Journal
 from actors.ledger import RequestMarks
@@ -240,7 +240,8 @@ class Attempts:
             legs.push_async_callback(decode.close)
             opening = asyncio.create_task(decode.open(to_first_token=True), name=f"decode-opens-{transfer_id}")
             legs.push_async_callback(_end, opening)
-            await asyncio.wait({opening, prefill.broken, prefill.answered}, return_when=asyncio.FIRST_COMPLETED)
+            first: set[asyncio.Future[Any]] = {opening, prefill.broken, prefill.answered}
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             # From here on decode has what it waited for: it may be slow, but not silent.
             if not await self._heard(decode, {opening, prefill.broken}):
                 silence_s = self.limits.silence_timeout_s
@@ -300,7 +301,7 @@ class Attempts:
 
     async def _choose_pair(
         self, stack: AsyncExitStack, prefill_stack: AsyncExitStack, decision: Decision
-    ) -> tuple[Any, Any]:
+    ) -> tuple[Place, Place | None]:
         """Places on a decode and on a prefill replica; None for the latter when none is free in time."""
         fleet = self._fleet
         decode, prefill = await asyncio.gather(
@@ -325,7 +326,7 @@ class Attempts:
             raise prefill
         return decode, prefill
 
-    async def _choose_decode(self, stack: AsyncExitStack, decision: Decision) -> Any:
+    async def _choose_decode(self, stack: AsyncExitStack, decision: Decision) -> Place:
         self._decode_replica = None
         avoid = self._failed_decode | self._suspect_decode
         try:

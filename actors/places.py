@@ -144,7 +144,7 @@ class Places:
         self._leaving &= here
         for known in (self._others, self._refused):
             for name in known.keys() - here:
-                del known[name]  # type: ignore[attr-defined]
+                del known[name]
 
 
 def _now() -> float:

@@ -47,7 +47,7 @@ class Body:
 
 
 KINDS: tuple[type, ...] = (Accepted, Alive, ResponseStart, Chunk, Body, Failure)
-_DECODERS = [msgspec.msgpack.Decoder(kind) for kind in KINDS]
+_DECODERS: list[msgspec.msgpack.Decoder[Any]] = [msgspec.msgpack.Decoder(kind) for kind in KINDS]
 _ENCODER = msgspec.msgpack.Encoder()
 _ORDER = msgspec.msgpack.Decoder(Order)
 
