@@ -15,7 +15,9 @@ from typing import Any
 
 from actors.asgi_call import Accepted, Call
 from actors.engine import EngineDownError
+from actors.router import Router
 from actors.routing import Roster
+from configs.settings import RouterLimits
 
 Serve = Callable[[Call, int], AsyncGenerator[Any, None]]
 """What a replica does with the call that is its n-th (from 1)."""
@@ -130,6 +132,12 @@ class Handle:
     @property
     def calls(self) -> list[Call]:
         return [call for replica in self.replicas for call in replica.calls]
+
+
+def router_of(limits: RouterLimits, *handles: Handle) -> Router:
+    """The router before both roles' handles."""
+    engines: Any = handles
+    return Router(limits, *engines)
 
 
 async def at_rest(*handles: Handle) -> None:

@@ -15,7 +15,6 @@ from actors.engine import EngineDownError
 from actors.handoff import TRANSFER_FIELD
 from actors.journal import CannotResumeError, Chunk
 from actors.leg import DeadlineError, UnavailableError
-from actors.router import Router
 from tests.actors.behaviours import (
     EVENTS,
     LIMITS,
@@ -36,7 +35,7 @@ from tests.actors.behaviours import (
     transfers,
     well,
 )
-from tests.actors.fleet import Handle, Replica, at_rest
+from tests.actors.fleet import Handle, Replica, at_rest, router_of
 from tests.e2e.sse import said
 
 
@@ -285,7 +284,7 @@ async def test_a_stream_that_begins_before_its_kv_is_there():
         yield b"event: response.completed\ndata: {}\n\n"
 
     p, d = Handle([Replica("p0", slow_prefill)]), Handle([Replica("d0", eager)])
-    router = Router(LIMITS, p, d)
+    router = router_of(LIMITS, p, d)
     wanted = request()
     wanted = ClientRequest("/v1/responses", wanted.headers, wanted.raw, {**wanted.body, "input": "x"})
     answer, body = await ask(router, wanted)

@@ -133,7 +133,8 @@ async def test_a_call(world: World) -> None:
 async def test_a_call_that_fails(world: World, path: str, error: type[Exception]) -> None:
     """What was answered until then is there, then the error that it was."""
     async with AsyncExitStack() as stack:
-        call, found = await world.call(path, stack), []
+        call = await world.call(path, stack)
+        found: list[Any] = []
         with pytest.raises(error):
             await read(call, found)
     assert joined(found) == joined(ITEMS)
@@ -158,7 +159,8 @@ async def test_a_cancelled_call_ends_in_the_engine(world: World, came: int) -> N
 async def test_a_reader_that_is_cancelled_can_read_on(world: World) -> None:
     """A deadline between two items loses none of them."""
     async with AsyncExitStack() as stack:
-        call, found = await world.call("waits", stack), []
+        call = await world.call("waits", stack)
+        found: list[Any] = []
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(read(call, found), 0.3)
         world.served.go_on.set()
