@@ -6,7 +6,7 @@ the generator is the client's disconnect.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from contextlib import ExitStack
 from contextvars import Context
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from actors.journal import Journal
 from actors.ledger import EngineTimings
 from actors.pulse import Pulse
 
-Message = dict[str, Any]
+Message = MutableMapping[str, Any]
 AsgiApp = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Any]
 Headers = tuple[tuple[bytes, bytes], ...]
 

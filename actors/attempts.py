@@ -13,7 +13,7 @@ from http import HTTPStatus
 from typing import Any
 
 from actors.asgi_call import Call, Headers
-from actors.engines import Engines
+from actors.engines import Engines, Place
 from actors.handoff import Endpoint, Producer, decode_leg, prefill_leg, why_local
 from actors.journal import Journal
 from actors.ledger import RequestMarks
@@ -223,6 +223,11 @@ class Attempts:
             body = self.request.body
             prefill_call = self._call(prefill_leg(self.request.endpoint, body, transfer_id))
             decode_call = self._call(decode_leg(body, transfer_id, producer), journal)
+            decode: Leg | None = None
+            if decode_place.doubtful:
+                # A prompt computed for an engine that refuses it would keep others waiting, again and again.
+                decode = self._dispatch_decode(legs, decode_place, decode_call)
+                await decode.taken(self.limits.silence_timeout_s)
             journey.sent(decode_place.replica_id, prefill_place.replica_id)
             prefill = PrefillLeg(
                 Leg(
@@ -237,11 +242,12 @@ class Attempts:
                 prefill_legs.pop_all(),
             )
             legs.push_async_callback(prefill.close)
-            decode = Leg("decode", self._fleet.decode.dispatch(decode_place, decode_call))
-            legs.push_async_callback(decode.close)
+            if decode is None:
+                decode = self._dispatch_decode(legs, decode_place, decode_call)
             opening = asyncio.create_task(decode.open(to_first_token=True), name=f"decode-opens-{transfer_id}")
             legs.push_async_callback(_end, opening)
-            await asyncio.wait({opening, prefill.broken, prefill.answered}, return_when=asyncio.FIRST_COMPLETED)
+            first: set[asyncio.Future[Any]] = {opening, prefill.broken, prefill.answered}
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             # From here on decode has what it waited for: it may be slow, but not silent.
             if not await self._heard(decode, {opening, prefill.broken}):
                 silence_s = self.limits.silence_timeout_s
@@ -274,13 +280,18 @@ class Attempts:
             placed_at = time.monotonic()
             journey.sent(place.replica_id, None)
             call = Call("POST", self.request.endpoint, self.request.headers, self.request.raw, journal)
-            decode = Leg("decode", self._fleet.decode.dispatch(place, call))
-            legs.push_async_callback(decode.close)
+            decode = self._dispatch_decode(legs, place, call)
             opened = await decode.open(self.limits.silence_timeout_s)
             if opened.start.status < HTTPStatus.BAD_REQUEST:
                 journey.opened(opened.start.streams)
             timed = (None, began_at, placed_at, Pair(None, place.replica_id))
             return Attempt(opened, decode, decision, journey, legs.pop_all(), *timed)
+
+    def _dispatch_decode(self, legs: AsyncExitStack, place: Place, call: Call) -> Leg:
+        """The call, which ends with `legs`."""
+        decode = Leg("decode", self._fleet.decode.dispatch(place, call))
+        legs.push_async_callback(decode.close)
+        return decode
 
     def _begin(self) -> float:
         """A try begins now."""
@@ -301,7 +312,7 @@ class Attempts:
 
     async def _choose_pair(
         self, stack: AsyncExitStack, prefill_stack: AsyncExitStack, decision: Decision
-    ) -> tuple[Any, Any]:
+    ) -> tuple[Place, Place | None]:
         """Places on a decode and on a prefill replica; None for the latter when none is free in time."""
         fleet = self._fleet
         decode, prefill = await asyncio.gather(
@@ -326,7 +337,7 @@ class Attempts:
             raise prefill
         return decode, prefill
 
-    async def _choose_decode(self, stack: AsyncExitStack, decision: Decision) -> Any:
+    async def _choose_decode(self, stack: AsyncExitStack, decision: Decision) -> Place:
         self._decode_replica = None
         avoid = self._failed_decode | self._suspect_decode
         try:

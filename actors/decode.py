@@ -9,7 +9,7 @@ from pydantic import SecretStr
 from actors.acquaintance import LOOK_EVERY_S, OtherRole, ProbeParams, every, meet_s
 from actors.hosting import FIRST_REQUEST_TIMEOUT_S, EngineActor
 from actors.hosts import dead_hosts, watch_hosts
-from configs.settings import ServiceSettings
+from configs.settings import RoleName, ServiceSettings
 
 logger = logging.getLogger(__name__)
 
@@ -17,9 +17,9 @@ logger = logging.getLogger(__name__)
 class Decode(EngineActor):
     """An engine in the role of the consumer."""
 
-    role = "decode"
+    role: RoleName = "decode"
 
-    async def __init__(self, settings: ServiceSettings, fallback_secret: SecretStr) -> None:
+    async def __init__(self, settings: ServiceSettings, fallback_secret: SecretStr) -> None:  # type: ignore[misc]
         await super().__init__(settings, fallback_secret)
         await self.engine.warm_up(FIRST_REQUEST_TIMEOUT_S)
         # Before any prefill engine is met: nodes that are dead by then are none of ours.

@@ -30,13 +30,17 @@ class EngineError(TandemError):
     """A call failed in an engine's process, with an error that is none of the client's."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Place:
     """The right to make one call."""
 
     replica_id: str
     address: Address
     metadata: Mapping[str, Any]
+    doubtful: bool = False
+    """Whether the engine may well refuse it: other routers have its places."""
+    served: bool = False
+    """Whether the engine has taken the call."""
 
 
 class EngineCall:
@@ -96,6 +100,7 @@ class EngineCall:
         if isinstance(item, Failure):
             raise self._error(item)
         if isinstance(item, Accepted):
+            self._place.served = True
             self._places.heard(self._place.replica_id, item.ongoing)
         return item
 
@@ -155,13 +160,15 @@ class Engines:
             roster.attach(self._places.ongoing)
         while True:
             name = await self._places.take(avoid, prefer)
+            doubtful, place = self._places.doubtful(name), None
             try:
                 engine = engines_of(self._handle.deployment_id).get(name)
                 if engine is not None:  # it may have gone since it was chosen
-                    yield Place(name, engine.address, engine.metadata)
+                    place = Place(name, engine.address, engine.metadata, doubtful)
+                    yield place
                     return
             finally:
-                self._places.give_back(name)
+                self._places.give_back(name, served=place is not None and place.served)
 
     def dispatch(self, place: Place, call: Call, transfer_id: str | None = None, hold_s: float = 0.0) -> EngineCall:
         """Make the call of `place`; a prefill leg has a transfer, and is held after its answer for at most `hold_s`."""

@@ -31,7 +31,8 @@ class EngineActor:
 
     role: RoleName
 
-    async def __init__(self, settings: ServiceSettings, fallback_secret: SecretStr) -> None:
+    # Serve awaits it.
+    async def __init__(self, settings: ServiceSettings, fallback_secret: SecretStr) -> None:  # type: ignore[misc]
         """Start the engine; Serve calls the replica ready after this.
 
         Serve builds the application in a task on any node, which need not have the environment that the operator has

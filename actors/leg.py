@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ray.exceptions import (
     NodeDiedError,
@@ -26,6 +26,9 @@ from actors.journal import CannotResumeError, Chunk
 from actors.ledger import EngineTimings, LegMarks
 from actors.routing import Roster
 from connectors.errors import TandemError
+
+if TYPE_CHECKING:
+    from actors.engines import Engines, Place
 
 logger = logging.getLogger(__name__)
 
@@ -122,13 +125,17 @@ class Leg:
 
     async def start(self, silence_s: float | None = None) -> ResponseStart:
         """The response's status and headers."""
-        async with self._bounded(silence_s):
-            await asyncio.shield(self._accepted)
+        await self.taken(silence_s)
         item = await self.next(silence_s)
         if not isinstance(item, ResponseStart):
             raise UnavailableError(f"the {self.role} engine ended a request without an answer")
         self._answered(item.timings)
         return item
+
+    async def taken(self, silence_s: float | None = None) -> None:
+        """Wait until the engine has the call; RefusedError where it does not take it."""
+        async with self._bounded(silence_s):
+            await asyncio.shield(self._accepted)
 
     async def open(self, silence_s: float | None = None, to_first_token: bool = False) -> Opened:
         """Wait for the first bytes of a stream, or for the whole body of another response.
@@ -211,22 +218,24 @@ class Leg:
 async def choose(
     stack: AsyncExitStack,
     role: str,
-    handle: DeploymentHandle,
+    engines: "Engines",
     timeout_s: float,
     avoid: AbstractSet[str] = frozenset(),
     prefer: Sequence[str] = (),
     roster: Roster | None = None,
-) -> Any:
+) -> "Place":
     """Take a place on a replica of `role` that is not one to `avoid`, held until `stack` unwinds; bounded.
 
     The first of `prefer` that has a place is taken, else the least busy. `roster` gets to know the role's replicas.
     """
     async with deadline(timeout_s, f"waiting for a free {role} replica"):
-        chosen = handle.choose_replica(avoid=frozenset(avoid), prefer=tuple(prefer), roster=roster)
+        chosen = engines.choose_replica(avoid=frozenset(avoid), prefer=tuple(prefer), roster=roster)
         return await stack.enter_async_context(chosen)
 
 
-async def ask_all(role: str, handle: DeploymentHandle, method: str, timeout_s: float, *arguments: object) -> list[Any]:
+async def ask_all(
+    role: str, handle: "Engines | DeploymentHandle", method: str, timeout_s: float, *arguments: object
+) -> list[Any]:
     """What the replicas behind `handle` return from `method`; those that fail are left out, and all if one is late."""
     try:
         async with deadline(timeout_s, f"asking the {role} replicas"), serve_errors(role):

@@ -55,7 +55,7 @@ class Line(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self._lines.made(self)
         kept_alive(transport.get_extra_info("socket"))
-        transport.write(pack(Hello(self._address.key)))
+        self._transport.write(pack(Hello(self._address.key)))
 
     def data_received(self, data: bytes) -> None:
         """Asyncio's hook."""

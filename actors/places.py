@@ -17,7 +17,9 @@ from actors.routing import Engine, rank
 logger = logging.getLogger(__name__)
 
 REFUSED_S = 0.05
-"""How long an engine that has refused a call for want of places is left alone."""
+"""How long an engine that has refused a call for want of places is left alone; each time again, twice as long."""
+
+MOST_REFUSED_S = 1.0
 
 LOOK_AGAIN_S = 0.05
 """Between two looks for new engines, and for those that have refused, while requests wait."""
@@ -35,6 +37,16 @@ class Waiting:
     place: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
+@dataclass
+class Full:
+    """An engine whose places are taken, as far as is known here: of all requests one may ask it, now and then."""
+
+    ask_at: float
+    wait_s: float = REFUSED_S
+    asked: bool = False
+    """A request is there now, and has no answer yet."""
+
+
 class Places:
     """`look` tells which engines there are, by replica id."""
 
@@ -42,7 +54,7 @@ class Places:
         self._look = look
         self._taken: Counter[str] = Counter()
         self._others: dict[str, tuple[int, float]] = {}
-        self._refused: dict[str, float] = {}
+        self._full: dict[str, Full] = {}
         self._leaving: set[str] = set()
         self._waiting: list[Waiting] = []
         self._looking: asyncio.Task[None] | None = None
@@ -59,13 +71,11 @@ class Places:
 
     def ongoing(self) -> dict[str, int]:
         """For each engine that takes calls, how many it has, as far as is known here."""
-        now = _now()
-        found = {}
-        for name in self._look():
-            if name not in self._leaving:
-                others, said_at = self._others.get(name, (0, now))
-                found[name] = self._taken[name] + (others if now - said_at < REMEMBERED_S else 0)
-        return found
+        return {name: self._ongoing(name) for name in self._look() if name not in self._leaving}
+
+    def doubtful(self, name: str) -> bool:
+        """Whether an engine may well have no place, although one was given."""
+        return name in self._full
 
     async def take(self, avoid: AbstractSet[str] = frozenset(), prefer: Sequence[str] = ()) -> str:
         """A place with an engine that is not one to `avoid`; to be given back. Waits for it until cancelled.
@@ -95,35 +105,59 @@ class Places:
                 self._looking.cancel()
                 self._looking = None
 
-    def give_back(self, name: str) -> None:
-        """The call has ended, or was not made."""
+    def give_back(self, name: str, served: bool = True) -> None:
+        """The call has ended; or was not `served`: it was not made, or the engine did not take it."""
         self._taken[name] -= 1
         if not self._taken[name]:
             del self._taken[name]
+        if (full := self._full.get(name)) is not None:
+            full.asked = False
+            full.ask_at = _now() if served else full.ask_at
         self._serve_waiting()
 
     def heard(self, name: str, ongoing: int) -> None:
         """An engine has taken a call, and has so many now."""
         self._others[name] = (max(ongoing - self._taken[name], 0), _now())
+        self._full.pop(name, None)
+        self._serve_waiting()
 
     def full(self, name: str) -> None:
         """An engine has refused a call for want of places."""
-        self._refused[name] = _now() + REFUSED_S
+        now = _now()
+        known = self._full.setdefault(name, Full(now + REFUSED_S))
+        if known.asked:  # else this call was on its way with others
+            known.asked = False
+            known.wait_s = min(2 * known.wait_s, MOST_REFUSED_S)
+            known.ask_at = now + known.wait_s
 
     def leaving(self, name: str) -> None:
         """An engine takes no more calls, ever."""
         self._leaving.add(name)
 
+    def _ongoing(self, name: str) -> int:
+        others, said_at = self._others.get(name, (0, 0.0))
+        return self._taken[name] + (others if _now() - said_at < REMEMBERED_S else 0)
+
     def _grant(self, waiting: Waiting) -> bool:
         self._forget()
-        engines, ongoing = self._look(), self.ongoing()
+        engines, now = self._look(), _now()
         self._turn += 1
-        for name in rank(ongoing, self._turn, waiting.avoid, waiting.prefer):
-            if self._taken[name] < engines[name].places and self._refused.get(name, 0.0) <= _now():
-                self._taken[name] += 1
-                waiting.place.set_result(name)
-                return True
+        ranked = rank(self.ongoing(), self._turn, waiting.avoid, waiting.prefer)
+        ranked = [name for name in ranked if self._taken[name] < engines[name].places]
+        for name in ranked:
+            if name not in self._full and self._ongoing(name) < engines[name].places:
+                return self._give(waiting, name)
+        for name in ranked:
+            full = self._full.setdefault(name, Full(now))
+            if full.ask_at <= now and not full.asked:
+                full.ask_at, full.asked = now + full.wait_s, True
+                return self._give(waiting, name)
         return False
+
+    def _give(self, waiting: Waiting, name: str) -> bool:
+        self._taken[name] += 1
+        waiting.place.set_result(name)
+        return True
 
     def _serve_waiting(self) -> None:
         for waiting in [one for one in self._waiting if not one.place.done()]:
@@ -142,9 +176,9 @@ class Places:
         """What is known of engines that are gone."""
         here = self._look().keys()
         self._leaving &= here
-        for known in (self._others, self._refused):
+        for known in (self._others, self._full):
             for name in known.keys() - here:
-                del known[name]  # type: ignore[attr-defined]
+                del known[name]
 
 
 def _now() -> float:

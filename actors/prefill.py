@@ -13,15 +13,15 @@ from actors.asgi_call import Call
 from actors.handoff import Producer
 from actors.hosting import FIRST_REQUEST_TIMEOUT_S, CallItem, EngineActor
 from actors.wire import Order
-from configs.settings import ServiceSettings
+from configs.settings import RoleName, ServiceSettings
 
 
 class Prefill(EngineActor):
     """An engine in the role of the producer."""
 
-    role = "prefill"
+    role: RoleName = "prefill"
 
-    async def __init__(self, settings: ServiceSettings, fallback_secret: SecretStr) -> None:
+    async def __init__(self, settings: ServiceSettings, fallback_secret: SecretStr) -> None:  # type: ignore[misc]
         await super().__init__(settings, fallback_secret)
         self._held: set[str] = set()
         self._meet_s = meet_s(settings.transfer)

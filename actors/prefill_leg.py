@@ -82,10 +82,14 @@ class PrefillLeg:
         return self._ending
 
     async def _end_leg(self) -> None:
-        if self._holds_kv and await self._leg.accepted():
-            await self._discard(self._transfer_id)
-        await self._leg.close()
-        await self._place.aclose()
+        try:
+            if self._holds_kv and await self._leg.accepted():
+                await self._discard(self._transfer_id)
+        except Exception:
+            logger.exception("transfer %s cannot be discarded: its lease will end it", self._transfer_id)
+        finally:
+            await self._leg.close()
+            await self._place.aclose()
 
     async def _watch(self) -> None:
         outcome = "cancelled"

@@ -176,7 +176,12 @@ class ReplayingLLM(AsyncLLM):
     def _forced(self, params: SamplingParams, served: Served | None) -> SamplingParams:
         """`params` with the tokens that the call must repeat; such a field from a client counts for nothing."""
         replayed = [token for group in served.replay for token in group] if served else []
-        if replayed and params.logprobs is not None and self.model_config.logprobs_mode.startswith("processed"):
+        if (
+            served
+            and replayed
+            and params.logprobs is not None
+            and self.model_config.logprobs_mode.startswith("processed")
+        ):
             raise served.fail("the engine's logprobs_mode makes logprobs of what is drawn, not of the model")
         extra = {key: value for key, value in (params.extra_args or {}).items() if key != FORCED_TOKENS}
         if not replayed and extra == (params.extra_args or {}):

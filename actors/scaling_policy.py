@@ -53,7 +53,7 @@ class ScaleTogether:
             decode_need(_loads(decode, DecodeLoad), _queued(decode), self._settings),
         )
         bounds = _bounds(prefill), _bounds(decode)
-        wanted = [settle(need, bound, self._settings) for need, bound in zip(needs, bounds, strict=True)]
+        wanted = settle(needs[0], bounds[0], self._settings), settle(needs[1], bounds[1], self._settings)
         decided = together(*wanted, *bounds, self._settings)
         if decided != self._decided:
             self._decided = decided

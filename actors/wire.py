@@ -68,7 +68,7 @@ class End:
 
 KINDS: tuple[type, ...] = (Accepted, Alive, ResponseStart, Chunk, Body, Failure, End, Hello, Order, Cancel)
 _NUMBER = {kind: number for number, kind in enumerate(KINDS)}
-_DECODERS = tuple(msgspec.msgpack.Decoder(kind) for kind in KINDS)
+_DECODERS: tuple[msgspec.msgpack.Decoder[Any], ...] = tuple(msgspec.msgpack.Decoder(kind) for kind in KINDS)
 _ENCODER = msgspec.msgpack.Encoder()
 
 

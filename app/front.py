@@ -155,7 +155,7 @@ class Front:
 
         async def tell(message: Message) -> None:
             if self._leaving and message["type"] == "http.response.start":
-                message = message | {"headers": [*message.get("headers", ()), (b"connection", b"close")]}
+                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
             await send(message)
 
         return tell

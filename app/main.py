@@ -44,7 +44,8 @@ HEALTH_CHECK_PERIOD_S = 2.0
 class HttpRouter(RouterReplica):
     """The router with its HTTP surface: the ingress of the application."""
 
-    async def __init__(
+    # Serve awaits it.
+    async def __init__(  # type: ignore[misc]
         self,
         limits: RouterLimits,
         prefill: DeploymentHandle,
@@ -69,8 +70,8 @@ class HttpRouter(RouterReplica):
     async def __del__(self) -> None:
         """Serve's hook at the end of a replica's life, when no request from its proxies runs any more."""
         try:
-            if getattr(self, "_front", None) is not None:
-                await self._front.close()
+            if (front := getattr(self, "_front", None)) is not None:
+                await front.close()
         finally:
             await self.close()
 

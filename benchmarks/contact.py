@@ -240,7 +240,7 @@ def main() -> None:
         for number in range(arguments.rounds + 1):
             incarnation, our_port, their_port = pair.ask("new", "producer", number, shape)
             pair.ask_consumer("new", "consumer", number, shape)
-            took = {}
+            took: dict[str, float] = {}
             for way in ("ours", "upstream") if number % 2 else ("upstream", "ours"):
                 if way == "ours":
                     took[way] = pair.ask_consumer("ours_s", incarnation, our_port)

@@ -17,6 +17,7 @@ import argparse
 import json
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -97,7 +98,7 @@ class Bench:
             side.transport.close()
 
 
-def measure(run_bytes: int, total_bytes: int, repeats: int) -> dict[str, object]:
+def measure(run_bytes: int, total_bytes: int, repeats: int) -> dict[str, Any]:
     bench = Bench(run_bytes, total_bytes)
     kib = bench.runs.total_bytes / 1024
     times: dict[str, list[float]] = {name: [] for name in ("off", "full", "source", "target")}

@@ -57,7 +57,7 @@ class Side:
 
     def digest(self, ids: Ints) -> str:
         """Of the named blocks of all layers, in order."""
-        return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(self.memory[:, ids]))
+        return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(self.memory[:, ids]).data)
 
 
 def enter(fabric: Fabric, environment: Mapping[str, str]) -> None:

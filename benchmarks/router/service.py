@@ -49,7 +49,7 @@ class NoLLM:
 class Instant(Prefill):
     """Either role's actor, with everything but the engine. A decode actor is never asked for more than `call`."""
 
-    async def __init__(self, role: RoleName) -> None:
+    async def __init__(self, role: RoleName) -> None:  # type: ignore[misc]
         self.role = role
         self.replica = serve.get_replica_context().replica_id.unique_id
         self.running = 0

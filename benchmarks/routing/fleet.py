@@ -138,8 +138,8 @@ def replay(load: Load, policy: Policy, begin: Callable[[Load], Fleet]) -> list[O
     for request in load.requests:
         if request.after is None:
             fleet.at(request.at_s, "arrival", request.number)
-    for when, engine, factor in load.slowdowns:
-        fleet.at(when, f"slow {engine} {factor}", -1)
+    for when, slowed, by in load.slowdowns:
+        fleet.at(when, f"slow {slowed} {by}", -1)
     outcomes = []
     sent: dict[int, Job] = {}
     while happened := fleet.advance():

@@ -50,8 +50,9 @@ class Memory:
         self.num_blocks = layout.num_blocks
         self._base = min(region.address for region in layout.regions)
         self._span = max(region.end for region in layout.regions) - self._base
+        memory = memoryview((ctypes.c_uint8 * self._span).from_address(self._base))
         # One array from the first region to the last: only addresses of pages are ever read, never what lies between.
-        self._bytes: Bytes = np.frombuffer((ctypes.c_uint8 * self._span).from_address(self._base), np.uint8)
+        self._bytes: Bytes = np.frombuffer(memory, np.uint8)
         self._rows: dict[int, Bytes] = {}
 
     def feed(self, hasher: xxhash.xxh3_128, address: Ints, length: int) -> None:
@@ -63,12 +64,12 @@ class Memory:
         if len(address) * length >= _LONG_RUN_BYTES * len(starts):
             counts = np.diff(starts, append=len(address))
             for at, size in zip(offset[starts].tolist(), (counts * length).tolist(), strict=True):
-                hasher.update(self._bytes[at : at + size])
+                hasher.update(self._bytes[at : at + size].data)
             return
         rows = self._rows_of(length)
         step = max(1, _GATHER_BYTES // length)
         for first in range(0, len(offset), step):
-            hasher.update(rows[offset[first : first + step]])
+            hasher.update(rows[offset[first : first + step]].data)
 
     def _rows_of(self, length: int) -> Bytes:
         """A view in which row i is the ``length`` bytes at offset i."""
@@ -126,7 +127,7 @@ class TransferDigest:
         whole = xxhash.xxh3_128()
         for group, (*_, streams) in enumerate(self._groups):
             for number, stream in enumerate(streams):
-                whole.update(np.array([group, stream.first, self._fed_bytes[group][number]], "<i8"))
+                whole.update(np.array([group, stream.first, self._fed_bytes[group][number]], "<i8").data)
                 whole.update(self._hashers[group][number].digest())
         return whole.hexdigest()
 

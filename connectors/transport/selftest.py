@@ -148,7 +148,7 @@ def _receive(backends: list[str], devices: list[str], timeout_s: float, pipe: IO
     give_up_at = time.monotonic() + timeout_s
     while not transport.notifications():
         _rest(give_up_at, "the message after the write did not come")
-    print(json.dumps({"digest": hashlib.blake2b(memory).hexdigest()}), file=pipe)
+    print(json.dumps({"digest": hashlib.blake2b(memory.data).hexdigest()}), file=pipe)
     sys.stdin.read()  # until the parent has what it wants
 
 
@@ -177,7 +177,7 @@ def _send(backends: list[str], devices: list[str], timeout_s: float, pipe: IO[st
         _rest(give_up_at, "the write did not come to an end")
     seconds = time.monotonic() - began
     transport.notify(peer, b"written")
-    print(json.dumps({"digest": hashlib.blake2b(memory).hexdigest(), "seconds": seconds}), file=pipe)
+    print(json.dumps({"digest": hashlib.blake2b(memory.data).hexdigest(), "seconds": seconds}), file=pipe)
     while time.monotonic() < give_up_at:  # a message leaves only while NIXL is called; the parent ends this
         transport.notifications()
         time.sleep(POLL_S)

@@ -209,7 +209,7 @@ class Greeter:
             return self._memory
         if self._integrity == "full":
             remedy = "integrity: full needs both KV caches in host memory, set it to auto or off"
-            raise IncompatiblePeerError("memory of the KV cache", "DRAM", *memories, remedy)
+            raise IncompatiblePeerError("memory of the KV cache", "DRAM", ", ".join(sorted(memories)), remedy)
         return None
 
     def _plans(self, engine: EngineCard) -> dict[int, PairPlan]:

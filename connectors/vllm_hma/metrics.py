@@ -90,7 +90,7 @@ class TandemStats(KVConnectorStats):
             self.reset()
 
     def reset(self) -> None:
-        self.data = {"counts": {}, "ranks": {}, "arrivals": {}}
+        self.data: dict[str, Any] = {"counts": {}, "ranks": {}, "arrivals": {}}
 
     def count(self, counter: str, label: str, number: float = 1) -> None:
         labels = self.data["counts"].setdefault(counter, {})

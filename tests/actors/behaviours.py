@@ -14,7 +14,7 @@ from actors.handoff import TRANSFER_FIELD
 from actors.journal import Chunk, Group
 from actors.router import Router
 from configs.settings import RouterLimits, RoutingSettings
-from tests.actors.fleet import Handle, Replica
+from tests.actors.fleet import Handle, Replica, router_of
 
 JSON = ((b"content-type", b"application/json"),)
 EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"),)
@@ -130,7 +130,7 @@ def fleet(prefill: list[Any], decode: list[Any]) -> tuple[Router, Handle, Handle
     p = Handle([])
     p.replicas = [Replica(f"p{n}", prefills(lambda: p) if serve is well else serve) for n, serve in enumerate(prefill)]
     d = Handle([Replica(f"d{n}", fed(serve, p)) for n, serve in enumerate(decode)])
-    return Router(LIMITS, p, d), p, d
+    return router_of(LIMITS, p, d), p, d
 
 
 def well() -> None:

@@ -15,7 +15,9 @@ from typing import Any
 
 from actors.asgi_call import Accepted, Call
 from actors.engine import EngineDownError
+from actors.router import Router
 from actors.routing import Roster
+from configs.settings import RouterLimits
 
 Serve = Callable[[Call, int], AsyncGenerator[Any, None]]
 """What a replica does with the call that is its n-th (from 1)."""
@@ -37,6 +39,7 @@ class Replica:
 class Place:
     replica: Replica
     metadata: dict[str, Any]
+    doubtful: bool = False
 
     @property
     def replica_id(self) -> str:
@@ -94,6 +97,8 @@ class Handle:
         """For each transfer, whether its KV has arrived."""
         self.in_order = False
         """Whether the last of the free replicas is chosen, instead of one in turn."""
+        self.silent = False
+        """Whether Serve cannot reach anybody."""
         self._turn = 0
 
     @asynccontextmanager
@@ -119,6 +124,8 @@ class Handle:
 
     def broadcast(self, method: str, *arguments: Any) -> Handle:
         assert method == "discard"
+        if self.silent:
+            raise RuntimeError("Router is not initialized")
         self.discarded += arguments
         return self
 
@@ -130,6 +137,12 @@ class Handle:
     @property
     def calls(self) -> list[Call]:
         return [call for replica in self.replicas for call in replica.calls]
+
+
+def router_of(limits: RouterLimits, *handles: Handle) -> Router:
+    """The router before both roles' handles."""
+    engines: Any = handles
+    return Router(limits, *engines)
 
 
 async def at_rest(*handles: Handle) -> None:

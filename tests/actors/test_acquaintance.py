@@ -21,10 +21,13 @@ class Prefills:
 class Unstarted(Decode):
     """Made without an engine: nothing is to be ended."""
 
+    _prefill: Any
+    engine: Any
+
     def __init__(self) -> None:
         self._prefill, self.engine, self._met, self._meet_s = Prefills(), Engine(), set(), 1.0
 
-    def __del__(self) -> None:
+    def __del__(self) -> None:  # type: ignore[override]
         pass
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 from starlette.applications import Starlette
@@ -60,7 +61,8 @@ def application() -> Application:
 async def test_a_response_is_its_start_and_its_body(application):
     """Method, headers and body reach the application; status, headers and body come back."""
     call = Call("POST", "/echo", ((b"x", b"1"),), b"hello")
-    start, *body = [item async for item in call_asgi(application.asgi, call)]
+    items: list[Any] = [item async for item in call_asgi(application.asgi, call)]
+    start, *body = items
     assert isinstance(start, ResponseStart)
     assert start.status == 200
     assert (b"content-type", b"application/json") in start.headers
@@ -70,6 +72,7 @@ async def test_a_response_is_its_start_and_its_body(application):
 async def test_an_unknown_path_is_the_applications_answer(application):
     """A refusal is a response like any other."""
     start, *_ = [item async for item in call_asgi(application.asgi, Call("GET", "/nope"))]
+    assert isinstance(start, ResponseStart)
     assert start.status == 404
 
 
@@ -80,6 +83,7 @@ async def test_pieces_come_as_they_are_made(application):
         assert await anext(answer) == b"0;"
         await asyncio.sleep(0.1)
         piled = await anext(answer)
+    assert isinstance(piled, bytes)
     assert piled.startswith(b"1;2;3;")
 
 

@@ -15,7 +15,6 @@ from actors.engine import EngineDownError
 from actors.handoff import TRANSFER_FIELD
 from actors.journal import CannotResumeError, Chunk
 from actors.leg import DeadlineError, UnavailableError
-from actors.router import Router
 from tests.actors.behaviours import (
     EVENTS,
     LIMITS,
@@ -36,7 +35,7 @@ from tests.actors.behaviours import (
     transfers,
     well,
 )
-from tests.actors.fleet import Handle, Replica, at_rest
+from tests.actors.fleet import Handle, Replica, at_rest, router_of
 from tests.e2e.sse import said
 
 
@@ -122,6 +121,15 @@ async def test_what_an_engine_answers_is_the_answer(status):
     answer, _ = await ask(router, request())
     await at_rest(p, d)
     assert (answer.start.status, len(d.calls)) == (status, 1)
+
+
+async def test_a_transfer_that_cannot_be_discarded_leaves_nothing_here():
+    """Its lease ends it in the engine; the leg and its place are given back all the same."""
+    router, p, d = fleet([well], [answers(400, {"error": "no"})])
+    p.silent = True
+    answer, _ = await ask(router, request())
+    assert answer.start.status == 400
+    await at_rest(p, d)
 
 
 async def test_a_deadline_is_not_tried_again():
@@ -285,7 +293,7 @@ async def test_a_stream_that_begins_before_its_kv_is_there():
         yield b"event: response.completed\ndata: {}\n\n"
 
     p, d = Handle([Replica("p0", slow_prefill)]), Handle([Replica("d0", eager)])
-    router = Router(LIMITS, p, d)
+    router = router_of(LIMITS, p, d)
     wanted = request()
     wanted = ClientRequest("/v1/responses", wanted.headers, wanted.raw, {**wanted.body, "input": "x"})
     answer, body = await ask(router, wanted)

@@ -47,7 +47,9 @@ class CancelledAt:
         while True:
             self.waits += 1
             if self.waits == self._n:
-                asyncio.current_task().cancel()
+                task = asyncio.current_task()
+                assert task is not None
+                task.cancel()
             try:
                 value = yield waited_for
             except BaseException as error:
@@ -88,7 +90,7 @@ async def slow_to_answer(call: Call, _: int) -> AsyncGenerator[Any, None]:
     yield b"{}"
 
 
-STORIES = {
+STORIES: dict[str, tuple[list[Any], list[Any], ClientRequest]] = {
     "an answer": ([well], [slow_to_answer], request(stream=False)),
     "a stream": ([well], [short], request()),
     "decode alone": ([], [short], request()),

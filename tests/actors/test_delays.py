@@ -18,11 +18,10 @@ from actors.engine import EngineDownError
 from actors.handoff import TRANSFER_FIELD
 from actors.journal import Chunk
 from actors.ledger import Ledger
-from actors.router import Router
 from actors.stopwatch import Stopwatch
 from configs.settings import RouterLimits
 from tests.actors.behaviours import EVENTS, JSON, event, request
-from tests.actors.fleet import Handle, Replica, at_rest
+from tests.actors.fleet import Handle, Replica, at_rest, router_of
 
 DELAY_S = 0.25
 """Far above what anything else here takes."""
@@ -36,7 +35,7 @@ class Engines:
         self._computed = asyncio.Event()
         self.prefill = Handle([Replica("p0", self._prefill), Replica("p1", self._prefill)])
         self.decode = Handle([Replica("d", self._decode)])
-        self.router = Router(RouterLimits(), self.prefill, self.decode)
+        self.router = router_of(RouterLimits(), self.prefill, self.decode)
 
     async def stage(self, name: str) -> float:
         """Go through a stage; when it ended, on this host's clock."""
@@ -138,7 +137,7 @@ async def test_a_delay_of_a_local_request_is_in_its_part(stage, part):
     assert parts.keys() <= {"body", "router", "placing", "hops", "frontend", "decode_queue", "prefill"}
 
 
-async def test_waiting_for_a_place_is_in_its_part():
+async def test_waiting_for_a_place_is_in_its_part(monkeypatch):
     """Before anything is sent."""
     engines = Engines()
     choose = engines.decode.choose_replica
@@ -149,7 +148,7 @@ async def test_waiting_for_a_place_is_in_its_part():
         async with choose(**options) as place:
             yield place
 
-    engines.decode.choose_replica = late  # type: ignore[method-assign]
+    monkeypatch.setattr(engines.decode, "choose_replica", late)
     parts = (await ledger_of(engines, request())).parts
     assert max(parts, key=parts.__getitem__) == "placing", parts
 

@@ -25,7 +25,7 @@ from actors.routing import Engine
 from actors.wire import HEAD, Cancel, End, Failure, Hello, Order, Unpacker, pack
 
 CALL = Call("POST", "/v1/completions", body=b"{}")
-ITEMS = [Accepted("e", 1), Alive(), ResponseStart(200, ()), Chunk(b"one", ((1,),)), b"two" * 100_000]
+ITEMS: list[Any] = [Accepted("e", 1), Alive(), ResponseStart(200, ()), Chunk(b"one", ((1,),)), b"two" * 100_000]
 # What it says to use instead would double the tests of all files in this folder.
 pytestmark = pytest.mark.filterwarnings("ignore:Overriding the:pytest.PytestDeprecationWarning")
 
@@ -153,7 +153,8 @@ async def test_a_call(world: World) -> None:
 async def test_a_call_that_fails(world: World, path: str, error: type[Exception]) -> None:
     """What was answered until then is there, then the error that it was."""
     async with AsyncExitStack() as stack:
-        call, found = await world.call(path, stack), []
+        call = await world.call(path, stack)
+        found: list[Any] = []
         with pytest.raises(error):
             await read(call, found)
     assert joined(found) == joined(ITEMS)
@@ -178,7 +179,8 @@ async def test_a_cancelled_call_ends_in_the_engine(world: World, came: int) -> N
 async def test_a_reader_that_is_cancelled_can_read_on(world: World) -> None:
     """A deadline between two items loses none of them."""
     async with AsyncExitStack() as stack:
-        call, found = await world.call("waits", stack), []
+        call = await world.call("waits", stack)
+        found: list[Any] = []
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(read(call, found), 0.3)
         world.served.go_on.set()

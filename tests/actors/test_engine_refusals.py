@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fastapi import FastAPI
@@ -38,12 +39,13 @@ def engine(error: Exception) -> Engine:
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
-    llm = SimpleNamespace(errored=False, is_sleeping=awake)
+    llm: Any = SimpleNamespace(errored=False, is_sleeping=awake)
     return Engine(llm, app, StopFlag(), AsyncExitStack(), None, load=None, supervisor="")
 
 
 async def answer(error: Exception) -> tuple[int, bytes]:
-    start, *body = [item async for item in engine(error).serve(Call("POST", "/v1/responses"))]
+    items: list[Any] = [item async for item in engine(error).serve(Call("POST", "/v1/responses"))]
+    start, *body = items
     return start.status, b"".join(body)
 
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from actors.handoff import OUTPUT_ONLY, Producer, decode_leg, prefill_leg, why_local
+from actors.handoff import OUTPUT_ONLY, Endpoint, Producer, decode_leg, prefill_leg, why_local
 
-COMPLETIONS = "/v1/completions"
-CHAT = "/v1/chat/completions"
-RESPONSES = "/v1/responses"
+COMPLETIONS: Endpoint = "/v1/completions"
+CHAT: Endpoint = "/v1/chat/completions"
+RESPONSES: Endpoint = "/v1/responses"
 TURN = [{"role": "user", "content": "hi"}]
 PRODUCER = Producer(remote_engine_id="e1", remote_host="10.0.0.1", remote_port=4711, tp_size=2)
 

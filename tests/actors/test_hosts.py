@@ -93,7 +93,7 @@ async def test_a_node_that_dies_right_after_the_first_look_is_told(ray_says, mon
         assert len(ray_says) == 1, "an engine is met before Ray was asked which nodes are dead already"
 
     class Unended(Decode):
-        def __del__(self) -> None:
+        def __del__(self) -> None:  # type: ignore[override]
             pass
 
     monkeypatch.setattr(hosting, "Engine", Engine)

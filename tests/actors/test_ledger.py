@@ -214,7 +214,7 @@ def any_marks(draw: Any) -> RequestMarks:
     """Marks in any order and durations that make no sense: clocks that jump, engines that lie."""
     legs = [LegMarks(draw(moments), draw(moments), timings(draw)) for _ in range(2)]
     prefill = legs[0] if draw(st.booleans()) else None
-    at = [draw(moments) for _ in range(5)]
+    at: tuple[float, float, float, float, float] = draw(st.tuples(*[moments] * 5))
     return RequestMarks(*at, decode=legs[1], prefill=prefill, streams=draw(st.booleans()))
 
 

@@ -95,11 +95,81 @@ async def test_an_engine_that_refuses() -> None:
     here = Places(lambda: engines(a=5, b=5))
     here.full("a")
     assert [await here.take(prefer=["a"]) for _ in range(3)] == ["b"] * 3
+    await here.take(prefer=["b"])
+    await here.take(prefer=["b"])
     await asyncio.sleep(module.REFUSED_S * 1.5)
     assert await here.take(prefer=["a"]) == "a"
+    here.give_back("b")
     here.leaving("a")
     assert await here.take(prefer=["a"]) == "b"
     assert "a" not in here.ongoing()
+
+
+async def test_a_full_engine_is_asked_by_one_request_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later and later, until it takes a call or one of this router's ends there; then it is asked at once."""
+    now = 100.0
+    monkeypatch.setattr(module, "_now", lambda: now)
+    here = Places(lambda: engines(a=5))
+    assert [await here.take(), await here.take()] == ["a", "a"]
+    here.heard("a", 2)
+    assert not here.doubtful("a")
+    here.full("a")  # as another call found
+    for wait_s in (0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0):
+        waiting = [asyncio.create_task(here.take()) for _ in range(2)]
+        now += wait_s * 0.99
+        await asyncio.sleep(1.5 * module.LOOK_AGAIN_S)
+        assert await soon(*waiting) == [None, None]
+        now += wait_s * 0.02
+        await asyncio.sleep(1.5 * module.LOOK_AGAIN_S)
+        now += 60.0
+        await asyncio.sleep(1.5 * module.LOOK_AGAIN_S)
+        assert await soon(*waiting) == ["a", None], "one asks, however long its answer takes"
+        assert here.doubtful("a")
+        here.full("a")
+        here.give_back("a", served=False)
+        waiting[1].cancel()
+    waiting = [asyncio.create_task(here.take()) for _ in range(2)]
+    assert await soon(*waiting) == [None, None]
+    here.give_back("a")
+    assert await soon(*waiting) == ["a", None], "one asks"
+    here.heard("a", 2)
+    assert await soon(*waiting) == ["a", "a"], "and has found that there are places"
+
+
+async def test_who_asks_a_full_engine_and_leaves_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the next, in its turn."""
+    now = 100.0
+    monkeypatch.setattr(module, "_now", lambda: now)
+    here = Places(lambda: engines(a=5))
+    here.full("a")
+    now += 1.0
+    assert await here.take() == "a"
+    here.give_back("a", served=False)
+    waiting = asyncio.create_task(here.take())
+    assert await soon(waiting) == [None]
+    now += module.REFUSED_S
+    await asyncio.sleep(1.5 * module.LOOK_AGAIN_S)
+    assert await soon(waiting) == ["a"]
+
+
+async def test_places_of_other_routers_are_theirs() -> None:
+    """As many requests go to an engine as it has places that nobody else is known to have."""
+    here = Places(lambda: engines(a=5))
+    await here.take()
+    here.heard("a", 4)
+    waiting = [asyncio.create_task(here.take()) for _ in range(3)]
+    assert await soon(*waiting) == ["a", "a", None], "the second asks whether that is still so"
+    assert here.doubtful("a")
+    here.heard("a", 3)
+    assert await soon(*waiting) == ["a", "a", "a"]
+
+
+async def test_a_full_engine_is_nobodys_choice_while_another_has_places() -> None:
+    """Whoever would be preferred: asking costs time."""
+    here = Places(lambda: engines(a=5, b=5))
+    here.full("a")
+    await asyncio.sleep(module.REFUSED_S * 1.5)
+    assert await here.take(prefer=["a"]) == "b"
 
 
 async def test_calls_of_other_routers_count() -> None:
@@ -125,7 +195,7 @@ async def test_what_is_known_of_engines_that_are_gone_is_forgotten() -> None:
         del found[name]
         here.give_back(await here.take())
     assert not here._others
-    assert not here._refused
+    assert not here._full
     assert not here._leaving
 
 

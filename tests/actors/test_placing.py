@@ -14,10 +14,9 @@ from actors.asgi_call import Call, ResponseStart
 from actors.attempts import ClientRequest
 from actors.handoff import TRANSFER_FIELD
 from actors.journal import Chunk
-from actors.router import Router
 from configs.settings import RouterLimits, RoutingSettings
 from tests.actors.behaviours import EVENTS, JSON, counted, dies
-from tests.actors.fleet import Handle, Replica, at_rest
+from tests.actors.fleet import Handle, Replica, at_rest, router_of
 
 
 def limits(**routing: Any) -> RouterLimits:
@@ -32,7 +31,7 @@ class Engines:
         self.streaming = asyncio.Event()
         self.p = Handle([Replica(name, self.compute) for name in prefill])
         self.d = Handle([Replica(name, self.generate) for name in decode])
-        self.router = Router(rules, self.p, self.d)
+        self.router = router_of(rules, self.p, self.d)
 
     async def compute(self, call: Call, _: int) -> AsyncGenerator[Any, None]:
         body = json.loads(call.body)
@@ -66,6 +65,7 @@ class Engines:
         async with self.router.answer(wanted) as answer:
             whole = b"".join([some async for some in answer.body()])
             assert whole.count(b'"x"') == (body["max_tokens"] if answer.start.streams else 0)
+            assert answer.explanation is not None
             told = json.loads(answer.explanation)
             assert (answer.route, answer.local_reason) == (
                 told["route"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 
@@ -60,7 +61,7 @@ async def test_a_call_says_that_its_engine_lives(begun: bool) -> None:
     """Whatever it waits for; bytes are bytes all the same."""
     go = asyncio.Event()
 
-    async def app(scope, receive, send) -> None:  # type: ignore[no-untyped-def]
+    async def app(scope, receive, send) -> None:
         if begun:
             await send({"type": "http.response.start", "status": 200})
             await send({"type": "http.response.body", "body": b"some", "more_body": True})
@@ -72,7 +73,7 @@ async def test_a_call_says_that_its_engine_lives(begun: bool) -> None:
     async def ask() -> None:
         pass
 
-    items = []
+    items: list[Any] = []
     async with aclosing(call_asgi(app, Call("GET", "/"), pulse=Pulse(ask, every_s=0.001))) as answer:
         async for item in answer:
             items.append(item)

@@ -11,6 +11,7 @@ import socket
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -62,7 +63,7 @@ def exit_once(mark: Path) -> None:
 class Engine:
     """One role's actor without an engine."""
 
-    async def __init__(self, role: str) -> None:
+    async def __init__(self, role: str) -> None:  # type: ignore[misc]
         self.role = role
         self.door = Door(self.serve_order, places=100)
         self.address = await self.door.open("127.0.0.1", 0)
@@ -344,7 +345,7 @@ async def test_a_stream_outlives_its_actor(client, tmp_path, at):
 async def test_streams_outlive_a_rolling_restart(client):
     """Serve replaces each engine while streams run, and does not wait for them to end: no client sees it."""
     restarting = asyncio.create_task(asyncio.to_thread(deploy, 0.11))
-    replies = []
+    replies: list[Any] = []
     while not restarting.done() or len(replies) < 8:
         replies += await asyncio.gather(*(ask(client, "counts", stream=True) for _ in range(3)))
     await restarting

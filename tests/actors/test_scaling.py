@@ -99,7 +99,12 @@ def test_whole_engines(need, current, settled):
         ((8, 1), (6, 8), (1, 1), (6, 1)),  # but a lower bound is a lower bound
     ],
 )
-def test_the_ratio_is_kept(wanted, prefill_bounds, decode_bounds, decided):
+def test_the_ratio_is_kept(
+    wanted: tuple[int, int],
+    prefill_bounds: tuple[int, int],
+    decode_bounds: tuple[int, int],
+    decided: tuple[int, int],
+) -> None:
     """The role that is behind is raised; where it may not be, the other is held."""
     prefill, decode = Bounds(*prefill_bounds, wanted[0]), Bounds(*decode_bounds, wanted[1])
     assert together(*wanted, prefill, decode, EVEN) == decided

@@ -7,7 +7,7 @@ import json
 from collections import defaultdict
 from collections.abc import AsyncGenerator
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -69,7 +69,7 @@ async def test_a_transfer_that_hangs_is_left_with_both_its_ends():
 class Hung(asyncio.Event):
     """KV that never arrives, whatever prefill says."""
 
-    async def wait(self) -> bool:
+    async def wait(self) -> Literal[True]:
         await asyncio.sleep(60)
         return True
 

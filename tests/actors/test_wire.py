@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,8 @@ def test_an_item_as_bytes() -> None:
 @pytest.mark.parametrize("most", [1, 2, 7, 4096, 10**9])
 def test_items_in_pieces(most: int) -> None:
     """One byte at a time, in random pieces, all at once."""
-    data, unpacker, found = b"".join(map(pack, ITEMS)), Unpacker(), []
+    data, unpacker = b"".join(map(pack, ITEMS)), Unpacker()
+    found: list[Any] = []
     pieces = random.Random(most)
     while data:
         size = pieces.randint(1, most)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -11,6 +12,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
+from starlette.types import Message
 
 from actors.admission import Places
 from actors.leg import OverloadedError
@@ -40,7 +42,7 @@ class Surface:
         self.arrived = asyncio.Semaphore(0)
         self.metrics = RouterMetrics()
         app = Starlette(routes=[Route("/{path:path}", self._serve, methods=["GET", "POST"])])
-        router = SimpleNamespace(limits=LIMITS, metrics=self.metrics)
+        router: Any = SimpleNamespace(limits=LIMITS, metrics=self.metrics)
         self.guarded = Authenticated(app, router, [digest(key) for key in keys])
         transport = httpx.ASGITransport(self.guarded, raise_app_exceptions=False)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://tandem")
@@ -60,8 +62,8 @@ class Surface:
         return self.metrics.requests.labels("refused", "", status)._value.get()
 
 
-def bearer(key: str) -> dict[str, bytes]:
-    return {"Authorization": f"Bearer {key}".encode("latin-1")}
+def bearer(key: str) -> dict[bytes, bytes]:
+    return {b"Authorization": f"Bearer {key}".encode("latin-1")}
 
 
 @pytest.mark.parametrize(
@@ -115,12 +117,12 @@ async def test_probes_and_scrapers_need_no_key():
 async def test_open_paths_below_a_route_prefix():
     """Serve says under which prefix the application lies."""
     surface = Surface(KEYS)
-    sent: list[dict] = []
+    sent: list[Message] = []
 
-    async def receive() -> dict:
+    async def receive() -> Message:
         return {"type": "http.disconnect"}
 
-    async def send(message: dict) -> None:
+    async def send(message: Message) -> None:
         sent.append(message)
 
     for path, root_path in (("/tandem/health", "/tandem"), ("/tandem/health", "")):
@@ -194,8 +196,8 @@ def test_keys_from_settings_and_environment(monkeypatch):
 
 async def http_router(key_digests: tuple[bytes, ...]) -> httpx.AsyncClient:
     """A router's HTTP side as a replica in this process has it; `key_digests` is what its build has found."""
-    undecorated = HttpRouter.__mro__[1]  # Serve's wrapper tells the cluster that it is used
-    handle = SimpleNamespace(deployment_id="nobody's", options=lambda: handle)
+    undecorated: Any = HttpRouter.__mro__[1]  # Serve's wrapper tells the cluster that it is used
+    handle: Any = SimpleNamespace(deployment_id="nobody's", options=lambda: handle)
     router = undecorated.__new__(undecorated)
     await router.__init__(LIMITS, handle, handle, key_digests)
     transport = httpx.ASGITransport(router.__serve_build_asgi_app__())

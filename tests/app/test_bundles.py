@@ -74,7 +74,7 @@ def test_what_cannot_be_placed(role: dict[str, Any], message: str) -> None:
 class Idle:
     """In the place of an engine's actor: asks for what one asks for, starts nothing."""
 
-    async def __init__(self, settings: ServiceSettings, secret: SecretStr) -> None:
+    async def __init__(self, settings: ServiceSettings, secret: SecretStr) -> None:  # type: ignore[misc]
         self._settings = settings
 
     async def node(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Generator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -110,7 +111,8 @@ class Surface:
             handle.in_order = True
         if "late" in story:
             self.router.limits = LIMITS.model_copy(update={"prefill_timeout_s": 0.05})
-        self.http = build_http(self.router, [digest(KEY)])
+        router: Any = self.router
+        self.http: Any = build_http(router, [digest(KEY)])
         self.client = Client(self.wanted)
 
     def serve(self) -> asyncio.Task[None]:
@@ -128,7 +130,7 @@ class Surface:
         _closed(self.decode)
 
 
-def _taken(http: Any, router: Router) -> tuple[int, float, dict[bytes, int]]:
+def _taken(http: Any, router: Router) -> tuple[int, float, dict[Any, int]]:
     assert isinstance(http, Authenticated)
     return router._ongoing, router.metrics.ongoing._value.get(), dict(http._places._taken)
 
@@ -157,6 +159,10 @@ async def _whole(story: str) -> int:
     return waits
 
 
+def _cancel(serving: list[asyncio.Task[None]]) -> None:
+    serving[0].cancel()
+
+
 @pytest.mark.parametrize("ending", ["cancelled", "left"])
 @pytest.mark.parametrize("story", STORIES)
 async def test_at_each_suspension(story: str, ending: str) -> None:
@@ -169,7 +175,10 @@ async def test_at_each_suspension(story: str, ending: str) -> None:
         for n in range(1, waits + 1):
             surface = Surface(story)
             serving: list[asyncio.Task[None]] = []
-            acts = {"cancelled": lambda own=serving: own[0].cancel(), "left": surface.client.left.set}
+            acts: dict[str, Callable[[], object]] = {
+                "cancelled": partial(_cancel, serving),
+                "left": surface.client.left.set,
+            }
             loop.set_task_factory(Suspensions(n, acts[ending]))
             serving.append(surface.serve())
             await asyncio.wait(serving)

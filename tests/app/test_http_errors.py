@@ -24,7 +24,7 @@ from app.http_errors import BadRequestError, error_event, error_response
 def test_an_errors_response(error, status, kind, retry_after):
     """Status, type and, where trying again may help, when."""
     response = error_response(error, retry_after_s=7)
-    body = json.loads(response.body)["error"]
+    body = json.loads(bytes(response.body))["error"]
     assert (response.status_code, body["code"], body["type"]) == (status, status, kind)
     assert response.headers.get("retry-after") == retry_after
     assert body["param"] == ("n" if status == 400 else None)

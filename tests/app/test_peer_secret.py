@@ -3,6 +3,7 @@
 import asyncio
 import pickle
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
@@ -101,7 +102,7 @@ def test_an_engine_starts_with_the_secret_of_its_environment(monkeypatch):
     monkeypatch.setattr(hosting.serve, "get_replica_context", ReplicaContext)
     monkeypatch.setattr(hosting.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     for role in (Prefill, Decode):
-        replica = object.__new__(type("Unended", (role,), {"__del__": lambda self: None}))
+        replica: Any = object.__new__(type("Unended", (role,), {"__del__": lambda self: None}))
         with pytest.raises(Started):
             asyncio.run(role.__init__(replica, ServiceSettings(), SecretStr("made by the build")))
     assert [secret_of(settings) for settings in started] == [SECRET, SECRET]

@@ -1,5 +1,6 @@
 """What the launcher refuses before it starts anything."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,7 @@ SCALED = {"min_replicas": 1, "max_replicas": 2}
 POLICY = {"policy_function": "actors.scaling_policy:ScaleTogether", "policy_kwargs": {"tpot_s": 0.05}}
 
 
-def scaled(folder: Path, policy: dict[str, object], **roles: object) -> Path:
+def scaled(folder: Path, policy: Mapping[str, object], **roles: object) -> Path:
     config = yaml.safe_load(LOCAL.read_text())
     config["applications"][0]["autoscaling_policy"] = policy
     for role, replicas in roles.items():

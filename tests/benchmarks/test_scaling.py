@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,8 @@ def test_a_step_takes_longer_the_more_sequences_it_has():
     for one in both:
         one.prompt_done_s = 0.0
         decode.take(one)
-    now_s, ended = 0.0, []
+    now_s = 0.0
+    ended: list[Request] = []
     while len(ended) < 2:
         now_s += 0.01
         ended += decode.step(now_s, 0.01)
@@ -138,5 +140,6 @@ def test_a_recorded_load(tmp_path: Path):
         "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109"
     )
     load = from_file(file)
-    assert load.arrivals[1] == Arrival(pytest.approx(4.314579, abs=STEP_S / 1000), 396, 109)
+    at_s: Any = pytest.approx(4.314579, abs=STEP_S / 1000)
+    assert load.arrivals[1] == Arrival(at_s, 396, 109)
     assert len(from_file(file, rate=0.5).arrivals) == 1

@@ -17,9 +17,8 @@ from actors.attempts import ClientRequest
 from actors.engine import Engine, EngineDownError
 from actors.handoff import Endpoint
 from actors.journal import Chunk
-from actors.router import Router
 from configs.settings import RouterLimits, ServiceSettings
-from tests.actors.fleet import Handle, Replica
+from tests.actors.fleet import Handle, Replica, router_of
 from tests.e2e.streams import FRONTEND
 
 SETTINGS = ServiceSettings(
@@ -55,7 +54,7 @@ async def stream(engine: Engine, endpoint: Endpoint, body: dict[str, Any], dies_
 
     prefill, decode = Handle([]), Handle([Replica("heir", serve), Replica("mortal", die)])
     decode.in_order = True
-    router = Router(LIMITS, prefill, decode)
+    router = router_of(LIMITS, prefill, decode)
     request = ClientRequest(endpoint, HEADERS, json.dumps(body).encode(), body)
     async with router.answer(request) as answer:
         sent = b"".join([some async for some in answer.body()])

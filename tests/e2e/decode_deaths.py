@@ -169,7 +169,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="keep a JSON line for each death, the log and the trace here")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the service must not outlive this
-    victims = cycle(("core", "core", "actor"))
+    victims: Iterator[Victim] = cycle(("core", "core", "actor"))
     deaths = []
     folder = options.folder or Path(tempfile.mkdtemp(prefix="tandem-deaths-"))
     folder.mkdir(parents=True, exist_ok=True)

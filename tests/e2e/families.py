@@ -45,7 +45,7 @@ class Family:
 
 
 # A bfloat16 cache that another number of ranks has computed differs by rounding from one's own.
-_BFLOAT16 = {"engine": {"dtype": "bfloat16"}, "tolerance": 0.3}
+_BFLOAT16: dict[str, Any] = {"engine": {"dtype": "bfloat16"}, "tolerance": 0.3}
 _HALF, _WHOLE = {"block_size": 32}, {"block_size": 64}
 
 FAMILIES: dict[str, Family] = {

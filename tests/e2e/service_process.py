@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -83,7 +84,7 @@ class ServiceProcess:
         return left
 
 
-def write_config(base: str, folder: Path, **sections: dict[str, object]) -> Path:
+def write_config(base: str, folder: Path, **sections: Mapping[str, object]) -> Path:
     """A shipped configuration with some keys of its `args` sections replaced."""
     config = yaml.safe_load((ROOT / "configs" / base).read_text())
     for name, values in sections.items():

@@ -212,7 +212,12 @@ def merged(log: Path) -> list[tuple[str, tuple[int, int], dict[str, Any]]]:
     found = []
     for match in filter(None, map(MERGED.match, log.read_text().splitlines())):
         name, prefill, decode, equal, checked, worst, moved, movable, pools = match.groups()
-        report = {"checked": int(checked), "equal": int(equal), "moved": int(moved), "movable": int(movable)}
+        report: dict[str, Any] = {
+            "checked": int(checked),
+            "equal": int(equal),
+            "moved": int(moved),
+            "movable": int(movable),
+        }
         right, clean = equal == checked, pools == "block pools at baseline"
         verdict = ("works" if moved == movable else "recomputes") if right else "wrong"
         report |= {"verdict": verdict, "worst_logprob": float(worst), "reason": "" if clean else pools}

@@ -115,7 +115,7 @@ PRESETS = {
         settings=_NIXL_SETTINGS + f"; push_registration_timeout {_NIXL_LEASE_S} s (default 480)",
     ),
 }
-GENERIC = {"bound_s": 60.0, "lease_s": 30.0, "held_s": 60.0}
+GENERIC: dict[str, Any] = {"bound_s": 60.0, "lease_s": 30.0, "held_s": 60.0}
 
 
 def connector(text: str) -> Connector:

@@ -32,7 +32,7 @@ def altered(variant: str, params: Params, rng: random.Random, foreign_port: int)
         case "foreign port":
             _change(changed, "remote_port", lambda _: foreign_port)
         case "altered request id":
-            keys = [key for key in ("remote_request_id", "transfer_id") if key in changed]
+            keys: list[str] = [key for key in ("remote_request_id", "transfer_id") if key in changed]
             for key in keys:
                 changed[key] = changed[key][:-1] + ("0" if changed[key][-1] != "0" else "1")
             if not keys:

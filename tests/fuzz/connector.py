@@ -272,20 +272,24 @@ class Campaign:
         for one in self._open:
             one.close()
         for worker in (self.producer, self.consumer):
-            until(lambda worker=worker: not any(worker.runtime.census().values()), within_s=10 * LIMITS.lease_s)
-            runtime = worker.runtime
-            assert runtime._pump.alive
-            assert worker.server._thread.is_alive()
-            assert len(runtime._peers._guests) <= GUESTS
-            assert len(runtime._peers._plans) <= len(runtime._peers._guests)
-            assert len(worker.transport._metadata) <= GUESTS + 1  # type: ignore[attr-defined]
-            assert not runtime._producer._allowance.early
-            assert not runtime._producer._allowance.blocks
-            until(lambda runtime=runtime: not runtime._greeter._pending_hellos)
-            assert not runtime._greeter._answers
-            until(lambda worker=worker: not worker.server._open, within_s=15.0)
+            nothing_is_left_in(worker)
         assert not self.report.errors, self.report.errors[:3]
         assert self.report.growth_mib < MAX_GROWTH_MIB, self.report.text()
+
+
+def nothing_is_left_in(worker: Worker) -> None:
+    until(lambda: not any(worker.runtime.census().values()), within_s=10 * LIMITS.lease_s)
+    runtime = worker.runtime
+    assert runtime._pump.alive
+    assert worker.server._thread.is_alive()
+    assert len(runtime._peers._guests) <= GUESTS
+    assert len(runtime._peers._plans) <= len(runtime._peers._guests)
+    assert len(worker.transport._metadata) <= GUESTS + 1  # type: ignore[attr-defined]
+    assert not runtime._producer._allowance.early
+    assert not runtime._producer._allowance.blocks
+    until(lambda: not runtime._greeter._pending_hellos)
+    assert not runtime._greeter._answers
+    until(lambda: not worker.server._open, within_s=15.0)
 
 
 _runs = count()

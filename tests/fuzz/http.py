@@ -161,7 +161,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         # Short answers, so that the time goes into requests rather than tokens.
-        limits = {"engine": {"max_model_len": 512}, "router": {"request_timeout_s": BOUND_S}}
+        limits: dict[str, dict[str, object]] = {
+            "engine": {"max_model_len": 512},
+            "router": {"request_timeout_s": BOUND_S},
+        }
         service = ServiceProcess(write_config("local.yaml", folder, **limits), folder)
         service.start()
         try:

@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from actors.handoff import Endpoint
+
 MODEL = "tandem-demo"
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS: Endpoint = "/v1/completions"
+CHAT: Endpoint = "/v1/chat/completions"
 JSON_TYPE = {"content-type": "application/json"}
 
 ODD: tuple[Any, ...] = (

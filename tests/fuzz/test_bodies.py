@@ -4,12 +4,13 @@ import json
 
 import pytest
 
-from actors.handoff import Producer, decode_leg, prefill_leg, why_local
+from actors.handoff import Endpoint, Producer, decode_leg, prefill_leg, why_local
 from app.client_request import check_prompts, parse_body
 from app.http_errors import BadRequestError
 from tests.fuzz.requests import CHAT, COMPLETIONS, Requests, fields
 
 PRODUCER = Producer("engine", "127.0.0.1", 1, 1)
+ENDPOINTS: dict[str, Endpoint] = {COMPLETIONS: COMPLETIONS, CHAT: CHAT}
 
 
 def test_bodies_never_break_the_router() -> None:
@@ -17,7 +18,8 @@ def test_bodies_never_break_the_router() -> None:
     requests, outcomes = Requests(5), {"refused": 0, "local": 0, "split": 0}
     for _ in range(6000):
         case = requests.case()
-        if case.path not in (COMPLETIONS, CHAT):
+        endpoint = ENDPOINTS.get(case.path)
+        if endpoint is None:
             continue
         try:
             body = parse_body(case.content)
@@ -25,11 +27,11 @@ def test_bodies_never_break_the_router() -> None:
         except BadRequestError:
             outcomes["refused"] += 1
             continue
-        if why_local(case.path, body) is not None:
+        if why_local(endpoint, body) is not None:
             outcomes["local"] += 1
             continue
         outcomes["split"] += 1
-        for leg in (prefill_leg(case.path, body, "t"), decode_leg(body, "t", PRODUCER)):
+        for leg in (prefill_leg(endpoint, body, "t"), decode_leg(body, "t", PRODUCER)):
             assert parse_leg(leg)["kv_transfer_params"]["transfer_id"] == "t"
     assert min(outcomes.values()) > 200, outcomes
 

@@ -91,6 +91,8 @@ def recorded() -> dict[str, Labels]:
     for rule in rules():
         if "record" in rule:
             expression = promql_parser.parse(rule["expr"])
+            assert isinstance(expression, promql_parser.AggregateExpr)
+            assert expression.modifier is not None
             source = next(_selectors(expression)).name
             made[rule["record"]] = {name: emitted()[source].get(name, set()) for name in expression.modifier.labels}
     return made
@@ -161,6 +163,7 @@ def test_a_series_that_two_routers_report_counts_once(expression: str) -> None:
             inner = grouping.expr
             assert isinstance(inner, promql_parser.AggregateExpr), f"{grouping}: sums scrapes, not replicas"
             assert str(inner.op) == "max"
+            assert inner.modifier is not None
             kept = set(inner.modifier.labels)
             assert "replica" in kept
             # Labels that are left out would be a maximum over different series.

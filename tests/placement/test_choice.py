@@ -1,6 +1,8 @@
 """Which option is taken, and what options are expected to cost."""
 
 import json
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -49,7 +51,7 @@ def options(tokens=1024, answer=1, decode=(), prefill=(), held=(), **loads: Engi
     )
 
 
-ONE = {"decode": "d", "prefill": "p"}
+ONE: dict[str, Any] = {"decode": "d", "prefill": "p"}
 
 
 @pytest.mark.parametrize(
@@ -102,8 +104,7 @@ def test_decoding_by_hand():
 
 def test_calls_of_other_routers_count():
     """Serve knows of three calls on each that this router has not sent: two streams more, three prompts more."""
-    crowd = options(**ONE)
-    crowd.decode["d"], crowd.prefill["p"] = 3, 3
+    crowd = replace(options(**ONE), decode={"d": 3}, prefill={"p": 3})
     (estimate,) = crowd.remote
     assert estimate.queue_s == pytest.approx(3 * 1.14, abs=1e-5)
     assert estimate.handover_s == pytest.approx(0.1524 + 0.003)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.placement.decision import Estimate
 from actors.placement.planner import Planner
 from actors.placement.prompts import read_prompt
 from configs.settings import RoutingSettings
@@ -18,6 +19,11 @@ TWO = {"d": 0, "e": 0}
 def ids(count: int, first: int = 0):
     """A prompt of token ids."""
     return read_prompt({"prompt": list(range(first, first + count))})
+
+
+def known(estimate: Estimate | None) -> Estimate:
+    assert estimate is not None
+    return estimate
 
 
 def serve(planner: Planner, prompt, now: float, decode="d", prefill=None, prefill_s=1.0, handover_s=0.1, tokens=0):
@@ -60,7 +66,7 @@ def test_a_slow_prefill_replica_is_left_alone():
             now = serve(planner, ids(4000, n * 4000), now, prefill=prefill, prefill_s=seconds)
     first, second = (planner.decide(ids(4000, 10**6 + n), {"p": 0, "q": 0}, D, now) for n in range(2))
     assert first.prefill == second.prefill == ("p", "q")
-    assert first.chosen.compute_s == pytest.approx(0.4, rel=0.1)
+    assert known(first.chosen).compute_s == pytest.approx(0.4, rel=0.1)
     for n in range(4):
         planner.begin(ids(4000, 2 * 10**6 + n), "d", "p", now)
     assert planner.decide(ids(4000, 3 * 10**6), {"p": 0, "q": 0}, D, now).prefill == ("q", "p")
@@ -79,9 +85,9 @@ def test_a_second_turn_goes_where_the_first_is():
     now = serve(planner, ids(1000), 0.0, decode="e", prefill="p", tokens=600)
     decision = planner.decide(ids(1700), P, TWO, now)
     assert (decision.route, decision.decode[0]) == ("local", "e")
-    assert decision.chosen.uncached_tokens == 100
-    assert decision.other.prefill == "p"
-    assert decision.other.uncached_tokens == pytest.approx(740, abs=64)
+    assert known(decision.chosen).uncached_tokens == 100
+    assert known(decision.other).prefill == "p"
+    assert known(decision.other).uncached_tokens == pytest.approx(740, abs=64)
 
 
 def test_a_shared_beginning_is_found_on_prefill_replicas():
@@ -154,7 +160,8 @@ def test_a_replica_that_left_is_forgotten():
     planner.decide(ids(1000), {"q": 0}, D, 3.0)
     planner.ended(hanging, 3.0)
     planner.decide(ids(1000), {"q": 0}, D, 3.0)
-    assert planner.decide(ids(1000), {"q": 0}, TWO, 3.0, avoid=frozenset("d")).chosen.uncached_tokens == 1000
+    decision = planner.decide(ids(1000), {"q": 0}, TWO, 3.0, avoid=frozenset("d"))
+    assert known(decision.chosen).uncached_tokens == 1000
     assert planner.engines() == {"prefill": 0, "decode": 0, "pieces": 0}
 
 
@@ -162,7 +169,7 @@ def test_new_weights_keep_what_was_measured_and_new_assumptions_do_not():
     planner = Planner(RoutingSettings())
     for n in range(5):
         serve(planner, ids(1000, n * 1000), 10.0 * n, prefill="p", prefill_s=9.0)
-    seconds = lambda: planner.decide(ids(1000, 10**6), P, D, 50.0).other.compute_s  # noqa: E731
+    seconds = lambda: known(planner.decide(ids(1000, 10**6), P, D, 50.0).other).compute_s  # noqa: E731
     assert seconds() == pytest.approx(9.0, rel=0.1)
     planner.reconfigure(RoutingSettings(interference_weight=0.5, local_below_tokens=7, policy="never_remote"))
     assert planner.decide(ids(100), P, D, 50.0).policy == "never_remote"
@@ -174,7 +181,7 @@ def test_new_weights_keep_what_was_measured_and_new_assumptions_do_not():
 def test_what_broke_off_teaches_nothing():
     """A prefill replica that died, a client that left: no cost is learnt, and nothing is left of either."""
     planner = Planner(RoutingSettings(policy="always_remote"))
-    before = planner.decide(ids(1000, 5000), P, D, 500.0).chosen
+    before = known(planner.decide(ids(1000, 5000), P, D, 500.0).chosen)
     for n, answered in enumerate((False, True)):
         trip = planner.begin(ids(1000), "d", "p", 100.0 * n)
         if answered:
@@ -182,13 +189,13 @@ def test_what_broke_off_teaches_nothing():
         planner.ended(trip, 100.0 * n + 90, broken=True)
         planner.ended(trip, 100.0 * n + 90)
         planner.opened(trip, 100.0 * n + 95)
-    after = planner.decide(ids(1000, 5000), P, D, 500.0).chosen
+    after = known(planner.decide(ids(1000, 5000), P, D, 500.0).chosen)
     assert after.compute_s == pytest.approx(before.compute_s, rel=0.01)
     assert after.handover_s == before.handover_s
     assert after.queue_s == 0
     again = planner.decide(ids(1000), P, D, 500.0)
-    assert again.chosen.moved_tokens == 1000, "decode has not got it"
-    assert again.chosen.uncached_tokens < 100, "prefill has computed it the second time"
+    assert known(again.chosen).moved_tokens == 1000, "decode has not got it"
+    assert known(again.chosen).uncached_tokens < 100, "prefill has computed it the second time"
 
 
 bodies = st.one_of(
@@ -213,8 +220,9 @@ def test_any_day_ends_at_rest(days, seed):
         decision = planner.decide(prompt, prefill, TWO, now, session=dice.choice([None, "s"]))
         assert decision.local == (not decision.prefill)
         assert set(decision.decode) == {"d", "e"}
-        assert min(decision.chosen.ttft_s, decision.chosen.decoding_s, decision.chosen.interference_s) >= 0
-        assert 0 < decision.chosen.uncached_tokens <= decision.prompt_tokens
+        chosen = known(decision.chosen)
+        assert min(chosen.ttft_s, chosen.decoding_s, chosen.interference_s) >= 0
+        assert 0 < chosen.uncached_tokens <= decision.prompt_tokens
         open_trips.append(planner.begin(prompt, decision.decode[0], next(iter(decision.prefill), None), now))
         for trip in dice.sample(open_trips, dice.randrange(len(open_trips) + 1)):
             what = dice.choice([planner.prefilled, planner.opened, planner.ended])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -198,7 +199,7 @@ def runs_of(plans: Sequence[PairPlan], moves: Sequence[Moves]) -> list[Runs]:
     return [build_runs(plan, moves) for plan in plans]
 
 
-def with_field(layout: EngineLayout, group: int, **changes: object) -> EngineLayout:
+def with_field(layout: EngineLayout, group: int, **changes: Any) -> EngineLayout:
     """A layout whose group differs."""
     groups = list(layout.groups)
     groups[group] = replace(groups[group], **changes)

@@ -66,9 +66,10 @@ def sender(producer_tp: int, consumer_tp: int, layer: int, heads: int, head: int
 
 def first_needed(kind: str, window: int | None, resume: int) -> int:
     """The oldest token that the token at ``resume`` sees."""
-    if kind == "sliding":
-        return max(resume + 1 - window, 0)
-    return resume - resume % window if kind == "chunked" else 0
+    if kind not in ("sliding", "chunked"):
+        return 0
+    assert window is not None
+    return max(resume + 1 - window, 0) if kind == "sliding" else resume - resume % window
 
 
 def unit_tokens(case: Case, group: int) -> int:
@@ -134,14 +135,15 @@ def place_rank(case: Case, side: Side, rank: int, start: int) -> RankPlace:
         parts.append([places for places, _ in placed])
         spans.append([span for _, span in placed])
     if side.shared:
-        every = [place for group in parts for layer in group for place in layer]
-        stride = max(place.strides["B"] for place in every)
-        for place in every:
-            place.strides["B"] = stride
+        every = [one for group in parts for layer in group for one in layer]
+        stride = max(one.strides["B"] for one in every)
+        for one in every:
+            one.strides["B"] = stride
         tensors = [start + layer * (side.num_blocks * stride + 5) for layer in range(LAYERS)]
         regions = [(tensor, side.num_blocks * stride) for tensor in tensors]
         return RankPlace([tensors] * len(parts), parts, regions, tensors[-1] + side.num_blocks * stride + 5)
-    layers, regions = [], []
+    layers: list[list[int]] = []
+    regions = []
     for group in spans:
         layers.append([])
         for span in group:
@@ -211,7 +213,7 @@ def words_of(
         kernel, inside = np.divmod(inside, kept.block_tokens // kept.kernel_blocks)
         ids, row = np.asarray(kept.ids)[block], inside // part.row_tokens
     else:
-        ids, kernel, row = state_id, 0, rows
+        ids, kernel, row = np.asarray(state_id), np.asarray(0), rows
     found = []
     for first, parts in zip(rank.layers[group], rank.parts[group], strict=True):
         place = parts[number]
@@ -373,7 +375,7 @@ def transfer_moves(
         else:
             found.append((computed * LAYERS + LAYERS - 1, moves))
     assert not any(len(units) for units in delivery.pending or ())
-    return found, Order("r", "t", EngineAddress("", 1, "i"), case.end, "", blocks)
+    return found, Order("r", "t", EngineAddress("i", "", 1), case.end, "", blocks)
 
 
 def apply(case: Case, plans: dict[tuple[int, int], Any], moves: Any) -> tuple[Copied, dict[tuple[int, int], int]]:

@@ -83,6 +83,8 @@ ORDERS = ("BKPHR", "BKHPR", "BKRHP", "BKPRH", "PBKRH", "HBKPR", "PHBKR", "BPKHR"
 WINDOWS = (40, 24, 16, 65, 33, 1, 500)
 CHUNKS = (48, 64, 16, 40, 112, 1000)
 Sizes = Sequence[tuple[int, int]]
+Kept = tuple[int, int, tuple[str, ...], tuple[tuple[int, ...], ...]]
+"""A `Keeping` without its ids."""
 
 
 def make_case(
@@ -94,7 +96,8 @@ def make_case(
     start = choose((0, 0, 0, 64, 96))
     shared = choose((True, False)), choose((True, False))
     windows = {"sliding": choose(WINDOWS), "chunked": choose(CHUNKS)}
-    parts, keeping = [], ([], [])
+    parts: list[tuple[Part, ...]] = []
+    keeping: tuple[list[Kept], list[Kept]] = ([], [])
     for kind, size in zip(kinds, sizes, strict=True):
         if kind == "state":
             groups = choose((1, 2, 3))
@@ -124,11 +127,13 @@ def make_case(
         ids = [_take(choose, pool) for _ in range(sum(counts))]
         dealt = [Keeping(*kept, tuple(ids[sum(counts[:g]) :][: counts[g]])) for g, kept in enumerate(keeping[side])]
         sides.append(Side(tp[side], sum(counts) + 3, shared[side], tuple(dealt)))
+    producer, consumer = sides
     return Case(
         tuple(kinds),
         tuple(windows.get(kind) for kind in kinds),
         tuple(parts),
-        *sides,
+        producer,
+        consumer,
         prompt,
         start,
         end,

@@ -1,6 +1,7 @@
 """Regions, groups and pages: what is registered, and what a layout refuses to describe."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -85,7 +86,7 @@ def test_sizes_are_derived() -> None:
         {"row_stride_bytes": 9},
     ],
 )
-def test_impossible_pages_are_refused(change: dict[str, int]) -> None:
+def test_impossible_pages_are_refused(change: dict[str, Any]) -> None:
     """Sizes are positive and rows do not overlap; the error names the layer."""
     with pytest.raises(PlanError, match="layer 'a'"):
         replace(PAGES, **change)
@@ -118,7 +119,7 @@ def test_impossible_groups_are_refused(kind: GroupKind, block_tokens: int, windo
         ({"num_blocks": 5}, "layer 'a': its 5 pages do not lie inside one region"),
     ],
 )
-def test_impossible_layouts_are_refused(change: dict[str, object], says: str) -> None:
+def test_impossible_layouts_are_refused(change: dict[str, Any], says: str) -> None:
     """Ranks exist, groups are numbered, memory is of one place, and every page lies inside one region."""
     with pytest.raises(PlanError, match=says):
         replace(LAYOUT, **change)
@@ -138,7 +139,7 @@ def test_kernel_blocks_count_into_sizes() -> None:
 
 
 @pytest.mark.parametrize("change", [{"kernel_blocks": 1}, {"kernel_block_stride_bytes": 0}, {"kernel_blocks": 0}])
-def test_a_stride_belongs_to_several_kernel_blocks(change: dict[str, int]) -> None:
+def test_a_stride_belongs_to_several_kernel_blocks(change: dict[str, Any]) -> None:
     """One kernel block has no stride, several have one, and there is at least one."""
     with pytest.raises(PlanError, match="layer 'a'"):
         replace(SPLIT, **change)
@@ -191,7 +192,7 @@ def test_the_last_kernel_block_lies_inside_the_region(last: int, fits: bool) -> 
         {"kind": GroupKind.CHUNKED, "window_tokens": 0},
     ],
 )
-def test_windows_of_chunks_and_states(change: dict[str, object]) -> None:
+def test_windows_of_chunks_and_states(change: dict[str, Any]) -> None:
     """A chunk has a size, a state has none."""
     with pytest.raises(PlanError, match="a window belongs to sliding and chunked groups"):
         replace(FULL, **change)

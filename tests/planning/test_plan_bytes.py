@@ -4,13 +4,14 @@ The consumers' buffers start as canaries, so padding, foreign heads and unwanted
 """
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from connectors.errors import IncompatiblePeerError, PlanError
 from connectors.planning.descriptors import move_bytes
-from connectors.planning.layout import GroupKind
+from connectors.planning.layout import EngineLayout, GroupKind
 from connectors.planning.plan import check_compatible, plan_pair
 from connectors.planning.verify import prove_plans, verify_cover
 from tests.planning.builders import (
@@ -132,7 +133,7 @@ def test_swapped_head_slices_are_seen_by_the_oracle() -> None:
 BASE = make_rank(Shape(), 0, 1).layout
 
 
-def layer_changed(**changes: object) -> object:
+def layer_changed(**changes: Any) -> EngineLayout:
     pages = BASE.groups[1].layers
     return with_field(BASE, 1, layers=(pages[0], replace(pages[1], **changes)))
 
@@ -156,7 +157,7 @@ def layer_changed(**changes: object) -> object:
         (layer_changed(row_bytes=8), "row_bytes of layer 'layers.1.1'", "KV layout"),
     ],
 )
-def test_an_incompatible_peer_is_named(theirs: object, field: str, remedy: str) -> None:
+def test_an_incompatible_peer_is_named(theirs: EngineLayout, field: str, remedy: str) -> None:
     """The first difference is named, with both values and what to do; nothing is planned."""
     with pytest.raises(IncompatiblePeerError, match=remedy) as refusal:
         check_compatible(theirs, BASE)

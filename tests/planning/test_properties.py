@@ -1,6 +1,7 @@
 """Properties of plans over random layouts: equal to the oracle's bytes, covered exactly, and refused when broken."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ def shape_pairs(draw: st.DrawFn) -> tuple[Shape, Shape]:
         st.tuples(st.just(GroupKind.SLIDING), st.integers(1, 20), st.integers(1, 3)),
     )
     packed = draw(st.booleans())
-    common = {
+    common: dict[str, Any] = {
         "kv_heads": draw(st.integers(1, 8)),
         "rows": (rows := draw(st.integers(1, 4))),
         "block_tokens": rows,
@@ -42,7 +43,7 @@ def shape_pairs(draw: st.DrawFn) -> tuple[Shape, Shape]:
         "groups": tuple(draw(st.lists(group, min_size=1, max_size=3))),
     }
     styles = st.just("packed") if packed else st.sampled_from([style for style in STYLES if style != "packed"])
-    own = st.fixed_dictionaries(
+    own: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
         {
             "style": styles,
             "num_blocks": st.integers(4, 14),

@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -55,7 +56,7 @@ def test_a_fresh_interpreter_finds_nothing_heavy() -> None:
 @pytest.mark.parametrize("path", sources(), ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_sources_import_little(path: Path) -> None:
     """The standard library, numpy, and connectors.{errors,planning,protocol}; planning knows no protocol."""
-    ours = ("connectors.errors", "connectors.planning")
+    ours: tuple[str, ...] = ("connectors.errors", "connectors.planning")
     if path.parent.name == "protocol":
         ours += ("connectors.protocol",)
     for name in imported(path):
@@ -71,7 +72,7 @@ def test_no_clocks_threads_or_sockets(path: Path) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
-def test_package_files_hold_a_docstring(package: object) -> None:
+def test_package_files_hold_a_docstring(package: ModuleType) -> None:
     """``__init__`` says what the package is and imports nothing."""
     tree = ast.parse(Path(package.__path__[0], "__init__.py").read_text())
     assert ast.get_docstring(tree)

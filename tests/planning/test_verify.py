@@ -1,5 +1,6 @@
 """The proof accepts plans and refuses whatever has been done to them."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -15,13 +16,16 @@ TP_PAIRS = [(1, 1), (1, 2), (2, 1), (2, 4), (4, 2), (3, 2)]
 STYLES = ["packed", "head_major", "token_major"]
 
 
+Change = Callable[[GroupPlan], GroupPlan]
+
+
 def consumer_and_plans(tp: tuple[int, int], style: str) -> tuple[Rank, list[PairPlan]]:
     shape = Shape(style=style)
     consumers = make_engine(shape, tp[1])
     return consumers[-1], all_plans(make_engine(shape, tp[0]), consumers)[-1]
 
 
-def edit(plan: PairPlan, group: int, change: object) -> PairPlan:
+def edit(plan: PairPlan, group: int, change: Change) -> PairPlan:
     groups = list(plan.groups)
     groups[group] = change(groups[group])
     return replace(plan, groups=tuple(groups))
@@ -63,7 +67,7 @@ def stride(plan: GroupPlan) -> GroupPlan:
 @pytest.mark.parametrize("change", [drop, duplicate, shift, shorten, lengthen, other_layer, stride])
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("tp", TP_PAIRS)
-def test_mutated_plans_are_refused(tp: tuple[int, int], style: str, change: object) -> None:
+def test_mutated_plans_are_refused(tp: tuple[int, int], style: str, change: Change) -> None:
     """A plan is proved before it is trusted: bytes missing, doubled, moved or too many are refused."""
     consumer, plans = consumer_and_plans(tp, style)
     prove_plans(consumer.layout, plans)

@@ -1,5 +1,7 @@
 """A consumer's machine with one request for 4 blocks of an engine of two ranks, and what its tests do with it."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from connectors.planning.blocks import BlockSet, UnitShape
@@ -8,7 +10,7 @@ from connectors.protocol.actions import Send
 from connectors.protocol.consumer import Consumer, Order, Partner
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress
-from connectors.protocol.wire import Cancel, Fin, Peer
+from connectors.protocol.wire import Cancel, Fin, Offer, Peer
 
 LIMITS = TransferLimits(handshake_s=7, progress_s=10, cancel_s=2, lease_s=20, alive_s=1, fence_s=1)
 ENGINE = EngineAddress("engine-a", "host", 1)
@@ -37,6 +39,20 @@ def offered(*orders: Order) -> Consumer:
         consumer.start(each, 0.0)
     consumer.connected("engine-a", PARTNERS, 0.0)
     return consumer
+
+
+def sends(actions: Sequence[object]) -> list[Send]:
+    """The same, which must be messages to send."""
+    found = [action for action in actions if isinstance(action, Send)]
+    assert found == list(actions)
+    return found
+
+
+def offers(actions: Sequence[object]) -> list[Offer]:
+    """What is sent, which must be offers."""
+    found = [send.message for send in sends(actions) if isinstance(send.message, Offer)]
+    assert len(found) == len(actions)
+    return found
 
 
 def cancels(*peers: Peer) -> list[Send]:

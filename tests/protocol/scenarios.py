@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from connectors.planning.blocks import NULL_BLOCK, first_needed_token
 from connectors.planning.layout import GroupKind
@@ -18,8 +20,10 @@ from tests.protocol.simulated import (
     POOL,
     TICK_S,
     VERIFY_S,
+    ConsumerRank,
     Consumption,
     PrefillEngine,
+    ProducerRank,
     Violation,
     Weather,
 )
@@ -69,8 +73,8 @@ class Prefill:
         for rank in range(len(self.world.producers)):
             done = rng.uniform(0.01, lasts)
             if self.by_layers:
-                self.world.at(when + rng.uniform(0.005, done), lambda r=rank: self.first_layer_on(r))
-            self.world.at(when + done, lambda r=rank: self.computed_on(r))
+                self.world.at(when + rng.uniform(0.005, done), partial(self.first_layer_on, rank))
+            self.world.at(when + done, partial(self.computed_on, rank))
         return when + lasts + 0.001
 
     @property
@@ -192,7 +196,8 @@ def draw(seed: int) -> Schedule:
             clears_at=CLEARS_AT,
         )
     world = World(rng, producer_tp, consumer_tp, rng.choice([1, 2, 3, 4, 6]), weather, rng.random() < 0.8)
-    prefills, last = [], CLEARS_AT if not calm else 0.0
+    prefills: list[Prefill] = []
+    last = CLEARS_AT if not calm else 0.0
     numbers = itertools.count()
     for _ in range(rng.randint(1, 4)):
         last = max(last, add_request(world, prefills, rng, next(numbers), calm))
@@ -233,13 +238,13 @@ def add_request(
         for rank in range(len(world.consumers)):
             world.at(
                 when,
-                lambda r=rank: world.on_consumer(r, lambda m: m.release(transfer, world.prefill.address, world.now)),
+                partial(world.on_consumer, rank, lambda m: m.release(transfer, world.prefill.address, world.now)),
             )
     if chance(0.1):
         discards = when + rng.uniform(-1, 2)
         for rank in range(len(world.producers)):
             at = discards + rng.uniform(0, 0.1)
-            world.at(at, lambda r=rank: world.on_producer(r, lambda m: m.discard(transfer, world.now)))
+            world.at(at, partial(world.on_producer, rank, lambda m: m.discard(transfer, world.now)))
     if not chance(0.1):
         asked = "another prompt" if chance(0.05) else prompt
         prefix = 4 * rng.randint(0, (tokens - 1) // 4) if rng.random() < 0.3 else 0
@@ -269,7 +274,7 @@ def add_consumption(
         for rank in range(len(world.consumers)):
             world.at(
                 at + rng.uniform(0, 0.1),
-                lambda r=rank: world.on_consumer(r, lambda m: m.abort(name, world.now)),
+                partial(world.on_consumer, rank, lambda m: m.abort(name, world.now)),
             )
 
 
@@ -287,11 +292,15 @@ def add_death(world: World, rng: random.Random, side: str) -> float:
         world.counts[f"{side} engines started again"] += 1
         world.start_prefill() if side == "prefill" else world.start_decode()
 
+    def fall(ranks: Sequence[ProducerRank | ConsumerRank]) -> None:
+        for rank in ranks:
+            rank.alive = False
+
     def die() -> None:
         ranks = world.producers if side == "prefill" else world.consumers
         world.counts[f"{side} engines died"] += 1
         ranks[int(first * len(ranks))].alive = False
-        world.at(gone, lambda: [setattr(rank, "alive", False) for rank in ranks])
+        world.at(gone, lambda: fall(ranks))
         world.at(told, lambda: tell([rank.peer for rank in ranks]))
         if again:
             world.at(again, start_again)
@@ -364,7 +373,7 @@ def check_nothing_remains(schedule: Schedule) -> None:
     for prefill in schedule.prefills:
         if prefill.engine.alive:
             expected = [1] * len(world.producers) if prefill.held else []
-            sent = prefill.engine.sent.get(prefill.request_id, {})
+            sent: Mapping[int, int] = prefill.engine.sent.get(prefill.request_id, {})
             if list(sent.values()) != expected:
                 raise Violation(f"{prefill.request_id} (held: {prefill.held}): sent {sent}")
     for engine in (world.prefill, world.decode):

@@ -20,6 +20,7 @@ import itertools
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from connectors.planning.blocks import wanted_blocks
 from connectors.planning.heads import head_shares, partners
@@ -246,7 +247,7 @@ class World:
                     when = self.rng.uniform(0, lasts)
                     self.after(
                         when,
-                        lambda s=src, d=dst, at=layer: self.land(producer, target, write, s, d, at),
+                        partial(self.land, producer, target, write, src, dst, layer),
                     )
         self.after(lasts, lambda: self.written(producer, target, write.write_id, fails))
 
@@ -294,7 +295,7 @@ class World:
                 consumer.owner[block] = request_id
                 for producer, layer in itertools.product(range(self.producer_tp), range(LAYERS)):
                     consumer.memory[block, producer, layer] = STRANGER
-            self.after(self.rng.uniform(0, 0.1), lambda c=consumer: self.on(c, lambda m: m.start(order, self.now)))
+            self.after(self.rng.uniform(0, 0.1), partial(self.on, consumer, lambda m: m.start(order, self.now)))
 
     def on_consumer(self, rank: int, call: Callable[[ConsumerMachine], list[ConsumerAction]]) -> None:
         self.on(self.consumers[rank], call)
@@ -320,7 +321,7 @@ class World:
                     consumer.plans.discard(peer)
                 case Verify() as verify:
                     lasts = self.rng.uniform(0, VERIFY_S)
-                    self.after(lasts, lambda verify=verify: self.verified(consumer, verify))
+                    self.after(lasts, partial(self.verified, consumer, verify))
                 case Received(request_id, failure, quarantine):
                     self.received(consumer, self.consumptions[request_id], failure, quarantine)
                 case Freed(request_id):

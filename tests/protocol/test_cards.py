@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -22,12 +23,12 @@ from tests.planning.builders import Shape, make_rank, with_field
 IDENTITY = ModelIdentity("m0de1", "bfloat16", "auto", "0.32.0")
 
 
-def card(rank: int = 0, tp_size: int = 1, shape: Shape | None = None, **changes: object) -> WorkerCard:
+def card(rank: int = 0, tp_size: int = 1, shape: Shape | None = None, **changes: Any) -> WorkerCard:
     layout = make_rank(shape or Shape(), rank, tp_size).layout
     return replace(WorkerCard("engine-a", IDENTITY, layout, "nixl", b"\x00meta\xff"), **changes)
 
 
-def document(**changes: object) -> dict[str, object]:
+def document(**changes: object) -> dict[str, Any]:
     return json.loads(encode_worker_card(card())) | changes
 
 
@@ -99,7 +100,7 @@ def test_cards_that_are_no_engine_are_refused(cards: dict[int, WorkerCard], says
         ({"layout": make_rank(Shape(style="packed"), 0, 1).layout}, "packing of layer 'layers.0.0'", "KV layout"),
     ],
 )
-def test_differences_are_named(theirs: dict[str, object], field: str, remedy: str) -> None:
+def test_differences_are_named(theirs: dict[str, Any], field: str, remedy: str) -> None:
     """Model, dtype, cache dtype, version, transport, layout: field, our value, theirs, and what to do."""
     with pytest.raises(IncompatiblePeerError, match=remedy) as refusal:
         check_peers(card(**theirs), card())
@@ -188,7 +189,7 @@ def test_what_is_not_a_card_is_refused(payload: bytes) -> None:
         decode_worker_card(payload)
 
 
-def all_paths(node: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+def all_paths(node: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
     """The way to every field of a card."""
     if isinstance(node, dict):
         keys: list[str | int] = list(node)

@@ -8,7 +8,7 @@ from connectors.planning.blocks import UnitShape, empty_blocks
 from connectors.protocol.actions import Connect, Forget, Freed, Received, Send
 from connectors.protocol.consumer import Consumer, Order, Partner, expected_bytes, failures
 from connectors.protocol.params import EngineAddress
-from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Fin, Offer, Peer, Welcome
+from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Fin, Peer, Welcome
 from tests.protocol.consumption import (
     ENGINE,
     FIN0,
@@ -24,7 +24,9 @@ from tests.protocol.consumption import (
     cancels,
     empty,
     offered,
+    offers,
     order,
+    sends,
 )
 
 # ---- (none), CONNECTING ------------------------------------------------------------------------------------------
@@ -41,19 +43,18 @@ def test_connected_offers_to_every_partner() -> None:
     """CONNECTING + connected -> OFFERED, an Offer to each partner rank, with the order's blocks."""
     consumer = Consumer(GROUPS, LIMITS)
     consumer.start(order(), 0.0)
-    sends = consumer.connected("engine-a", PARTNERS, 1.0)
-    assert [send.peer for send in sends] == [P0, P1]
-    for send in sends:
-        assert isinstance(send.message, Offer)
-        assert (send.message.transfer_id, send.message.end_token, send.message.prompt_digest) == ("t", 9, "digest")
-        assert [group.ids.tolist() for group in send.message.groups] == [[4, 5, 6], [7]]
+    actions = consumer.connected("engine-a", PARTNERS, 1.0)
+    assert [send.peer for send in sends(actions)] == [P0, P1]
+    for offer in offers(actions):
+        assert (offer.transfer_id, offer.end_token, offer.prompt_digest) == ("t", 9, "digest")
+        assert [group.ids.tolist() for group in offer.groups] == [[4, 5, 6], [7]]
     assert consumer.census()["offered"] == 1
 
 
 def test_a_known_engine_is_offered_at_once() -> None:
     """The handshake is done once an engine start."""
     consumer = offered()
-    assert [send.peer for send in consumer.start(order("r2", "t2"), 1.0)] == [P0, P1]
+    assert [send.peer for send in sends(consumer.start(order("r2", "t2"), 1.0))] == [P0, P1]
 
 
 def test_connected_to_another_engine_changes_nothing() -> None:
@@ -379,7 +380,7 @@ def test_a_used_transfer_id_is_remembered() -> None:
         "again": "another request has this transfer; an id is for one request"
     }
     consumer.tick(28.5)
-    assert [send.peer for send in consumer.start(order("again"), 28.5)] == [P0, P1]
+    assert [send.peer for send in sends(consumer.start(order("again"), 28.5))] == [P0, P1]
 
 
 # ---- bytes --------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from tests.protocol.consumption import (
     PARTNERS,
     cancels,
     empty,
+    offers,
     order,
 )
 from tests.protocol.tally import Tally
@@ -39,8 +40,8 @@ def checked() -> Consumer:
     """A machine that has offered and asked both partners for digests."""
     consumer = Consumer(GROUPS, LIMITS)
     consumer.start(order(), 0.0)
-    sends = consumer.connected("engine-a", CHECKED, 0.0)
-    assert [send.message.digest for send in sends] == [True, True]
+    found = offers(consumer.connected("engine-a", CHECKED, 0.0))
+    assert [offer.digest for offer in found] == [True, True]
     return consumer
 
 
@@ -55,7 +56,7 @@ def test_nobody_is_asked_for_a_digest_that_is_not_wanted() -> None:
     """Integrity off: Offers do not ask, and a digest that comes anyway is not looked at."""
     consumer = Consumer(GROUPS, LIMITS)
     consumer.start(order(), 0.0)
-    assert [send.message.digest for send in consumer.connected("engine-a", PARTNERS, 0.0)] == [False, False]
+    assert [offer.digest for offer in offers(consumer.connected("engine-a", PARTNERS, 0.0))] == [False, False]
     consumer.message(P0, with_digest(FIN0, "f" * 32), 1.0)
     assert consumer.message(P1, FIN1, 1.0) == [Received("r", None)]
 

@@ -3,7 +3,20 @@
 from connectors.protocol.actions import Connect, Forget, Received, Send
 from connectors.protocol.consumer import Consumer
 from connectors.protocol.wire import Cancel, Cancelled, Fin, Peer
-from tests.protocol.consumption import ENGINE, FIN0, FIN1, GROUPS, LIMITS, OTHER, P0, P1, PARTNERS, offered, order
+from tests.protocol.consumption import (
+    ENGINE,
+    FIN0,
+    FIN1,
+    GROUPS,
+    LIMITS,
+    OTHER,
+    P0,
+    P1,
+    PARTNERS,
+    offered,
+    order,
+    sends,
+)
 
 # ---- who may be forgotten ------------------------------------------------------------------------------------------
 
@@ -34,7 +47,7 @@ def test_a_rank_that_the_owner_drops_amid_a_transfer() -> None:
     assert consumer.forget(ENGINE.incarnation) == []
     assert consumer.start(order("r2", "t2"), 2.0) == [Connect(ENGINE)]
     assert consumer.message(P1, FIN1, 3.0) == [Received("r", None)]
-    assert [send.peer for send in consumer.connected(ENGINE.incarnation, PARTNERS, 4.0)] == [P0, P1]
+    assert [send.peer for send in sends(consumer.connected(ENGINE.incarnation, PARTNERS, 4.0))] == [P0, P1]
 
 
 # ---- who is out of reach -------------------------------------------------------------------------------------------
@@ -52,7 +65,7 @@ def test_an_offer_that_cannot_be_sent() -> None:
     assert consumer.release("t4", ENGINE, 3.0) == [Connect(ENGINE)]
     assert consumer.connect_failed(ENGINE.incarnation, "no", 4.0) == [Received("r3", "no")]
     assert consumer.start(order("r5", "t5"), 5.0) == [Connect(ENGINE)]
-    assert [send.peer for send in consumer.connected(ENGINE.incarnation, PARTNERS, 6.0)][:2] == [P0, P1]
+    assert [send.peer for send in sends(consumer.connected(ENGINE.incarnation, PARTNERS, 6.0)[:2])] == [P0, P1]
     assert [type(action) for action in consumer.start(order("r6", "t6"), 7.0)] == [Send, Send]
 
 
@@ -61,7 +74,7 @@ def test_an_engine_out_of_reach_is_forgotten_like_others() -> None:
     consumer = offered()
     consumer.message(P0, FIN0, 1.0)
     consumer.message(P1, FIN1, 1.0)
-    (release, _) = consumer.release("t2", ENGINE, 1.0)
+    (release, _) = sends(consumer.release("t2", ENGINE, 1.0))
     consumer.undelivered(P0, release.message, 1.0)
     assert (consumer.knows(P0), consumer.knows(P1)) == (True, True)
     assert consumer.tick(1.0 + LIMITS.forget_s / 2) == [Forget(P0), Forget(P1)]

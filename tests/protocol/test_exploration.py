@@ -109,7 +109,7 @@ def test_broken_machines_are_found(
     machine: type,
     method: str,
     instead: Callable[..., list[Any]],
-    faults: dict[str, int],
+    faults: dict[str, Any],
     says: str,
 ) -> None:
     """Each of these mistakes breaks a promise in some interleaving, and the way there is told."""

@@ -1,5 +1,7 @@
 """Request parameters, prompt digests and limits: what a router or an operator hands in."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -135,7 +137,7 @@ def test_prompt_digests_tell_prompts_apart() -> None:
 
 @pytest.mark.parametrize("field", ["handshake_s", "progress_s", "cancel_s", "lease_s", "alive_s", "fence_s"])
 @pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan"), True, "5", None])
-def test_limits_are_positive_seconds(field: str, value: object) -> None:
+def test_limits_are_positive_seconds(field: str, value: Any) -> None:
     """No wait without an end, and no end before its begin; the error names the setting."""
     with pytest.raises(ConfigurationError, match=f"transfer.{field} must be a positive number of seconds"):
         TransferLimits(**{field: value})

@@ -2,6 +2,7 @@
 
 import weakref
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -84,7 +85,7 @@ def test_one_consumer_rank_does_not_disturb_another() -> None:
         ({"groups": (blocks([0, 3], [50, 51]), empty_blocks())}, "group 0 lies behind the last token"),
     ],
 )
-def test_offers_that_cannot_be_served(changes: dict[str, object], says: str) -> None:
+def test_offers_that_cannot_be_served(changes: dict[str, Any], says: str) -> None:
     """They are answered with Aborted and a reason, when the request is known; nothing is written."""
     wanted = offer(end_token=changes.get("end_token", 11), digest=changes.get("digest", "digest"))
     wanted = Offer("t", wanted.end_token, wanted.prompt_digest, changes.get("groups", wanted.groups))
@@ -150,7 +151,8 @@ def posted(producer: Producer, write: Write, total_bytes: int, now: float) -> li
 
 def test_fin_carries_the_digest_of_all_writes() -> None:
     """One digest a delivery, whatever the chunks."""
-    producer = asking(tallies := [])
+    tallies: list[Tally] = []
+    producer = asking(tallies)
     producer.message(C0, ASKING, 0.5)
     posted(producer, only_write(producer.progress("r", [[1, 2], [4, 5]], 8, 1.0)), 20, 1.5)
     fin = posted(producer, only_write(producer.progress("r", [[3], [6]], 12, 2.0)), 41, 2.5)
@@ -161,7 +163,8 @@ def test_fin_carries_the_digest_of_all_writes() -> None:
 
 def test_no_digest_unless_it_is_asked_for() -> None:
     """The offer decides."""
-    producer = asking(tallies := [])
+    tallies: list[Tally] = []
+    producer = asking(tallies)
     producer.message(C0, offer(), 0.5)
     write = only_write(producer.progress("r", *TABLES, 1.0))
     assert write.digest is None
@@ -178,7 +181,8 @@ def test_a_digest_that_cannot_be_made_is_refused() -> None:
 @pytest.mark.parametrize("ending", ["fin", "cancel", "failed write", "preempted", "discard", "not held", "peer lost"])
 def test_a_digest_goes_with_its_delivery(ending: str) -> None:
     """However a delivery ends, nobody holds its digest when its last write has ended."""
-    producer = asking(tallies := [])
+    tallies: list[Tally] = []
+    producer = asking(tallies)
     producer.message(C0, ASKING, 0.5)
     write = only_write(producer.progress("r", *TABLES, 1.0))
     kept = weakref.ref(tallies.pop())
@@ -302,6 +306,7 @@ def test_a_gone_transfer_answers_when_its_writes_have_ended(question: Cancel | O
     assert producer.finished("r", False, "the client left", 2.0) == []
     assert producer.message(C0, question, 2.5) == []
     (answer,) = finish_write(producer, write, 61, 3.0)
+    assert isinstance(answer, Send)
     assert isinstance(answer.message, Aborted | Cancelled)
     assert producer.message(C0, Cancel("t"), 4.0) == [Send(C0, Cancelled("t"))]
 

@@ -71,5 +71,10 @@ def write(sender: Agent, receiver: Agent, what: Runs) -> None:
 def receive(receiver: Agent, count: int, sender: Agent) -> list[tuple[str, bytes]]:
     """The next ``count`` messages."""
     messages: list[tuple[str, bytes]] = []
-    until(lambda: bool(messages.extend(receiver.transport.notifications())) or len(messages) >= count, [sender])
+
+    def arrived() -> bool:
+        messages.extend(receiver.transport.notifications())
+        return len(messages) >= count
+
+    until(arrived, [sender])
     return messages

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -37,6 +38,9 @@ DEADLINE_S = 30.0
 REGIONS = 2
 
 
+Machine = TypeVar("Machine", Producer, ConsumerMachine)
+
+
 def agent_name(peer: Peer) -> str:
     return f"{peer.incarnation}/{peer.rank}"
 
@@ -52,12 +56,12 @@ class Host:
 
 
 @dataclass
-class Worker:
+class Worker(Generic[Machine]):
     """One rank in one case: its layout over the host's memory, and its side's machine."""
 
     host: Host
     rank: Rank
-    machine: Producer | ConsumerMachine
+    machine: Machine
     plans: dict[Peer, PairPlan] = field(default_factory=dict)
     writes: dict[int, int] = field(default_factory=dict)
 
@@ -73,8 +77,8 @@ class Engines:
 
     def __init__(self, hosts: dict[Peer, Host], shapes: tuple[Shape, Shape], tp: tuple[int, int]) -> None:
         self.limits = TransferLimits()
-        self.prefill = [self._worker(hosts[Peer(PREFILL, r)], shapes[0], r, tp[0]) for r in range(tp[0])]
-        self.decode = [self._worker(hosts[Peer(DECODE, r)], shapes[1], r, tp[1]) for r in range(tp[1])]
+        self.prefill = [self._worker(Producer, hosts[Peer(PREFILL, r)], shapes[0], r, tp[0]) for r in range(tp[0])]
+        self.decode = [self._worker(ConsumerMachine, hosts[Peer(DECODE, r)], shapes[1], r, tp[1]) for r in range(tp[1])]
         self.sent: list[str] = []
         self.received: list[tuple[str, str | None]] = []
         self.bytes_written = 0
@@ -82,13 +86,9 @@ class Engines:
         self.verified = 0
         self._introduce(partners(tp[0], tp[1], self.decode[0].rank.layout.turns))
 
-    def _worker(self, host: Host, shape: Shape, rank: int, tp_size: int) -> Worker:
+    def _worker(self, side: type[Machine], host: Host, shape: Shape, rank: int, tp_size: int) -> Worker[Machine]:
         built = make_rank(shape, rank, tp_size, memory=host.memory)
-        groups = built.layout.groups
-        machine = (
-            Producer(groups, self.limits) if host.peer.incarnation == PREFILL else ConsumerMachine(groups, self.limits)
-        )
-        return Worker(host, built, machine)
+        return Worker(host, built, side(built.layout.groups, self.limits))
 
     def _introduce(self, pairs: tuple[tuple[int, int], ...]) -> None:
         """Both ends read each other's cards, check and plan; Hello and Welcome are cut short."""
@@ -171,7 +171,8 @@ class Engines:
 
     def turn(self) -> None:
         """One round on every rank: messages, writes, deadlines."""
-        for worker in (*self.prefill, *self.decode):
+        workers: list[Worker[Any]] = [*self.prefill, *self.decode]
+        for worker in workers:
             for sender, frame in worker.host.transport.notifications():
                 envelope = decode(frame)
                 assert sender == agent_name(envelope.sender)

@@ -7,6 +7,7 @@ vLLM itself.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,7 +65,7 @@ def pages_equal(consumers: list[Rank], producers: list[Rank], moves: list[Moves]
     assert compared
 
 
-def both(**changes: object) -> tuple[Shape, Shape]:
+def both(**changes: Any) -> tuple[Shape, Shape]:
     return replace(PRODUCER, **changes), replace(CONSUMER, **changes)
 
 
@@ -112,10 +113,10 @@ class Case:
         assert self.engines.received == [("d", None)] * everyone[0]
         assert self.engines.sent == ["p"] * everyone[1]
         assert self.engines.verified == self.engines.messages.count("fin") > 0
-        for worker in self.engines.decode:
-            assert not any(worker.machine.census().values())
-        for worker in self.engines.prefill:
-            assert {key: count for key, count in worker.machine.census().items() if count} == {"remembered": 1}
+        for consumer in self.engines.decode:
+            assert not any(consumer.machine.census().values())
+        for producer in self.engines.prefill:
+            assert {key: count for key, count in producer.machine.census().items() if count} == {"remembered": 1}
 
     def compare(self) -> None:
         """Pages against the producer's, whole buffers against the oracle's: canaries included, and no byte too many."""

@@ -40,7 +40,7 @@ def receiver(pipe: Connection) -> None:
     transport.register([Region(memory.ctypes.data, memory.nbytes, Place("DRAM", 0))])
     pipe.send((transport.metadata(), memory.ctypes.data))
     first_messages(transport)
-    pipe.send(hashlib.blake2b(memory).hexdigest())
+    pipe.send(hashlib.blake2b(memory.data).hexdigest())
     pipe.recv()
     transport.close()
 
@@ -67,7 +67,7 @@ def sender(pipe: Connection) -> None:
         polls += 1
         assert time.monotonic() < give_up_at
     transport.notify(peer, b"written")
-    pipe.send((polls, hashlib.blake2b(memory).hexdigest()))
+    pipe.send((polls, hashlib.blake2b(memory.data).hexdigest()))
     # Messages leave only while NIXL is called.
     while not pipe.poll(0.001):
         transport.notifications()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ def worker() -> Iterator[Callable[..., Worker]]:
     fabric = Fabric()
     made: list[Worker] = []
 
-    def make(name: str, **overrides: object) -> Worker:
+    def make(name: str, **overrides: Any) -> Worker:
         made.append(Worker(fabric, name, **overrides))
         return made[-1]
 

@@ -256,8 +256,8 @@ class Engine:
                 rank.sends[finished.request_id] = self.later()
         for receive in orders.receives:
             assert receive.request_id not in rank.receives, "received twice"
-            for table in receive.tables:
-                assert -(-receive.end_token // BLOCK_TOKENS) <= len(table)
+            for given in receive.tables:
+                assert -(-receive.end_token // BLOCK_TOKENS) <= len(given)
             rank.receives[receive.request_id] = self.later()
             first = -(-receive.start_token // BLOCK_TOKENS)
             blocks = {block for table in receive.tables for block in table[first:] if block}

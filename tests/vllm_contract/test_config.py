@@ -84,7 +84,7 @@ def test_without_rdma_ucx_uses_where_the_card_is_shown(advertised: bool, monkeyp
     monkeypatch.setattr("connectors.vllm_hma.config.has_rdma", lambda: False)
     assert config.net_devices == (name,)
     monkeypatch.setattr("connectors.vllm_hma.config.has_rdma", lambda: True)
-    assert config.net_devices == ()
+    assert not config.net_devices
 
 
 def test_rdma_devices_are_those_that_the_kernel_lists(tmp_path: Path) -> None:

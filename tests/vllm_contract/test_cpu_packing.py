@@ -95,6 +95,7 @@ def test_where_each_token_lies(isa: str, dtype: torch.dtype, kind: str, size: in
     for tokens in (32, 64, 96, 128):
         for half, found in enumerate(origins(isa, dtype, kind, size, tokens)):
             dims, granule = CPU_PACKING[isa][half].dims or size, CPU_PACKING[isa][half].tokens
+            assert granule is not None
             cut = found.view(size // dims, tokens // granule, granule * dims)
             token = cut // size - torch.arange(tokens // granule)[:, None] * granule
             dim = cut % size - torch.arange(size // dims)[:, None, None] * dims
@@ -155,5 +156,5 @@ def test_mla_keeps_plain_rows(backend: type[CPUMLAImpl | AMXMLAImpl], tokens: in
     expected = cache.clone().view(-1, 576)
     slots = torch.arange(tokens + 5) + tokens // 2
     expected[slots] = torch.cat([latent, rope[:, 0]], dim=1)
-    backend.do_kv_cache_update(None, latent, rope, cache, slots, "auto", None)  # type: ignore[arg-type]
+    backend.do_kv_cache_update(None, latent, rope, cache, slots, "auto", None)
     assert torch.equal(cache.view(-1, 576), expected)

@@ -92,6 +92,7 @@ def test_an_engine_without_a_secret_says_so(
     try:
         scheduler.publish({(0, 0): CardMetadata(card)})
         assert ("no secret is set" in caplog.text) == warned
+        assert scheduler._server is not None
         port = scheduler._server.port
         identity = derive_keys(config.get("secret", "")).identity
         assert fetch_card("127.0.0.1", port, "p", 5.0, identity).incarnation == "p"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,7 +51,8 @@ def test_a_request_gets_its_tokens_one_after_the_other_and_is_then_free() -> Non
 def test_rows_move_and_are_taken_over() -> None:
     """A row's next request is not forced by what its last one was told."""
     processor = ForcedTokens(None, torch.device("cpu"), False)
-    one, two = (params(1), [0], []), (params(2), [0], [])
+    one: tuple[Any, ...] = (params(1), [0], [])
+    two: tuple[Any, ...] = (params(2), [0], [])
     processor.update_state(update(3, added=((0, *one), (1, params(), [0], []), (2, *two))))
     assert rows(processor, 3) == [1, None, 2]
     processor.update_state(update(3, moved=((0, 2, MoveDirectionality.SWAP),)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ def peer(name: str) -> Peer:
     return Peer(name, 0)
 
 
-def full(busy: set[str] = frozenset()) -> Guests:
+def full(busy: AbstractSet[str] = frozenset()) -> Guests:
     """Places for three: a and b have said hello, c has offered."""
     table = Guests(lambda one: one.incarnation in busy, most=3)
     for name in "abc":

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from connectors.errors import ConfigurationError
+from connectors.errors import ConfigurationError, IncompatiblePeerError
 from connectors.planning.descriptors import Runs
 from connectors.planning.layout import Place
+from connectors.protocol.cards import EngineCard, WorkerCard
 from connectors.transport.digest import TransferDigest
 from connectors.transport.memory import Fabric, MemoryTransport
 from connectors.vllm_hma.config import ConnectorConfig
@@ -134,13 +135,16 @@ def test_a_verification_that_breaks_ends_the_request(
     assert transfer(producer, consumer) == (set(), {"r"}, {"r"})
 
 
+def in_vram(card: WorkerCard) -> WorkerCard:
+    """It says that its cache is on a GPU."""
+    regions = tuple(dataclasses.replace(region, place=Place("VRAM", 0)) for region in card.layout.regions)
+    return dataclasses.replace(card, layout=dataclasses.replace(card.layout, regions=regions))
+
+
 def on_a_gpu(worker: Worker) -> WorkerRuntime:
-    """A runtime whose card says that its cache is on a GPU."""
-    layout = worker.card.layout
-    regions = tuple(dataclasses.replace(region, place=Place("VRAM", 0)) for region in layout.regions)
-    card = dataclasses.replace(worker.card, layout=dataclasses.replace(layout, regions=regions))
+    """A runtime whose card says so."""
     config = ConnectorConfig(integrity=worker.integrity)
-    return WorkerRuntime(config, card, worker.transport, StepFence(torch.device("cpu")))
+    return WorkerRuntime(config, in_vram(worker.card), worker.transport, StepFence(torch.device("cpu")))
 
 
 def test_full_is_refused_where_the_host_cannot_read(worker: Callable[..., Worker]) -> None:
@@ -163,3 +167,11 @@ def test_a_producer_on_a_gpu(worker: Callable[..., Worker], caplog: pytest.LogCa
         producer.step(expects=[Expect("q", "t", 7, DIGEST)])
         producer.step(chunks=[Chunk("q", ((1, 2),), 7)])
         assert results(consumer) == (set(), {"r"}, set())
+
+
+def test_a_producer_whose_ranks_differ_is_refused_by_name(worker: Callable[..., Worker]) -> None:
+    """Some in host memory, some not: all that there is, is told."""
+    consumer = worker("c", integrity="full")
+    producer = EngineCard("p", (consumer.card, in_vram(consumer.card)))
+    with pytest.raises(IncompatiblePeerError, match="this engine has 'DRAM', the peer 'DRAM, VRAM'"):
+        consumer.runtime._greeter._memory_to_check(producer)

@@ -6,6 +6,7 @@ import dataclasses
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
@@ -41,7 +42,7 @@ def test_a_malformed_host_ends_no_thread(refusing: int, monkeypatch: pytest.Monk
             bad = EngineAddress(f"bad {number}", host, refusing)
             gone = EngineAddress(f"gone {number}", "127.0.0.1", refusing)
             watcher.watch({bad, gone})
-            until(lambda gone=gone: gone.incarnation in lost)
+            until(partial(lost.__contains__, gone.incarnation))
         assert not [name for name in lost if name.startswith("bad")]
         assert not broken
     finally:

@@ -48,7 +48,7 @@ async def test_groups_come_back_as_they_were(seed: int) -> None:
                 await asyncio.sleep(0)
 
     producing = asyncio.create_task(produce())
-    read = []
+    read: list[RequestOutput] = []
     while not read or not read[-1].finished:
         read.append(await collector.get())
         for _ in range(rng.choice((0, 0, 2))):

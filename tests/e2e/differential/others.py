@@ -31,7 +31,7 @@ FRAMEWORK = "vLLM leaves it to its web framework, which answers in a form of its
 
 def cache_cases() -> Iterator[Case]:
     """The same prompt again, the next turn of a chat, a salt: `cached_tokens` of each, which starts from nothing."""
-    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    usage: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     for path, build in BUILDERS.items():
         for facts in (5, 14, 60):
             for stream in (False, True):
@@ -51,14 +51,14 @@ def cache_cases() -> Iterator[Case]:
     name = f"{COMPLETIONS} longer and longer"
     yield Case(name, tuple(request(COMPLETIONS, completion(name, facts)) for facts in (10, 40, 90)), "remote")
     name = f"{COMPLETIONS} salted"
-    salts = ({"cache_salt": "a"}, {"cache_salt": "b"}, {"cache_salt": "a"}, {})
+    salts: tuple[dict[str, Any], ...] = ({"cache_salt": "a"}, {"cache_salt": "b"}, {"cache_salt": "a"}, {})
     yield Case(name, tuple(request(COMPLETIONS, completion(name, **salt)) for salt in salts), "remote")
     name = f"{COMPLETIONS} with and without the adapter"
-    models = ({}, {"model": ADAPTER}, {"model": ADAPTER}, {})
+    models: tuple[dict[str, Any], ...] = ({}, {"model": ADAPTER}, {"model": ADAPTER}, {})
     yield Case(name, tuple(request(COMPLETIONS, completion(name, **model)) for model in models), "remote", alone=True)
     name = f"{COMPLETIONS} alone, then apart"
-    several = {"n": 2, "temperature": 1.0, "seed": 5}
-    both = (several, {}, {"echo": True}, several)
+    several: dict[str, Any] = {"n": 2, "temperature": 1.0, "seed": 5}
+    both: tuple[dict[str, Any], ...] = (several, {}, {"echo": True}, several)
     yield Case(name, tuple(request(COMPLETIONS, completion(name, **more)) for more in both), "local")
 
 

@@ -146,7 +146,7 @@ AT: dict[str, dict[str, Any]] = {
     },
 }
 
-OF_THE_ROUTER = (("n", 100_000), ("structured_outputs", "x"), ("structured_outputs", []))
+OF_THE_ROUTER: tuple[tuple[str, Any], ...] = (("n", 100_000), ("structured_outputs", "x"), ("structured_outputs", []))
 """Wrong values that the router refuses itself, and vLLM too."""
 
 BREAKS = "vLLM's Responses API lets the engine's refusal through within a stream, and the connection breaks"
@@ -188,7 +188,7 @@ def wrong_cases() -> Iterator[Case]:
                     name = f"{path} wrong {field}: {shown}"
                     wrong = request(path, build(name, **{field: value}))
                     ours = OURS if (field, value) in OF_THE_ROUTER else ""
-                    words = {"message_differs": ours, "only_status": ours if field == "n" else ""}
+                    words: dict[str, Any] = {"message_differs": ours, "only_status": ours if field == "n" else ""}
                     yield Case(name, (wrong,), **words)
                     if value is values[0] and field not in ("stream", "stream_options"):
                         name += ", streamed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from tests.protocol.exhaustive.transfers import LAYER_WISE, NEVER, PLAIN, PREEMPTED, Budget, Scenario
 
@@ -19,7 +20,7 @@ def quick() -> Iterator[Scenario]:
         yield scenario(1, 1, legs, early=NEVER, drop=1, double=1, fail=1)
         yield scenario(1, 1, legs, early=NEVER, integrity=True, drop=1, fail=1)
         for end in ENDINGS:
-            yield scenario(1, 1, legs, early=NEVER, drop=1, double=1, **{end: 1})
+            yield scenario(1, 1, legs, early=NEVER, drop=1, double=1, **one(end))
     yield scenario(1, 1, "layer-wise", early=NEVER, integrity=True, drop=1)
     yield scenario(1, 1, "layer-wise", early=NEVER, abort=1)
     yield scenario(1, 1, "plain", early=NEVER, hang=1, drop=1)
@@ -30,7 +31,7 @@ def quick() -> Iterator[Scenario]:
     yield scenario(1, 1, "plain", early=NEVER, deadlines={"progress_s": 2, "alive_s": 1}, drop=1, double=1, abort=1)
     for producer_tp, consumer_tp in ((1, 2), (2, 1)):
         for end in ENDINGS:
-            yield scenario(producer_tp, consumer_tp, "plain", drop=1, double=1, **{end: 1})
+            yield scenario(producer_tp, consumer_tp, "plain", drop=1, double=1, **one(end))
         yield scenario(producer_tp, consumer_tp, "preempted", drop=1, double=1)
         yield scenario(producer_tp, consumer_tp, "layer-wise", drop=1)
         yield scenario(producer_tp, consumer_tp, "plain", integrity=True, drop=1, fail=1)
@@ -45,20 +46,20 @@ def thorough() -> Iterator[Scenario]:
     yield scenario(1, 1, "layer-wise", early=NEVER, drop=1, double=1, fail=1)
     yield scenario(1, 1, "layer-wise", early=NEVER, integrity=True, drop=1, fail=1)
     for end in ENDINGS:
-        yield scenario(1, 1, "layer-wise", early=NEVER, drop=1, double=1, **{end: 1})
+        yield scenario(1, 1, "layer-wise", early=NEVER, drop=1, double=1, **one(end))
     for producer_tp, consumer_tp in ((1, 2), (2, 1)):
         for end in ENDINGS:
-            yield scenario(producer_tp, consumer_tp, "plain", early=1, drop=1, double=1, **{end: 1})
-            yield scenario(producer_tp, consumer_tp, "plain", integrity=True, drop=1, double=1, fail=1, **{end: 1})
+            yield scenario(producer_tp, consumer_tp, "plain", early=1, drop=1, double=1, **one(end))
+            yield scenario(producer_tp, consumer_tp, "plain", integrity=True, drop=1, double=1, fail=1, **one(end))
             for legs in ("preempted", "layer-wise"):
-                yield scenario(producer_tp, consumer_tp, legs, drop=1, double=legs == "preempted", **{end: 1})
-        words = {"words_to_prefill": True}
+                yield scenario(producer_tp, consumer_tp, legs, drop=1, double=legs == "preempted", **one(end))
+        words: dict[str, Any] = {"words_to_prefill": True}
         yield scenario(producer_tp, consumer_tp, "plain", drop=1, double=1, crash_decode=1, **words)
         yield scenario(producer_tp, consumer_tp, "plain", handshake=True, refuse=1, abort=1, drop=1)
         yield scenario(producer_tp, consumer_tp, "plain", early=2, drop=1)
     yield scenario(2, 2, "plain", drop=1, double=1)
     for end in ("crash_prefill", "crash_decode", "leave", "discard", "abort"):
-        yield scenario(2, 2, "plain", drop=1, double=1, **{end: 1})
+        yield scenario(2, 2, "plain", drop=1, double=1, **one(end))
     yield scenario(2, 2, "plain", integrity=True, drop=1)
     yield scenario(2, 2, "plain", integrity=True, fail=1)
     yield scenario(2, 2, "plain", hang=1)
@@ -67,6 +68,10 @@ def thorough() -> Iterator[Scenario]:
     yield scenario(2, 2, "preempted", drop=1, double=1)
     yield scenario(2, 2, "layer-wise", drop=1, double=1)
     yield scenario(2, 2, "plain", integrity=True, drop=1, double=1)
+
+
+def one(ending: str) -> dict[str, Any]:
+    return {ending: 1}
 
 
 def scenario(
@@ -78,7 +83,7 @@ def scenario(
     words_to_prefill: bool = False,
     deadlines: dict[str, float] | None = None,
     early: int = 0,
-    **faults: int,
+    **faults: Any,
 ) -> Scenario:
     told = [word.replace("_", " ") for word in faults]
     told += ["digests"] if integrity else []

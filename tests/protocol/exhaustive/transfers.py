@@ -51,13 +51,15 @@ def chunk(attempt: int, number: int) -> tuple[object, ...]:
     return ("progress", "r", new_ids(attempt, number - 1), 2 * number)
 
 
-PLAIN: tuple[tuple[tuple[Any, ...], dict[Cell, Tag]], ...] = (
+Legs = tuple[tuple[tuple[Any, ...], dict[Cell, Tag]], ...]
+
+PLAIN: Legs = (
     (EXPECT, {}),
     (chunk(0, 1), filled(0, 1)),
     (chunk(0, 2), filled(0, 2)),
     (HELD, filled(0, 2)),
 )
-PREEMPTED = (
+PREEMPTED: Legs = (
     (EXPECT, {}),
     (chunk(0, 1), filled(0, 1)),
     (("preempted", "r"), {}),
@@ -65,7 +67,7 @@ PREEMPTED = (
     (chunk(1, 2), filled(1, 2)),
     (HELD, filled(1, 2)),
 )
-LAYER_WISE = (
+LAYER_WISE: Legs = (
     (EXPECT, {}),
     (chunk(0, 1), filled(0, 1)),
     (("begin", "r", new_ids(0, 1), 4), filled(0, 1)),
