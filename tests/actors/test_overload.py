@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -74,7 +75,7 @@ class Service:
             places = 64 if role == "prefill" else PLACES
             said = {f"{role} 0": {**announced(await door.open("127.0.0.1", 0), 100, **METADATA), "places": places}}
             stack.push_async_callback(door.close)
-            routing.keep_list(role, lambda said=said: said)
+            routing.keep_list(role, partial(dict, said))
 
     def router(self, stack: AsyncExitStack) -> tuple[Router, Handle]:
         handles: list[Any] = [Handle("prefill"), Handle("decode")]

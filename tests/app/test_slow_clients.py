@@ -40,8 +40,8 @@ async def test_a_slow_client_has_its_places_no_longer_than_a_request_may_take(
     router.limits = LIMITS.model_copy(update={"request_timeout_s": 0.5})
     client = SlowClient(piece_s)
     replica: Any = router
-    serving = asyncio.create_task(build_http(replica)(client.scope, client.receive, client.send))
-    await asyncio.wait_for(serving, 20)
+    http: Any = build_http(replica)
+    await asyncio.wait_for(http(client.scope, client.receive, client.send), 20)
     await at_rest(prefill, decode)
     assert router._ongoing == 0
     assert client.ended == told
