@@ -41,4 +41,6 @@ def check_transfer(settings: ServiceSettings) -> Iterator[Finding]:
         yield Finding("transfer", what)
         return
     remedy = "look at the UCX_ variables; UCX_LOG_LEVEL=info says which devices and transports it takes"
+    if others := [one for one in backends if one != "UCX"]:
+        remedy = f"see whether what {', '.join(others)} needs is installed, or set transfer.backends to [UCX]"
     yield Finding("transfer", report["error"], remedy)

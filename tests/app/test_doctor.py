@@ -61,6 +61,7 @@ def test_a_healthy_machine(config_file: Callable[..., str], capsys: pytest.Captu
     ("changes", "message", "remedy"),
     [
         ({"transfer": {"backends": ["UCX", "TCPX"]}}, "NIXL has no back end TCPX", "set transfer.backends to some of"),
+        ({"transfer": {"backends": ["GDS"]}}, "could not start with back ends ['GDS']", "see whether what GDS needs"),
         ({"decode": {"environment": {"UCX_TLS": "posix,self"}}}, "the receiver", "look at the UCX_ variables"),
     ],
 )
@@ -71,7 +72,7 @@ def test_a_transfer_that_cannot_work(
     message: str,
     remedy: str,
 ) -> None:
-    """A back end that NIXL does not have; shared memory alone, which cannot tell that a peer has died."""
+    """A back end that NIXL does not have, or cannot start; shared memory alone, which cannot tell that a peer has died."""
     assert main(["--config", config_file(**changes), "--skip", "python", "model"]) == 1
     output = capsys.readouterr().out
     (line,) = failures(output)
