@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import defaultdict, deque
+from functools import partial
 from typing import Any, Protocol, cast
 
 from actors.address import Address, kept_alive
@@ -162,7 +163,7 @@ class Lines:
             return
         making = asyncio.create_task(self._call_anew(address, order, listener), name=f"connects-to-{address.host}")
         self._making.add(making)
-        making.add_done_callback(self._making.discard)
+        making.add_done_callback(partial(self._made_or_not, listener))
 
     def made(self, line: Line) -> None:
         """It is connected."""
@@ -190,6 +191,11 @@ class Lines:
 
     def __len__(self) -> int:
         return len(self._all)
+
+    def _made_or_not(self, listener: Listener, making: asyncio.Task[None]) -> None:
+        self._making.discard(making)
+        if making.cancelled() or making.exception() is not None:
+            listener.over("it was not connected to")
 
     async def _call_anew(self, address: Address, order: Order, listener: Listener) -> None:
         loop = asyncio.get_running_loop()

@@ -469,6 +469,17 @@ async def test_a_call_that_is_cancelled_before_it_has_begun(world: World) -> Non
     assert len(world.served.orders) == 1
 
 
+async def test_a_router_that_closes_while_it_connects(world: World) -> None:
+    """Who waits for the call is told."""
+    async with AsyncExitStack() as stack:
+        call = await world.call("ends", stack)
+        reading = asyncio.create_task(items(call))
+        await world.engines.close()
+        with pytest.raises(EngineDownError, match="not connected to"):
+            await asyncio.wait_for(reading, 5)
+    assert not world.served.orders
+
+
 async def test_a_door_that_closes(world: World) -> None:
     """Calls end with it, and nobody is left."""
     async with AsyncExitStack() as stack:
