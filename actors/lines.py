@@ -194,8 +194,10 @@ class Lines:
 
     def _made_or_not(self, listener: Listener, making: asyncio.Task[None]) -> None:
         self._making.discard(making)
-        if making.cancelled() or making.exception() is not None:
-            listener.over("it was not connected to")
+        if making.cancelled():
+            listener.over("it was not connected to in time")
+        elif (error := making.exception()) is not None:
+            listener.over(f"it was not connected to: {error!r}")
 
     async def _call_anew(self, address: Address, order: Order, listener: Listener) -> None:
         loop = asyncio.get_running_loop()
