@@ -21,6 +21,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from actors.forced_tokens import FORCED_TOKENS
 from actors.journal import SERVED, Served
 from actors.prompt_details import PromptDetails
+from actors.sendable import check_sendable
 from actors.stopwatch import Arrivals
 
 
@@ -151,6 +152,7 @@ class ReplayingLLM(AsyncLLM):
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
+        check_sendable(prompt, sampling_params, options)
         served = SERVED.get()
         stopwatch = None if served is None else served.stopwatch
         one = sampling_params.output_kind is RequestOutputKind.DELTA and sampling_params.n == 1

@@ -291,6 +291,11 @@ def test_options_of_the_output_are_decodes_alone(http, more):
         ("/v1/completions", completion("a", temperature=-3), 400, "temperature"),
         ("/v1/completions", completion("!" * 3000), 400, "context length"),
         ("/v1/completions", completion([5, 10**9]), 400, "vocabulary"),
+        ("/v1/completions", completion("a", n=2) | {"stream_interval": 2**64}, 400, "serialize"),
+        ("/v1/completions", completion("a") | {"vllm_xargs": {"x": "\ud800"}}, 400, "surrogate"),
+        ("/v1/chat/completions", {"model": MODEL, "messages": TURN, "stop": "\ud800"}, 400, "surrogate"),
+        ("/v1/completions", completion("a") | {"cache_salt": "\ud800"}, 400, "surrogate"),
+        ("/v1/completions", completion("a") | {"priority": 2**64}, 400, ""),
         ("/v1/completions", {"model": MODEL}, 400, "prompt"),
         ("/v1/completions", completion(""), 400, "prompt"),
         ("/v1/chat/completions", {"model": MODEL, "messages": "hi"}, 400, "messages"),
@@ -304,9 +309,9 @@ def test_options_of_the_output_are_decodes_alone(http, more):
 )
 def test_a_bad_request_gets_an_error_in_openais_form(http, endpoint, content, status, message):
     """Never a 500, never a wait."""
-    sent = {"content": content} if isinstance(content, bytes) else {"json": content}
+    sent = content if isinstance(content, bytes) else json.dumps(content).encode()
     began = time.monotonic()
-    reply = http.post(endpoint, headers={"content-type": "application/json"}, **sent)
+    reply = http.post(endpoint, headers={"content-type": "application/json"}, content=sent)
     assert reply.status_code == status, reply.text
     assert message in reply.json()["error"]["message"]
     assert reply.json()["error"]["code"] == status
