@@ -72,7 +72,7 @@ def test_a_transfer_that_cannot_work(
     message: str,
     remedy: str,
 ) -> None:
-    """Back ends that NIXL does not have or cannot start; shared memory alone, which cannot tell that a peer has died."""
+    """Back ends that NIXL lacks or cannot start; shared memory alone, which cannot tell that a peer has died."""
     assert main(["--config", config_file(**changes), "--skip", "python", "model"]) == 1
     output = capsys.readouterr().out
     (line,) = failures(output)
