@@ -24,6 +24,7 @@ from actors.asgi_call import Alive, ResponseStart
 from actors.engine import EngineDownError
 from actors.journal import CannotResumeError, Chunk
 from actors.ledger import EngineTimings, LegMarks
+from actors.replies import replies_of
 from actors.routing import Roster
 from connectors.errors import TandemError
 
@@ -213,14 +214,10 @@ async def choose(
 
 
 async def ask_all(role: str, handle: DeploymentHandle, method: str, timeout_s: float, *arguments: object) -> list[Any]:
-    """What the replicas behind `handle` return from `method`; those that fail are left out, and all if one is late."""
+    """What the replicas behind `handle` return from `method`; those that fail or are late are left out."""
     try:
-        async with deadline(timeout_s, f"asking the {role} replicas"), serve_errors(role):
-            replies = await handle.broadcast(method, *arguments).results_async(return_exceptions=True)
-    except TandemError as error:
-        logger.warning("%s: %s", method, error)
+        async with serve_errors(role):
+            return await replies_of(role, method, handle.broadcast(method, *arguments), timeout_s)
+    except Exception as error:  # whoever asks all goes on without them
+        logger.warning("%s: no %s replica can be asked: %r", method, role, error)
         return []
-    for reply in replies:
-        if isinstance(reply, BaseException):
-            logger.warning("%s failed on a %s replica: %s", method, role, reply)
-    return [reply for reply in replies if not isinstance(reply, BaseException)]
