@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from actors.leg import deadline, serve_errors
+from actors.replies import replies_of
 from configs.settings import RoleName, TransferSettings
-from connectors.errors import TandemError
 
 logger = logging.getLogger(__name__)
 
@@ -48,17 +49,14 @@ class OtherRole:
     async def ask(self, method: str, *arguments: object) -> list[Any]:
         """The answers of the replicas that run and answer in time; none where there is no replica yet."""
         try:
-            async with deadline(self._ask_s, f"{method} of the {self.role} replicas"), serve_errors(self.role):
-                if self._handle is None:
-                    self._handle = serve.get_deployment_handle(self.role.capitalize(), _check_exists=False)
-                replies = await self._handle.broadcast(method, *arguments).results_async(return_exceptions=True)
-        except TandemError as error:
-            logger.debug("nobody met: %s", error)
-            return []
-        for reply in replies:
-            if isinstance(reply, BaseException):
-                logger.warning("a %s replica cannot be met: %s", self.role, reply)
-        return [reply for reply in replies if not isinstance(reply, BaseException)]
+            if self._handle is None:
+                self._handle = serve.get_deployment_handle(self.role.capitalize(), _check_exists=False)
+            return await replies_of(self.role, method, self._handle.broadcast(method, *arguments), self._ask_s)
+        except (RayError, RayServeException, TimeoutError) as error:
+            logger.debug("nobody met: %r", error)
+        except Exception as error:  # engines that have not met serve nevertheless
+            logger.warning("no %s replica can be asked to %s: %r", self.role, method, error)
+        return []
 
 
 async def every(seconds: float, work: Any) -> None:

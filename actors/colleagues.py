@@ -9,9 +9,10 @@ from prometheus_client import generate_latest
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from actors.leg import ask_all
 from actors.recent import newest_of
+from actors.replies import ask_all
 from actors.router import Router
+from actors.shared import Shared
 
 STATUS_AGE_S = 1.0
 """How old a status may be: many open pages cost the engines no more than one."""
@@ -27,8 +28,7 @@ class RouterReplica(Router):
     """A router that knows its colleagues. Its deployment's handle reaches `own_metrics` and `own_status`."""
 
     _colleagues: DeploymentHandle | None = None
-    _status: tuple[float, dict[str, Any]] | None = None
-    _status_lock: asyncio.Lock | None = None
+    _status: Shared[dict[str, Any]] | None = None
 
     async def own_metrics(self) -> RouterMetricsText:
         """This replica's."""
@@ -53,13 +53,9 @@ class RouterReplica(Router):
 
     async def status(self) -> dict[str, Any]:
         """The whole service, at most `STATUS_AGE_S` old."""
-        if self._status_lock is None:
-            self._status_lock = asyncio.Lock()
-        async with self._status_lock:
-            now = time.monotonic()
-            if self._status is None or now - self._status[0] > STATUS_AGE_S:
-                self._status = (time.monotonic(), await self._ask_for_status())
-            return self._status[1]
+        if self._status is None:
+            self._status = Shared(self._ask_for_status, STATUS_AGE_S)
+        return await self._status()
 
     async def _ask_for_status(self) -> dict[str, Any]:
         own, engines, colleagues = await asyncio.gather(

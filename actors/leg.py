@@ -1,7 +1,6 @@
 """One leg of a request: a call to an engine, and its end."""
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from collections.abc import Set as AbstractSet
@@ -9,20 +8,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ray.exceptions import (
-    NodeDiedError,
-    ObjectLostError,
-    RayActorError,
-    RayTaskError,
-    TaskCancelledError,
-    WorkerCrashedError,
-)
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
-from ray.serve.handle import DeploymentHandle
-
 from actors.asgi_call import Alive, ResponseStart
 from actors.engine import EngineDownError
-from actors.journal import CannotResumeError, Chunk
+from actors.journal import Chunk
 from actors.ledger import EngineTimings, LegMarks
 from actors.routing import Roster
 from connectors.errors import TandemError
@@ -30,23 +18,8 @@ from connectors.errors import TandemError
 if TYPE_CHECKING:
     from actors.engines import Engines, Place
 
-logger = logging.getLogger(__name__)
-
-
 ACCEPT_S = 5.0
 """How long it may take to learn whether an engine has a call that is to end; normally milliseconds."""
-
-
-UNAVAILABLE = (
-    DeploymentUnavailableError,
-    ReplicaUnavailableError,
-    RayActorError,
-    WorkerCrashedError,
-    NodeDiedError,
-    ObjectLostError,
-    EngineDownError,
-)
-"""What Ray or an actor raises when a replica cannot answer any more."""
 
 
 class OverloadedError(TandemError):
@@ -73,25 +46,6 @@ async def deadline(seconds: float, what: str) -> AsyncGenerator[None, None]:
             yield
     except TimeoutError:
         raise DeadlineError(f"{what} took longer than {seconds:g} s") from None
-
-
-@asynccontextmanager
-async def serve_errors(role: str) -> AsyncGenerator[None, None]:
-    """Turn what Ray raises about `role` into this module's errors."""
-    try:
-        yield
-    except BackPressureError as error:
-        raise OverloadedError(f"too many requests wait for a {role} replica") from error
-    except UNAVAILABLE as error:
-        raise UnavailableError(f"the {role} engine is not available; try again") from error
-    except TaskCancelledError as error:  # by Serve: the client has gone, or the replica is being stopped
-        raise UnavailableError(f"the call to the {role} engine was cancelled") from error
-    except RayTaskError as error:
-        if isinstance(error.cause, CannotResumeError):
-            raise error.cause from error
-        if not isinstance(error.cause, UNAVAILABLE):
-            raise
-        raise UnavailableError(f"the {role} engine is not available; try again") from error
 
 
 class Items(Protocol):
@@ -231,19 +185,3 @@ async def choose(
     async with deadline(timeout_s, f"waiting for a free {role} replica"):
         chosen = engines.choose_replica(avoid=frozenset(avoid), prefer=tuple(prefer), roster=roster)
         return await stack.enter_async_context(chosen)
-
-
-async def ask_all(
-    role: str, handle: "Engines | DeploymentHandle", method: str, timeout_s: float, *arguments: object
-) -> list[Any]:
-    """What the replicas behind `handle` return from `method`; those that fail are left out, and all if one is late."""
-    try:
-        async with deadline(timeout_s, f"asking the {role} replicas"), serve_errors(role):
-            replies = await handle.broadcast(method, *arguments).results_async(return_exceptions=True)
-    except TandemError as error:
-        logger.warning("%s: %s", method, error)
-        return []
-    for reply in replies:
-        if isinstance(reply, BaseException):
-            logger.warning("%s failed on a %s replica: %s", method, role, reply)
-    return [reply for reply in replies if not isinstance(reply, BaseException)]

@@ -9,9 +9,10 @@ from actors.answer import Answer
 from actors.asgi_call import Call, Headers, ResponseStart
 from actors.attempts import Attempts, ClientRequest, Fleet, Timing
 from actors.engines import Engines
-from actors.leg import Leg, OverloadedError, ask_all, choose, deadline
+from actors.leg import Leg, OverloadedError, choose, deadline
 from actors.placing import Placing
 from actors.recent import Recent
+from actors.replies import ask_all
 from actors.router_metrics import RouterMetrics
 from configs.settings import RoleName, RouterLimits
 

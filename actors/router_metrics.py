@@ -31,7 +31,8 @@ class RouterMetrics:
         )
         self.prefill_legs = Counter(
             "tandem_prefill_legs",
-            "Prefill legs by their end: done, rejected (an HTTP error), failed, late, or cancelled.",
+            "Prefill legs by their end: done, refused (the engine takes no more calls), rejected (the request is a bad "
+            "one), failed, late, or cancelled.",
             ["outcome"],
             registry=self.registry,
         )

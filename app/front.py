@@ -24,6 +24,7 @@ from ray import serve
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from actors.address import kept_alive
+from app.http_protocol import BoundedHttpProtocol
 from connectors.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -118,6 +119,7 @@ class Front:
         kept_alive(listener, UNREAD_S)
         config = uvicorn.Config(
             self._told,
+            http=BoundedHttpProtocol,
             interface="asgi3",
             lifespan="off",
             log_config=None,

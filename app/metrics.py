@@ -1,37 +1,85 @@
-"""One Prometheus exposition out of many processes', labelled by role and replica."""
+"""One Prometheus exposition out of many processes', labelled by role and replica.
 
-from collections.abc import Iterable, Iterator
+The lines are sorted and labelled as text. To read every number and label, and write them again, took 40 ms for each
+engine, in which the router's streams stood still.
+"""
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import Metric
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Source = tuple[str, str, str]
 """Role, replica id and the exposition of one process."""
 
+SUFFIXES = {"summary": ("", "_count", "_sum"), "histogram": ("_bucket", "_count", "_sum")}
+"""What the samples of a family are called, beyond its name; those of other types as the family."""
+
+SINCE = "_created"
+"""Ends the names of families that say when a series began: one more line for each, which nobody needs."""
+
+LABEL = re.compile(r'[\s,]*(\w+)\s*=\s*("(?:[^"\\]|\\.)*")')
+
+
+@dataclass
+class Family:
+    """HELP and TYPE as the first process that has them says, and the samples of all, each a line."""
+
+    declared: dict[str, str] = field(default_factory=dict)
+    samples: list[str] = field(default_factory=list)
+
 
 def merge(sources: Iterable[Source]) -> str:
     """All samples of `sources` under their families, each with the labels `role` and `replica`."""
-    registry = CollectorRegistry()
-    registry.register(_Merged(list(sources)))
-    return generate_latest(registry).decode()
+    families: dict[str, Family] = {}
+    for role, replica, text in sources:
+        _add(families, f'role="{_escaped(role)}",replica="{_escaped(replica)}"', text)
+    found = (family for name, family in families.items() if not name.endswith(SINCE))
+    lines = [line for family in found for line in (*family.declared.values(), *family.samples)]
+    return "".join(f"{line}\n" for line in lines)
 
 
-class _Merged(Collector):
-    def __init__(self, sources: list[Source]) -> None:
-        self._sources = sources
+def _add(families: dict[str, Family], origin: str, text: str) -> None:
+    family, current, names = Family(), "", frozenset[str]()
+    for raw in text.split("\n"):  # and not at what else Python takes for a line's end: values may hold it
+        line = raw.strip()
+        if line.startswith("#"):
+            mark, keyword, name, *rest = (*line.split(None, 3), "", "", "")
+            if mark == "#" and keyword in ("HELP", "TYPE"):
+                family = families.setdefault(name, Family())
+                family.declared.setdefault(keyword, line)
+                if keyword == "TYPE" or name != current:
+                    kind = rest[0] if keyword == "TYPE" else ""
+                    names = frozenset(name + suffix for suffix in SUFFIXES.get(kind, ("",)))
+                current = name
+        elif line:
+            name, sample = _labelled(line, origin)
+            (family if name in names else families.setdefault(name, Family())).samples.append(sample)
 
-    def collect(self) -> Iterator[Metric]:
-        families: dict[str, Metric] = {}
-        for role, replica, text in self._sources:
-            for family in text_string_to_metric_families(text):
-                if family.name.endswith("_created"):  # when a series began: one more line for each
-                    continue
-                merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-                for sample in family.samples:
-                    labels = {**sample.labels, "role": role, "replica": replica}
-                    merged.samples.append(sample._replace(labels=labels))
-        yield from families.values()
+
+def _labelled(line: str, origin: str) -> tuple[str, str]:
+    """A sample's name, and its line with the labels `origin`."""
+    head, brace, rest = line.partition("{")
+    if not brace:
+        name, _, value = line.replace("\t", " ").partition(" ")
+        return name, f"{name}{{{origin}}} {value}"
+    name = head.rstrip()
+    if "role" in rest or "replica" in rest:
+        rest = _without_origin(rest)
+    comma = "" if rest.startswith("}") else ","
+    return name, f"{name}{{{origin}{comma}{rest}"
+
+
+def _without_origin(rest: str) -> str:
+    """The labels and the value of a sample, without the labels that say where it comes from: the router knows."""
+    kept, end = [], 0
+    while label := LABEL.match(rest, end):
+        if label[1] not in ("role", "replica"):
+            kept.append(f"{label[1]}={label[2]}")
+        end = label.end()
+    return ",".join(kept) + rest[end:].lstrip(" \t,")
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")

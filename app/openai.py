@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 
 from actors.colleagues import RouterReplica
 from actors.handoff import Endpoint
+from actors.shared import Shared
 from app.auth import Authenticated
 from app.client_request import forwarded_headers
 from app.generate import Generate
@@ -22,8 +23,12 @@ from app.http_errors import error_body, error_response
 from app.metrics import CONTENT_TYPE, merge
 from app.status_page import PAGE_HEADERS, status_page
 from app.traces import Traces
+from configs.settings import RoleName
 
 logger = logging.getLogger(__name__)
+
+OPEN_AGE_S = 1.0
+"""How old the answers of /health and /metrics may be, which are open: anybody could keep all engines busy with them."""
 
 
 def build_http(router: RouterReplica, key_digests: Sequence[bytes] = (), traces: Traces | None = None) -> ASGIApp:
@@ -37,15 +42,22 @@ def build_http(router: RouterReplica, key_digests: Sequence[bytes] = (), traces:
             return error_response(error, router.limits.retry_after_s)
         return Response(body, start.status, media_type="application/json")
 
+    async def healthy() -> dict[RoleName, int]:
+        return await router.healthy()
+
+    async def merged() -> str:
+        routers, engines = await asyncio.gather(router.router_metrics(), router.engine_metrics())
+        return merge([*(("router", replica, text) for replica, text in routers), *engines])
+
+    replicas_told, exposition = Shared(healthy, OPEN_AGE_S), Shared(merged, OPEN_AGE_S)
+
     async def health(_: Request) -> Response:
-        replicas = await router.healthy()
+        replicas = await replicas_told()
         status = HTTPStatus.OK if all(replicas.values()) else HTTPStatus.SERVICE_UNAVAILABLE
         return JSONResponse({"replicas": replicas}, status_code=status)
 
     async def metrics(_: Request) -> Response:
-        routers, engines = await asyncio.gather(router.router_metrics(), router.engine_metrics())
-        merged = merge([*(("router", replica, text) for replica, text in routers), *engines])
-        return Response(merged, media_type=CONTENT_TYPE)
+        return Response(await exposition(), media_type=CONTENT_TYPE)
 
     async def status(_: Request) -> Response:
         return JSONResponse(await router.status(), headers={"Cache-Control": "no-store"})

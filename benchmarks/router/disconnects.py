@@ -30,6 +30,7 @@ from typing import Any
 import httpx
 import psutil
 
+from app.openai import OPEN_AGE_S
 from benchmarks.report import write
 from benchmarks.router.load import body
 from benchmarks.router.service import running
@@ -131,6 +132,7 @@ def processes() -> dict[str, psutil.Process]:
 def counted(url: str) -> dict[str, int]:
     """The router's requests by route, its disconnects, and how many it has still."""
     found: Counter[str] = Counter()
+    time.sleep(OPEN_AGE_S)  # no answer that was made before
     for line in httpx.get(f"{url}/metrics", timeout=30).text.splitlines():
         sample = re.fullmatch(r"tandem_(requests_total|client_disconnects_total|ongoing_requests)\{(.*)\} (\S+)", line)
         if sample is not None:

@@ -124,7 +124,7 @@ class WorkerRuntime:
         self._sent: set[str] = set()
         self._received: dict[str, str | None] = {}
         self._quarantine = QuarantineReport()
-        self._complained_at = float("-inf")
+        self._complained_at: dict[str, float] = {}
         self._greeter = Greeter(
             card,
             transport,
@@ -281,28 +281,48 @@ class WorkerRuntime:
         return _OPEN_S if busy else _IDLE_S
 
     def _try_round(self, now: float) -> None:
-        """One round, which never raises: vLLM's hooks would end the engine, the thread all deadlines and answers."""
-        try:
-            self._round(now)
-        except Exception:
-            if now - self._complained_at >= _COMPLAIN_EVERY_S:
-                self._complained_at = now
-                logger.exception("Tandem: a round of the pump failed; the next one goes on")
+        """Messages, computed chunks, writes, deadlines. Never raises: vLLM's hooks would end the engine, the thread all
+        deadlines and answers. A part that fails, be it in every round, must not cost the others theirs.
+        """
+        for part in (
+            self._hear,
+            self._take_computed,
+            self._poll_writes,
+            self._measure,
+            self._tick_producer,
+            self._tick_consumer,
+            self._watch_engines,
+        ):
+            try:
+                part(now)
+            except Exception:
+                name = part.__name__.removeprefix("_")
+                if now - self._complained_at.get(name, float("-inf")) >= _COMPLAIN_EVERY_S:
+                    self._complained_at[name] = now
+                    logger.exception("Tandem: %s of the pump's round failed; the round goes on", name)
 
-    def _round(self, now: float) -> None:
-        """Messages, computed chunks, writes, deadlines."""
+    def _hear(self, now: float) -> None:
         for sender, frame in self._transport.notifications():
             # One frame that we cannot bear must not cost those that came with it.
             try:
                 self._dispatch(sender, frame, now)
             except Exception:
                 self._complain("broken", f"a frame from {sender[:80]!r} broke its reader:\n{traceback.format_exc()}")
+
+    def _take_computed(self, now: float) -> None:
         for entry in self._steps.passed():
             self._computed(entry, now)
+
+    def _poll_writes(self, now: float) -> None:
         self._perform(self._writes.poll(now))
-        self._measure(now)
+
+    def _tick_producer(self, now: float) -> None:
         self._perform(self._producer.tick(now))
+
+    def _tick_consumer(self, now: float) -> None:
         self._perform(self._consumer.tick(now))
+
+    def _watch_engines(self, now: float) -> None:
         self._probe.watch(self._consumer.unanswered_engines())
 
     def _computed(self, entry: Entry, now: float) -> None:

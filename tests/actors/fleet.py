@@ -13,6 +13,8 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from ray.serve.handle import DeploymentBroadcastResponse
+
 from actors.asgi_call import Accepted, Call
 from actors.engine import EngineDownError
 from actors.router import Router
@@ -85,6 +87,34 @@ class Response:
         self._task.cancel()
 
 
+class Reply:
+    """What Serve waits for of one replica: `value` after `late_s`; raised where it is an exception."""
+
+    def __init__(self, value: object, late_s: float = 0.0) -> None:
+        self._value = value
+        self._late_s = late_s
+
+    async def get_async(self) -> Any:
+        await asyncio.sleep(self._late_s)
+        if isinstance(self._value, BaseException):
+            raise self._value
+        return self._value
+
+
+def broadcast(
+    *replies: Reply, problem: Exception | None = None, loop: asyncio.AbstractEventLoop | None = None
+) -> DeploymentBroadcastResponse:
+    """Serve's own object, over these replies; `problem` is why no replica can be asked, `loop` that of Serve's."""
+
+    async def sent() -> list[Any]:
+        await asyncio.sleep(0)
+        if problem is not None:
+            raise problem
+        return list(replies)
+
+    return DeploymentBroadcastResponse(sent(), loop)
+
+
 class Handle:
     """A role's handle. `taken` places and `running` calls are zero when nobody uses it."""
 
@@ -122,17 +152,12 @@ class Handle:
     def dispatch(self, place: Place, call: Call, *_: Any) -> Response:
         return Response(self, place, call)
 
-    def broadcast(self, method: str, *arguments: Any) -> Handle:
+    def broadcast(self, method: str, *arguments: Any) -> DeploymentBroadcastResponse:
         assert method == "discard"
         if self.silent:
             raise RuntimeError("Router is not initialized")
         self.discarded += arguments
-        return self
-
-    async def results_async(self, return_exceptions: bool) -> list[Any]:
-        assert return_exceptions
-        await asyncio.sleep(0)
-        return []
+        return broadcast()
 
     @property
     def calls(self) -> list[Call]:

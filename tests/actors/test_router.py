@@ -33,6 +33,7 @@ from actors.handoff import TRANSFER_FIELD
 from actors.journal import Chunk
 from actors.wire import Order
 from app.main import ROUTER_ENVIRONMENT, HttpRouter
+from app.openai import OPEN_AGE_S
 from configs.settings import RouterLimits, RoutingSettings
 from tests.actors.behaviours import TOKENS, engine
 from tests.e2e.sse import said
@@ -212,11 +213,16 @@ async def idle(client: httpx.AsyncClient) -> None:
     """Every test leaves all actors without a call."""
     async with asyncio.timeout(20):
         while True:
-            text = (await client.get("/metrics")).text
+            text = await exposition(client)
             calls = [line.rsplit(" ", 1)[1] for line in text.splitlines() if line.startswith("calls{")]
-            if calls == ["0.0"] * 3:
+            if calls == ["0"] * 3:
                 return
-            await asyncio.sleep(0.05)
+
+
+async def exposition(client: httpx.AsyncClient) -> str:
+    """/metrics as it is now: no answer that was made before."""
+    await asyncio.sleep(OPEN_AGE_S)
+    return (await client.get("/metrics")).text
 
 
 async def test_both_legs_answer(client):
@@ -247,7 +253,7 @@ async def test_decodes_end_is_the_requests(client, prompt, status, stream):
 
 async def discarded(client: httpx.AsyncClient) -> float:
     """How many held calls the prefill actor was told to give up."""
-    lines = (await client.get("/metrics")).text.splitlines()
+    lines = (await exposition(client)).splitlines()
     (count,) = (line.rsplit(" ", 1)[1] for line in lines if line.startswith("gave{") and 'role="prefill"' in line)
     return float(count)
 
@@ -355,9 +361,10 @@ async def test_streams_outlive_a_rolling_restart(client):
 async def test_whichever_router_answers_it_tells_of_all(client):
     """Two routers: each answer has both routers' series and requests, and all of them say the same."""
     await asyncio.to_thread(deploy, routers=2)
-    before = sum(answered((await client.get("/metrics")).text).values())
+    before = sum(answered(await exposition(client)).values())
     for _ in range(12):
         assert (await ask(client, "all is well")).status_code == 200
+    await asyncio.sleep(OPEN_AGE_S)
     texts = [(await client.get("/metrics")).text for _ in range(12)]
     counts = [answered(text) for text in texts]
     assert len(counts[0]) == 2, "both have answered"

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import httpx
 import psutil
 
+from app.openai import OPEN_AGE_S
 from tests.e2e.service_process import ServiceProcess, write_config
 from tests.e2e.sse import said
 from tests.e2e.streams import FRONTEND, KINDS
@@ -153,6 +154,7 @@ def stream_with_a_death(
 
 
 def _resumed(http: httpx.Client) -> float:
+    time.sleep(OPEN_AGE_S)  # no answer that was made before
     lines = http.get("/metrics").text.splitlines()
     return sum(
         float(line.rsplit(" ", 1)[1])

@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from app.demo.facts import RecallPrompt, exact, make_prompt
+from app.openai import OPEN_AGE_S
 from tests.e2e.service_process import write_config
 from tests.e2e.two_hosts import BACK, TwoHosts, two_hosts
 
@@ -112,9 +113,20 @@ def recall(seed: str) -> RecallPrompt:
 
 
 def metric(service: TwoHosts, name: str, **labels: str) -> float:
-    """The sum of the samples of ``name`` that have ``labels``."""
+    """The sum of the samples of ``name`` that have ``labels``, now."""
+    return sample_sum(exposition(service), name, **labels)
+
+
+def exposition(service: TwoHosts) -> str:
+    """/metrics as it is now: no answer that was made before."""
+    time.sleep(OPEN_AGE_S)
+    return httpx.get(f"{service.url}/metrics", timeout=30).text
+
+
+def sample_sum(text: str, name: str, **labels: str) -> float:
+    """Of the samples of ``name`` that have ``labels``."""
     total = 0.0
-    for line in httpx.get(f"{service.url}/metrics", timeout=30).text.splitlines():
+    for line in text.splitlines():
         match = re.fullmatch(r"([\w:]+)\{(.*)\} (\S+)", line)
         if match and match[1] == name and all(f'{key}="{value}"' in match[2] for key, value in labels.items()):
             total += float(match[3])
@@ -125,7 +137,8 @@ def busy(service: TwoHosts) -> dict[str, float]:
     """What is zero when nothing is being served and nothing has been left: of all engines that answer."""
     engine = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     names = (*(f"vllm:{name}" for name in engine), "vllm:tandem_kv_quarantined")
-    return {name: value for name in names if (value := metric(service, name))}
+    text = exposition(service)
+    return {name: value for name in names if (value := sample_sum(text, name))}
 
 
 async def wait_until(what: str, condition, within_s: float) -> None:

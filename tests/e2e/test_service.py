@@ -20,6 +20,7 @@ import pytest
 
 from actors.acquaintance import LOOK_EVERY_S, meet_s
 from app.demo.facts import RecallPrompt, exact, make_prompt
+from app.openai import OPEN_AGE_S
 from configs.settings import TransferSettings
 from connectors.protocol.cards import PROTOCOL_VERSION
 from tests.e2e.service_process import ROOT, ServiceProcess, write_config
@@ -56,9 +57,20 @@ def sdk(service) -> openai.OpenAI:
 
 
 def metric(http: httpx.Client, name: str, **labels: str) -> float:
-    """The sum of the samples of `name` that have `labels`."""
+    """The sum of the samples of `name` that have `labels`, now."""
+    return sample_sum(exposition(http), name, **labels)
+
+
+def exposition(http: httpx.Client) -> str:
+    """/metrics as it is now: no answer that was made before."""
+    time.sleep(OPEN_AGE_S)
+    return http.get("/metrics").text
+
+
+def sample_sum(text: str, name: str, **labels: str) -> float:
+    """Of the samples of `name` that have `labels`."""
     total = 0.0
-    for line in http.get("/metrics").text.splitlines():
+    for line in text.splitlines():
         match = re.fullmatch(r"([\w:]+)\{(.*)\} (\S+)", line)
         if match and match[1] == name and all(f'{key}="{value}"' in match[2] for key, value in labels.items()):
             total += float(match[3])
@@ -68,7 +80,8 @@ def metric(http: httpx.Client, name: str, **labels: str) -> float:
 def busy(http: httpx.Client) -> dict[str, float]:
     """What should be zero when nothing is being served: requests and blocks of either engine."""
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
-    found = {f"{role} {name}": metric(http, name, role=role) for role in ("prefill", "decode") for name in names}
+    text = exposition(http)
+    found = {f"{role} {name}": sample_sum(text, name, role=role) for role in ("prefill", "decode") for name in names}
     return {name: value for name, value in found.items() if value}
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NoReturn
 
 import numpy as np
+import pytest
 
 from connectors.errors import TransportError
 from connectors.planning.descriptors import Runs
 from connectors.planning.layout import Place
 from connectors.transport.memory import MemoryTransport
 from connectors.vllm_hma.orders import Chunk, Expect
-from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
+from tests.vllm_contract.workers import DIGEST, LIMITS, Worker, receive, results, until
 
 
 class Breakable(MemoryTransport):
@@ -95,3 +97,38 @@ def test_a_hook_never_raises(worker: Callable[..., Worker]) -> None:
     del consumer.transport.notifications
     until(lambda: consumer.runtime.census()["offered"] == 0)
     deliver(producer, consumer, "second")
+
+
+@pytest.mark.parametrize("part", ["notifications", "poll"])
+def test_deadlines_are_kept_whatever_fails_in_every_round(worker: Callable[..., Worker], part: str) -> None:
+    """A transport that can neither hear nor say what became of writes: its request is computed after progress_s."""
+    producer, consumer = met(worker)
+
+    def failing(*_: object) -> NoReturn:
+        raise RuntimeError("anything")
+
+    if part == "poll":
+        consumer.runtime._writes.poll = failing  # type: ignore[method-assign, assignment]
+        producer.runtime._writes.poll = failing  # type: ignore[method-assign, assignment]
+    else:
+        consumer.transport.notifications = failing  # type: ignore[method-assign, assignment]
+    consumer.step(receives=[receive(producer.address, "unheard", "unheard")])
+    assert results(consumer, within_s=4 * LIMITS.progress_s) == (set(), {"unheard"}, {"unheard"})
+
+
+def test_what_fails_in_every_round_is_logged_now_and_then(
+    worker: Callable[..., Worker], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each part that fails once in a while, with its traceback, not once a round."""
+    consumer = worker("c")
+
+    def failing(*_: object) -> NoReturn:
+        raise RuntimeError("anything")
+
+    consumer.transport.notifications = failing  # type: ignore[method-assign, assignment]
+    consumer.runtime._writes.poll = failing  # type: ignore[method-assign, assignment]
+    for _ in range(20):
+        consumer.runtime.results()
+    failed = [record for record in caplog.records if record.exc_info]
+    assert len(failed) == 2
+    assert len({record.getMessage() for record in failed}) == 2

@@ -1,0 +1,49 @@
+"""What a role's replicas answer to a question that goes to all of them, each waited for on its own."""
+
+import asyncio
+import logging
+from typing import Any, Protocol
+
+from ray.serve.handle import DeploymentBroadcastResponse
+
+logger = logging.getLogger(__name__)
+
+
+class Role(Protocol):
+    """Whose replicas can all be asked: Serve's handle, or `actors.engines.Engines`."""
+
+    def broadcast(self, method: str, /, *arguments: object) -> DeploymentBroadcastResponse:
+        """Call a method of all replicas."""
+
+
+async def ask_all(role: str, handle: Role, method: str, timeout_s: float, *arguments: object) -> list[Any]:
+    """What the replicas behind `handle` return from `method`; those that fail or are late are left out."""
+    try:
+        return await replies_of(role, method, handle.broadcast(method, *arguments), timeout_s)
+    except Exception as error:  # whoever asks all goes on without them
+        logger.warning("%s: no %s replica can be asked: %r", method, role, error)
+        return []
+
+
+async def replies_of(role: str, method: str, asked: DeploymentBroadcastResponse, timeout_s: float) -> list[Any]:
+    """The replies that come within `timeout_s`; replicas that fail or are late are logged and left out.
+
+    Raises what Serve raises where no replica can be asked, TimeoutError where it does not say in time which there are.
+    """
+    until = asyncio.get_running_loop().time() + timeout_s
+    async with asyncio.timeout_at(until):
+        # `results_async`, which is public, gathers: one replica that is late would cost the replies of all.
+        replicas = await asked._fetch_replica_results_async()
+    waiting = (_reply(replica, until) for replica in replicas)
+    replies = await asyncio.gather(*waiting, return_exceptions=True)
+    for reply in replies:
+        if isinstance(reply, TimeoutError):
+            logger.warning("%s: a %s replica gave no answer in %g s", method, role, timeout_s)
+        elif isinstance(reply, BaseException):
+            logger.warning("%s failed on a %s replica: %r", method, role, reply)
+    return [reply for reply in replies if not isinstance(reply, BaseException)]
+
+
+async def _reply(replica: Any, until: float) -> Any:
+    async with asyncio.timeout_at(until):
+        return await replica.get_async()

@@ -1,0 +1,114 @@
+"""Uvicorn's HTTP protocol, with bounds on what comes before a request is anybody's: its head.
+
+Uvicorn bounds neither a head's bytes nor its time: a client without a key could fill the router's memory with one
+header, and hold a connection for ever with half of one, or with nothing.
+"""
+
+import asyncio
+from http import HTTPStatus
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+MAX_HEAD_BYTES = 64 * 1024
+"""Of a request line and its headers, or of what comes after a body."""
+
+HEAD_S = 30.0
+"""How long a client may take for a head, from its connection or the head's first byte."""
+
+
+class HeadTooLargeError(Exception):
+    """Ends the parser's work: uvicorn takes it for a request that cannot be read."""
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """A connection. While no answer is under way, uvicorn's keep-alive timer runs, or the head's.
+
+    Heads, and what the parser has not made out yet, are held in memory: no more than `MAX_HEAD_BYTES` of them, and what
+    one read brings.
+    """
+
+    _in_head = False
+    _too_large = False
+    _head_timer: asyncio.TimerHandle | None = None
+
+    _unread_bytes = 0
+    """That have come since the end of a head, or the last of a body."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_head_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_head_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._unread_bytes += len(data)
+        super().data_received(data)
+        if self not in self.connections or self.transport.is_closing():  # the first: it is a WebSocket's now
+            return
+        if self._unread_bytes > MAX_HEAD_BYTES:
+            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        elif self._head_timer is None and not self._is_answering():
+            # Whatever it was that came, if only an empty line, it has stopped uvicorn's timer.
+            self._start_head_timer()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = True
+        self._start_head_timer()
+
+    def on_headers_complete(self) -> None:
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
+            self._too_large = True
+            raise HeadTooLargeError
+        self._in_head, self._unread_bytes = False, 0
+        self._stop_head_timer()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._unread_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._unread_bytes = 0
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Uvicorn's answer to what its parser refuses."""
+        self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE if self._too_large else HTTPStatus.BAD_REQUEST, msg)
+
+    def _refuse(self, status: HTTPStatus, message: str = "") -> None:
+        """Close the connection, with an answer where the client cannot take it for part of another one."""
+        between = self._is_answering() and (self._in_head or self.pipeline or self.cycle.response_started)
+        if not between:
+            body = (message or f"{status.phrase}.").encode()
+            head = (
+                f"HTTP/1.1 {status.value} {status.phrase}",
+                "content-type: text/plain; charset=utf-8",
+                f"content-length: {len(body)}",
+                "connection: close",
+            )
+            self.transport.write("\r\n".join((*head, "\r\n")).encode() + body)
+        self.transport.close()
+
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _start_head_timer(self) -> None:
+        self._stop_head_timer()
+        self._head_timer = self.loop.call_later(HEAD_S, self._head_is_late)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        if self._is_answering():
+            # The client, or uvicorn's flow control, may wait for the answer before, which has bounds of its own.
+            self._start_head_timer()
+        elif self._in_head:
+            self._refuse(HTTPStatus.REQUEST_TIMEOUT)
+        else:
+            self.transport.close()
