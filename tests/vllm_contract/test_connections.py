@@ -111,7 +111,7 @@ def test_deadlines_are_kept_whatever_fails_in_every_round(worker: Callable[..., 
         consumer.runtime._writes.poll = failing  # type: ignore[method-assign, assignment]
         producer.runtime._writes.poll = failing  # type: ignore[method-assign, assignment]
     else:
-        consumer.transport.notifications = failing  # type: ignore[method-assign, assignment]
+        consumer.transport.notifications = failing  # type: ignore[method-assign]
     consumer.step(receives=[receive(producer.address, "unheard", "unheard")])
     assert results(consumer, within_s=4 * LIMITS.progress_s) == (set(), {"unheard"}, {"unheard"})
 
@@ -125,7 +125,7 @@ def test_what_fails_in_every_round_is_logged_now_and_then(
     def failing(*_: object) -> NoReturn:
         raise RuntimeError("anything")
 
-    consumer.transport.notifications = failing  # type: ignore[method-assign, assignment]
+    consumer.transport.notifications = failing  # type: ignore[method-assign]
     consumer.runtime._writes.poll = failing  # type: ignore[method-assign, assignment]
     for _ in range(20):
         consumer.runtime.results()
