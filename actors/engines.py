@@ -177,6 +177,10 @@ class Engines:
         self._lines.call(place.address, order, running)
         return running
 
+    def has_engines(self) -> bool:
+        """Whether there is any engine that takes calls."""
+        return bool(self._places.ongoing())
+
     @property
     def places_taken(self) -> int:
         """Places that are held for calls of this router."""

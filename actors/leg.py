@@ -182,6 +182,11 @@ async def choose(
 
     The first of `prefer` that has a place is taken, else the least busy. `roster` gets to know the role's replicas.
     """
-    async with deadline(timeout_s, f"waiting for a free {role} replica"):
-        chosen = engines.choose_replica(avoid=frozenset(avoid), prefer=tuple(prefer), roster=roster)
-        return await stack.enter_async_context(chosen)
+    chosen = engines.choose_replica(avoid=frozenset(avoid), prefer=tuple(prefer), roster=roster)
+    try:
+        async with deadline(timeout_s, f"waiting for a free {role} replica"):
+            return await stack.enter_async_context(chosen)
+    except DeadlineError as error:
+        if engines.has_engines():
+            raise
+        raise UnavailableError(f"no {role} engine is running: it may still be starting, see /health") from error

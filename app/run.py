@@ -8,6 +8,7 @@ started.
 import argparse
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -46,7 +47,20 @@ def main(argv: list[str] | None = None) -> int:
     except SettingsError as error:
         print(f"{options.config}: {error}", file=sys.stderr)
         return 2
+    if options.address is None and (taken := port_taken(config, settings)):
+        print(f"tandem: {taken}; stop what listens there, or choose another port (make run PORT=...)", file=sys.stderr)
+        return 2
     return serve_until_stopped(config, settings, options.address)
+
+
+def port_taken(config: dict[str, Any], settings: ServiceSettings) -> str | None:
+    """Why clients could not reach this service on this machine, before anything is started; None: they could."""
+    host, _, port = address_of(config, settings).rpartition(":")
+    try:
+        with socket.create_server((host, int(port)), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            return None
+    except OSError as error:
+        return f"{host}:{port}: {error.strerror}"
 
 
 def say(message: str) -> None:
@@ -177,8 +191,9 @@ def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, clust
         pass
     finally:
         watcher.stop()
-        say("stopping")
+        say("stopping Ray")
         ray.shutdown()
+        say("stopped")
     return 1 if watcher.failure else 0
 
 
@@ -207,7 +222,7 @@ class Watcher:
 
     def _watch(self) -> None:
         began = reported = time.monotonic()
-        say(f"starting the engines of {self._model!r}; this takes a minute or so")
+        say(f"starting the engines of {self._model!r}; this takes one to three minutes, more on a busy machine")
         while not self._stopped.wait(POLL_S):
             application = self._application()
             if application is None:

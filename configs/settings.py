@@ -5,7 +5,9 @@ Unknown keys and values out of range are refused by name. Times are in seconds (
 their names against the installed vLLM.
 """
 
+import difflib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -446,7 +448,7 @@ def parse_settings(args: dict[str, Any]) -> ServiceSettings:
     try:
         return ServiceSettings.model_validate(args)
     except ValidationError as error:
-        raise _settings_error(error) from None
+        raise _settings_error(error, ServiceSettings) from None
 
 
 def parse_scaling(policy_kwargs: dict[str, Any]) -> ScalingSettings:
@@ -454,17 +456,29 @@ def parse_scaling(policy_kwargs: dict[str, Any]) -> ScalingSettings:
     try:
         return ScalingSettings.model_validate(policy_kwargs)
     except ValidationError as error:
-        raise _settings_error(error) from None
+        raise _settings_error(error, ScalingSettings) from None
 
 
-def _settings_error(error: ValidationError) -> SettingsError:
-    lines = [f"{'.'.join(map(str, problem['loc']))}: {_advice(problem)}" for problem in error.errors()]
+def _settings_error(error: ValidationError, model: type[BaseModel]) -> SettingsError:
+    lines = [f"{'.'.join(map(str, problem['loc']))}: {_advice(problem, model)}" for problem in error.errors()]
     return SettingsError("\n".join(lines))
 
 
-def _advice(problem: Any) -> str:
+def _advice(problem: Any, model: type[BaseModel]) -> str:
     if problem["type"] == "extra_forbidden":
-        return "no such setting"
+        *path, key = problem["loc"]
+        close = difflib.get_close_matches(str(key), _keys(model, path), n=1)
+        return f"no such setting; did you mean {close[0]}?" if close else "no such setting"
     if problem["loc"][:2] in (("transfer", "secret"), ("auth", "api_keys")):
         return str(problem["msg"])
     return f"{problem['msg']} (got {problem['input']!r})"
+
+
+def _keys(model: type[BaseModel], path: Sequence[object]) -> list[str]:
+    """Those that `model` has at `path`, as far as that leads to settings of ours."""
+    for step in path:
+        field = model.model_fields.get(str(step))
+        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+            return []
+        model = field.annotation
+    return list(model.model_fields)

@@ -152,6 +152,9 @@ class Handle:
     def dispatch(self, place: Place, call: Call, *_: Any) -> Response:
         return Response(self, place, call)
 
+    def has_engines(self) -> bool:
+        return bool(self.replicas)
+
     def broadcast(self, method: str, *arguments: Any) -> DeploymentBroadcastResponse:
         assert method == "discard"
         if self.silent:

@@ -132,6 +132,14 @@ async def test_a_transfer_that_cannot_be_discarded_leaves_nothing_here():
     await at_rest(p, d)
 
 
+async def test_no_engine_is_not_a_queue():
+    """While the engines start, or where the last one has gone: the client is told that, and may come again."""
+    router, p, d = fleet([well], [])
+    with pytest.raises(UnavailableError, match="no decode engine is running"):
+        await ask(router, request())
+    await at_rest(p, d)
+
+
 async def test_a_deadline_is_not_tried_again():
     """The time is the request's."""
     router, p, d = fleet([well], [hangs, hangs])

@@ -45,6 +45,25 @@ def test_a_wrong_setting_is_named(args, key):
     assert len(str(raised.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"modle": "x"}, "modle: no such setting; did you mean model?"),
+        ({"decode": {"replica": 2}}, "decode.replica: no such setting; did you mean replicas?"),
+        (
+            {"router": {"routing": {"polici": "x"}}},
+            "router.routing.polici: no such setting; did you mean policy?",
+        ),
+        ({"router": {"zzz": 1}}, "router.zzz: no such setting"),
+    ],
+)
+def test_what_was_meant(args, message):
+    """Of the settings of that place."""
+    with pytest.raises(SettingsError) as raised:
+        parse_settings(args)
+    assert str(raised.value) == message
+
+
 def test_every_wrong_key_is_named_at_once():
     """Nobody has to start the service once per mistake."""
     with pytest.raises(SettingsError) as raised:

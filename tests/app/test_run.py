@@ -1,5 +1,6 @@
 """What the launcher refuses before it starts anything."""
 
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 import yaml
 
 from app.main import build
-from app.run import address_of, load
+from app.run import address_of, load, main, port_taken
 from configs.settings import SettingsError, parse_settings
 
 LOCAL = Path(__file__).resolve().parents[2] / "configs" / "local.yaml"
@@ -59,6 +60,20 @@ def test_keys_that_serve_would_ignore(tmp_path: Path, rename: tuple[str, str], m
     text = LOCAL.read_text().replace(*rename, 1)
     with pytest.raises(SettingsError, match=message):
         load(write(tmp_path, yaml.safe_load(text)), None)
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    """Also by a service of ours, with which another one's routers would share it."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        taken = port_taken(*load(LOCAL, port))
+        assert taken is not None
+        assert taken.startswith(f"127.0.0.1:{port}: Address already in use")
+        assert main(["--config", str(LOCAL), "--port", str(port)]) == 2
+    assert port_taken(*load(LOCAL, port)) is None
 
 
 def test_a_path_without_a_model(tmp_path: Path) -> None:
