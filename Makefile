@@ -56,7 +56,7 @@ two-hosts-test: $(STAMP) ## Cut the link between two such hosts, and mend it (ro
 
 .PHONY: test
 test: $(STAMP) ## Run the whole suite: TESTS=tests/actors for a part
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m $(if $(TESTS),pytest $(TESTS),tests.whole)
 
 .PHONY: check
 check: $(STAMP) ## Lint, formatting and types
