@@ -38,11 +38,16 @@ def main() -> int:
         )
         engines = subprocess.Popen([*PYTEST, *(f"--ignore={path}" for path in COMPUTING)])
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to both of them, too
-        signal.signal(signal.SIGTERM, lambda *_: [one.send_signal(signal.SIGINT) for one in (engines, computing)])
+        signal.signal(signal.SIGTERM, lambda *_: _interrupt(engines, computing))
         codes = engines.wait(), computing.wait()
         output.seek(0)
         print(f"\nWhat only computes: {' '.join(COMPUTING)}\n{output.read().decode(errors='replace')}", flush=True)
     return max(map(abs, codes))
+
+
+def _interrupt(*processes: subprocess.Popen[bytes]) -> None:
+    for process in processes:
+        process.send_signal(signal.SIGINT)
 
 
 if __name__ == "__main__":
