@@ -476,7 +476,8 @@ def test_a_wrong_key_stops_the_start_with_one_message(tmp_path):
         timeout=60,
     )
     assert run.returncode == 2
-    assert run.stderr.strip() == f"{config}: decode.tensor_parallel: no such setting; did you mean tensor_parallel_size?"
+    advice = "no such setting; did you mean tensor_parallel_size?"
+    assert run.stderr.strip() == f"{config}: decode.tensor_parallel: {advice}"
     assert "Ray" not in run.stdout
 
 
