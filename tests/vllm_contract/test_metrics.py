@@ -31,6 +31,7 @@ def _config() -> VllmConfig:
 @pytest.fixture
 def metrics() -> Iterator[TandemPromMetrics]:
     """The engine's metrics, registered as vLLM does it."""
+    unregister_vllm_metrics()  # of an engine that other tests have had in this process
     known = set(REGISTRY._collector_to_names)
     types: dict[Any, Any] = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
     yield TandemConnector.build_prom_metrics(_config(), types, ["model_name", "engine"], {0: ["m", "0"]})
