@@ -221,7 +221,7 @@ async def idle(client: httpx.AsyncClient) -> None:
 
 async def exposition(client: httpx.AsyncClient) -> str:
     """/metrics as it is now: no answer that was made before."""
-    await asyncio.sleep(OPEN_AGE_S)
+    await asyncio.sleep(OPEN_AGE_S)  # askers share an answer for so long: none that was made before
     return (await client.get("/metrics")).text
 
 
@@ -364,7 +364,7 @@ async def test_whichever_router_answers_it_tells_of_all(client):
     before = sum(answered(await exposition(client)).values())
     for _ in range(12):
         assert (await ask(client, "all is well")).status_code == 200
-    await asyncio.sleep(OPEN_AGE_S)
+    await asyncio.sleep(OPEN_AGE_S)  # askers share an answer for so long: none that was made before
     texts = [(await client.get("/metrics")).text for _ in range(12)]
     counts = [answered(text) for text in texts]
     assert len(counts[0]) == 2, "both have answered"

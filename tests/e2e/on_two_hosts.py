@@ -119,7 +119,7 @@ def metric(service: TwoHosts, name: str, **labels: str) -> float:
 
 def exposition(service: TwoHosts) -> str:
     """/metrics as it is now: no answer that was made before."""
-    time.sleep(OPEN_AGE_S)
+    time.sleep(OPEN_AGE_S)  # askers share an answer for so long: none that was made before
     return httpx.get(f"{service.url}/metrics", timeout=30).text
 
 

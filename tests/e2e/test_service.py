@@ -63,7 +63,7 @@ def metric(http: httpx.Client, name: str, **labels: str) -> float:
 
 def exposition(http: httpx.Client) -> str:
     """/metrics as it is now: no answer that was made before."""
-    time.sleep(OPEN_AGE_S)
+    time.sleep(OPEN_AGE_S)  # askers share an answer for so long: none that was made before
     return http.get("/metrics").text
 
 

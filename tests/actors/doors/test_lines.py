@@ -1,0 +1,135 @@
+"""A router's connections to a door: when they are used again, when they end, and when the engine has to wait."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+from actors import lines
+from actors.address import Address
+from actors.asgi_call import Accepted
+from actors.engine import EngineDownError
+from actors.engines import EngineCall, Place
+from actors.wire import HEAD, End, Failure, pack
+from tests.actors.doors.world import CALL, ITEMS, PIECE_BYTES, POURED, World, items, joined, read
+
+
+@asynccontextmanager
+async def elsewhere(world: World, sent: bytes, stays: bool = False) -> AsyncGenerator[EngineCall, None]:
+    """A call to somebody who answers whatever is said with `sent`, and then hangs up unless it `stays`."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(100)
+        writer.write(sent)
+        await (reader.read() if stays else writer.drain())
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, AsyncExitStack() as stack:
+        place = await stack.enter_async_context(world.engines.choose_replica())
+        address = Address("127.0.0.1", server.sockets[0].getsockname()[1], "key")
+        yield world.engines.dispatch(Place("e", address, place.metadata), CALL)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        pack(Accepted("e", 1))[:-1],
+        HEAD.pack(99, 0),
+        HEAD.pack(0, 1) + b"\xff",
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        pack(Failure("stranger", "another key")),
+    ],
+)
+async def test_an_answer_that_breaks_off(world: World, sent: bytes) -> None:
+    """A process that is killed, or one that is no door."""
+    async with elsewhere(world, sent) as call:
+        with pytest.raises(EngineDownError, match="e: "):
+            await asyncio.wait_for(read(call, []), 5)
+    assert len(world.engines._lines) == 0
+
+
+async def test_what_comes_after_the_end_is_no_answer(world: World) -> None:
+    """A connection whose other side has lost count is not used again."""
+    said = pack(Accepted("e", 1)) + pack(End()) + pack(b"of whom?")
+    async with elsewhere(world, said, stays=True) as call:
+        assert await items(call) == [Accepted("e", 1)]
+        await asyncio.sleep(0.2)
+        assert len(world.engines._lines) == 0
+
+
+async def test_a_cancelled_call_leaves_its_connection(world: World) -> None:
+    """To the next one: prefill legs are cancelled when their KV has arrived."""
+    async with AsyncExitStack() as stack:
+        for _ in range(3):
+            call = await world.call("hangs", stack)
+            await call.__anext__()
+            call.cancel()
+            await world.at_rest()
+            await asyncio.sleep(0.02)  # its end has to come here
+        assert len(world.engines._lines) == 1
+        assert joined(await items(await world.call("ends", stack))) == joined(ITEMS)
+    assert len(world.engines._lines) == 1
+
+
+async def test_a_call_that_does_not_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cancelled in vain: its connection is closed. One that only takes a while keeps it, and nothing cuts it short."""
+    async with AsyncExitStack() as stack:
+        monkeypatch.setattr(lines, "END_S", 5.0)
+        slow = await world.call("ends late", stack)
+        await slow.__anext__()
+        slow.cancel()
+        await asyncio.sleep(0.2)
+        assert world.served.running == 1
+        await world.at_rest()
+        await asyncio.sleep(0.02)  # its end has to come here
+        assert len(world.engines._lines) == 1
+        monkeypatch.setattr(lines, "END_S", 0.1)
+        slow = await world.call("ends late", stack)
+        await slow.__anext__()
+        slow.cancel()
+        await asyncio.sleep(0.3)
+        assert (len(world.engines._lines), world.served.running) == (0, 1)
+        await world.at_rest()
+
+
+async def test_a_connection_is_not_kept_for_ever(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bursts leave many."""
+    monkeypatch.setattr(lines, "IDLE_LINE_S", 0.1)
+    async with AsyncExitStack() as stack:
+        both = [await world.call("ends", stack) for _ in range(2)]
+        await asyncio.gather(*map(items, both))
+        assert len(world.engines._lines) == 2
+        await asyncio.sleep(0.3)
+        assert len(world.engines._lines) == 0
+        assert not world.engines._lines._free
+
+
+async def test_a_reader_that_does_not_read(world: World) -> None:
+    """Has the engine wait, instead of filling the router's memory; then it gets all."""
+    async with AsyncExitStack() as stack:
+        call = await world.call("pours", stack)
+        before = -1
+        async with asyncio.timeout(10):
+            while before < world.served.poured:
+                before = world.served.poured
+                await asyncio.sleep(0.3)
+        assert 16 < before < POURED
+        assert call._unread_bytes < 2 * lines.UNREAD_BYTES
+        found = await items(call)
+    assert sum(len(item) for item in found if isinstance(item, bytes)) == POURED * PIECE_BYTES + len(ITEMS[-1])
+    await world.at_rest()
+
+
+async def test_a_router_that_closes_while_it_connects(world: World) -> None:
+    """Who waits for the call is told."""
+    async with AsyncExitStack() as stack:
+        call = await world.call("ends", stack)
+        reading = asyncio.create_task(items(call))
+        await world.engines.close()
+        with pytest.raises(EngineDownError, match="not connected to"):
+            await asyncio.wait_for(reading, 5)
+    assert not world.served.orders
