@@ -96,7 +96,7 @@ class Places:
             return await waiting.place
         except asyncio.CancelledError:
             if waiting.place.done() and not waiting.place.cancelled():
-                self.give_back(waiting.place.result())
+                self.give_back(waiting.place.result(), served=False)
             raise
         finally:
             if waiting in self._waiting:

@@ -47,17 +47,17 @@ def main(argv: list[str] | None = None) -> int:
     except SettingsError as error:
         print(f"{options.config}: {error}", file=sys.stderr)
         return 2
-    if options.address is None and (taken := port_taken(config, settings)):
+    host, _, port = address_of(config, settings).rpartition(":")
+    if options.address is None and (taken := port_taken(host, int(port))):
         print(f"tandem: {taken}; stop what listens there, or choose another port (make run PORT=...)", file=sys.stderr)
         return 2
     return serve_until_stopped(config, settings, options.address)
 
 
-def port_taken(config: dict[str, Any], settings: ServiceSettings) -> str | None:
-    """Why clients could not reach this service on this machine, before anything is started; None: they could."""
-    host, _, port = address_of(config, settings).rpartition(":")
+def port_taken(host: str, port: int) -> str | None:
+    """Why nothing can listen there, or None; also where another program would share the port."""
     try:
-        with socket.create_server((host, int(port)), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
             return None
     except OSError as error:
         return f"{host}:{port}: {error.strerror}"

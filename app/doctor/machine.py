@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
-import socket
 import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from app.doctor.finding import Finding
+from app.run import port_taken
 from configs.settings import ServiceSettings
 
 PYTHON = (3, 11)
@@ -99,11 +99,9 @@ def check_ports(config: Mapping[str, Any], settings: ServiceSettings) -> Iterato
 
 
 def _port(host: str, port: int, setting: str) -> Finding:
-    try:
-        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
-            return Finding("ports", f"{host}:{port} is free")
-    except OSError as error:
-        return Finding("ports", f"{host}:{port}: {error.strerror}", f"stop what listens there, or change {setting}")
+    if taken := port_taken(host, port):
+        return Finding("ports", taken, f"stop what listens there, or change {setting}")
+    return Finding("ports", f"{host}:{port} is free")
 
 
 def _port_range(text: str) -> Finding:
