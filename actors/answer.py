@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import AsyncGenerator
+from functools import cached_property
 from typing import Any
 
 from actors.attempts import Attempt, Attempts, ClientRequest
@@ -45,9 +46,10 @@ class Answer:
         """The replicas that serve it."""
         return self._attempt.pair
 
-    @property
+    @cached_property
     def ledger(self) -> Ledger:
-        """Where the time to the answer's first bytes went; to be asked for when they are there."""
+        """Where the time to the answer's first bytes went; to be asked for when they are there. As it is then: prefill
+        may say only a little later where its time went."""
         return keep(self._attempts.marks(self._attempt))
 
     async def body(self) -> AsyncGenerator[bytes, None]:

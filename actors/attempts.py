@@ -1,7 +1,6 @@
 """Opens calls for one request, on one replica after another, until a decode replica begins to answer."""
 
 import asyncio
-import json
 import logging
 import time
 import uuid
@@ -14,6 +13,7 @@ from typing import Any
 
 from actors.asgi_call import Call, Headers
 from actors.engines import Engines, Place
+from actors.fields import as_written, write
 from actors.handoff import Endpoint, Producer, decode_leg, prefill_leg, why_local
 from actors.journal import Journal
 from actors.ledger import RequestMarks
@@ -50,6 +50,11 @@ class ClientRequest:
     def prompt(self) -> Prompt:
         """What decides which cached prefixes fit."""
         return read_prompt(self.body)
+
+    @cached_property
+    def fields(self) -> Mapping[str, Any]:
+        """The body's fields as the client wrote them; what decides is read from `body`."""
+        return as_written(self.raw, self.body)
 
     @property
     def request_id(self) -> str:
@@ -220,7 +225,7 @@ class Attempts:
                 return None, None
             transfer_id = uuid.uuid4().hex
             producer = Producer.from_params(prefill_place.metadata["producer"])
-            body = self.request.body
+            body = self.request.fields
             prefill_call = self._call(prefill_leg(self.request.endpoint, body, transfer_id))
             decode_call = self._call(decode_leg(body, transfer_id, producer), journal)
             decode: Leg | None = None
@@ -359,7 +364,7 @@ class Attempts:
         return place
 
     def _call(self, body: Mapping[str, Any], journal: Journal = ()) -> Call:
-        return Call("POST", self.request.endpoint, self.request.headers, json.dumps(body).encode(), journal)
+        return Call("POST", self.request.endpoint, self.request.headers, write(body), journal)
 
 
 async def _end(task: asyncio.Task[Any]) -> None:

@@ -66,6 +66,11 @@ class EngineCall:
         """Whether it has not been cancelled."""
         return not self._is_over
 
+    @property
+    def waits(self) -> bool:
+        """Whether the next item is still to come."""
+        return not self._items and not self._is_over
+
     def began(self, line: Line) -> None:
         """By `line` it can be cancelled."""
         self._line = line

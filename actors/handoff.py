@@ -5,7 +5,7 @@ whatever concerns only the output. Both carry the same single-use transfer id.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 Endpoint = Literal["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"]
@@ -159,6 +159,6 @@ def decode_leg(body: Body, transfer_id: str, producer: Producer) -> dict[str, An
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "transfer_id": transfer_id,
-        **asdict(producer),
+        **vars(producer),
     }
     return {**body, TRANSFER_FIELD: params}

@@ -51,6 +51,10 @@ async def deadline(seconds: float, what: str) -> AsyncGenerator[None, None]:
 class Items(Protocol):
     """A running call (`actors.engines.EngineCall`)."""
 
+    @property
+    def waits(self) -> bool:
+        """Whether the next item is still to come."""
+
     async def __anext__(self) -> Any: ...
 
     def cancel(self) -> None: ...
@@ -121,23 +125,30 @@ class Leg:
         DeadlineError at `until`, on the loop's clock."""
         loop = asyncio.get_running_loop()
         while True:
-            ends = [at for at in (None if silence_s is None else loop.time() + silence_s, until) if at is not None]
             try:
-                async with asyncio.timeout_at(min(ends, default=None)) as bound:
-                    item = await anext(self._response)
+                # Most tokens are there when they are asked for, several at a time: a timer for each would cost more.
+                item = await (self._within(silence_s, until) if self._response.waits else anext(self._response))
             except StopAsyncIteration:
                 return None
             except EngineDownError as error:
                 raise UnavailableError(f"the {self.role} engine is not available; try again") from error
-            except TimeoutError:
-                if not bound.expired():
-                    raise
-                if until is not None and bound.when() == until:
-                    raise DeadlineError(f"the answer of the {self.role} engine has not ended in time") from None
-                raise self._silent(silence_s) from None
             self.heard_at = loop.time()
             if not isinstance(item, Alive):
                 return item
+
+    async def _within(self, silence_s: float | None, until: float | None) -> Any:
+        """The next item, in time."""
+        now = asyncio.get_running_loop().time()
+        ends = [at for at in (None if silence_s is None else now + silence_s, until) if at is not None]
+        try:
+            async with asyncio.timeout_at(min(ends, default=None)) as bound:
+                return await anext(self._response)
+        except TimeoutError:
+            if not bound.expired():
+                raise
+            if until is not None and bound.when() == until:
+                raise DeadlineError(f"the answer of the {self.role} engine has not ended in time") from None
+            raise self._silent(silence_s) from None
 
     @asynccontextmanager
     async def _bounded(self, silence_s: float | None) -> AsyncGenerator[None, None]:

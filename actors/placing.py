@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,26 @@ if TYPE_CHECKING:
     from actors.attempts import ClientRequest
 
 logger = logging.getLogger(__name__)
+
+LEARNS_AFTER_S = 0.01
+"""What requests have shown of costs is counted so much later, all of it together, and not while a first token waits."""
+
+
+class Later:
+    """Does what is given to it a moment later."""
+
+    def __init__(self) -> None:
+        self._given: list[Callable[[], None]] = []
+
+    def __call__(self, do: Callable[[], None]) -> None:
+        if not self._given:
+            asyncio.get_running_loop().call_later(LEARNS_AFTER_S, self._do_all)
+        self._given.append(do)
+
+    def _do_all(self) -> None:
+        given, self._given = self._given, []
+        for do in given:
+            do()
 
 
 class Journey:
@@ -80,7 +101,7 @@ class Placing:
     def __init__(self, settings: RoutingSettings, metrics: RouterMetrics) -> None:
         self.prefill = Roster()
         self.decode = Roster()
-        self._planner = Planner(settings)
+        self._planner = Planner(settings, Later())
         self._metrics = metrics
 
     def reconfigure(self, settings: RoutingSettings) -> None:

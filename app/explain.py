@@ -57,14 +57,19 @@ class Observer:
             if trace is not None:
                 trace.end(error)
 
-    def began(self, answer: Answer) -> RawHeaders:
-        """The first bytes of the answer are there: keep its ledger. Returns what the client has asked to be told."""
+    def told(self, answer: Answer) -> RawHeaders:
+        """The first bytes of the answer are there: what the client has asked to be told."""
+        if answer.explanation is None or answer.start.status >= HTTPStatus.BAD_REQUEST:
+            return ()
+        return (DECISION_HEADER, answer.explanation.encode()), server_timing(answer.ledger)
+
+    def keep(self, answer: Answer) -> None:
+        """Keep the ledger of an answer whose first bytes have been sent: the client has not waited for it."""
         status = answer.start.status
         if status >= HTTPStatus.BAD_REQUEST:
             if self.trace is not None:
                 self.trace.refused(status)
-            return ()
-        ledger = answer.ledger
+            return
         record = Record(
             request_id=self.request.request_id[:MAX_ID_CHARACTERS],
             began_at=now_unix(self.request.arrived_at),
@@ -74,12 +79,9 @@ class Observer:
             status=status,
             streams=answer.start.streams,
             pair=answer.pair,
-            ledger=ledger,
+            ledger=answer.ledger,
         )
-        self.router.metrics.keep(answer.route, ledger)
+        self.router.metrics.keep(answer.route, answer.ledger)
         self.router.recent.add(record)
         if self.trace is not None:
             self.trace.answered(record)
-        if answer.explanation is None:
-            return ()
-        return (DECISION_HEADER, answer.explanation.encode()), server_timing(ledger)

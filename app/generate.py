@@ -126,9 +126,12 @@ class Generate:
         status = answer.start.status
         route, reason = (REFUSED, None) if status >= HTTPStatus.BAD_REQUEST else (answer.route, answer.local_reason)
         tally.count(route, reason, status)
-        headers = [*_response_headers(answer), *observer.began(answer)]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": head, "more_body": answer.start.streams})
+        headers = [*_response_headers(answer), *observer.told(answer)]
+        try:
+            await send({"type": "http.response.start", "status": status, "headers": headers})
+            await send({"type": "http.response.body", "body": head, "more_body": answer.start.streams})
+        finally:
+            observer.keep(answer)
 
     async def _send_rest(self, events: AsyncGenerator[bytes, None], left_s: float, send: Send) -> None:
         """Also a client that takes what it is sent, but slowly, has its places no longer than a request may take."""

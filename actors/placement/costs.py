@@ -80,7 +80,8 @@ class Costs:
     def step_parts(self, streams: float, prefilled_tokens: float, now: float) -> Components:
         """Of one step of a decode engine with `streams` that also computes `prefilled_tokens` of a prompt."""
         step_s = self.settings.assumed_step_s
-        token_s = self._local.role.parts(self.local_parts(1, 0, 0, now), now)[1]
+        # Most are asked for without: a decision for each decode engine, twice.
+        token_s = self._local.role.parts(self.local_parts(1, 0, 0, now), now)[1] if prefilled_tokens else 0.0
         return step_s, step_s * streams / BUSY_STREAMS, prefilled_tokens * token_s
 
     def prefill_s(self, engine: str, parts: Components, now: float) -> float:

@@ -114,21 +114,24 @@ class Regression:
         common = self._level.factor(now)
         scale_s = max(sum(assumed), LEAST_S) * common
         shares = np.array(assumed) / scale_s
-        self._squares = self._squares * kept + np.outer(shares, shares)
-        self._products = self._products * kept + shares * (believed_s / scale_s)
+        self._squares *= kept
+        self._squares += shares[:, None] * shares
+        self._products *= kept
+        self._products += shares * (believed_s / scale_s)
         self._factors = self._solve(common)
         self._asked_at = None
 
     def _solve(self, common: float) -> np.ndarray:
         """Factors that fit best, none below zero: a part that would be is left out, and the others are fitted anew."""
+        squares, products = self._squares.copy(), self._products.copy()
         # The second keeps the matrix regular where costs have changed by many powers of ten.
-        pull = max(self.RIDGE / common**2, 1e-9 * float(np.trace(self._squares)))
-        squares = self._squares + pull * np.eye(len(self._products))
-        products = self._products + pull * common
+        pull = max(self.RIDGE / common**2, 1e-9 * float(squares.trace()))
+        squares.flat[:: len(products) + 1] += pull
+        products += pull * common
         free = np.ones(len(products), dtype=bool)
-        while True:
+        factors = np.linalg.solve(squares, products)
+        while (factors < 0).any():
+            free &= factors > 0
             factors = np.zeros(len(products))
             factors[free] = np.linalg.solve(squares[np.ix_(free, free)], products[free])
-            if (factors >= 0).all():
-                return factors
-            free &= factors > 0
+        return factors

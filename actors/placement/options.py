@@ -63,11 +63,16 @@ class Options:
                 )
         return pairs
 
+    @cached_property
+    def _decoding(self) -> dict[str, tuple[float, float]]:
+        """For each decode replica: seconds of this answer after its first token, and what it adds to others there."""
+        return {decode: self._decoding_on(decode) for decode in self.decode}
+
     def _local(self, decode: str) -> Estimate:
         new, held, streams = self.uncached(decode), self.decode_held[decode], self.streams(decode)
         parts = self.costs.local_parts(new, held, streams, self.now)
         compute_s = self.costs.local_s(decode, parts, self.now)
-        decoding_s, interference_s = self._decoding(decode)
+        decoding_s, interference_s = self._decoding[decode]
         queue_s = self._decode_load(decode).prompts.wait_s(self.now)
         held_up_s = interference_s + streams * compute_s
         return Estimate(decode, None, new, 0, queue_s, compute_s, 0.0, decoding_s, held_up_s)
@@ -83,10 +88,9 @@ class Options:
 
     def _decode(self, decode: str) -> tuple[int, tuple[float, ...], float, float]:
         moved = self.uncached(decode)
-        return moved, self.costs.handover_parts(moved, self.streams(decode)), *self._decoding(decode)
+        return moved, self.costs.handover_parts(moved, self.streams(decode)), *self._decoding[decode]
 
-    def _decoding(self, decode: str) -> tuple[float, float]:
-        """Seconds of this answer after its first token, and what it adds to all others there."""
+    def _decoding_on(self, decode: str) -> tuple[float, float]:
         streams, costs = self.streams(decode), self.costs
         with_it = costs.step_s(decode, costs.step_parts(streams + 1, 0.0, self.now), self.now)
         without = costs.step_s(decode, costs.step_parts(streams, 0.0, self.now), self.now)

@@ -7,8 +7,9 @@ and `ended` in any case. What a trip that broke off has not shown is not learnt.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
+from functools import partial
 from itertools import count
 
 from actors.placement.choice import Asked, choose
@@ -29,14 +30,26 @@ REMEMBERED_TOKENS = 100_000.0
 
 REMEMBERED_ANSWERS = 50.0
 
+Later = Callable[[Callable[[], None]], None]
+"""Does a thing when there is time."""
+
+
+def _at_once(do: Callable[[], None]) -> None:
+    do()
+
 
 class Planner:
-    """The router's knowledge of its fleet."""
+    """The router's knowledge of its fleet.
+
+    What it decides from is of two kinds: what runs where it knows as soon as it is told, what things cost it learns
+    `later`, as that takes longer and an answer waits for whoever tells it.
+    """
 
     settings: RoutingSettings
     _costs: Costs
 
-    def __init__(self, settings: RoutingSettings) -> None:
+    def __init__(self, settings: RoutingSettings, later: Later = _at_once) -> None:
+        self._later = later
         self._begin_anew(settings)
         self._prefill: defaultdict[str, EngineLoad] = defaultdict(EngineLoad)
         self._decode: defaultdict[str, EngineLoad] = defaultdict(EngineLoad)
@@ -124,7 +137,7 @@ class Planner:
             self._count_tokens(trip, prompt_tokens)
         parts = self._costs.prefill_parts(trip.new_tokens, trip.held_tokens)
         if shown := self._prefill[trip.prefill].prompts.finish(trip.key, now, parts):
-            self._costs.observe_prefill(trip.prefill, *shown, now)
+            self._later(partial(self._costs.observe_prefill, trip.prefill, *shown, now))
 
     def opened(self, trip: Trip, now: float) -> None:
         """The first token of a stream is here."""
@@ -133,11 +146,12 @@ class Planner:
         load = self._decode[trip.decode]
         if trip.prefill is None:
             if shown := load.prompts.finish(trip.key, now):
-                self._costs.observe_local(trip.decode, *shown, now)
+                self._later(partial(self._costs.observe_local, trip.decode, *shown, now))
             load.computed_tokens += trip.new_tokens
         elif trip.prefilled_at is not None:
             parts = self._costs.handover_parts(trip.moved_tokens, trip.streams)
-            self._costs.observe_handover((trip.prefill, trip.decode), parts, now - trip.prefilled_at, now)
+            pair, seconds = (trip.prefill, trip.decode), now - trip.prefilled_at
+            self._later(partial(self._costs.observe_handover, pair, parts, seconds, now))
         trip.opened_at = now
         load.streams_begin(trip.key, now)
         trip.opened_stream_seconds = load.stream_seconds(now)
@@ -194,7 +208,7 @@ class Planner:
         streams = (load.stream_seconds(now) - trip.opened_stream_seconds) / seconds
         computed = (load.computed_tokens - trip.opened_computed_tokens) / steps
         parts = self._costs.step_parts(streams, computed, now)
-        self._costs.observe_step(trip.decode, parts, seconds / steps, now)
+        self._later(partial(self._costs.observe_step, trip.decode, parts, seconds / steps, now))
 
     def _local_parts(self, trip: Trip, now: float) -> tuple[float, ...]:
         return self._costs.local_parts(trip.new_tokens, trip.held_tokens, trip.streams, now)

@@ -6,9 +6,10 @@ the tree. The oldest are forgotten first, of one prompt its end before its begin
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 
 import xxhash
 
@@ -43,7 +44,7 @@ class _Tree:
 
     def held(self, passage: Passage) -> Held:
         pieces = self.pieces
-        count = next((n for n, piece in enumerate(passage.pieces) if piece not in pieces), len(passage.pieces))
+        count = len(list(takewhile(pieces.__contains__, passage.pieces)))
         at = count * PIECE_BYTES
         before = passage.pieces[count - 1] if count else passage.seed
         found = Held(at)
@@ -56,10 +57,10 @@ class _Tree:
         return found
 
     def add(self, passage: Passage, most: int) -> tuple[int, ...]:
+        known = [piece for piece in passage.pieces if piece in self.pieces]
         new = tuple(piece for piece in passage.pieces if piece not in self.pieces)
-        for piece in reversed(passage.pieces):
-            self.pieces.setdefault(piece, ())
-            self.pieces.move_to_end(piece)
+        self.pieces.update((piece, ()) for piece in reversed(new))
+        deque(map(self.pieces.move_to_end, reversed(known)), maxlen=0)  # thousands of pieces for a long prompt
         while len(self.pieces) > most:
             self.pieces.popitem(last=False)
         return new

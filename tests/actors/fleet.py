@@ -76,6 +76,10 @@ class Response:
         )
         self._items.put_nowait(error)
 
+    @property
+    def waits(self) -> bool:
+        return self._items.empty()
+
     async def __anext__(self) -> Any:
         item = await self._items.get()
         if isinstance(item, BaseException):
