@@ -295,7 +295,7 @@ class Attempts:
     def _dispatch_decode(self, legs: AsyncExitStack, place: Place, call: Call) -> Leg:
         """The call, which ends with `legs`."""
         decode = Leg("decode", self._fleet.decode.dispatch(place, call))
-        legs.push_async_callback(decode.close)
+        legs.callback(decode.close)
         return decode
 
     def _begin(self) -> float:
@@ -318,11 +318,12 @@ class Attempts:
     async def _choose_pair(
         self, stack: AsyncExitStack, prefill_stack: AsyncExitStack, decision: Decision
     ) -> tuple[Place, Place | None]:
-        """Places on a decode and on a prefill replica; None for the latter when none is free in time."""
+        """Places on a decode and on a prefill replica; None for the latter when none is free in time. A place with
+        prefill is not held while decode has none: others could use it."""
+        decode = await self._choose_decode(stack, decision)
         fleet = self._fleet
-        decode, prefill = await asyncio.gather(
-            self._choose_decode(stack, decision),
-            choose(
+        try:
+            prefill = await choose(
                 prefill_stack,
                 "prefill",
                 fleet.prefill,
@@ -330,16 +331,10 @@ class Attempts:
                 self._failed_prefill,
                 decision.prefill,
                 fleet.placing.prefill,
-            ),
-            return_exceptions=True,
-        )
-        if isinstance(decode, BaseException):
-            raise decode
-        if isinstance(prefill, TandemError):
-            logger.warning("serving a request on decode alone: %s", prefill)
+            )
+        except TandemError as error:
+            logger.warning("serving a request on decode alone: %s", error)
             return decode, None
-        if isinstance(prefill, BaseException):
-            raise prefill
         return decode, prefill
 
     async def _choose_decode(self, stack: AsyncExitStack, decision: Decision) -> Place:

@@ -6,9 +6,8 @@ Serve says which engines there are, starts and stops them; requests do not pass 
 import asyncio
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,11 +152,11 @@ class Engines:
         self._router = uuid.uuid4().hex
         self._lines = Lines()
 
-    @asynccontextmanager
-    async def choose_replica(
+    async def take(
         self, avoid: AbstractSet[str] = frozenset(), prefer: Sequence[str] = (), roster: Roster | None = None
-    ) -> AsyncGenerator[Place, None]:
+    ) -> Place:
         """A place with an engine that is not one to `avoid`, the first of `prefer` that has one, else the least busy.
+        To be given back.
 
         Waits for one until it is cancelled; raises OverloadedError where too many wait. `roster` gets to know all.
         """
@@ -165,15 +164,14 @@ class Engines:
             roster.attach(self._places.ongoing)
         while True:
             name = await self._places.take(avoid, prefer)
-            doubtful, place = self._places.doubtful(name), None
-            try:
-                engine = engines_of(self._handle.deployment_id).get(name)
-                if engine is not None:  # it may have gone since it was chosen
-                    place = Place(name, engine.address, engine.metadata, doubtful)
-                    yield place
-                    return
-            finally:
-                self._places.give_back(name, served=place is not None and place.served)
+            engine = engines_of(self._handle.deployment_id).get(name)
+            if engine is not None:
+                return Place(name, engine.address, engine.metadata, self._places.doubtful(name))
+            self._places.give_back(name, served=False)  # it has gone since it was chosen
+
+    def give_back(self, place: Place) -> None:
+        """Its call has ended, or was not made."""
+        self._places.give_back(place.replica_id, served=place.served)
 
     def dispatch(self, place: Place, call: Call, transfer_id: str | None = None, hold_s: float = 0.0) -> EngineCall:
         """Make the call of `place`; a prefill leg has a transfer, and is held after its answer for at most `hold_s`."""

@@ -2,10 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from actors.asgi_call import Alive, ResponseStart
@@ -38,14 +39,26 @@ class DeadlineError(TandemError):
     """A wait came to its deadline."""
 
 
-@asynccontextmanager
-async def deadline(seconds: float, what: str) -> AsyncGenerator[None, None]:
+class deadline:
     """Raise DeadlineError when the block takes longer than `seconds`."""
-    try:
-        async with asyncio.timeout(seconds):
-            yield
-    except TimeoutError:
-        raise DeadlineError(f"{what} took longer than {seconds:g} s") from None
+
+    def __init__(self, seconds: float, what: str) -> None:
+        self._seconds = seconds
+        self._what = what
+
+    async def __aenter__(self) -> None:
+        self._timeout = asyncio.timeout(self._seconds)
+        await self._timeout.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self._timeout.__aexit__(kind, error, trace)
+            if isinstance(error, TimeoutError):
+                raise error
+        except TimeoutError:
+            raise DeadlineError(f"{self._what} took longer than {self._seconds:g} s") from None
 
 
 class Items(Protocol):
@@ -79,7 +92,8 @@ class Leg:
         self._sent_at = time.monotonic()
         self._answered_at: float | None = None
         self._timings: EngineTimings | None = None
-        self._accepted = asyncio.create_task(self._accept(), name=f"{role}-accepts")
+        self._taken: bool | None = None
+        """Whether the engine has the call, as far as it has said so."""
 
     async def start(self, silence_s: float | None = None) -> ResponseStart:
         """The response's status and headers."""
@@ -92,8 +106,12 @@ class Leg:
 
     async def taken(self, silence_s: float | None = None) -> None:
         """Wait until the engine has the call; RefusedError where it does not take it."""
-        async with self._bounded(silence_s):
-            await asyncio.shield(self._accepted)
+        if self._taken is None:
+            try:
+                self._taken = await self.next(silence_s) is not None
+            except TandemError:
+                self._taken = False
+                raise
 
     async def open(self, silence_s: float | None = None, to_first_token: bool = False) -> Opened:
         """Wait for the first bytes of a stream, or for the whole body of another response.
@@ -150,34 +168,18 @@ class Leg:
                 raise DeadlineError(f"the answer of the {self.role} engine has not ended in time") from None
             raise self._silent(silence_s) from None
 
-    @asynccontextmanager
-    async def _bounded(self, silence_s: float | None) -> AsyncGenerator[None, None]:
-        try:
-            async with asyncio.timeout(silence_s) as bound:
-                yield
-        except TimeoutError:
-            if not bound.expired():
-                raise
-            raise self._silent(silence_s) from None
-
     def _silent(self, silence_s: float | None) -> UnavailableError:
         return UnavailableError(f"the {self.role} engine gave no sign of life for {silence_s:g} s")
 
     async def accepted(self) -> bool:
-        """Whether a replica has the call; waits for it at most ACCEPT_S."""
-        await asyncio.wait({self._accepted}, timeout=ACCEPT_S)
-        return self._accepted.done() and not self._accepted.cancelled() and self._accepted.exception() is None
+        """Whether a replica has the call; waits for it at most ACCEPT_S. Nobody else reads the leg by then."""
+        with suppress(TandemError):
+            await self.taken(ACCEPT_S)
+        return self._taken is True
 
-    async def close(self) -> None:
-        """Cancel the call if it still runs: its connection is closed, and the engine aborts."""
+    def close(self) -> None:
+        """Cancel the call if it still runs: the engine aborts it."""
         self._response.cancel()
-        self._accepted.cancel()
-        await asyncio.wait({self._accepted})
-        if not self._accepted.cancelled():
-            self._accepted.exception()  # has been seen by whoever waited for it, or is not wanted
-
-    async def _accept(self) -> None:
-        await self.next()
 
 
 async def choose(
@@ -193,11 +195,12 @@ async def choose(
 
     The first of `prefer` that has a place is taken, else the least busy. `roster` gets to know the role's replicas.
     """
-    chosen = engines.choose_replica(avoid=frozenset(avoid), prefer=tuple(prefer), roster=roster)
     try:
         async with deadline(timeout_s, f"waiting for a free {role} replica"):
-            return await stack.enter_async_context(chosen)
+            place = await engines.take(avoid, prefer, roster)
     except DeadlineError as error:
         if engines.has_engines():
             raise
         raise UnavailableError(f"no {role} engine is running: it may still be starting, see /health") from error
+    stack.callback(engines.give_back, place)
+    return place

@@ -88,7 +88,7 @@ class PrefillLeg:
         except Exception:
             logger.exception("transfer %s cannot be discarded: its lease will end it", self._transfer_id)
         finally:
-            await self._leg.close()
+            self._leg.close()
             await self._place.aclose()
 
     async def _watch(self) -> None:

@@ -76,7 +76,7 @@ class Router:
         async with AsyncExitStack() as stack, deadline(self.limits.replica_timeout_s, f"{method} {path}"):
             place = await choose(stack, "decode", self._decode, self.limits.replica_timeout_s)
             leg = Leg("decode", self._decode.dispatch(place, Call(method, path, headers)))
-            stack.push_async_callback(leg.close)
+            stack.callback(leg.close)
             start, body = await leg.start(), b""
             while isinstance(item := await leg.next(), bytes):
                 body += item

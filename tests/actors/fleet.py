@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,10 +135,7 @@ class Handle:
         """Whether Serve cannot reach anybody."""
         self._turn = 0
 
-    @asynccontextmanager
-    async def choose_replica(
-        self, avoid: Iterable[str] = (), prefer: Sequence[str] = (), roster: Roster | None = None
-    ) -> AsyncGenerator[Place, None]:
+    async def take(self, avoid: Iterable[str] = (), prefer: Sequence[str] = (), roster: Roster | None = None) -> Place:
         if roster is not None:
             roster.attach(lambda: {replica.name: 0 for replica in self.replicas})
         free = [replica for replica in self.replicas if replica.name not in avoid]
@@ -147,11 +144,11 @@ class Handle:
             raise TimeoutError  # the router's wait is over: here it takes no time
         self._turn += 1
         self.taken += 1
-        try:
-            preferred = [one for name in prefer for one in free if one.name == name and not self.in_order]
-            yield Place((preferred or [free[-1 if self.in_order else self._turn % len(free)]])[0], METADATA)
-        finally:
-            self.taken -= 1
+        preferred = [one for name in prefer for one in free if one.name == name and not self.in_order]
+        return Place((preferred or [free[-1 if self.in_order else self._turn % len(free)]])[0], METADATA)
+
+    def give_back(self, place: Place) -> None:
+        self.taken -= 1
 
     def dispatch(self, place: Place, call: Call, *_: Any) -> Response:
         return Response(self, place, call)

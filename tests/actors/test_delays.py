@@ -6,7 +6,6 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -140,15 +139,13 @@ async def test_a_delay_of_a_local_request_is_in_its_part(stage, part):
 async def test_waiting_for_a_place_is_in_its_part(monkeypatch):
     """Before anything is sent."""
     engines = Engines()
-    choose = engines.decode.choose_replica
+    take = engines.decode.take
 
-    @asynccontextmanager
-    async def late(**options: Any) -> AsyncGenerator[Any, None]:
+    async def late(*options: Any) -> Any:
         await asyncio.sleep(DELAY_S)
-        async with choose(**options) as place:
-            yield place
+        return await take(*options)
 
-    monkeypatch.setattr(engines.decode, "choose_replica", late)
+    monkeypatch.setattr(engines.decode, "take", late)
     parts = (await ledger_of(engines, request())).parts
     assert max(parts, key=parts.__getitem__) == "placing", parts
 

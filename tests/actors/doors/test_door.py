@@ -100,7 +100,7 @@ async def test_an_engine_that_leaves(world: World) -> None:
         await asyncio.wait_for(draining, 5)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
-                await world.engines.choose_replica().__aenter__()
+                await world.engines.take()
 
 
 async def test_a_router_that_is_gone(world: World) -> None:
@@ -168,7 +168,8 @@ async def test_a_large_body(world: World) -> None:
     """A router has let it in: the door has no limit of its own."""
     body = bytes(20 << 20)
     async with AsyncExitStack() as stack:
-        place = await stack.enter_async_context(world.engines.choose_replica())
+        place = await world.engines.take()
+        stack.callback(world.engines.give_back, place)
         await items(world.engines.dispatch(place, Call("POST", "ends", body=body)))
     (order,) = world.served.orders
     assert order.call.body == body

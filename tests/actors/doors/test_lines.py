@@ -28,7 +28,8 @@ async def elsewhere(world: World, sent: bytes, stays: bool = False) -> AsyncGene
         writer.close()
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, AsyncExitStack() as stack:
-        place = await stack.enter_async_context(world.engines.choose_replica())
+        place = await world.engines.take()
+        stack.callback(world.engines.give_back, place)
         address = Address("127.0.0.1", server.sockets[0].getsockname()[1], "key")
         yield world.engines.dispatch(Place("e", address, place.metadata), CALL)
 

@@ -67,7 +67,8 @@ class World:
         self.served, self.door, self.address, self.engines = served, door, address, engines
 
     async def call(self, path: str, stack: AsyncExitStack, **more: Any) -> EngineCall:
-        place = await stack.enter_async_context(self.engines.choose_replica())
+        place = await self.engines.take()
+        stack.callback(self.engines.give_back, place)
         return self.engines.dispatch(place, Call("POST", path, body=b"{}"), **more)
 
     async def at_rest(self) -> None:
