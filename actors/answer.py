@@ -13,6 +13,7 @@ from actors.ledger import Ledger, keep
 from actors.leg import UnavailableError
 from actors.recent import Pair
 from actors.router_metrics import RouterMetrics
+from connectors.errors import TandemError
 
 
 class Answer:
@@ -63,6 +64,7 @@ class Answer:
         stream = EventStream()
         journal: list[Group] = []
         comments = b""
+        ready = b""
         while self._attempt.opened.start.streams:
             known = len(journal)
             try:
@@ -78,14 +80,25 @@ class Answer:
                     events = comments + stream.feed(_bytes_of(item))
                     if stream.sent == 0:
                         comments = events  # not an answer yet
-                    elif events:
-                        comments = b""
-                        if stream.sent > sent:
-                            self._attempts.got_further()
-                        yield events
+                        continue
+                    comments = b""
+                    if stream.sent > sent:
+                        self._attempts.got_further()
+                    ready += events
+                    # What has come together goes on together: under pressure, when less for each token counts.
+                    if ready and (sent == 0 or self._attempt.decode.waits):
+                        yield ready
+                        ready = b""
                 error = UnavailableError("the decode engine ended a stream before its end")
             except UnavailableError as death:
                 error = death
+            except TandemError:
+                if ready:
+                    yield ready
+                raise
+            if ready:
+                yield ready
+                ready = b""
             if stream.done:
                 return
             await self._resume(error, stream, journal)

@@ -134,6 +134,11 @@ class Leg:
         answered_at = time.monotonic() if self._answered_at is None else self._answered_at
         return LegMarks(self._sent_at, answered_at, self._timings)
 
+    @property
+    def waits(self) -> bool:
+        """Whether the next item is still to come."""
+        return self._response.waits
+
     def _answered(self, timings: EngineTimings | None) -> None:
         self._answered_at = time.monotonic()
         self._timings = timings or self._timings

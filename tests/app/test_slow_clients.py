@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 
+from actors.asgi_call import Call
 from app import generate
 from app.openai import build_http
 from tests.actors.behaviours import LIMITS, engine, fleet, request, well
@@ -30,13 +32,20 @@ class SlowClient(Client):
         await super().send(message)
 
 
+async def paced(call: Call, turn: int) -> AsyncGenerator[Any, None]:
+    """An engine whose answer takes longer than a request may take: what comes at once is sent at once."""
+    async for item in engine(1, [1])(call, turn):
+        yield item
+        await asyncio.sleep(0.02)
+
+
 @pytest.mark.parametrize(("piece_s", "told"), [(0.1, True), (60.0, False)], ids=["slowly", "nothing"])
 async def test_a_slow_client_has_its_places_no_longer_than_a_request_may_take(
     piece_s: float, told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both legs end then; it is told so, if it takes even that."""
     monkeypatch.setattr(generate, "LAST_WORD_S", 1.0)
-    router, prefill, decode = fleet([well], [engine(1, [1])])
+    router, prefill, decode = fleet([well], [paced])
     router.limits = LIMITS.model_copy(update={"request_timeout_s": 0.5})
     client = SlowClient(piece_s)
     replica: Any = router
