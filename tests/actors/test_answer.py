@@ -95,11 +95,15 @@ async def test_nothing_that_came_before_an_error_is_lost() -> None:
         raise EngineError("failed")
 
     router, p, d = fleet([well], [serve])
-    body = b""
-    with pytest.raises(EngineError):
+    found: list[bytes] = []
+
+    async def read() -> None:
         async with router.answer(request()) as answer:
             async for piece in answer.body():
-                body += piece
+                found.append(piece)
                 await asyncio.sleep(0.02)
-    assert body.count(b"data: ") == 6
+
+    with pytest.raises(EngineError):
+        await read()
+    assert b"".join(found).count(b"data: ") == 6
     await at_rest(p, d)
