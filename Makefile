@@ -85,9 +85,15 @@ alerts: $(STAMP) ## Run promtool's tests of the alerts (Debian: the package prom
 	@$(BIN)/python -m tests.k8s.promtool
 
 .PHONY: bench
-bench: $(STAMP) build/vllm-router/bin/vllm-router ## Measure handover and TTFT side by side with vLLM's own connector, and its router
+bench: $(STAMP) build/vllm-router/bin/vllm-router build/ray-llm/bin/python ## Measure handover and TTFT side by side with vLLM's own connector, its router, and Ray Serve LLM
 	$(BIN)/python -m benchmarks.handover
-	$(BIN)/python -m benchmarks.service --vllm-router build/vllm-router/bin/vllm-router
+	$(BIN)/python -m benchmarks.service --vllm-router build/vllm-router/bin/vllm-router --ray-llm build/ray-llm/bin/python
+
+# Ray Serve LLM needs a package more than Tandem, and pins a vLLM that has no build for CPU: what is installed here goes first.
+build/ray-llm/bin/python: $(STAMP)
+	$(PYTHON) -m venv build/ray-llm
+	echo $(abspath $(VENV))/lib/python3.11/site-packages > $$(echo build/ray-llm/lib/python3*/site-packages)/tandem.pth
+	build/ray-llm/bin/pip install --quiet --no-deps pyarrow
 
 .PHONY: bench-exposed
 bench-exposed: $(STAMP) ## Measure what streaming hides, over shared memory and a slow link (root)

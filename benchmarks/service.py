@@ -1,12 +1,13 @@
 """TTFT of Tandem's whole service, Ray and router included, beside a direct client on vLLM's NixlConnector.
 
-    python -m benchmarks.service [--requests 12] [--lengths 200,1000,2000] [--vllm-router COMMAND]
+    python -m benchmarks.service [--requests 12] [--lengths 200,1000,2000] [--vllm-router COMMAND] [--ray-llm PYTHON]
 
     tandem       one streaming HTTP request to Tandem's router (one prefill, one decode replica, started as users start
                  it)
     nixl         two stock vLLM servers with NixlConnector and a client that knows both: it posts to prefill, then posts
                  the answer's parameters to decode and streams. No router at all: the best case of that protocol.
     vllm-router  one streaming HTTP request to vLLM's own router (Rust, prefill/decode mode) before the same servers
+    ray-llm      one streaming HTTP request to Ray Serve LLM's own prefill/decode application (``ray_llm.py``)
 
 Time to first token runs from the first byte sent to the first streamed token received. Requests alternate; the sides
 that do not run are stopped (``arms.py``): all processes of the two servers and their router, and the engine processes
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import tempfile
@@ -31,6 +33,7 @@ import yaml
 
 from benchmarks.arms import Processes, free_cores
 from benchmarks.report import ratios, summary, write
+from tests.e2e.environment import ENVIRONMENT
 from tests.e2e.models import VOCABULARY, benchmark_gemma3
 from tests.e2e.sequential_proxy import PRODUCE
 from tests.e2e.service_process import ServiceProcess, free_port
@@ -94,7 +97,27 @@ def start_router(command: Path, prefill: str, decode: str, folder: Path) -> tupl
     return process, url
 
 
-def measure(requests: int, lengths: list[int], folder: Path, vllm_router: Path | None = None) -> dict[str, Any]:
+def start_ray_llm(python: Path, model: str, folder: Path) -> tuple[subprocess.Popen[bytes], str]:
+    """Ray Serve LLM's application in a Ray cluster of its own, when it has answered a request."""
+    port = free_port()
+    line = [str(python), "-m", "benchmarks.ray_llm", "--model", model, "--port", str(port)]
+    line += ["--engine", json.dumps(ENGINE | {"dtype": "float32", "enforce_eager": True})]
+    with (folder / "ray-llm.log").open("wb") as log:
+        environment = os.environ | ENVIRONMENT
+        process = subprocess.Popen(line, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+    url = f"http://127.0.0.1:{port}"
+    wait_until_up(f"{url}/v1/models", process, folder)
+    return process, url
+
+
+def engines(process: psutil.Process) -> list[int]:
+    """The processes of vLLM's engines that `process` has started."""
+    return [child.pid for child in process.children(recursive=True) if child.name().startswith("VLLM::")]
+
+
+def measure(
+    requests: int, lengths: list[int], folder: Path, vllm_router: Path | None = None, ray_llm: Path | None = None
+) -> dict[str, Any]:
     model = benchmark_gemma3(folder / "model").path
     service = ServiceProcess(service_config(model, folder), folder)
     service.start()
@@ -123,6 +146,15 @@ def measure(requests: int, lengths: list[int], folder: Path, vllm_router: Path |
         }
         if vllm_router is not None:
             sides["vllm-router"] = (theirs, lambda client, body: through_router(client, router_url, body))
+        if ray_llm is not None:
+            for other in (ours, theirs):
+                other.sleep()
+            peer, peer_url = start_ray_llm(ray_llm, model, folder)
+            servers.append(peer)
+            rays = Processes(engines(psutil.Process(peer.pid)))
+            assert len(rays.pids) >= 2, "two engines"
+            free_cores(rays.pids)
+            sides["ray-llm"] = (rays, lambda client, body: through_router(client, peer_url, body))
         return _alternate(sides, requests, lengths)
     finally:
         for pid in {pid for s in servers for pid in _tree(s.pid)}:
@@ -176,11 +208,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=12, help="measured requests per length and side")
     parser.add_argument("--lengths", default="200,1000,2000", help="prompt tokens")
-    parser.add_argument("--vllm-router", type=Path, help="its command; without it, a run of the other two sides")
+    parser.add_argument("--vllm-router", type=Path, help="its command; without it, a run without that side")
+    parser.add_argument("--ray-llm", type=Path, help="a Python that has Ray Serve LLM; without it, a run without it")
     arguments = parser.parse_args()
     lengths = [int(length) for length in arguments.lengths.split(",")]
     with tempfile.TemporaryDirectory() as folder:
-        result = measure(arguments.requests, lengths, Path(folder), arguments.vllm_router)
+        result = measure(arguments.requests, lengths, Path(folder), arguments.vllm_router, arguments.ray_llm)
     for length, row in result.items():
         print(f"{length} prompt tokens")
         for name, values in row.items():

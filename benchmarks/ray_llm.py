@@ -1,0 +1,67 @@
+"""Ray Serve LLM's own prefill/decode application, until Ctrl-C, as a peer to be measured beside.
+
+    build/ray-llm/bin/python -m benchmarks.ray_llm --model FOLDER --port 8000
+
+One prefill and one decode replica on CPU with NixlConnector, all else as Ray has it. Ray 2.60 pins vLLM 0.29, of which
+there is no build for CPU: this is Ray's code with the vLLM that Tandem runs on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.llm import build_pd_openai_app
+
+from app.run import interrupt_on_signals
+
+CPUS = 8
+"""What Ray is told that the machine has: its deployments ask for one each, and are idle in turn."""
+
+READY = "ray serve llm: ready"
+
+
+def config(model: str, role: str, engine: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of one role's replica."""
+    return {
+        "model_loading_config": {"model_id": "demo", "model_source": model},
+        "engine_kwargs": engine | {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": role}},
+        "deployment_config": {"num_replicas": 1, "autoscaling_config": None},
+        "accelerator_config": {"kind": "cpu"},
+        "placement_group_config": {"bundles": [{"CPU": 1}]},
+    }
+
+
+def run(model: str, port: int, engine: dict[str, Any]) -> None:
+    """On a Ray cluster of this process; it answers on `port`."""
+    ray.init(address="local", include_dashboard=False, num_cpus=CPUS, log_to_driver=False)
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        roles = ("prefill_config", "kv_producer"), ("decode_config", "kv_consumer")
+        app = build_pd_openai_app({name: config(model, role, engine) for name, role in roles})
+        serve.run(app, name="peer")
+        interrupt_on_signals()
+        print(READY, flush=True)
+        signal.pause()
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--engine", type=json.loads, default={}, help="vLLM's engine arguments, as JSON")
+    given = parser.parse_args()
+    with suppress(KeyboardInterrupt):
+        run(given.model, given.port, given.engine)
+
+
+if __name__ == "__main__":
+    main()
