@@ -40,6 +40,10 @@ from tests.e2e.service_process import ServiceProcess, free_port
 from tests.e2e.vllm_server import start_vllm, stop, wait_until_up
 
 ANSWER_TOKENS = 8
+RAY_LLM_START_S = 400.0
+READY = "ray serve llm: ready"
+"""What `ray_llm.py`, which another environment runs, says when it has engines."""
+
 ENGINE = {
     "max_model_len": 4096,
     "block_size": 32,
@@ -102,12 +106,16 @@ def start_ray_llm(python: Path, model: str, folder: Path) -> tuple[subprocess.Po
     port = free_port()
     line = [str(python), "-m", "benchmarks.ray_llm", "--model", model, "--port", str(port)]
     line += ["--engine", json.dumps(ENGINE | {"dtype": "float32", "enforce_eager": True})]
-    with (folder / "ray-llm.log").open("wb") as log:
+    path = folder / "ray-llm.log"
+    with path.open("wb") as log:
         environment = os.environ | ENVIRONMENT
         process = subprocess.Popen(line, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
-    url = f"http://127.0.0.1:{port}"
-    wait_until_up(f"{url}/v1/models", process, folder)
-    return process, url
+    give_up_at = time.monotonic() + RAY_LLM_START_S
+    while READY not in path.read_text(errors="replace"):  # it answers /v1/models long before there is an engine
+        if process.poll() is not None or time.monotonic() > give_up_at:
+            raise RuntimeError(f"Ray Serve LLM is not there:\n{path.read_text(errors='replace')[-3000:]}")
+        time.sleep(0.5)
+    return process, f"http://127.0.0.1:{port}"
 
 
 def engines(process: psutil.Process) -> list[int]:
