@@ -39,7 +39,10 @@ class Later:
     def _do_all(self) -> None:
         given, self._given = self._given, []
         for do in given:
-            do()
+            try:
+                do()
+            except Exception:
+                logger.exception("something could not be learnt")
 
 
 class Journey:

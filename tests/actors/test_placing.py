@@ -14,6 +14,7 @@ from actors.asgi_call import Call, ResponseStart
 from actors.attempts import ClientRequest
 from actors.handoff import TRANSFER_FIELD
 from actors.journal import Chunk
+from actors.placing import LEARNS_AFTER_S, Later
 from configs.settings import RouterLimits, RoutingSettings
 from tests.actors.behaviours import EVENTS, JSON, counted, dies
 from tests.actors.fleet import Handle, Replica, at_rest, router_of
@@ -242,3 +243,20 @@ async def test_usage_of_the_prefill_leg_is_learnt():
         told, _ = await engines.ask(f"{n:06}" + "a" * 5994)
     assert told["prompt_tokens"] == pytest.approx(6000, rel=0.05)
     await at_rest(engines.p, engines.d)
+
+
+async def test_costs_are_learnt_a_moment_later(caplog):
+    """Not while an answer is on its way; all that is given, in its order, whichever of it fails."""
+    later, done = Later(), []
+
+    def fails() -> None:
+        raise ValueError("no lesson")
+
+    for lesson in (lambda: done.append(1), fails, lambda: done.append(2)):
+        later(lesson)
+    assert not done
+    await asyncio.sleep(5 * LEARNS_AFTER_S)
+    assert (done, "no lesson" in caplog.text) == ([1, 2], True)
+    later(lambda: done.append(3))
+    await asyncio.sleep(5 * LEARNS_AFTER_S)
+    assert done[-1] == 3
