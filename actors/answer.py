@@ -15,6 +15,9 @@ from actors.recent import Pair
 from actors.router_metrics import RouterMetrics
 from connectors.errors import TandemError
 
+MOST_BYTES = 2**16
+"""What is put together of a stream until it is sent on."""
+
 
 class Answer:
     """Decode's answer, opened: its first bytes are there, so the handover is done."""
@@ -86,7 +89,7 @@ class Answer:
                         self._attempts.got_further()
                     ready += events
                     # What has come together goes on together: under pressure, when less for each token counts.
-                    if ready and (sent == 0 or self._attempt.decode.waits):
+                    if ready and (sent == 0 or self._attempt.decode.waits or len(ready) >= MOST_BYTES):
                         yield ready
                         ready = b""
                 error = UnavailableError("the decode engine ended a stream before its end")

@@ -14,7 +14,7 @@ from typing import Any
 from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
 
 from actors.address import Address
-from actors.asgi_call import Accepted, Call
+from actors.asgi_call import Accepted, Alive, Call
 from actors.engine import EngineDownError
 from actors.journal import CannotResumeError, Chunk
 from actors.leg import RefusedError
@@ -67,8 +67,8 @@ class EngineCall:
 
     @property
     def waits(self) -> bool:
-        """Whether the next item is still to come."""
-        return not self._items and not self._is_over
+        """Whether the next item that says more than that the engine lives is still to come."""
+        return not self._is_over and all(isinstance(item, Alive) for item in self._items)
 
     def began(self, line: Line) -> None:
         """By `line` it can be cancelled."""
@@ -164,9 +164,13 @@ class Engines:
             roster.attach(self._places.ongoing)
         while True:
             name = await self._places.take(avoid, prefer)
-            engine = engines_of(self._handle.deployment_id).get(name)
-            if engine is not None:
-                return Place(name, engine.address, engine.metadata, self._places.doubtful(name))
+            try:
+                engine = engines_of(self._handle.deployment_id).get(name)
+                if engine is not None:
+                    return Place(name, engine.address, engine.metadata, self._places.doubtful(name))
+            except BaseException:
+                self._places.give_back(name, served=False)
+                raise
             self._places.give_back(name, served=False)  # it has gone since it was chosen
 
     def give_back(self, place: Place) -> None:

@@ -18,7 +18,7 @@ def as_written(raw: bytes, body: Mapping[str, Any]) -> dict[str, Any]:
     """`body`, which is what Python reads in `raw`, with values that `write` writes as they stand there."""
     try:
         return _DECODER.decode(raw)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return dict(body)  # it is stricter than Python, and than the engines' servers: of NaN, UTF-16, half surrogates
 
 

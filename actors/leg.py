@@ -66,7 +66,7 @@ class Items(Protocol):
 
     @property
     def waits(self) -> bool:
-        """Whether the next item is still to come."""
+        """Whether the next item that is no `Alive` is still to come."""
 
     async def __anext__(self) -> Any: ...
 
@@ -136,7 +136,7 @@ class Leg:
 
     @property
     def waits(self) -> bool:
-        """Whether the next item is still to come."""
+        """Whether `next` may have to wait."""
         return self._response.waits
 
     def _answered(self, timings: EngineTimings | None) -> None:

@@ -130,7 +130,7 @@ class Regression:
         products += pull * common
         free = np.ones(len(products), dtype=bool)
         factors = np.linalg.solve(squares, products)
-        while (factors < 0).any():
+        while not (factors >= 0).all():
             free &= factors > 0
             factors = np.zeros(len(products))
             factors[free] = np.linalg.solve(squares[np.ix_(free, free)], products[free])

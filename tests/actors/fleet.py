@@ -15,7 +15,7 @@ from typing import Any
 
 from ray.serve.handle import DeploymentBroadcastResponse
 
-from actors.asgi_call import Accepted, Call
+from actors.asgi_call import Accepted, Alive, Call
 from actors.engine import EngineDownError
 from actors.router import Router
 from actors.routing import Roster
@@ -78,7 +78,7 @@ class Response:
 
     @property
     def waits(self) -> bool:
-        return self._items.empty()
+        return all(isinstance(item, Alive) for item in self._items._queue)  # type: ignore[attr-defined]
 
     async def __anext__(self) -> Any:
         item = await self._items.get()

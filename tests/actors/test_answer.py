@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from actors.asgi_call import Call, ResponseStart
+from actors.asgi_call import Alive, Call, ResponseStart
 from actors.engine import EngineDownError
 from actors.engines import EngineError
 from actors.journal import Chunk
@@ -59,6 +59,36 @@ async def test_what_comes_one_by_one_goes_on_one_by_one() -> None:
         yield DONE
 
     assert await pieces(serve) == [1, 1, 1, 1, 1]
+
+
+async def test_a_sign_of_life_holds_no_token_up() -> None:
+    """It may come with a token, in one read, and the next token much later."""
+
+    async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        yield ResponseStart(200, EVENTS)
+        yield token(0)
+        await asyncio.sleep(0.1)
+        yield Alive()
+        yield token(1)
+        yield Alive()
+        await asyncio.sleep(0.1)
+        yield DONE
+
+    assert await pieces(serve) == [1, 1, 1]
+
+
+async def test_what_is_put_together_has_bounds() -> None:
+    """A client that stops reading for a while gets what has piled up in pieces; others are served between them."""
+
+    async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        yield ResponseStart(200, EVENTS)
+        for number in range(20):
+            yield Chunk(b'data: {"choices": [{"index": 0, "text": "%s"}]}\n\n' % (b"x" * 20_000), ((number,),))
+        yield DONE
+
+    found = await pieces(serve)
+    assert max(found[1:]) <= 5
+    assert sum(found) == 21
 
 
 async def test_nothing_that_came_before_a_death_is_lost() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from actors.asgi_call import Accepted, Call
+from actors.asgi_call import Accepted, Alive, Call
 from actors.door import MOST_ROUTERS, Door
 from actors.engine import EngineDownError
-from actors.engines import EngineError
+from actors.engines import EngineCall, EngineError
 from actors.journal import CannotResumeError
 from actors.leg import RefusedError
 from actors.wire import Hello, Order
@@ -162,6 +162,31 @@ async def test_a_prefill_leg_carries_its_transfer(world: World) -> None:
         await items(await world.call("ends", stack, transfer_id="t", hold_s=2.0))
     (order,) = world.served.orders
     assert (order.transfer_id, order.hold_s) == ("t", 2.0)
+
+
+async def test_a_place_that_cannot_be_described_is_given_back(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is wrong with what is known of its engine."""
+
+    def fails(_: str) -> bool:
+        raise TypeError("of another release")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(world.engines._places, "doubtful", fails)
+        with pytest.raises(TypeError):
+            await world.engines.take()
+    assert world.engines.places_taken == 0
+
+
+async def test_a_sign_of_life_is_nothing_to_wait_for(world: World) -> None:
+    """Who asks whether more is there, and waits with what it has, would wait for what comes after it."""
+    call = EngineCall(await world.engines.take(), world.engines._places)
+    assert call.waits
+    for item in (Alive(), b"first", Alive(), b"second", Alive()):
+        call.came(item)
+    for said, waits in ((Alive(), False), (b"first", False), (Alive(), False), (b"second", True), (Alive(), True)):
+        assert (await call.__anext__(), call.waits) == (said, waits)
+    call.over(None)
+    assert not call.waits
 
 
 async def test_a_large_body(world: World) -> None:
