@@ -41,8 +41,11 @@ from tests.e2e.vllm_server import start_vllm, stop, wait_until_up
 
 ANSWER_TOKENS = 8
 RAY_LLM_START_S = 400.0
+POLL_S = 0.5
+"""Between two looks into the log of a process that starts for minutes."""
+
 READY = "ray serve llm: ready"
-"""What `ray_llm.py`, which another environment runs, says when it has engines."""
+"""What `ray_llm.py` says when it has engines. It runs in another environment, and cannot be imported here."""
 
 ENGINE = {
     "max_model_len": 4096,
@@ -102,7 +105,7 @@ def start_router(command: Path, prefill: str, decode: str, folder: Path) -> tupl
 
 
 def start_ray_llm(python: Path, model: str, folder: Path) -> tuple[subprocess.Popen[bytes], str]:
-    """Ray Serve LLM's application in a Ray cluster of its own, when it has answered a request."""
+    """Ray Serve LLM's application in a Ray cluster of its own, when it has engines; RuntimeError with its log's end."""
     port = free_port()
     line = [str(python), "-m", "benchmarks.ray_llm", "--model", model, "--port", str(port)]
     line += ["--engine", json.dumps(ENGINE | {"dtype": "float32", "enforce_eager": True})]
@@ -113,8 +116,9 @@ def start_ray_llm(python: Path, model: str, folder: Path) -> tuple[subprocess.Po
     give_up_at = time.monotonic() + RAY_LLM_START_S
     while READY not in path.read_text(errors="replace"):  # it answers /v1/models long before there is an engine
         if process.poll() is not None or time.monotonic() > give_up_at:
+            stop([process] if process.poll() is None else [])
             raise RuntimeError(f"Ray Serve LLM is not there:\n{path.read_text(errors='replace')[-3000:]}")
-        time.sleep(0.5)
+        time.sleep(POLL_S)
     return process, f"http://127.0.0.1:{port}"
 
 
