@@ -28,6 +28,8 @@ class Answer:
         self.first_byte_s = attempts.timing.age_s
         self._attempts = attempts
         self._attempt = attempt
+        self._first = attempt
+        """The one that the first bytes come from; another may go on with the stream."""
         self._metrics = metrics
 
     @property
@@ -38,7 +40,7 @@ class Answer:
     @property
     def explanation(self) -> str | None:
         """What was decided and from which numbers, where the client has asked for it."""
-        return self._attempt.decision.explain() if self._attempts.request.explain else None
+        return self._first.decision.explain() if self._attempts.request.explain else None
 
     @property
     def left_s(self) -> float:
@@ -48,13 +50,23 @@ class Answer:
     @property
     def pair(self) -> Pair:
         """The replicas that serve it."""
-        return self._attempt.pair
+        return self._first.pair
 
     @cached_property
     def ledger(self) -> Ledger:
-        """Where the time to the answer's first bytes went; to be asked for when they are there. As it is then: prefill
-        may say only a little later where its time went."""
-        return keep(self._attempts.marks(self._attempt))
+        """Where the time to the answer's first bytes went; to be asked for when they are there, and best when it is
+        `accounted` for. It stays as it was when it was first asked for."""
+        return keep(self._attempts.marks(self._first))
+
+    @property
+    def accounted(self) -> bool:
+        """Whether nobody will say more of where the time went. Decode has, with its first bytes."""
+        return self._first.prefill is None or self._first.prefill.accounted
+
+    async def account(self, at_most_s: float) -> None:
+        """Wait until it is `accounted` for: prefill's word may come a little later than decode's first token."""
+        if self._first.prefill is not None and not self._first.prefill.accounted:
+            await self._first.prefill.account(at_most_s)
 
     async def body(self) -> AsyncGenerator[bytes, None]:
         """The body as it comes: of a stream whole events, of another answer all at once.
@@ -127,6 +139,7 @@ class Answer:
             self._attempt = await self._attempts.open(tuple(journal))
             start = self._attempt.opened.start
             if stream.sent == 0:
+                self._first = self._attempt
                 self.start, self.local_reason = start, self._attempt.local_reason
             elif not start.streams:
                 raise CannotResumeError(f"the engine that was to go on with a stream answered HTTP {start.status}")

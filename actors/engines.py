@@ -4,6 +4,7 @@ Serve says which engines there are, starts and stops them; requests do not pass 
 """
 
 import asyncio
+import time
 import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -58,6 +59,7 @@ class EngineCall:
         self._news = asyncio.Event()
         self._line: Line | None = None
         self._is_over = False
+        self.sent_at = time.monotonic()
         self._lost: str | None = None
 
     @property

@@ -64,6 +64,9 @@ class deadline:
 class Items(Protocol):
     """A running call (`actors.engines.EngineCall`)."""
 
+    sent_at: float
+    """Before its first byte left, on the monotonic clock: the engine may have it before the sender goes on."""
+
     @property
     def waits(self) -> bool:
         """Whether the next item that is no `Alive` is still to come."""
@@ -89,7 +92,6 @@ class Leg:
         self.heard_at = asyncio.get_running_loop().time()
         """When the engine gave its last sign of life."""
         self._response = response
-        self._sent_at = time.monotonic()
         self._answered_at: float | None = None
         self._timings: EngineTimings | None = None
         self._taken: bool | None = None
@@ -132,7 +134,7 @@ class Leg:
     def marks(self) -> LegMarks:
         """When the call was sent and answered, as far as it was, and what its engine says of that time."""
         answered_at = time.monotonic() if self._answered_at is None else self._answered_at
-        return LegMarks(self._sent_at, answered_at, self._timings)
+        return LegMarks(self._response.sent_at, answered_at, self._timings)
 
     @property
     def waits(self) -> bool:

@@ -56,6 +56,7 @@ class PrefillLeg:
         self._prefilled = prefilled
         self._place = place
         self._holds_kv = True
+        self._told_all = False
         self._ending: asyncio.Task[None] | None = None
         self._task = asyncio.create_task(self._watch(), name=f"prefill-leg-{transfer_id}")
 
@@ -64,11 +65,26 @@ class PrefillLeg:
         """Without timings until prefill has answered."""
         return self._leg.marks
 
+    @property
+    def accounted(self) -> bool:
+        """Whether prefill has answered, or will not any more."""
+        return self.answered.done() or self._task.done()
+
+    async def account(self, at_most_s: float) -> None:
+        """Wait until it is `accounted`."""
+        waited_for: set[asyncio.Future[None]] = {self.answered, self._task}
+        await asyncio.wait(waited_for, timeout=at_most_s, return_when=asyncio.FIRST_COMPLETED)
+
     def release(self) -> None:
-        """The handover is done: the leg need not count as ongoing any more."""
+        """The handover is done: the leg need not count as ongoing any more.
+
+        On a busy machine decode's first token overtakes prefill's answer. That has the times and the number of tokens
+        from which costs are learnt, so the leg ends when it is there, or with the request.
+        """
         self._holds_kv = False
-        self._task.cancel()
-        self._end()
+        if self._told_all:
+            self._task.cancel()
+            self._end()
 
     async def close(self) -> None:
         """End the leg wherever it is; a prefill that still runs is aborted."""
@@ -100,6 +116,9 @@ class PrefillLeg:
                 self.answered.set_result(None)
             while outcome == "done" and (item := await self._leg.next()) is not None:
                 self._prefilled(item)
+                self._told_all = True
+                if not self._holds_kv:
+                    break
         except DeadlineError as error:
             outcome = "late"
             logger.warning("%s", error)

@@ -118,20 +118,21 @@ class Generate:
             head = await anext(body)
             if answer.start.streams:
                 self._router.metrics.first_byte.labels(answer.route).observe(answer.first_byte_s)
-            await self._begin(answer, head, observer, tally, send)
-            if answer.start.streams:
-                await self._send_rest(body, answer.left_s, send)
+            try:
+                await self._begin(answer, head, observer, tally, send)
+                if answer.start.streams:
+                    await self._send_rest(body, answer.left_s, send)
+            finally:
+                observer.keep(answer, over=True)
 
     async def _begin(self, answer: Answer, head: bytes, observer: Observer, tally: Tally, send: Send) -> None:
         status = answer.start.status
         route, reason = (REFUSED, None) if status >= HTTPStatus.BAD_REQUEST else (answer.route, answer.local_reason)
         tally.count(route, reason, status)
-        headers = [*_response_headers(answer), *observer.told(answer)]
-        try:
-            await send({"type": "http.response.start", "status": status, "headers": headers})
-            await send({"type": "http.response.body", "body": head, "more_body": answer.start.streams})
-        finally:
-            observer.keep(answer)
+        headers = [*_response_headers(answer), *await observer.told(answer)]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": head, "more_body": answer.start.streams})
+        observer.keep(answer)
 
     async def _send_rest(self, events: AsyncGenerator[bytes, None], left_s: float, send: Send) -> None:
         """Also a client that takes what it is sent, but slowly, has its places no longer than a request may take."""

@@ -7,6 +7,7 @@ context is open, a call runs until it ends or is cancelled.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
@@ -53,6 +54,7 @@ class Response:
 
     def __init__(self, handle: Handle, place: Place, call: Call) -> None:
         self._handle = handle
+        self.sent_at = time.monotonic()
         self._items: asyncio.Queue[Any] = asyncio.Queue()
         self._task = asyncio.create_task(self._run(place.replica, call), name=f"call to {place.replica_id}")
         handle.running += 1

@@ -52,6 +52,7 @@ class Engines:
         stats.first_token_ts = await self.stage("prefill")
         self._computed.set()
         watch.first_token(stats, None)
+        await self.stage("prefill's answer")
         yield ResponseStart(200, JSON, watch.tell())
         yield b"{}"
         await asyncio.sleep(60)
@@ -78,7 +79,9 @@ class Engines:
         await self.stage("detokenizer")
         timings = watch.tell()
         await self.stage("hop from decode")
-        yield Chunk(event(1, index=0, text="a", finish_reason="length") + b"data: [DONE]\n\n", ((1,),), timings)
+        yield Chunk(event(1, index=0, text="a", finish_reason=None), ((1,),), timings)
+        await self.stage("streaming")
+        yield Chunk(event(1, index=0, text="b", finish_reason="length") + b"data: [DONE]\n\n", ((2,),))
 
 
 async def ledger_of(engines: Engines, wanted: ClientRequest) -> Ledger:
@@ -148,6 +151,32 @@ async def test_waiting_for_a_place_is_in_its_part(monkeypatch):
     monkeypatch.setattr(engines.decode, "take", late)
     parts = (await ledger_of(engines, request())).parts
     assert max(parts, key=parts.__getitem__) == "placing", parts
+
+
+async def test_prefill_is_heard_though_its_answer_comes_late():
+    """KV and decode's first token may overtake it; its leg ends when the answer is there, and the request goes on."""
+    engines = Engines(**{"prefill's answer": DELAY_S, "prefill": DELAY_S})
+    async with engines.router.answer(request()) as answer:
+        assert not answer.accounted
+        assert engines.prefill.taken == 1
+        await answer.account(20)
+        assert answer.accounted
+        assert answer.ledger.parts["prefill"] >= DELAY_S * 0.99
+        assert "unexplained" not in answer.ledger.parts
+        async with asyncio.timeout(20):
+            while engines.prefill.taken or engines.prefill.running:
+                await asyncio.sleep(0.001)
+        assert engines.decode.taken == 1
+    await at_rest(engines.prefill, engines.decode)
+
+
+async def test_nobody_waits_longer_than_it_wants_for_prefills_answer():
+    """Nor is the leg left behind, if the request ends without that answer."""
+    engines = Engines(**{"prefill's answer": 60})
+    async with engines.router.answer(request()) as answer:
+        await answer.account(0.01)
+        assert "unexplained" in answer.ledger.parts
+    await at_rest(engines.prefill, engines.decode)
 
 
 async def test_an_engine_without_statistics_is_unexplained():

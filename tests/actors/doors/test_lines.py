@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from actors.address import Address
 from actors.asgi_call import Accepted
 from actors.engine import EngineDownError
 from actors.engines import EngineCall, Place
+from actors.leg import Leg
 from actors.wire import HEAD, End, Failure, pack
 from tests.actors.doors.world import CALL, ITEMS, PIECE_BYTES, POURED, World, items, joined, read
 
@@ -32,6 +35,20 @@ async def elsewhere(world: World, sent: bytes, stays: bool = False) -> AsyncGene
         stack.callback(world.engines.give_back, place)
         address = Address("127.0.0.1", server.sockets[0].getsockname()[1], "key")
         yield world.engines.dispatch(Place("e", address, place.metadata), CALL)
+
+
+async def test_a_call_is_sent_before_it_is_received(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine is another process, and may be at work before the router's goes on."""
+    send, received_at = world.engines._lines.call, []
+
+    def receive(*call: Any) -> None:
+        received_at.append(time.monotonic())
+        send(*call)
+
+    monkeypatch.setattr(world.engines._lines, "call", receive)
+    async with AsyncExitStack() as stack:
+        leg = Leg("decode", await world.call("/", stack))
+        assert leg.marks.sent_at <= received_at[0]
 
 
 @pytest.mark.parametrize(
