@@ -82,6 +82,7 @@ class Answer:
         ready = b""
         while self._attempt.opened.start.streams:
             known = len(journal)
+            released = False
             try:
                 items = deque(self._attempt.opened.items)
                 while (item := items.popleft() if items else await self._next()) is not None:
@@ -104,6 +105,9 @@ class Answer:
                     if ready and (sent == 0 or self._attempt.decode.waits or len(ready) >= MOST_BYTES):
                         yield ready
                         ready = b""
+                        if not released:
+                            self._attempt.release()
+                            released = True
                 error = UnavailableError("the decode engine ended a stream before its end")
             except UnavailableError as death:
                 error = death

@@ -109,6 +109,12 @@ class Attempt:
     def local_reason(self) -> str | None:
         return self.decision.reason if self.decision.local else None
 
+    def release(self) -> None:
+        """Give prefill back, whose part is done when decode has answered. Not before the client has the first bytes:
+        waking another process takes time."""
+        if self.prefill is not None:
+            self.prefill.release()
+
     async def close(self) -> None:
         await self.legs.aclose()
 
@@ -269,7 +275,7 @@ class Attempts:
                 return None, broken
             opened = await opening
             if opened.start.status < HTTPStatus.BAD_REQUEST:
-                prefill.release()
+                prefill.delivered()
                 journey.opened(opened.start.streams)
             pair = Pair(prefill_place.replica_id, decode_place.replica_id)
             timed = (prefill, began_at, placed_at, pair)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
+from actors.asgi_call import Accepted, ResponseStart
 from actors.wire import Cancel, End, Failure, Hello, Order, Unpacker, WireError, pack
 
 logger = logging.getLogger(__name__)
@@ -15,6 +16,9 @@ HELLO_S = 5.0
 
 HELLO_BYTES = 1024
 """What it may send until then; an order may be of any size: routers have a limit of their own for bodies."""
+
+LINGER_S = 0.002
+"""How long news that nobody waits for wait for what follows, to be sent with it: each wakes the router."""
 
 Serve = Callable[[Order, "Caller"], Coroutine[Any, Any, None]]
 """Answers an order by what it sends to the caller; cancelled when nobody wants the answer any more."""
@@ -35,6 +39,8 @@ class Caller(asyncio.Protocol):
         self._wanted = False
         self._can_write = asyncio.Event()
         self._can_write.set()
+        self._held = b""
+        self._lingering: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Asyncio's hook."""
@@ -55,6 +61,8 @@ class Caller(asyncio.Protocol):
         self._patience.cancel()
         self._callers.discard(self)
         self._can_write.set()
+        if self._lingering is not None:
+            self._lingering.cancel()
         self._give_up()
 
     def pause_writing(self) -> None:
@@ -66,8 +74,14 @@ class Caller(asyncio.Protocol):
         self._can_write.set()
 
     async def send(self, item: Any) -> None:
-        """The next item of the answer. Waits while what was sent before is not taken."""
-        self._write(item)
+        """The next item of the answer. Waits while what was sent before is not taken.
+
+        That the call is here, and how its response begins, goes with what comes next, or LINGER_S later.
+        """
+        if isinstance(item, Accepted | ResponseStart):
+            self._hold(item)
+        else:
+            self._write(item)
         if not self._can_write.is_set():
             await self._can_write.wait()
 
@@ -78,9 +92,22 @@ class Caller(asyncio.Protocol):
         if self._call is not None:
             await asyncio.wait({self._call}, timeout=within_s)
 
+    def _hold(self, item: Any) -> None:
+        self._held += pack(item)
+        if self._lingering is None:
+            self._lingering = asyncio.get_running_loop().call_later(LINGER_S, self._flush)
+
     def _write(self, item: Any) -> None:
+        self._held += pack(item)
+        self._flush()
+
+    def _flush(self) -> None:
+        held, self._held = self._held, b""
+        if self._lingering is not None:
+            self._lingering.cancel()
+            self._lingering = None
         if not self._transport.is_closing():  # else the call is about to be cancelled
-            self._transport.write(pack(item))
+            self._transport.write(held)
 
     def _hear(self, said: Any) -> None:
         match said:

@@ -75,14 +75,17 @@ class PrefillLeg:
         waited_for: set[asyncio.Future[None]] = {self.answered, self._task}
         await asyncio.wait(waited_for, timeout=at_most_s, return_when=asyncio.FIRST_COMPLETED)
 
+    def delivered(self) -> None:
+        """The handover is done: nothing is held here for decode any more."""
+        self._holds_kv = False
+
     def release(self) -> None:
-        """The handover is done: the leg need not count as ongoing any more.
+        """The leg need not count as ongoing any more, if its KV has been `delivered`.
 
         On a busy machine decode's first token overtakes prefill's answer. That has the times and the number of tokens
         from which costs are learnt, so the leg ends when it is there, or with the request.
         """
-        self._holds_kv = False
-        if self._told_all:
+        if self._told_all and not self._holds_kv:
             self._task.cancel()
             self._end()
 

@@ -22,6 +22,15 @@ TRUSTED = 3.0
 
 OUTLIER = 4.0
 
+FIT_EVERY_S = 0.1
+"""Measurements that come sooner after a fit wait for the next: fitting takes longer than all else that a request has
+the planner do."""
+
+FEW = 10.0
+"""Until there are so many, each is fitted at once."""
+
+MOST_WAITING = 50
+
 LEAST_S = 1e-6
 
 Components = tuple[float, ...]
@@ -77,6 +86,9 @@ class Regression:
         self._squares = np.zeros((parts, parts))
         self._products = np.zeros(parts)
         self._factors = np.ones(parts)
+        self._waiting: list[tuple[float, Components, float]] = []
+        """Measurements to be fitted: what older ones count beside them, shares, and the ratio to be explained."""
+        self._fitted_at = -math.inf
         # A decision asks for the same factors many times.
         self._asked_at: float | None = None
         self._answer: tuple[float, ...] = ()
@@ -88,6 +100,8 @@ class Regression:
     def factors(self, now: float) -> tuple[float, ...]:
         """For each part: one where nothing has been measured for long."""
         if now != self._asked_at:
+            if self._waiting and now - self._fitted_at >= FIT_EVERY_S:
+                self._fit(now)
             count = self.count(now)
             share = count / (count + ASSUMED_WEIGHT)
             self._answer = tuple(1 + (factor - 1) * share for factor in self._factors.tolist())
@@ -113,13 +127,25 @@ class Regression:
         believed_s = self._level.observe(sum(assumed), measured_s, now)
         common = self._level.factor(now)
         scale_s = max(sum(assumed), LEAST_S) * common
-        shares = np.array(assumed) / scale_s
-        self._squares *= kept
-        self._squares += shares[:, None] * shares
-        self._products *= kept
-        self._products += shares * (believed_s / scale_s)
-        self._factors = self._solve(common)
+        self._waiting.append((kept, tuple(part / scale_s for part in assumed), believed_s / scale_s))
+        due = now - self._fitted_at >= FIT_EVERY_S or len(self._waiting) >= MOST_WAITING
+        if due or self._level.count(now) <= FEW:
+            self._fit(now)
         self._asked_at = None
+
+    def _fit(self, now: float) -> None:
+        """Count all measurements that wait."""
+        if not self._waiting:
+            return
+        kept, shares, ratios = (np.array(column) for column in zip(*self._waiting, strict=True))
+        # What each counts beside those after it; the first entry is for all before.
+        weights = np.cumprod(np.append(1.0, kept[::-1]))[::-1]
+        weighted = shares.T * weights[1:]
+        self._squares = self._squares * weights[0] + weighted @ shares
+        self._products = self._products * weights[0] + weighted @ ratios
+        self._factors = self._solve(self._level.factor(now))
+        self._waiting.clear()
+        self._fitted_at = now
 
     def _solve(self, common: float) -> np.ndarray:
         """Factors that fit best, none below zero: a part that would be is left out, and the others are fitted anew."""

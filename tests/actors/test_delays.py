@@ -84,6 +84,13 @@ class Engines:
         yield Chunk(event(1, index=0, text="b", finish_reason="length") + b"data: [DONE]\n\n", ((2,),))
 
 
+async def _is_over(role: Handle) -> None:
+    while True:
+        if not (role.taken or role.running):
+            return
+        await asyncio.sleep(0.001)
+
+
 async def ledger_of(engines: Engines, wanted: ClientRequest) -> Ledger:
     async with engines.router.answer(wanted) as answer:
         ledger = answer.ledger
@@ -163,10 +170,23 @@ async def test_prefill_is_heard_though_its_answer_comes_late():
         assert answer.accounted
         assert answer.ledger.parts["prefill"] >= DELAY_S * 0.99
         assert "unexplained" not in answer.ledger.parts
-        async with asyncio.timeout(20):
-            while engines.prefill.taken or engines.prefill.running:
-                await asyncio.sleep(0.001)
+        await asyncio.wait_for(_is_over(engines.prefill), 20)
         assert engines.decode.taken == 1
+    await at_rest(engines.prefill, engines.decode)
+
+
+async def test_prefill_is_free_when_the_client_has_the_first_token():
+    """And not before: giving it back wakes another process."""
+    engines = Engines(streaming=DELAY_S)
+    async with engines.router.answer(request()) as answer:
+        body = answer.body()
+        await anext(body)
+        assert engines.prefill.taken == 1
+        rest = asyncio.create_task(anext(body))
+        await asyncio.wait_for(_is_over(engines.prefill), 20)
+        assert not rest.done()
+        await rest
+        await body.aclose()
     await at_rest(engines.prefill, engines.decode)
 
 

@@ -41,8 +41,8 @@ from tests.e2e.timing import server_timing
 
 LIMITS = RouterLimits(
     request_timeout_s=5,
-    body_timeout_s=0.5,
-    prefill_timeout_s=0.5,
+    body_timeout_s=3,
+    prefill_timeout_s=1.5,
     prefill_wait_s=0.2,
     replica_timeout_s=1,
     max_ongoing_requests=4,
@@ -211,7 +211,7 @@ async def ask(client: httpx.AsyncClient, prompt: str, explain: bool = False, **m
 
 async def idle(client: httpx.AsyncClient) -> None:
     """Every test leaves all actors without a call."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             text = await exposition(client)
             calls = [line.rsplit(" ", 1)[1] for line in text.splitlines() if line.startswith("calls{")]
@@ -281,7 +281,7 @@ async def test_kv_of_a_client_that_leaves_is_discarded(client):
     """Decode may never have heard of the transfer."""
     before = await discarded(client)
     with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.5):
+        async with asyncio.timeout(2):
             await ask(client, "decode hangs")
     await idle(client)
     assert await discarded(client) == before + 1

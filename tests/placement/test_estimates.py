@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.placement.estimates import ASSUMED_WEIGHT, OUTLIER, Level, Regression
+from actors.placement.estimates import ASSUMED_WEIGHT, FEW, FIT_EVERY_S, MOST_WAITING, OUTLIER, Level, Regression
 
 
 def test_a_level_is_one_before_anything_is_measured():
@@ -75,9 +75,9 @@ def test_a_regression_tells_the_parts_apart():
 def test_a_part_that_is_never_seen_follows_the_others():
     """On a machine a hundred times slower than assumed, all of it is."""
     regression = Regression(2, 1e9)
-    for _ in range(20):
-        regression.observe((0.1, 0.0), 10.0, 0.0)
-    assert regression.factors(0.0) == pytest.approx((100, 100), rel=0.05)
+    for turn in range(20):
+        regression.observe((0.1, 0.0), 10.0, float(turn))
+    assert regression.factors(20.0) == pytest.approx((100, 100), rel=0.05)
 
 
 def test_no_part_is_negative():
@@ -97,6 +97,37 @@ def test_no_work_teaches_nothing():
     regression.observe((1.0, 1.0), 2.0, 0.0)
     regression.observe((0.0, 0.0), 240.0, 1.0)
     assert regression.predict((1.0, 1.0), 1.0) == pytest.approx(2.0)
+
+
+def test_a_burst_is_fitted_once():
+    """After FEW measurements they wait for FIT_EVERY_S; whether one more comes by then, or a question."""
+    regression = Regression(2, 1e9)
+    for _ in range(int(FEW) + 1):
+        regression.observe((0.1, 0.1), 0.2, 5.0)
+    before = regression.factors(5.0)
+    for turn in range(5):
+        regression.observe((0.1, 0.1), 0.6, 5.0 + FIT_EVERY_S * turn / 5)
+        assert regression.factors(5.0 + FIT_EVERY_S * turn / 5) == pytest.approx(before)
+    asked = regression.factors(5.0 + FIT_EVERY_S * 1.01)
+    assert asked[0] > before[0] * 1.1
+    for _ in range(MOST_WAITING):
+        regression.observe((0.1, 0.1), 0.6, 5.0 + FIT_EVERY_S * 1.02)
+    assert regression.factors(5.0 + FIT_EVERY_S * 1.02)[0] > asked[0] * 1.1
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.floats(1e-3, 10), st.floats(0, 10), st.floats(0.5, 2), st.floats(0, 40)), max_size=80))
+def test_measurements_that_are_fitted_together_count_as_one_by_one(work):
+    """Older ones less, by their number and their age."""
+    together, singly = Regression(2, 60), Regression(2, 60)
+    now = 0.0
+    for first, second, ratio, wait_s in work:
+        now += wait_s / 1000
+        together.observe((first, second), (first + second) * ratio, now)
+        singly.observe((first, second), (first + second) * ratio, now)
+        singly._fit(now)
+    later = now + FIT_EVERY_S * 1.01
+    assert together.factors(later) == pytest.approx(singly.factors(later), rel=0.01)
 
 
 def test_a_regression_fades():

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from actors import lines
+from actors import caller, lines
 from actors.address import Address
 from actors.asgi_call import Accepted
 from actors.engine import EngineDownError
@@ -35,6 +35,27 @@ async def elsewhere(world: World, sent: bytes, stays: bool = False) -> AsyncGene
         stack.callback(world.engines.give_back, place)
         address = Address("127.0.0.1", server.sockets[0].getsockname()[1], "key")
         yield world.engines.dispatch(Place("e", address, place.metadata), CALL)
+
+
+async def test_a_router_learns_that_its_call_is_taken(world: World) -> None:
+    """Though the engine says nothing else for long."""
+    async with AsyncExitStack() as stack:
+        call = await world.call("is silent", stack)
+        assert await asyncio.wait_for(anext(call), 5) == Accepted("e", 1)
+        call.cancel()
+    await world.at_rest()
+
+
+async def test_small_news_go_with_what_follows(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not lost, stay in order, and come before an end."""
+    monkeypatch.setattr(caller, "LINGER_S", 60)
+    async with AsyncExitStack() as stack:
+        assert joined(await asyncio.wait_for(items(await world.call("ends", stack)), 5)) == joined(ITEMS)
+        silent = await world.call("is silent", stack)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(silent), 0.1)
+        silent.cancel()
+    await world.at_rest()
 
 
 async def test_a_call_is_sent_before_it_is_received(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
