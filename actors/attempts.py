@@ -113,7 +113,9 @@ class Attempt:
         """Give prefill back, whose part is done when decode has answered. Not before the client has the first bytes:
         waking another process takes time."""
         if self.prefill is not None:
-            self.prefill.release()
+            timings = self.decode.marks.timings
+            had_kv = timings is not None and timings.kv_ended_s is not None and not timings.kv_failed
+            self.prefill.release(answers_soon=had_kv)
 
     async def close(self) -> None:
         await self.legs.aclose()

@@ -18,7 +18,7 @@ HELLO_BYTES = 1024
 """What it may send until then; an order may be of any size: routers have a limit of their own for bodies."""
 
 LINGER_S = 0.002
-"""How long news that nobody waits for wait for what follows, to be sent with it: each wakes the router."""
+"""How long small news wait for what follows, to be sent with it, unless the router waits for them: each wakes it."""
 
 Serve = Callable[[Order, "Caller"], Coroutine[Any, Any, None]]
 """Answers an order by what it sends to the caller; cancelled when nobody wants the answer any more."""
@@ -37,6 +37,7 @@ class Caller(asyncio.Protocol):
         self._orders = 0
         self._call: asyncio.Task[None] | None = None
         self._wanted = False
+        self._doubtful = False
         self._can_write = asyncio.Event()
         self._can_write.set()
         self._held = b""
@@ -78,7 +79,7 @@ class Caller(asyncio.Protocol):
 
         That the call is here, and how its response begins, goes with what comes next, or LINGER_S later.
         """
-        if isinstance(item, Accepted | ResponseStart):
+        if isinstance(item, Accepted | ResponseStart) and not self._doubtful:
             self._hold(item)
         else:
             self._write(item)
@@ -120,6 +121,7 @@ class Caller(asyncio.Protocol):
             case Order() if self._known and self._call is None:
                 self._orders += 1
                 self._wanted = True
+                self._doubtful = said.doubtful
                 self._call = asyncio.create_task(self._serve(said, self), name="answers-a-call")
                 self._call.add_done_callback(self._answered)
             case Cancel(number) if self._known:

@@ -181,7 +181,7 @@ class Engines:
 
     def dispatch(self, place: Place, call: Call, transfer_id: str | None = None, hold_s: float = 0.0) -> EngineCall:
         """Make the call of `place`; a prefill leg has a transfer, and is held after its answer for at most `hold_s`."""
-        order = Order(call, self._router, self._places.waiting, transfer_id, hold_s)
+        order = Order(call, self._router, self._places.waiting, transfer_id, hold_s, place.doubtful)
         running = EngineCall(place, self._places)
         self._lines.call(place.address, order, running)
         return running

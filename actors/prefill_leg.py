@@ -79,13 +79,14 @@ class PrefillLeg:
         """The handover is done: nothing is held here for decode any more."""
         self._holds_kv = False
 
-    def release(self) -> None:
+    def release(self, answers_soon: bool) -> None:
         """The leg need not count as ongoing any more, if its KV has been `delivered`.
 
         On a busy machine decode's first token overtakes prefill's answer. That has the times and the number of tokens
-        from which costs are learnt, so the leg ends when it is there, or with the request.
+        from which costs are learnt, so the leg ends when it is there, or with the request. But where it does not answer
+        soon, as decode has done without its KV, it is aborted.
         """
-        if self._told_all and not self._holds_kv:
+        if not self._holds_kv and (self._told_all or not answers_soon):
             self._task.cancel()
             self._end()
 

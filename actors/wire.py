@@ -37,6 +37,8 @@ class Order:
     transfer_id: str | None = None
     """Of a prefill leg, which is to count as ongoing until it is cancelled, at most `hold_s` after its end."""
     hold_s: float = 0.0
+    doubtful: bool = False
+    """The engine may well have no place for it, and the router waits to hear of that."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What is told of one request when its answer begins: to the client that asks, and to whoever watches the service.
+"""What is told of one request: to the client that asks when its answer begins, and then to who watches the service.
 
 `x-tandem-explain: 1` in; out come `x-tandem-decision`, what was decided and from which numbers, and `Server-Timing`,
 where the time went: the W3C's header for this purpose, which browsers' developer tools draw and any client can split.

@@ -121,7 +121,7 @@ class Generate:
             try:
                 await self._begin(answer, head, observer, tally, send)
                 if answer.start.streams:
-                    await self._send_rest(body, answer.left_s, send)
+                    await self._send_rest(body, answer, observer, send)
             finally:
                 observer.keep(answer, over=True)
 
@@ -134,13 +134,16 @@ class Generate:
         await send({"type": "http.response.body", "body": head, "more_body": answer.start.streams})
         observer.keep(answer)
 
-    async def _send_rest(self, events: AsyncGenerator[bytes, None], left_s: float, send: Send) -> None:
+    async def _send_rest(
+        self, events: AsyncGenerator[bytes, None], answer: Answer, observer: Observer, send: Send
+    ) -> None:
         """Also a client that takes what it is sent, but slowly, has its places no longer than a request may take."""
         last = b""
         try:
-            async with deadline(left_s, "sending the answer"):
+            async with deadline(answer.left_s, "sending the answer"):
                 async for some in events:
                     await send({"type": "http.response.body", "body": some, "more_body": True})
+                    observer.keep(answer)
         except Exception as error:
             # The response has begun: whatever happens now can only be said in it.
             self._router.metrics.broken_streams.inc()

@@ -1,8 +1,8 @@
 """OpenTelemetry: a span for each request and one for each part of its ledger, in the client's trace if it has one.
 
 The engines get the request's span as their parent, so the spans that vLLM makes of them are in the same trace. Spans
-are dated from the ledger when the answer begins: until then a traced request costs one span. SDK and exporter are
-imported only where an endpoint is set.
+are dated from the ledger when that is kept, soon after the answer begins: until then a traced request costs one span.
+SDK and exporter are imported only where an endpoint is set.
 """
 
 from dataclasses import replace
@@ -41,7 +41,7 @@ class RequestTrace:
         self._span.set_attribute("http.response.status_code", status)
 
     def answered(self, record: Record) -> None:
-        """The answer begins: date its parts."""
+        """The answer has begun: date its parts."""
         self._span.set_attribute("http.response.status_code", record.status)
         self._span.set_attribute("tandem.route", record.route)
         self._span.set_attribute("tandem.decode", record.pair.decode)

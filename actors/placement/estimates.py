@@ -89,6 +89,8 @@ class Regression:
         self._waiting: list[tuple[float, Components, float]] = []
         """Measurements to be fitted: what older ones count beside them, shares, and the ratio to be explained."""
         self._fitted_at = -math.inf
+        self._common = 1.0
+        """The common factor at the last measurement, in terms of which all are kept."""
         # A decision asks for the same factors many times.
         self._asked_at: float | None = None
         self._answer: tuple[float, ...] = ()
@@ -125,7 +127,7 @@ class Regression:
             expected_s = max(self.predict(assumed, now), LEAST_S)
             measured_s = min(max(measured_s, expected_s / OUTLIER), expected_s * OUTLIER)
         believed_s = self._level.observe(sum(assumed), measured_s, now)
-        common = self._level.factor(now)
+        common = self._common = self._level.factor(now)
         scale_s = max(sum(assumed), LEAST_S) * common
         self._waiting.append((kept, tuple(part / scale_s for part in assumed), believed_s / scale_s))
         due = now - self._fitted_at >= FIT_EVERY_S or len(self._waiting) >= MOST_WAITING
@@ -143,7 +145,7 @@ class Regression:
         weighted = shares.T * weights[1:]
         self._squares = self._squares * weights[0] + weighted @ shares
         self._products = self._products * weights[0] + weighted @ ratios
-        self._factors = self._solve(self._level.factor(now))
+        self._factors = self._solve(self._common)
         self._waiting.clear()
         self._fitted_at = now
 

@@ -190,6 +190,20 @@ async def test_prefill_is_free_when_the_client_has_the_first_token():
     await at_rest(engines.prefill, engines.decode)
 
 
+async def test_a_prefill_that_nobody_needs_is_aborted():
+    """Decode had to compute the prompt itself, and is about to stream for long: prefill computes for others."""
+    engines = Engines(**{"recompute": 0.01, "prefill's answer": 60, "streaming": DELAY_S})
+    async with engines.router.answer(request()) as answer:
+        body = answer.body()
+        await anext(body)
+        rest = asyncio.create_task(anext(body))
+        await asyncio.wait_for(_is_over(engines.prefill), 20)
+        assert not rest.done()
+        await rest
+        await body.aclose()
+    await at_rest(engines.prefill, engines.decode)
+
+
 async def test_nobody_waits_longer_than_it_wants_for_prefills_answer():
     """Nor is the leg left behind, if the request ends without that answer."""
     engines = Engines(**{"prefill's answer": 60})

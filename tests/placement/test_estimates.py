@@ -126,8 +126,8 @@ def test_measurements_that_are_fitted_together_count_as_one_by_one(work):
         together.observe((first, second), (first + second) * ratio, now)
         singly.observe((first, second), (first + second) * ratio, now)
         singly._fit(now)
-    later = now + FIT_EVERY_S * 1.01
-    assert together.factors(later) == pytest.approx(singly.factors(later), rel=0.01)
+    for later in (FIT_EVERY_S * 1.01, 60.0, 1800.0):
+        assert together.factors(now + later) == pytest.approx(singly.factors(now + later), rel=1e-6)
 
 
 def test_a_regression_fades():

@@ -16,6 +16,7 @@ from actors.asgi_call import Accepted
 from actors.engine import EngineDownError
 from actors.engines import EngineCall, Place
 from actors.leg import Leg
+from actors.places import Full
 from actors.wire import HEAD, End, Failure, pack
 from tests.actors.doors.world import CALL, ITEMS, PIECE_BYTES, POURED, World, items, joined, read
 
@@ -55,6 +56,11 @@ async def test_small_news_go_with_what_follows(world: World, monkeypatch: pytest
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(anext(silent), 0.1)
         silent.cancel()
+        await world.at_rest()
+        world.engines._places._full["e"] = Full(0.0)
+        doubtful = await world.call("is silent", stack)
+        assert await asyncio.wait_for(anext(doubtful), 5) == Accepted("e", 1), "its router waits for that"
+        doubtful.cancel()
     await world.at_rest()
 
 
