@@ -19,7 +19,7 @@ class Asking(Client):
 
     def __init__(self, stream: bool = True) -> None:
         super().__init__(request(stream=stream))
-        self.scope["headers"].append((b"x-tandem-explain", b"1"))
+        self.scope["headers"] = [*self.scope["headers"], (b"x-tandem-explain", b"1")]
         self.timing = ""
 
     async def send(self, message: dict[str, Any]) -> None:

@@ -130,6 +130,18 @@ def test_measurements_that_are_fitted_together_count_as_one_by_one(work):
         assert together.factors(now + later) == pytest.approx(singly.factors(now + later), rel=1e-6)
 
 
+def test_a_burst_that_is_fitted_late_counts_as_it_was():
+    """All is a hundred times dearer than assumed, and nobody asks for longer than it takes to be half forgotten."""
+    together, singly = Regression(2, 600), Regression(2, 600)
+    for turn in range(30):
+        parts = (0.1, 0.01) if turn % 2 else (0.1, 0.0)
+        for regression in (together, singly):
+            regression.observe(parts, 100 * sum(parts), turn / 1000)
+        singly._fit(turn / 1000)
+    assert together._waiting
+    assert together.factors(3000.0) == pytest.approx(singly.factors(3000.0), rel=1e-6)
+
+
 def test_a_regression_fades():
     regression = Regression(2, 60)
     for _ in range(30):
