@@ -52,7 +52,8 @@ class Delay:
 
 DELAYS = (
     Delay("prefill's engine stands still when the request comes", "prefill_queue", "Prefill", -0.05, 0.6, SHORT_FACTS),
-    Delay("prefill's engine stands still while it computes", "prefill", "Prefill", 0.3, 0.6, LONG_FACTS),
+    # Not in the last chunk: its worker would go on without it, and decode answer before prefill.
+    Delay("prefill's engine stands still while it computes", "prefill", "Prefill", 0.1, 0.6, LONG_FACTS),
     Delay("decode's engine stands still when the request comes", "decode_queue", "Decode", -0.05, 0.9, SHORT_FACTS),
     Delay("decode's scheduler stands still while KV comes", "decode_queue", "Decode", 0.3, 1.5, LONG_FACTS),
     Delay("decode's worker stands still while KV comes", "transfer", "Decode", 0.3, 1.5, LONG_FACTS, worker=True),
