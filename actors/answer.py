@@ -16,7 +16,7 @@ from actors.router_metrics import RouterMetrics
 from connectors.errors import TandemError
 
 MOST_BYTES = 2**16
-"""What is put together of a stream until it is sent on."""
+"""From so much on, what has come of a stream is sent on, though more is there: joining it would cost ever more."""
 
 
 class Answer:
@@ -49,7 +49,7 @@ class Answer:
 
     @property
     def pair(self) -> Pair:
-        """The replicas that serve it."""
+        """The replicas that its first bytes come from."""
         return self._first.pair
 
     @cached_property
@@ -65,7 +65,7 @@ class Answer:
 
     async def account(self, at_most_s: float) -> None:
         """Wait until it is `accounted` for: prefill's word may come a little later than decode's first token."""
-        if self._first.prefill is not None and not self._first.prefill.accounted:
+        if self._first.prefill is not None:
             await self._first.prefill.account(at_most_s)
 
     async def body(self) -> AsyncGenerator[bytes, None]:

@@ -52,6 +52,8 @@ class EngineCall:
     """
 
     def __init__(self, place: Place, places: Places) -> None:
+        self.sent_at = time.monotonic()
+        """Made before it is sent: as `actors.leg.Items` has it."""
         self._place = place
         self._places = places
         self._items: deque[Any] = deque()
@@ -59,7 +61,6 @@ class EngineCall:
         self._news = asyncio.Event()
         self._line: Line | None = None
         self._is_over = False
-        self.sent_at = time.monotonic()
         self._lost: str | None = None
 
     @property

@@ -57,6 +57,7 @@ class PrefillLeg:
         self._place = place
         self._holds_kv = True
         self._told_all = False
+        """Whether the body of its answer has come: nothing more is wanted of it."""
         self._ending: asyncio.Task[None] | None = None
         self._task = asyncio.create_task(self._watch(), name=f"prefill-leg-{transfer_id}")
 
@@ -71,7 +72,7 @@ class PrefillLeg:
         return self.answered.done() or self._task.done()
 
     async def account(self, at_most_s: float) -> None:
-        """Wait until it is `accounted`."""
+        """Wait until it is `accounted`, or for `at_most_s`."""
         waited_for: set[asyncio.Future[None]] = {self.answered, self._task}
         await asyncio.wait(waited_for, timeout=at_most_s, return_when=asyncio.FIRST_COMPLETED)
 

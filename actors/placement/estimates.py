@@ -30,6 +30,7 @@ FEW = 10.0
 """Until there are so many, each is fitted at once."""
 
 MOST_WAITING = 50
+"""From so many on, they are fitted however soon it is."""
 
 LEAST_S = 1e-6
 
@@ -76,7 +77,10 @@ class Level:
 
 
 class Regression:
-    """Factors on each part of a cost: ridge regression of relative errors towards one common factor."""
+    """Factors on each part of a cost: ridge regression of relative errors towards one common factor.
+
+    What is observed counts at the next fit, which is at most FIT_EVERY_S away.
+    """
 
     RIDGE = 0.3
     """How strongly the parts are held to the common factor, in measurements."""

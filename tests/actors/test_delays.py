@@ -175,27 +175,21 @@ async def test_prefill_is_heard_though_its_answer_comes_late():
     await at_rest(engines.prefill, engines.decode)
 
 
-async def test_prefill_is_free_when_the_client_has_the_first_token():
-    """And not before: giving it back wakes another process."""
-    engines = Engines(streaming=DELAY_S)
+@pytest.mark.parametrize(
+    "delays",
+    [
+        {},
+        {"recompute": 0.01, "prefill's answer": 60},  # decode had to compute the prompt itself: nobody needs prefill
+    ],
+    ids=["answered", "needless"],
+)
+async def test_prefill_is_free_when_the_client_has_the_first_token(delays):
+    """Long before the stream ends, and not before: giving it back wakes another process."""
+    engines = Engines(**delays, streaming=DELAY_S)
     async with engines.router.answer(request()) as answer:
         body = answer.body()
         await anext(body)
         assert engines.prefill.taken == 1
-        rest = asyncio.create_task(anext(body))
-        await asyncio.wait_for(_is_over(engines.prefill), 20)
-        assert not rest.done()
-        await rest
-        await body.aclose()
-    await at_rest(engines.prefill, engines.decode)
-
-
-async def test_a_prefill_that_nobody_needs_is_aborted():
-    """Decode had to compute the prompt itself, and is about to stream for long: prefill computes for others."""
-    engines = Engines(**{"recompute": 0.01, "prefill's answer": 60, "streaming": DELAY_S})
-    async with engines.router.answer(request()) as answer:
-        body = answer.body()
-        await anext(body)
         rest = asyncio.create_task(anext(body))
         await asyncio.wait_for(_is_over(engines.prefill), 20)
         assert not rest.done()
