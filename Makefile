@@ -48,11 +48,11 @@ run: $(STAMP) ## Serve until Ctrl-C: CONFIG=configs/local.yaml PORT=8000; ADDRES
 
 .PHONY: two-hosts
 two-hosts: $(STAMP) ## Serve until Ctrl-C on two hosts that are namespaces of this machine (root)
-	@exec $(BIN)/python -m tests.e2e.two_hosts
+	@exec $(BIN)/python -m tests.campaigns.hosts.two_hosts
 
 .PHONY: two-hosts-test
 two-hosts-test: $(STAMP) ## Cut the link between two such hosts, and mend it (root, about 8 minutes)
-	$(BIN)/python -m pytest -s tests/e2e/nixl_on_two_hosts.py tests/e2e/on_two_hosts.py
+	$(BIN)/python -m pytest -s tests/campaigns/hosts/nixl_on_two_hosts.py tests/campaigns/hosts/on_two_hosts.py
 
 .PHONY: test
 test: $(STAMP) ## Run the whole suite: TESTS=tests/actors for a part
@@ -74,15 +74,15 @@ manifests: $(STAMP) ## Check k8s/ against schemas, KubeRay's rules and our setti
 
 .PHONY: manifests-kustomize
 manifests-kustomize: $(STAMP) ## Compare our rendering of k8s/ with kustomize's (or kubectl's)
-	@$(BIN)/python -m tests.k8s.against_kustomize
+	@$(BIN)/python -m tests.campaigns.manifests.against_kustomize
 
 .PHONY: overlay-serves
 overlay-serves: $(STAMP) ## Serve what an overlay embeds, on a Ray node for each of its pods, and ask: OVERLAY=k8s/overlays/cpu
-	@$(BIN)/python -m tests.k8s.overlay_serves $(OVERLAY)
+	@$(BIN)/python -m tests.campaigns.manifests.overlay_serves $(OVERLAY)
 
 .PHONY: alerts
 alerts: $(STAMP) ## Run promtool's tests of the alerts (Debian: the package prometheus)
-	@$(BIN)/python -m tests.k8s.promtool
+	@$(BIN)/python -m tests.campaigns.manifests.promtool
 
 .PHONY: bench
 bench: $(STAMP) build/vllm-router/bin/vllm-router build/ray-llm/bin/python ## Measure handover and TTFT side by side with vLLM's own connector, its router, and Ray Serve LLM
@@ -136,27 +136,27 @@ scaling: $(STAMP) ## Replay loads in a simulation under our autoscaling policy a
 
 .PHONY: identity
 identity: $(STAMP) ## Compare tokens and logprobs with one engine, at four pairs of TP sizes
-	$(BIN)/python -m tests.e2e.identity
+	$(BIN)/python -m tests.campaigns.shapes.identity
 
 .PHONY: families
 families: $(STAMP) ## The same for every kind of KV cache, between engines of unequal shape (about an hour)
-	$(BIN)/python -m tests.e2e.families
+	$(BIN)/python -m tests.campaigns.shapes.families
 
 .PHONY: upstream-shapes
 upstream-shapes: $(STAMP) ## The same shapes put to vLLM's own connector, too (about an hour): docs/upstream-shapes.md
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.e2e.upstream_shapes
-	$(BIN)/python -m tests.e2e.upstream_table
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaigns.shapes.upstream_shapes
+	$(BIN)/python -m tests.campaigns.shapes.upstream_table
 
 .PHONY: faults
 faults: $(STAMP) ## Kill, stop, cancel, forge: SEED=1 CONNECTOR=tandem|nixl|nixl-push|'{"kv_connector": ...}' FAULTS=200 TP=1:2 LANES=2
 	@mkdir -p $(dir $(OUT))
-	$(BIN)/python -m tests.faults.campaign --seed $(SEED) --connector '$(CONNECTOR)' --faults $(FAULTS) --tp $(TP) --lanes $(LANES) \
+	$(BIN)/python -m tests.campaigns.faults.campaign --seed $(SEED) --connector '$(CONNECTOR)' --faults $(FAULTS) --tp $(TP) --lanes $(LANES) \
 	    --out $(OUT).json; code=$$?; \
-	$(BIN)/python -m tests.faults.report $(OUT).json $(OUT).md && echo "tandem: the report is $(OUT).md" && exit $$code
+	$(BIN)/python -m tests.campaigns.faults.report $(OUT).json $(OUT).md && echo "tandem: the report is $(OUT).md" && exit $$code
 
 .PHONY: ledger
 ledger: $(STAMP) ## Delays in a service with real engines, and where its ledger has them: OUT=build/ledger
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.e2e.ledger_delays --out $(if $(filter file,$(origin OUT)),build/ledger,$(OUT)).json
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaigns.service.ledger_delays --out $(if $(filter file,$(origin OUT)),build/ledger,$(OUT)).json
 
 .PHONY: corruption
 corruption: $(STAMP) ## Damage 6,000 transfers in six ways, and believe 10,000 clean ones
@@ -164,12 +164,12 @@ corruption: $(STAMP) ## Damage 6,000 transfers in six ways, and believe 10,000 c
 
 .PHONY: fuzz
 fuzz: $(STAMP) ## Hostile messages, connections and HTTP requests, in bulk: SEED=1 ROUNDS=300 COUNT=4000
-	$(BIN)/python -m tests.fuzz.connector --seed $(SEED) --rounds $(ROUNDS)
-	$(BIN)/python -m tests.fuzz.http --seed $(SEED) --count $(COUNT)
+	$(BIN)/python -m tests.campaigns.fuzz.connector --seed $(SEED) --rounds $(ROUNDS)
+	$(BIN)/python -m tests.campaigns.fuzz.http --seed $(SEED) --count $(COUNT)
 
 .PHONY: differential
 differential: $(STAMP) ## Ask the service and one vLLM server the same 1,240 things (about 10 minutes): ONLY=expression DAMAGE=0.02
-	$(BIN)/python -m tests.e2e.differential.campaign $(if $(ONLY),--only '$(ONLY)') $(if $(DAMAGE),--damage $(DAMAGE))
+	$(BIN)/python -m tests.campaigns.differential.campaign $(if $(ONLY),--only '$(ONLY)') $(if $(DAMAGE),--damage $(DAMAGE))
 
 build/clients/bin/python:
 	$(PYTHON) -m venv build/clients
@@ -177,25 +177,25 @@ build/clients/bin/python:
 
 .PHONY: clients
 clients: $(STAMP) build/clients/bin/python ## The openai SDK, LangChain (in an environment in build/), vllm bench serve and curl against the service
-	$(BIN)/python -m tests.e2e.clients --langchain build/clients/bin/python
+	$(BIN)/python -m tests.campaigns.service.clients --langchain build/clients/bin/python
 
 .PHONY: streams
 streams: $(STAMP) ## Cut streams of every kind at every token, and kill 40 decode engines under streams (about an hour)
 	TANDEM_STREAMS=1 $(BIN)/python -m pytest tests/e2e/test_streams.py
-	$(BIN)/python -m tests.e2e.decode_deaths
+	$(BIN)/python -m tests.campaigns.service.decode_deaths
 
 .PHONY: rolling-restart
 rolling-restart: $(STAMP) ## Replace every replica of a busy service, and scale it down and up (about 10 minutes)
-	$(BIN)/python -m tests.e2e.rolling_restart
+	$(BIN)/python -m tests.campaigns.service.rolling_restart
 
 .PHONY: explore
 explore: $(STAMP) ## Every interleaving of small transfers, state counts printed (about an hour)
-	$(BIN)/python -m tests.protocol.explore
+	$(BIN)/python -m tests.campaigns.protocol.explore
 
 .PHONY: schedules
 schedules: $(STAMP) ## Random schedules of larger transfers, random steps of vLLM's scheduler: SCHEDULES=100000 SEED=1
-	$(BIN)/python -m tests.protocol.schedules --schedules $(SCHEDULES) --seed $(SEED)
-	$(BIN)/python -m tests.vllm_contract.scheduling --steps 12000 --seed $(SEED)
+	$(BIN)/python -m tests.campaigns.schedules.schedules --schedules $(SCHEDULES) --seed $(SEED)
+	$(BIN)/python -m tests.campaigns.schedules.scheduling --steps 12000 --seed $(SEED)
 
 .PHONY: demo-eval
 demo-eval: $(STAMP) ## Measure the demo model's recall on held-out prompts

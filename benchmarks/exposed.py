@@ -27,13 +27,13 @@ from typing import Any
 
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from benchmarks.arms import children, environment, pin
 from benchmarks.handover import leg
 from benchmarks.namespace import Namespace, namespace
 from benchmarks.report import ratios, summary, write
 from connectors.vllm_hma.trace import read_trace
-from tests.e2e.engines import describe, start_engine
-from tests.e2e.models import VOCABULARY, benchmark_gemma3
+from testing.engines import describe, start_engine
+from testing.models import VOCABULARY, benchmark_gemma3
+from testing.processes import children, environment, pin
 
 CHUNK_TOKENS = 256
 LENGTHS = {1: 250, 2: 500, 8: 2000}

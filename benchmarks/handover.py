@@ -23,18 +23,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import REGISTRY
 from vllm import SamplingParams, TokensPrompt
 from vllm.config import KVTransferConfig
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from benchmarks.arms import Arm, children, free_cores
 from benchmarks.report import ratios, summary, write
 from connectors.vllm_hma.trace import read_trace
-from tests.e2e.engines import describe, start_engine
-from tests.e2e.models import VOCABULARY, WINDOW_TOKENS, benchmark_gemma3
-from tests.e2e.sequential_proxy import PRODUCE
+from testing.engines import describe, start_engine
+from testing.models import VOCABULARY, WINDOW_TOKENS, benchmark_gemma3
+from testing.processes import Arm, children, free_cores
+from testing.sequential_proxy import PRODUCE
+from testing.transfer_bytes import nixl_bytes, written_bytes
 
 DECODE_TOKENS = 9
 NIXL_FIRST_PORT = 5600
@@ -100,20 +100,6 @@ def ideal_bytes(model: dict[str, int], tokens: int) -> int:
     """Bytes of KV that decode needs to go on after ``tokens`` prompt tokens."""
     window = min(tokens, WINDOW_TOKENS)
     return model["token_bytes_a_layer"] * (model["full_layers"] * tokens + model["sliding_layers"] * window)
-
-
-def nixl_bytes() -> float:
-    """All bytes that NixlConnector says it has moved."""
-    return sum(
-        sample.value
-        for metric in REGISTRY.collect()
-        for sample in metric.samples
-        if sample.name == "vllm:nixl_bytes_transferred_sum"
-    )
-
-
-def written_bytes(events: list[dict[str, Any]]) -> int:
-    return sum(sum(event["bytes"].values()) for event in events if event["event"] == "write")
 
 
 def landed_early(events: list[dict[str, Any]]) -> float:

@@ -34,13 +34,13 @@ from typing import Any
 from vllm.config import KVTransferConfig
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from benchmarks.arms import Arm, children, environment, pin
 from benchmarks.handover import Leg, leg
 from benchmarks.namespace import Namespace, namespace
 from benchmarks.report import ratios, summary, write
-from tests.e2e.engines import describe, start_engine
-from tests.e2e.models import VOCABULARY, SizedModel, wide_llama
-from tests.e2e.sequential_proxy import PRODUCE
+from testing.engines import describe, start_engine
+from testing.models import VOCABULARY, SizedModel, wide_llama
+from testing.processes import Arm, children, environment, pin
+from testing.sequential_proxy import PRODUCE
 
 ARMS = ("tandem", "whole", "pull", "push")
 CONNECTORS = {"tandem": "TandemConnector", "pull": "NixlConnector", "push": "NixlPushConnector"}

@@ -26,11 +26,11 @@ from typing import Any
 
 from vllm.config import KVTransferConfig
 
-from benchmarks.arms import Arm
 from benchmarks.handover import start_arm, tandem
 from benchmarks.report import ratios, summary, write
-from tests.e2e.engines import describe
-from tests.e2e.models import VOCABULARY, benchmark_gemma3
+from testing.engines import describe
+from testing.models import VOCABULARY, benchmark_gemma3
+from testing.processes import Arm
 
 ARMS: dict[str, dict[str, str]] = {
     "kept": {"integrity": "full", "secret": "a secret of the benchmark"},

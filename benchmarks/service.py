@@ -31,13 +31,13 @@ import httpx
 import psutil
 import yaml
 
-from benchmarks.arms import Processes, free_cores
 from benchmarks.report import ratios, summary, write
-from tests.e2e.environment import ENVIRONMENT
-from tests.e2e.models import VOCABULARY, benchmark_gemma3
-from tests.e2e.sequential_proxy import PRODUCE
-from tests.e2e.service_process import ServiceProcess, free_port
-from tests.e2e.vllm_server import start_vllm, stop, wait_until_up
+from testing.environment import ENVIRONMENT
+from testing.models import VOCABULARY, benchmark_gemma3
+from testing.processes import Processes, free_cores
+from testing.sequential_proxy import PRODUCE
+from testing.service_process import ServiceProcess, free_port
+from testing.vllm_server import start_vllm, stop, wait_until_up
 
 ANSWER_TOKENS = 8
 RAY_LLM_START_S = 400.0

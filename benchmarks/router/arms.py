@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from tests.e2e.service_process import ROOT, free_port
+from testing.service_process import ROOT, free_port
 
 POLL_S = 0.25
 """Between two questions to a process that starts, which tells nobody when it is up."""

@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
-from tests.e2e.sequential_proxy import PRODUCE
+from testing.sequential_proxy import PRODUCE
 
 
 def proxy(prefill_url: str, decode_url: str) -> FastAPI:

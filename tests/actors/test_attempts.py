@@ -15,6 +15,7 @@ from actors.engine import EngineDownError
 from actors.handoff import TRANSFER_FIELD
 from actors.journal import CannotResumeError, Chunk
 from actors.leg import DeadlineError, UnavailableError
+from testing.sse import said
 from tests.actors.behaviours import (
     EVENTS,
     LIMITS,
@@ -36,7 +37,6 @@ from tests.actors.behaviours import (
     well,
 )
 from tests.actors.fleet import Handle, Replica, at_rest, router_of
-from tests.e2e.sse import said
 
 
 @pytest.mark.parametrize("fault", [dies, answers(503, {}), hangs], ids=["dies", "refuses", "is late"])

@@ -35,9 +35,9 @@ from actors.wire import Order
 from app.main import ROUTER_ENVIRONMENT, HttpRouter
 from app.openai import OPEN_AGE_S
 from configs.settings import RouterLimits, RoutingSettings
+from testing.sse import said
+from testing.timing import server_timing
 from tests.actors.behaviours import TOKENS, engine
-from tests.e2e.sse import said
-from tests.e2e.timing import server_timing
 
 LIMITS = RouterLimits(
     request_timeout_s=5,

@@ -13,6 +13,7 @@ import pytest
 
 from actors.asgi_call import Alive, Call
 from actors.engine import EngineDownError
+from testing.sse import said
 from tests.actors.behaviours import (
     LIMITS,
     OK,
@@ -27,7 +28,6 @@ from tests.actors.behaviours import (
     well,
 )
 from tests.actors.fleet import Handle, at_rest
-from tests.e2e.sse import said
 
 
 def frozen(after: int) -> Any:

@@ -18,8 +18,8 @@ from actors.engine import Engine, EngineDownError
 from actors.handoff import Endpoint
 from actors.journal import Chunk
 from configs.settings import RouterLimits, ServiceSettings
+from testing.streams import FRONTEND
 from tests.actors.fleet import Handle, Replica, router_of
-from tests.e2e.streams import FRONTEND
 
 SETTINGS = ServiceSettings(
     engine={"max_model_len": 2048, "block_size": 128, "max_num_batched_tokens": 256, "max_num_seqs": 16},

@@ -12,8 +12,8 @@ import pytest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from connectors.vllm_hma.trace import read_trace
-from tests.e2e.engines import Pair, describe, start_engine
-from tests.e2e.models import gemma3
+from testing.engines import Pair, describe, start_engine
+from testing.models import gemma3
 
 # Short, so that tests of expiry do not wait long; long enough for a busy machine.
 LIMITS = {"lease_s": 6.0, "progress_s": 10.0, "alive_s": 1.0, "cancel_s": 2.0, "handshake_s": 30.0}

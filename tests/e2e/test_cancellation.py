@@ -16,8 +16,8 @@ from vllm import SamplingParams, TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from testing.sequential_proxy import PRODUCE
 from tests.e2e.conftest import Engines
-from tests.e2e.sequential_proxy import PRODUCE
 from tests.e2e.test_connector import random_prompt
 
 pytestmark = pytest.mark.engine

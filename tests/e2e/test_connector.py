@@ -8,10 +8,10 @@ import uuid
 
 import pytest
 
+from testing.engines import Answer, Pair, generate
+from testing.identity import BLOCK_TOKENS, MAX_TOKENS, compare, difference, prompts
+from testing.models import VOCABULARY
 from tests.e2e.conftest import Engines
-from tests.e2e.engines import Answer, Pair, generate
-from tests.e2e.identity import BLOCK_TOKENS, MAX_TOKENS, compare, difference, prompts
-from tests.e2e.models import VOCABULARY
 
 pytestmark = pytest.mark.engine
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.decode_deaths import Decodes, service_with_two_decodes, stream_with_a_death, whole_stream
+from tests.campaigns.service.decode_deaths import Decodes, service_with_two_decodes, stream_with_a_death, whole_stream
 
 pytestmark = pytest.mark.engine
 

@@ -14,8 +14,8 @@ import pytest
 from app.demo.facts import make_prompt
 from app.demo.paths import MODEL_DIR
 from connectors.vllm_hma.trace import read_trace
-from tests.e2e.service_process import free_port
-from tests.e2e.vllm_server import start_module, start_vllm, stop, wait_until_up
+from testing.service_process import free_port
+from testing.vllm_server import start_module, start_vllm, stop, wait_until_up
 
 pytestmark = pytest.mark.engine
 
@@ -43,7 +43,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     try:
         for url, process in zip(urls, started, strict=True):
             wait_until_up(f"{url}/health", process, folder)
-        command = ["tests.e2e.sequential_proxy", "--prefill", urls[0], "--decode", urls[1], "--port", str(proxy)]
+        command = ["testing.sequential_proxy", "--prefill", urls[0], "--decode", urls[1], "--port", str(proxy)]
         started.append(start_module(folder, "proxy", command))
         wait_until_up(f"http://127.0.0.1:{proxy}/docs", started[-1], folder)
         yield Servers(urls[1], f"http://127.0.0.1:{proxy}", trace)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.families import FAMILIES, run
+from tests.campaigns.shapes.families import FAMILIES, run
 
 pytestmark = pytest.mark.engine
 

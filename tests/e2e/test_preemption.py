@@ -9,9 +9,9 @@ import pytest
 from prometheus_client import REGISTRY
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from testing.engines import Pair, describe, generate, start_engine
+from testing.identity import MAX_TOKENS, difference, prompts
 from tests.e2e.conftest import LIMITS, Engines
-from tests.e2e.engines import Pair, describe, generate, start_engine
-from tests.e2e.identity import MAX_TOKENS, difference, prompts
 
 pytestmark = pytest.mark.engine
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from testing.engines import Answer, Pair, generate
+from testing.identity import BLOCK_TOKENS, MAX_TOKENS, difference
 from tests.e2e.conftest import Engines
-from tests.e2e.engines import Answer, Pair, generate
-from tests.e2e.identity import BLOCK_TOKENS, MAX_TOKENS, difference
 from tests.e2e.test_connector import alone, random_prompt
 
 pytestmark = pytest.mark.engine

@@ -23,9 +23,9 @@ from app.demo.facts import RecallPrompt, exact, make_prompt
 from app.openai import OPEN_AGE_S
 from configs.settings import TransferSettings
 from connectors.protocol.cards import PROTOCOL_VERSION
-from tests.e2e.service_process import ROOT, ServiceProcess, write_config
-from tests.e2e.timing import server_timing
-from tests.fuzz.http import attack, check
+from testing.service_process import ROOT, ServiceProcess, write_config
+from testing.timing import server_timing
+from tests.campaigns.fuzz.http import attack, check
 
 pytestmark = pytest.mark.engine
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from connectors.vllm_hma.trace import read_trace
-from tests.e2e.engines import Pair, describe, generate, start_engine
-from tests.e2e.identity import MAX_TOKENS, compare, difference, prompts
-from tests.e2e.models import falcon_h1
+from testing.engines import Pair, describe, generate, start_engine
+from testing.identity import MAX_TOKENS, compare, difference, prompts
+from testing.models import falcon_h1
 from tests.e2e.test_connector import random_prompt
 
 pytestmark = pytest.mark.engine

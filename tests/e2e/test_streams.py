@@ -13,9 +13,9 @@ import pytest
 
 from actors.engine import Engine
 from actors.journal import CannotResumeError
+from testing.sse import said
+from testing.streams import KINDS, completion
 from tests.e2e.broken_streams import start_decode, stream
-from tests.e2e.sse import said
-from tests.e2e.streams import KINDS, completion
 
 pytestmark = pytest.mark.engine
 

@@ -18,9 +18,9 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from connectors.vllm_hma.trace import read_trace
-from tests.e2e.engines import ENVIRONMENT, Pair, describe, generate, start_engine
-from tests.e2e.identity import BLOCK_TOKENS, MAX_TOKENS, difference
-from tests.e2e.models import WINDOW_TOKENS, gemma3
+from testing.engines import ENVIRONMENT, Pair, describe, generate, start_engine
+from testing.identity import BLOCK_TOKENS, MAX_TOKENS, difference
+from testing.models import WINDOW_TOKENS, gemma3
 from tests.e2e.test_connector import random_prompt
 
 pytestmark = pytest.mark.engine

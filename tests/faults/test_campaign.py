@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import servers
-from tests.faults.campaign import Campaign
-from tests.faults.presets import PRESETS
-from tests.faults.schedule import schedule
+from testing import servers
+from tests.campaigns.faults.campaign import Campaign
+from tests.campaigns.faults.presets import PRESETS
+from tests.campaigns.faults.schedule import schedule
 
 pytestmark = pytest.mark.engine
 

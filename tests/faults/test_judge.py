@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults.judge import Case, Outcome, Pool, findings, judge, late
-from tests.faults.trips import Question, Trip
+from tests.campaigns.faults.judge import Case, Outcome, Pool, findings, judge, late
+from tests.campaigns.faults.trips import Question, Trip
 
 QUESTION = Question("mira=427\nmira?", 9, "427", "427\nkelo=093")
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.faults.lane import Lane
-from tests.faults.presets import PRESETS
-from tests.faults.questions import Questions, least_margin
-from tests.faults.servers import POOL_BLOCKS
+from testing.servers import POOL_BLOCKS
+from tests.campaigns.faults.lane import Lane
+from tests.campaigns.faults.presets import PRESETS
+from tests.campaigns.faults.questions import Questions, least_margin
 
 
 @dataclass

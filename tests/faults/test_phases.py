@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.faults.phases import seen
-from tests.faults.trips import Question, Trip
+from tests.campaigns.faults.phases import seen
+from tests.campaigns.faults.trips import Question, Trip
 
 QUESTION = Question("", 600, "", "")
 

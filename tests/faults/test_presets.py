@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from connectors.vllm_hma.config import parse_config
-from tests.faults.presets import PRESETS, connector
+from tests.campaigns.faults.presets import PRESETS, connector
 
 
 def test_presets_make_a_server_s_arguments() -> None:

@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import pytest
 
-from tests.faults.references import NotApplicable, altered, send
-from tests.faults.schedule import REFERENCES
-from tests.faults.trips import Meanwhile, Question, Router, Trip
+from tests.campaigns.faults.references import NotApplicable, altered, send
+from tests.campaigns.faults.schedule import REFERENCES
+from tests.campaigns.faults.trips import Meanwhile, Question, Router, Trip
 
 GENUINE = {
     "do_remote_prefill": True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.faults.report import page
+from tests.campaigns.faults.report import page
 
 
 def case(index: int, **others: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from tests.faults.schedule import PHASES, REFERENCES, Fault, cells, schedule
+from tests.campaigns.faults.schedule import PHASES, REFERENCES, Fault, cells, schedule
 
 
 def first(count: int, seed: int = 1, tp_sizes: tuple[int, int] = (1, 2), pattern: str = "") -> list[Fault]:

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from tests.faults.judge import Outcome, judge
-from tests.faults.trips import Question, Router, Trip
+from tests.campaigns.faults.judge import Outcome, judge
+from tests.campaigns.faults.trips import Question, Router, Trip
 
 QUESTION = Question("mira=427\nmira?", 9, "427", "427;")
 BOUND_S = 0.3

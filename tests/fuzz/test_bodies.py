@@ -10,7 +10,7 @@ from actors.fields import as_written, write
 from actors.handoff import Endpoint, Producer, decode_leg, prefill_leg, why_local
 from app.client_request import check_prompts, parse_body
 from app.http_errors import BadRequestError
-from tests.fuzz.requests import CHAT, COMPLETIONS, Requests, fields
+from tests.campaigns.fuzz.requests import CHAT, COMPLETIONS, Requests, fields
 
 PRODUCER = Producer("engine", "127.0.0.1", 1, 1)
 ENDPOINTS: dict[str, Endpoint] = {COMPLETIONS: COMPLETIONS, CHAT: CHAT}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.fuzz.connector import ACTIONS, KINDS, campaign
+from tests.campaigns.fuzz.connector import ACTIONS, KINDS, campaign
 
 ROUNDS = 6
 

@@ -7,6 +7,7 @@ import numpy as np
 from connectors.protocol.actions import Forget, Received, Verify
 from connectors.protocol.consumer import Consumer
 from connectors.protocol.wire import Cancelled, Fin, Peer
+from tests.campaigns.schedules.tally import Tally
 from tests.protocol.consumption import (
     FIN0,
     FIN1,
@@ -20,7 +21,6 @@ from tests.protocol.consumption import (
     offers,
     order,
 )
-from tests.protocol.tally import Tally
 
 CHECKED = tuple(replace(partner, new_digest=Tally) for partner in PARTNERS)
 

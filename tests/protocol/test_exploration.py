@@ -14,10 +14,10 @@ from connectors.protocol.actions import Received
 from connectors.protocol.consumer import Consumer
 from connectors.protocol.producer import Producer
 from connectors.protocol.wire import Cancelled
-from tests.protocol.exhaustive.automata import Broken
-from tests.protocol.exhaustive.lists import quick, scenario
-from tests.protocol.exhaustive.search import explore
-from tests.protocol.exhaustive.transfers import NEVER, Scenario
+from tests.campaigns.protocol.automata import Broken
+from tests.campaigns.protocol.lists import quick, scenario
+from tests.campaigns.protocol.search import explore
+from tests.campaigns.protocol.transfers import NEVER, Scenario
 
 
 @pytest.mark.parametrize("each", list(quick()), ids=lambda each: each.name)

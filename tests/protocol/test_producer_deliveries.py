@@ -11,6 +11,7 @@ from connectors.protocol.actions import ProducerAction, Send, Sent, Write
 from connectors.protocol.delivery import Consumer
 from connectors.protocol.producer import Producer
 from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Fin, Offer, Welcome
+from tests.campaigns.schedules.tally import Tally
 from tests.protocol.production import (
     C0,
     C1,
@@ -28,7 +29,6 @@ from tests.protocol.production import (
     only_write,
     written,
 )
-from tests.protocol.tally import Tally
 
 
 def test_fin_waits_for_the_writes() -> None:

@@ -1,13 +1,13 @@
 """Both machines pumped at each other through thousands of random schedules; ``make schedules`` plays as many as asked.
 
-To replay one: ``python -m tests.protocol.schedules --replay SEED``.
+To replay one: ``python -m tests.campaigns.schedules.schedules --replay SEED``.
 """
 
 from collections import Counter
 
 import pytest
 
-from tests.protocol.schedules import play
+from tests.campaigns.schedules.schedules import play
 
 SCHEDULES = 3000
 BATCHES = 10

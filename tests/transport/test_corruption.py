@@ -16,7 +16,7 @@ import xxhash
 from connectors.errors import PlanError
 from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Place, Region
 from connectors.transport.digest import Memory
-from tests.transport.corruption import DAMAGES, Scene, Transfer, draw_scene
+from tests.campaigns.corruption import DAMAGES, Scene, Transfer, draw_scene
 
 WHOLE = "TANDEM_CORRUPTION" in os.environ
 CASES, CLEAN = (1_000, 10_000) if WHOLE else (200, 2_000)

@@ -11,7 +11,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from connectors.vllm_hma.quarantine import Kept, QuarantineReport
-from tests.vllm_contract.scheduling import STOP_TOKEN, Engine, Rank
+from tests.campaigns.schedules.scheduling import STOP_TOKEN, Engine, Rank
 
 LOADS_STEPS = 5
 FOR_EVER = 10**9

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.vllm_contract.scheduling import KINDS, Engine
+from tests.campaigns.schedules.scheduling import KINDS, Engine
 
 STEPS = 600
 

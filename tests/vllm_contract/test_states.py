@@ -19,7 +19,7 @@ from connectors.planning.layout import GroupKind, LayerPages
 from connectors.planning.plan import check_compatible
 from connectors.vllm_hma.states import state_parts
 from connectors.vllm_hma.translate import engine_layout
-from tests.e2e.models import falcon_h1
+from testing.models import falcon_h1
 from tests.vllm_contract.caches import cache_config
 
 BLOCKS = 5

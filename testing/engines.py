@@ -1,0 +1,140 @@
+"""Real vLLM engines for tests: one prefill, one decode, and requests that go through both.
+
+An engine costs tens of seconds and 1.5 GB: tests share them through session fixtures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm import SamplingParams, TokensPrompt
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from testing.environment import ENVIRONMENT
+from testing.sequential_proxy import PRODUCE
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an engine said: token ids, and for each the top logprobs, best first, as (token, logprob)."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[tuple[tuple[int, float], ...], ...]
+    transfer: dict[str, Any] | None
+    cached_tokens: int | None
+
+
+def start_engine(model: str, tp_size: int, role: str | None, **overrides: Any) -> AsyncLLM:
+    """An engine with Tandem's connector in ``role`` (``kv_producer`` ...), or without it where role is None."""
+    os.environ.update(ENVIRONMENT)
+    extra = overrides.pop("transfer", {})
+    transfer = (
+        KVTransferConfig(
+            kv_connector="TandemConnector",
+            kv_connector_module_path="connectors.vllm_hma.connector",
+            kv_role=role,
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config=extra,
+        )
+        if role
+        else None
+    )
+    arguments: dict[str, Any] = {
+        "model": model,
+        "tensor_parallel_size": tp_size,
+        "kv_transfer_config": transfer,
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "block_size": 32,
+        "max_model_len": 4096,
+        "max_num_batched_tokens": 256,
+        "max_num_seqs": 16,
+        "disable_log_stats": False,
+    }
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**(arguments | overrides)))
+
+
+async def generate(
+    engine: AsyncLLM,
+    prompt: Sequence[int],
+    max_tokens: int,
+    transfer: dict[str, Any] | None = None,
+    logprobs: int | None = 2,
+    request_id: str | None = None,
+) -> Answer:
+    """One greedy request, to its end."""
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        logprobs=logprobs,
+        detokenize=False,
+        extra_args={"kv_transfer_params": transfer} if transfer else None,
+    )
+    final = None
+    async for output in engine.generate(
+        TokensPrompt(prompt_token_ids=list(prompt)), params, request_id or uuid.uuid4().hex
+    ):
+        final = output
+    assert final is not None
+    completion = final.outputs[0]
+    best = tuple(
+        tuple(sorted(((token, value.logprob) for token, value in position.items()), key=lambda item: -item[1]))
+        for position in completion.logprobs or ()
+    )
+    return Answer(tuple(completion.token_ids), best, final.kv_transfer_params, final.num_cached_tokens)
+
+
+@dataclass
+class Pair:
+    """A prefill and a decode engine, and the prefill engine's address as its ``describe`` answer gives it."""
+
+    prefill: AsyncLLM
+    decode: AsyncLLM
+    address: dict[str, Any]
+
+    async def together(self, prompt: Sequence[int], max_tokens: int) -> Answer:
+        """Both legs at once, as Tandem's router sends them."""
+        transfer_id = uuid.uuid4().hex
+        leg = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+        prefill = asyncio.ensure_future(generate(self.prefill, prompt, 1, leg, logprobs=None))
+        answer = await generate(self.decode, prompt, max_tokens, self.address | {"transfer_id": transfer_id})
+        await prefill
+        return answer
+
+    async def in_turn(self, prompt: Sequence[int], max_tokens: int) -> Answer:
+        """Prefill first, its answer handed to decode, as public proxies do."""
+        first = await generate(self.prefill, prompt, 1, PRODUCE, logprobs=None)
+        assert first.transfer is not None
+        return await generate(self.decode, prompt, max_tokens, first.transfer)
+
+
+async def describe(engine: AsyncLLM) -> dict[str, Any]:
+    """Where to find an engine: the answer to ``describe``."""
+    answer = await generate(engine, [1, 2, 3], 1, {"do_remote_decode": True, "describe": True}, logprobs=None)
+    assert answer.transfer is not None
+    return answer.transfer
+
+
+@contextlib.asynccontextmanager
+async def engine_pair(model: str, prefill_tp: int, decode_tp: int, **overrides: Any) -> AsyncIterator[Pair]:
+    """Start both engines and stop them."""
+    prefill = start_engine(model, prefill_tp, "kv_producer", **overrides)
+    try:
+        decode = start_engine(model, decode_tp, "kv_consumer", **overrides)
+        try:
+            yield Pair(prefill, decode, await describe(prefill))
+        finally:
+            decode.shutdown()
+    finally:
+        prefill.shutdown()

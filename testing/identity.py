@@ -1,0 +1,66 @@
+"""Compare a prefill/decode pair with one engine: tokens and logprobs must be equal."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from testing.engines import Answer, Pair
+from testing.models import VOCABULARY, WINDOW_TOKENS
+
+BLOCK_TOKENS = 32
+MAX_TOKENS = 8
+# Two ways of summing float32 may order two tokens differently only where they are this close.
+TIE_LOGPROB = 1e-3
+LOGPROB_TOLERANCE = 1e-4
+
+
+def prompts(count: int, longest: int, seed: int) -> list[list[int]]:
+    """Prompts of 1 to ``longest`` tokens: every boundary first, then random lengths."""
+    rng = random.Random(seed)
+    edges = [1, 2]
+    for boundary in (BLOCK_TOKENS, WINDOW_TOKENS, WINDOW_TOKENS + BLOCK_TOKENS, 256, 512, 512 + WINDOW_TOKENS, longest):
+        edges += [boundary - 1, boundary, boundary + 1]
+    # Where the window's far edge falls on a block boundary, producer and consumer keep different blocks.
+    edges += [BLOCK_TOKENS * blocks + WINDOW_TOKENS - 1 for blocks in (1, 2, 5, 11)]
+    lengths = [n for n in edges if n <= longest][:count]
+    lengths += [rng.randint(1, longest) for _ in range(count - len(lengths))]
+    return [[rng.randrange(3, VOCABULARY) for _ in range(n)] for n in lengths]
+
+
+def difference(reference: Answer, answer: Answer, tolerance: float = LOGPROB_TOLERANCE) -> str | None:
+    """What is wrong with ``answer``, or None where it is the reference's."""
+    first = abs(reference.logprobs[0][0][1] - answer.logprobs[0][0][1])
+    if first > tolerance:
+        return f"first-token logprobs differ by {first:.1e}"
+    for position, (wanted, got) in enumerate(zip(reference.tokens, answer.tokens, strict=True)):
+        if wanted != got:
+            (_, best), (_, second) = reference.logprobs[position][:2]
+            if best - second < max(TIE_LOGPROB, 2 * tolerance if tolerance > LOGPROB_TOLERANCE else 0.0):
+                return None
+            return f"token {position} is {got} where {wanted} is best by {best - second:.1e}"
+    return None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    checked: int
+    wrong: tuple[str, ...]
+    worst_logprob: float
+
+
+async def compare(
+    pair: Pair, cases: Sequence[tuple[list[int], Answer]], tolerance: float = LOGPROB_TOLERANCE
+) -> Outcome:
+    """Send every prompt through the pair, both legs at once and in turn by turns."""
+    wrong: list[str] = []
+    worst = 0.0
+    for index, (prompt, reference) in enumerate(cases):
+        send = pair.in_turn if index % 4 == 3 else pair.together
+        answer = await send(prompt, MAX_TOKENS)
+        worst = max(worst, abs(reference.logprobs[0][0][1] - answer.logprobs[0][0][1]))
+        problem = difference(reference, answer, tolerance)
+        if problem:
+            wrong.append(f"{len(prompt)} tokens, {send.__name__}: {problem}")
+    return Outcome(len(cases), tuple(wrong), worst)

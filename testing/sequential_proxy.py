@@ -1,0 +1,60 @@
+"""The plain prefill/decode proxy that public examples show, in its shortest form: prefill first, then decode.
+
+    python -m testing.sequential_proxy --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200 --port 8300
+
+It knows nothing of Tandem: it asks the prefill server for one token with ``do_remote_decode`` and hands the
+``kv_transfer_params`` of the answer to the decode server, unchanged.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import httpx
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+
+PRODUCE: dict[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""What a public proxy sends with the prefill request."""
+
+
+def proxy(prefill_url: str, decode_url: str) -> FastAPI:
+    app = FastAPI()
+    client = httpx.AsyncClient(timeout=120)
+
+    @app.post("/v1/{path:path}")
+    async def forward(path: str, request: Request) -> JSONResponse:
+        body: dict[str, Any] = await request.json()
+        first = body | {"max_tokens": 1, "stream": False, "kv_transfer_params": PRODUCE}
+        if path == "chat/completions":
+            first["max_completion_tokens"] = 1
+        answer = await client.post(f"{prefill_url}/v1/{path}", json=first)
+        if answer.status_code != 200:
+            return JSONResponse(answer.json(), answer.status_code)
+        second = body | {"kv_transfer_params": answer.json()["kv_transfer_params"]}
+        answer = await client.post(f"{decode_url}/v1/{path}", json=second)
+        return JSONResponse(answer.json(), answer.status_code)
+
+    return app
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prefill", required=True)
+    parser.add_argument("--decode", required=True)
+    parser.add_argument("--port", type=int, default=8300)
+    arguments = parser.parse_args()
+    uvicorn.run(proxy(arguments.prefill, arguments.decode), host="127.0.0.1", port=arguments.port, log_level="warning")
+
+
+if __name__ == "__main__":
+    main()

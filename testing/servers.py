@@ -1,0 +1,148 @@
+"""Stock vLLM OpenAI servers that can be killed, stopped and started again at the same address.
+
+They are forked from one process that has imported vLLM (``multiprocessing``'s fork server), so that a start takes
+seconds: what runs is ``vllm.entrypoints.openai.api_server``'s own main. A server is a tree of processes: the API
+server, the engine core, and one worker for each tensor-parallel rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from app.demo.paths import MODEL_DIR
+from testing.environment import ENVIRONMENT
+from testing.processes import free_cores
+
+POOL_BLOCKS = 448
+"""Small, so that a freed block is soon another request's."""
+
+MODEL = "demo"
+_FORK_SERVER = multiprocessing.get_context("forkserver")
+
+
+def prepare() -> None:
+    """Call once, before the first server is started: what the fork server imports."""
+    os.environ.update(ENVIRONMENT | {"VLLM_SERVER_DEV_MODE": "0", "UCX_LOG_LEVEL": "error"})
+    _FORK_SERVER.set_forkserver_preload(["testing.preload"])
+
+
+def _serve(argv: list[str], environment: Mapping[str, str], log: str) -> None:
+    """A server's process: never returns before the server ends."""
+    os.setsid()
+    sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for descriptor in (1, 2):
+        os.dup2(sink, descriptor)
+    os.environ.update(environment)
+    sys.argv = ["api_server", *argv]
+    from testing.preload import main
+
+    main()
+
+
+@dataclass
+class Server:
+    """``members`` are the processes of the present start by part: ``api``, ``core``, ``rank0``, …"""
+
+    name: str
+    port: int
+    tp_size: int
+    folder: Path
+    transfer: Mapping[str, object] | None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    starts: int = 0
+    members: dict[str, psutil.Process] = field(default_factory=dict)
+    _api: psutil.Process | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / f"{self.name}-{self.starts}.log"
+
+    def start(self) -> None:
+        """Begin a start; ``find_members`` once it answers."""
+        self.starts += 1
+        self.members = {}
+        argv = [
+            *("--model", str(MODEL_DIR), "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self.port)),
+            *("--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-num-batched-tokens", "256"),
+            *("--max-model-len", "2048", "--max-num-seqs", "16", "--no-enable-prefix-caching"),
+            *("--num-gpu-blocks-override", str(POOL_BLOCKS), "--tensor-parallel-size", str(self.tp_size)),
+        ]
+        if self.transfer is not None:
+            argv += ["--kv-transfer-config", json.dumps(self.transfer)]
+        process = _FORK_SERVER.Process(target=_serve, args=(argv, dict(self.environment), str(self.log)))
+        process.start()
+        # By its id from now on: a fork server that is told to end forgets its children.
+        self._api = psutil.Process(process.pid)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._api is None or not _runs(self._api)
+
+    def wait_end(self, timeout_s: float) -> None:
+        """Until the API server has ended."""
+        assert self._api is not None
+        psutil.wait_procs([self._api], timeout_s)
+
+    def find_members(self) -> None:
+        """Learn the processes of a server that answers; undo any pinning to one core, for every connector alike."""
+        assert self._api is not None
+        self.members = {"api": self._api}
+        for child in self._api.children(recursive=True):
+            title = " ".join(child.cmdline())
+            if "EngineCore" in title:
+                self.members["core"] = child
+            elif rank := re.search(r"Worker(?:_TP(\d+))?$", title.strip()):
+                self.members[f"rank{rank[1] or 0}"] = child
+        missing = {"core", *(f"rank{rank}" for rank in range(self.tp_size))} - self.members.keys()
+        if missing:
+            raise RuntimeError(f"{self.name}: no process for {', '.join(sorted(missing))} in {self.members}")
+        free_cores([process.pid for process in self.members.values()])
+
+    def processes(self, part: str) -> list[psutil.Process]:
+        """``tree`` are all of them."""
+        return list(self.members.values()) if part == "tree" else [self.members[part]]
+
+    def signal(self, part: str, number: signal.Signals) -> None:
+        for process in self.processes(part):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    def alive(self) -> bool:
+        """Do all processes of the tree run (or lie stopped)?"""
+        return bool(self.members) and all(_runs(process) for process in self.members.values())
+
+    def destroy(self) -> None:
+        """SIGKILL to whatever is left of the tree, and wait until it is gone."""
+        left = list(self.members.values())
+        if self._api is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left += [self._api, *self._api.children(recursive=True)]
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        until = time.monotonic() + 10
+        while any(_runs(process) for process in left) and time.monotonic() < until:
+            time.sleep(0.02)
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False

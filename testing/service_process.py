@@ -1,0 +1,94 @@
+"""Runs the service as an operator does, in processes of its own, and knows when they are all gone."""
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+START_TIMEOUT_S = 400.0
+STOP_TIMEOUT_S = 60.0
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@dataclass
+class ServiceProcess:
+    """`python -m app.run` on one of the shipped configurations, on a port of its own."""
+
+    config: Path
+    folder: Path
+    port: int = field(default_factory=free_port)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "service.log").read_text(errors="replace")
+
+    def start(self) -> None:
+        """Return when the launcher says that the service is ready. A start that fails leaves nothing behind."""
+        with (self.folder / "service.log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "app.run", "--config", str(self.config), "--port", str(self.port)],
+                cwd=ROOT,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            self._until_ready()
+        except BaseException:
+            # It runs in a session of its own, and whoever is told to end here does not hold it yet.
+            self.stop()
+            raise
+
+    def _until_ready(self) -> None:
+        give_up_at = time.monotonic() + START_TIMEOUT_S
+        while "tandem: ready" not in self.log:
+            if self._process.poll() is not None:
+                raise RuntimeError(f"the service ended with {self._process.returncode}:\n{self.log[-4000:]}")
+            if time.monotonic() > give_up_at:
+                raise RuntimeError(f"not ready in {START_TIMEOUT_S:g} s:\n{self.log[-4000:]}")
+            time.sleep(0.5)
+
+    def processes(self) -> list[psutil.Process]:
+        """The launcher and everything below it: Ray's processes, actors, engine cores and workers."""
+        launcher = psutil.Process(self._process.pid)
+        return [launcher, *launcher.children(recursive=True)]
+
+    def stop(self) -> list[psutil.Process]:
+        """Ctrl-C. Returns the processes that are still there after it (and ends them)."""
+        if self._process.poll() is not None:
+            return []
+        family = self.processes()
+        self._process.send_signal(signal.SIGINT)
+        _, left = psutil.wait_procs(family, timeout=STOP_TIMEOUT_S)
+        for process in left:
+            process.kill()
+        self._process.wait()
+        return left
+
+
+def write_config(base: str, folder: Path, **sections: Mapping[str, object]) -> Path:
+    """A shipped configuration with some keys of its `args` sections replaced."""
+    config = yaml.safe_load((ROOT / "configs" / base).read_text())
+    for name, values in sections.items():
+        config["applications"][0]["args"].setdefault(name, {}).update(values)
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path

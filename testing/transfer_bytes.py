@@ -1,0 +1,21 @@
+"""Count the bytes that a connector has moved, from its own metrics or trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client import REGISTRY
+
+
+def nixl_bytes() -> float:
+    """All bytes that NixlConnector says it has moved."""
+    return sum(
+        sample.value
+        for metric in REGISTRY.collect()
+        for sample in metric.samples
+        if sample.name == "vllm:nixl_bytes_transferred_sum"
+    )
+
+
+def written_bytes(events: list[dict[str, Any]]) -> int:
+    return sum(sum(event["bytes"].values()) for event in events if event["event"] == "write")

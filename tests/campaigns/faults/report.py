@@ -1,0 +1,182 @@
+"""A page from what campaigns have measured: ``python -m tests.campaigns.faults.report RESULTS.json PAGE.md``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from testing.servers import POOL_BLOCKS
+from tests.campaigns.faults.judge import AT_ONCE_S
+from tests.campaigns.faults.presets import PRESETS
+from tests.campaigns.faults.trips import ANSWER_TOKENS
+
+OUTCOMES = ("right", "refused", "cancelled", "wrong", "hang")
+HEAD = """# What {names} {do} under faults
+
+Made by `python -m tests.campaigns.faults.report` from `{source}`; do not edit.
+
+A seeded campaign (`make faults`) against stock vLLM OpenAI servers on vLLM's **CPU** build: one prefill and one decode
+engine with the same model (`app/demo/model`, which recalls facts of its prompt, so that wrong KV shows as a wrong
+answer) and one connector, no router that hides anything. The campaign's driver sends both legs as a plain sequential
+proxy does, several requests at a time; with Tandem half of the requests go to both engines at once. It tells how a
+connector ends what was under way when something broke. It says nothing about speed, GPUs, or RDMA.
+
+- **right**: the whole text of a plain engine without any connector, greedy, {tokens} tokens.
+- **refused**: an error, or a stream that breaks off; what was streamed before is right. Requests whose server was
+  killed can end no better here: a router's retries are not under test.
+- **cancelled**: the driver closed the connection, or never sent the decode leg.
+- **wrong**: any text that the plain engine would not have said.
+- **hang**: the decode leg was not over within the bound (which stands still while the decode server is stopped).
+- **engine died**: an engine that the campaign had not killed, or had killed and started again, does not run.
+- **leak**: a block pool (vLLM's gauge, asked after a tiny request) not back at its baseline when leases and deadlines
+  were long over and the dead had been replaced. **late**: back after more than {at_once:g} s.
+- **probe**: two requests through both engines afterwards.
+
+A promise is *kept* where nothing was wrong, hung, died, leaked, and the probe was right.
+"""
+
+
+class Cases(list[dict[str, Any]]):
+    """Faults of one kind, and their totals."""
+
+    def outcomes(self) -> Counter[str]:
+        total: Counter[str] = Counter()
+        for case in self:
+            total.update(case["outcomes"])
+        return total
+
+    def broken(self) -> Counter[str]:
+        """How many faults have led to each kind of finding."""
+        return Counter(kind for case in self for kind in {_kind(finding) for finding in case["findings"]})
+
+    def verdict(self) -> str:
+        if not self:
+            return "-"
+        broken = self.broken()
+        if not broken:
+            return f"kept ({len(self)})"
+        return f"**{', '.join(f'{kind} {count}' for kind, count in sorted(broken.items()))}** of {len(self)}"
+
+
+def _kind(finding: str) -> str:
+    for word, kind in (("wrong answer", "wrong"), ("hang", "hang"), ("died", "died"), ("leaks", "leak")):
+        if word in finding and not finding.startswith("probe"):
+            return kind
+    return "probe"
+
+
+def _by(cases: Iterable[dict[str, Any]], *keys: str) -> dict[tuple[str, ...], Cases]:
+    found: dict[tuple[str, ...], Cases] = {}
+    for case in cases:
+        found.setdefault(tuple(case[key] for key in keys), Cases()).append(case)
+    return found
+
+
+def _table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
+
+
+def _summary(cases: Cases) -> str:
+    rows = []
+    for (name, tp), some in sorted(_by(cases, "connector", "tp").items()):
+        outcomes, broken = some.outcomes(), some.broken()
+        waits = [float(part.split(" s")[0].rsplit(" ", 1)[1]) for case in some for part in case["late"]]
+        late = f"{len(waits)} ({statistics.median(waits):g} s, at most {max(waits):g} s)" if waits else "0"
+        numbers = [outcomes[outcome] for outcome in OUTCOMES]
+        kept = sum(not case["findings"] for case in some)
+        others = (broken["died"], broken["leak"], broken["probe"])
+        rows.append([name, tp.replace(":", " → "), len(some), kept, *numbers, *others, late])
+    titles = ["connector", "TP", "faults", "kept", *OUTCOMES, "engine died", "leak", "probe", "late (median, most)"]
+    return _table(titles, rows)
+
+
+def _kinds(cases: Cases) -> str:
+    names = sorted({case["connector"] for case in cases}, key=_rank)
+    by = _by(cases, "what", "connector")
+    order = {case["what"]: (["none", "kill", "stop", "cancel", "reference"].index(case["family"])) for case in cases}
+    whats = sorted(order, key=lambda what: (order[what], what))
+    return _table(["fault", *names], ([what, *(by.get((what, n), Cases()).verdict() for n in names)] for what in whats))
+
+
+def _phases(cases: Cases) -> str:
+    rows = []
+    for (name, tp, what, phase), some in sorted(_by(cases, "connector", "tp", "what", "phase").items()):
+        outcomes = some.outcomes()
+        hits = Counter(case["hit"] for case in some)
+        hit = ", ".join(f"{where} {count}" for where, count in sorted(hits.items()))
+        rows.append([name, tp, what, phase, hit, len(some), *(outcomes[o] or "" for o in OUTCOMES), some.verdict()])
+    return _table(["connector", "TP", "fault", "aimed at", "hit", "faults", *OUTCOMES, "verdict"], rows)
+
+
+def _findings(cases: Cases) -> str:
+    lines = []
+    for case in cases:
+        if not case["findings"]:
+            continue
+        command = f"--connector {case['connector']} --tp {case['tp']} --seed {case['seed']} --only {case['index']}"
+        lines.append(f"- `{command}`: {case['what']}, {case['hit']}: **{'; '.join(case['findings'])}**.")
+        lines += [f"  `{line.replace('`', '')}`" for line in case.get("logs", ())[:2]]
+    return "\n".join(lines) or "None."
+
+
+def _rank(name: str) -> tuple[int, str]:
+    return (list(PRESETS).index(name) if name in PRESETS else len(PRESETS), name)
+
+
+def page(source: str, results: dict[str, dict[str, Any]], reading: str = "") -> str:
+    """All of it; ``reading`` is what a person has made of it, and comes after the first two tables."""
+    cases = Cases(case for case in results.values() if "not_applicable" not in case)
+    away = len(results) - len(cases)
+    names = sorted({case["connector"] for case in cases}, key=_rank)
+    versions = sorted({", ".join(f"{k} {v}" for k, v in case["versions"].items()) for case in cases})
+    runs = _by(cases, "connector", "tp", "seed")
+    settings = [
+        f"- {name}: {PRESETS[name].settings}. Bound of a decode leg: {PRESETS[name].bound_s:g} s; blocks may be"
+        f" held for {PRESETS[name].held_s:g} s."
+        for name in names
+        if name in PRESETS
+    ]
+    head = HEAD.format(
+        names=" and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names),
+        do="do" if len(names) > 1 else "does",
+        source=source,
+        tokens=ANSWER_TOKENS,
+        at_once=AT_ONCE_S,
+    )
+    conditions = [
+        f"- Versions: {'; '.join(versions)}. Measured on {', '.join(sorted({case['on'] for case in cases}))}.",
+        "- Campaigns: "
+        + "; ".join(f"{name} TP {tp} seed {seed}, {len(some)} faults" for (name, tp, seed), some in runs.items())
+        + f". {away} more did not apply: the connector's parameters have nothing of the kind to alter.",
+        "- Play one again: `python -m tests.campaigns.faults.campaign --connector NAME --tp P:D --seed S --only INDEX`."
+        " The seed fixes the fault, its moment and the prompts; what else the machine does, it does not.",
+        f"- Servers: chunks of 256 tokens, blocks of 32, a pool of {POOL_BLOCKS} blocks (so that a freed block is soon"
+        " another request's), prefix cache off, float32, eager mode. They are forked from a process that has imported"
+        " vLLM, and wait 10 ms instead of 1 s in a loop for their next step. Several pairs, and other work, shared two"
+        " cores: every bound allows for it.",
+        *settings,
+    ]
+    parts = [head, _summary(cases), "", "## By fault\n", _kinds(cases), ""]
+    parts += [reading, ""] if reading else []
+    parts += ["## Conditions\n", *conditions, "", "## By phase\n", _phases(cases), "", "## Every finding\n"]
+    return "\n".join([*parts, _findings(cases)]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("page", type=Path)
+    parser.add_argument("--reading", type=Path, help="a Markdown file to be put after the tables")
+    arguments = parser.parse_args()
+    reading = arguments.reading.read_text() if arguments.reading else ""
+    arguments.page.write_text(page(str(arguments.results), json.loads(arguments.results.read_text()), reading))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,343 @@
+"""A campaign against real workers over NIXL: `python -m tests.campaigns.fuzz.connector --seed 1 --rounds 300`.
+
+A producer and a consumer worker, each with its cache, its runtime and a NIXL agent, and the producer's side channel;
+and a hostile agent that knows where both are. Each round it does some twenty hostile things; then a legitimate transfer
+must succeed. At the end nothing may be left of it: no state, no thread lost, no growth of memory.
+
+``outside`` has not the secret; ``inside`` has it, as a broken peer would, and where there is no secret everybody is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import logging
+import os
+import random
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+import numpy as np
+import psutil
+
+from connectors.planning.layout import Place, Region
+from connectors.protocol.cards import encode_worker_card
+from connectors.protocol.keys import derive_keys
+from connectors.protocol.params import EngineAddress
+from connectors.protocol.wire import Envelope, Hello, Peer, encode
+from connectors.transport.memory import Fabric
+from connectors.transport.nixl import NixlTransport
+from connectors.vllm_hma.orders import Chunk, Expect, Finished
+from connectors.vllm_hma.post import agent_name
+from connectors.vllm_hma.side_channel import CardServer, fetch_card
+from tests.campaigns.fuzz.frames import Hostile
+from tests.vllm_contract.workers import DIGEST, LIMITS, Worker, receive, results, until
+
+SECRET = "what the hostile agent does not know"
+ACTIONS = 20
+GUESTS = 16
+PATIENT = replace(LIMITS, handshake_s=8.0, progress_s=8.0)
+"""A busy machine is no finding."""
+WARM_UP = 0.4
+MAX_GROWTH_MIB = 64
+
+
+class Agent(NixlTransport):
+    """A worker's transport as ``Worker`` makes it."""
+
+    def __init__(self, name: str, fabric: Fabric) -> None:
+        super().__init__(name)
+
+
+@dataclass
+class Report:
+    """What a campaign did, and what it left behind."""
+
+    actions: Counter[str] = field(default_factory=Counter)
+    transfers: int = 0
+    growth_mib: float = 0.0
+    warnings: Counter[str] = field(default_factory=Counter)
+    errors: list[str] = field(default_factory=list)
+
+    def text(self) -> str:
+        actions = ", ".join(f"{number} {name}" for name, number in sorted(self.actions.items()))
+        return (
+            f"{sum(self.actions.values())} hostile actions ({actions}); {self.transfers} legitimate transfers right; "
+            f"memory {self.growth_mib:+.1f} MiB after warm-up; {sum(self.warnings.values())} warnings, "
+            f"{len(self.errors)} errors logged"
+        )
+
+
+class Listener(logging.Handler):
+    """Collects what the connector logs; an error, or a frame that broke its reader, is a finding."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(logging.WARNING)
+        self._report = report
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        self._report.warnings[message.partition(":")[2][:40]] += 1
+        if record.levelno >= logging.ERROR or "broke its reader" in message or "cannot be answered" in message:
+            self._report.errors.append(message if record.exc_info is None else f"{message}: {record.exc_info[1]!r}")
+
+
+class Campaign:
+    """One hostile agent against one pair of workers."""
+
+    def __init__(self, seed: int, secret: str, inside: bool) -> None:
+        self.rng = random.Random(f"{seed} {secret} {inside}")
+        self.report = Report()
+        self._secret = secret
+        self._numbers = count()
+        self._listener = Listener(self.report)
+        logging.getLogger("connectors").addHandler(self._listener)
+        fabric, run = Fabric(), f"{os.getpid()}-{next(_runs)}"
+        self.producer = Worker(fabric, f"p-{run}", transport_class=Agent, secret=secret, limits=PATIENT)  # type: ignore[arg-type]
+        self.consumer = Worker(fabric, f"c-{run}", transport_class=Agent, secret=secret, limits=PATIENT)  # type: ignore[arg-type]
+        self.victims = [Peer(worker.card.incarnation, 0) for worker in (self.producer, self.consumer)]
+        self._me = Peer(f"evil-{run}", 0)
+        self._agent = NixlTransport(agent_name(self._me))
+        self._memory = np.zeros(4096, np.uint8)
+        self._agent.register([Region(self._memory.ctypes.data, self._memory.nbytes, Place("DRAM", 0))])
+        self._card = replace(
+            self.consumer.card, incarnation=self._me.incarnation, transport_metadata=self._agent.metadata()
+        )
+        key = derive_keys(secret if inside else "").messages
+        self._hostile = Hostile(self.rng, self._me, encode_worker_card(self._card), key)
+        for worker in (self.producer, self.consumer):
+            self._agent.add_peer(worker.transport.metadata())
+        self._open: list[socket.socket] = []
+        # Few, so that they are pushed out all the time.
+        self.producer.runtime._peers._guests._most = GUESTS
+
+    def close(self) -> None:
+        for one in self._open:
+            one.close()
+        self.producer.close()
+        self.consumer.close()
+        self._agent.close()
+        logging.getLogger("connectors").removeHandler(self._listener)
+
+    def run(self, rounds: int) -> Report:
+        """All of it. Raises AssertionError for what must not be."""
+        self.transfer()
+        warm, base = int(rounds * WARM_UP), 0.0
+        for number in range(rounds):
+            if number == warm:
+                base = _rss_mib()
+            for _ in range(ACTIONS):
+                self.act()
+            self._agent.notifications()
+            if number % 4 == 0:
+                self.false_engine()
+            self.transfer()
+        self.report.growth_mib = _rss_mib() - base
+        self.nothing_is_left()
+        return self.report
+
+    # ---- hostility -------------------------------------------------------------------------------------------------
+
+    def act(self) -> None:
+        name, act = self.rng.choice(
+            (
+                ("frames", self._frames),
+                ("frames", self._frames),
+                ("bursts", self._burst),
+                ("hellos of new starts", self._new_start),
+                ("forged senders", self._forged),
+                ("connections", self._connection),
+                ("connections left open", self._left_open),
+            )
+        )
+        self.report.actions[name] += 1
+        act()
+
+    def _ids(self) -> list[str]:
+        return [f"h-{self.rng.randrange(50)}", f"new-{next(self._numbers)}", "i" * 256, ""]
+
+    def _frames(self) -> None:
+        to = self.rng.choice(self.victims)
+        self._agent.notify(agent_name(to), self._hostile.frame(to, self._ids()))
+
+    def _burst(self) -> None:
+        """One frame many times: a replay, if it was a good one."""
+        to = self.rng.choice(self.victims)
+        frame = self._hostile.frame(to, self._ids())
+        for _ in range(50):
+            self._agent.notify(agent_name(to), frame)
+
+    def _new_start(self) -> None:
+        """A start of an engine that nobody has seen, as the transport would report it from whoever forges its names."""
+        me = Peer(f"evil-{next(self._numbers):09}", self.rng.choice((0, 0, 3)))
+        metadata = renamed(self._agent.metadata(), agent_name(self._me), agent_name(me))
+        card = encode_worker_card(replace(self._card, incarnation=me.incarnation, transport_metadata=metadata))
+        if self.rng.random() < 0.3:
+            card = self._hostile.card()
+        frame = encode(Envelope(me, self.victims[0], Hello(card)), self._hostile.key)
+        self._deliver(self.producer, agent_name(me), frame)
+
+    def _forged(self) -> None:
+        """In another's name; only frames that the secret keeps out, for with it one may end others' transfers."""
+        if not self._secret:
+            return self._frames()
+        worker, name = self.rng.choice(((self.producer, self.victims[1]), (self.consumer, self.victims[0])))
+        forger = Hostile(self.rng, name, encode_worker_card(self._card), b"another key")
+        to = Peer(worker.card.incarnation, 0)
+        self._deliver(
+            worker, agent_name(name), forger.frame(to, ["legitimate-0", f"legitimate-{self.report.transfers}"])
+        )
+
+    def _deliver(self, worker: Worker, sender: str, frame: bytes) -> None:
+        """As from the transport, on the thread that the pump would use."""
+        runtime = worker.runtime
+        with runtime._lock:
+            runtime._dispatch(sender, frame, time.monotonic())
+
+    def _connection(self) -> None:
+        """Something is said on the side channel, whole or in part, and left."""
+        said = self.rng.choice(
+            (
+                b"tandem/3 cards\n",
+                b"tandem/3 car",
+                b"\x16\x03\x01" + self.rng.randbytes(200),
+                b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),
+                b"\n" * 1000,
+                self.rng.randbytes(5000),
+                b"",
+            )
+        )
+        with contextlib.suppress(OSError), self._connect() as one:
+            one.sendall(said)
+            if self.rng.random() < 0.5:
+                one.settimeout(0.05)
+                one.recv(1000)
+
+    def _left_open(self) -> None:
+        with contextlib.suppress(OSError):
+            self._open.append(self._connect())
+            self._open[-1].sendall(self.rng.choice((b"", b"tandem/3 cards", b"\x16\x03\x01\x02\x00")))
+        while len(self._open) > 150:
+            self._open.pop(0).close()
+
+    def _connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.producer.server.port), timeout=2)
+
+    def false_engine(self) -> None:
+        """A request is sent to an engine whose cards are wrong or whose workers never answer: decode computes it."""
+        self.report.actions["false engines"] += 1
+        name = f"false-{next(self._numbers)}"
+        cards = [self._hostile.card() for _ in range(self.rng.choice((0, 1, 1, 1, 2, 40)))]
+        if self.rng.random() < 0.2:
+            cards = [self.rng.randbytes(1000)]
+        server = CardServer("127.0.0.1", 0, cards, derive_keys(self._secret).identity)
+        try:
+            address = EngineAddress(self._me.incarnation, "127.0.0.1", server.port)
+            self.consumer.step(receives=[receive(address, name, name)])
+            assert results(self.consumer, within_s=30.0) == (set(), {name}, {name})
+        finally:
+            server.close()
+
+    # ---- what must go on -------------------------------------------------------------------------------------------
+
+    def transfer(self) -> None:
+        """A request's KV passes and is right, and the side channel still answers those who may ask."""
+        number = self.report.transfers
+        name = f"legitimate-{number}"
+        value = number % 251 + 1
+        self.producer.cache[:] = value
+        self.consumer.cache[:] = 0
+        self.consumer.step(receives=[receive(self.producer.address, name, name)])
+        self.producer.step(expects=[Expect(f"q-{name}", name, 7, DIGEST)])
+        self.producer.step(chunks=[Chunk(f"q-{name}", ((1, 2),), 7)], finished=[Finished(f"q-{name}", True, "")])
+        assert results(self.consumer, within_s=30.0) == (set(), {name}, set()), f"transfer {number} failed"
+        assert self.consumer.cache[[3, 5]].min() == value, f"transfer {number} brought wrong bytes"
+        assert self.consumer.cache[[1, 2, 4, 6, 7]].max() == 0, f"transfer {number} wrote where it should not"
+        assert results(self.producer, within_s=30.0)[0] == {f"q-{name}"}, f"transfer {number} holds its blocks"
+        if number % 10 == 0:
+            identity = derive_keys(self._secret).identity
+            card = fetch_card("127.0.0.1", self.producer.server.port, self.victims[0].incarnation, 30.0, identity)
+            assert card.incarnation == self.victims[0].incarnation
+        self.report.transfers += 1
+
+    def nothing_is_left(self) -> None:
+        """Once the leases are over, of all that was remembered; threads live; logs have no surprise."""
+        for one in self._open:
+            one.close()
+        for worker in (self.producer, self.consumer):
+            nothing_is_left_in(worker)
+        assert not self.report.errors, self.report.errors[:3]
+        assert self.report.growth_mib < MAX_GROWTH_MIB, self.report.text()
+
+
+def nothing_is_left_in(worker: Worker) -> None:
+    until(lambda: not any(worker.runtime.census().values()), within_s=10 * LIMITS.lease_s)
+    runtime = worker.runtime
+    assert runtime._pump.alive
+    assert worker.server._thread.is_alive()
+    assert len(runtime._peers._guests) <= GUESTS
+    assert len(runtime._peers._plans) <= len(runtime._peers._guests)
+    assert len(worker.transport._metadata) <= GUESTS + 1  # type: ignore[attr-defined]
+    assert not runtime._producer._allowance.early
+    assert not runtime._producer._allowance.blocks
+    until(lambda: not runtime._greeter._pending_hellos)
+    assert not runtime._greeter._answers
+    until(lambda: not worker.server._open, within_s=15.0)
+
+
+_runs = count()
+
+
+def renamed(metadata: bytes, old: str, new: str) -> bytes:
+    """An agent's metadata under another name: NIXL stores it behind its length."""
+
+    def field_of(name: str) -> bytes:
+        return len(name).to_bytes(8, "little") + name.encode()
+
+    assert metadata.count(field_of(old)) == 1
+    return metadata.replace(field_of(old), field_of(new))
+
+
+def _rss_mib() -> float:
+    gc.collect()
+    return psutil.Process().memory_info().rss / 2**20
+
+
+@contextlib.contextmanager
+def campaign(seed: int, secret: str, inside: bool) -> Iterator[Campaign]:
+    one = Campaign(seed, secret, inside)
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+KINDS = {"no secret": ("", True), "outside": (SECRET, False), "inside": (SECRET, True)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--kind", choices=KINDS, nargs="*", default=list(KINDS))
+    options = parser.parse_args()
+    for kind in options.kind:
+        secret, inside = KINDS[kind]
+        began = time.monotonic()
+        with campaign(options.seed, secret, inside) as one:
+            report = one.run(options.rounds)
+        print(f"{kind}, seed {options.seed}: {report.text()}; {time.monotonic() - began:.0f} s", flush=True)
+        print(json.dumps(dict(report.warnings.most_common(12)), indent=1), flush=True)
+    alive = [thread.name for thread in threading.enumerate() if thread.name.startswith("tandem")]
+    assert not alive, f"threads outlive their workers: {alive}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""States of the world as values, and as rows of small numbers: one row for all that differ in names of ranks only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+from tests.campaigns.protocol.automata import (
+    Automaton,
+    Cell,
+    Letters,
+    Posted,
+    Tag,
+    call_consumer,
+    call_producer,
+    consumer_key,
+    producer_key,
+    swap_consumers,
+    swap_producers,
+    swap_wid,
+)
+from tests.campaigns.protocol.transfers import Budget, Scenario
+
+DEAD = -1
+"""In place of a machine's number."""
+
+WAITING, STARTED, GOT, FAILED = range(4)
+GARBAGE: Tag = ("torn",)
+
+
+class A(NamedTuple):
+    """A producer rank. ``done`` orders of its scheduler are carried out; ``told`` of which consumer ranks' deaths."""
+
+    machine: int
+    done: int = 0
+    sent: bool = False
+    discards: bool = False
+    told: int = 0
+
+
+class B(NamedTuple):
+    """A consumer rank. ``may`` write: bits of the ranks that were sent an Offer and have not answered since.
+
+    ``memory[p]`` is what producer rank p has written so far, ``verifying`` what is being compared. ``kept``: the
+    request has failed, and its blocks are in quarantine.
+    """
+
+    machine: int
+    phase: int = WAITING
+    aborts: bool = False
+    told: bool = False
+    may: int = 0
+    connecting: bool = False
+    kept: bool = False
+    memory: tuple[tuple[tuple[Cell, Tag], ...], ...] = ()
+    verifying: tuple[Any, ...] = ()
+
+    @property
+    def listens(self) -> bool:
+        """It is alive, and its blocks may still be written to, or will be."""
+        return self.machine != DEAD and (self.phase <= STARTED or self.kept)
+
+
+class InFlight(NamedTuple):
+    """A write: ``torn`` once what it reads has changed; one that ``hangs`` ends when nothing else is due but clocks."""
+
+    rank: int
+    posted: int
+    torn: bool = False
+    hangs: bool = False
+
+
+Letter = tuple[bool, int, int, int]
+"""(to a consumer, receiving rank, sending rank, number)"""
+
+State = tuple[int, ...]
+"""Numbers of: every A, every B, the network, the writes, the budget."""
+
+
+class Table:
+    """Values, numbered."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Any, int] = {}
+        self.values: list[Any] = []
+
+    def __call__(self, value: Any) -> int:
+        number = self.numbers.get(value)
+        if number is None:
+            number = self.numbers[value] = len(self.values)
+            self.values.append(value)
+        return number
+
+
+@dataclass(slots=True)
+class Draft:
+    """A state being changed. ``refuses``: the transport refuses the next message of a decode rank in this step."""
+
+    a: list[A]
+    b: list[B]
+    net: set[Letter]
+    writes: set[InFlight]
+    budget: Budget
+    refuses: bool = False
+
+
+Step = tuple[Callable[..., None], tuple[Any, ...]]
+"""A method of the world that changes a draft, and its arguments."""
+
+
+class States:
+    """All states of one scenario that have been met."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.producer_tp, self.consumer_tp = scenario.producer_tp, scenario.consumer_tp
+        self.letters = Letters()
+        self.memories = [*scenario.memories, {}]
+        self.producers = Automaton(
+            lambda machine, event: call_producer(machine, event, self.letters, self.memories[event[2]]), producer_key
+        )
+        self.consumers = Automaton(lambda machine, event: call_consumer(machine, event, self.letters), consumer_key)
+        self.posted = Table()
+        self.a, self.b, self.nets, self.write_sets, self.budgets = Table(), Table(), Table(), Table(), Table()
+        self._swap_a, self._swap_b = cache(self._swapped_a), cache(self._swapped_b)
+        self._swap_net, self._swap_writes = cache(self._swapped_net), cache(self._swapped_writes)
+
+    def first(self) -> State:
+        scenario = self.scenario
+        a, b = A(self.producers.number(scenario.producer())), B(self.consumers.number(scenario.consumer()))
+        empty = b._replace(memory=((),) * self.producer_tp)
+        return self.pack(Draft([a] * self.producer_tp, [empty] * self.consumer_tp, set(), set(), scenario.budget))
+
+    # ---- states as values ------------------------------------------------------------------------------------------
+
+    def unpack(self, state: State) -> Draft:
+        p, c = self.producer_tp, self.consumer_tp
+        return Draft(
+            [self.a.values[n] for n in state[:p]],
+            [self.b.values[n] for n in state[p : p + c]],
+            set(self.nets.values[state[-3]]),
+            set(self.write_sets.values[state[-2]]),
+            self.budgets.values[state[-1]],
+        )
+
+    def pack(self, draft: Draft) -> State:
+        return self.least(
+            (
+                *map(self.a, draft.a),
+                *map(self.b, draft.b),
+                self.nets(frozenset(draft.net)),
+                self.write_sets(frozenset(draft.writes)),
+                self.budgets(draft.budget),
+            )
+        )
+
+    def least(self, state: State) -> State:
+        """One state for all that differ in the names of ranks only: no machine knows its own rank."""
+        images = [state]
+        if self.producer_tp == 2:
+            images += [self.swap_producers(image) for image in images]
+        if self.consumer_tp == 2:
+            images += [self.swap_consumers(image) for image in images]
+        return min(images)
+
+    def swap_producers(self, state: State) -> State:
+        a0, a1, *bs, net, writes, budget = state
+        return (a1, a0, *map(self._swap_b, bs), self._swap_net(net, False), self._swap_writes(writes, False), budget)
+
+    def swap_consumers(self, state: State) -> State:
+        *as_, b0, b1, net, writes, budget = state
+        return (*map(self._swap_a, as_), b1, b0, self._swap_net(net, True), self._swap_writes(writes, True), budget)
+
+    def _swapped_a(self, number: int) -> int:
+        a = self.a.values[number]
+        machine = a.machine if a.machine == DEAD else self.producers.derive(a.machine, swap_consumers)
+        return self.a(a._replace(machine=machine, told=swap_bits(a.told)))
+
+    def _swapped_b(self, number: int) -> int:
+        b = self.b.values[number]
+        machine = b.machine if b.machine == DEAD else self.consumers.derive(b.machine, swap_producers)
+        verifying = tuple(sorted((1 - p, *rest) for p, *rest in b.verifying))
+        return self.b(b._replace(machine=machine, may=swap_bits(b.may), memory=b.memory[::-1], verifying=verifying))
+
+    def _swapped_net(self, number: int, of_consumers: bool) -> int:
+        return self.nets(
+            frozenset(
+                (to, 1 - at if to is of_consumers else at, by if to is of_consumers else 1 - by, letter)
+                for to, at, by, letter in self.nets.values[number]
+            )
+        )
+
+    def _swapped_writes(self, number: int, of_consumers: bool) -> int:
+        found = []
+        for write in self.write_sets.values[number]:
+            if of_consumers:
+                posted: Posted = self.posted.values[write.posted]
+                other = Posted(swap_wid(posted.wid), 1 - posted.consumer, posted.cells)
+                found.append(write._replace(posted=self.posted(other)))
+            else:
+                found.append(write._replace(rank=1 - write.rank))
+        return self.write_sets(frozenset(found))
+
+
+def swap_bits(mask: int) -> int:
+    return (mask & 1) << 1 | mask >> 1 & 1

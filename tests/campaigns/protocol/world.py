@@ -1,0 +1,470 @@
+"""The world between the machines: a network, writes in flight, two schedulers, faults. States are values.
+
+One request of 4 tokens in 2 chunks, one full-attention and one sliding-window group of 2-token blocks, 2 layers. What
+can happen in a state, in any order:
+
+    a message arrives, arrives twice or is lost, or cannot be sent; the network keeps no order
+    a write ends, fails, or never ends; a rank carries out its scheduler's next order, each in its own time
+    a rank's clock jumps; bytes are found to be what was sent, or not
+    ranks die, the rest of their engine after them, and the survivors' side is told once all are dead
+
+A promise that is broken raises Broken at once:
+
+    a write is posted to, or under way to, blocks that a consumer rank has given up (it could land at this moment)
+    a rank is answered while a write for it is under way
+    a request's blocks are freed while a write reads them, or a rank is Sent or Received twice
+    Received(ok) without all content of this prompt from all ranks
+    Received without quarantine, or Freed, while a rank that has been sent an Offer has neither answered nor is known to
+    be dead
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from connectors.protocol.wire import Aborted, Cancel, Cancelled, Fin, Offer
+from tests.campaigns.protocol.automata import (
+    ENGINE,
+    Ambient,
+    Broken,
+    CellDigest,
+    Posted,
+    acquaintances,
+    census,
+    ending,
+    settled,
+)
+from tests.campaigns.protocol.states import (
+    DEAD,
+    FAILED,
+    GARBAGE,
+    GOT,
+    STARTED,
+    WAITING,
+    A,
+    B,
+    Draft,
+    InFlight,
+    Letter,
+    States,
+    Step,
+)
+from tests.campaigns.protocol.transfers import NEVER
+
+
+class World(States):
+    """What can happen in the states of one scenario, and what must not."""
+
+    # ---- what can happen -------------------------------------------------------------------------------------------
+
+    def orderly(self, d: Draft) -> Iterator[Step]:
+        """What happens sooner or later if no fault is added, the most urgent first; clocks apart."""
+        for letter in d.net:
+            yield self.arrives, (letter,)
+        for write in d.writes:
+            if self.b_of(d, write).machine == DEAD:
+                yield self.write_fails, (write,)
+            elif not write.hangs:
+                yield self.write_done, (write,)
+        for c, b in enumerate(d.b):
+            if b.machine == DEAD:
+                continue
+            for verify in b.verifying:
+                yield self.verified, (c, verify)
+            if b.phase == WAITING:
+                yield self.decode_starts, (c,)
+            elif b.aborts:
+                yield self.decode_aborts, (c,)
+            if b.connecting:
+                yield self.connects, (c, all(a.machine != DEAD for a in d.a))
+        last = self.last_order(d)
+        for p, a in enumerate(d.a):
+            if a.machine == DEAD:
+                continue
+            if a.done < last:
+                yield self.order, (p,)
+            if a.discards:
+                yield self.prefill_discards, (p,)
+        yield from self.deaths(d)
+
+    def last_order(self, d: Draft) -> int:
+        """How many orders a rank can have carried out by now: the ranks of an engine compute each step together."""
+        return min(self.orders_of(d), 1 + min((a.done for a in d.a if a.machine != DEAD), default=0))
+
+    def deaths(self, d: Draft) -> Iterator[Step]:
+        """The rest of an engine that has lost a rank, and then the word about it."""
+        if any(a.machine == DEAD for a in d.a):
+            alive = [p for p, a in enumerate(d.a) if a.machine != DEAD]
+            for p in alive:
+                yield self.prefill_dies, (p,)
+            for c, b in enumerate(d.b):
+                if not alive and b.machine != DEAD and not b.told:
+                    yield self.decode_is_told, (c,)
+        if any(b.machine == DEAD for b in d.b):
+            alive = [c for c, b in enumerate(d.b) if b.machine != DEAD]
+            for c in alive:
+                yield self.decode_dies, (c,)
+            if self.scenario.words_to_prefill and not alive:
+                for p, a in enumerate(d.a):
+                    for c in range(self.consumer_tp):
+                        if a.machine != DEAD and not a.told >> c & 1:
+                            yield self.prefill_is_told, (p, c)
+
+    def faults(self, d: Draft) -> Iterator[Step]:
+        budget = d.budget
+        for letter in d.net:
+            if budget.drop:
+                yield self.fault, ("drop", self.is_lost, letter)
+            if budget.double:
+                yield self.fault, ("double", self.arrives_and_stays, letter)
+        for write in d.writes:
+            if budget.fail and not write.hangs:
+                yield self.fault, ("fail", self.write_fails, write)
+            if budget.hang and not write.hangs:
+                yield self.fault, ("hang", self.write_hangs, write)
+        for p, a in enumerate(d.a):
+            if budget.crash_prefill and a.machine != DEAD:
+                yield self.fault, ("crash_prefill", self.prefill_dies, p)
+        for c, b in enumerate(d.b):
+            if budget.crash_decode and b.machine != DEAD:
+                yield self.fault, ("crash_decode", self.decode_dies, c)
+            if budget.refuse and b.connecting:
+                yield self.fault, ("refuse", self.connects, c, False)
+        if budget.unsent:
+            for then, arguments in self.orderly(d):
+                if then in (self.arrives, self.connects, self.decode_starts, self.decode_aborts):
+                    yield self.fault, ("unsent", self.cannot_send, then, *arguments)
+            for c, b in enumerate(d.b):
+                if b.machine != DEAD:
+                    yield self.fault, ("unsent", self.cannot_send, self.decode_jumps, c)
+        if budget.abort:
+            yield self.fault, ("abort", self.decode_request_is_aborted)
+        if budget.leave and max(a.done for a in d.a) < len(self.scenario.orders):
+            yield self.fault, ("leave", self.prefill_request_is_aborted)
+        if budget.discard:
+            yield self.fault, ("discard", self.router_discards)
+
+    def alone(self, d: Draft) -> list[Step]:
+        """Steps that need not be interleaved with anything: where there are some, nothing else is tried in this state.
+
+        Clocks do not jump before they have happened (they are due; see ``early``), and each of them commutes with all
+        that other machines do and with all that its own machine can still do before it:
+
+        - what reaches a decode rank that is giving its blocks up: one rank less that may write, whatever it says, and
+          nothing is sent. Twice is like once, and a rank that dies takes what it has heard with it
+        - a Cancel that reaches a delivery which is closed, for good: it is answered and changes nothing
+        - the end of a write of a delivery that has been given up: its bytes are for nobody. That no answer is sent
+          while the write is under way, the one thing that depends on when it ends, is checked where it is sent
+        - orders of a prefill rank that has closed every delivery and that no letter can reach
+
+        The last three are answers of a rank that may die first, so they wait until none can. Where a letter may be
+        lost, that is tried as well.
+        """
+        if d.budget.early:
+            return []
+        living = not d.budget.crash_prefill and all(a.machine != DEAD for a in d.a)
+        for letter in d.net:
+            to_consumer, at, by, number = letter
+            if to_consumer:
+                commutes = self.consumers.derive(d.b[at].machine, ending)
+            else:
+                cancel = isinstance(self.letters.messages[number], Cancel)
+                commutes = living and cancel and by in self.producers.derive(d.a[at].machine, settled)[0]
+            if commutes:
+                lost: list[Step] = [(self.fault, ("drop", self.is_lost, letter))] if d.budget.drop else []
+                return [(self.arrives, (letter,)), *lost]
+        if not living or d.budget.hang or any(write.hangs for write in d.writes):
+            return []
+        for write in d.writes:
+            if self.posted.values[write.posted].wid in self.producers.derive(d.a[write.rank].machine, settled)[1]:
+                return [(self.write_done, (write,))]
+        reachable = any(b.listens for b in d.b)
+        if not reachable and not d.budget.leave and not d.budget.discard:
+            last = self.last_order(d)
+            for p, a in enumerate(d.a):
+                unheard = not a.discards and all(to or at != p for to, at, *_ in d.net)
+                if a.done < last and unheard and self.producers.derive(a.machine, settled)[2]:
+                    return [(self.order, (p,))]
+        return []
+
+    def jumps(self, d: Draft) -> Iterator[Step]:
+        """Clocks of ranks that jump. ``early``, while something else is due, they do so only so often."""
+        for p, a in enumerate(d.a):
+            if a.machine != DEAD:
+                yield self.prefill_jumps, (p,)
+        for c, b in enumerate(d.b):
+            if b.machine != DEAD:
+                yield self.decode_jumps, (c,)
+
+    def at_last(self, d: Draft) -> Iterator[Step]:
+        """Writes that hang end, either way, some time."""
+        for write in d.writes:
+            if write.hangs:
+                yield self.write_done, (write,)
+                yield self.write_fails, (write,)
+
+    # ---- the network, writes and clocks ----------------------------------------------------------------------------
+
+    def fault(self, d: Draft, name: str, then: Callable[..., None], *arguments: Any) -> None:
+        d.budget = d.budget._replace(**{name: getattr(d.budget, name) - 1})
+        then(d, *arguments)
+
+    def cannot_send(self, d: Draft, then: Callable[..., None], *arguments: Any) -> None:
+        """Something else happens; the first message that a decode rank answers it with cannot be sent."""
+        d.refuses = True
+        then(d, *arguments)
+        d.refuses = False
+
+    def prefill_jumps(self, d: Draft, p: int) -> None:
+        self.producer(d, p, "tick", ())
+
+    def decode_jumps(self, d: Draft, c: int) -> None:
+        self.consumer(d, c, "tick", ())
+
+    def arrives(self, d: Draft, letter: Letter) -> None:
+        d.net.remove(letter)
+        self.arrives_and_stays(d, letter)
+
+    def is_lost(self, d: Draft, letter: Letter) -> None:
+        d.net.remove(letter)
+
+    def arrives_and_stays(self, d: Draft, letter: Letter) -> None:
+        to_consumer, at, by, number = letter
+        if not to_consumer:
+            if by in self.producers.derive(d.a[at].machine, acquaintances):
+                self.producer(d, at, "message", (by, number))
+            return
+        if isinstance(self.letters.messages[number], Fin | Aborted | Cancelled):
+            d.b[at] = d.b[at]._replace(may=d.b[at].may & ~(1 << by))
+        self.consumer(d, at, "message", (by, number))
+
+    def send(self, d: Draft, letter: Letter) -> None:
+        """A message that is like one under way adds nothing but a second copy, which is one of the faults.
+
+        Nobody hears what is sent to a dead rank, or to a decode rank whose only request is over: that is left out.
+        """
+        to_consumer, at, *_ = letter
+        if to_consumer and isinstance(self.letters.messages[letter[3]], Fin | Aborted | Cancelled):
+            for write in d.writes:
+                if write.rank == letter[2] and self.posted.values[write.posted].consumer == at:
+                    raise Broken(f"prefill {letter[2]} answers decode {at} while a write for it is under way")
+        if d.b[at].listens if to_consumer else d.a[at].machine != DEAD:
+            d.net.add(letter)
+
+    def b_of(self, d: Draft, write: InFlight) -> B:
+        return d.b[self.posted.values[write.posted].consumer]
+
+    def write_done(self, d: Draft, write: InFlight) -> None:
+        self.land(d, write, write.torn)
+        self.producer(d, write.rank, "write_done", (self.posted.values[write.posted].wid,))
+
+    def write_fails(self, d: Draft, write: InFlight) -> None:
+        self.land(d, write, True)
+        self.producer(d, write.rank, "write_failed", (self.posted.values[write.posted].wid, ""))
+
+    def land(self, d: Draft, write: InFlight, torn: bool) -> None:
+        d.writes.remove(write)
+        posted: Posted = self.posted.values[write.posted]
+        b = d.b[posted.consumer]
+        if b.machine != DEAD:
+            cells = dict(b.memory[write.rank]) | {dst: GARBAGE if torn else tag for dst, _, tag in posted.cells}
+            memory = list(b.memory)
+            memory[write.rank] = tuple(sorted(cells.items()))
+            d.b[posted.consumer] = b._replace(memory=tuple(memory))
+
+    def write_hangs(self, d: Draft, write: InFlight) -> None:
+        d.writes.remove(write)
+        d.writes.add(write._replace(hangs=True))
+
+    # ---- the prefill engine ----------------------------------------------------------------------------------------
+
+    def orders_of(self, d: Draft) -> int:
+        """How many orders the scheduler gives; after a cut, one more says that the request has ended."""
+        return len(self.scenario.orders) if d.budget.cut == NEVER else d.budget.cut + 1
+
+    def memory_of(self, d: Draft, p: int) -> int:
+        over = d.budget.freed or d.a[p].done > d.budget.cut >= 0
+        return len(self.memories) - 1 if over else d.a[p].done
+
+    def order(self, d: Draft, p: int) -> None:
+        done = d.a[p].done
+        method, *arguments = self.scenario.orders[done]
+        if done == d.budget.cut:
+            method, arguments = "finished", ["r", False, ""]
+        d.a[p] = d.a[p]._replace(done=done + 1)
+        memory = self.memories[self.memory_of(d, p)]
+        for write in [write for write in d.writes if write.rank == p]:
+            if any(memory.get(src) != tag for _, src, tag in self.posted.values[write.posted].cells):
+                d.writes.remove(write)
+                d.writes.add(write._replace(torn=True))
+        self.producer(d, p, method, tuple(arguments))
+
+    def prefill_discards(self, d: Draft, p: int) -> None:
+        d.a[p] = d.a[p]._replace(discards=False)
+        self.producer(d, p, "discard", ("t",))
+
+    def router_discards(self, d: Draft) -> None:
+        d.a = [a._replace(discards=a.machine != DEAD) for a in d.a]
+
+    def prefill_request_is_aborted(self, d: Draft) -> None:
+        """No rank has been ordered more than the one that is furthest; all are told the same."""
+        d.budget = d.budget._replace(cut=max(a.done for a in d.a))
+
+    def producer(self, d: Draft, p: int, method: str, arguments: tuple[Any, ...]) -> None:
+        a = d.a[p]
+        machine, actions = self.producers.on(a.machine, (method, arguments, self.memory_of(d, p)))
+        d.a[p] = a._replace(machine=machine)
+        for what, *details in actions:
+            if what == "send":
+                self.send(d, (True, details[0], p, details[1]))
+            elif what == "write":
+                self.post(d, p, details[0])
+            else:
+                self.sent(d, p)
+
+    def post(self, d: Draft, p: int, posted: Posted) -> None:
+        b = d.b[posted.consumer]
+        if b.machine != DEAD and b.phase != STARTED and not b.kept:
+            raise Broken(f"prefill {p} writes into blocks that decode {posted.consumer} has given up")
+        if d.budget.freed:
+            raise Broken(f"prefill {p} reads blocks that have been freed")
+        d.writes.add(InFlight(p, self.posted(posted)))
+
+    def sent(self, d: Draft, p: int) -> None:
+        if d.a[p].sent:
+            raise Broken(f"prefill {p} was sent twice")
+        if any(write.rank == p for write in d.writes):
+            raise Broken(f"prefill {p} was sent while its writes read the blocks")
+        d.a[p] = d.a[p]._replace(sent=True)
+        if all(a.sent for a in d.a if a.machine != DEAD):
+            if d.writes:
+                raise Broken("the blocks are freed while writes read them")
+            if all(a.machine != DEAD for a in d.a):
+                d.budget = d.budget._replace(freed=True)
+
+    def prefill_dies(self, d: Draft, p: int) -> None:
+        for write in [write for write in d.writes if write.rank == p]:
+            self.land(d, write, True)
+        d.a[p] = A(DEAD)
+        d.net = {letter for letter in d.net if letter[0] or letter[1] != p}
+
+    def prefill_is_told(self, d: Draft, p: int, c: int) -> None:
+        d.a[p] = d.a[p]._replace(told=d.a[p].told | 1 << c)
+        self.producer(d, p, "peer_lost", (self.scenario.peer(c),))
+
+    # ---- the decode engine -----------------------------------------------------------------------------------------
+
+    def decode_starts(self, d: Draft, c: int) -> None:
+        d.b[c] = d.b[c]._replace(phase=STARTED)
+        self.consumer(d, c, "start", (self.scenario.order,))
+
+    def decode_request_is_aborted(self, d: Draft) -> None:
+        d.b = [b._replace(aborts=b.machine != DEAD) for b in d.b]
+
+    def decode_aborts(self, d: Draft, c: int) -> None:
+        d.b[c] = d.b[c]._replace(aborts=False)
+        self.consumer(d, c, "abort", ("d",))
+
+    def connects(self, d: Draft, c: int, works: bool) -> None:
+        d.b[c] = d.b[c]._replace(connecting=False)
+        if works:
+            self.consumer(d, c, "connected", (ENGINE.incarnation, self.scenario.partners))
+        else:
+            self.consumer(d, c, "connect_failed", (ENGINE.incarnation, "refused"))
+
+    def decode_is_told(self, d: Draft, c: int) -> None:
+        d.b[c] = d.b[c]._replace(told=True, may=0)
+        self.consumer(d, c, "engine_lost", (ENGINE.incarnation, "dead"))
+
+    def verified(self, d: Draft, c: int, verify: tuple[Any, ...]) -> None:
+        p, wanted, expected = verify
+        b = d.b[c]
+        d.b[c] = b._replace(verifying=tuple(each for each in b.verifying if each != verify))
+        Ambient.cells = dict(b.memory[p])
+        digest = CellDigest()
+        for group, block in wanted:
+            digest.add(group, np.array([block]), np.array([0]))
+        problem = None if digest.hexdigest() == expected else "not what was sent"
+        self.consumer(d, c, "verified", ("t", self.scenario.partners[p].peer, problem))
+
+    def consumer(self, d: Draft, c: int, method: str, arguments: tuple[Any, ...]) -> None:
+        machine, actions = self.consumers.on(d.b[c].machine, (method, arguments, 0))
+        d.b[c] = d.b[c]._replace(machine=machine)
+        for what, *details in actions:
+            if what == "send":
+                rank, number = details
+                if d.refuses:
+                    d.refuses = False
+                    self.consumer(d, c, "undelivered", (rank, number))
+                    continue
+                if isinstance(self.letters.messages[number], Offer):
+                    d.b[c] = d.b[c]._replace(may=d.b[c].may | 1 << rank)
+                self.send(d, (False, rank, c, number))
+            elif what == "verify":
+                d.b[c] = d.b[c]._replace(verifying=tuple(sorted((*d.b[c].verifying, tuple(details)))))
+            elif what == "connect":
+                # Where the producers know us, a new handshake does what the next jump of the clock does: Cancel again.
+                if not d.b[c].may:
+                    d.b[c] = d.b[c]._replace(connecting=True)
+            elif what == "received":
+                self.received(d, c, *details)
+            else:
+                self.freed(d, c)
+
+    def received(self, d: Draft, c: int, ok: bool, quarantine: bool) -> None:
+        b = d.b[c]
+        if b.phase != STARTED:
+            raise Broken(f"decode {c} received twice")
+        if ok:
+            for p, memory in enumerate(b.memory):
+                if dict(memory) != self.scenario.wanted:
+                    raise Broken(f"decode {c} was told ok, but of prefill {p} it has {memory}")
+        if ok and quarantine:
+            raise Broken(f"decode {c} was told ok, and that its blocks are in quarantine")
+        d.b[c] = b._replace(phase=GOT if ok else FAILED, kept=quarantine)
+        if not quarantine:
+            self.give_up_blocks(d, c)
+
+    def freed(self, d: Draft, c: int) -> None:
+        if not d.b[c].kept:
+            raise Broken(f"decode {c} frees blocks that are not in quarantine")
+        d.b[c] = d.b[c]._replace(kept=False)
+        self.give_up_blocks(d, c)
+
+    def give_up_blocks(self, d: Draft, c: int) -> None:
+        b = d.b[c]
+        if b.may:
+            raise Broken(f"decode {c} gives its blocks up while ranks {b.may:b} have not answered")
+        if b.verifying or any(self.posted.values[write.posted].consumer == c for write in d.writes):
+            raise Broken(f"decode {c} gives its blocks up while a write or a comparison is under way")
+        d.b[c] = b._replace(memory=((),) * self.producer_tp)
+        d.net = {letter for letter in d.net if not letter[0] or letter[1] != c}
+
+    def decode_dies(self, d: Draft, c: int) -> None:
+        d.b[c] = B(DEAD)
+        d.net = {letter for letter in d.net if not letter[0] or letter[1] != c}
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+
+    def check_end(self, d: Draft) -> None:
+        """Nothing more will happen: every wait has ended, every block is back."""
+        if d.net or d.writes:
+            raise Broken(f"at the end {len(d.net)} messages and {len(d.writes)} writes are under way")
+        whole = all(a.machine != DEAD for a in d.a)
+        held = whole and d.budget.cut == NEVER
+        for p, a in enumerate(d.a):
+            if a.machine != DEAD and self.producers.derive(a.machine, census):
+                raise Broken(f"at the end prefill {p} has {self.producers.derive(a.machine, census)}")
+            if whole and a.sent != held:
+                raise Broken(f"at the end prefill {p}'s request (held: {held}) is sent: {a.sent}")
+        if held and not d.budget.freed:
+            raise Broken("at the end prefill's blocks are not free")
+        for c, b in enumerate(d.b):
+            if b.machine != DEAD and (
+                b.phase not in (GOT, FAILED) or b.kept or self.consumers.derive(b.machine, census)
+            ):
+                left = self.consumers.derive(b.machine, census)
+                raise Broken(f"at the end decode {c} is in phase {b.phase} and has {left}")

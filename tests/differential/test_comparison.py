@@ -1,0 +1,125 @@
+"""The comparison's own teeth, without servers: what it puts together, what it sees, and what it lets pass."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.campaigns.differential.answers import MUST_DIFFER, Reply, read
+from tests.campaigns.differential.campaign import all_cases
+from tests.campaigns.differential.compare import differences
+
+SSE = "text/event-stream; charset=utf-8"
+
+
+def whole(**more: Any) -> Reply:
+    choice = {"index": 0, "text": "093", "token_ids": [1, 2], "finish_reason": "stop", "logprobs": [-0.5, -1e-3]}
+    body = {"id": "cmpl-0123456789abcdef0123", "created": 1, "choices": [choice], "usage": {"prompt_tokens": 5}, **more}
+    return Reply(200, "application/json", json.dumps(body).encode())
+
+
+def chunks(*texts: str, finish: str = "stop", usage: int = 3, ended: bool = True, **more: Any) -> Reply:
+    base = {"id": "cmpl-0123456789abcdef0123", "created": 7, "model": "m"}
+    events: list[dict[str, Any]] = []
+    for number, text in enumerate(texts):
+        last = number == len(texts) - 1
+        choice = {"index": 0, "text": text, "token_ids": list(text.encode()), "finish_reason": finish if last else None}
+        events.append({**base, "choices": [{**choice, **more}]})
+    events.append({**base, "choices": [], "usage": {"completion_tokens": usage}})
+    frames = [json.dumps(event) for event in events] + ["[DONE]"] * ended
+    return Reply(200, SSE, "".join(f"data: {frame}\n\n" for frame in frames).encode())
+
+
+def named(*events: tuple[str, dict[str, Any]]) -> Reply:
+    frames = (f"event: {kind}\ndata: {json.dumps({'type': kind, **data})}\n\n" for kind, data in events)
+    return Reply(200, SSE, "".join(frames).encode())
+
+
+def lines(one: Reply, other: Reply) -> list[str]:
+    return differences(read(one), read(other))
+
+
+def test_what_must_differ_may() -> None:
+    """Ids, times and the fingerprint; each with a reason."""
+    assert lines(whole(), whole(id="cmpl-fedcba9876543210fedc", created=99)) == []
+    assert lines(whole(system_fingerprint="a"), whole(system_fingerprint="b")) == []
+    assert lines(whole(kv_transfer_params=None), whole(kv_transfer_params={"a": 1})) == []
+    assert all(reason for _, reason in MUST_DIFFER.values())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"id": "chatcmpl-fedcba9876543210fedc"},
+        {"id": None},
+        {"created": "now"},
+        {"system_fingerprint": "there"},
+        {"usage": {"prompt_tokens": 6}},
+        {"usage": {"prompt_tokens": 5, "prompt_tokens_details": None}},
+        {"choices": []},
+        {"choices": [{"index": 0, "text": "094"}]},
+        {"extra": None},
+    ],
+    ids=str,
+)
+def test_everything_else_is_seen(change: dict[str, Any]) -> None:
+    assert lines(whole(), whole(**change))
+
+
+@pytest.mark.parametrize(("apart", "seen"), [(0.00009, False), (0.00011, True), (-0.5, True)])
+def test_logprobs_may_lie_as_far_apart_as_adding_in_another_order_puts_them(apart: float, seen: bool) -> None:
+    assert bool(lines(whole(logprobs=[-2.5]), whole(logprobs=[-2.5 + apart]))) == seen
+
+
+def test_numbers_that_are_no_floats_are_equal_or_not() -> None:
+    assert lines(whole(n=1), whole(n=True))
+    assert lines(whole(n=1), whole(n=1.0))
+
+
+def test_where_a_stream_is_cut_does_not_matter() -> None:
+    assert lines(chunks("a", "b", "cd"), chunks("abcd")) == []
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        chunks("a", "b", "ce"),
+        chunks("a", "b", "cd", finish="length"),
+        chunks("a", "b", "cd", usage=4),
+        chunks("a", "b", "cd", ended=False),
+        chunks("a", "b", "cd", stop_reason=None),
+        Reply(500, SSE, chunks("a", "b", "cd").body),
+        Reply(200, "application/json", chunks("a", "b", "cd").body),
+    ],
+    ids=["text", "finish reason", "usage", "end mark", "a field", "status", "content type"],
+)
+def test_what_a_stream_says_does(other: Reply) -> None:
+    assert lines(chunks("a", "b", "cd"), other)
+
+
+def test_named_events_are_put_together_too() -> None:
+    kind = "response.output_text.delta"
+    one = named(
+        ("response.created", {}), (kind, {"delta": "a", "logprobs": [1]}), (kind, {"delta": "b", "logprobs": [2]})
+    )
+    other = named(("response.created", {}), (kind, {"delta": "ab", "logprobs": [1, 2]}))
+    assert lines(one, other) == []
+    assert lines(one, named(("response.created", {}), (kind, {"delta": "ab", "logprobs": [1, 3]})))
+    assert lines(one, named((kind, {"delta": "ab", "logprobs": [1, 2]})))
+
+
+def test_an_error_is_compared_whole() -> None:
+    error = {"message": "no", "type": "BadRequestError", "param": "n", "code": 400}
+    one = Reply(400, "application/json", json.dumps({"error": error}).encode())
+    for field in error:
+        other = Reply(400, "application/json", json.dumps({"error": {**error, field: "other"}}).encode())
+        assert lines(one, other), field
+
+
+def test_the_cases_are_many_and_each_is_named_once() -> None:
+    cases = list(all_cases())
+    assert len(cases) > 1000
+    assert [name for name, count in Counter(case.name for _, case in cases).items() if count > 1] == []

@@ -1,1 +1,0 @@
-"""Every interleaving of small transfers: the two machines of the protocol in a world without time."""
