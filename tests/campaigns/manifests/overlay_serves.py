@@ -39,9 +39,7 @@ ANSWER = "093"
 
 def main(argv: list[str] | None = None) -> int:
     """0 when the service answered rightly and nothing of it is left."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.campaigns.manifests.overlay_serves", description=__doc__.splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("overlay", type=Path, nargs="?", default=ROOT / "k8s" / "overlays" / "cpu")
     overlay = parser.parse_args(argv).overlay
     (service,) = (one for one in render(overlay.resolve()) if one["kind"] == "RayService")

@@ -69,7 +69,8 @@ def main() -> None:
         print(f"{count:>12,} {what}")
     if broken:
         sys.exit(
-            f"{len(broken)} schedules break a promise; replay one: python -m tests.campaigns.schedules.schedules --replay SEED"
+            f"{len(broken)} schedules break a promise; replay one:"
+            " python -m tests.campaigns.schedules.schedules --replay SEED"
         )
     print("every schedule keeps every promise")
 

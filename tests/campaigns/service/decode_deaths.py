@@ -1,4 +1,6 @@
-"""Kills real decode engines in the middle of streams: `python -m tests.campaigns.service.decode_deaths --first 1 --last 40`.
+"""Kill real decode engines in the middle of streams.
+
+    python -m tests.campaigns.service.decode_deaths --first 1 --last 40
 
 One prefill and two decode replicas. Each kill waits until both are there, opens a stream, and ends the engine that
 serves it, by SIGKILL of its core or of its actor, when the client has the given number of tokens.

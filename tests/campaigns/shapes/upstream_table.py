@@ -1,4 +1,4 @@
-"""``docs/upstream-shapes.md`` from what ``upstream_shapes.py`` has measured: ``python -m tests.campaigns.shapes.upstream_table``."""
+"""Write ``docs/upstream-shapes.md`` from the results of ``upstream_shapes.py``."""
 
 from __future__ import annotations
 
@@ -133,8 +133,8 @@ def page(results: dict[str, Any]) -> str:
     ]
     if merged:
         conditions.append(
-            "Tandem's side of the families' own pairs comes from `python -m tests.campaigns.shapes.families --prompts 24` where it"
-            " was run: the same models, arguments and comparison, more prompts, three of four sent to both engines at"
+            "Tandem's side of the families' own pairs comes from `python -m tests.campaigns.shapes.families --prompts 24`"
+            " where it was run: the same models, arguments and comparison, more prompts, three of four sent to both engines at"
             " once, engines spawned."
         )
     return "\n".join([*parts, "## Conditions\n", *(f"- {condition}" for condition in conditions)]) + "\n"
