@@ -29,6 +29,12 @@ def prompts(count: int, longest: int, seed: int) -> list[list[int]]:
     return [[rng.randrange(3, VOCABULARY) for _ in range(n)] for n in lengths]
 
 
+def random_prompt(tokens: int, seed: int) -> list[int]:
+    """Return ``tokens`` token ids without special tokens."""
+    rng = random.Random(seed)
+    return [rng.randrange(3, VOCABULARY) for _ in range(tokens)]
+
+
 def difference(reference: Answer, answer: Answer, tolerance: float = LOGPROB_TOLERANCE) -> str | None:
     """What is wrong with ``answer``, or None where it is the reference's."""
     first = abs(reference.logprobs[0][0][1] - answer.logprobs[0][0][1])

@@ -1,15 +1,13 @@
 """Stock vLLM OpenAI servers that can be killed, stopped and started again at the same address.
 
-They are forked from one process that has imported vLLM (``multiprocessing``'s fork server), so that a start takes
-seconds: what runs is ``vllm.entrypoints.openai.api_server``'s own main. A server is a tree of processes: the API
-server, the engine core, and one worker for each tensor-parallel rank.
+Each is forked from the fork server and runs the main function of ``vllm.entrypoints.openai.api_server``. A server is a
+tree of processes: the API server, the engine core, and one worker for each tensor-parallel rank.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -22,29 +20,22 @@ from pathlib import Path
 import psutil
 
 from app.demo.paths import MODEL_DIR
-from testing.environment import ENVIRONMENT
+from testing import fork_server
 from testing.processes import free_cores
 
 POOL_BLOCKS = 448
 """Small, so that a freed block is soon another request's."""
 
 MODEL = "demo"
-_FORK_SERVER = multiprocessing.get_context("forkserver")
 
 
-def prepare() -> None:
-    """Call once, before the first server is started: what the fork server imports."""
-    os.environ.update(ENVIRONMENT | {"VLLM_SERVER_DEV_MODE": "0", "UCX_LOG_LEVEL": "error"})
-    _FORK_SERVER.set_forkserver_preload(["testing.preload"])
-
-
-def _serve(argv: list[str], environment: Mapping[str, str], log: str) -> None:
+def _serve(argv: list[str], environment: dict[str, str], log: str) -> None:
     """A server's process: never returns before the server ends."""
     os.setsid()
     sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for descriptor in (1, 2):
         os.dup2(sink, descriptor)
-    os.environ.update(environment)
+    os.environ.update({"VLLM_SERVER_DEV_MODE": "0"} | environment)
     sys.argv = ["api_server", *argv]
     from testing.preload import main
 
@@ -85,7 +76,8 @@ class Server:
         ]
         if self.transfer is not None:
             argv += ["--kv-transfer-config", json.dumps(self.transfer)]
-        process = _FORK_SERVER.Process(target=_serve, args=(argv, dict(self.environment), str(self.log)))
+        fork_server.prepare()
+        process = fork_server.CONTEXT.Process(target=_serve, args=(argv, dict(self.environment), str(self.log)))
         process.start()
         # By its id from now on: a fork server that is told to end forgets its children.
         self._api = psutil.Process(process.pid)

@@ -9,9 +9,8 @@ import pytest
 
 from connectors.vllm_hma.trace import read_trace
 from testing.engines import Pair, describe, generate, start_engine
-from testing.identity import MAX_TOKENS, compare, difference, prompts
+from testing.identity import MAX_TOKENS, compare, difference, prompts, random_prompt
 from testing.models import falcon_h1
-from tests.e2e.test_connector import random_prompt
 
 pytestmark = pytest.mark.engine
 

@@ -18,10 +18,10 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from connectors.vllm_hma.trace import read_trace
-from testing.engines import ENVIRONMENT, Pair, describe, generate, start_engine
-from testing.identity import BLOCK_TOKENS, MAX_TOKENS, difference
+from testing.engines import Pair, describe, generate, start_engine
+from testing.environment import ENVIRONMENT
+from testing.identity import BLOCK_TOKENS, MAX_TOKENS, difference, random_prompt
 from testing.models import WINDOW_TOKENS, gemma3
-from tests.e2e.test_connector import random_prompt
 
 pytestmark = pytest.mark.engine
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from testing import servers
 from tests.campaigns.faults.campaign import Campaign
 from tests.campaigns.faults.presets import PRESETS
 from tests.campaigns.faults.schedule import schedule
@@ -37,7 +36,6 @@ async def test_promises_are_kept(tmp_path: Path) -> None:
     while len(seen) < len(WANTED):
         fault = next(faults)
         seen.setdefault(f"{fault.what} {fault.phase}", fault.index)
-    servers.prepare()
     arguments = argparse.Namespace(
         seed=SEED, tp="1:1", lanes=1, out=out, match=pattern, only=sorted(seen.values()), faults=0, seconds=300.0
     )

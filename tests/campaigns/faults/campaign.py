@@ -172,7 +172,6 @@ def main() -> None:
         connectors = [connector(text) for text in arguments.connector]
     except ValueError as error:
         parser.error(str(error))
-    servers.prepare()
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="faults-"))
     folder.mkdir(parents=True, exist_ok=True)
     print(f"logs are in {folder}", flush=True)

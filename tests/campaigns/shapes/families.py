@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from connectors.vllm_hma.trace import read_trace
+from testing import fork_server
 from testing.engines import Pair, describe, generate, start_engine
 from testing.identity import LOGPROB_TOLERANCE, MAX_TOKENS, Outcome, compare, prompts
 from testing.models import deepseek_v2, falcon_h1, gemma3, gpt_oss, llama, llama4, qwen3_next
@@ -121,6 +122,7 @@ async def _idle(engines: Sequence[Any], within_s: float = 10.0) -> bool:
 
 
 def main() -> None:
+    fork_server.prepare()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", default=",".join(FAMILIES))
     parser.add_argument("--pairs", help="prefill:decode tensor-parallel sizes, instead of each family's own")

@@ -2,7 +2,7 @@
 
     python -m tests.campaigns.shapes.identity [--prompts 100] [--pairs 1:1,1:2,2:1,2:2]
 
-runs the whole campaign (``make identity``); ``tests/e2e/test_connector.py`` runs a part of it. The references come from
+runs the whole campaign (``make identity``); ``tests/e2e/pair/test_connector.py`` runs a part of it. The references come from
 stock engines of the decode side's tensor-parallel size, without a connector.
 """
 
@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from testing import fork_server
 from testing.engines import Answer, Pair, describe, generate, start_engine
 from testing.identity import MAX_TOKENS, compare, prompts
 from testing.models import gemma3
@@ -49,6 +50,7 @@ async def _campaign(model: str, pairs: Sequence[tuple[int, int]], count: int, se
 
 
 def main() -> None:
+    fork_server.prepare()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=int, default=100)
     parser.add_argument("--pairs", default="1:1,1:2,2:1,2:2", help="prefill:decode tensor-parallel sizes")

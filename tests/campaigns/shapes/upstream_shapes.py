@@ -36,7 +36,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.worker import cpu_worker  # noqa: F401 (imported once, for all engines)
 
 from connectors.vllm_hma.trace import read_trace
-from testing.engines import ENVIRONMENT, Answer, generate, start_engine
+from testing.engines import Answer, generate, start_engine
+from testing.environment import ENVIRONMENT
 from testing.identity import MAX_TOKENS, difference, prompts
 from testing.models import lfm2, llama
 from testing.processes import children, free_cores

@@ -133,9 +133,10 @@ def page(results: dict[str, Any]) -> str:
     ]
     if merged:
         conditions.append(
-            "Tandem's side of the families' own pairs comes from `python -m tests.campaigns.shapes.families --prompts 24`"
-            " where it was run: the same models, arguments and comparison, more prompts, three of four sent to both engines at"
-            " once, engines spawned."
+            "Tandem's side of the families' own pairs comes from"
+            " `python -m tests.campaigns.shapes.families --prompts 24`"
+            " where it was run: the same models, arguments and comparison, more prompts, three of four sent to both"
+            " engines at once, engines spawned."
         )
     return "\n".join([*parts, "## Conditions\n", *(f"- {condition}" for condition in conditions)]) + "\n"
 

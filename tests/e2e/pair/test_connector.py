@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import uuid
 
 import pytest
 
 from testing.engines import Answer, Pair, generate
-from testing.identity import BLOCK_TOKENS, MAX_TOKENS, compare, difference, prompts
-from testing.models import VOCABULARY
-from tests.e2e.conftest import Engines
+from testing.identity import BLOCK_TOKENS, MAX_TOKENS, compare, difference, prompts, random_prompt
+from tests.e2e.pair.conftest import Engines, alone
 
 pytestmark = pytest.mark.engine
-
-
-def random_prompt(tokens: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, VOCABULARY) for _ in range(tokens)]
-
-
-async def alone(pair: Pair, prompt: list[int]) -> Answer:
-    """The reference: the decode engine by itself, its cache forgotten afterwards."""
-    answer = await generate(pair.decode, prompt, MAX_TOKENS)
-    assert await pair.decode.reset_prefix_cache()
-    return answer
 
 
 @pytest.mark.parametrize("direction", ["one_to_two", "two_to_one"])

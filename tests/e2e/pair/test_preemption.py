@@ -11,7 +11,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from testing.engines import Pair, describe, generate, start_engine
 from testing.identity import MAX_TOKENS, difference, prompts
-from tests.e2e.conftest import LIMITS, Engines
+from tests.e2e.pair.conftest import LIMITS, Engines
 
 pytestmark = pytest.mark.engine
 

@@ -16,9 +16,8 @@ import pytest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from testing.engines import Answer, Pair, generate
-from testing.identity import BLOCK_TOKENS, MAX_TOKENS, difference
-from tests.e2e.conftest import Engines
-from tests.e2e.test_connector import alone, random_prompt
+from testing.identity import BLOCK_TOKENS, MAX_TOKENS, difference, random_prompt
+from tests.e2e.pair.conftest import Engines, alone
 
 pytestmark = pytest.mark.engine
 

@@ -16,9 +16,9 @@ from vllm import SamplingParams, TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from testing.identity import random_prompt
 from testing.sequential_proxy import PRODUCE
-from tests.e2e.conftest import Engines
-from tests.e2e.test_connector import random_prompt
+from tests.e2e.pair.conftest import Engines
 
 pytestmark = pytest.mark.engine
 
