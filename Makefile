@@ -7,6 +7,9 @@ CONFIG ?= configs/local.yaml
 PORT ?=
 ADDRESS ?=
 TESTS ?=
+BUDGET_S ?= 600
+# Engines wait more than they compute: three processes keep two cores busy.
+PARALLEL ?= -n 3 --dist loadgroup --no-loadscope-reorder
 FABRICS ?=
 SEED ?= 1
 ROUNDS ?= 300
@@ -55,8 +58,19 @@ two-hosts-test: $(STAMP) ## Cut the link between two such hosts, and mend it (ro
 	$(BIN)/python -m pytest -s tests/campaigns/hosts/nixl_on_two_hosts.py tests/campaigns/hosts/on_two_hosts.py
 
 .PHONY: test
-test: $(STAMP) ## Run the whole suite: TESTS=tests/actors for a part
-	$(BIN)/python -m $(if $(TESTS),pytest $(TESTS),tests.whole)
+test: $(STAMP) ## Run the whole suite beside lint, formatting and types (10 minutes on two cores): TESTS=tests/actors for a part
+ifdef TESTS
+	$(BIN)/python -m pytest $(TESTS)
+else
+	@mkdir -p build
+	@$(MAKE) --no-print-directory check > build/check.log 2>&1 & check=$$!; \
+	$(BIN)/python -m pytest $(PARALLEL) --durations=30 --budget-s=$(BUDGET_S); tests=$$?; \
+	wait $$check; code=$$?; cat build/check.log; exit $$((tests ? tests : code))
+endif
+
+.PHONY: test-all
+test-all: $(STAMP) ## Run every campaign that decides a release, and write one report (hours; resumable): ONLY="identity fuzz"
+	$(BIN)/python -m tests.campaigns $(if $(ONLY),--only $(ONLY))
 
 .PHONY: check
 check: $(STAMP) ## Lint, formatting and types

@@ -18,7 +18,6 @@ from actors.engine import Engine, EngineDownError
 from actors.handoff import Endpoint
 from actors.journal import Chunk
 from configs.settings import RouterLimits, ServiceSettings
-from testing import fork_server
 from testing.streams import FRONTEND
 from tests.actors.fleet import Handle, Replica, router_of
 
@@ -32,7 +31,6 @@ HEADERS = ((b"content-type", b"application/json"), (b"x-request-id", b"the-same"
 
 async def start_decode() -> Engine:
     """The demo model's decode engine, as the Decode actor starts it."""
-    fork_server.prepare()
     os.environ.update(engine_environment(SETTINGS, "decode"))
     return await Engine.start(SETTINGS, "decode", "127.0.0.1")
 

@@ -12,7 +12,6 @@ import pytest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from connectors.vllm_hma.trace import read_trace
-from testing import fork_server
 from testing.engines import Answer, Pair, describe, generate, start_engine
 from testing.identity import MAX_TOKENS
 from testing.models import gemma3
@@ -60,7 +59,6 @@ async def alone(pair: Pair, prompt: list[int]) -> Answer:
 @pytest.fixture(scope="package")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     """Start both engines, with prefix caching."""
-    fork_server.prepare()
     folder = tmp_path_factory.mktemp("e2e")
     model, trace = gemma3(folder / "gemma3"), folder / "trace.jsonl"
     transfer = LIMITS | {"trace_path": str(trace)}

@@ -1,0 +1,68 @@
+"""Options of the whole suite: groups for parallel runs, and the time budget of ``make test``.
+
+``pytest-xdist`` keeps the tests of a group in one process (``--dist loadgroup``). A group is a file, unless the file
+names its group with ``pytest.mark.xdist_group`` because it shares engines or a Ray cluster with other files.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Generated cases take as long as they take: the machine may be busy with engines.
+settings.register_profile("tandem", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.load_profile("tandem")
+
+_STARTED_AT = pytest.StashKey[float]()
+OVER_BUDGET = 1.5
+"""A run may take this multiple of its budget."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--budget-s", type=float, help="fail a run that takes more than 1.5 times these seconds")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_STARTED_AT] = time.monotonic()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Group by file, and start groups with engines first: they take longest, and the others fill the gaps."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+    items.sort(key=_rank)
+
+
+def _rank(item: pytest.Item) -> int:
+    """Return the item's place: services (the longest groups), engines, everything else."""
+    marker = item.get_closest_marker("engine")
+    if marker is None:
+        return 2
+    return 0 if marker.kwargs.get("first") else 1
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a run that has exceeded its budget, in the process that controls it."""
+    budget_s = session.config.getoption("--budget-s")
+    if budget_s is None or hasattr(session.config, "workerinput"):
+        return
+    took_s = time.monotonic() - session.config.stash[_STARTED_AT]
+    if took_s > OVER_BUDGET * budget_s and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    budget_s = config.getoption("--budget-s")
+    if budget_s is None:
+        return
+    took_s = time.monotonic() - config.stash[_STARTED_AT]
+    over = took_s > OVER_BUDGET * budget_s
+    terminalreporter.write_line(
+        f"{took_s:.0f} s of a budget of {budget_s:.0f} s"
+        + (f": FAILED, more than {OVER_BUDGET:g} times as long; see the slowest tests above" if over else ""),
+        red=over,
+    )
