@@ -28,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_STARTED_AT] = time.monotonic()
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Group by file, and start groups with engines first: they take longest, and the others fill the gaps."""
     for item in items:

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
 import psutil
 
 from app.demo.paths import MODEL_DIR
@@ -81,6 +82,16 @@ class Server:
         process.start()
         # By its id from now on: a fork server that is told to end forgets its children.
         self._api = psutil.Process(process.pid)
+
+    def wait_until_up(self, timeout_s: float = 240.0) -> None:
+        """Wait until the server answers; RuntimeError with the end of its log if it does not."""
+        give_up_at = time.monotonic() + timeout_s
+        while time.monotonic() < give_up_at and not self.has_ended:
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
+                    return
+            time.sleep(0.1)
+        raise RuntimeError(f"{self.name} does not answer:\n{self.log.read_text(errors='replace')[-3000:]}")
 
     @property
     def has_ended(self) -> bool:

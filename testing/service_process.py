@@ -1,5 +1,6 @@
 """Runs the service as an operator does, in processes of its own, and knows when they are all gone."""
 
+import ctypes
 import signal
 import socket
 import subprocess
@@ -15,6 +16,16 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 START_TIMEOUT_S = 400.0
 STOP_TIMEOUT_S = 60.0
+
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+
+
+def _stop_with_parent() -> None:
+    """Interrupt the service when the thread that has started it ends, however it ends."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background job
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
 
 
 def free_port() -> int:
@@ -49,6 +60,7 @@ class ServiceProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=_stop_with_parent,
             )
         try:
             self._until_ready()

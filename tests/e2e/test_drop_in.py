@@ -12,10 +12,10 @@ import httpx
 import pytest
 
 from app.demo.facts import make_prompt
-from app.demo.paths import MODEL_DIR
 from connectors.vllm_hma.trace import read_trace
+from testing.servers import Server
 from testing.service_process import free_port
-from testing.vllm_server import start_module, start_vllm, stop, wait_until_up
+from testing.vllm_server import start_module, stop, wait_until_up
 
 pytestmark = pytest.mark.engine
 
@@ -34,21 +34,24 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     """A prefill and a decode server, and the proxy in front of them."""
     folder = tmp_path_factory.mktemp("drop-in")
     trace = folder / "trace.jsonl"
-    prefill, decode, proxy = (free_port() for _ in range(3))
-    urls = [f"http://127.0.0.1:{port}" for port in (prefill, decode)]
-    started = [
-        start_vllm(folder, role, str(MODEL_DIR), port, tandem(role, trace))
-        for role, port in (("kv_producer", prefill), ("kv_consumer", decode))
-    ]
+    prefill, decode = (
+        Server(role, free_port(), 1, folder, tandem(role, trace)) for role in ("kv_producer", "kv_consumer")
+    )
+    proxy_url = f"http://127.0.0.1:{free_port()}"
+    proxies = []
     try:
-        for url, process in zip(urls, started, strict=True):
-            wait_until_up(f"{url}/health", process, folder)
-        command = ["testing.sequential_proxy", "--prefill", urls[0], "--decode", urls[1], "--port", str(proxy)]
-        started.append(start_module(folder, "proxy", command))
-        wait_until_up(f"http://127.0.0.1:{proxy}/docs", started[-1], folder)
-        yield Servers(urls[1], f"http://127.0.0.1:{proxy}", trace)
+        for server in (prefill, decode):
+            server.start()
+        for server in (prefill, decode):
+            server.wait_until_up()
+        command = ["testing.sequential_proxy", "--prefill", prefill.url, "--decode", decode.url]
+        proxies.append(start_module(folder, "proxy", [*command, "--port", proxy_url.rpartition(":")[2]]))
+        wait_until_up(f"{proxy_url}/docs", proxies[0], folder)
+        yield Servers(decode.url, proxy_url, trace)
     finally:
-        stop(started)
+        stop(proxies)
+        for server in (prefill, decode):
+            server.destroy()
 
 
 def tandem(role: str, trace: Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ import psutil
 from app.openai import OPEN_AGE_S
 from testing.service_process import ServiceProcess, write_config
 from testing.sse import said
-from testing.streams import FRONTEND, KINDS
+from testing.streams import FRONTEND, KINDS, TOKENS
 
 Victim = Literal["core", "actor"]
 
@@ -122,25 +122,33 @@ class Whole:
     events: int
 
 
-def whole_stream(http: httpx.Client, kind: str) -> Whole:
-    """The reference for the streams of a kind that are cut."""
+def whole_stream(http: httpx.Client, kind: str, tokens: int = TOKENS) -> Whole:
+    """Return the uninterrupted stream of a kind, the reference for those that are cut."""
     endpoint, body = KINDS[kind]
-    reply = http.post(endpoint, json=body, headers={"x-request-id": "the-same"})
+    reply = http.post(endpoint, json=body | {"max_tokens": tokens}, headers={"x-request-id": "the-same"})
     assert reply.status_code == 200, reply.text
     return Whole(said(reply.content), reply.content.count(b"\n\n"))
 
 
 def stream_with_a_death(
-    http: httpx.Client, decodes: Decodes, kind: str, at_event: int, victim: Victim, whole: Whole
+    http: httpx.Client,
+    decodes: Decodes,
+    kind: str,
+    at_event: int,
+    victim: Victim,
+    whole: Whole,
+    tokens: int = TOKENS,
 ) -> Death:
-    """Stream `kind`, and end the engine that serves it at the client's `at_event`-th event."""
+    """Stream `kind`, and kill the engine that serves it at the client's `at_event`-th event."""
     endpoint, body = KINDS[kind]
     engines = decodes.both()
     before = _resumed(http)
     busy = [engine.busy_s for engine in engines]
     stream, longest, heard_at = b"", 0.0, time.monotonic()
     killed: DecodeEngine | None = None
-    with http.stream("POST", endpoint, json=body, headers={"x-request-id": "the-same"}) as reply:
+    with http.stream(
+        "POST", endpoint, json=body | {"max_tokens": tokens}, headers={"x-request-id": "the-same"}
+    ) as reply:
         for some in reply.iter_raw():
             now = time.monotonic()
             longest, heard_at = max(longest, now - heard_at if stream else 0.0), now
