@@ -9,7 +9,7 @@ ADDRESS ?=
 TESTS ?=
 BUDGET_S ?= 600
 # Engines wait more than they compute: three processes keep two cores busy.
-PARALLEL ?= -n 3 --dist loadgroup --no-loadscope-reorder
+PARALLEL ?= -n 3 --dist loadscope --no-loadscope-reorder
 FABRICS ?=
 SEED ?= 1
 ROUNDS ?= 300

@@ -14,7 +14,7 @@ FORBIDDEN = {
     "tests": ("benchmarks",),
     "benchmarks": ("tests",),
     "testing": ("tests", "benchmarks"),
-    **{package: ("tests", "testing", "benchmarks") for package in PRODUCT},
+    **dict.fromkeys(PRODUCT, ("tests", "testing", "benchmarks")),
 }
 
 

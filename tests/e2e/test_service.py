@@ -27,7 +27,7 @@ from testing.service_process import ROOT, ServiceProcess, write_config
 from testing.timing import server_timing
 from tests.campaigns.fuzz.http import attack, check
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.engine(first=True)
 
 MODEL = "tandem-demo"
 TURN = [{"role": "user", "content": "hello"}]

@@ -20,7 +20,7 @@ from testing.identity import random_prompt
 from testing.sequential_proxy import PRODUCE
 from tests.e2e.pair.conftest import Engines
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("tests/e2e/pair")]
+pytestmark = pytest.mark.engine
 
 PROMPT_TOKENS, ANSWER_TOKENS = 1300, 40
 BOUND_S = 60.0
