@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from testing.imports import imported
 
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ("app", "actors", "connectors", "configs")
@@ -18,22 +18,13 @@ FORBIDDEN = {
 }
 
 
-def imported(path: Path) -> Iterator[str]:
-    """Yield the absolute modules that a file imports anywhere."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (name.name for name in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-
-
 @pytest.mark.parametrize("package", FORBIDDEN)
 def test_imports_point_one_way(package: str) -> None:
     """Tests and benchmarks do not import each other; the product imports neither, nor their shared code."""
     wrong = [
         f"{path.relative_to(ROOT)}: {module}"
         for path in sorted((ROOT / package).rglob("*.py"))
-        for module in imported(path)
+        for module in sorted(imported(path))
         if module.partition(".")[0] in FORBIDDEN[package]
     ]
     assert wrong == []
