@@ -1,9 +1,24 @@
 # Everything a newcomer needs; `make help` lists the targets.
 
 PYTHON ?= python3.11
+# Set, or detected for the targets that serve: gpu where nvidia-smi lists a GPU. Everything else runs on the CPU builds.
+ifndef DEVICE
+DEVICE := $(if $(filter run install doctor,$(MAKECMDGOALS)),$(shell timeout 10 nvidia-smi -L 2>/dev/null | grep -q '^GPU ' && echo gpu))
+endif
+ifeq ($(DEVICE),gpu)
+VENV := .venv-gpu
+LOCK := requirements-gpu.lock
+KIND := gpu-development
+SIZE := 4 GB to download
+CONFIG ?= configs/gpu.yaml
+else
 VENV := .venv
-BIN := $(VENV)/bin
+LOCK := requirements-cpu.lock
+KIND := development
+SIZE := 3 GB
 CONFIG ?= configs/local.yaml
+endif
+BIN := $(VENV)/bin
 PORT ?=
 ADDRESS ?=
 TESTS ?=
@@ -34,16 +49,16 @@ $(BIN)/python:
 	@echo "tandem: making $(VENV) with $(PYTHON)"
 	$(PYTHON) -m venv $(VENV)
 
-$(STAMP): requirements-cpu.lock pyproject.toml k8s/install.sh | $(BIN)/python
-	@echo "tandem: installing the pinned dependencies into $(VENV) (about 3 GB the first time)"
-	k8s/install.sh $(VENV) development
+$(STAMP): $(LOCK) pyproject.toml k8s/install.sh | $(BIN)/python
+	@echo "tandem: installing $(LOCK) into $(VENV) (about $(SIZE) the first time)"
+	k8s/install.sh $(VENV) $(KIND)
 	@touch $@
 
 .PHONY: install
-install: $(STAMP) ## Make .venv and install the pinned dependencies
+install: $(STAMP) ## Install the pinned packages into .venv, or .venv-gpu where there is an NVIDIA GPU: DEVICE=cpu|gpu
 
 .PHONY: run
-run: $(STAMP) ## Serve until Ctrl-C: CONFIG=configs/local.yaml PORT=8000; ADDRESS=auto joins a Ray cluster
+run: $(STAMP) ## Serve until Ctrl-C: CONFIG=configs/local.yaml PORT=8000 DEVICE=cpu|gpu; ADDRESS=auto joins a Ray cluster
 	@exec $(BIN)/python -m app.run --config $(CONFIG) $(if $(PORT),--port $(PORT)) $(if $(ADDRESS),--address $(ADDRESS))
 
 .PHONY: two-hosts
@@ -67,6 +82,18 @@ check: $(STAMP) ## Lint, formatting and types
 .PHONY: doctor
 doctor: $(STAMP) ## Check this machine before it serves: CONFIG=configs/local.yaml
 	@$(BIN)/python -m app.doctor --config $(CONFIG)
+
+build/lock/bin/uv:
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/pip install --quiet pip==26.3 uv==0.13.9
+
+.PHONY: lock-gpu
+lock-gpu: $(STAMP) build/lock/bin/uv ## Resolve requirements-gpu.lock again, keeping the releases that pyproject.toml still allows
+	$(BIN)/python -m tests.campaigns.dependencies.gpu_lock resolve --uv build/lock/bin/uv
+
+.PHONY: check-lock-gpu
+check-lock-gpu: $(STAMP) build/lock/bin/uv ## Compare requirements-gpu.lock with what pip would install (may download 4 GB)
+	$(BIN)/python -m tests.campaigns.dependencies.gpu_lock check --python build/lock/bin/python
 
 .PHONY: manifests
 manifests: $(STAMP) ## Check k8s/ against schemas, KubeRay's rules and our settings: OVERLAYS=directory
@@ -202,6 +229,6 @@ demo-eval: $(STAMP) ## Measure the demo model's recall on held-out prompts
 	$(BIN)/python -m app.demo.evaluate
 
 .PHONY: clean
-clean: ## Remove caches and build outputs, not .venv
+clean: ## Remove caches and build outputs, not the environments
 	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +

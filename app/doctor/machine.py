@@ -43,7 +43,7 @@ def check_python() -> Iterator[Finding]:
     yield Finding("python", f"Python {shown}", remedy)
     for name, (distributions, wanted) in PACKAGES.items():
         installed = next((v for one in distributions if (v := _version(one))), None)
-        wrong = f"install {name} {wanted}: make install, or pip install -e '.[gpu]' on GPUs"
+        wrong = f"install {name} {wanted}: make install"
         yield Finding("python", f"{name} {installed or 'is not installed'}", "" if installed == wanted else wrong)
 
 
