@@ -22,6 +22,7 @@ BIN := $(VENV)/bin
 PORT ?=
 ADDRESS ?=
 TESTS ?=
+CPU_FEATURES ?=
 FABRICS ?=
 SEED ?= 1
 ROUNDS ?= 300
@@ -38,6 +39,11 @@ ONLY ?=
 DAMAGE ?=
 SCHEDULES ?= 100000
 STAMP := $(VENV)/.installed
+# Shows torch and vLLM another CPU, in every process of a run: testing/cpu_features.
+ifneq ($(CPU_FEATURES),)
+export TANDEM_CPU_FEATURES := $(CPU_FEATURES)
+export PYTHONPATH := $(CURDIR)/testing/cpu_features$(if $(PYTHONPATH),:$(PYTHONPATH))
+endif
 
 .DEFAULT_GOAL := help
 
@@ -70,7 +76,7 @@ two-hosts-test: $(STAMP) ## Cut the link between two such hosts, and mend it (ro
 	$(BIN)/python -m pytest -s tests/campaigns/hosts/nixl_on_two_hosts.py tests/campaigns/hosts/on_two_hosts.py
 
 .PHONY: test
-test: $(STAMP) ## Run the whole suite: TESTS=tests/actors for a part
+test: $(STAMP) ## Run the whole suite: TESTS=tests/actors for a part, CPU_FEATURES=amx_tile=0 with AMX hidden from vLLM
 	$(BIN)/python -m $(if $(TESTS),pytest $(TESTS),tests.whole)
 
 .PHONY: check

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from app.doctor.configuration import check_config, check_readable
+from app.doctor.configuration import check_config, check_kernels, check_readable
 from app.doctor.finding import Finding
 from app.doctor.machine import (
     check_gpus,
@@ -19,7 +19,7 @@ from app.doctor.machine import (
 )
 from app.doctor.transfer import check_transfer
 
-CHECKS = ("python", "config", "model", "libraries", "gpus", "shared-memory", "ports", "ucx", "transfer")
+CHECKS = ("python", "config", "model", "kernels", "libraries", "gpus", "shared-memory", "ports", "ucx", "transfer")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,6 +45,7 @@ def examine(path: Path, skip: Iterable[str] = ()) -> Iterable[Finding]:
         yield from found
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "model": lambda: check_readable(settings),
+        "kernels": lambda: check_kernels(settings),
         "libraries": lambda: check_libraries(settings),
         "gpus": lambda: check_gpus(settings),
         "shared-memory": lambda: check_shared_memory(settings),
