@@ -199,6 +199,16 @@ def test_too_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "enlarge /dev/shm" in finding.remedy
 
 
+def test_a_temporary_directory_that_is_too_long_for_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sockets' paths have at most 107 bytes; RAY_TMPDIR comes before TMPDIR."""
+    monkeypatch.setenv("TMPDIR", "/" + "x" * 60)
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    (finding,) = machine.check_temporary_directory()
+    assert "set RAY_TMPDIR" in finding.remedy
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp")
+    assert [one.ok for one in machine.check_temporary_directory()] == [True]
+
+
 def test_rdma_is_asked_for_where_there_is_none(tmp_path: Path) -> None:
     """What the rdma overlay's pods would say on a node without a device."""
     settings = parse_settings({"prefill": {"environment": {"UCX_TLS": "rc,cuda,cma,self"}}})
