@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
+
+from app.doctor.machine import longest_temporary_directory, ray_temporary_directory
+
+# Ray's sockets lie in TMPDIR, numbered where there are several nodes. Ray does not start where the path is too long.
+if len(ray_temporary_directory()) + len(".99") > longest_temporary_directory():
+    os.environ["RAY_TMPDIR"] = "/tmp"
 
 # Generated cases take as long as they take: the machine may be busy with engines.
 settings.register_profile("tandem", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from actors.arguments import engine_arguments
 from actors.asgi_call import Alive, AsgiApp, Call, ResponseStart, call_asgi
+from actors.cpu_kernels import cpu_features, model_problem
 from actors.handoff import TRANSFER_FIELD, Producer
 from actors.hosts import new_engine_id
 from actors.journal import CannotResumeError, Chunk, Served
@@ -92,6 +93,10 @@ class Engine:
             kv_transfer_config=kv_transfer_config(settings, role, node_ip, supervisor),
         )
         config = engine_args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        if not settings.role(role).num_gpus:
+            problem = model_problem(config.model_config, config.attention_config.backend, cpu_features())
+            if problem is not None:
+                raise EngineStartError(str(problem))
         cannot_resume = "prefill engines do not stream" if role == "prefill" else why_not_replayable(config)
         if cannot_resume is None:
             make_replayable(config)

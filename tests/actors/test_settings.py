@@ -146,7 +146,7 @@ def test_transfer_settings_are_the_connectors():
     assert ours == parse_config({})
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("local*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
 def test_the_presets_are_valid(path):
     """Every shipped file starts."""
     (application,) = yaml.safe_load(path.read_text())["applications"]

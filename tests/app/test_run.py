@@ -26,7 +26,15 @@ def test_the_shipped_configurations_load(path: Path) -> None:
     config, settings = load(path, port=8123)
     assert address_of(config, settings).endswith(":8123")
     assert parse_settings(config["applications"][0]["args"]) == settings
-    assert settings.model == "demo"
+    assert (settings.model == "demo") == (path.name != "gpu.yaml")
+
+
+def test_the_gpu_configuration_fits_its_gpus() -> None:
+    """Both roles run on GPUs, each has one for each rank, and no GPU's memory is given away twice."""
+    _, settings = load(LOCAL.with_name("gpu.yaml"), port=None)
+    for role in (settings.prefill, settings.decode):
+        assert role.num_gpus == role.tensor_parallel_size
+        assert 0 < (settings.engine | role.engine)["gpu_memory_utilization"] < 1
 
 
 @pytest.mark.parametrize(
