@@ -21,6 +21,7 @@ from actors.handoff import TRANSFER_FIELD, Producer
 from actors.hosts import new_engine_id
 from actors.journal import CannotResumeError, Chunk, Served
 from actors.pulse import Pulse
+from actors.start_progress import EngineStartError
 from configs.settings import HiddenText, RoleName, ServiceSettings
 from connectors.errors import TandemError
 
@@ -36,10 +37,6 @@ KV_ROLES: dict[RoleName, str] = {"prefill": "kv_producer", "decode": "kv_consume
 
 PROBE_TOKENS = [0, 1]
 """Any two token ids: every vocabulary has them."""
-
-
-class EngineStartError(TandemError):
-    """An engine that started but cannot serve its role."""
 
 
 class EngineDownError(TandemError):
