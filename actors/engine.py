@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from actors.arguments import engine_arguments
 from actors.asgi_call import Alive, AsgiApp, Call, ResponseStart, call_asgi
+from actors.fork_server import may_fork, use_fork_server
 from actors.handoff import TRANSFER_FIELD, Producer
 from actors.hosts import new_engine_id
 from actors.journal import CannotResumeError, Chunk, Served
@@ -84,8 +85,11 @@ class Engine:
         from actors.stat_logger import LoadLogger
 
         supervisor = secrets.token_hex()
+        arguments = engine_arguments(settings, role)
+        if may_fork(settings, role, arguments):
+            use_fork_server()
         engine_args = AsyncEngineArgs(
-            **engine_arguments(settings, role),
+            **arguments,
             kv_transfer_config=kv_transfer_config(settings, role, node_ip, supervisor),
         )
         config = engine_args.create_engine_config(UsageContext.ENGINE_CONTEXT)

@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-Stage = Literal["importing vLLM", "loading weights", "KV cache", "ready"]
-STAGES: tuple[Stage, ...] = ("importing vLLM", "loading weights", "KV cache", "ready")
+Stage = Literal["importing vLLM", "engine core", "loading weights", "KV cache", "ready"]
+STAGES: tuple[Stage, ...] = ("importing vLLM", "engine core", "loading weights", "KV cache", "ready")
 
 STAGE_MESSAGES: dict[str, Stage] = {
+    "Initializing a V1 LLM engine": "engine core",  # vllm/v1/engine/core.py
     "Starting to load model ": "loading weights",  # vllm/v1/worker/{cpu,gpu}_model_runner.py, load_model
     "KV cache size: ": "KV cache",  # vllm/v1/core/kv_cache_utils.py
 }

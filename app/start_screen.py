@@ -10,7 +10,7 @@ FIRST_REMINDER_S = 30.0
 """After this long without a new stage, one line says what is awaited; the next ones after twice as long each."""
 
 MAX_ERROR_LINES = 12
-LABEL_WIDTH = 52
+LABEL_WIDTH = 66
 
 
 @dataclass(frozen=True)
