@@ -12,6 +12,7 @@ workers are bound to cores: vLLM passes both settings in variables that librarie
 import importlib
 import logging
 import multiprocessing
+import multiprocessing.forkserver
 import os
 from collections.abc import Callable, Mapping
 from multiprocessing.context import BaseContext, ForkServerContext, ForkServerProcess
@@ -53,6 +54,17 @@ def use_fork_server() -> None:
         module.get_mp_context = lambda: _context(original)  # type: ignore[attr-defined]
 
 
+def stay_with_this_server() -> None:
+    """Called in the fork server: the processes that it forks ask it for theirs, too.
+
+    Python's would start a server of their own (`ForkServer.ensure_running` in Lib/multiprocessing/forkserver.py), though
+    they have this one's address. Where Python has no such method any more, they do, which takes longer.
+    """
+    server = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    if hasattr(server, "ensure_running") and hasattr(server, "_forkserver_address"):
+        server.ensure_running = lambda: None
+
+
 def _context(original: Callable[[], BaseContext]) -> BaseContext:
     """The fork server's context, started at the first call; vLLM's own where the environment has changed since."""
     spawning = original()  # it also tells processes where Ray is
@@ -76,9 +88,9 @@ class _Variables:
 
 
 def _set_environment(values: Mapping[str, str]) -> None:
-    if os.environ != values:
-        os.environ.clear()
-        os.environ.update(values)
+    for name in os.environ.keys() - values.keys():
+        del os.environ[name]
+    os.environ.update(values)
 
 
 class InheritingProcess(ForkServerProcess):

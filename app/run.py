@@ -34,6 +34,7 @@ AWAITED = "to be scheduled"
 """In Serve's message on a deployment whose replicas find no room; the other messages say that a start takes long."""
 
 POLL_S = 0.25
+ROUTER_DRAIN_POLL_S = 0.2
 HEALTH_TIMEOUT_S = 5.0
 
 CURL = (
@@ -142,6 +143,19 @@ def _ours(config: dict[str, Any]) -> dict[str, Any]:
     return next(one for one in config["applications"] if one["import_path"] == IMPORT_PATH)
 
 
+def stop_routers_soon(config: dict[str, Any]) -> None:
+    """Have Serve look at once whether a router that is to stop has requests: it first waits 2 s for the proxies to
+    learn of the stop, where there are any."""
+    if config.get("proxy_location") != "Disabled":
+        return
+    deployments = _ours(config).setdefault("deployments", [])
+    router = next((one for one in deployments if one["name"] == "Router"), None)
+    if router is None:
+        router = {"name": "Router"}
+        deployments.append(router)
+    router.setdefault("graceful_shutdown_wait_loop_s", ROUTER_DRAIN_POLL_S)
+
+
 def address_of(config: dict[str, Any], settings: ServiceSettings) -> str:
     """Where clients reach the service: its routers themselves, or Serve's proxy."""
     if settings.router.http_port is not None:
@@ -246,6 +260,7 @@ def serve_until_stopped(
     if not verbose:
         screen.quiet(logs / "launcher.log")
     watcher = Watcher(address_of(config, settings), settings, logs, screen)
+    stop_routers_soon(config)
     try:
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
             yaml.safe_dump(config, file)
