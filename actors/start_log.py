@@ -25,7 +25,9 @@ _WRAPPERS = ("Engine core initialization failed", "WorkerProc initialization fai
 
 # "(EngineCore pid=1) ERROR 01-31 12:00:00 [core.py:1] text"; warnings and Ray's own lines have other forms.
 _RECORD = re.compile(r"^\((?P<process>[^)]*pid=\d+)\) (?P<level>[A-Z]+) (?P<when>[\d-]+ [\d:]+) \[(?P<where>[^]]*)\] ?")
-_EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt|Warning|Timeout)\b(: |$)|^[a-z_][\w.]*\.[A-Z]\w*: ")
+_EXCEPTION = re.compile(
+    r"^[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt|Warning|Timeout)\b(: |$)|^[a-z_][\w.]*\.[A-Z]\w*: "
+)
 
 
 def stage_of(line: str) -> Stage | None:

@@ -235,9 +235,7 @@ def check_model(settings: ServiceSettings) -> None:
         raise SettingsError(f"model: there is no config.json in {settings.model_path!r}")
 
 
-def serve_until_stopped(
-    config: dict[str, Any], settings: ServiceSettings, cluster: str | None, screen: Screen
-) -> int:
+def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, cluster: str | None, screen: Screen) -> int:
     """`serve run` on the Ray cluster at `cluster`, or on one of this process alone."""
     os.environ.pop("RAY_ADDRESS", None)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"

@@ -23,7 +23,10 @@ WORKER_FAILED = traceback(CORE, "Exception: WorkerProc initialization failed due
 @pytest.mark.parametrize(
     ("line", "stage"),
     [
-        ("(EngineCore pid=1) INFO 11-22 17:03:12 [core.py:133] Initializing a V1 LLM engine (v0.32.0) …", "engine core"),
+        (
+            "(EngineCore pid=1) INFO 11-22 17:03:12 [core.py:133] Initializing a V1 LLM engine (v0.32.0) …",
+            "engine core",
+        ),
         ("(Worker pid=1) INFO 11-22 17:03:38 [cpu_model_runner.py:68] Starting to load model /m...", "loading weights"),
         ("(EngineCore pid=1) INFO 1 [kv_cache_utils.py:1] GPU KV cache size: 349,525 tokens, Maximum …", "KV cache"),
         ("(EngineCore pid=1) INFO 1 [kv_cache_utils.py:1] kv cache group sizes (128, 128)", None),
@@ -59,7 +62,9 @@ def test_lines_of_ranks_that_alternate() -> None:
 def test_of_chained_exceptions_the_last_counts() -> None:
     chain = ("KeyError: 'x'", "", "During handling of the above exception, another exception occurred:", "")
     again = ("Traceback (most recent call last):", "    h()", "OSError: the model cannot be found", "Check its name.")
-    assert root_cause("\n".join(traceback(CORE, *chain, *again))) == "OSError: the model cannot be found\nCheck its name."
+    assert (
+        root_cause("\n".join(traceback(CORE, *chain, *again))) == "OSError: the model cannot be found\nCheck its name."
+    )
 
 
 def test_a_long_message_is_cut() -> None:
@@ -69,4 +74,6 @@ def test_a_long_message_is_cut() -> None:
 
 
 def test_a_log_without_an_error() -> None:
-    assert root_cause("(EngineCore pid=1) INFO 11-22 17:03:12 [core.py:133] ValueError: only told\nValueError: x") is None
+    assert (
+        root_cause("(EngineCore pid=1) INFO 11-22 17:03:12 [core.py:133] ValueError: only told\nValueError: x") is None
+    )
