@@ -51,16 +51,16 @@ def use_fork_server() -> None:
         return
     (original,) = originals
     for module in modules:
-        module.get_mp_context = lambda: _context(original)  # type: ignore[attr-defined]
+        setattr(module, "get_mp_context", lambda: _context(original))  # noqa: B010
 
 
 def stay_with_this_server() -> None:
     """Called in the fork server: the processes that it forks ask it for theirs, too.
 
-    Python's would start a server of their own (`ForkServer.ensure_running` in Lib/multiprocessing/forkserver.py), though
-    they have this one's address. Where Python has no such method any more, they do, which takes longer.
+    In Python they start a server of their own (`ForkServer.ensure_running` in Lib/multiprocessing/forkserver.py),
+    although they have this one's address. A Python without that method costs time only.
     """
-    server = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = multiprocessing.forkserver._forkserver
     if hasattr(server, "ensure_running") and hasattr(server, "_forkserver_address"):
         server.ensure_running = lambda: None
 

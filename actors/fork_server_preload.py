@@ -6,12 +6,10 @@ Imports only: a thread or a CUDA context that started here would not survive the
 from vllm.utils.system_utils import set_process_title
 from vllm.v1.engine import core, core_client  # noqa: F401
 from vllm.v1.executor import multiproc_executor  # noqa: F401
-from vllm.v1.worker import cpu_worker  # noqa: F401
 
-import actors.cpu_worker
-import actors.forced_tokens
-import connectors.vllm_hma.connector  # noqa: F401
+from actors import cpu_worker, forced_tokens  # noqa: F401
 from actors.fork_server import stay_with_this_server, use_fork_server
+from connectors.vllm_hma import connector  # noqa: F401
 
 use_fork_server()
 stay_with_this_server()

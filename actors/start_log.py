@@ -81,7 +81,7 @@ def _last_exception(lines: list[str]) -> str | None:
     starts = [number for number, line in enumerate(lines) if _EXCEPTION.match(line)]
     if not starts:
         return None
-    message = []
+    message: list[str] = []
     for line in lines[starts[-1] :]:
         if line.startswith("Traceback ") or len(message) == MAX_CAUSE_LINES:
             break

@@ -77,7 +77,7 @@ def test_a_failed_start_reports_and_raises_its_cause(store: Store, log: Path) ->
                 file.write("(EngineCore pid=2) ERROR 11-22 17:03:12 [core.py:1] ValueError: the cause\n")
             raise RuntimeError("Engine core initialization failed. See root cause above.")
 
-    with pytest.raises(EngineStartError, match="^the decode engine did not start: ValueError: the cause\nfull log: "):
+    with pytest.raises(EngineStartError, match=r"^the decode engine did not start: ValueError: the cause\nfull log: "):
         fail()
     assert json.loads(store.values[b"start/decode/r1"])["error"] == "ValueError: the cause"
 
