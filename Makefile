@@ -43,7 +43,7 @@ $(STAMP): requirements-cpu.lock pyproject.toml k8s/install.sh | $(BIN)/python
 install: $(STAMP) ## Make .venv and install the pinned dependencies
 
 .PHONY: run
-run: $(STAMP) ## Serve until Ctrl-C: CONFIG=configs/local.yaml PORT=8000; ADDRESS=auto joins a Ray cluster
+run: $(STAMP) ## Serve until Ctrl-C: CONFIG=configs/local.yaml PORT=8000 VERBOSE=1; ADDRESS=auto joins a Ray cluster
 	@exec $(BIN)/python -m app.run --config $(CONFIG) $(if $(PORT),--port $(PORT)) $(if $(ADDRESS),--address $(ADDRESS))
 
 .PHONY: two-hosts
