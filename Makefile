@@ -67,7 +67,7 @@ $(STAMP): $(LOCK) pyproject.toml k8s/install.sh | $(BIN)/python
 install: $(STAMP) ## Install the pinned packages into .venv, or .venv-gpu where there is an NVIDIA GPU: DEVICE=cpu|gpu
 
 .PHONY: run
-run: $(STAMP) ## Serve until Ctrl-C: CONFIG=configs/local.yaml PORT=8000 DEVICE=cpu|gpu; ADDRESS=auto joins a Ray cluster
+run: $(STAMP) ## Serve until Ctrl-C: CONFIG=configs/local.yaml PORT=8000 VERBOSE=1 DEVICE=cpu|gpu; ADDRESS=auto joins a Ray cluster
 	@exec $(BIN)/python -m app.run --config $(CONFIG) $(if $(PORT),--port $(PORT)) $(if $(ADDRESS),--address $(ADDRESS))
 
 .PHONY: two-hosts

@@ -4,8 +4,6 @@ import asyncio
 import logging
 from collections.abc import Mapping
 
-from pydantic import SecretStr
-
 from actors.acquaintance import LOOK_EVERY_S, OtherRole, ProbeParams, every, meet_s
 from actors.hosting import FIRST_REQUEST_TIMEOUT_S, EngineActor
 from actors.hosts import dead_hosts, watch_hosts
@@ -19,8 +17,7 @@ class Decode(EngineActor):
 
     role: RoleName = "decode"
 
-    async def __init__(self, settings: ServiceSettings, fallback_secret: SecretStr) -> None:  # type: ignore[misc]
-        await super().__init__(settings, fallback_secret)
+    async def _prepare(self, settings: ServiceSettings) -> None:
         await self.engine.warm_up(FIRST_REQUEST_TIMEOUT_S)
         # Before any prefill engine is met: nodes that are dead by then are none of ours.
         dead = await dead_hosts()

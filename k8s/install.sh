@@ -13,7 +13,22 @@ kind=$2
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 lock=$here/requirements-cpu.lock
 gpu_lock=$here/requirements-gpu.lock
-pip() { "$venv/bin/python" -m pip "$@" --quiet --disable-pip-version-check; }
+pip() { PYTHONUNBUFFERED=1 "$venv/bin/python" -m pip "$@" --progress-bar off --disable-pip-version-check | progress; }
+
+# A line for every 25 packages and for each stage. pip's own lines name package indexes.
+progress() {
+  local line count=0
+  while IFS= read -r line; do
+    case $line in
+      "Collecting "*)
+        count=$((count + 1))
+        if ((count % 25 == 0)); then echo "tandem: $count packages fetched  ${SECONDS} s"; fi
+        ;;
+      "Installing collected packages"*) echo "tandem: $count packages fetched, unpacking them  ${SECONDS} s" ;;
+      "Successfully installed"*) echo "tandem: installed  ${SECONDS} s" ;;
+    esac
+  done
+}
 
 # The locks are complete; --no-deps leaves out what packages declare and do not need (docs/decisions/0001).
 case $kind in

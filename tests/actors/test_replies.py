@@ -15,6 +15,7 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
 
+from actors import replies
 from actors.acquaintance import ASK_MARGIN_S, OtherRole
 from actors.replies import ask_all
 from tests.actors.fleet import Reply, broadcast
@@ -118,3 +119,17 @@ async def test_whoever_asks_can_be_cancelled() -> None:
     with pytest.raises(asyncio.CancelledError):
         await asking
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+def test_a_role_without_replicas_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`/health` asks again and again while the engines start."""
+    monkeypatch.setattr(replies, "_logged_at", {})
+
+    def sent() -> DeploymentBroadcastResponse:
+        raise NOBODY
+
+    for _ in range(3):
+        assert asyncio.run(ask_from_router(sent)) == []
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["ping"]
