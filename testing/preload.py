@@ -19,7 +19,7 @@ import connectors.vllm_hma.connector  # noqa: F401
 def main() -> None:
     """vLLM's OpenAI server on ``sys.argv``; the engine core and its workers are forked, too."""
     torch.set_num_threads(1)
-    torch._dynamo.config.disable = True
+    torch._dynamo.config.disable = True  # noqa: SLF001 - torch has no public name for it
     # vLLM's CPU platform asks to spawn, by setting this variable.
     environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"
     # For a second after every step vLLM's processes wait for the next one in a loop; many servers share few cores here.

@@ -102,6 +102,22 @@ class _Reception:
     cancelled_at: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class ConsumerSnapshot:
+    """State of a consumer machine at one moment; a copy.
+
+    ``receptions``   ids of the requests that wait for KV, with the value of their stage
+    ``quarantined``  ids of the transfers whose blocks are in quarantine
+    ``partners``     known producer workers, by engine incarnation
+    ``used``         ids of transfers that are remembered
+    """
+
+    receptions: Mapping[str, str]
+    quarantined: frozenset[str]
+    partners: Mapping[str, tuple[Peer, ...]]
+    used: frozenset[str]
+
+
 class Consumer:
     """All transfers that one worker consumes. Not thread-safe; its owner serialises calls."""
 
@@ -275,6 +291,15 @@ class Consumer:
         for reception in self._all():
             counts[reception.stage.value] += 1
         return counts
+
+    def snapshot(self) -> ConsumerSnapshot:
+        """Return a copy of the state, for tests and diagnosis."""
+        return ConsumerSnapshot(
+            receptions={request_id: reception.stage.value for request_id, reception in self._receptions.items()},
+            quarantined=frozenset(self._quarantine),
+            partners={name: tuple(each.peer for each in known) for name, known in self._partners.items()},
+            used=frozenset(self._used),
+        )
 
     # ---- inside ------------------------------------------------------------------------------------------------
 

@@ -39,7 +39,8 @@ What a consumer can make this rank remember is bounded (``Allowance``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from connectors.planning.descriptors import Moves
 from connectors.planning.layout import Group
@@ -48,6 +49,32 @@ from connectors.protocol.allowance import MAX_EARLY, Allowance
 from connectors.protocol.delivery import NOBODY, Consumer, Delivery, Gone, Stage, Transfer, take, take_layers
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Fin, Message, Offer, Peer
+
+
+@dataclass(frozen=True, slots=True)
+class ProducerSnapshot:
+    """State of a producer machine at one moment; a copy.
+
+    ``consumers``       known consumer workers, with what the machine knows of them
+    ``heard_at``        time of the last message of each consumer worker that is not forgotten
+    ``transfers``       ids of open transfers, with their stage
+    ``remembered``      ids of transfers that are over
+    ``offered_blocks``  blocks in open offers, by consumer worker
+    ``early``           transfers whose requests have not come, by consumer engine
+    ``closed``          (transfer id, consumer worker) of deliveries that are closed in open transfers
+    ``offers``          (transfer id, consumer worker) of deliveries that keep their offer
+    ``writes``          ids of the writes that have not ended
+    """
+
+    consumers: Mapping[Peer, Consumer]
+    heard_at: Mapping[Peer, float]
+    transfers: Mapping[str, Stage]
+    remembered: frozenset[str]
+    offered_blocks: Mapping[Peer, int]
+    early: Mapping[str, int]
+    closed: frozenset[tuple[str, Peer]]
+    offers: frozenset[tuple[str, Peer]]
+    writes: frozenset[int]
 
 
 class Producer:
@@ -64,7 +91,7 @@ class Producer:
         self._gone: dict[str, Gone] = {}
         self._overtaken: dict[Peer, int] = {}
         self._allowance = Allowance()
-        self._next_write_id = 0
+        self._last_write_id = 0
 
     # ---- what the scheduler says -------------------------------------------------------------------------------
 
@@ -298,6 +325,21 @@ class Producer:
         hanging = sum(delivery.hangs for _, delivery in self._writes.values())
         return counts | {"writes": len(self._writes), "remembered": len(self._gone), "hanging": hanging}
 
+    def snapshot(self) -> ProducerSnapshot:
+        """Return a copy of the state, for tests and diagnosis."""
+        deliveries = [(t.transfer_id, d) for t in self._transfers.values() for d in t.deliveries.values()]
+        return ProducerSnapshot(
+            consumers=dict(self._consumers),
+            heard_at=dict(self._heard_at),
+            transfers={transfer_id: transfer.stage for transfer_id, transfer in self._transfers.items()},
+            remembered=frozenset(self._gone),
+            offered_blocks=dict(self._allowance.blocks),
+            early=dict(self._allowance.early),
+            closed=frozenset((transfer_id, each.peer) for transfer_id, each in deliveries if each.closed),
+            offers=frozenset((transfer_id, each.peer) for transfer_id, each in deliveries if each.offer is not None),
+            writes=frozenset(self._writes),
+        )
+
     # ---- inside ------------------------------------------------------------------------------------------------
 
     def _offered(self, peer: Peer, offer: Offer, now: float) -> list[ProducerAction]:
@@ -400,11 +442,16 @@ class Producer:
         return actions
 
     def _write(self, transfer: Transfer, delivery: Delivery, moves: Sequence[Moves], now: float) -> Write:
-        self._next_write_id += 1
-        delivery.in_flight[self._next_write_id] = 0
+        write_id = self._new_write_id(delivery.peer)
+        delivery.in_flight[write_id] = 0
         delivery.moved_at = now
-        self._writes[self._next_write_id] = (transfer, delivery)
-        return Write(self._next_write_id, transfer.transfer_id, delivery.peer, tuple(moves), delivery.digest)
+        self._writes[write_id] = (transfer, delivery)
+        return Write(write_id, transfer.transfer_id, delivery.peer, tuple(moves), delivery.digest)
+
+    def _new_write_id(self, peer: Peer) -> int:
+        """Return an id that no other write of this machine has."""
+        self._last_write_id += 1
+        return self._last_write_id
 
     def _end(self, transfer: Transfer, delivery: Delivery, reason: str, now: float) -> list[ProducerAction]:
         """Give a delivery up; its consumer hears of it once no write is under way."""

@@ -67,6 +67,11 @@ class NixlTransport:
         self._metadata: dict[str, bytes] = {}
         self._next_handle = 0
 
+    @property
+    def peers(self) -> frozenset[str]:
+        """Names of the peers that this agent knows."""
+        return frozenset(self._metadata)
+
     def register(self, regions: Sequence[Region]) -> None:
         agent = self._live()
         for memory in sorted({region.place.memory for region in regions}):

@@ -47,6 +47,12 @@ class EngineProbe:
                 self._thread = threading.Thread(target=self._run, name="tandem-probe", daemon=True)
                 self._thread.start()
 
+    @property
+    def watched(self) -> frozenset[EngineAddress]:
+        """Engines that are probed now."""
+        with self._lock:
+            return frozenset(self._watched)
+
     def close(self) -> None:
         self._closed.set()
 

@@ -39,19 +39,20 @@ from connectors.protocol.actions import (
 )
 from connectors.protocol.cards import WorkerCard
 from connectors.protocol.consumer import Consumer as ConsumerMachine
-from connectors.protocol.consumer import Order, Partner
-from connectors.protocol.params import names_engine
+from connectors.protocol.consumer import ConsumerSnapshot, Order, Partner
+from connectors.protocol.params import EngineAddress, names_engine
 from connectors.protocol.producer import Producer as ProducerMachine
+from connectors.protocol.producer import ProducerSnapshot
 from connectors.protocol.wire import Cancel, Hello, Message, Offer, Peer, Refused, Welcome, decode
 from connectors.transport.base import Transport
 from connectors.transport.digest import Memory
 from connectors.vllm_hma.complaints import Complaints
 from connectors.vllm_hma.config import ConnectorConfig
 from connectors.vllm_hma.fence import StepFence
-from connectors.vllm_hma.greeter import Greeter
+from connectors.vllm_hma.greeter import Greeter, GreeterSnapshot
 from connectors.vllm_hma.metrics import RankTally, TandemStats
 from connectors.vllm_hma.orders import Finished, Orders, Receive
-from connectors.vllm_hma.peers import Peers
+from connectors.vllm_hma.peers import Peers, PeersSnapshot
 from connectors.vllm_hma.post import Post, agent_name
 from connectors.vllm_hma.probe import EngineProbe
 from connectors.vllm_hma.pump import Pump
@@ -90,6 +91,22 @@ class Exposure:
     by_layers: bool
     engine_s: float
     writes: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeSnapshot:
+    """State of a worker's runtime at one moment; a copy.
+
+    ``probed``  engines whose end is being established
+    ``alive``   whether the progress thread runs
+    """
+
+    producer: ProducerSnapshot
+    consumer: ConsumerSnapshot
+    peers: PeersSnapshot
+    greeter: GreeterSnapshot
+    probed: frozenset[EngineAddress]
+    alive: bool
 
 
 class WorkerRuntime:
@@ -248,6 +265,18 @@ class WorkerRuntime:
         with self._lock:
             return self._producer.census() | self._consumer.census()
 
+    def snapshot(self) -> RuntimeSnapshot:
+        """Return a copy of the state, for tests and diagnosis."""
+        with self._lock:
+            return RuntimeSnapshot(
+                producer=self._producer.snapshot(),
+                consumer=self._consumer.snapshot(),
+                peers=self._peers.snapshot(),
+                greeter=self._greeter.snapshot(),
+                probed=self._probe.watched,
+                alive=self._pump.alive,
+            )
+
     def close(self) -> None:
         if self._pump.closed:
             return
@@ -305,7 +334,7 @@ class WorkerRuntime:
         for sender, frame in self._transport.notifications():
             # One frame that we cannot bear must not cost those that came with it.
             try:
-                self._dispatch(sender, frame, now)
+                self.frame_received(sender, frame, now)
             except Exception:
                 self._complain("broken", f"a frame from {sender[:80]!r} broke its reader:\n{traceback.format_exc()}")
 
@@ -349,8 +378,15 @@ class WorkerRuntime:
             self._exposed = None
             self._governor.cost(exposed.by_layers, now - exposed.since, exposed.engine_s)
 
+    def frame_received(self, sender: str, frame: bytes, now: float) -> None:
+        """Handle a frame that the transport has delivered from its agent ``sender``.
+
+        Frames that are malformed, or not for this worker of this engine start, are dropped and logged.
+        """
+        with self._lock:
+            self._dispatch(sender, frame, now)
+
     def _dispatch(self, sender: str, frame: bytes, now: float) -> None:
-        """Hand a frame to whom it concerns. What is malformed, or not for this engine start, is dropped and logged."""
         try:
             envelope = decode(frame, self._key)
         except WireError as error:

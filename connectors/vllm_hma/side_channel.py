@@ -72,6 +72,16 @@ class CardServer:
         self._thread = threading.Thread(target=self._run, name="tandem-side-channel", daemon=True)
         self._thread.start()
 
+    @property
+    def connections(self) -> int:
+        """Number of open connections."""
+        return len(self._open)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the serving thread runs."""
+        return self._thread.is_alive()
+
     def close(self) -> None:
         """Stop listening. Idempotent."""
         if self._thread.is_alive():

@@ -18,6 +18,7 @@ from actors.attempts import ClientRequest
 from actors.router import Router
 from app.auth import Authenticated, digest
 from app.openai import build_http
+from testing.prometheus import value_of
 from tests.actors.behaviours import LIMITS, fleet, transfers
 from tests.actors.fleet import Handle, at_rest
 from tests.actors.test_cancellation import STORIES
@@ -132,7 +133,7 @@ class Surface:
 
 def _taken(http: Any, router: Router) -> tuple[int, float, dict[Any, int]]:
     assert isinstance(http, Authenticated)
-    return router._ongoing, router.metrics.ongoing._value.get(), dict(http._places._taken)
+    return router.ongoing, value_of(router.metrics.ongoing), http.requests_by_key()
 
 
 def _counted(router: Router) -> list[int]:

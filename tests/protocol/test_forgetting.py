@@ -69,7 +69,7 @@ def test_a_forgotten_consumer_says_hello_again() -> None:
     producer = held()
     producer.peer_lost(C0, 3.0)
     assert producer.tick(3.0) == [Forget(C0)]
-    producer.welcome(C0, machine()._consumers[C0], 4.0)
+    producer.welcome(C0, machine().snapshot().consumers[C0], 4.0)
     assert finish_write(producer, only_write(producer.message(C0, offer(), 5.0)), 61, 6.0) == [
         Send(C0, Fin("t", 61)),
         Sent("r"),

@@ -83,7 +83,7 @@ def test_an_engine_is_probed_where_it_was_met(worker: Callable[..., Worker], ref
     consumer.step(receives=[receive(dataclasses.replace(producer.address, port=refusing))])
     producer.step(expects=[Expect("q", "t", 7, DIGEST)], chunks=[Chunk("q", ((1, 2),), 7)])
     until(lambda: consumer.runtime.census()["quarantined"] == 1)
-    until(lambda: bool(consumer.runtime._probe._watched))
-    assert consumer.runtime._probe._watched == {producer.address}
+    until(lambda: bool(consumer.runtime.snapshot().probed))
+    assert consumer.runtime.snapshot().probed == {producer.address}
     let_go(producer)
     until(lambda: "r" in results(consumer)[1])

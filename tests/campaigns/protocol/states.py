@@ -10,15 +10,13 @@ from typing import Any, NamedTuple
 from tests.campaigns.protocol.automata import (
     Automaton,
     Cell,
+    ExplorableConsumer,
+    ExplorableProducer,
     Letters,
     Posted,
     Tag,
     call_consumer,
     call_producer,
-    consumer_key,
-    producer_key,
-    swap_consumers,
-    swap_producers,
     swap_wid,
 )
 from tests.campaigns.protocol.transfers import Budget, Scenario
@@ -119,9 +117,12 @@ class States:
         self.letters = Letters()
         self.memories = [*scenario.memories, {}]
         self.producers = Automaton(
-            lambda machine, event: call_producer(machine, event, self.letters, self.memories[event[2]]), producer_key
+            lambda machine, event: call_producer(machine, event, self.letters, self.memories[event[2]]),
+            ExplorableProducer.key,
         )
-        self.consumers = Automaton(lambda machine, event: call_consumer(machine, event, self.letters), consumer_key)
+        self.consumers = Automaton(
+            lambda machine, event: call_consumer(machine, event, self.letters), ExplorableConsumer.key
+        )
         self.posted = Table()
         self.a, self.b, self.nets, self.write_sets, self.budgets = Table(), Table(), Table(), Table(), Table()
         self._swap_a, self._swap_b = cache(self._swapped_a), cache(self._swapped_b)
@@ -175,12 +176,16 @@ class States:
 
     def _swapped_a(self, number: int) -> int:
         a = self.a.values[number]
-        machine = a.machine if a.machine == DEAD else self.producers.derive(a.machine, swap_consumers)
+        machine = (
+            a.machine if a.machine == DEAD else self.producers.derive(a.machine, ExplorableProducer.swap_consumers)
+        )
         return self.a(a._replace(machine=machine, told=swap_bits(a.told)))
 
     def _swapped_b(self, number: int) -> int:
         b = self.b.values[number]
-        machine = b.machine if b.machine == DEAD else self.consumers.derive(b.machine, swap_producers)
+        machine = (
+            b.machine if b.machine == DEAD else self.consumers.derive(b.machine, ExplorableConsumer.swap_producers)
+        )
         verifying = tuple(sorted((1 - p, *rest) for p, *rest in b.verifying))
         return self.b(b._replace(machine=machine, may=swap_bits(b.may), memory=b.memory[::-1], verifying=verifying))
 

@@ -31,11 +31,10 @@ from tests.campaigns.protocol.automata import (
     Ambient,
     Broken,
     CellDigest,
+    ExplorableConsumer,
+    ExplorableProducer,
     Posted,
-    acquaintances,
     census,
-    ending,
-    settled,
 )
 from tests.campaigns.protocol.states import (
     DEAD,
@@ -169,24 +168,25 @@ class World(States):
         for letter in d.net:
             to_consumer, at, by, number = letter
             if to_consumer:
-                commutes = self.consumers.derive(d.b[at].machine, ending)
+                commutes = self.consumers.derive(d.b[at].machine, ExplorableConsumer.ending)
             else:
-                cancel = isinstance(self.letters.messages[number], Cancel)
-                commutes = living and cancel and by in self.producers.derive(d.a[at].machine, settled)[0]
+                closed, _, _ = self.producers.derive(d.a[at].machine, ExplorableProducer.settled)
+                commutes = living and isinstance(self.letters.messages[number], Cancel) and by in closed
             if commutes:
                 lost: list[Step] = [(self.fault, ("drop", self.is_lost, letter))] if d.budget.drop else []
                 return [(self.arrives, (letter,)), *lost]
         if not living or d.budget.hang or any(write.hangs for write in d.writes):
             return []
         for write in d.writes:
-            if self.posted.values[write.posted].wid in self.producers.derive(d.a[write.rank].machine, settled)[1]:
+            _, given_up, _ = self.producers.derive(d.a[write.rank].machine, ExplorableProducer.settled)
+            if self.posted.values[write.posted].wid in given_up:
                 return [(self.write_done, (write,))]
         reachable = any(b.listens for b in d.b)
         if not reachable and not d.budget.leave and not d.budget.discard:
             last = self.last_order(d)
             for p, a in enumerate(d.a):
                 unheard = not a.discards and all(to or at != p for to, at, *_ in d.net)
-                if a.done < last and unheard and self.producers.derive(a.machine, settled)[2]:
+                if a.done < last and unheard and self.producers.derive(a.machine, ExplorableProducer.settled)[2]:
                     return [(self.order, (p,))]
         return []
 
@@ -234,7 +234,7 @@ class World(States):
     def arrives_and_stays(self, d: Draft, letter: Letter) -> None:
         to_consumer, at, by, number = letter
         if not to_consumer:
-            if by in self.producers.derive(d.a[at].machine, acquaintances):
+            if by in self.producers.derive(d.a[at].machine, ExplorableProducer.acquaintances):
                 self.producer(d, at, "message", (by, number))
             return
         if isinstance(self.letters.messages[number], Fin | Aborted | Cancelled):
