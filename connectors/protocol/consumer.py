@@ -14,7 +14,10 @@
     OFFERED      Aborted, wrong count, wrong
                  digest, abort, progress_s
                  without a word of one       ENDING      Cancel to every partner that may still write
+    OFFERED      Failed                      QUARANTINE  Received(failed, quarantine); Cancel to every partner that may
+                                                         still write
     ENDING       last partner answers        gone        Received(failed)
+    ENDING       Failed                      QUARANTINE  Received(failed, quarantine)
     ENDING       cancel_s                    QUARANTINE  Received(failed, quarantine): the request is computed in other
                                                          blocks; then as every cancel_s from here on
     ENDING       connected                   ENDING      Cancel again
@@ -26,10 +29,11 @@
                  QUARANTINE
 
 A partner *may still write* from the moment an Offer was sent to it until its Fin, Aborted or Cancelled has come, or
-until it is known to be dead. ``Received`` without quarantine and ``Freed`` give the blocks back to the scheduler, so
-they are sent only when no partner may still write and nothing is being verified: time alone ends the request's wait,
-never its blocks'. Whatever arrives for a transfer that is gone is ignored. An engine that nothing has been wanted of
-for forget_s / 2 is forgotten, as is a dead one: Forget, for each of its ranks.
+until it is known to be dead. Failed is no such answer: parts of a write may still arrive. ``Received`` without
+quarantine and ``Freed`` give the blocks back to the scheduler, so they are sent only when no partner may still write
+and nothing is being verified: time alone ends the request's wait, never its blocks'. Whatever arrives for a transfer
+that is gone is ignored. An engine that nothing has been wanted of for forget_s / 2 is forgotten, as is a dead one:
+Forget, for each of its ranks.
 
     engine_lost  the producer is known to be dead: none of its ranks may write any more
     release      a request that needs nothing from its producer: Cancel to every partner, so that its lease ends early
@@ -46,7 +50,7 @@ from connectors.planning.layout import Group
 from connectors.protocol.actions import Connect, ConsumerAction, Digest, Forget, Freed, Received, Send, Verify
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress
-from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Fin, Message, Offer, Peer
+from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Failed, Fin, Message, Offer, Peer
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +221,7 @@ class Consumer:
 
     def message(self, peer: Peer, message: Message, now: float) -> list[ConsumerAction]:
         """A message of a producer worker."""
-        if not isinstance(message, Fin | Aborted | Cancelled | Alive):
+        if not isinstance(message, Fin | Aborted | Failed | Cancelled | Alive):
             return []
         actions: list[ConsumerAction] = []
         for reception in self._of_transfer(message.transfer_id):
@@ -226,6 +230,9 @@ class Consumer:
                 continue
             if isinstance(message, Alive):
                 reception.heard_at[peer] = now
+                continue
+            if isinstance(message, Failed):
+                actions += self._write_failed(reception, f"rank {peer.rank}: {message.reason}", now)
                 continue
             del reception.writing[peer]
             actions += self._answered(reception, partner, message, now)
@@ -391,12 +398,24 @@ class Consumer:
         order, met_at = reception.order, next(iter(reception.writing.values())).met_at
         actions: list[ConsumerAction] = [*self._cancel(reception, now), Connect(met_at or order.producer)]
         if reception.stage is _Stage.ENDING:
-            reception.stage = _Stage.QUARANTINE
-            self._quarantine[order.transfer_id] = self._receptions.pop(order.request_id)
-            # Requests that come now shake hands before they offer blocks: a second quarantine would teach us nothing.
-            self._doubtful.add(order.producer.incarnation)
-            actions.append(Received(order.request_id, reception.failure, quarantine=order.transfer_id))
+            actions.append(self._keep(reception))
         return actions
+
+    def _write_failed(self, reception: _Reception, reason: str, now: float) -> list[ConsumerAction]:
+        """Parts of a write may still arrive, and nothing but the producer's end will tell that they cannot."""
+        actions = self._fail(reception, reason, now)
+        if reception.stage is _Stage.ENDING:
+            actions.append(self._keep(reception))
+        return actions
+
+    def _keep(self, reception: _Reception) -> Received:
+        """The request waits no longer; its blocks go into quarantine."""
+        order = reception.order
+        reception.stage = _Stage.QUARANTINE
+        self._quarantine[order.transfer_id] = self._receptions.pop(order.request_id)
+        # Requests that come now shake hands before they offer blocks: a second quarantine would teach us nothing.
+        self._doubtful.add(order.producer.incarnation)
+        return Received(order.request_id, reception.failure, quarantine=order.transfer_id)
 
     def _end_if_over(self, reception: _Reception) -> list[ConsumerAction]:
         if reception.writing or reception.verifying:

@@ -23,14 +23,18 @@ A *transfer* is one request's KV for one consumer engine; each consumer rank tha
     OPEN       all written               CLOSED   Fin, with the digest of what was written if the offer asks for it
     OPEN       Cancel                    CLOSED   Cancelled, once its writes have ended
     OPEN       a failure                 CLOSED   Aborted, once its writes have ended
+    OPEN       a write fails             CLOSED   Failed, and no Cancel is ever acknowledged: parts of the write may
+                                                  still arrive while this process lives (docs/decisions/0018)
     OPEN       no write ends for hang_s  OPEN     given up: nothing more is written, and the write counts as hanging;
                                                   blocks stay allocated until it has ended (docs/decisions/0010)
 
 A delivery that is closed is never written for again: its Fin, Aborted or Cancelled is the consumer's licence to use or
-free its blocks. Ids of transfers that are gone are remembered for lease_s; offers for them are answered with Aborted,
-but nothing is answered while a write for that consumer rank is still in flight. After that the highest number that a
-consumer worker had named with them remains: offers up to it are overtaken, and answered with Aborted however late
-they come. (One that was called off and came as a new one would write into blocks that are somebody else's.)
+free its blocks. One that a failed write has closed gives no licence: its Offers and Cancels are answered with Failed,
+also when the transfer or the consumer has been forgotten. Ids of transfers that are gone are remembered for lease_s;
+offers for them are answered with Aborted, but nothing is answered while a write for that consumer rank is still in
+flight. After that the highest number that a consumer worker had named with them remains: offers up to it are overtaken,
+and answered with Aborted however late they come. (One that was called off and came as a new one would write into blocks
+that are somebody else's.)
 
 A consumer worker is known from ``welcome`` until ``peer_lost``, or until it has said nothing for forget_s and nothing
 is under way for it; then Forget.
@@ -48,7 +52,7 @@ from connectors.protocol.actions import Forget, ProducerAction, Send, Sent, Writ
 from connectors.protocol.allowance import MAX_EARLY, Allowance
 from connectors.protocol.delivery import NOBODY, Consumer, Delivery, Gone, Stage, Transfer, take, take_layers
 from connectors.protocol.limits import TransferLimits
-from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Fin, Message, Offer, Peer
+from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Failed, Fin, Message, Offer, Peer
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,7 @@ class ProducerSnapshot:
     ``closed``          (transfer id, consumer worker) of deliveries that are closed in open transfers
     ``offers``          (transfer id, consumer worker) of deliveries that keep their offer
     ``writes``          ids of the writes that have not ended
+    ``failed``          ids of the transfers of each consumer worker that a write has failed for
     """
 
     consumers: Mapping[Peer, Consumer]
@@ -75,6 +80,7 @@ class ProducerSnapshot:
     closed: frozenset[tuple[str, Peer]]
     offers: frozenset[tuple[str, Peer]]
     writes: frozenset[int]
+    failed: Mapping[Peer, frozenset[str]]
 
 
 class Producer:
@@ -89,6 +95,8 @@ class Producer:
         self._by_request: dict[str, Transfer] = {}
         self._writes: dict[int, tuple[Transfer, Delivery]] = {}
         self._gone: dict[str, Gone] = {}
+        # Each holds a block of its consumer in quarantine, so a consumer start has at most as many as its pool.
+        self._failed: dict[Peer, dict[str, str]] = {}
         self._overtaken: dict[Peer, int] = {}
         self._allowance = Allowance()
         self._last_write_id = 0
@@ -235,12 +243,25 @@ class Producer:
     def message(self, peer: Peer, message: Message, now: float) -> list[ProducerAction]:
         """A message of a consumer that has been welcomed."""
         self._heard_at[peer] = now
+        if isinstance(message, Offer | Cancel) and message.transfer_id in self._failed.get(peer, ()):
+            return [self._failure(peer, message.transfer_id)]
         match message:
             case Offer():
                 return self._offered(peer, message, now)
             case Cancel():
                 return self._cancelled(peer, message, now)
         return []
+
+    def engine_lost(self, incarnation: str, now: float) -> list[ProducerAction]:
+        """The consumer engine is known to be dead: none of its workers will ask for anything."""
+        for peer in [peer for peer in self._failed if peer.incarnation == incarnation]:
+            del self._failed[peer]
+        known = [peer for peer in self._consumers if peer.incarnation == incarnation]
+        return [action for peer in known for action in self.peer_lost(peer, now)]
+
+    def engines(self) -> set[str]:
+        """Every consumer engine start that this worker remembers."""
+        return {peer.incarnation for peer in (*self._heard_at, *self._failed)}
 
     def peer_lost(self, peer: Peer, now: float) -> list[ProducerAction]:
         """The consumer worker is gone. Its writes end by themselves (done or failed); nobody is answered."""
@@ -260,10 +281,23 @@ class Producer:
         delivery.moved_at = now
         return self._advance(transfer, now)
 
-    def write_failed(self, write_id: int, reason: str, now: float) -> list[ProducerAction]:
+    def write_refused(self, write_id: int, reason: str, now: float) -> list[ProducerAction]:
+        """Nothing of the write was posted."""
         transfer, delivery = self._writes.pop(write_id)
         delivery.in_flight.pop(write_id)
-        return self._end(transfer, delivery, f"a write failed: {reason}", now)
+        return self._end(transfer, delivery, f"a write could not be posted: {reason}", now)
+
+    def write_failed(self, write_id: int, reason: str, now: float) -> list[ProducerAction]:
+        """The write failed after its start: parts of it may still reach the consumer's blocks."""
+        transfer, delivery = self._writes.pop(write_id)
+        delivery.in_flight.pop(write_id)
+        actions: list[ProducerAction] = []
+        failed = self._failed.setdefault(delivery.peer, {})
+        if transfer.transfer_id not in failed:
+            failed[transfer.transfer_id] = f"a write failed: {reason}"
+            if delivery.peer in self._consumers:
+                actions.append(self._failure(delivery.peer, transfer.transfer_id))
+        return actions + self._end(transfer, delivery, f"a write failed: {reason}", now)
 
     def write_posted(self, write_id: int, total_bytes: int) -> None:
         """The transport has taken the write; ``total_bytes`` are counted into Fin when it is done."""
@@ -278,7 +312,8 @@ class Producer:
                 waiting = delivery.offer is not None and not delivery.closed and transfer.request_id is not None
                 # A write that hangs is no sign of life: the consumer's progress_s must end its wait.
                 hangs = delivery.in_flight and now - delivery.moved_at >= self._limits.progress_s
-                if waiting and not hangs and now - delivery.last_sent >= self._limits.alive_s:
+                failed = transfer.transfer_id in self._failed.get(delivery.peer, ())
+                if waiting and not hangs and not failed and now - delivery.last_sent >= self._limits.alive_s:
                     delivery.last_sent = now
                     actions.append(Send(delivery.peer, Alive(transfer.transfer_id)))
             if transfer.stage is not Stage.LIVE and now - transfer.since >= self._limits.lease_s:
@@ -338,6 +373,7 @@ class Producer:
             closed=frozenset((transfer_id, each.peer) for transfer_id, each in deliveries if each.closed),
             offers=frozenset((transfer_id, each.peer) for transfer_id, each in deliveries if each.offer is not None),
             writes=frozenset(self._writes),
+            failed={peer: frozenset(transfers) for peer, transfers in self._failed.items()},
         )
 
     # ---- inside ------------------------------------------------------------------------------------------------
@@ -437,7 +473,8 @@ class Producer:
             delivery.closed = True
             delivery.offer = delivery.pending = delivery.digest = None
             self._allowance.give_back(delivery)
-            if delivery.peer in self._consumers:
+            failed = transfer.transfer_id in self._failed.get(delivery.peer, ())
+            if delivery.peer in self._consumers and not failed:
                 actions.append(Send(delivery.peer, delivery.ending))
         return actions
 
@@ -447,6 +484,9 @@ class Producer:
         delivery.moved_at = now
         self._writes[write_id] = (transfer, delivery)
         return Write(write_id, transfer.transfer_id, delivery.peer, tuple(moves), delivery.digest)
+
+    def _failure(self, peer: Peer, transfer_id: str) -> Send:
+        return Send(peer, Failed(transfer_id, self._failed[peer][transfer_id]))
 
     def _new_write_id(self, peer: Peer) -> int:
         """Return an id that no other write of this machine has."""

@@ -235,6 +235,9 @@ class WorkerRuntime:
                 for incarnation in sorted(self._consumer.engines()):
                     if names_engine(lost, incarnation):
                         self._perform(self._consumer.engine_lost(incarnation, "its host is gone", now))
+                for incarnation in sorted(self._producer.engines()):
+                    if names_engine(lost, incarnation):
+                        self._perform(self._producer.engine_lost(incarnation, now))
             self._try_round(now)
             for finished in orders.finished:
                 if finished.held:

@@ -20,7 +20,7 @@ from connectors.protocol.consumer import _GIVEN_UP, Consumer
 from connectors.protocol.delivery import Delivery, Stage, Transfer
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.producer import Producer
-from connectors.protocol.wire import Aborted, Alive, Envelope, Fin, Message, Peer, encode
+from connectors.protocol.wire import Aborted, Alive, Envelope, Failed, Fin, Message, Peer, encode
 
 Tag = tuple[object, ...]
 Cell = tuple[int, int]
@@ -88,7 +88,7 @@ class Letters:
 
     def number(self, message: Message) -> int:
         """Reasons are for people and decide nothing: they are left out."""
-        if isinstance(message, Aborted):
+        if isinstance(message, Aborted | Failed):
             message = replace(message, reason="")
         frame = encode(Envelope(Peer("", 0), Peer("", 0), message))
         if frame not in self._numbers:
@@ -184,6 +184,7 @@ class ExplorableProducer(Producer):
             tuple(sorted((wid, id(t) in listed or _transfer_key(t)) for wid, (t, _) in self._writes.items())),
             tuple(sorted((name, gone.at, _numbers(gone.numbers)) for name, gone in self._gone.items())),
             _numbers(self._overtaken),
+            tuple(sorted((peer.rank, *sorted(transfers)) for peer, transfers in self._failed.items())),
             tuple(sorted(peer.rank for peer in self._consumers)),
         )
 
@@ -217,6 +218,7 @@ class ExplorableProducer(Producer):
         for gone in self._gone.values():
             gone.numbers = _swapped_keys(gone.numbers)
         self._overtaken = _swapped_keys(self._overtaken)
+        self._failed = {swapped(peer): transfers for peer, transfers in self._failed.items()}
         self._allowance.blocks = Counter(_swapped_keys(self._allowance.blocks))
         self._heard_at = {swapped(peer): at for peer, at in self._heard_at.items()}
         self._writes = {swap_wid(wid): both for wid, both in self._writes.items()}

@@ -62,12 +62,16 @@ class B(NamedTuple):
 
 
 class InFlight(NamedTuple):
-    """A write: ``torn`` once what it reads has changed; one that ``hangs`` ends when nothing else is due but clocks."""
+    """A write: ``torn`` once what it reads has changed; one that ``hangs`` ends when nothing else is due but clocks.
+
+    One that has ``failed`` was reported as such to its producer, and may reach the consumer while the producer lives.
+    """
 
     rank: int
     posted: int
     torn: bool = False
     hangs: bool = False
+    failed: bool = False
 
 
 Letter = tuple[bool, int, int, int]

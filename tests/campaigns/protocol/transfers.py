@@ -99,8 +99,9 @@ NEVER = -1
 class Budget(NamedTuple):
     """Faults that may still happen; ``early`` jumps of clocks, NEVER for any number of them.
 
-    ``unsent``: the transport refuses a message of a decode rank, and says so. ``cut``: the prefill request was aborted
-    after so many orders.
+    ``fail``: a write is reported as failed, and may land later. ``unposted``: a write is reported as failed, and
+    nothing of it was posted. ``unsent``: the transport refuses a message of a decode rank, and says so. ``cut``: the
+    prefill request was aborted after so many orders.
     """
 
     drop: int = 0
@@ -111,6 +112,7 @@ class Budget(NamedTuple):
     leave: int = 0
     discard: int = 0
     fail: int = 0
+    unposted: int = 0
     hang: int = 0
     refuse: int = 0
     unsent: int = 0

@@ -4,7 +4,8 @@ One request of 4 tokens in 2 chunks, one full-attention and one sliding-window g
 can happen in a state, in any order:
 
     a message arrives, arrives twice or is lost, or cannot be sent; the network keeps no order
-    a write ends, fails, or never ends; a rank carries out its scheduler's next order, each in its own time
+    a write ends, fails, or never ends; one that has failed may land until its producer rank dies
+    a rank carries out its scheduler's next order, each in its own time
     a rank's clock jumps; bytes are found to be what was sent, or not
     ranks die, the rest of their engine after them, and the survivors' side is told once all are dead
 
@@ -65,8 +66,8 @@ class World(States):
             yield self.arrives, (letter,)
         for write in d.writes:
             if self.b_of(d, write).machine == DEAD:
-                yield self.write_fails, (write,)
-            elif not write.hangs:
+                yield self.write_vanishes, (write,)
+            elif not write.hangs and not write.failed:
                 yield self.write_done, (write,)
         for c, b in enumerate(d.b):
             if b.machine == DEAD:
@@ -120,8 +121,12 @@ class World(States):
             if budget.double:
                 yield self.fault, ("double", self.arrives_and_stays, letter)
         for write in d.writes:
+            if write.failed:
+                continue
             if budget.fail and not write.hangs:
                 yield self.fault, ("fail", self.write_fails, write)
+            if budget.unposted and not write.hangs:
+                yield self.fault, ("unposted", self.write_is_not_posted, write)
             if budget.hang and not write.hangs:
                 yield self.fault, ("hang", self.write_hangs, write)
         for p, a in enumerate(d.a):
@@ -175,7 +180,7 @@ class World(States):
             if commutes:
                 lost: list[Step] = [(self.fault, ("drop", self.is_lost, letter))] if d.budget.drop else []
                 return [(self.arrives, (letter,)), *lost]
-        if not living or d.budget.hang or any(write.hangs for write in d.writes):
+        if not living or d.budget.hang or any(write.hangs or write.failed for write in d.writes):
             return []
         for write in d.writes:
             _, given_up, _ = self.producers.derive(d.a[write.rank].machine, ExplorableProducer.settled)
@@ -200,9 +205,11 @@ class World(States):
                 yield self.decode_jumps, (c,)
 
     def at_last(self, d: Draft) -> Iterator[Step]:
-        """Writes that hang end, either way, some time."""
+        """Writes that hang end, either way, some time. So does a producer one of whose writes has failed."""
         for write in d.writes:
-            if write.hangs:
+            if write.failed:
+                yield self.prefill_dies, (write.rank,)
+            elif write.hangs:
                 yield self.write_done, (write,)
                 yield self.write_fails, (write,)
 
@@ -262,8 +269,20 @@ class World(States):
         self.producer(d, write.rank, "write_done", (self.posted.values[write.posted].wid,))
 
     def write_fails(self, d: Draft, write: InFlight) -> None:
-        self.land(d, write, True)
+        """The transport says so; parts of the write are on their way, and land at any time while its producer lives."""
+        d.writes.remove(write)
+        d.writes.add(write._replace(torn=True, hangs=False, failed=True))
         self.producer(d, write.rank, "write_failed", (self.posted.values[write.posted].wid, ""))
+
+    def write_is_not_posted(self, d: Draft, write: InFlight) -> None:
+        d.writes.remove(write)
+        self.producer(d, write.rank, "write_refused", (self.posted.values[write.posted].wid, ""))
+
+    def write_vanishes(self, d: Draft, write: InFlight) -> None:
+        """Its consumer is dead."""
+        d.writes.remove(write)
+        if not write.failed:
+            self.producer(d, write.rank, "write_failed", (self.posted.values[write.posted].wid, ""))
 
     def land(self, d: Draft, write: InFlight, torn: bool) -> None:
         d.writes.remove(write)
@@ -336,11 +355,11 @@ class World(States):
     def sent(self, d: Draft, p: int) -> None:
         if d.a[p].sent:
             raise Broken(f"prefill {p} was sent twice")
-        if any(write.rank == p for write in d.writes):
+        if any(write.rank == p and not write.failed for write in d.writes):
             raise Broken(f"prefill {p} was sent while its writes read the blocks")
         d.a[p] = d.a[p]._replace(sent=True)
         if all(a.sent for a in d.a if a.machine != DEAD):
-            if d.writes:
+            if any(not write.failed for write in d.writes):
                 raise Broken("the blocks are freed while writes read them")
             if all(a.machine != DEAD for a in d.a):
                 d.budget = d.budget._replace(freed=True)

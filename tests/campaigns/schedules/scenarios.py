@@ -15,6 +15,7 @@ from connectors.protocol.wire import Peer
 from tests.campaigns.schedules.simulated import (
     GROUPS,
     HANG_S,
+    LATE_S,
     LAYERS,
     LIMITS,
     POOL,
@@ -188,6 +189,7 @@ def draw(seed: int) -> Schedule:
             delay_s=rng.choice([0.01, 0.2, 2.0]),
             write_s=rng.choice([0.05, 0.4, 3.0]),
             write_fails=rng.choice([0, 0, 0.2]),
+            unposted=rng.choice([0, 0, 0.1]),
             refuses=rng.choice([0, 0, 0.3]),
             damages=rng.choice([0, 0, 0.02]),
             hangs=rng.choice([0, 0, 0, 0.05]),
@@ -332,9 +334,31 @@ def run(seed: int) -> Schedule:
     world = schedule.world
     world.run(schedule.last_event + bound_s(world) + LIMITS.lease_s)
     check_requests(schedule)
-    world.run(world.now + HANG_S + 3 * LIMITS.lease_s + 1)
+    world.run(world.now + HANG_S + LATE_S + 3 * LIMITS.lease_s + 1)
+    end_quarantine(world)
     check_nothing_remains(schedule)
     return schedule
+
+
+def end_quarantine(world: World) -> None:
+    """Blocks that are in quarantine by now are there for a failed write, and come back when its producer has died."""
+    for consumer in world.consumers:
+        for request in world.consumptions.values():
+            if request.engine.alive and consumer.peer.rank in request.quarantine:
+                if consumer.peer.rank not in request.failed_writes:
+                    raise Violation(
+                        f"{request.request_id} is in quarantine on {consumer.peer}, and no write has failed"
+                    )
+                world.counts["quarantines for good"] += 1
+    if any(consumer.alive and consumer.machine.census()["quarantined"] for consumer in world.consumers):
+        for producer in world.producers:
+            producer.alive = False
+        for consumer in world.consumers:
+            incarnation = world.prefill.address.incarnation
+            world.on(
+                consumer, partial(lambda machine, name: machine.engine_lost(name, "dead", world.now), name=incarnation)
+            )
+        world.run(world.now + 3 * LIMITS.lease_s + LIMITS.forget_s)
 
 
 def check_requests(schedule: Schedule) -> None:
