@@ -35,6 +35,7 @@ and nothing is being verified: time alone ends the request's wait, never its blo
 that is gone is ignored. An engine that nothing has been wanted of for forget_s / 2 is forgotten, as is a dead one:
 Forget, for each of its ranks.
 
+    worker_lost  a producer rank is known to be dead: it may write no more
     engine_lost  the producer is known to be dead: none of its ranks may write any more
     release      a request that needs nothing from its producer: Cancel to every partner, so that its lease ends early
 """
@@ -48,6 +49,7 @@ from enum import Enum
 from connectors.planning.blocks import BlockSet, UnitSet, UnitShape, wanted_units
 from connectors.planning.layout import Group
 from connectors.protocol.actions import Connect, ConsumerAction, Digest, Forget, Freed, Received, Send, Verify
+from connectors.protocol.cards import NO_PROCESS, ProcessIdentity
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Failed, Fin, Message, Offer, Peer
@@ -71,7 +73,8 @@ class Partner:
 
     ``new_digest`` makes the digest of one transfer from it, over our memory; None where none is to be asked for.
     ``met_at`` is where its engine was met, None where nobody shook hands. A request may name the engine with another
-    address, and who answers there, or nobody, says nothing about this one.
+    address, and who answers there, or nobody, says nothing about this one. ``process`` is the one that writes, and
+    ``was_seen`` whether this worker's own kernel had it then.
     """
 
     peer: Peer
@@ -79,6 +82,18 @@ class Partner:
     unit_bytes: tuple[int, ...]
     new_digest: Callable[[], Digest] | None = None
     met_at: EngineAddress | None = None
+    process: ProcessIdentity = NO_PROCESS
+    was_seen: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """A producer worker that keeps blocks in quarantine: is its process dead? As in its ``Partner``."""
+
+    peer: Peer
+    process: ProcessIdentity
+    was_seen: bool
+    met_at: EngineAddress | None
 
 
 class _Stage(Enum):
@@ -200,6 +215,16 @@ class Consumer:
                 actions += self._fail(reception, reason, now)
         return actions + self._forget(incarnation)
 
+    def worker_lost(self, peer: Peer, reason: str, now: float) -> list[ConsumerAction]:
+        """One worker of a producer engine is known to be dead: it writes no more. The others may."""
+        if peer.incarnation in self._partners:
+            self._doubtful.add(peer.incarnation)
+        actions: list[ConsumerAction] = []
+        for reception in self._of_engine(peer.incarnation):
+            if reception.writing.pop(peer, None) is not None:
+                actions += self._fail(reception, f"rank {peer.rank}: {reason}", now)
+        return actions
+
     def awaits(self, peer: Peer) -> bool:
         """Whether ``peer`` may still write, its writes are being verified, or a handshake with its engine is wanted."""
         return peer.incarnation in self._releases or any(
@@ -283,10 +308,17 @@ class Consumer:
     def knows(self, peer: Peer) -> bool:
         return any(partner.peer == peer for partner in self._partners.get(peer.incarnation, ()))
 
-    def unanswered_engines(self) -> set[EngineAddress]:
-        """Engines that have not answered a Cancel within cancel_s: is there still a process?"""
-        kept = self._quarantine.values()
-        return {partner.met_at or r.order.producer for r in kept for partner in r.writing.values()}
+    def suspects(self) -> set[Suspect]:
+        """Workers that keep blocks in quarantine: they have left a Cancel unanswered, or a write of theirs failed."""
+        return {
+            Suspect(each.peer, each.process, each.was_seen, each.met_at)
+            for reception in self._quarantine.values()
+            for each in reception.writing.values()
+        }
+
+    def addresses(self) -> set[EngineAddress]:
+        """Where the known producer engines were met."""
+        return {each.met_at for known in self._partners.values() for each in known if each.met_at is not None}
 
     def engines(self) -> set[str]:
         """Every engine start that this worker has met or that a request waits for."""

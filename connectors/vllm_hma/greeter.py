@@ -33,6 +33,7 @@ from connectors.transport.digest import End, Memory, digests
 from connectors.vllm_hma.complaints import Complaints
 from connectors.vllm_hma.peers import Peers
 from connectors.vllm_hma.post import Post, agent_name
+from connectors.vllm_hma.processes import Liveness, liveness
 from connectors.vllm_hma.side_channel import fetch_card
 
 logger = logging.getLogger(__name__)
@@ -171,7 +172,8 @@ class Greeter:
             try:
                 found = self._shake_hands(engine, greetings)
             except TandemError as error:
-                logger.warning("Tandem: no connection with prefill engine %s: %s", engine.incarnation, error)
+                # One that keeps blocks in quarantine is asked again every cancel_s.
+                self._complain("connect", f"no connection with prefill engine {engine.incarnation}: {error}")
                 failure = str(error)
             except Exception as error:
                 logger.exception("Tandem: the handshake with prefill engine %s broke", engine.incarnation)
@@ -202,6 +204,8 @@ class Greeter:
                 plan.unit_bytes,
                 None if memory is None else digests(plan, memory, End.TARGET),
                 engine,
+                card.workers[rank].process,
+                liveness(card.workers[rank].process) is Liveness.ALIVE,
             )
             for rank, plan in plans.items()
         ]

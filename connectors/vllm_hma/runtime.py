@@ -40,7 +40,7 @@ from connectors.protocol.actions import (
 from connectors.protocol.cards import WorkerCard
 from connectors.protocol.consumer import Consumer as ConsumerMachine
 from connectors.protocol.consumer import ConsumerSnapshot, Order, Partner
-from connectors.protocol.params import EngineAddress, names_engine
+from connectors.protocol.params import names_engine
 from connectors.protocol.producer import Producer as ProducerMachine
 from connectors.protocol.producer import ProducerSnapshot
 from connectors.protocol.wire import Cancel, Hello, Message, Offer, Peer, Refused, Welcome, decode
@@ -54,7 +54,7 @@ from connectors.vllm_hma.metrics import RankTally, TandemStats
 from connectors.vllm_hma.orders import Finished, Orders, Receive
 from connectors.vllm_hma.peers import Peers, PeersSnapshot
 from connectors.vllm_hma.post import Post, agent_name
-from connectors.vllm_hma.probe import EngineProbe
+from connectors.vllm_hma.probe import WorkerProbe
 from connectors.vllm_hma.pump import Pump
 from connectors.vllm_hma.quarantine import Kept, QuarantineReport
 from connectors.vllm_hma.steps import Begun, Ended, Entry, LayersComputed, Steps
@@ -97,7 +97,7 @@ class Exposure:
 class RuntimeSnapshot:
     """State of a worker's runtime at one moment; a copy.
 
-    ``probed``  engines whose end is being established
+    ``probed``  workers whose end is being established
     ``alive``   whether the progress thread runs
     """
 
@@ -105,7 +105,7 @@ class RuntimeSnapshot:
     consumer: ConsumerSnapshot
     peers: PeersSnapshot
     greeter: GreeterSnapshot
-    probed: frozenset[EngineAddress]
+    probed: frozenset[Peer]
     alive: bool
 
 
@@ -154,7 +154,7 @@ class WorkerRuntime:
             self._connected,
             self._connect_failed,
         )
-        self._probe = EngineProbe(config.limits.cancel_s, config.keys.identity, self._engine_lost)
+        self._probe = WorkerProbe(config.limits.cancel_s, config.keys.identity, self._worker_lost)
         # Comparing digests takes a while, and neither the engine's steps nor its answers to peers should wait for it.
         self._verifier = ThreadPoolExecutor(1, thread_name_prefix="tandem-verify")
         self._pump = Pump(self._turn, _IDLE_S)
@@ -323,7 +323,7 @@ class WorkerRuntime:
             self._measure,
             self._tick_producer,
             self._tick_consumer,
-            self._watch_engines,
+            self._watch_workers,
         ):
             try:
                 part(now)
@@ -354,8 +354,9 @@ class WorkerRuntime:
     def _tick_consumer(self, now: float) -> None:
         self._perform(self._consumer.tick(now))
 
-    def _watch_engines(self, now: float) -> None:
-        self._probe.watch(self._consumer.unanswered_engines())
+    def _watch_workers(self, now: float) -> None:
+        suspects = self._consumer.suspects()
+        self._probe.watch(suspects, self._consumer.addresses() if suspects else ())
 
     def _computed(self, entry: Entry, now: float) -> None:
         match entry:
@@ -516,6 +517,6 @@ class WorkerRuntime:
             self._trace.event("verified", transfer=verify.transfer_id, seconds=now - started_at, problem=problem)
             self._perform(self._consumer.verified(verify.transfer_id, verify.peer, problem, now))
 
-    def _engine_lost(self, incarnation: str, reason: str) -> None:
+    def _worker_lost(self, peer: Peer, reason: str) -> None:
         with self._lock:
-            self._perform(self._consumer.engine_lost(incarnation, reason, time.monotonic()))
+            self._perform(self._consumer.worker_lost(peer, reason, time.monotonic()))

@@ -199,7 +199,7 @@ def test_a_request_does_not_wait_for_an_answer() -> None:
     consumer.message(P0, Cancelled("t"), 0.5)
     assert (consumer.tick(1.9), consumer.census()["quarantined"]) == ([], 0)
     assert consumer.tick(2.0) == [*cancels(P1), Connect(ENGINE), QUARANTINED]
-    assert (consumer.census()["quarantined"], consumer.unanswered_engines()) == (1, {ENGINE})
+    assert (consumer.census()["quarantined"], {each.peer for each in consumer.suspects()}) == (1, {P1})
     assert (consumer.awaits(P0), consumer.awaits(P1)) == (False, True)
     assert (consumer.tick(3.9), consumer.tick(4.0)) == ([], [*cancels(P1), Connect(ENGINE)])
     assert consumer.message(P1, Cancelled("t"), 4.1) == [Freed("r", "t")]
@@ -415,7 +415,7 @@ def test_a_failed_write_puts_the_blocks_into_quarantine_at_once() -> None:
     assert consumer.message(P0, Failed("t", "a write failed"), 1.0) == [*cancels(P0, P1), received]
     assert consumer.message(P0, Failed("t", "a write failed"), 2.0) == []
     assert consumer.message(P1, Cancelled("t"), 2.0) == []
-    assert consumer.unanswered_engines() == {ENGINE}
+    assert {each.peer for each in consumer.suspects()} == {P0}
     assert consumer.tick(3.0) == [*cancels(P0), Connect(ENGINE)]
     assert consumer.engine_lost("engine-a", "dead", 4.0) == [Freed("r", "t"), Forget(P0), Forget(P1)]
     assert empty(consumer)
@@ -446,3 +446,34 @@ def test_failed_of_strangers_changes_nothing() -> None:
     assert consumer.message(P0, Failed("t", "late"), 1.0) == []
     assert consumer.message(P1, Failed("another", "late"), 1.0) == []
     assert consumer.message(P1, FIN1, 1.0) == [Received("r", None)]
+
+
+# ---- worker_lost -------------------------------------------------------------------------------------------------
+
+
+def test_the_death_of_one_worker_says_nothing_of_another() -> None:
+    """QUARANTINE + worker_lost of one: the other may still write; Freed with its death."""
+    consumer = offered()
+    consumer.tick(LIMITS.progress_s)
+    consumer.tick(LIMITS.progress_s + LIMITS.cancel_s)
+    assert {each.peer for each in consumer.suspects()} == {P0, P1}
+    assert consumer.worker_lost(P1, "its process is gone", 20.0) == []
+    assert {each.peer for each in consumer.suspects()} == {P0}
+    assert consumer.worker_lost(P0, "its process is gone", 30.0) == [Freed("r", "t")]
+    assert empty(consumer)
+
+
+def test_a_dead_worker_ends_transfers_and_its_engine_is_greeted_afresh() -> None:
+    """OFFERED + worker_lost -> ENDING: Cancel to the other; the next request shakes hands first."""
+    consumer = offered()
+    assert consumer.worker_lost(P1, "its process is gone", 1.0) == cancels(P0)
+    assert consumer.message(P0, Cancelled("t"), 2.0) == [Received("r", "rank 1: its process is gone")]
+    assert consumer.start(order("r2", "t2"), 3.0) == [Connect(ENGINE)]
+
+
+def test_the_death_of_a_stranger_changes_nothing() -> None:
+    """Another start of the engine, or a rank that does not talk to this worker."""
+    consumer = offered()
+    assert consumer.worker_lost(Peer("engine-b", 0), "gone", 1.0) == []
+    assert consumer.worker_lost(Peer("engine-a", 7), "gone", 1.0) == []
+    assert consumer.census()["offered"] == 1

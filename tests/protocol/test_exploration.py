@@ -95,9 +95,9 @@ class HasNoDeadlines(ExplorableConsumer):
 
 
 class IgnoresDeaths(ExplorableConsumer):
-    """A consumer to which a dead engine is a silent one."""
+    """A consumer to which a dead worker is a silent one."""
 
-    def engine_lost(self, incarnation: str, reason: str, now: float) -> list[ConsumerAction]:
+    def worker_lost(self, peer: Peer, reason: str, now: float) -> list[ConsumerAction]:
         return []
 
 

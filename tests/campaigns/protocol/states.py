@@ -39,7 +39,9 @@ class A(NamedTuple):
 
 
 class B(NamedTuple):
-    """A consumer rank. ``may`` write: bits of the ranks that were sent an Offer and have not answered since.
+    """A consumer rank. ``told`` of which producer ranks' deaths.
+
+    ``may`` write: bits of the ranks that were sent an Offer and have not answered since.
 
     ``memory[p]`` is what producer rank p has written so far, ``verifying`` what is being compared. ``kept``: the
     request has failed, and its blocks are in quarantine.
@@ -48,7 +50,7 @@ class B(NamedTuple):
     machine: int
     phase: int = WAITING
     aborts: bool = False
-    told: bool = False
+    told: int = 0
     may: int = 0
     connecting: bool = False
     kept: bool = False
@@ -191,7 +193,15 @@ class States:
             b.machine if b.machine == DEAD else self.consumers.derive(b.machine, ExplorableConsumer.swap_producers)
         )
         verifying = tuple(sorted((1 - p, *rest) for p, *rest in b.verifying))
-        return self.b(b._replace(machine=machine, may=swap_bits(b.may), memory=b.memory[::-1], verifying=verifying))
+        return self.b(
+            b._replace(
+                machine=machine,
+                told=swap_bits(b.told),
+                may=swap_bits(b.may),
+                memory=b.memory[::-1],
+                verifying=verifying,
+            )
+        )
 
     def _swapped_net(self, number: int, of_consumers: bool) -> int:
         return self.nets(

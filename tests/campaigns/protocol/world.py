@@ -7,7 +7,7 @@ can happen in a state, in any order:
     a write ends, fails, or never ends; one that has failed may land until its producer rank dies
     a rank carries out its scheduler's next order, each in its own time
     a rank's clock jumps; bytes are found to be what was sent, or not
-    ranks die, the rest of their engine after them, and the survivors' side is told once all are dead
+    ranks die, the rest of their engine after them; decode is told of each that is dead, prefill once all are
 
 A promise that is broken raises Broken at once:
 
@@ -95,14 +95,15 @@ class World(States):
         return min(self.orders_of(d), 1 + min((a.done for a in d.a if a.machine != DEAD), default=0))
 
     def deaths(self, d: Draft) -> Iterator[Step]:
-        """The rest of an engine that has lost a rank, and then the word about it."""
+        """The rest of an engine that has lost a rank; decode is told of each, prefill once all are dead."""
         if any(a.machine == DEAD for a in d.a):
             alive = [p for p, a in enumerate(d.a) if a.machine != DEAD]
             for p in alive:
                 yield self.prefill_dies, (p,)
             for c, b in enumerate(d.b):
-                if not alive and b.machine != DEAD and not b.told:
-                    yield self.decode_is_told, (c,)
+                for p, a in enumerate(d.a):
+                    if a.machine == DEAD and b.machine != DEAD and not b.told >> p & 1:
+                        yield self.decode_is_told, (c, p)
         if any(b.machine == DEAD for b in d.b):
             alive = [c for c, b in enumerate(d.b) if b.machine != DEAD]
             for c in alive:
@@ -394,9 +395,9 @@ class World(States):
         else:
             self.consumer(d, c, "connect_failed", (ENGINE.incarnation, "refused"))
 
-    def decode_is_told(self, d: Draft, c: int) -> None:
-        d.b[c] = d.b[c]._replace(told=True, may=0)
-        self.consumer(d, c, "engine_lost", (ENGINE.incarnation, "dead"))
+    def decode_is_told(self, d: Draft, c: int, p: int) -> None:
+        d.b[c] = d.b[c]._replace(told=d.b[c].told | 1 << p, may=d.b[c].may & ~(1 << p))
+        self.consumer(d, c, "worker_lost", (self.scenario.partners[p].peer, "dead"))
 
     def verified(self, d: Draft, c: int, verify: tuple[Any, ...]) -> None:
         p, wanted, expected = verify

@@ -303,6 +303,9 @@ def add_death(world: World, rng: random.Random, side: str) -> float:
         world.counts[f"{side} engines died"] += 1
         ranks[int(first * len(ranks))].alive = False
         world.at(gone, lambda: fall(ranks))
+        if side == "prefill":
+            # Each worker's death is established for itself.
+            world.at(dies + (told - gone), lambda: tell([ranks[int(first * len(ranks))].peer]))
         world.at(told, lambda: tell([rank.peer for rank in ranks]))
         if again:
             world.at(again, start_again)
@@ -310,7 +313,8 @@ def add_death(world: World, rng: random.Random, side: str) -> float:
     def tell(lost: list[Peer]) -> None:
         if side == "prefill":
             for consumer in world.consumers:
-                world.on(consumer, lambda m: m.engine_lost(lost[0].incarnation, "no process", world.now))
+                for peer in lost:
+                    world.on(consumer, partial(lambda m, peer: m.worker_lost(peer, "no process", world.now), peer=peer))
         elif tells:
             for producer in world.producers:
                 for peer in lost:
