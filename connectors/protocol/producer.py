@@ -54,6 +54,8 @@ from connectors.protocol.delivery import NOBODY, Consumer, Delivery, Gone, Stage
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Failed, Fin, Message, Offer, Peer
 
+_PREEMPTED = "the prefill was preempted during a write"
+
 
 @dataclass(frozen=True, slots=True)
 class ProducerSnapshot:
@@ -166,18 +168,33 @@ class Producer:
     def preempted(self, request_id: str, now: float) -> list[ProducerAction]:
         """The request's blocks were taken back; it will be computed again, into other blocks.
 
-        Deliveries whose writes still read the old blocks (``writes_in_flight``) are given up: they may carry bytes of
-        whoever owns the blocks next. What had been written before stays right.
+        Nothing more is written from the old ones. Writes in flight (``writes_in_flight``) may go on until ``fenced``:
+        what has been written by then stays right.
         """
         transfer = self._by_request.get(request_id)
         if transfer is None:
             return []
         transfer.tables = [[] for _ in self._groups]
-        transfer.computed_tokens = transfer.coming_tokens = 0
+        transfer.coming_tokens = 0
         actions: list[ProducerAction] = []
         for delivery in transfer.deliveries.values():
-            if delivery.in_flight or delivery.early:
-                actions += self._end(transfer, delivery, "the prefill was preempted during a write", now)
+            if delivery.early:
+                actions += self._end(transfer, delivery, _PREEMPTED, now)
+        return actions
+
+    def fenced(self, request_id: str, now: float) -> list[ProducerAction]:
+        """The old blocks of a preempted request will be overwritten now.
+
+        Deliveries whose writes still read them are given up: they may carry bytes of whoever owns the blocks next.
+        """
+        transfer = self._by_request.get(request_id)
+        if transfer is None:
+            return []
+        transfer.computed_tokens = 0
+        actions: list[ProducerAction] = []
+        for delivery in transfer.deliveries.values():
+            if delivery.in_flight:
+                actions += self._end(transfer, delivery, _PREEMPTED, now)
         return actions
 
     def finished(self, request_id: str, held: bool, reason: str, now: float) -> list[ProducerAction]:

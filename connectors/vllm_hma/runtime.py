@@ -166,7 +166,7 @@ class WorkerRuntime:
         """What must be known before this step overwrites blocks that have changed hands.
 
         Requests that ended without holding their blocks deliver nothing from here on. Writes that read blocks of a
-        preempted request get fence_s to end; those that do not are given up with their delivery.
+        preempted request get fence_s from their start to end; those that do not are given up with their delivery.
         """
         with self._lock:
             for expect in orders.expects:
@@ -183,8 +183,9 @@ class WorkerRuntime:
                 if not finished.held:
                     self._steps.drop(finished.request_id)
                     self._finish(finished)
-            if orders.preempted:
-                self._fence_preempted(orders.preempted)
+        if orders.preempted:
+            self._fence_preempted(orders.preempted)
+        with self._lock:
             last = [chunk for chunk in orders.chunks if chunk.last]
             self._by_layers = bool(last) and self._governor.by_layers()
             self._engine_s, self._posted_before = 0.0, self._writes.posted
@@ -192,20 +193,27 @@ class WorkerRuntime:
                 self._steps.begin(last)
 
     def _fence_preempted(self, request_ids: list[str]) -> None:
-        if self.card.layout.place.memory != "DRAM":
-            # vLLM's runner for accelerators has queued what overwrites these blocks before it calls us: a write in
-            # flight is given up even if it ends well.
+        """Wait for writes in host memory that may end well; the lock is free meanwhile, and nothing new is posted."""
+        with self._lock:
             for request_id in request_ids:
+                self._steps.drop(request_id)
                 self._perform(self._producer.preempted(request_id, time.monotonic()))
-        deadline = time.monotonic() + self._limits.fence_s
-        while any(self._producer.writes_in_flight(request_id) for request_id in request_ids):
-            self._perform(self._writes.poll(time.monotonic()))
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(_BUSY_S)
-        for request_id in request_ids:
-            self._steps.drop(request_id)
-            self._perform(self._producer.preempted(request_id, time.monotonic()))
+        # vLLM's runner for accelerators has queued what overwrites these blocks before it calls us: there, a write in
+        # flight is given up even if it ends well.
+        if self.card.layout.place.memory == "DRAM":
+            while self._poll_fresh_writes(request_ids):
+                time.sleep(_BUSY_S)
+        with self._lock:
+            for request_id in request_ids:
+                self._perform(self._producer.fenced(request_id, time.monotonic()))
+
+    def _poll_fresh_writes(self, request_ids: list[str]) -> bool:
+        """Whether a write of these requests is under way that was posted less than fence_s ago."""
+        with self._lock:
+            now = time.monotonic()
+            self._perform(self._writes.poll(now))
+            reading = [write_id for each in request_ids for write_id in self._producer.writes_in_flight(each)]
+            return any(self._writes.is_newer(write_id, now - self._limits.fence_s) for write_id in reading)
 
     def _finish(self, finished: Finished) -> None:
         self._perform(self._producer.finished(finished.request_id, finished.held, finished.reason, time.monotonic()))

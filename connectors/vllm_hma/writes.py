@@ -63,6 +63,11 @@ class Writes:
         """Ids of the writes that have not ended."""
         return frozenset(self._handles)
 
+    def is_newer(self, write_id: int, than: float) -> bool:
+        """Whether a write is under way that was posted after ``than``."""
+        posted = self._handles.get(write_id)
+        return posted is not None and posted.since > than
+
     def begin(self, write: Write) -> list[ProducerAction]:
         """Post a write. Whatever goes wrong in the transport, but for TransportError, may have posted a part of it."""
         try:

@@ -45,6 +45,17 @@ class IgnoresPreemption(ExplorableProducer):
     def preempted(self, request_id: str, now: float) -> list[ProducerAction]:
         return []
 
+    def fenced(self, request_id: str, now: float) -> list[ProducerAction]:
+        return []
+
+
+class IgnoresTheFence(ExplorableProducer):
+    """A producer that vouches for writes which read blocks of another request."""
+
+    def fenced(self, request_id: str, now: float) -> list[ProducerAction]:
+        self._by_request[request_id].computed_tokens = 0
+        return []
+
 
 class NeverExpires(ExplorableProducer):
     """A producer whose leases do not end."""
@@ -109,6 +120,7 @@ QUARANTINED: dict[str, Any] = {"drop": 1, "abort": 1, "early": NEVER}
     [
         (AnswersAtOnce, "plain", {"abort": 1}, "while a write for it is under way"),
         (IgnoresPreemption, "preempted", {}, "was told ok, but"),
+        (IgnoresTheFence, "preempted", {}, "was told ok, but"),
         (NeverExpires, "plain", {"abort": 1}, "at the end prefill"),
         (ForgetsNumbers, "plain", {"abort": 1, "early": NEVER}, "a write or a comparison is under way"),
         (FreesAfterADeadline, "plain", QUARANTINED, "have not answered"),

@@ -235,6 +235,7 @@ def test_a_digest_goes_with_its_delivery(ending: str) -> None:
             producer.message(C0, Cancel("t"), 2.0)
         case "preempted":
             producer.preempted("r", 2.0)
+            producer.fenced("r", 2.0)
         case "discard":
             producer.discard("t", 2.0)
         case "not held":
@@ -278,8 +279,24 @@ def test_preemption_during_a_write_aborts() -> None:
     producer.message(C0, offer(), 0.5)
     write = only_write(producer.progress("r", [[1, 2], [4, 5]], 8, 1.0))
     assert producer.writes_in_flight("r") == (write.write_id,)
-    assert producer.preempted("r", 1.5) == []
+    assert producer.preempted("r", 1.5) == producer.fenced("r", 1.6) == []
     assert aborted_reason(finish_write(producer, write, 20, 2.0)) == "the prefill was preempted during a write"
+
+
+def test_a_write_that_ends_before_the_fence_counts() -> None:
+    """Nothing is written from the old blocks once they are lost, not even for a new offer; what was written is right."""
+    producer = live()
+    producer.message(C0, offer(), 0.5)
+    write = only_write(producer.progress("r", [[1, 2], [4, 5]], 8, 1.0))
+    assert producer.preempted("r", 1.5) == []
+    assert producer.message(C1, offer(), 1.55) == []
+    assert finish_write(producer, write, 20, 1.6) == []
+    assert producer.fenced("r", 1.7) == []
+    last = written(producer.progress("r", [[11, 12, 13], [14, 15, 16]], 12, 3.0))
+    assert [moves(each) for each in last] == [
+        {0: [(13, 52)], 1: [(16, 60)]},
+        {0: [(11, 50), (12, 51), (13, 52)], 1: [(16, 60)]},
+    ]
 
 
 def test_preemption_between_writes_goes_on() -> None:
@@ -287,7 +304,7 @@ def test_preemption_between_writes_goes_on() -> None:
     producer = live()
     producer.message(C0, offer(), 0.5)
     finish_write(producer, only_write(producer.progress("r", [[1, 2], [4, 5]], 8, 1.0)), 20, 1.2)
-    assert producer.preempted("r", 1.5) == []
+    assert producer.preempted("r", 1.5) == producer.fenced("r", 1.5) == []
     assert producer.progress("r", [[11], [14]], 4, 2.0) == []
     assert producer.progress("r", [[12], [15]], 8, 2.5) == []
     last = only_write(producer.progress("r", [[13], [16]], 12, 3.0))

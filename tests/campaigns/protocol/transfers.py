@@ -71,7 +71,8 @@ PLAIN: Legs = (
 PREEMPTED: Legs = (
     (EXPECT, {}),
     (chunk(0, 1), filled(0, 1)),
-    (("preempted", "r"), {}),
+    (("preempted", "r"), filled(0, 1)),
+    (("fenced", "r"), {}),
     (chunk(1, 1), filled(1, 1)),
     (chunk(1, 2), filled(1, 2)),
     (HELD, filled(1, 2)),

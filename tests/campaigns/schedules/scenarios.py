@@ -149,6 +149,7 @@ class Prefill:
             return
         for producer in self.engine.ranks:
             self.world.produce(producer, producer.machine.preempted(self.request_id, self.world.now))
+            self.world.produce(producer, producer.machine.fenced(self.request_id, self.world.now))
         self.world.give_back(self.engine, self.owned)
         self.owned, self.computed, self.tables = [], 0, [[] for _ in GROUPS]
         self.world.counts["preemptions"] += 1
