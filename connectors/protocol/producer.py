@@ -14,7 +14,10 @@ A *transfer* is one request's KV for one consumer engine; each consumer rank tha
     HELD       lease_s, no offer         gone     Sent
     (any)      discard                   (same)   open deliveries: Aborted; nobody is waited for: HELD becomes gone
 
-    While a step computes a chunk (begin), layers that it has run (layers_computed) can leave before it ends (progress).
+    Alive is sent for a request that waits or is computed (LIVE) only while the engine ends steps (stepped): a forward pass
+that hangs must not keep a consumer waiting for ever.
+
+While a step computes a chunk (begin), layers that it has run (layers_computed) can leave before it ends (progress).
 
     delivery   on                        becomes
     -------------------------------------------------------------------------------------
@@ -102,6 +105,7 @@ class Producer:
         self._overtaken: dict[Peer, int] = {}
         self._allowance = Allowance()
         self._last_write_id = 0
+        self._stepped_at = float("-inf")
 
     # ---- what the scheduler says -------------------------------------------------------------------------------
 
@@ -196,6 +200,10 @@ class Producer:
             if delivery.in_flight:
                 actions += self._end(transfer, delivery, _PREEMPTED, now)
         return actions
+
+    def stepped(self, now: float) -> None:
+        """A step of the engine has ended."""
+        self._stepped_at = now
 
     def finished(self, request_id: str, held: bool, reason: str, now: float) -> list[ProducerAction]:
         """The request has ended. Its blocks stay allocated until ``Sent`` if ``held``; if not, ``reason`` says why."""
@@ -329,6 +337,7 @@ class Producer:
                 waiting = delivery.offer is not None and not delivery.closed and transfer.request_id is not None
                 # A write that hangs is no sign of life: the consumer's progress_s must end its wait.
                 hangs = delivery.in_flight and now - delivery.moved_at >= self._limits.progress_s
+                hangs = hangs or self._engine_hangs(transfer, now)
                 failed = transfer.transfer_id in self._failed.get(delivery.peer, ())
                 if waiting and not hangs and not failed and now - delivery.last_sent >= self._limits.alive_s:
                     delivery.last_sent = now
@@ -340,6 +349,11 @@ class Producer:
                 if peer in self._heard_at:
                     self._overtaken[peer] = max(number, self._overtaken.get(peer, number))
         return actions + self._give_up_hanging_writes(now) + self._forget_silent_peers(now)
+
+    def _engine_hangs(self, transfer: Transfer, now: float) -> bool:
+        """Whether the engine has had this request to compute for step_s, and has ended no step."""
+        got_on_at = max(self._stepped_at, transfer.since)
+        return transfer.stage is Stage.LIVE and now - got_on_at >= self._limits.step_s
 
     def _give_up_hanging_writes(self, now: float) -> list[ProducerAction]:
         actions: list[ProducerAction] = []

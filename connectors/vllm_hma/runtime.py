@@ -230,6 +230,7 @@ class WorkerRuntime:
         """Stream what the step has computed, and take the rest of its orders."""
         now = time.monotonic()
         with self._lock:
+            self._producer.stepped(now)
             self._steps.end(orders.chunks)
             for receive in orders.receives:
                 self._receive(receive, now)
