@@ -14,8 +14,8 @@ A *transfer* is one request's KV for one consumer engine; each consumer rank tha
     HELD       lease_s, no offer         gone     Sent
     (any)      discard                   (same)   open deliveries: Aborted; nobody is waited for: HELD becomes gone
 
-    Alive is sent for a request that waits or is computed (LIVE) only while the engine ends steps (stepped): a forward pass
-that hangs must not keep a consumer waiting for ever.
+Alive is sent for a request that waits or is computed (LIVE) only while the engine ends steps (stepped): a forward
+pass that hangs must not keep a consumer waiting for ever.
 
 While a step computes a chunk (begin), layers that it has run (layers_computed) can leave before it ends (progress).
 
@@ -55,6 +55,7 @@ from connectors.protocol.actions import Forget, ProducerAction, Send, Sent, Writ
 from connectors.protocol.allowance import MAX_EARLY, Allowance
 from connectors.protocol.delivery import NOBODY, Consumer, Delivery, Gone, Stage, Transfer, take, take_layers
 from connectors.protocol.limits import TransferLimits
+from connectors.protocol.ordered import due
 from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Failed, Fin, Message, Offer, Peer
 
 _PREEMPTED = "the prefill was preempted during a write"
@@ -95,10 +96,13 @@ class Producer:
         self._groups = tuple(groups)
         self._limits = limits
         self._consumers: dict[Peer, Consumer] = {}
+        # From the one that was silent longest to the one that spoke last. Lost ones are known until they are forgotten.
         self._heard_at: dict[Peer, float] = {}
+        self._lost: dict[Peer, None] = {}
         self._transfers: dict[str, Transfer] = {}
         self._by_request: dict[str, Transfer] = {}
         self._writes: dict[int, tuple[Transfer, Delivery]] = {}
+        # In the order in which they are forgotten: all are remembered for the same time.
         self._gone: dict[str, Gone] = {}
         # Each holds a block of its consumer in quarantine, so a consumer start has at most as many as its pool.
         self._failed: dict[Peer, dict[str, str]] = {}
@@ -122,6 +126,7 @@ class Producer:
         else:
             self._allowance.count_early(transfer, -1)
         transfer.stage, transfer.since, transfer.request_id = Stage.LIVE, now, request_id
+        transfer.check_at = now
         transfer.prompt_tokens, transfer.prompt_digest = prompt_tokens, prompt_digest
         transfer.tables = [[] for _ in self._groups]
         self._by_request[request_id] = transfer
@@ -210,7 +215,7 @@ class Producer:
         transfer = self._by_request.get(request_id)
         if transfer is None:
             return [Sent(request_id)] if held else []
-        transfer.since = now
+        transfer.since = transfer.check_at = now
         if held:
             transfer.stage = Stage.HELD
             return self._advance(transfer, now)
@@ -252,7 +257,8 @@ class Producer:
     def welcome(self, peer: Peer, consumer: Consumer, now: float) -> None:
         """A consumer worker has said hello and fits. One that is known may do so again, at any time."""
         self._consumers[peer] = consumer
-        self._heard_at[peer] = now
+        self._lost.pop(peer, None)
+        self._heard(peer, now)
 
     def knows(self, peer: Peer) -> bool:
         return peer in self._consumers
@@ -267,7 +273,7 @@ class Producer:
 
     def message(self, peer: Peer, message: Message, now: float) -> list[ProducerAction]:
         """A message of a consumer that has been welcomed."""
-        self._heard_at[peer] = now
+        self._heard(peer, now)
         if isinstance(message, Offer | Cancel) and message.transfer_id in self._failed.get(peer, ()):
             return [self._failure(peer, message.transfer_id)]
         match message:
@@ -290,7 +296,8 @@ class Producer:
 
     def peer_lost(self, peer: Peer, now: float) -> list[ProducerAction]:
         """The consumer worker is gone. Its writes end by themselves (done or failed); nobody is answered."""
-        self._consumers.pop(peer, None)
+        if self._consumers.pop(peer, None) is not None:
+            self._lost[peer] = None
         actions: list[ProducerAction] = []
         for transfer in list(self._transfers.values()):
             delivery = transfer.deliveries.get(peer.rank)
@@ -333,22 +340,32 @@ class Producer:
         """Deadlines. Call it at least every alive_s / 2."""
         actions: list[ProducerAction] = []
         for transfer in list(self._transfers.values()):
-            for delivery in transfer.deliveries.values():
-                waiting = delivery.offer is not None and not delivery.closed and transfer.request_id is not None
-                # A write that hangs is no sign of life: the consumer's progress_s must end its wait.
-                hangs = delivery.in_flight and now - delivery.moved_at >= self._limits.progress_s
-                hangs = hangs or self._engine_hangs(transfer, now)
-                failed = transfer.transfer_id in self._failed.get(delivery.peer, ())
-                if waiting and not hangs and not failed and now - delivery.last_sent >= self._limits.alive_s:
-                    delivery.last_sent = now
-                    actions.append(Send(delivery.peer, Alive(transfer.transfer_id)))
-            if transfer.stage is not Stage.LIVE and now - transfer.since >= self._limits.lease_s:
-                actions += self._expire(transfer, now)
-        for transfer_id in [i for i, gone in self._gone.items() if now - gone.at >= self._limits.lease_s]:
+            if now >= transfer.check_at:
+                actions += self._check(transfer, now)
+        for transfer_id in due(self._gone, lambda gone: now - gone.at >= self._limits.lease_s):
             for peer, number in self._gone.pop(transfer_id).numbers.items():
                 if peer in self._heard_at:
                     self._overtaken[peer] = max(number, self._overtaken.get(peer, number))
         return actions + self._give_up_hanging_writes(now) + self._forget_silent_peers(now)
+
+    def _check(self, transfer: Transfer, now: float) -> list[ProducerAction]:
+        """The deadlines of one transfer, and when to look at them again if nothing happens to it until then."""
+        actions: list[ProducerAction] = []
+        transfer.check_at = float("inf") if transfer.stage is Stage.LIVE else transfer.since + self._limits.lease_s
+        for delivery in transfer.deliveries.values():
+            if delivery.offer is None or delivery.closed or transfer.request_id is None:
+                continue
+            # A write that hangs is no sign of life: the consumer's progress_s must end its wait.
+            hangs = delivery.in_flight and now - delivery.moved_at >= self._limits.progress_s
+            failed = transfer.transfer_id in self._failed.get(delivery.peer, ())
+            alive = not hangs and not failed and not self._engine_hangs(transfer, now)
+            if alive and now - delivery.last_sent >= self._limits.alive_s:
+                delivery.last_sent = now
+                actions.append(Send(delivery.peer, Alive(transfer.transfer_id)))
+            transfer.check_at = min(transfer.check_at, delivery.last_sent + self._limits.alive_s)
+        if transfer.stage is not Stage.LIVE and now - transfer.since >= self._limits.lease_s:
+            actions += self._expire(transfer, now)
+        return actions
 
     def _engine_hangs(self, transfer: Transfer, now: float) -> bool:
         """Whether the engine has had this request to compute for step_s, and has ended no step."""
@@ -366,11 +383,7 @@ class Producer:
 
     def _forget_silent_peers(self, now: float) -> list[ProducerAction]:
         """Those that were lost, as soon as nothing is under way to them, and those that have long been silent."""
-        silent = [
-            peer
-            for peer, heard_at in self._heard_at.items()
-            if peer not in self._consumers or now - heard_at >= self._limits.forget_s
-        ]
+        silent = {**self._lost, **dict.fromkeys(due(self._heard_at, lambda at: now - at >= self._limits.forget_s))}
         if not silent:
             return []
         busy = {delivery.peer for _, delivery in self._writes.values()}
@@ -379,6 +392,7 @@ class Producer:
         forgotten = [peer for peer in silent if peer not in busy]
         for peer in forgotten:
             del self._heard_at[peer]
+            self._lost.pop(peer, None)
             self._consumers.pop(peer, None)
             self._overtaken.pop(peer, None)
         return [Forget(peer) for peer in forgotten]
@@ -390,6 +404,11 @@ class Producer:
             counts[transfer.stage.name.lower()] += 1
         hanging = sum(delivery.hangs for _, delivery in self._writes.values())
         return counts | {"writes": len(self._writes), "remembered": len(self._gone), "hanging": hanging}
+
+    @property
+    def busy(self) -> bool:
+        """Whether a transfer is open, in any stage."""
+        return bool(self._transfers)
 
     def snapshot(self) -> ProducerSnapshot:
         """Return a copy of the state, for tests and diagnosis."""
@@ -409,6 +428,10 @@ class Producer:
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
+    def _heard(self, peer: Peer, now: float) -> None:
+        self._heard_at.pop(peer, None)
+        self._heard_at[peer] = now
+
     def _offered(self, peer: Peer, offer: Offer, now: float) -> list[ProducerAction]:
         if self._being_written(peer, offer.transfer_id) or self._too_early(peer, offer.transfer_id):
             return []
@@ -423,7 +446,7 @@ class Producer:
             return [Send(peer, Aborted(offer.transfer_id, "this transfer has been offered for before"))]
         if delivery.offer is not None:
             return []
-        delivery.last_sent = now
+        delivery.last_sent = transfer.check_at = now
         if not self._allowance.take_offer(delivery, offer, self._consumers[peer].num_blocks):
             return self._end(transfer, delivery, "more blocks are on offer than the consumer's pool has", now)
         return self._advance(transfer, now)

@@ -264,7 +264,7 @@ class WorkerRuntime:
         """What has changed since the last call. Asked after ``results``, it has all that those requests have begun."""
         with self._lock:
             report, self._quarantine = self._quarantine, QuarantineReport()
-            report.lasts = self._consumer.census()["quarantined"] > 0
+            report.lasts = self._consumer.quarantined > 0
         return report or None
 
     def stats(self) -> TandemStats | None:
@@ -313,12 +313,7 @@ class WorkerRuntime:
         """How long the pump may rest: the engine's own steps pump too."""
         if self._writes.under_way() or self._steps:
             return _BUSY_S
-        producing, consuming = self._producer.census(), self._consumer.census()
-        busy = (
-            self._greeter.busy
-            or any(producing[stage] for stage in ("orphan", "live", "held"))
-            or any(consuming.values())
-        )
+        busy = self._greeter.busy or self._producer.busy or self._consumer.busy
         return _OPEN_S if busy else _IDLE_S
 
     def _try_round(self, now: float) -> None:

@@ -80,15 +80,15 @@ class FreesAfterADeadline(ExplorableConsumer):
         actions = super().tick(now)
         for reception in list(self._quarantine.values()):
             reception.writing.clear()
-            actions += self._end_if_over(reception)
+            actions += self._end_if_over(reception, now)
         return actions
 
 
 class NeverFrees(ExplorableConsumer):
     """Quarantine that nothing ends."""
 
-    def _end_if_over(self, reception: Any) -> list[ConsumerAction]:
-        return [] if reception.stage.name == "QUARANTINE" else super()._end_if_over(reception)
+    def _end_if_over(self, reception: Any, now: float) -> list[ConsumerAction]:
+        return [] if reception.stage.name == "QUARANTINE" else super()._end_if_over(reception, now)
 
 
 class WaitsForTheAnswer(ExplorableConsumer):

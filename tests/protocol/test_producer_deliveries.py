@@ -284,7 +284,7 @@ def test_preemption_during_a_write_aborts() -> None:
 
 
 def test_a_write_that_ends_before_the_fence_counts() -> None:
-    """Nothing is written from the old blocks once they are lost, not even for a new offer; what was written is right."""
+    """Nothing is written from the old blocks once they are lost; what was written counts."""
     producer = live()
     producer.message(C0, offer(), 0.5)
     write = only_write(producer.progress("r", [[1, 2], [4, 5]], 8, 1.0))

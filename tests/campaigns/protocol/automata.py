@@ -31,6 +31,7 @@ LAYERS = 2
 UNIT_BYTES = (16, 8)
 CAP = 2
 """No deadline is more than two jumps long."""
+FOREVER = float("inf")
 FRESH = 10_000
 WIDS = 100
 """Ids of writes to consumer rank c start at ``c * WIDS``: what a swap of ranks does to them is plain."""
@@ -170,7 +171,7 @@ class ExplorableProducer(Producer):
 
     def age(self) -> None:
         for transfer in self.transfers():
-            transfer.since = _older(transfer.since)
+            transfer.since, transfer.check_at = _older(transfer.since), -FOREVER
             for delivery in transfer.deliveries.values():
                 delivery.last_sent, delivery.moved_at = _older(delivery.last_sent), _older(delivery.moved_at)
         for gone in self._gone.values():
@@ -220,6 +221,7 @@ class ExplorableProducer(Producer):
         self._overtaken = _swapped_keys(self._overtaken)
         self._failed = {swapped(peer): transfers for peer, transfers in self._failed.items()}
         self._allowance.blocks = Counter(_swapped_keys(self._allowance.blocks))
+        self._lost = {swapped(peer): None for peer in self._lost}
         self._heard_at = {swapped(peer): at for peer, at in self._heard_at.items()}
         self._writes = {swap_wid(wid): both for wid, both in self._writes.items()}
         self._consumers = {swapped(peer): consumer for peer, consumer in self._consumers.items()}
@@ -327,6 +329,7 @@ class ExplorableConsumer(Consumer):
     def age(self) -> None:
         for reception in self._all():
             reception.since, reception.cancelled_at = _older(reception.since), _older(reception.cancelled_at)
+            reception.check_at = -FOREVER
             reception.heard_at = {peer: _older(at) for peer, at in reception.heard_at.items()}
         self._used = {transfer_id: _older(at) for transfer_id, at in self._used.items()}
         for waiting in self._releases.values():
