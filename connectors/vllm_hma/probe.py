@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 # Between the first proof and the second: what a dead process has left in its host's sockets arrives meanwhile.
 CONFIRM_S = 2.0
-_MAX_WITNESSES = 4
+_MAX_WITNESSES = 16
 
 
 class WorkerProbe:
@@ -93,7 +93,7 @@ class WorkerProbe:
             return False
         # Copies of a virtual machine share a boot id, but not an address.
         near = [address for address in witnesses if address.host == suspect.met_at.host]
-        for address in [suspect.met_at, *near][-_MAX_WITNESSES:]:
+        for address in [suspect.met_at, *near][:_MAX_WITNESSES]:
             with contextlib.suppress(TandemError):
                 found = ask_liveness(address.host, address.port, suspect.process, self._timeout_s, self._identity)
                 if found is not Liveness.UNKNOWN:
