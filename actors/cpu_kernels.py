@@ -37,7 +37,7 @@ def cpu_features() -> CpuFeatures:
     """Features of this machine, as vLLM detects them (imports torch)."""
     import torch
 
-    return CpuFeatures(amx=torch.cpu._is_amx_tile_supported())
+    return CpuFeatures(amx=torch.cpu._is_amx_tile_supported())  # noqa: SLF001 (the function that vLLM asks)
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ class Decode(EngineActor):
         self._meet_s = meet_s(settings.transfer)
         self._prefill = OtherRole("prefill", self._meet_s)
         self._met: set[str] = set()
-        await self._look_around()
-        looking = every(LOOK_EVERY_S, self._look_around)
+        await self.look_around()
+        looking = every(LOOK_EVERY_S, self.look_around)
         self._tasks.append(asyncio.create_task(looking, name="meets-prefill-replicas"))
 
     async def __del__(self) -> None:
@@ -43,7 +43,12 @@ class Decode(EngineActor):
         if self.replica in probes:
             await self._fetch(probes[self.replica])
 
-    async def _look_around(self) -> None:
+    @property
+    def met(self) -> frozenset[str]:
+        """Ids of the prefill engines that this one has met."""
+        return frozenset(self._met)
+
+    async def look_around(self) -> None:
         """Meet the prefill replicas that have come since, all at once: one that is out of reach takes all its time."""
         probes = [probe for probe in await self._prefill.ask("introduce", frozenset(self._met)) if probe]
         fetches = await asyncio.gather(*map(self._fetch, probes), return_exceptions=True)

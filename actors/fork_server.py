@@ -60,7 +60,7 @@ def stay_with_this_server() -> None:
     In Python they start a server of their own (`ForkServer.ensure_running` in Lib/multiprocessing/forkserver.py),
     although they have this one's address. A Python without that method costs time only.
     """
-    server: Any = multiprocessing.forkserver._forkserver
+    server: Any = multiprocessing.forkserver._forkserver  # noqa: SLF001 (set by Python, read by nobody else)
     if hasattr(server, "ensure_running") and hasattr(server, "_forkserver_address"):
         server.ensure_running = lambda: None
 

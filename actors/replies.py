@@ -43,7 +43,7 @@ async def replies_of(role: str, method: str, asked: DeploymentBroadcastResponse,
     until = asyncio.get_running_loop().time() + timeout_s
     async with asyncio.timeout_at(until):
         # `results_async`, which is public, gathers: one replica that is late would cost the replies of all.
-        replicas = await asked._fetch_replica_results_async()
+        replicas = await asked._fetch_replica_results_async()  # noqa: SLF001 - Ray Serve has no public name for it
     waiting = (_reply(replica, until) for replica in replicas)
     replies = await asyncio.gather(*waiting, return_exceptions=True)
     for reply in replies:

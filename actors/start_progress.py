@@ -97,9 +97,9 @@ class StartProgress:
     def _put(self, error: str | None = None) -> None:
         report = {"role": self._role, "stage": self._stage, "error": error, "log": self.log}
         try:
-            if internal_kv._internal_kv_exists(WATCHED, namespace=NAMESPACE):
+            if internal_kv._internal_kv_exists(WATCHED, namespace=NAMESPACE):  # noqa: SLF001 (Ray's only public key-value store)
                 key = PREFIX + f"{self._role}/{self._replica}".encode()
-                internal_kv._internal_kv_put(key, json.dumps(report).encode(), namespace=NAMESPACE)
+                internal_kv._internal_kv_put(key, json.dumps(report).encode(), namespace=NAMESPACE)  # noqa: SLF001 (Ray's only public key-value store)
         except Exception as problem:  # an engine that cannot report serves nevertheless
             logger.warning("the start of this engine cannot be reported: %r", problem)
 
@@ -108,18 +108,18 @@ class StartWatch:
     """The launcher's end. `open` before the application is deployed, `close` when its start has ended."""
 
     def open(self) -> None:
-        internal_kv._internal_kv_put(WATCHED, b"", namespace=NAMESPACE)
+        internal_kv._internal_kv_put(WATCHED, b"", namespace=NAMESPACE)  # noqa: SLF001 (Ray's only public key-value store)
 
     def reports(self) -> dict[str, dict[str, Any]]:
         """What engines have reported, by role and replica."""
-        keys = internal_kv._internal_kv_list(PREFIX, namespace=NAMESPACE)
-        values = {key: internal_kv._internal_kv_get(key, namespace=NAMESPACE) for key in keys}
+        keys = internal_kv._internal_kv_list(PREFIX, namespace=NAMESPACE)  # noqa: SLF001 (Ray's only public key-value store)
+        values = {key: internal_kv._internal_kv_get(key, namespace=NAMESPACE) for key in keys}  # noqa: SLF001 (Ray's only public key-value store)
         return {key.removeprefix(PREFIX).decode(): json.loads(value) for key, value in values.items() if value}
 
     def close(self) -> None:
         """Remove all that was reported; engines that start later report nothing."""
-        internal_kv._internal_kv_del(WATCHED, namespace=NAMESPACE)
-        internal_kv._internal_kv_del(PREFIX, del_by_prefix=True, namespace=NAMESPACE)
+        internal_kv._internal_kv_del(WATCHED, namespace=NAMESPACE)  # noqa: SLF001 (Ray's only public key-value store)
+        internal_kv._internal_kv_del(PREFIX, del_by_prefix=True, namespace=NAMESPACE)  # noqa: SLF001 (Ray's only public key-value store)
 
 
 def _own_logs() -> list[Path]:

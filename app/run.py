@@ -335,7 +335,7 @@ def log_directory() -> Path:
     """Where Ray keeps the logs of this session on this node; it has no public name for it."""
     import ray
 
-    return Path(ray._private.worker._global_node.get_logs_dir_path())
+    return Path(ray._private.worker._global_node.get_logs_dir_path())  # noqa: SLF001 (see log_directory)
 
 
 def interrupt_on_signals() -> None:

@@ -39,8 +39,7 @@ async def ask_from_router(sent: Callable[[], DeploymentBroadcastResponse]) -> li
 
 
 async def ask_from_engine(sent: Callable[[], DeploymentBroadcastResponse]) -> list[Any]:
-    role = OtherRole("decode", BOUND_S - ASK_MARGIN_S)
-    role._handle = cast(DeploymentHandle, Replicas(sent))
+    role = OtherRole("decode", BOUND_S - ASK_MARGIN_S, cast(DeploymentHandle, Replicas(sent)))
     return await role.ask("ping")
 
 

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from ray.serve import Application
 
 from app.main import build
 from app.run import address_of, load, main, port_taken
 from configs.settings import SettingsError, parse_settings
+from testing.serve_objects import deployment_config_of, deployment_of
 
 LOCAL = Path(__file__).resolve().parents[2] / "configs" / "local.yaml"
 
@@ -95,9 +97,9 @@ def test_a_path_without_a_model(tmp_path: Path) -> None:
 def test_every_deployment_drains_as_long_as_its_settings_say():
     """Replicas that are replaced finish their requests: Serve's own default would cut them after 20 s."""
     drains = {role: {"drain_s": 40.0 + number} for number, role in enumerate(("prefill", "decode", "router"))}
-    router = build(parse_settings(drains))._bound_deployment
-    deployments = [router, *(one._bound_deployment for one in router.init_args if hasattr(one, "_bound_deployment"))]
-    found = {one.name.lower(): one._deployment_config.graceful_shutdown_timeout_s for one in deployments}
+    router = deployment_of(build(parse_settings(drains)))
+    deployments = [router, *(deployment_of(one) for one in router.init_args if isinstance(one, Application))]
+    found = {one.name.lower(): deployment_config_of(one).graceful_shutdown_timeout_s for one in deployments}
     assert found == {role: own["drain_s"] for role, own in drains.items()}
 
 

@@ -60,4 +60,4 @@ def cancels(*peers: Peer) -> list[Send]:
 
 
 def empty(consumer: Consumer) -> bool:
-    return not any(consumer.census().values()) and not consumer.unanswered_engines()
+    return not any(consumer.census().values()) and not consumer.suspects()

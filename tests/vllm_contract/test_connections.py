@@ -13,6 +13,7 @@ from connectors.planning.descriptors import Runs
 from connectors.planning.layout import Place
 from connectors.transport.memory import MemoryTransport
 from connectors.vllm_hma.orders import Chunk, Expect
+from connectors.vllm_hma.writes import Writes
 from tests.vllm_contract.workers import DIGEST, LIMITS, Worker, receive, results, until
 
 
@@ -77,11 +78,11 @@ def test_a_connection_that_broke_on_the_producers_side(worker: Callable[..., Wor
 def test_an_offer_that_reaches_nobody_holds_no_blocks(worker: Callable[..., Worker]) -> None:
     """A producer out of reach never learned of the blocks: the request is computed at once, nothing is quarantined."""
     producer, consumer = met(worker)
-    consumer.transport._fabric.cut("p/0")
+    consumer.transport.fabric.cut("p/0")
     consumer.step(receives=[receive(producer.address, "lost", "lost")])
     assert results(consumer, within_s=0.9) == (set(), {"lost"}, {"lost"})
     assert consumer.runtime.census()["quarantined"] == 0
-    consumer.transport._fabric.mend("p/0")
+    consumer.transport.fabric.mend("p/0")
     deliver(producer, consumer, "found")
 
 
@@ -100,7 +101,9 @@ def test_a_hook_never_raises(worker: Callable[..., Worker]) -> None:
 
 
 @pytest.mark.parametrize("part", ["notifications", "poll"])
-def test_deadlines_are_kept_whatever_fails_in_every_round(worker: Callable[..., Worker], part: str) -> None:
+def test_deadlines_are_kept_whatever_fails_in_every_round(
+    worker: Callable[..., Worker], part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A transport that can neither hear nor say what became of writes: its request is computed after progress_s."""
     producer, consumer = met(worker)
 
@@ -108,8 +111,7 @@ def test_deadlines_are_kept_whatever_fails_in_every_round(worker: Callable[..., 
         raise RuntimeError("anything")
 
     if part == "poll":
-        consumer.runtime._writes.poll = failing  # type: ignore[method-assign, assignment]
-        producer.runtime._writes.poll = failing  # type: ignore[method-assign, assignment]
+        monkeypatch.setattr(Writes, "poll", failing)
     else:
         consumer.transport.notifications = failing  # type: ignore[method-assign]
     consumer.step(receives=[receive(producer.address, "unheard", "unheard")])
@@ -117,7 +119,7 @@ def test_deadlines_are_kept_whatever_fails_in_every_round(worker: Callable[..., 
 
 
 def test_what_fails_in_every_round_is_logged_now_and_then(
-    worker: Callable[..., Worker], caplog: pytest.LogCaptureFixture
+    worker: Callable[..., Worker], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each part that fails once in a while, with its traceback, not once a round."""
     consumer = worker("c")
@@ -126,7 +128,7 @@ def test_what_fails_in_every_round_is_logged_now_and_then(
         raise RuntimeError("anything")
 
     consumer.transport.notifications = failing  # type: ignore[method-assign]
-    consumer.runtime._writes.poll = failing  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(Writes, "poll", failing)
     for _ in range(20):
         consumer.runtime.results()
     failed = [record for record in caplog.records if record.exc_info]
