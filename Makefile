@@ -23,8 +23,8 @@ PORT ?=
 ADDRESS ?=
 TESTS ?=
 BUDGET_S ?= 600
-# Engines wait more than they compute: three processes keep two cores busy.
-PARALLEL ?= -n 3 --dist loadscope --no-loadscope-reorder
+# A process for each of two cores: a third one makes engines start slower than it gains.
+PARALLEL ?= -n 2 --dist loadscope --no-loadscope-reorder
 CPU_FEATURES ?=
 FABRICS ?=
 SEED ?= 1
