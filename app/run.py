@@ -46,6 +46,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 END_S = 1.0
 POLL_S = 0.25
 ROUTER_DRAIN_POLL_S = 0.2
+RAY_LOGS = "/tmp/ray/session_latest/logs"
+"""Where Ray's log directory is unless its temporary directory has been moved."""
 HEALTH_TIMEOUT_S = 5.0
 
 CURL = (
@@ -261,12 +263,13 @@ def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, clust
 
     stop_on_signals()
     options = {"namespace": "serve", "log_to_driver": verbose} | ({} if verbose else {"logging_level": logging.ERROR})
-    if cluster is None:
-        ray.init(address="local", include_dashboard=False, **options)
-        screen.stage("Ray: started")
-    else:
-        ray.init(address=cluster, **options)
-        screen.stage(f"Ray: joined the cluster at {cluster}")
+    where = {"address": "local", "include_dashboard": False} if cluster is None else {"address": cluster}
+    try:
+        ray.init(**where, **options)
+    except Exception as error:  # of many types: a node that times out, an address nobody listens at, another release
+        screen.error(str(StartFailure("Ray did not start:", f"{type(error).__name__}: {error}", RAY_LOGS)))
+        return 1
+    screen.stage("Ray: started" if cluster is None else f"Ray: joined the cluster at {cluster}")
     stop_on_signals()  # Ray has put a handler of its own in their place, which prints a stack trace
     logs = log_directory()
     if not verbose:

@@ -9,7 +9,7 @@ import yaml
 from ray.serve import Application
 
 from app.main import build
-from app.run import address_of, load, main, port_taken
+from app.run import ROUTER_DRAIN_POLL_S, address_of, load, main, port_taken, stop_routers_soon
 from configs.settings import SettingsError, parse_settings
 from testing.serve_objects import deployment_config_of, deployment_of
 
@@ -101,6 +101,29 @@ def test_every_deployment_drains_as_long_as_its_settings_say():
     deployments = [router, *(deployment_of(one) for one in router.init_args if isinstance(one, Application))]
     found = {one.name.lower(): deployment_config_of(one).graceful_shutdown_timeout_s for one in deployments}
     assert found == {role: own["drain_s"] for role, own in drains.items()}
+
+
+@pytest.mark.parametrize(
+    ("config", "polls"),
+    [
+        ({"proxy_location": "Disabled"}, {"Router": ROUTER_DRAIN_POLL_S}),
+        ({"proxy_location": "EveryNode"}, {}),
+        ({}, {}),
+    ],
+)
+def test_routers_without_proxies_stop_at_once(config: dict[str, object], polls: dict[str, float]) -> None:
+    """With proxies, Serve waits until they have learnt of the stop."""
+    application: dict[str, list[dict[str, object]]] = {"import_path": "app.main:build"}  # type: ignore[dict-item]
+    stop_routers_soon(config | {"applications": [application]})
+    found = {one["name"]: one["graceful_shutdown_wait_loop_s"] for one in application.get("deployments", [])}
+    assert found == polls
+
+
+def test_an_operators_own_options_of_the_router_stay() -> None:
+    router = {"name": "Router", "graceful_shutdown_wait_loop_s": 7.0}
+    application = {"import_path": "app.main:build", "deployments": [router]}
+    stop_routers_soon({"proxy_location": "Disabled", "applications": [application]})
+    assert application["deployments"] == [{"name": "Router", "graceful_shutdown_wait_loop_s": 7.0}]
 
 
 SCALED = {"min_replicas": 1, "max_replicas": 2}
