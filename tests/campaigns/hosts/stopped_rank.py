@@ -1,11 +1,12 @@
 """A prefill rank is stopped in mid-write, its engine core is killed, and the rank goes on: no foreign byte may arrive.
 
-    python -m tests.campaigns.hosts.stopped_rank [--count 50]
+    python -m tests.campaigns.hosts.stopped_rank [--count 50] [--kill]
 
 Real processes and NIXL over TCP, without vLLM engines: an engine core that serves the cards of two prefill ranks, and a
 decode rank. Rank 1 stops itself (SIGSTOP) when its write is posted. The core is killed; nothing listens on its port any
 more. As soon as the decode rank reports that its blocks are free, they are filled with the next request's bytes. Then
-rank 1 continues (SIGCONT), as its write does, and ends as vLLM's workers do when their core has gone.
+rank 1 continues (SIGCONT), as its write does, and ends as vLLM's workers do when their core has gone. With --kill it is
+killed instead (SIGKILL), and the decode rank must find that out by itself.
 """
 
 from __future__ import annotations
@@ -176,8 +177,11 @@ def decode_rank(address: EngineAddress, main: Connection) -> None:
     os._exit(0)
 
 
-def play(number: int) -> Outcome:
-    """One round. Raises NoFreeBlocksError where the blocks do not come back after the rank has ended."""
+def play(number: int, last_signal: signal.Signals = signal.SIGCONT) -> Outcome:
+    """One round, in which ``last_signal`` goes to the stopped rank.
+
+    Raises NoFreeBlocksError where the blocks do not come back after the rank has ended.
+    """
     incarnation = f"prefill-{os.getpid()}-{number}"
     core_end, core_child = CONTEXT.Pipe()
     core = CONTEXT.Process(target=engine_core, args=(incarnation, core_child))
@@ -198,7 +202,7 @@ def play(number: int) -> Outcome:
         core.join()
         freed_while_stopped = decode_end.poll(LIMITS.progress_s + LIMITS.cancel_s + WATCH_S)
         continued_at = time.monotonic()
-        os.kill(pids[1], signal.SIGCONT)
+        os.kill(pids[1], last_signal)
         _until(lambda: not psutil.pid_exists(pids[1]), 30.0)
         if not decode_end.poll(30.0):
             raise NoFreeBlocksError(
@@ -231,11 +235,12 @@ def _kill(pid: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=50, help="rounds")
+    parser.add_argument("--kill", action="store_true", help="kill the stopped rank instead of continuing it")
     arguments = parser.parse_args()
     os.environ["UCX_TLS"] = "tcp"
     broken = 0
     for number in range(arguments.count):
-        outcome = play(number)
+        outcome = play(number, signal.SIGKILL if arguments.kill else signal.SIGCONT)
         broken += bool(outcome.foreign_bytes) or outcome.freed_while_stopped
         print(f"{number}: {dataclasses.asdict(outcome)}", flush=True)
     print(f"{arguments.count} rounds, {broken} with foreign bytes or blocks that were freed too early")
