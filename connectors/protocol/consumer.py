@@ -42,85 +42,25 @@ Forget, for each of its ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from connectors.planning.blocks import BlockSet, UnitSet, UnitShape, wanted_units
 from connectors.planning.layout import Group
-from connectors.protocol.actions import Connect, ConsumerAction, Digest, Forget, Freed, Received, Send, Verify
-from connectors.protocol.cards import NO_PROCESS, ProcessIdentity
+from connectors.protocol.actions import Connect, ConsumerAction, Forget, Freed, Received, Send, Verify
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.ordered import due
 from connectors.protocol.params import EngineAddress
+from connectors.protocol.reception import (
+    GIVEN_UP,
+    Order,
+    Partner,
+    Reception,
+    ReceptionStage,
+    Suspect,
+    expected_bytes,
+    units_from,
+)
 from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Failed, Fin, Message, Offer, Peer
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """What one request wants: ``groups[g]`` are the blocks of group g to fill so that it resumes at ``end_token``."""
-
-    request_id: str
-    transfer_id: str
-    producer: EngineAddress
-    end_token: int
-    prompt_digest: str
-    groups: tuple[BlockSet, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Partner:
-    """One producer rank that talks to this worker; ``unit_bytes[g]`` is what it sends for a unit of group g.
-
-    ``new_digest`` makes the digest of one transfer from it, over our memory; None where none is to be asked for.
-    ``met_at`` is where its engine was met, None where nobody shook hands. A request may name the engine with another
-    address, and who answers there, or nobody, says nothing about this one. ``process`` is the one that writes, and
-    ``was_seen`` whether this worker's own kernel had it then.
-    """
-
-    peer: Peer
-    shapes: tuple[UnitShape, ...]
-    unit_bytes: tuple[int, ...]
-    new_digest: Callable[[], Digest] | None = None
-    met_at: EngineAddress | None = None
-    process: ProcessIdentity = NO_PROCESS
-    was_seen: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Suspect:
-    """A producer worker that keeps blocks in quarantine: is its process dead? As in its ``Partner``."""
-
-    peer: Peer
-    process: ProcessIdentity
-    was_seen: bool
-    met_at: EngineAddress | None
-
-
-class _Stage(Enum):
-    """Its value is its name in the census."""
-
-    CONNECTING = "connecting"
-    OFFERED = "offered"
-    ENDING = "ending"
-    QUARANTINE = "quarantined"
-
-
-_GIVEN_UP = (_Stage.ENDING, _Stage.QUARANTINE)
-
-
-@dataclass(slots=True)
-class _Reception:
-    order: Order
-    stage: _Stage
-    since: float
-    number: int = 0
-    writing: dict[Peer, Partner] = field(default_factory=dict)
-    heard_at: dict[Peer, float] = field(default_factory=dict)
-    verifying: set[Peer] = field(default_factory=set)
-    failure: str | None = None
-    cancelled_at: float = 0.0
-    check_at: float = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +86,9 @@ class Consumer:
         self._groups = tuple(groups)
         self._limits = limits
         # Of requests that wait, by request; of those that do not, by transfer: a request's id may come again.
-        self._receptions: dict[str, _Reception] = {}
-        self._quarantine: dict[str, _Reception] = {}
-        self._by_transfer: dict[str, _Reception] = {}
+        self._receptions: dict[str, Reception] = {}
+        self._quarantine: dict[str, Reception] = {}
+        self._by_transfer: dict[str, Reception] = {}
         self._partners: dict[str, tuple[Partner, ...]] = {}
         self._doubtful: set[str] = set()
         # In the order in which they are forgotten: engines, and ids of transfers that are over.
@@ -166,7 +106,7 @@ class Consumer:
         if order.transfer_id in self._used or order.transfer_id in self._by_transfer:
             return [Received(order.request_id, "another request has this transfer; an id is for one request")]
         self._want(order.producer.incarnation, now)
-        reception = self._receptions[order.request_id] = _Reception(order, _Stage.CONNECTING, now)
+        reception = self._receptions[order.request_id] = Reception(order, ReceptionStage.CONNECTING, now)
         self._by_transfer[order.transfer_id] = reception
         partners = self._reachable(order.producer.incarnation)
         return [Connect(order.producer)] if partners is None else self._offer(reception, partners, now)
@@ -194,9 +134,9 @@ class Consumer:
         self._want(incarnation, now)
         actions: list[ConsumerAction] = []
         for reception in self._of_engine(incarnation):
-            if reception.stage is _Stage.CONNECTING:
+            if reception.stage is ReceptionStage.CONNECTING:
                 actions += self._offer(reception, self._partners[incarnation], now)
-            elif reception.stage in _GIVEN_UP and reception.writing:
+            elif reception.stage in GIVEN_UP and reception.writing:
                 actions += self._cancel(reception, now)
         for transfer_id, _ in self._releases.pop(incarnation, []):
             actions += self._release(transfer_id, partners)
@@ -206,7 +146,7 @@ class Consumer:
         """The handshake failed. The next request for this engine start tries again."""
         actions: list[ConsumerAction] = []
         for reception in self._of_engine(incarnation):
-            if reception.stage is _Stage.CONNECTING:
+            if reception.stage is ReceptionStage.CONNECTING:
                 actions += self._fail(reception, reason, now)
         self._releases.pop(incarnation, None)
         return actions
@@ -235,7 +175,10 @@ class Consumer:
         return peer.incarnation in self._releases or any(
             peer in reception.writing
             or peer in reception.verifying
-            or (reception.stage is _Stage.CONNECTING and reception.order.producer.incarnation == peer.incarnation)
+            or (
+                reception.stage is ReceptionStage.CONNECTING
+                and reception.order.producer.incarnation == peer.incarnation
+            )
             for reception in self._all()
         )
 
@@ -322,7 +265,7 @@ class Consumer:
 
     def census(self) -> dict[str, int]:
         """Receptions by stage."""
-        counts = {stage.value: 0 for stage in _Stage}
+        counts = {stage.value: 0 for stage in ReceptionStage}
         for reception in self._all():
             counts[reception.stage.value] += 1
         return counts
@@ -348,13 +291,13 @@ class Consumer:
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
-    def _all(self) -> Iterator[_Reception]:
+    def _all(self) -> Iterator[Reception]:
         yield from self._receptions.values()
         yield from self._quarantine.values()
 
-    def _check(self, reception: _Reception, now: float) -> list[ConsumerAction]:
+    def _check(self, reception: Reception, now: float) -> list[ConsumerAction]:
         """The deadlines of one reception, and when to look at them again: what is heard only puts them off."""
-        if reception.stage in _GIVEN_UP:
+        if reception.stage in GIVEN_UP:
             reception.check_at = reception.cancelled_at + self._limits.cancel_s
             if reception.writing and now >= reception.check_at:
                 return self._unanswered(reception, now)
@@ -364,13 +307,13 @@ class Consumer:
             return []
         return self._fail(reception, f"nothing was heard of the transfer for {self._silence_s(reception):g} s", now)
 
-    def _silence_s(self, reception: _Reception) -> float:
-        connecting = reception.stage is _Stage.CONNECTING
+    def _silence_s(self, reception: Reception) -> float:
+        connecting = reception.stage is ReceptionStage.CONNECTING
         return max(self._limits.handshake_s, self._limits.progress_s) if connecting else self._limits.progress_s
 
-    def _silent_since(self, reception: _Reception, now: float) -> float:
+    def _silent_since(self, reception: Reception, now: float) -> float:
         """When the one was last heard that has been silent longest, of those that owe a word: none speaks for all."""
-        if reception.stage is _Stage.CONNECTING:
+        if reception.stage is ReceptionStage.CONNECTING:
             return reception.since
         return min((reception.heard_at[peer] for peer in reception.writing), default=now)
 
@@ -384,16 +327,16 @@ class Consumer:
         self._doubtful.discard(incarnation)
         return [Forget(partner.peer) for partner in self._partners.pop(incarnation, ())]
 
-    def _of_engine(self, incarnation: str) -> list[_Reception]:
+    def _of_engine(self, incarnation: str) -> list[Reception]:
         return [r for r in self._all() if r.order.producer.incarnation == incarnation]
 
     def _want(self, incarnation: str, now: float) -> None:
         self._wanted_at.pop(incarnation, None)
         self._wanted_at[incarnation] = now
 
-    def _offer(self, reception: _Reception, partners: Sequence[Partner], now: float) -> list[ConsumerAction]:
+    def _offer(self, reception: Reception, partners: Sequence[Partner], now: float) -> list[ConsumerAction]:
         order = reception.order
-        reception.stage, reception.number = _Stage.OFFERED, self._next_number()
+        reception.stage, reception.number = ReceptionStage.OFFERED, self._next_number()
         reception.check_at = now
         reception.writing = {partner.peer: partner for partner in partners}
         reception.heard_at = dict.fromkeys(reception.writing, now)
@@ -409,7 +352,7 @@ class Consumer:
         return self._last_number
 
     def _answered(
-        self, reception: _Reception, partner: Partner, message: Fin | Aborted | Cancelled, now: float
+        self, reception: Reception, partner: Partner, message: Fin | Aborted | Cancelled, now: float
     ) -> list[ConsumerAction]:
         """A partner writes no more. Is the reception over, and is what it wrote what was wanted?"""
         if isinstance(message, Fin):
@@ -417,82 +360,68 @@ class Consumer:
             if message.total_bytes != expected:
                 failure = f"rank {partner.peer.rank} wrote {message.total_bytes} bytes where {expected} were offered"
                 return self._fail(reception, failure, now)
-            if partner.new_digest is not None and reception.stage is _Stage.OFFERED:
+            if partner.new_digest is not None and reception.stage is ReceptionStage.OFFERED:
                 if not message.digest:
                     return self._fail(reception, f"rank {partner.peer.rank} sent no digest of what it wrote", now)
                 reception.verifying.add(partner.peer)
                 units = units_from(partner, self._groups, reception.order)
                 transfer_id = reception.order.transfer_id
                 return [Verify(transfer_id, partner.peer, units, partner.new_digest(), message.digest)]
-        elif reception.stage not in _GIVEN_UP:
+        elif reception.stage not in GIVEN_UP:
             reason = message.reason if isinstance(message, Aborted) else "the producer has cancelled the transfer"
             return self._fail(reception, f"rank {partner.peer.rank}: {reason}", now)
         return self._end_if_over(reception, now)
 
-    def _fail(self, reception: _Reception, reason: str, now: float) -> list[ConsumerAction]:
+    def _fail(self, reception: Reception, reason: str, now: float) -> list[ConsumerAction]:
         if reception.failure is None:
             reception.failure = reason
-        if reception.stage is _Stage.CONNECTING:
+        if reception.stage is ReceptionStage.CONNECTING:
             # Should the handshake succeed after all, the producer need not hold its blocks until the lease ends.
             waiting = self._releases.setdefault(reception.order.producer.incarnation, [])
             waiting.append((reception.order.transfer_id, now))
-        if reception.stage in _GIVEN_UP or not (reception.writing or reception.verifying):
+        if reception.stage in GIVEN_UP or not (reception.writing or reception.verifying):
             return self._end_if_over(reception, now)
-        reception.stage = _Stage.ENDING
+        reception.stage = ReceptionStage.ENDING
         return self._cancel(reception, now)
 
-    def _cancel(self, reception: _Reception, now: float) -> list[ConsumerAction]:
+    def _cancel(self, reception: Reception, now: float) -> list[ConsumerAction]:
         reception.cancelled_at = reception.check_at = now
         return [Send(peer, Cancel(reception.order.transfer_id, reception.number)) for peer in reception.writing]
 
-    def _unanswered(self, reception: _Reception, now: float) -> list[ConsumerAction]:
+    def _unanswered(self, reception: Reception, now: float) -> list[ConsumerAction]:
         """cancel_s after a Cancel: the request waits no longer; whoever may still write is asked again."""
         order, met_at = reception.order, next(iter(reception.writing.values())).met_at
         actions: list[ConsumerAction] = [*self._cancel(reception, now), Connect(met_at or order.producer)]
-        if reception.stage is _Stage.ENDING:
+        if reception.stage is ReceptionStage.ENDING:
             actions.append(self._keep(reception))
         return actions
 
-    def _write_failed(self, reception: _Reception, reason: str, now: float) -> list[ConsumerAction]:
+    def _write_failed(self, reception: Reception, reason: str, now: float) -> list[ConsumerAction]:
         """Parts of a write may still arrive, and nothing but the producer's end will tell that they cannot."""
         actions = self._fail(reception, reason, now)
-        if reception.stage is _Stage.ENDING:
+        if reception.stage is ReceptionStage.ENDING:
             actions.append(self._keep(reception))
         return actions
 
-    def _keep(self, reception: _Reception) -> Received:
+    def _keep(self, reception: Reception) -> Received:
         """The request waits no longer; its blocks go into quarantine."""
         order = reception.order
-        reception.stage = _Stage.QUARANTINE
+        reception.stage = ReceptionStage.QUARANTINE
         self._quarantine[order.transfer_id] = self._receptions.pop(order.request_id)
         # Requests that come now shake hands before they offer blocks: a second quarantine would teach us nothing.
         self._doubtful.add(order.producer.incarnation)
         return Received(order.request_id, reception.failure, quarantine=order.transfer_id)
 
-    def _end_if_over(self, reception: _Reception, now: float) -> list[ConsumerAction]:
+    def _end_if_over(self, reception: Reception, now: float) -> list[ConsumerAction]:
         if reception.writing or reception.verifying:
             return []
         del self._by_transfer[reception.order.transfer_id]
         self._used[reception.order.transfer_id] = now
-        if reception.stage is _Stage.QUARANTINE:
+        if reception.stage is ReceptionStage.QUARANTINE:
             del self._quarantine[reception.order.transfer_id]
             return [Freed(reception.order.request_id, reception.order.transfer_id)]
         del self._receptions[reception.order.request_id]
         return [Received(reception.order.request_id, reception.failure)]
-
-
-def units_from(partner: Partner, groups: Sequence[Group], order: Order) -> tuple[UnitSet, ...]:
-    """What a partner must write for an order, by group."""
-    return tuple(
-        wanted_units(group, blocks, shape, order.end_token)
-        for group, blocks, shape in zip(groups, order.groups, partner.shapes, strict=True)
-    )
-
-
-def expected_bytes(groups: Sequence[Group], order: Order, partner: Partner) -> int:
-    """Bytes that a partner must report in Fin for an order."""
-    units = units_from(partner, groups, order)
-    return sum(len(each) * size for each, size in zip(units, partner.unit_bytes, strict=True))
 
 
 def failures(actions: Sequence[ConsumerAction]) -> Mapping[str, str]:

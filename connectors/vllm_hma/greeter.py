@@ -24,9 +24,9 @@ from connectors.planning.heads import partners
 from connectors.planning.plan import PairPlan, plan_pair
 from connectors.planning.verify import prove_plans
 from connectors.protocol.cards import EngineCard, WorkerCard, check_peers, decode_worker_card, encode_worker_card
-from connectors.protocol.consumer import Partner
 from connectors.protocol.delivery import Consumer
 from connectors.protocol.params import EngineAddress
+from connectors.protocol.reception import Partner
 from connectors.protocol.wire import Hello, Peer, Refused, Welcome
 from connectors.transport.base import Transport
 from connectors.transport.digest import End, Memory, digests

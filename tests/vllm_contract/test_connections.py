@@ -8,10 +8,11 @@ from typing import NoReturn
 import numpy as np
 import pytest
 
-from connectors.errors import TransportError
+from connectors.errors import FailedWriteError, TransportError
 from connectors.planning.descriptors import Runs
 from connectors.planning.layout import Place
 from connectors.transport.memory import MemoryTransport
+from connectors.vllm_hma import post
 from connectors.vllm_hma.orders import Chunk, Expect
 from connectors.vllm_hma.writes import Writes
 from tests.vllm_contract.workers import DIGEST, LIMITS, Worker, receive, results, until
@@ -72,6 +73,23 @@ def test_a_connection_that_broke_on_the_producers_side(worker: Callable[..., Wor
     """The next write, and with it Fin, goes out over a fresh connection."""
     producer, consumer = met(worker)
     break_connection(producer)
+    deliver(producer, consumer, "second")
+
+
+def test_a_broken_connection_is_found_before_a_write_is_posted(
+    worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write to it would fail as one that may have begun, and cost the consumer's blocks; a message costs nothing."""
+    monkeypatch.setattr(post, "_CHECK_EVERY_S", 0.0)
+    producer, consumer = met(worker)
+    break_connection(producer)
+
+    def fails(transport: Breakable, peer: str, runs: Runs, source: Place, target: Place) -> int:
+        if transport.broken:
+            raise FailedWriteError(peer, "NIXL_ERR_REMOTE_DISCONNECT")
+        return MemoryTransport.write(transport, peer, runs, source, target)
+
+    monkeypatch.setattr(Breakable, "write", fails)
     deliver(producer, consumer, "second")
 
 

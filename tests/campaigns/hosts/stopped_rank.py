@@ -1,11 +1,12 @@
 """A prefill rank is stopped in mid-write, its engine core is killed, and the rank goes on: no foreign byte may arrive.
 
-    python -m tests.campaigns.hosts.stopped_rank [--count 50]
+    python -m tests.campaigns.hosts.stopped_rank [--count 50] [--kill]
 
 Real processes and NIXL over TCP, without vLLM engines: an engine core that serves the cards of two prefill ranks, and a
 decode rank. Rank 1 stops itself (SIGSTOP) when its write is posted. The core is killed; nothing listens on its port any
 more. As soon as the decode rank reports that its blocks are free, they are filled with the next request's bytes. Then
-rank 1 continues (SIGCONT), as its write does, and ends as vLLM's workers do when their core has gone.
+rank 1 continues (SIGCONT), as its write does, and ends as vLLM's workers do when their core has gone. With --kill it is
+killed instead (SIGKILL), and the decode rank must find that out by itself.
 """
 
 from __future__ import annotations
@@ -64,8 +65,9 @@ class NoFreeBlocksError(AssertionError):
 
 @dataclass
 class Outcome:
-    """What one round has shown."""
+    """What one round has shown. ``delivered``: the write ended before the rank had stopped, and the KV is whole."""
 
+    delivered: bool
     freed_while_stopped: bool
     freed_after_s: float
     foreign_bytes: int
@@ -102,7 +104,8 @@ class StopsInMidWrite(NixlTransport):
 
     def write(self, peer: str, runs: Runs, source: Place, target: Place) -> int:
         handle = super().write(peer, runs, source, target)
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # At this thread: it stops the process before it goes on, where any other thread would have to wake up first.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         return handle
 
 
@@ -161,23 +164,26 @@ def decode_rank(address: EngineAddress, main: Connection) -> None:
     receive = Receive("r", "t", address, DIGEST, ((1,),), 0, BLOCK_TOKENS - 1)
     worker.step(receives=[receive])
     main.send("asked")
-    failed, kept, freed_at = False, False, 0.0
+    ended, failed, kept, freed_at = False, False, False, 0.0
     while not main.poll():
-        _, received, _ = worker.runtime.results()
+        _, received, without = worker.runtime.results()
         report = worker.runtime.quarantine()
-        failed = failed or "r" in received
+        ended, failed = ended or "r" in received, failed or "r" in without
         kept = (kept or (report is not None and bool(report.begun))) and not (report is not None and report.ended)
-        if failed and not kept and not freed_at:
+        if ended and not kept and not freed_at:
             freed_at = time.monotonic()
             worker.cache[1] = NEXT_OWNER
-            main.send(freed_at)
+            main.send((freed_at, not failed))
         time.sleep(0.01)
     main.send(int((worker.cache[1] != NEXT_OWNER).sum()) if freed_at else -1)
     os._exit(0)
 
 
-def play(number: int) -> Outcome:
-    """One round. Raises NoFreeBlocksError where the blocks do not come back after the rank has ended."""
+def play(number: int, last_signal: signal.Signals = signal.SIGCONT) -> Outcome:
+    """One round, in which ``last_signal`` goes to the stopped rank.
+
+    Raises NoFreeBlocksError where the blocks do not come back after the rank has ended.
+    """
     incarnation = f"prefill-{os.getpid()}-{number}"
     core_end, core_child = CONTEXT.Pipe()
     core = CONTEXT.Process(target=engine_core, args=(incarnation, core_child))
@@ -198,16 +204,16 @@ def play(number: int) -> Outcome:
         core.join()
         freed_while_stopped = decode_end.poll(LIMITS.progress_s + LIMITS.cancel_s + WATCH_S)
         continued_at = time.monotonic()
-        os.kill(pids[1], signal.SIGCONT)
+        os.kill(pids[1], last_signal)
         _until(lambda: not psutil.pid_exists(pids[1]), 30.0)
         if not decode_end.poll(30.0):
             raise NoFreeBlocksError(
                 "the decode rank's blocks are still in quarantine 30 s after the prefill rank's end"
             )
-        freed_at = decode_end.recv()
+        freed_at, delivered = decode_end.recv()
         time.sleep(1.0)
         decode_end.send("end")
-        return Outcome(freed_while_stopped, freed_at - continued_at, decode_end.recv())
+        return Outcome(delivered, freed_while_stopped, freed_at - continued_at, decode_end.recv())
     finally:
         for pid in pids:
             _kill(pid)
@@ -231,14 +237,17 @@ def _kill(pid: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=50, help="rounds")
+    parser.add_argument("--kill", action="store_true", help="kill the stopped rank instead of continuing it")
     arguments = parser.parse_args()
     os.environ["UCX_TLS"] = "tcp"
-    broken = 0
+    broken = stopped = 0
     for number in range(arguments.count):
-        outcome = play(number)
-        broken += bool(outcome.foreign_bytes) or outcome.freed_while_stopped
+        outcome = play(number, signal.SIGKILL if arguments.kill else signal.SIGCONT)
+        broken += bool(outcome.foreign_bytes) or (outcome.freed_while_stopped and not outcome.delivered)
+        stopped += not outcome.delivered
         print(f"{number}: {dataclasses.asdict(outcome)}", flush=True)
-    print(f"{arguments.count} rounds, {broken} with foreign bytes or blocks that were freed too early")
+    print(f"{arguments.count} rounds, a rank stopped in mid-write in {stopped}")
+    print(f"{broken} with foreign bytes or blocks that were freed too early")
     sys.exit(broken > 0)
 
 

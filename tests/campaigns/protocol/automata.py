@@ -16,10 +16,11 @@ from typing import Any
 
 from connectors.planning.blocks import Ints
 from connectors.protocol.actions import Connect, Freed, Received, Send, Sent, Verify, Write
-from connectors.protocol.consumer import _GIVEN_UP, Consumer
+from connectors.protocol.consumer import Consumer
 from connectors.protocol.delivery import Delivery, Stage, Transfer
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.producer import Producer
+from connectors.protocol.reception import GIVEN_UP
 from connectors.protocol.wire import Aborted, Alive, Envelope, Failed, Fin, Message, Peer, encode
 
 Tag = tuple[object, ...]
@@ -343,13 +344,13 @@ class ExplorableConsumer(Consumer):
                     reception.since if reception.stage.name == "CONNECTING" else 0.0,
                     tuple(
                         sorted(
-                            (peer.rank, 0.0 if reception.stage in _GIVEN_UP else reception.heard_at[peer])
+                            (peer.rank, 0.0 if reception.stage in GIVEN_UP else reception.heard_at[peer])
                             for peer in reception.writing
                         )
                     ),
                     tuple(sorted(peer.rank for peer in reception.verifying)),
                     reception.failure is None,
-                    reception.cancelled_at if reception.stage in _GIVEN_UP else 0.0,
+                    reception.cancelled_at if reception.stage in GIVEN_UP else 0.0,
                 )
                 for reception in self._all()
             ),
@@ -369,7 +370,7 @@ class ExplorableConsumer(Consumer):
             reception.heard_at = {swapped(peer): at for peer, at in reception.heard_at.items()}
 
     def ending(self) -> bool:
-        return any(reception.stage in _GIVEN_UP for reception in self._all())
+        return any(reception.stage in GIVEN_UP for reception in self._all())
 
 
 def call_consumer(machine: ExplorableConsumer, event: Event, letters: Letters) -> list[Any]:

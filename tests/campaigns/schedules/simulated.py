@@ -9,10 +9,10 @@ from connectors.planning.blocks import UnitShape
 from connectors.planning.descriptors import Moves
 from connectors.planning.layout import Group, GroupKind
 from connectors.protocol.consumer import Consumer as ConsumerMachine
-from connectors.protocol.consumer import Order
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.producer import Producer
+from connectors.protocol.reception import Order
 from connectors.protocol.wire import Peer
 
 GROUPS = (

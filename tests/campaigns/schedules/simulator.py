@@ -37,10 +37,10 @@ from connectors.protocol.actions import (
     Write,
 )
 from connectors.protocol.consumer import Consumer as ConsumerMachine
-from connectors.protocol.consumer import Order, Partner
 from connectors.protocol.delivery import Consumer
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.producer import Producer
+from connectors.protocol.reception import Order, Partner
 from connectors.protocol.wire import Cancel, Envelope, Message, Offer, Peer, decode, encode
 from tests.campaigns.schedules.simulated import (
     DAMAGED,
