@@ -84,7 +84,7 @@ ifdef TESTS
 	$(BIN)/python -m pytest $(TESTS)
 else
 	@mkdir -p build
-	@$(MAKE) --no-print-directory check > build/check.log 2>&1 & check=$$!; \
+	@($(CHECK)) > build/check.log 2>&1 & check=$$!; \
 	$(BIN)/python -m pytest $(PARALLEL) --durations=30 --budget-s=$(BUDGET_S); tests=$$?; \
 	wait $$check; code=$$?; cat build/check.log; exit $$((tests ? tests : code))
 endif
@@ -93,11 +93,11 @@ endif
 test-all: $(STAMP) ## Run every campaign that decides a release, and write one report (hours; resumable): ONLY="identity fuzz"
 	$(BIN)/python -m tests.campaigns $(if $(ONLY),--only $(ONLY))
 
+CHECK = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
 .PHONY: check
 check: $(STAMP) ## Lint, formatting and types
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(CHECK)
 
 .PHONY: doctor
 doctor: $(STAMP) ## Check this machine before it serves: CONFIG=configs/local.yaml
