@@ -50,8 +50,14 @@ def use_fork_server() -> None:
         logger.warning("engine processes are spawned, which takes longer: vLLM has several contexts to start them")
         return
     (original,) = originals
+    if getattr(original, "__module__", None) == __name__:
+        return  # replaced by an earlier engine of this process
+
+    def context() -> BaseContext:
+        return _context(original)
+
     for module in modules:
-        setattr(module, "get_mp_context", lambda: _context(original))  # noqa: B010
+        setattr(module, "get_mp_context", context)  # noqa: B010
 
 
 def stay_with_this_server() -> None:

@@ -14,6 +14,7 @@ from actors import hosting
 from actors.decode import Decode
 from actors.engine import kv_transfer_config
 from actors.prefill import Prefill
+from actors.start_progress import EngineStartError
 from app.main import build
 from configs.reference import reference
 from configs.settings import PEER_SECRET_VARIABLE, ServiceSettings, SettingsError, parse_settings
@@ -105,7 +106,7 @@ def test_an_engine_starts_with_the_secret_of_its_environment(monkeypatch):
     monkeypatch.setattr(hosting.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     for role in (Prefill, Decode):
         replica: Any = object.__new__(type("Unended", (role,), {"__del__": lambda self: None}))
-        with pytest.raises(Started):
+        with pytest.raises(EngineStartError, match="Started"):
             asyncio.run(role.__init__(replica, ServiceSettings(), SecretStr("made by the build")))
     assert [secret_of(settings) for settings in started] == [SECRET, SECRET]
 

@@ -14,7 +14,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import FrontendArgs
 
 from actors.arguments import engine_argument_names, engine_arguments, fields_in_source, frontend_argument_names
-from actors.fork_server import USERS, may_fork
+from actors.fork_server import USERS, may_fork, use_fork_server
 from configs.settings import RoleName, parse_settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,7 +69,18 @@ def test_processes_have_their_parents_environment_and_one_server(tmp_path: Path)
 
 def test_vllm_starts_processes_where_they_are_replaced() -> None:
     """Otherwise engines spawn their processes, and every start takes 10 s longer."""
-    assert len({importlib.import_module(name).get_mp_context for name in USERS}) == 1
+    modules = [importlib.import_module(name) for name in USERS]
+    before = [module.get_mp_context for module in modules]
+    assert len(set(before)) == 1
+    try:
+        use_fork_server()
+        replaced = {module.get_mp_context for module in modules}
+        use_fork_server()
+        assert {module.get_mp_context for module in modules} == replaced, "a second engine replaces nothing"
+        assert len(replaced) == 1
+    finally:
+        for module, original in zip(modules, before, strict=True):
+            setattr(module, "get_mp_context", original)  # noqa: B010
 
 
 @pytest.mark.parametrize(

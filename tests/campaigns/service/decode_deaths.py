@@ -86,7 +86,7 @@ class Decodes:
         for process in self._service.processes():
             try:
                 if ":Decode" in " ".join(process.cmdline()):
-                    for child in process.children():
+                    for child in process.children(recursive=True):
                         if "EngineCore" in " ".join(child.cmdline()):
                             yield DecodeEngine(process, child)
             except psutil.NoSuchProcess:
