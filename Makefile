@@ -193,6 +193,10 @@ build/clients/bin/python:
 clients: $(STAMP) build/clients/bin/python ## The openai SDK, LangChain (in an environment in build/), vllm bench serve and curl against the service
 	$(BIN)/python -m tests.campaigns.service.clients --langchain build/clients/bin/python
 
+.PHONY: multi-connector
+multi-connector: $(STAMP) ## 100 requests through MultiConnector over TandemConnector and vLLM's ExampleConnector; metrics must account for all
+	$(BIN)/python -m tests.campaigns.service.multi_connector
+
 .PHONY: streams
 streams: $(STAMP) ## Cut streams of every kind at every token, and kill 40 decode engines under streams (about an hour)
 	TANDEM_STREAMS=1 $(BIN)/python -m pytest tests/e2e/test_streams.py

@@ -30,6 +30,7 @@ from connectors.vllm_hma.config import parse_config
 from connectors.vllm_hma.metrics import TandemPromMetrics, TandemStats
 from connectors.vllm_hma.orders import CardMetadata, Orders
 from connectors.vllm_hma.orphan import end_with_parent
+from connectors.vllm_hma.plugin import register
 from connectors.vllm_hma.quarantine import QuarantineReport
 from connectors.vllm_hma.scheduler import SchedulerConnector
 from connectors.vllm_hma.translate import group_shapes, only_states_can_lag
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+# An installation without entry points, or VLLM_PLUGINS that leaves ours out: see plugin.py for who needs the name.
+register()
 
 
 class TandemConnector(KVConnectorBase_V1, SupportsHMA):
@@ -132,6 +136,10 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
+        return self.scheduler.finished(request)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Called by MultiConnector in place of the method above when another child does not support HMA."""
         return self.scheduler.finished(request)
 
     # ---- workers' side -----------------------------------------------------------------------------------------
