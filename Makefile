@@ -121,6 +121,7 @@ bench-link: $(STAMP) ## TTFT over a link of 800 Mbit/s: streaming, whole request
 bench-transfer: $(STAMP) ## Measure transfers beside raw NIXL and memcpy, descriptors and first contact: FABRICS=shm,tcp
 	$(BIN)/python -m benchmarks.transfer $(if $(FABRICS),--fabrics $(FABRICS))
 	$(BIN)/python -m benchmarks.descriptors
+	$(BIN)/python -m benchmarks.kv_layouts
 	$(BIN)/python -m benchmarks.contact
 
 build/vllm-router/bin/vllm-router:

@@ -93,6 +93,16 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         """May vLLM count a held prefix of full attention whose states are gone? The last state always comes."""
         return self._only_states_can_lag
 
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Request head-major pages, so that the heads that one rank sends to another lie together in a block.
+
+        vLLM's default is token-major: one run per token where TP sizes differ. ``VLLM_KV_CACHE_LAYOUT`` overrides the
+        request, and vLLM drops it with a warning where a backend cannot do it. MLA keeps a single latent per token.
+        """
+        model = vllm_config.model_config
+        return None if model is None or model.use_mla else "LBHNC"
+
     # ---- scheduler's side --------------------------------------------------------------------------------------
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:

@@ -29,10 +29,17 @@ _CONFIRM_S = 2.0
 class EngineProbe:
     """Probes the engines that it is told to watch, in a thread that lives only while there are some."""
 
-    def __init__(self, timeout_s: float, identity: bytes, on_lost: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        identity: bytes,
+        on_lost: Callable[[str, str], None],
+        on_start: Callable[[], None] = lambda: None,
+    ) -> None:
         self._timeout_s = timeout_s
         self._identity = identity
         self._on_lost = on_lost
+        self._on_start = on_start
         self._lock = threading.Lock()
         self._watched: set[EngineAddress] = set()
         self._thread: threading.Thread | None = None
@@ -51,6 +58,8 @@ class EngineProbe:
         self._closed.set()
 
     def _run(self) -> None:
+        # `on_lost` sends messages.
+        self._on_start()
         refused: set[EngineAddress] = set()
         while True:
             with self._lock:
