@@ -64,6 +64,11 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
                 "kv_transfer_config: set kv_load_failure_policy='recompute'; with 'fail', vLLM's default, a transfer "
                 "that fails would fail the request"
             )
+        if vllm_config.model_config.enable_sleep_mode:
+            raise ConfigurationError(
+                "enable_sleep_mode: sleep releases the KV cache, whose memory NIXL keeps registered and peers may be "
+                "writing to; turn sleep mode off"
+            )
         config = parse_config(transfer.kv_connector_extra_config)
         self._only_states_can_lag = only_states_can_lag(kv_cache_config)
         # The engine id may be fixed by configuration; with the instance id it is new at every start.

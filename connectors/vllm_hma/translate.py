@@ -10,15 +10,11 @@ A new model family is a new branch here, and nowhere else. What is not known is 
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import vllm
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -35,14 +31,13 @@ from vllm.v1.kv_cache_interface import (
 
 from connectors.errors import UnsupportedCacheError
 from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Place, Region, unique_regions
-from connectors.protocol.cards import ModelIdentity
+from connectors.vllm_hma.identity import resolved_cache_dtype
 from connectors.vllm_hma.states import state_parts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-_SAMPLE_BYTES, _SAMPLES = 1 << 18, 16
 _PLAIN_FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
 _SEPARATE = "serve this model without Tandem's connector"
 
@@ -106,40 +101,6 @@ def only_states_can_lag(cache: KVCacheConfig) -> bool:
     return len(others) < len(specs) and all(type(spec) in attention and spec == others[0] for spec in others)
 
 
-def model_identity(config: VllmConfig) -> ModelIdentity:
-    """What must be equal on both engines. Cheap: reads at most 4 MiB of each weight file."""
-    model = config.model_config
-    digest = hashlib.blake2b(digest_size=16)
-    path = Path(model.model)
-    if path.is_dir():
-        for file in sorted([*path.glob("*.safetensors"), *path.glob("*.bin")]):
-            digest.update(f"{file.name}:{file.stat().st_size}:".encode())
-            digest.update(_sample(file))
-    else:
-        digest.update(f"{model.model}@{model.revision}:".encode())
-    # As loaded, so that hf_overrides and the like count.
-    effective = {key: value for key, value in model.hf_config.to_dict().items() if key != "_name_or_path"}
-    effective["tandem"] = [str(model.quantization), config.load_config.load_format == "dummy"]
-    digest.update(json.dumps(effective, sort_keys=True, default=str).encode())
-    return ModelIdentity(
-        model=digest.hexdigest(),
-        dtype=str(model.dtype),
-        cache_dtype=str(config.cache_config.cache_dtype),
-        engine_version=vllm.__version__,
-    )
-
-
-def _sample(file: Path) -> bytes:
-    """Pieces from the first byte, a safetensors header with all names and shapes, to the last."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        pieces = []
-        for number in range(_SAMPLES):
-            stream.seek(max(0, size - _SAMPLE_BYTES) * number // (_SAMPLES - 1))
-            pieces.append(stream.read(_SAMPLE_BYTES))
-    return b"".join(pieces)
-
-
 def _layer_spec(spec: KVCacheSpec, layer: str) -> KVCacheSpec:
     return spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
@@ -189,7 +150,7 @@ def _attention_parts(
         rows=rows,
         row_stride_bytes=row_stride if rows > 1 else content,
         row_bytes=content,
-        packing=f"{spec.dtype}/{spec.kv_quant_mode.name}/{getattr(spec, 'cache_dtype_str', None)}",
+        packing=_packing(config, spec),
         kernel_blocks=kernel_blocks,
         kernel_block_stride_bytes=block_stride if kernel_blocks > 1 else 0,
     )
@@ -200,6 +161,13 @@ def _attention_parts(
         return [_latent_page(page, spec)]
     page = replace(page, total_heads=total_heads(config, layer, spec), packing=f"tokens/{page.packing}")
     return _cpu_parts(config, page, spec, size) if view.device.type == "cpu" else [page]
+
+
+def _packing(config: VllmConfig, spec: AttentionSpec) -> str:
+    """How one token's content of one head is encoded."""
+    name = getattr(spec, "cache_dtype_str", None)
+    resolved = resolved_cache_dtype(name, config.model_config) if name else None
+    return f"{spec.dtype}/{spec.kv_quant_mode.name}/{resolved}"
 
 
 def _slotted_page(page: LayerPages, tp_size: int) -> LayerPages:
@@ -258,7 +226,8 @@ def total_heads(config: VllmConfig, layer: str, spec: AttentionSpec) -> int:
     """KV heads of this layer in the whole model, of which vLLM has put ``spec.num_kv_heads`` on this rank.
 
     vLLM splits heads evenly, so several on a rank tell the total. A single one is either one of ``tp_size`` or a
-    replica, which the model's configuration tells: taking different heads for replicas would move wrong bytes. Raises UnsupportedCacheError where the configuration does not tell.
+    replica, which the model's configuration tells: taking different heads for replicas would move wrong bytes.
+    Raises UnsupportedCacheError where the configuration does not tell.
     """
     tp_size, heads = config.parallel_config.tensor_parallel_size, spec.num_kv_heads
     if tp_size == 1 or heads > 1:

@@ -1,4 +1,4 @@
-"""Engines whose KV cache vLLM's own code lays out and allocates, and transfers between them over the memory transport."""
+"""Engines whose KV cache vLLM's own code lays out, and transfers between them over the memory transport."""
 
 from __future__ import annotations
 
