@@ -45,7 +45,7 @@ class MemoryRank:
         """The one allocation behind all views, padding included."""
         view = next(iter(self.views.values()))
         found: np.ndarray[Any, np.dtype[np.uint8]] = (
-            torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage()).numpy()  # type: ignore[call-overload]
+            torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage()).numpy()
         )
         return found
 
@@ -98,5 +98,7 @@ def units(group: int, shape: UnitShape, src: list[tuple[int, int]], dst: list[tu
     """Units as (block, part) on both sides."""
     assert all(part < shape.src_units for _, part in src)
     assert all(part < shape.dst_units for _, part in dst)
-    columns = [np.asarray(column, np.int64) for pairs in (src, dst) for column in zip(*pairs, strict=True)]
-    return Moves(group, *columns)
+    src_ids, src_parts, dst_ids, dst_parts = (
+        np.asarray(column, np.int64) for pairs in (src, dst) for column in zip(*pairs, strict=True)
+    )
+    return Moves(group, src_ids, src_parts, dst_ids, dst_parts)

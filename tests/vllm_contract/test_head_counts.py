@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -127,10 +126,6 @@ def test_every_head_arrives_where_it_belongs(folder: Path, producer_tp: int, con
         assert np.array_equal(consumer.storage(), expected.storage())
 
 
-class Case(SimpleNamespace):
-    """One KV head on each of 4 ranks, and what a configuration says about it."""
-
-
 def case_config(overrides: dict[str, Any]) -> VllmConfig:
     return vllm_config(tensor_parallel_size=4, hf_overrides=frozenset(overrides.items()))
 
@@ -150,7 +145,7 @@ def case_config(overrides: dict[str, Any]) -> VllmConfig:
 )
 def test_a_single_head_on_each_of_four_ranks(overrides: dict[str, Any], spec: KVCacheSpec, total: int) -> None:
     """One of four different heads, or a replica: only the model's configuration tells."""
-    assert total_heads(case_config(overrides), "model.layers.0.self_attn.attn", spec) == total  # type: ignore[arg-type]
+    assert total_heads(case_config(overrides), "model.layers.0.self_attn.attn", spec) == total
 
 
 @pytest.mark.parametrize("heads", [3, 8])

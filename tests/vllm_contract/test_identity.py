@@ -67,7 +67,12 @@ def test_weights_are_read_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """Other ranks and later starts find the digest; a file that has changed is read again."""
     read: list[Path] = []
     digest = weights._digest
-    monkeypatch.setattr(weights, "_digest", lambda file: (read.append(file), digest(file))[1])
+
+    def counted(file: Path) -> str:
+        read.append(file)
+        return digest(file)
+
+    monkeypatch.setattr(weights, "_digest", counted)
     assert digest_weights(model) == digest_weights(model)
     assert read == [model / "model.safetensors"]
     flip_a_byte(model / "model.safetensors")
@@ -122,7 +127,7 @@ def test_cache_dtypes_are_compared_as_resolved(one: str, other: str, equal: bool
     made = config(MODEL_DIR, dtype="bfloat16")
     found = []
     for name in (one, other):
-        made.cache_config.cache_dtype = name  # type: ignore[assignment]
+        made.cache_config.cache_dtype = name
         found.append(model_identity(made).cache_dtype)
     assert (found[0] == found[1]) is equal, found
 
