@@ -1,15 +1,31 @@
 # Everything a newcomer needs; `make help` lists the targets.
 
 PYTHON ?= python3.11
+# Set, or detected for the targets that serve: gpu where nvidia-smi lists a GPU. Everything else runs on the CPU builds.
+ifndef DEVICE
+DEVICE := $(if $(filter run install doctor,$(MAKECMDGOALS)),$(shell timeout 10 nvidia-smi -L 2>/dev/null | grep -q '^GPU ' && echo gpu))
+endif
+ifeq ($(DEVICE),gpu)
+VENV := .venv-gpu
+LOCK := requirements-gpu.lock
+KIND := gpu-development
+SIZE := 4 GB to download
+CONFIG ?= configs/gpu.yaml
+else
 VENV := .venv
-BIN := $(VENV)/bin
+LOCK := requirements-cpu.lock
+KIND := development
+SIZE := 3 GB
 CONFIG ?= configs/local.yaml
+endif
+BIN := $(VENV)/bin
 PORT ?=
 ADDRESS ?=
 TESTS ?=
 BUDGET_S ?= 600
-# Engines wait more than they compute: three processes keep two cores busy.
-PARALLEL ?= -n 3 --dist loadgroup --no-loadscope-reorder
+# A process for each of two cores: a third one makes engines start slower than it gains.
+PARALLEL ?= -n 2 --dist loadscope --no-loadscope-reorder
+CPU_FEATURES ?=
 FABRICS ?=
 SEED ?= 1
 ROUNDS ?= 300
@@ -26,6 +42,11 @@ ONLY ?=
 DAMAGE ?=
 SCHEDULES ?= 100000
 STAMP := $(VENV)/.installed
+# Shows torch and vLLM another CPU, in every process of a run: testing/cpu_features.
+ifneq ($(CPU_FEATURES),)
+export TANDEM_CPU_FEATURES := $(CPU_FEATURES)
+export PYTHONPATH := $(CURDIR)/testing/cpu_features$(if $(PYTHONPATH),:$(PYTHONPATH))
+endif
 
 .DEFAULT_GOAL := help
 
@@ -37,16 +58,16 @@ $(BIN)/python:
 	@echo "tandem: making $(VENV) with $(PYTHON)"
 	$(PYTHON) -m venv $(VENV)
 
-$(STAMP): requirements-cpu.lock pyproject.toml k8s/install.sh | $(BIN)/python
-	@echo "tandem: installing the pinned dependencies into $(VENV) (about 3 GB the first time)"
-	k8s/install.sh $(VENV) development
+$(STAMP): $(LOCK) pyproject.toml k8s/install.sh | $(BIN)/python
+	@echo "tandem: installing $(LOCK) into $(VENV) (about $(SIZE) the first time)"
+	k8s/install.sh $(VENV) $(KIND)
 	@touch $@
 
 .PHONY: install
-install: $(STAMP) ## Make .venv and install the pinned dependencies
+install: $(STAMP) ## Install the pinned packages into .venv, or .venv-gpu where there is an NVIDIA GPU: DEVICE=cpu|gpu
 
 .PHONY: run
-run: $(STAMP) ## Serve until Ctrl-C: CONFIG=configs/local.yaml PORT=8000; ADDRESS=auto joins a Ray cluster
+run: $(STAMP) ## Serve until Ctrl-C: CONFIG=configs/local.yaml PORT=8000 VERBOSE=1 DEVICE=cpu|gpu; ADDRESS=auto joins a Ray cluster
 	@exec $(BIN)/python -m app.run --config $(CONFIG) $(if $(PORT),--port $(PORT)) $(if $(ADDRESS),--address $(ADDRESS))
 
 .PHONY: two-hosts
@@ -58,12 +79,12 @@ two-hosts-test: $(STAMP) ## Cut the link between two such hosts, and mend it (ro
 	$(BIN)/python -m pytest -s tests/campaigns/hosts/nixl_on_two_hosts.py tests/campaigns/hosts/on_two_hosts.py
 
 .PHONY: test
-test: $(STAMP) ## Run the whole suite beside lint, formatting and types (10 minutes on two cores): TESTS=tests/actors for a part
+test: $(STAMP) ## Run the whole suite beside lint, formatting and types (10 minutes on two cores): TESTS=tests/actors for a part, CPU_FEATURES=amx_tile=0
 ifdef TESTS
 	$(BIN)/python -m pytest $(TESTS)
 else
 	@mkdir -p build
-	@$(MAKE) --no-print-directory check > build/check.log 2>&1 & check=$$!; \
+	@($(CHECK)) > build/check.log 2>&1 & check=$$!; \
 	$(BIN)/python -m pytest $(PARALLEL) --durations=30 --budget-s=$(BUDGET_S); tests=$$?; \
 	wait $$check; code=$$?; cat build/check.log; exit $$((tests ? tests : code))
 endif
@@ -72,15 +93,27 @@ endif
 test-all: $(STAMP) ## Run every campaign that decides a release, and write one report (hours; resumable): ONLY="identity fuzz"
 	$(BIN)/python -m tests.campaigns $(if $(ONLY),--only $(ONLY))
 
+CHECK = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
 .PHONY: check
 check: $(STAMP) ## Lint, formatting and types
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(CHECK)
 
 .PHONY: doctor
 doctor: $(STAMP) ## Check this machine before it serves: CONFIG=configs/local.yaml
 	@$(BIN)/python -m app.doctor --config $(CONFIG)
+
+build/lock/bin/uv:
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/pip install --quiet pip==26.3 uv==0.13.9
+
+.PHONY: lock-gpu
+lock-gpu: $(STAMP) build/lock/bin/uv ## Resolve requirements-gpu.lock again, keeping the releases that pyproject.toml still allows
+	$(BIN)/python -m tests.campaigns.dependencies.gpu_lock resolve --uv build/lock/bin/uv
+
+.PHONY: check-lock-gpu
+check-lock-gpu: $(STAMP) build/lock/bin/uv ## Compare requirements-gpu.lock with what pip would install (may download 4 GB)
+	$(BIN)/python -m tests.campaigns.dependencies.gpu_lock check --python build/lock/bin/python
 
 .PHONY: manifests
 manifests: $(STAMP) ## Check k8s/ against schemas, KubeRay's rules and our settings: OVERLAYS=directory
@@ -221,6 +254,6 @@ demo-eval: $(STAMP) ## Measure the demo model's recall on held-out prompts
 	$(BIN)/python -m app.demo.evaluate
 
 .PHONY: clean
-clean: ## Remove caches and build outputs, not .venv
+clean: ## Remove caches and build outputs, not the environments
 	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -1,21 +1,29 @@
-"""Options of the whole suite: groups for parallel runs, and the time budget of ``make test``.
-
-``pytest-xdist`` keeps the tests of a group in one process (``--dist loadgroup``). A group is a file, unless the file
-names its group with ``pytest.mark.xdist_group`` because it shares engines or a Ray cluster with other files.
-"""
+"""Options of the whole suite: groups for parallel runs, and the time budget of ``make test``."""
 
 from __future__ import annotations
 
+import os
 import time
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
+
+from app.doctor.machine import longest_temporary_directory, ray_temporary_directory
+
+# Ray's sockets lie in TMPDIR, numbered where there are several nodes. Ray does not start where the path is too long.
+if len(ray_temporary_directory()) + len(".99") > longest_temporary_directory():
+    os.environ["RAY_TMPDIR"] = "/tmp"
 
 # Generated cases take as long as they take: the machine may be busy with engines.
 settings.register_profile("tandem", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("tandem")
 
 _STARTED_AT = pytest.StashKey[float]()
+SHARED_FOLDERS = ("tests/e2e/pair",)
+"""Folders whose files share engines."""
+
 OVER_BUDGET = 1.5
 """A run may take this multiple of its budget."""
 
@@ -28,12 +36,23 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_STARTED_AT] = time.monotonic()
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+class GroupScheduling(LoadScopeScheduling):
+    """Keep the tests of a group in one process: those of a file, or of a folder that shares engines.
+
+    Not ``--dist loadgroup``: pytest-xdist 3.8 sets ``Item._nodeid``, which pytest 9.2 no longer reads.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return next((folder for folder in SHARED_FOLDERS if file.startswith(folder + "/")), file)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling:
+    return GroupScheduling(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group by file, and start groups with engines first: they take longest, and the others fill the gaps."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+    """Start services and engines first: they take longest, and the other groups fill the gaps."""
     items.sort(key=_rank)
 
 

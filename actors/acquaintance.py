@@ -41,17 +41,18 @@ def meet_s(transfer: TransferSettings) -> float:
 class OtherRole:
     """The replicas of the other role, asked all at once; each may take `meet_s` for its answer."""
 
-    def __init__(self, role: RoleName, meet_s: float) -> None:
+    def __init__(self, role: RoleName, meet_s: float, handle: DeploymentHandle | None = None) -> None:
+        """`handle` is the role's; without one, Serve is asked for it when it is needed first."""
         self.role = role
-        self._ask_s = meet_s + ASK_MARGIN_S
-        self._handle: DeploymentHandle | None = None
+        self.ask_s = meet_s + ASK_MARGIN_S
+        self._handle = handle
 
     async def ask(self, method: str, *arguments: object) -> list[Any]:
         """The answers of the replicas that run and answer in time; none where there is no replica yet."""
         try:
             if self._handle is None:
                 self._handle = serve.get_deployment_handle(self.role.capitalize(), _check_exists=False)
-            return await replies_of(self.role, method, self._handle.broadcast(method, *arguments), self._ask_s)
+            return await replies_of(self.role, method, self._handle.broadcast(method, *arguments), self.ask_s)
         except (RayError, RayServeException, TimeoutError) as error:
             logger.debug("nobody met: %r", error)
         except Exception as error:  # engines that have not met serve nevertheless

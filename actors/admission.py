@@ -13,6 +13,10 @@ class Places:
     def __init__(self) -> None:
         self._taken: Counter[Hashable] = Counter()
 
+    def snapshot(self) -> dict[Hashable, int]:
+        """Return how many each key has now; a copy."""
+        return dict(self._taken)
+
     @contextmanager
     def taken(self, key: Hashable, most: int) -> Iterator[None]:
         """Hold one of `most` places; raises OverloadedError when `key` has that many already."""

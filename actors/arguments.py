@@ -1,7 +1,10 @@
 """From settings to the arguments of one vLLM engine, with names checked against the installed vLLM."""
 
+import ast
 import dataclasses
 import difflib
+import importlib
+import importlib.util
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -26,18 +29,53 @@ CPU_DEFAULTS = {"dtype": "float32", "enforce_eager": True, "worker_cls": "actors
 
 @cache
 def engine_argument_names() -> frozenset[str]:
-    """Names that vLLM's AsyncEngineArgs takes (imports vLLM, which takes seconds)."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    return frozenset(field.name for field in dataclasses.fields(AsyncEngineArgs) if not field.name.startswith("_"))
+    """Names that vLLM's AsyncEngineArgs takes."""
+    return _fields("vllm.engine.arg_utils", "AsyncEngineArgs")
 
 
 @cache
 def frontend_argument_names() -> frozenset[str]:
-    """Names that vLLM's OpenAI layer takes (imports vLLM, which takes seconds)."""
-    from vllm.entrypoints.launchers.cli_args import FrontendArgs
+    """Names that vLLM's OpenAI layer takes."""
+    return _fields("vllm.entrypoints.launchers.cli_args", "FrontendArgs")
 
-    return frozenset(field.name for field in dataclasses.fields(FrontendArgs))
+
+def _fields(module: str, name: str) -> frozenset[str]:
+    """Fields of a dataclass of vLLM's, from its source: importing it takes 8 s of CPU time, once in the launcher and
+    once more where Serve builds the application. Imports it where the source has another form."""
+    names = fields_in_source(_source(module), name)
+    if names is None:
+        names = {field.name for field in dataclasses.fields(getattr(importlib.import_module(module), name))}
+    return frozenset(field for field in names if not field.startswith("_"))
+
+
+def _source(module: str) -> str:
+    """The text of a module, without importing the packages above it as `importlib.util.find_spec` would."""
+    top, *rest = module.split(".")
+    spec = importlib.util.find_spec(top)
+    if spec is None or not spec.submodule_search_locations:
+        raise SettingsError(f"{top} is not installed: run `make install`")
+    path = Path(spec.submodule_search_locations[0]).joinpath(*rest).with_suffix(".py")
+    return path.read_text() if path.is_file() else ""
+
+
+def fields_in_source(source: str, name: str) -> set[str] | None:
+    """Annotated fields of the dataclass `name` and of its bases in the same module; None where a base or the class
+    itself is not in it."""
+    classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+    if name not in classes:
+        return None
+    found: set[str] = set()
+    for base in classes[name].bases:
+        inherited = fields_in_source(source, base.id) if isinstance(base, ast.Name) else None
+        if inherited is None:
+            return None
+        found |= inherited
+    for node in classes[name].body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            annotation = ast.unparse(node.annotation)
+            if "ClassVar" not in annotation and "InitVar" not in annotation:
+                found.add(node.target.id)
+    return found
 
 
 def check_arguments(settings: ServiceSettings) -> None:

@@ -4,8 +4,6 @@ import asyncio
 import logging
 from collections.abc import Mapping
 
-from pydantic import SecretStr
-
 from actors.acquaintance import LOOK_EVERY_S, OtherRole, ProbeParams, every, meet_s
 from actors.hosting import FIRST_REQUEST_TIMEOUT_S, EngineActor
 from actors.hosts import dead_hosts, watch_hosts
@@ -19,8 +17,7 @@ class Decode(EngineActor):
 
     role: RoleName = "decode"
 
-    async def __init__(self, settings: ServiceSettings, fallback_secret: SecretStr) -> None:  # type: ignore[misc]
-        await super().__init__(settings, fallback_secret)
+    async def _prepare(self, settings: ServiceSettings) -> None:
         await self.engine.warm_up(FIRST_REQUEST_TIMEOUT_S)
         # Before any prefill engine is met: nodes that are dead by then are none of ours.
         dead = await dead_hosts()
@@ -29,8 +26,8 @@ class Decode(EngineActor):
         self._meet_s = meet_s(settings.transfer)
         self._prefill = OtherRole("prefill", self._meet_s)
         self._met: set[str] = set()
-        await self._look_around()
-        looking = every(LOOK_EVERY_S, self._look_around)
+        await self.look_around()
+        looking = every(LOOK_EVERY_S, self.look_around)
         self._tasks.append(asyncio.create_task(looking, name="meets-prefill-replicas"))
 
     async def __del__(self) -> None:
@@ -46,7 +43,12 @@ class Decode(EngineActor):
         if self.replica in probes:
             await self._fetch(probes[self.replica])
 
-    async def _look_around(self) -> None:
+    @property
+    def met(self) -> frozenset[str]:
+        """Ids of the prefill engines that this one has met."""
+        return frozenset(self._met)
+
+    async def look_around(self) -> None:
         """Meet the prefill replicas that have come since, all at once: one that is out of reach takes all its time."""
         probes = [probe for probe in await self._prefill.ask("introduce", frozenset(self._met)) if probe]
         fetches = await asyncio.gather(*map(self._fetch, probes), return_exceptions=True)

@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from actors.address import Address, kept_alive
@@ -38,6 +38,14 @@ REMEMBERED_S = 10.0
 
 MOST_ROUTERS = 64
 """Routers whose queues are remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class DoorSnapshot:
+    """Open `connections`, and the `routers` whose queues are remembered; a copy."""
+
+    connections: int
+    routers: frozenset[str]
 
 
 class Door:
@@ -71,6 +79,10 @@ class Door:
         oldest = time.monotonic() - REMEMBERED_S
         self._queued = {router: told for router, told in self._queued.items() if told[1] > oldest}
         return sum(queued for queued, _ in self._queued.values())
+
+    def snapshot(self) -> DoorSnapshot:
+        """Return who is connected and known now."""
+        return DoorSnapshot(len(self._callers), frozenset(self._queued))
 
     async def drain(self) -> None:
         """Refuse what comes from now on, and wait for the calls that run."""

@@ -17,10 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from actors.arguments import engine_arguments
 from actors.asgi_call import Alive, AsgiApp, Call, ResponseStart, call_asgi
+from actors.cpu_kernels import cpu_features, model_problem
+from actors.fork_server import may_fork, use_fork_server
 from actors.handoff import TRANSFER_FIELD, Producer
 from actors.hosts import new_engine_id
 from actors.journal import CannotResumeError, Chunk, Served
 from actors.pulse import Pulse
+from actors.start_progress import EngineStartError
 from configs.settings import HiddenText, RoleName, ServiceSettings
 from connectors.errors import TandemError
 
@@ -36,10 +39,6 @@ KV_ROLES: dict[RoleName, str] = {"prefill": "kv_producer", "decode": "kv_consume
 
 PROBE_TOKENS = [0, 1]
 """Any two token ids: every vocabulary has them."""
-
-
-class EngineStartError(TandemError):
-    """An engine that started but cannot serve its role."""
 
 
 class EngineDownError(TandemError):
@@ -87,11 +86,18 @@ class Engine:
         from actors.stat_logger import LoadLogger
 
         supervisor = secrets.token_hex()
+        arguments = engine_arguments(settings, role)
+        if may_fork(settings, role, arguments):
+            use_fork_server()
         engine_args = AsyncEngineArgs(
-            **engine_arguments(settings, role),
+            **arguments,
             kv_transfer_config=kv_transfer_config(settings, role, node_ip, supervisor),
         )
         config = engine_args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        if not settings.role(role).num_gpus:
+            problem = model_problem(config.model_config, config.attention_config.backend, cpu_features())
+            if problem is not None:
+                raise EngineStartError(str(problem))
         cannot_resume = "prefill engines do not stream" if role == "prefill" else why_not_replayable(config)
         if cannot_resume is None:
             make_replayable(config)

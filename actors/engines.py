@@ -19,7 +19,7 @@ from actors.asgi_call import Accepted, Alive, Call
 from actors.engine import EngineDownError
 from actors.journal import CannotResumeError, Chunk
 from actors.leg import RefusedError
-from actors.lines import UNREAD_BYTES, Line, Lines
+from actors.lines import UNREAD_BYTES, ConnectionsSnapshot, Line, Lines
 from actors.places import Places
 from actors.routing import Roster, engines_of
 from actors.wire import Failure, Order
@@ -67,6 +67,11 @@ class EngineCall:
     def wanted(self) -> bool:
         """Whether it has not been cancelled."""
         return not self._is_over
+
+    @property
+    def unread_bytes(self) -> int:
+        """Approximate size of the items that have arrived and were not read."""
+        return self._unread_bytes
 
     @property
     def waits(self) -> bool:
@@ -199,6 +204,10 @@ class Engines:
     def broadcast(self, method: str, *arguments: object) -> DeploymentBroadcastResponse:
         """Call a method of all replicas, through Serve: what is no part of serving a request."""
         return self._handle.broadcast(method, *arguments)
+
+    def snapshot(self) -> ConnectionsSnapshot:
+        """Return how many connections there are now."""
+        return self._lines.snapshot()
 
     async def close(self) -> None:
         """End all connections."""

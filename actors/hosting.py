@@ -12,9 +12,10 @@ from ray import serve
 
 from actors.asgi_call import Accepted, Alive, Call, ResponseStart
 from actors.door import Door, announced
-from actors.engine import Engine, EngineStartError
+from actors.engine import Engine
 from actors.engine_load import read_load
 from actors.journal import Chunk
+from actors.start_progress import EngineStartError, StartProgress
 from actors.wire import Order
 from configs.settings import RoleName, RoleSettings, ServiceSettings
 
@@ -42,8 +43,13 @@ class EngineActor:
         self.replica = serve.get_replica_context().replica_id.unique_id
         logger.info("starting the %s engine of replica %s", self.role, self.replica)
         self._node_ip = ray.util.get_node_ip_address()
-        self.engine = await Engine.start(settings, self.role, self._node_ip)
-        await self._open_door(settings.role(self.role))
+        with StartProgress(self.role, self.replica):
+            self.engine = await Engine.start(settings, self.role, self._node_ip)
+            await self._open_door(settings.role(self.role))
+            await self._prepare(settings)
+
+    async def _prepare(self, settings: ServiceSettings) -> None:
+        """Do what the role needs before the replica is ready."""
 
     async def _open_door(self, settings: RoleSettings) -> None:
         self._door = Door(self.serve_order, settings.max_ongoing_requests)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import defaultdict, deque
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -147,6 +148,14 @@ class _Nobody:
 _NOBODY = _Nobody()
 
 
+@dataclass(frozen=True, slots=True)
+class ConnectionsSnapshot:
+    """Number of a router's connections to the engines of one role, and how many of them carry no call; a copy."""
+
+    open: int
+    idle: int
+
+
 class Lines:
     """Those of a router to the engines of one role."""
 
@@ -189,8 +198,9 @@ class Lines:
         for line in list(self._all):
             line.close()
 
-    def __len__(self) -> int:
-        return len(self._all)
+    def snapshot(self) -> ConnectionsSnapshot:
+        """Return how many connections there are now."""
+        return ConnectionsSnapshot(len(self._all), sum(map(len, self._free.values())))
 
     def _made_or_not(self, listener: Listener, making: asyncio.Task[None]) -> None:
         self._making.discard(making)

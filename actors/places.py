@@ -47,6 +47,18 @@ class Full:
     """A request is there now, and has no answer yet."""
 
 
+@dataclass(frozen=True, slots=True)
+class PlacesSnapshot:
+    """Ids of the engines that something is known of; a copy.
+
+    `loaded` by other routers, `full` as far as is known, `leaving` for good.
+    """
+
+    loaded: frozenset[str]
+    full: frozenset[str]
+    leaving: frozenset[str]
+
+
 class Places:
     """`look` tells which engines there are, by replica id."""
 
@@ -68,6 +80,10 @@ class Places:
     def taken(self) -> int:
         """Places that are with callers."""
         return self._taken.total()
+
+    def snapshot(self) -> PlacesSnapshot:
+        """Return which engines something is known of now."""
+        return PlacesSnapshot(frozenset(self._others), frozenset(self._full), frozenset(self._leaving))
 
     def ongoing(self) -> dict[str, int]:
         """For each engine that takes calls, how many it has, as far as is known here."""

@@ -6,8 +6,6 @@ from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any
 
-from pydantic import SecretStr
-
 from actors.acquaintance import OtherRole, meet_s
 from actors.asgi_call import Call
 from actors.handoff import Producer
@@ -21,8 +19,7 @@ class Prefill(EngineActor):
 
     role: RoleName = "prefill"
 
-    async def __init__(self, settings: ServiceSettings, fallback_secret: SecretStr) -> None:  # type: ignore[misc]
-        await super().__init__(settings, fallback_secret)
+    async def _prepare(self, settings: ServiceSettings) -> None:
         self._held: set[str] = set()
         self._meet_s = meet_s(settings.transfer)
         self._producer: Producer = await self.engine.describe_producer(FIRST_REQUEST_TIMEOUT_S)

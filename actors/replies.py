@@ -2,11 +2,18 @@
 
 import asyncio
 import logging
+import time
 from typing import Any, Protocol
 
 from ray.serve.handle import DeploymentBroadcastResponse
 
 logger = logging.getLogger(__name__)
+
+LOG_EVERY_S = 30.0
+"""`/health` is asked every second or so while the engines start, and fails each time for the same reason."""
+
+_logged_at: dict[tuple[str, str], float] = {}
+"""By role and method; there are a handful of each."""
 
 
 class Role(Protocol):
@@ -20,8 +27,11 @@ async def ask_all(role: str, handle: Role, method: str, timeout_s: float, *argum
     """What the replicas behind `handle` return from `method`; those that fail or are late are left out."""
     try:
         return await replies_of(role, method, handle.broadcast(method, *arguments), timeout_s)
-    except Exception as error:  # whoever asks all goes on without them
-        logger.warning("%s: no %s replica can be asked: %r", method, role, error)
+    except Exception as error:  # the caller goes on without them
+        now = time.monotonic()
+        if now - _logged_at.get((role, method), -LOG_EVERY_S) >= LOG_EVERY_S:
+            _logged_at[role, method] = now
+            logger.warning("%s: no %s replica can be asked: %r", method, role, error)
         return []
 
 
@@ -33,7 +43,7 @@ async def replies_of(role: str, method: str, asked: DeploymentBroadcastResponse,
     until = asyncio.get_running_loop().time() + timeout_s
     async with asyncio.timeout_at(until):
         # `results_async`, which is public, gathers: one replica that is late would cost the replies of all.
-        replicas = await asked._fetch_replica_results_async()
+        replicas = await asked._fetch_replica_results_async()  # noqa: SLF001 - Ray Serve has no public name for it
     waiting = (_reply(replica, until) for replica in replicas)
     replies = await asyncio.gather(*waiting, return_exceptions=True)
     for reply in replies:

@@ -35,6 +35,11 @@ class Router:
         self.limits = RouterLimits.model_validate(user_config)
         self._placing.reconfigure(self.limits.routing)
 
+    @property
+    def ongoing(self) -> int:
+        """Number of requests that are being served."""
+        return self._ongoing
+
     @contextmanager
     def admitted(self) -> Iterator[None]:
         """Count a request while it is here; raises OverloadedError when there are too many."""

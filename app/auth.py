@@ -6,7 +6,7 @@ nothing by itself: what it shows it asks for with a key that its reader types.
 
 import hashlib
 import hmac
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from http import HTTPStatus
 
 from pydantic import SecretStr
@@ -59,6 +59,10 @@ class Authenticated:
                 await self._app(scope, receive, send)
         except OverloadedError as error:
             await self._refuse(error_response(error, limits.retry_after_s))(scope, receive, send)
+
+    def requests_by_key(self) -> dict[Hashable, int]:
+        """Return how many requests each key's digest has here now."""
+        return self._places.snapshot()
 
     def _known_key(self, authorization: str) -> bytes | None:
         """The digest of the key in the header. All keys are compared, whichever fits."""

@@ -24,8 +24,8 @@ def cluster_secret() -> str:
     while: with a secret made at each build, the two would not talk.
     """
     fresh = secrets.token_hex(32)
-    if not internal_kv._internal_kv_initialized():
+    if not internal_kv._internal_kv_initialized():  # noqa: SLF001 - Ray's control store has no public client
         return fresh  # `serve build` only wants to know the deployments' names
     # Two builds at once agree: the first one's is kept.
-    internal_kv._internal_kv_put(KEY, fresh, overwrite=False, namespace=NAMESPACE)
-    return internal_kv._internal_kv_get(KEY, namespace=NAMESPACE).decode()
+    internal_kv._internal_kv_put(KEY, fresh, overwrite=False, namespace=NAMESPACE)  # noqa: SLF001 - Ray's control store has no public client
+    return internal_kv._internal_kv_get(KEY, namespace=NAMESPACE).decode()  # noqa: SLF001 - Ray's control store has no public client

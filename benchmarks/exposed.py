@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import os
 import random
 import tempfile
 import time
@@ -33,7 +32,7 @@ from benchmarks.report import ratios, summary, write
 from connectors.vllm_hma.trace import read_trace
 from testing.engines import describe, start_engine
 from testing.models import VOCABULARY, benchmark_gemma3
-from testing.processes import children, environment, pin
+from testing.processes import children, environment, own_cores, pin
 
 CHUNK_TOKENS = 256
 LENGTHS = {1: 250, 2: 500, 8: 2000}
@@ -101,7 +100,7 @@ async def start(model: str, folder: Path, link: str, place: Namespace | None) ->
             with place.entered() if place else contextlib.nullcontext():
                 prefills[way] = start_engine(model, 1, "kv_producer", transfer=transfer, **ENGINE)
             addresses[way] = await describe(prefills[way])
-    cores = range(os.cpu_count() or 1)
+    cores = own_cores()
     pin(decoding, cores[-1:])
     pin(children() - decoding, cores[:-1] or cores)
     return Bench(decode, prefills, addresses, traces)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import os
 import random
 import re
 import tempfile
@@ -39,7 +38,7 @@ from benchmarks.namespace import Namespace, namespace
 from benchmarks.report import ratios, summary, write
 from testing.engines import describe, start_engine
 from testing.models import VOCABULARY, SizedModel, wide_llama
-from testing.processes import Arm, children, environment, pin
+from testing.processes import Arm, children, environment, own_cores, pin
 from testing.sequential_proxy import PRODUCE
 
 ARMS = ("tandem", "whole", "pull", "push")
@@ -66,7 +65,7 @@ def transfer_config(name: str, role: str, address: str) -> KVTransferConfig:
 
 def start(name: str, role: str, model: str, place: Namespace) -> tuple[AsyncLLM, set[int]]:
     """An engine and its processes: prefill inside the namespace, decode outside of it."""
-    before, cores, inside = children(), range(os.cpu_count() or 1), role == "kv_producer"
+    before, cores, inside = children(), own_cores(), role == "kv_producer"
     address = place.address if inside else place.outside
     there = {
         "UCX_TLS": "tcp,self",

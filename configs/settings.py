@@ -126,7 +126,15 @@ class TransferSettings(Frozen):
     )
     lease_s: Seconds = Field(60.0, description="how long finished blocks wait for a decode engine to ask")
     alive_s: Seconds = Field(5.0, description="how often a producer that waits its turn says so")
-    fence_s: Seconds = Field(2.0, description="how long a preempted prefill waits for writes in flight")
+    step_s: Seconds = Field(
+        300.0,
+        description="a prefill engine that has work and ends no step for so long no longer says that it is alive, and "
+        "decode computes what it waits for; not less than `VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS` (300), after which vLLM "
+        "itself ends an engine: a first step that compiles, or a long chunk, must not cost a transfer",
+    )
+    fence_s: Seconds = Field(
+        2.0, description="a preempted prefill waits for writes in flight until this long after they were posted"
+    )
     forget_s: float = Field(
         3600.0,
         ge=1800.0,

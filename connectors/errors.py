@@ -62,8 +62,15 @@ class StaleReferenceError(HandshakeError):
 
 
 class TransportError(TandemError):
-    """Moving bytes or a message to a peer failed. ``peer`` is the transport's name for it."""
+    """Moving bytes or a message to a peer failed. ``peer`` is the transport's name for it.
+
+    Of a write that was to be posted, nothing was.
+    """
 
     def __init__(self, peer: str, what: str) -> None:
         super().__init__(f"peer {peer!r}: {what}")
         self.peer = peer
+
+
+class FailedWriteError(TransportError):
+    """A write failed after its start. Parts of it may reach the peer's memory while this process lives."""

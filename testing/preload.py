@@ -19,7 +19,7 @@ from vllm.v1.worker import cpu_worker  # noqa: F401
 import connectors.vllm_hma.connector  # noqa: F401
 
 torch.set_num_threads(1)
-torch._dynamo.config.disable = True
+torch._dynamo.config.disable = True  # noqa: SLF001 (torch has no public name for it)
 # The CPU platform sets this variable to `spawn` (vllm/platforms/cpu.py).
 environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"
 # After each step, vLLM's processes poll for the next one for a second before they block

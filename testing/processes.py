@@ -69,8 +69,13 @@ def children() -> set[int]:
 
 
 def free_cores(pids: list[int]) -> None:
-    """Undo any pinning: all threads may run on all cores."""
-    pin(pids, range(os.cpu_count() or 1))
+    """Undo any pinning: all threads may run on all cores of this process."""
+    pin(pids, own_cores())
+
+
+def own_cores() -> list[int]:
+    """Cores that this process may run on: a container or `taskset` may leave out some, core 0 among them."""
+    return sorted(os.sched_getaffinity(0))
 
 
 def pin(pids: Iterable[int], cores: Iterable[int]) -> None:

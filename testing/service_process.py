@@ -1,6 +1,7 @@
 """Runs the service as an operator does, in processes of its own, and knows when they are all gone."""
 
 import ctypes
+import os
 import signal
 import socket
 import subprocess
@@ -52,11 +53,15 @@ class ServiceProcess:
         return (self.folder / "service.log").read_text(errors="replace")
 
     def start(self) -> None:
-        """Return when the launcher says that the service is ready. A start that fails leaves nothing behind."""
+        """Return when the launcher says that the service is ready. A start that fails leaves nothing behind.
+
+        `log` has what Ray, actors and engines log, too.
+        """
         with (self.folder / "service.log").open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "app.run", "--config", str(self.config), "--port", str(self.port)],
                 cwd=ROOT,
+                env=os.environ | {"VERBOSE": "1"},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

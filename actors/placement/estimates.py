@@ -107,7 +107,7 @@ class Regression:
         """For each part: one where nothing has been measured for long."""
         if now != self._asked_at:
             if self._waiting and now - self._fitted_at >= FIT_EVERY_S:
-                self._fit(now)
+                self.fit(now)
             count = self.count(now)
             share = count / (count + ASSUMED_WEIGHT)
             self._answer = tuple(1 + (factor - 1) * share for factor in self._factors.tolist())
@@ -136,10 +136,15 @@ class Regression:
         self._waiting.append((kept, tuple(part / scale_s for part in assumed), believed_s / scale_s))
         due = now - self._fitted_at >= FIT_EVERY_S or len(self._waiting) >= MOST_WAITING
         if due or self._level.count(now) <= FEW:
-            self._fit(now)
+            self.fit(now)
         self._asked_at = None
 
-    def _fit(self, now: float) -> None:
+    @property
+    def waiting(self) -> int:
+        """Number of measurements that are not fitted yet."""
+        return len(self._waiting)
+
+    def fit(self, now: float) -> None:
         """Count all measurements that wait."""
         if not self._waiting:
             return

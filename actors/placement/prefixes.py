@@ -87,6 +87,10 @@ class Prefixes:
         tree = self._trees.get(engine)
         return tree.held(passage) if tree else Held()
 
+    def snapshot(self) -> dict[str, frozenset[int]]:
+        """Return the pieces that each engine holds; a copy."""
+        return {engine: frozenset(tree.pieces) for engine, tree in self._trees.items()}
+
     def add(self, engine: str, passage: Passage) -> tuple[int, ...]:
         """`engine` is to compute or to receive all of `passage`; returns the pieces that it did not hold."""
         return self._trees.setdefault(engine, _Tree()).add(passage, self.most_pieces)

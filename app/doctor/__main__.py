@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from app.doctor.configuration import check_config, check_readable
+from app.doctor.configuration import check_config, check_kernels, check_readable
 from app.doctor.finding import Finding
 from app.doctor.machine import (
     check_gpus,
@@ -15,11 +15,15 @@ from app.doctor.machine import (
     check_ports,
     check_python,
     check_shared_memory,
+    check_temporary_directory,
     check_ucx_devices,
 )
 from app.doctor.transfer import check_transfer
 
-CHECKS = ("python", "config", "model", "libraries", "gpus", "shared-memory", "ports", "ucx", "transfer")
+CHECKS = (
+    *("python", "config", "model", "kernels", "libraries", "gpus", "shared-memory", "temporary", "ports"),
+    *("ucx", "transfer"),
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,9 +49,11 @@ def examine(path: Path, skip: Iterable[str] = ()) -> Iterable[Finding]:
         yield from found
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "model": lambda: check_readable(settings),
+        "kernels": lambda: check_kernels(settings),
         "libraries": lambda: check_libraries(settings),
         "gpus": lambda: check_gpus(settings),
         "shared-memory": lambda: check_shared_memory(settings),
+        "temporary": check_temporary_directory,
         "ports": lambda: check_ports(config, settings),
         "ucx": lambda: check_ucx_devices(settings),
         "transfer": lambda: check_transfer(settings),

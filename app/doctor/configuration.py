@@ -1,4 +1,4 @@
-"""Is the configuration valid, and can this machine read its model?"""
+"""Is the configuration valid, and can this machine read its model and run it?"""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from actors.arguments import engine_arguments
+from actors.cpu_kernels import cpu_features, model_problem
 from app.doctor.finding import Finding
 from app.run import check_model, read
-from configs.settings import ServiceSettings, SettingsError
+from configs.settings import RoleName, ServiceSettings, SettingsError
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 FIRST_BYTES = 4096
@@ -93,3 +95,42 @@ def _hub(model: str) -> Iterator[Finding]:
         )
         return
     yield Finding("model", f"{model} can be had from the hub")
+
+
+def check_kernels(settings: ServiceSettings) -> Iterator[Finding]:
+    """vLLM's kernels for this CPU run the model in the dtype of each role without GPUs.
+
+    Says nothing of a model whose configuration is not on this machine: `check_readable` reports that.
+    """
+    if not _has_configuration(settings.model_path):
+        return
+    roles: tuple[RoleName, ...] = ("prefill", "decode")
+    for role in roles:
+        if not settings.role(role).num_gpus:
+            yield _kernels(settings, role)
+
+
+def _has_configuration(model: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    if Path(model).is_dir():
+        return _unreadable(Path(model) / "config.json") is None
+    return not Path(model).is_absolute() and isinstance(try_to_load_from_cache(model, "config.json"), str)
+
+
+def _kernels(settings: ServiceSettings, role: RoleName) -> Finding:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    try:
+        arguments = AsyncEngineArgs(**engine_arguments(settings, role))
+        model = arguments.create_model_config()
+    except Exception as error:  # whatever vLLM and transformers raise for a model or an argument that they refuse
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        return Finding(
+            "kernels", f"{role}: vLLM refuses the model: {reason}", "change `model` or the engine's arguments"
+        )
+    backend = arguments.attention_backend or arguments.attention_config.backend
+    problem = model_problem(model, backend, cpu_features())
+    if problem is not None:
+        return Finding("kernels", f"{role}: {problem.reason}", problem.remedy)
+    return Finding("kernels", f"{role}: the CPU's kernels run the model in {str(model.dtype).removeprefix('torch.')}")

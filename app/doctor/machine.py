@@ -29,6 +29,12 @@ RAY_STORE_BYTES = 75 * 2**20
 ENGINE_QUEUE_BYTES = 160 * 2**20
 """What vLLM keeps in shared memory to talk to an engine's workers: ten chunks of 16 MiB."""
 
+RAY_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+"""The longest name of a Unix socket that Ray makes below its temporary directory; the last number is a process id."""
+
+UNIX_SOCKET_BYTES = 107
+"""Linux's limit on the path of a Unix socket."""
+
 NUMA = "libnuma.so.1"
 
 RDMA = Path("/sys/class/infiniband")
@@ -43,7 +49,7 @@ def check_python() -> Iterator[Finding]:
     yield Finding("python", f"Python {shown}", remedy)
     for name, (distributions, wanted) in PACKAGES.items():
         installed = next((v for one in distributions if (v := _version(one))), None)
-        wrong = f"install {name} {wanted}: make install, or pip install -e '.[gpu]' on GPUs"
+        wrong = f"install {name} {wanted}: make install"
         yield Finding("python", f"{name} {installed or 'is not installed'}", "" if installed == wanted else wrong)
 
 
@@ -80,6 +86,24 @@ def check_shared_memory(settings: ServiceSettings, path: str = "/dev/shm") -> It
     yield Finding(
         "shared memory", what, "" if free >= needed else f"enlarge {path} (docker run --shm-size, an emptyDir)"
     )
+
+
+def ray_temporary_directory() -> str:
+    """Where a Ray cluster of this machine keeps its sockets and logs."""
+    return os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+
+
+def longest_temporary_directory() -> int:
+    """Bytes in the longest path with which Ray can make its sockets."""
+    return UNIX_SOCKET_BYTES - len(RAY_SOCKET)
+
+
+def check_temporary_directory() -> Iterator[Finding]:
+    """Ray cannot start where the paths of its Unix sockets are too long."""
+    folder, limit = ray_temporary_directory(), longest_temporary_directory()
+    fits = len(os.fsencode(folder)) <= limit
+    remedy = "" if fits else "set RAY_TMPDIR to a shorter path, such as /tmp"
+    yield Finding("temporary", f"{folder}: {len(os.fsencode(folder))} of {limit} bytes for Ray's sockets", remedy)
 
 
 def check_ports(config: Mapping[str, Any], settings: ServiceSettings) -> Iterator[Finding]:

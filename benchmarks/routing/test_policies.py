@@ -14,7 +14,7 @@ from benchmarks.routing.oracle import Oracle
 from benchmarks.routing.policies import AlwaysRemote, Ours, RoundRobin
 from benchmarks.routing.report import ORACLE, OURS, measure, regrets
 from configs.settings import RoutingSettings
-from tests.planning.test_purity import imported
+from testing.imports import imported
 
 FOLDER = Path(benchmarks.routing.__path__[0])
 

@@ -16,7 +16,7 @@ from connectors.errors import IncompatiblePeerError, PlanError, WireError
 from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Place, Region
 from connectors.planning.plan import check_compatible
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 _MOST = 4096
 MAX_CARD_BYTES = 16 * 2**20
 _MOST_ROWS = 2**20
@@ -39,14 +39,34 @@ class ModelIdentity:
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """A process as its kernel knows it, so that others can find out whether it lives.
+
+    ``host`` names the boot of a kernel and the namespaces in which ``pid`` and ``started_at`` (clock ticks since that
+    boot) are counted. It is empty where nobody can tell.
+    """
+
+    host: str = ""
+    pid: int = 0
+    started_at: int = 0
+
+
+NO_PROCESS = ProcessIdentity()
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerCard:
-    """One worker: who it is, what its cache looks like, and the transport metadata needed to reach it."""
+    """One worker: who it is, what its cache looks like, and the transport metadata needed to reach it.
+
+    ``process`` is the one that writes.
+    """
 
     incarnation: str
     identity: ModelIdentity
     layout: EngineLayout
     transport: str
     transport_metadata: bytes
+    process: ProcessIdentity = NO_PROCESS
 
     @property
     def rank(self) -> int:
@@ -107,6 +127,7 @@ def decode_worker_card(payload: bytes) -> WorkerCard:
             layout=_layout(fields["layout"]),
             transport=_text(fields["transport"]),
             transport_metadata=base64.b64decode(fields["transport_metadata"], validate=True),
+            process=_checked(ProcessIdentity, fields["process"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError, PlanError, RecursionError) as error:
         raise WireError(f"malformed worker card: {error}") from error

@@ -14,7 +14,10 @@
     OFFERED      Aborted, wrong count, wrong
                  digest, abort, progress_s
                  without a word of one       ENDING      Cancel to every partner that may still write
+    OFFERED      Failed                      QUARANTINE  Received(failed, quarantine); Cancel to every partner that may
+                                                         still write
     ENDING       last partner answers        gone        Received(failed)
+    ENDING       Failed                      QUARANTINE  Received(failed, quarantine)
     ENDING       cancel_s                    QUARANTINE  Received(failed, quarantine): the request is computed in other
                                                          blocks; then as every cancel_s from here on
     ENDING       connected                   ENDING      Cancel again
@@ -26,80 +29,54 @@
                  QUARANTINE
 
 A partner *may still write* from the moment an Offer was sent to it until its Fin, Aborted or Cancelled has come, or
-until it is known to be dead. ``Received`` without quarantine and ``Freed`` give the blocks back to the scheduler, so
-they are sent only when no partner may still write and nothing is being verified: time alone ends the request's wait,
-never its blocks'. Whatever arrives for a transfer that is gone is ignored. An engine that nothing has been wanted of
-for forget_s / 2 is forgotten, as is a dead one: Forget, for each of its ranks.
+until it is known to be dead. Failed is no such answer: parts of a write may still arrive. ``Received`` without
+quarantine and ``Freed`` give the blocks back to the scheduler, so they are sent only when no partner may still write
+and nothing is being verified: time alone ends the request's wait, never its blocks'. Whatever arrives for a transfer
+that is gone is ignored. An engine that nothing has been wanted of for forget_s / 2 is forgotten, as is a dead one:
+Forget, for each of its ranks.
 
+    worker_lost  a producer rank is known to be dead: it may write no more
     engine_lost  the producer is known to be dead: none of its ranks may write any more
     release      a request that needs nothing from its producer: Cancel to every partner, so that its lease ends early
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from connectors.planning.blocks import BlockSet, UnitSet, UnitShape, wanted_units
 from connectors.planning.layout import Group
-from connectors.protocol.actions import Connect, ConsumerAction, Digest, Forget, Freed, Received, Send, Verify
+from connectors.protocol.actions import Connect, ConsumerAction, Forget, Freed, Received, Send, Verify
 from connectors.protocol.limits import TransferLimits
+from connectors.protocol.ordered import due
 from connectors.protocol.params import EngineAddress
-from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Fin, Message, Offer, Peer
+from connectors.protocol.reception import (
+    GIVEN_UP,
+    Order,
+    Partner,
+    Reception,
+    ReceptionStage,
+    Suspect,
+    expected_bytes,
+    units_from,
+)
+from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Failed, Fin, Message, Offer, Peer
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """What one request wants: ``groups[g]`` are the blocks of group g to fill so that it resumes at ``end_token``."""
+class ConsumerSnapshot:
+    """State of a consumer machine at one moment; a copy.
 
-    request_id: str
-    transfer_id: str
-    producer: EngineAddress
-    end_token: int
-    prompt_digest: str
-    groups: tuple[BlockSet, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Partner:
-    """One producer rank that talks to this worker; ``unit_bytes[g]`` is what it sends for a unit of group g.
-
-    ``new_digest`` makes the digest of one transfer from it, over our memory; None where none is to be asked for.
-    ``met_at`` is where its engine was met, None where nobody shook hands. A request may name the engine with another
-    address, and who answers there, or nobody, says nothing about this one.
+    ``receptions``   ids of the requests that wait for KV, with the value of their stage
+    ``quarantined``  ids of the transfers whose blocks are in quarantine
+    ``partners``     known producer workers, by engine incarnation
+    ``used``         ids of transfers that are under way or remembered
     """
 
-    peer: Peer
-    shapes: tuple[UnitShape, ...]
-    unit_bytes: tuple[int, ...]
-    new_digest: Callable[[], Digest] | None = None
-    met_at: EngineAddress | None = None
-
-
-class _Stage(Enum):
-    """Its value is its name in the census."""
-
-    CONNECTING = "connecting"
-    OFFERED = "offered"
-    ENDING = "ending"
-    QUARANTINE = "quarantined"
-
-
-_GIVEN_UP = (_Stage.ENDING, _Stage.QUARANTINE)
-
-
-@dataclass(slots=True)
-class _Reception:
-    order: Order
-    stage: _Stage
-    since: float
-    number: int = 0
-    writing: dict[Peer, Partner] = field(default_factory=dict)
-    heard_at: dict[Peer, float] = field(default_factory=dict)
-    verifying: set[Peer] = field(default_factory=set)
-    failure: str | None = None
-    cancelled_at: float = 0.0
+    receptions: Mapping[str, str]
+    quarantined: frozenset[str]
+    partners: Mapping[str, tuple[Peer, ...]]
+    used: frozenset[str]
 
 
 class Consumer:
@@ -109,10 +86,12 @@ class Consumer:
         self._groups = tuple(groups)
         self._limits = limits
         # Of requests that wait, by request; of those that do not, by transfer: a request's id may come again.
-        self._receptions: dict[str, _Reception] = {}
-        self._quarantine: dict[str, _Reception] = {}
+        self._receptions: dict[str, Reception] = {}
+        self._quarantine: dict[str, Reception] = {}
+        self._by_transfer: dict[str, Reception] = {}
         self._partners: dict[str, tuple[Partner, ...]] = {}
         self._doubtful: set[str] = set()
+        # In the order in which they are forgotten: engines, and ids of transfers that are over.
         self._wanted_at: dict[str, float] = {}
         self._releases: dict[str, list[tuple[str, float]]] = {}
         self._used: dict[str, float] = {}
@@ -124,17 +103,18 @@ class Consumer:
         Where another request receives this transfer or has (n > 1 copies its parameters), this one fails at once: a
         Fin names the transfer only, and one that comes late would be taken for this request's.
         """
-        if order.transfer_id in self._used:
+        if order.transfer_id in self._used or order.transfer_id in self._by_transfer:
             return [Received(order.request_id, "another request has this transfer; an id is for one request")]
-        self._used[order.transfer_id] = self._wanted_at[order.producer.incarnation] = now
-        reception = self._receptions[order.request_id] = _Reception(order, _Stage.CONNECTING, now)
+        self._want(order.producer.incarnation, now)
+        reception = self._receptions[order.request_id] = Reception(order, ReceptionStage.CONNECTING, now)
+        self._by_transfer[order.transfer_id] = reception
         partners = self._reachable(order.producer.incarnation)
         return [Connect(order.producer)] if partners is None else self._offer(reception, partners, now)
 
     def release(self, transfer_id: str, producer: EngineAddress, now: float) -> list[ConsumerAction]:
         """A request wants nothing of this transfer (any more) and holds no blocks for it."""
         partners = self._reachable(producer.incarnation)
-        self._wanted_at[producer.incarnation] = now
+        self._want(producer.incarnation, now)
         if partners is None:
             self._releases.setdefault(producer.incarnation, []).append((transfer_id, now))
             return [Connect(producer)]
@@ -151,12 +131,12 @@ class Consumer:
         """The handshake with an engine start has succeeded; ``partners`` are its ranks that talk to this worker."""
         self._partners[incarnation] = tuple(partners)
         self._doubtful.discard(incarnation)
-        self._wanted_at[incarnation] = now
+        self._want(incarnation, now)
         actions: list[ConsumerAction] = []
         for reception in self._of_engine(incarnation):
-            if reception.stage is _Stage.CONNECTING:
+            if reception.stage is ReceptionStage.CONNECTING:
                 actions += self._offer(reception, self._partners[incarnation], now)
-            elif reception.stage in _GIVEN_UP and reception.writing:
+            elif reception.stage in GIVEN_UP and reception.writing:
                 actions += self._cancel(reception, now)
         for transfer_id, _ in self._releases.pop(incarnation, []):
             actions += self._release(transfer_id, partners)
@@ -166,7 +146,7 @@ class Consumer:
         """The handshake failed. The next request for this engine start tries again."""
         actions: list[ConsumerAction] = []
         for reception in self._of_engine(incarnation):
-            if reception.stage is _Stage.CONNECTING:
+            if reception.stage is ReceptionStage.CONNECTING:
                 actions += self._fail(reception, reason, now)
         self._releases.pop(incarnation, None)
         return actions
@@ -180,12 +160,25 @@ class Consumer:
                 actions += self._fail(reception, reason, now)
         return actions + self._forget(incarnation)
 
+    def worker_lost(self, peer: Peer, reason: str, now: float) -> list[ConsumerAction]:
+        """One worker of a producer engine is known to be dead: it writes no more. The others may."""
+        if peer.incarnation in self._partners:
+            self._doubtful.add(peer.incarnation)
+        actions: list[ConsumerAction] = []
+        for reception in self._of_engine(peer.incarnation):
+            if reception.writing.pop(peer, None) is not None:
+                actions += self._fail(reception, f"rank {peer.rank}: {reason}", now)
+        return actions
+
     def awaits(self, peer: Peer) -> bool:
         """Whether ``peer`` may still write, its writes are being verified, or a handshake with its engine is wanted."""
         return peer.incarnation in self._releases or any(
             peer in reception.writing
             or peer in reception.verifying
-            or (reception.stage is _Stage.CONNECTING and reception.order.producer.incarnation == peer.incarnation)
+            or (
+                reception.stage is ReceptionStage.CONNECTING
+                and reception.order.producer.incarnation == peer.incarnation
+            )
             for reception in self._all()
         )
 
@@ -201,69 +194,70 @@ class Consumer:
 
     def message(self, peer: Peer, message: Message, now: float) -> list[ConsumerAction]:
         """A message of a producer worker."""
-        if not isinstance(message, Fin | Aborted | Cancelled | Alive):
+        if not isinstance(message, Fin | Aborted | Failed | Cancelled | Alive):
             return []
-        actions: list[ConsumerAction] = []
-        for reception in self._of_transfer(message.transfer_id):
-            partner = reception.writing.get(peer)
-            if partner is None:
-                continue
-            if isinstance(message, Alive):
-                reception.heard_at[peer] = now
-                continue
-            del reception.writing[peer]
-            actions += self._answered(reception, partner, message, now)
-        return actions
+        reception = self._by_transfer.get(message.transfer_id)
+        partner = reception.writing.get(peer) if reception is not None else None
+        if reception is None or partner is None:
+            return []
+        if isinstance(message, Alive):
+            reception.heard_at[peer] = now
+            return []
+        if isinstance(message, Failed):
+            return self._write_failed(reception, f"rank {peer.rank}: {message.reason}", now)
+        del reception.writing[peer]
+        return self._answered(reception, partner, message, now)
 
     def verified(self, transfer_id: str, peer: Peer, problem: str | None, now: float) -> list[ConsumerAction]:
         """What ``peer`` has written has been compared with its digest; ``problem`` says what is wrong."""
-        (reception,) = self._of_transfer(transfer_id)
+        reception = self._by_transfer[transfer_id]
         reception.verifying.remove(peer)
         if problem is not None:
             return self._fail(reception, f"rank {peer.rank}: {problem}", now)
-        return self._end_if_over(reception)
+        return self._end_if_over(reception, now)
 
     def undelivered(self, peer: Peer, message: Message, now: float) -> list[ConsumerAction]:
         """A message could not be sent. A partner that an Offer has not reached knows no block to write to."""
         if isinstance(message, Offer | Cancel) and peer.incarnation in self._partners:
             self._doubtful.add(peer.incarnation)
-        actions: list[ConsumerAction] = []
-        if isinstance(message, Offer):
-            for reception in self._of_transfer(message.transfer_id):
-                if reception.writing.pop(peer, None) is not None:
-                    actions += self._fail(reception, f"rank {peer.rank} of the prefill engine is out of reach", now)
-        return actions
+        reception = self._by_transfer.get(message.transfer_id) if isinstance(message, Offer) else None
+        if reception is None or reception.writing.pop(peer, None) is None:
+            return []
+        return self._fail(reception, f"rank {peer.rank} of the prefill engine is out of reach", now)
 
     def tick(self, now: float) -> list[ConsumerAction]:
         """Deadlines. Call it a few times a second."""
         actions: list[ConsumerAction] = []
         for reception in list(self._all()):
-            if reception.stage in _GIVEN_UP:
-                if reception.writing and now - reception.cancelled_at >= self._limits.cancel_s:
-                    actions += self._unanswered(reception, now)
-            elif self._silent_since(reception, now) + self._silence_s(reception) <= now:
-                silence = f"nothing was heard of the transfer for {self._silence_s(reception):g} s"
-                actions += self._fail(reception, silence, now)
-        self._used |= {reception.order.transfer_id: now for reception in self._all()}
-        for transfer_id in [i for i, at in self._used.items() if now - at >= self._limits.lease_s]:
+            if now >= reception.check_at:
+                actions += self._check(reception, now)
+        for transfer_id in due(self._used, lambda at: now - at >= self._limits.lease_s):
             del self._used[transfer_id]
         for incarnation, waiting in list(self._releases.items()):
             self._releases[incarnation] = [item for item in waiting if now - item[1] < self._limits.lease_s]
             if not self._releases[incarnation]:
                 del self._releases[incarnation]
-        wanted = {reception.order.producer.incarnation for reception in self._all()}
-        for incarnation, at in list(self._wanted_at.items()):
-            if incarnation not in wanted and now - at >= self._limits.forget_s / 2:
+        unused = due(self._wanted_at, lambda at: now - at >= self._limits.forget_s / 2)
+        wanted = {reception.order.producer.incarnation for reception in self._all()} if unused else set()
+        for incarnation in unused:
+            if incarnation not in wanted:
                 actions += self._forget(incarnation)
         return actions
 
     def knows(self, peer: Peer) -> bool:
         return any(partner.peer == peer for partner in self._partners.get(peer.incarnation, ()))
 
-    def unanswered_engines(self) -> set[EngineAddress]:
-        """Engines that have not answered a Cancel within cancel_s: is there still a process?"""
-        kept = self._quarantine.values()
-        return {partner.met_at or r.order.producer for r in kept for partner in r.writing.values()}
+    def suspects(self) -> set[Suspect]:
+        """Workers that keep blocks in quarantine: they have left a Cancel unanswered, or a write of theirs failed."""
+        return {
+            Suspect(each.peer, each.process, each.was_seen, each.met_at)
+            for reception in self._quarantine.values()
+            for each in reception.writing.values()
+        }
+
+    def addresses(self) -> set[EngineAddress]:
+        """Where the known producer engines were met."""
+        return {each.met_at for known in self._partners.values() for each in known if each.met_at is not None}
 
     def engines(self) -> set[str]:
         """Every engine start that this worker has met or that a request waits for."""
@@ -271,24 +265,55 @@ class Consumer:
 
     def census(self) -> dict[str, int]:
         """Receptions by stage."""
-        counts = {stage.value: 0 for stage in _Stage}
+        counts = {stage.value: 0 for stage in ReceptionStage}
         for reception in self._all():
             counts[reception.stage.value] += 1
         return counts
 
+    @property
+    def busy(self) -> bool:
+        """Whether a transfer is under way, in quarantine included."""
+        return bool(self._by_transfer)
+
+    @property
+    def quarantined(self) -> int:
+        """Number of transfers whose blocks are in quarantine."""
+        return len(self._quarantine)
+
+    def snapshot(self) -> ConsumerSnapshot:
+        """Return a copy of the state, for tests and diagnosis."""
+        return ConsumerSnapshot(
+            receptions={request_id: reception.stage.value for request_id, reception in self._receptions.items()},
+            quarantined=frozenset(self._quarantine),
+            partners={name: tuple(each.peer for each in known) for name, known in self._partners.items()},
+            used=frozenset((*self._by_transfer, *self._used)),
+        )
+
     # ---- inside ------------------------------------------------------------------------------------------------
 
-    def _all(self) -> Iterator[_Reception]:
+    def _all(self) -> Iterator[Reception]:
         yield from self._receptions.values()
         yield from self._quarantine.values()
 
-    def _silence_s(self, reception: _Reception) -> float:
-        connecting = reception.stage is _Stage.CONNECTING
+    def _check(self, reception: Reception, now: float) -> list[ConsumerAction]:
+        """The deadlines of one reception, and when to look at them again: what is heard only puts them off."""
+        if reception.stage in GIVEN_UP:
+            reception.check_at = reception.cancelled_at + self._limits.cancel_s
+            if reception.writing and now >= reception.check_at:
+                return self._unanswered(reception, now)
+            return []
+        reception.check_at = self._silent_since(reception, now) + self._silence_s(reception)
+        if now < reception.check_at:
+            return []
+        return self._fail(reception, f"nothing was heard of the transfer for {self._silence_s(reception):g} s", now)
+
+    def _silence_s(self, reception: Reception) -> float:
+        connecting = reception.stage is ReceptionStage.CONNECTING
         return max(self._limits.handshake_s, self._limits.progress_s) if connecting else self._limits.progress_s
 
-    def _silent_since(self, reception: _Reception, now: float) -> float:
+    def _silent_since(self, reception: Reception, now: float) -> float:
         """When the one was last heard that has been silent longest, of those that owe a word: none speaks for all."""
-        if reception.stage is _Stage.CONNECTING:
+        if reception.stage is ReceptionStage.CONNECTING:
             return reception.since
         return min((reception.heard_at[peer] for peer in reception.writing), default=now)
 
@@ -302,15 +327,17 @@ class Consumer:
         self._doubtful.discard(incarnation)
         return [Forget(partner.peer) for partner in self._partners.pop(incarnation, ())]
 
-    def _of_engine(self, incarnation: str) -> list[_Reception]:
+    def _of_engine(self, incarnation: str) -> list[Reception]:
         return [r for r in self._all() if r.order.producer.incarnation == incarnation]
 
-    def _of_transfer(self, transfer_id: str) -> list[_Reception]:
-        return [r for r in self._all() if r.order.transfer_id == transfer_id]
+    def _want(self, incarnation: str, now: float) -> None:
+        self._wanted_at.pop(incarnation, None)
+        self._wanted_at[incarnation] = now
 
-    def _offer(self, reception: _Reception, partners: Sequence[Partner], now: float) -> list[ConsumerAction]:
+    def _offer(self, reception: Reception, partners: Sequence[Partner], now: float) -> list[ConsumerAction]:
         order = reception.order
-        reception.stage, reception.number = _Stage.OFFERED, self._next_number()
+        reception.stage, reception.number = ReceptionStage.OFFERED, self._next_number()
+        reception.check_at = now
         reception.writing = {partner.peer: partner for partner in partners}
         reception.heard_at = dict.fromkeys(reception.writing, now)
         offer = Offer(order.transfer_id, order.end_token, order.prompt_digest, order.groups, number=reception.number)
@@ -325,7 +352,7 @@ class Consumer:
         return self._last_number
 
     def _answered(
-        self, reception: _Reception, partner: Partner, message: Fin | Aborted | Cancelled, now: float
+        self, reception: Reception, partner: Partner, message: Fin | Aborted | Cancelled, now: float
     ) -> list[ConsumerAction]:
         """A partner writes no more. Is the reception over, and is what it wrote what was wanted?"""
         if isinstance(message, Fin):
@@ -333,68 +360,68 @@ class Consumer:
             if message.total_bytes != expected:
                 failure = f"rank {partner.peer.rank} wrote {message.total_bytes} bytes where {expected} were offered"
                 return self._fail(reception, failure, now)
-            if partner.new_digest is not None and reception.stage is _Stage.OFFERED:
+            if partner.new_digest is not None and reception.stage is ReceptionStage.OFFERED:
                 if not message.digest:
                     return self._fail(reception, f"rank {partner.peer.rank} sent no digest of what it wrote", now)
                 reception.verifying.add(partner.peer)
                 units = units_from(partner, self._groups, reception.order)
                 transfer_id = reception.order.transfer_id
                 return [Verify(transfer_id, partner.peer, units, partner.new_digest(), message.digest)]
-        elif reception.stage not in _GIVEN_UP:
+        elif reception.stage not in GIVEN_UP:
             reason = message.reason if isinstance(message, Aborted) else "the producer has cancelled the transfer"
             return self._fail(reception, f"rank {partner.peer.rank}: {reason}", now)
-        return self._end_if_over(reception)
+        return self._end_if_over(reception, now)
 
-    def _fail(self, reception: _Reception, reason: str, now: float) -> list[ConsumerAction]:
+    def _fail(self, reception: Reception, reason: str, now: float) -> list[ConsumerAction]:
         if reception.failure is None:
             reception.failure = reason
-        if reception.stage is _Stage.CONNECTING:
+        if reception.stage is ReceptionStage.CONNECTING:
             # Should the handshake succeed after all, the producer need not hold its blocks until the lease ends.
             waiting = self._releases.setdefault(reception.order.producer.incarnation, [])
             waiting.append((reception.order.transfer_id, now))
-        if reception.stage in _GIVEN_UP or not (reception.writing or reception.verifying):
-            return self._end_if_over(reception)
-        reception.stage = _Stage.ENDING
+        if reception.stage in GIVEN_UP or not (reception.writing or reception.verifying):
+            return self._end_if_over(reception, now)
+        reception.stage = ReceptionStage.ENDING
         return self._cancel(reception, now)
 
-    def _cancel(self, reception: _Reception, now: float) -> list[ConsumerAction]:
-        reception.cancelled_at = now
+    def _cancel(self, reception: Reception, now: float) -> list[ConsumerAction]:
+        reception.cancelled_at = reception.check_at = now
         return [Send(peer, Cancel(reception.order.transfer_id, reception.number)) for peer in reception.writing]
 
-    def _unanswered(self, reception: _Reception, now: float) -> list[ConsumerAction]:
+    def _unanswered(self, reception: Reception, now: float) -> list[ConsumerAction]:
         """cancel_s after a Cancel: the request waits no longer; whoever may still write is asked again."""
         order, met_at = reception.order, next(iter(reception.writing.values())).met_at
         actions: list[ConsumerAction] = [*self._cancel(reception, now), Connect(met_at or order.producer)]
-        if reception.stage is _Stage.ENDING:
-            reception.stage = _Stage.QUARANTINE
-            self._quarantine[order.transfer_id] = self._receptions.pop(order.request_id)
-            # Requests that come now shake hands before they offer blocks: a second quarantine would teach us nothing.
-            self._doubtful.add(order.producer.incarnation)
-            actions.append(Received(order.request_id, reception.failure, quarantine=order.transfer_id))
+        if reception.stage is ReceptionStage.ENDING:
+            actions.append(self._keep(reception))
         return actions
 
-    def _end_if_over(self, reception: _Reception) -> list[ConsumerAction]:
+    def _write_failed(self, reception: Reception, reason: str, now: float) -> list[ConsumerAction]:
+        """Parts of a write may still arrive, and nothing but the producer's end will tell that they cannot."""
+        actions = self._fail(reception, reason, now)
+        if reception.stage is ReceptionStage.ENDING:
+            actions.append(self._keep(reception))
+        return actions
+
+    def _keep(self, reception: Reception) -> Received:
+        """The request waits no longer; its blocks go into quarantine."""
+        order = reception.order
+        reception.stage = ReceptionStage.QUARANTINE
+        self._quarantine[order.transfer_id] = self._receptions.pop(order.request_id)
+        # Requests that come now shake hands before they offer blocks: a second quarantine would teach us nothing.
+        self._doubtful.add(order.producer.incarnation)
+        return Received(order.request_id, reception.failure, quarantine=order.transfer_id)
+
+    def _end_if_over(self, reception: Reception, now: float) -> list[ConsumerAction]:
         if reception.writing or reception.verifying:
             return []
-        if reception.stage is _Stage.QUARANTINE:
+        del self._by_transfer[reception.order.transfer_id]
+        self._used[reception.order.transfer_id] = now
+        if reception.stage is ReceptionStage.QUARANTINE:
             del self._quarantine[reception.order.transfer_id]
             return [Freed(reception.order.request_id, reception.order.transfer_id)]
         del self._receptions[reception.order.request_id]
         return [Received(reception.order.request_id, reception.failure)]
-
-
-def units_from(partner: Partner, groups: Sequence[Group], order: Order) -> tuple[UnitSet, ...]:
-    """What a partner must write for an order, by group."""
-    return tuple(
-        wanted_units(group, blocks, shape, order.end_token)
-        for group, blocks, shape in zip(groups, order.groups, partner.shapes, strict=True)
-    )
-
-
-def expected_bytes(groups: Sequence[Group], order: Order, partner: Partner) -> int:
-    """Bytes that a partner must report in Fin for an order."""
-    units = units_from(partner, groups, order)
-    return sum(len(each) * size for each, size in zip(units, partner.unit_bytes, strict=True))
 
 
 def failures(actions: Sequence[ConsumerAction]) -> Mapping[str, str]:

@@ -106,7 +106,7 @@ class Transfer:
     """One request's KV for one consumer engine. ``tables[g]`` is group g's block table, as far as it is known.
 
     ``coming_tokens`` will be computed when the step under way is. ``numbers`` are the highest that consumer workers
-    have named with this transfer.
+    have named with this transfer. No deadline passes before ``check_at``.
     """
 
     transfer_id: str
@@ -122,6 +122,7 @@ class Transfer:
     expected_ranks: frozenset[int] | None = None
     deliveries: dict[int, Delivery] = field(default_factory=dict)
     numbers: dict[Peer, int] = field(default_factory=dict)
+    check_at: float = float("-inf")
 
     def delivered(self) -> bool:
         """Every rank of the consumer that was to be served has been, or wants nothing, and no write is under way."""

@@ -22,7 +22,10 @@ class TransferLimits:
     ``lease_s``       a producer holds finished blocks for a consumer that has not offered; also how long it remembers
                       ids of finished transfers and offers whose request has not come
     ``alive_s``       a producer that cannot write yet says that it is alive this often
-    ``fence_s``       a preempted producer request waits this long for its writes in flight
+    ``step_s``        a producer whose engine has queued work and has ended no step for so long is no longer alive.
+                      The default is what vLLM allows a step before it ends the engine
+                      (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS): no step that vLLM would wait for costs a transfer
+    ``fence_s``       a preempted producer request waits for writes in flight until this long after they were posted
     ``forget_s``      a producer forgets a consumer worker that has said nothing for so long, a consumer after half of
                       it a producer engine that it has not used, so that the forgotten one is seldom spoken to
     """
@@ -32,6 +35,7 @@ class TransferLimits:
     cancel_s: float = 5.0
     lease_s: float = 60.0
     alive_s: float = 5.0
+    step_s: float = 300.0
     fence_s: float = 2.0
     forget_s: float = 3600.0
 

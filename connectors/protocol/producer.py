@@ -14,7 +14,10 @@ A *transfer* is one request's KV for one consumer engine; each consumer rank tha
     HELD       lease_s, no offer         gone     Sent
     (any)      discard                   (same)   open deliveries: Aborted; nobody is waited for: HELD becomes gone
 
-    While a step computes a chunk (begin), layers that it has run (layers_computed) can leave before it ends (progress).
+Alive is sent for a request that waits or is computed (LIVE) only while the engine ends steps (stepped): a forward
+pass that hangs must not keep a consumer waiting for ever.
+
+While a step computes a chunk (begin), layers that it has run (layers_computed) can leave before it ends (progress).
 
     delivery   on                        becomes
     -------------------------------------------------------------------------------------
@@ -23,14 +26,18 @@ A *transfer* is one request's KV for one consumer engine; each consumer rank tha
     OPEN       all written               CLOSED   Fin, with the digest of what was written if the offer asks for it
     OPEN       Cancel                    CLOSED   Cancelled, once its writes have ended
     OPEN       a failure                 CLOSED   Aborted, once its writes have ended
+    OPEN       a write fails             CLOSED   Failed, and no Cancel is ever acknowledged: parts of the write may
+                                                  still arrive while this process lives (docs/decisions/0018)
     OPEN       no write ends for hang_s  OPEN     given up: nothing more is written, and the write counts as hanging;
                                                   blocks stay allocated until it has ended (docs/decisions/0010)
 
 A delivery that is closed is never written for again: its Fin, Aborted or Cancelled is the consumer's licence to use or
-free its blocks. Ids of transfers that are gone are remembered for lease_s; offers for them are answered with Aborted,
-but nothing is answered while a write for that consumer rank is still in flight. After that the highest number that a
-consumer worker had named with them remains: offers up to it are overtaken, and answered with Aborted however late
-they come. (One that was called off and came as a new one would write into blocks that are somebody else's.)
+free its blocks. One that a failed write has closed gives no licence: its Offers and Cancels are answered with Failed,
+also when the transfer or the consumer has been forgotten. Ids of transfers that are gone are remembered for lease_s;
+offers for them are answered with Aborted, but nothing is answered while a write for that consumer rank is still in
+flight. After that the highest number that a consumer worker had named with them remains: offers up to it are overtaken,
+and answered with Aborted however late they come. (One that was called off and came as a new one would write into blocks
+that are somebody else's.)
 
 A consumer worker is known from ``welcome`` until ``peer_lost``, or until it has said nothing for forget_s and nothing
 is under way for it; then Forget.
@@ -39,32 +46,48 @@ What a consumer can make this rank remember is bounded (``Allowance``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from connectors.planning.descriptors import Moves
-from connectors.planning.layout import Group
-from connectors.protocol.actions import Forget, ProducerAction, Send, Sent, Write
-from connectors.protocol.allowance import MAX_EARLY, Allowance
-from connectors.protocol.delivery import NOBODY, Consumer, Delivery, Gone, Stage, Transfer, take, take_layers
-from connectors.protocol.limits import TransferLimits
-from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Fin, Message, Offer, Peer
+from connectors.protocol.actions import Forget, ProducerAction, Send, Sent
+from connectors.protocol.delivery import NOBODY, Consumer, Gone, Stage, Transfer, take_layers
+from connectors.protocol.ordered import due
+from connectors.protocol.production import Production
+from connectors.protocol.wire import Alive, Cancel, Message, Offer, Peer
+
+_PREEMPTED = "the prefill was preempted during a write"
 
 
-class Producer:
+@dataclass(frozen=True, slots=True)
+class ProducerSnapshot:
+    """State of a producer machine at one moment; a copy.
+
+    ``consumers``       known consumer workers, with what the machine knows of them
+    ``heard_at``        time of the last message of each consumer worker that is not forgotten
+    ``transfers``       ids of open transfers, with their stage
+    ``remembered``      ids of transfers that are over
+    ``offered_blocks``  blocks in open offers, by consumer worker
+    ``early``           transfers whose requests have not come, by consumer engine
+    ``closed``          (transfer id, consumer worker) of deliveries that are closed in open transfers
+    ``offers``          (transfer id, consumer worker) of deliveries that keep their offer
+    ``writes``          ids of the writes that have not ended
+    ``failed``          ids of the transfers of each consumer worker that a write has failed for
+    """
+
+    consumers: Mapping[Peer, Consumer]
+    heard_at: Mapping[Peer, float]
+    transfers: Mapping[str, Stage]
+    remembered: frozenset[str]
+    offered_blocks: Mapping[Peer, int]
+    early: Mapping[str, int]
+    closed: frozenset[tuple[str, Peer]]
+    offers: frozenset[tuple[str, Peer]]
+    writes: frozenset[int]
+    failed: Mapping[Peer, frozenset[str]]
+
+
+class Producer(Production):
     """All transfers that one worker produces. Not thread-safe; its owner serialises calls."""
-
-    def __init__(self, groups: Sequence[Group], limits: TransferLimits) -> None:
-        self._groups = tuple(groups)
-        self._limits = limits
-        self._consumers: dict[Peer, Consumer] = {}
-        self._heard_at: dict[Peer, float] = {}
-        self._transfers: dict[str, Transfer] = {}
-        self._by_request: dict[str, Transfer] = {}
-        self._writes: dict[int, tuple[Transfer, Delivery]] = {}
-        self._gone: dict[str, Gone] = {}
-        self._overtaken: dict[Peer, int] = {}
-        self._allowance = Allowance()
-        self._next_write_id = 0
 
     # ---- what the scheduler says -------------------------------------------------------------------------------
 
@@ -81,6 +104,7 @@ class Producer:
         else:
             self._allowance.count_early(transfer, -1)
         transfer.stage, transfer.since, transfer.request_id = Stage.LIVE, now, request_id
+        transfer.check_at = now
         transfer.prompt_tokens, transfer.prompt_digest = prompt_tokens, prompt_digest
         transfer.tables = [[] for _ in self._groups]
         self._by_request[request_id] = transfer
@@ -131,26 +155,45 @@ class Producer:
     def preempted(self, request_id: str, now: float) -> list[ProducerAction]:
         """The request's blocks were taken back; it will be computed again, into other blocks.
 
-        Deliveries whose writes still read the old blocks (``writes_in_flight``) are given up: they may carry bytes of
-        whoever owns the blocks next. What had been written before stays right.
+        Nothing more is written from the old ones. Writes in flight (``writes_in_flight``) may go on until ``fenced``:
+        what has been written by then stays right.
         """
         transfer = self._by_request.get(request_id)
         if transfer is None:
             return []
         transfer.tables = [[] for _ in self._groups]
-        transfer.computed_tokens = transfer.coming_tokens = 0
+        transfer.coming_tokens = 0
         actions: list[ProducerAction] = []
         for delivery in transfer.deliveries.values():
-            if delivery.in_flight or delivery.early:
-                actions += self._end(transfer, delivery, "the prefill was preempted during a write", now)
+            if delivery.early:
+                actions += self._end(transfer, delivery, _PREEMPTED, now)
         return actions
+
+    def fenced(self, request_id: str, now: float) -> list[ProducerAction]:
+        """The old blocks of a preempted request will be overwritten now.
+
+        Deliveries whose writes still read them are given up: they may carry bytes of whoever owns the blocks next.
+        """
+        transfer = self._by_request.get(request_id)
+        if transfer is None:
+            return []
+        transfer.computed_tokens = 0
+        actions: list[ProducerAction] = []
+        for delivery in transfer.deliveries.values():
+            if delivery.in_flight:
+                actions += self._end(transfer, delivery, _PREEMPTED, now)
+        return actions
+
+    def stepped(self, now: float) -> None:
+        """A step of the engine has ended."""
+        self._stepped_at = now
 
     def finished(self, request_id: str, held: bool, reason: str, now: float) -> list[ProducerAction]:
         """The request has ended. Its blocks stay allocated until ``Sent`` if ``held``; if not, ``reason`` says why."""
         transfer = self._by_request.get(request_id)
         if transfer is None:
             return [Sent(request_id)] if held else []
-        transfer.since = now
+        transfer.since = transfer.check_at = now
         if held:
             transfer.stage = Stage.HELD
             return self._advance(transfer, now)
@@ -192,7 +235,8 @@ class Producer:
     def welcome(self, peer: Peer, consumer: Consumer, now: float) -> None:
         """A consumer worker has said hello and fits. One that is known may do so again, at any time."""
         self._consumers[peer] = consumer
-        self._heard_at[peer] = now
+        self._lost.pop(peer, None)
+        self._heard(peer, now)
 
     def knows(self, peer: Peer) -> bool:
         return peer in self._consumers
@@ -207,7 +251,9 @@ class Producer:
 
     def message(self, peer: Peer, message: Message, now: float) -> list[ProducerAction]:
         """A message of a consumer that has been welcomed."""
-        self._heard_at[peer] = now
+        self._heard(peer, now)
+        if isinstance(message, Offer | Cancel) and message.transfer_id in self._failed.get(peer, ()):
+            return [self._failure(peer, message.transfer_id)]
         match message:
             case Offer():
                 return self._offered(peer, message, now)
@@ -215,9 +261,21 @@ class Producer:
                 return self._cancelled(peer, message, now)
         return []
 
+    def engine_lost(self, incarnation: str, now: float) -> list[ProducerAction]:
+        """The consumer engine is known to be dead: none of its workers will ask for anything."""
+        for peer in [peer for peer in self._failed if peer.incarnation == incarnation]:
+            del self._failed[peer]
+        known = [peer for peer in self._consumers if peer.incarnation == incarnation]
+        return [action for peer in known for action in self.peer_lost(peer, now)]
+
+    def engines(self) -> set[str]:
+        """Every consumer engine start that this worker remembers."""
+        return {peer.incarnation for peer in (*self._heard_at, *self._failed)}
+
     def peer_lost(self, peer: Peer, now: float) -> list[ProducerAction]:
         """The consumer worker is gone. Its writes end by themselves (done or failed); nobody is answered."""
-        self._consumers.pop(peer, None)
+        if self._consumers.pop(peer, None) is not None:
+            self._lost[peer] = None
         actions: list[ProducerAction] = []
         for transfer in list(self._transfers.values()):
             delivery = transfer.deliveries.get(peer.rank)
@@ -233,10 +291,23 @@ class Producer:
         delivery.moved_at = now
         return self._advance(transfer, now)
 
-    def write_failed(self, write_id: int, reason: str, now: float) -> list[ProducerAction]:
+    def write_refused(self, write_id: int, reason: str, now: float) -> list[ProducerAction]:
+        """Nothing of the write was posted."""
         transfer, delivery = self._writes.pop(write_id)
         delivery.in_flight.pop(write_id)
-        return self._end(transfer, delivery, f"a write failed: {reason}", now)
+        return self._end(transfer, delivery, f"a write could not be posted: {reason}", now)
+
+    def write_failed(self, write_id: int, reason: str, now: float) -> list[ProducerAction]:
+        """The write failed after its start: parts of it may still reach the consumer's blocks."""
+        transfer, delivery = self._writes.pop(write_id)
+        delivery.in_flight.pop(write_id)
+        actions: list[ProducerAction] = []
+        failed = self._failed.setdefault(delivery.peer, {})
+        if transfer.transfer_id not in failed:
+            failed[transfer.transfer_id] = f"a write failed: {reason}"
+            if delivery.peer in self._consumers:
+                actions.append(self._failure(delivery.peer, transfer.transfer_id))
+        return actions + self._end(transfer, delivery, f"a write failed: {reason}", now)
 
     def write_posted(self, write_id: int, total_bytes: int) -> None:
         """The transport has taken the write; ``total_bytes`` are counted into Fin when it is done."""
@@ -247,20 +318,37 @@ class Producer:
         """Deadlines. Call it at least every alive_s / 2."""
         actions: list[ProducerAction] = []
         for transfer in list(self._transfers.values()):
-            for delivery in transfer.deliveries.values():
-                waiting = delivery.offer is not None and not delivery.closed and transfer.request_id is not None
-                # A write that hangs is no sign of life: the consumer's progress_s must end its wait.
-                hangs = delivery.in_flight and now - delivery.moved_at >= self._limits.progress_s
-                if waiting and not hangs and now - delivery.last_sent >= self._limits.alive_s:
-                    delivery.last_sent = now
-                    actions.append(Send(delivery.peer, Alive(transfer.transfer_id)))
-            if transfer.stage is not Stage.LIVE and now - transfer.since >= self._limits.lease_s:
-                actions += self._expire(transfer, now)
-        for transfer_id in [i for i, gone in self._gone.items() if now - gone.at >= self._limits.lease_s]:
+            if now >= transfer.check_at:
+                actions += self._check(transfer, now)
+        for transfer_id in due(self._gone, lambda gone: now - gone.at >= self._limits.lease_s):
             for peer, number in self._gone.pop(transfer_id).numbers.items():
                 if peer in self._heard_at:
                     self._overtaken[peer] = max(number, self._overtaken.get(peer, number))
         return actions + self._give_up_hanging_writes(now) + self._forget_silent_peers(now)
+
+    def _check(self, transfer: Transfer, now: float) -> list[ProducerAction]:
+        """The deadlines of one transfer, and when to look at them again if nothing happens to it until then."""
+        actions: list[ProducerAction] = []
+        transfer.check_at = float("inf") if transfer.stage is Stage.LIVE else transfer.since + self._limits.lease_s
+        for delivery in transfer.deliveries.values():
+            if delivery.offer is None or delivery.closed or transfer.request_id is None:
+                continue
+            # A write that hangs is no sign of life: the consumer's progress_s must end its wait.
+            hangs = delivery.in_flight and now - delivery.moved_at >= self._limits.progress_s
+            failed = transfer.transfer_id in self._failed.get(delivery.peer, ())
+            alive = not hangs and not failed and not self._engine_hangs(transfer, now)
+            if alive and now - delivery.last_sent >= self._limits.alive_s:
+                delivery.last_sent = now
+                actions.append(Send(delivery.peer, Alive(transfer.transfer_id)))
+            transfer.check_at = min(transfer.check_at, delivery.last_sent + self._limits.alive_s)
+        if transfer.stage is not Stage.LIVE and now - transfer.since >= self._limits.lease_s:
+            actions += self._expire(transfer, now)
+        return actions
+
+    def _engine_hangs(self, transfer: Transfer, now: float) -> bool:
+        """Whether the engine has had this request to compute for step_s, and has ended no step."""
+        got_on_at = max(self._stepped_at, transfer.since)
+        return transfer.stage is Stage.LIVE and now - got_on_at >= self._limits.step_s
 
     def _give_up_hanging_writes(self, now: float) -> list[ProducerAction]:
         actions: list[ProducerAction] = []
@@ -273,11 +361,7 @@ class Producer:
 
     def _forget_silent_peers(self, now: float) -> list[ProducerAction]:
         """Those that were lost, as soon as nothing is under way to them, and those that have long been silent."""
-        silent = [
-            peer
-            for peer, heard_at in self._heard_at.items()
-            if peer not in self._consumers or now - heard_at >= self._limits.forget_s
-        ]
+        silent = {**self._lost, **dict.fromkeys(due(self._heard_at, lambda at: now - at >= self._limits.forget_s))}
         if not silent:
             return []
         busy = {delivery.peer for _, delivery in self._writes.values()}
@@ -286,6 +370,7 @@ class Producer:
         forgotten = [peer for peer in silent if peer not in busy]
         for peer in forgotten:
             del self._heard_at[peer]
+            self._lost.pop(peer, None)
             self._consumers.pop(peer, None)
             self._overtaken.pop(peer, None)
         return [Forget(peer) for peer in forgotten]
@@ -298,149 +383,23 @@ class Producer:
         hanging = sum(delivery.hangs for _, delivery in self._writes.values())
         return counts | {"writes": len(self._writes), "remembered": len(self._gone), "hanging": hanging}
 
-    # ---- inside ------------------------------------------------------------------------------------------------
+    @property
+    def busy(self) -> bool:
+        """Whether a transfer is open, in any stage."""
+        return bool(self._transfers)
 
-    def _offered(self, peer: Peer, offer: Offer, now: float) -> list[ProducerAction]:
-        if self._being_written(peer, offer.transfer_id) or self._too_early(peer, offer.transfer_id):
-            return []
-        if offer.number <= self._overtaken.get(peer, -1):
-            return [Send(peer, Aborted(offer.transfer_id, "this offer has come too late"))]
-        transfer = self._transfer_for(peer, offer, now)
-        if transfer is None:
-            return [Send(peer, Aborted(offer.transfer_id, "this transfer has ended or belongs to another consumer"))]
-        delivery = transfer.deliveries.setdefault(peer.rank, Delivery(peer))
-        if delivery.closed:
-            # Not with the Fin of the first offer: it would vouch for blocks that nobody has written.
-            return [Send(peer, Aborted(offer.transfer_id, "this transfer has been offered for before"))]
-        if delivery.offer is not None:
-            return []
-        delivery.last_sent = now
-        if not self._allowance.take_offer(delivery, offer, self._consumers[peer].num_blocks):
-            return self._end(transfer, delivery, "more blocks are on offer than the consumer's pool has", now)
-        return self._advance(transfer, now)
-
-    def _cancelled(self, peer: Peer, cancel: Cancel, now: float) -> list[ProducerAction]:
-        transfer_id = cancel.transfer_id
-        for delivery in self._being_written(peer, transfer_id):
-            delivery.ending, delivery.pending = Cancelled(transfer_id), None
-            return []
-        if self._too_early(peer, transfer_id):
-            return []
-        transfer = self._transfer_for(peer, cancel, now)
-        if transfer is None:
-            return [Send(peer, Cancelled(transfer_id))]
-        delivery = transfer.deliveries.setdefault(peer.rank, Delivery(peer))
-        if delivery.closed:
-            return [Send(peer, Cancelled(transfer_id))]
-        delivery.ending = Cancelled(transfer_id)
-        delivery.pending = None
-        return self._advance(transfer, now)
-
-    def _being_written(self, peer: Peer, transfer_id: str) -> list[Delivery]:
-        """The delivery that writes are under way for, even if its transfer is gone: it is answered when they end."""
-        return [
-            delivery
-            for transfer, delivery in self._writes.values()
-            if delivery.peer == peer and transfer.transfer_id == transfer_id
-        ][:1]
-
-    def _too_early(self, peer: Peer, transfer_id: str) -> bool:
-        """Whether too many transfers of ``peer``'s engine wait for their requests for this one to wait as well."""
-        known = transfer_id in self._transfers or transfer_id in self._gone
-        return not known and self._allowance.early[peer.incarnation] >= MAX_EARLY
-
-    def _transfer_for(self, peer: Peer, message: Offer | Cancel, now: float) -> Transfer | None:
-        """The transfer that ``peer`` may speak of; made anew where its request has not come yet."""
-        transfer_id = message.transfer_id
-        gone, transfer = self._gone.get(transfer_id), self._transfers.get(transfer_id)
-        if gone is None and transfer is None:
-            transfer = self._transfers[transfer_id] = Transfer(transfer_id, Stage.ORPHAN, now)
-        for known in (gone, transfer):
-            if known is not None:
-                known.numbers[peer] = max(message.number, known.numbers.get(peer, 0))
-        if gone is not None or transfer is None:
-            return None
-        if transfer.consumer is None:
-            transfer.consumer = peer.incarnation
-            transfer.expected_ranks = self._consumers[peer].partner_ranks
-            self._allowance.count_early(transfer, 1)
-        return transfer if transfer.consumer == peer.incarnation else None
-
-    def _advance(self, transfer: Transfer, now: float) -> list[ProducerAction]:
-        """Post what can be written, close what is complete, release what is delivered."""
-        actions: list[ProducerAction] = []
-        for delivery in list(transfer.deliveries.values()):
-            if not delivery.closed:
-                actions += self._advance_delivery(transfer, delivery, now)
-        if transfer.stage is Stage.HELD and transfer.delivered():
-            actions += self._release(transfer, now)
-        return actions
-
-    def _advance_delivery(self, transfer: Transfer, delivery: Delivery, now: float) -> list[ProducerAction]:
-        actions: list[ProducerAction] = []
-        offer = delivery.offer
-        if delivery.ending is None and offer is not None and transfer.request_id is not None:
-            consumer = self._consumers.get(delivery.peer)
-            problem, moves = take(transfer, delivery, offer, self._groups, consumer)
-            if problem is not None:
-                delivery.ending = Aborted(transfer.transfer_id, problem)
-            elif moves:
-                actions.append(self._write(transfer, delivery, moves, now))
-            elif delivery.taken(transfer) and not delivery.in_flight:
-                missing = delivery.missing()
-                digest = "" if delivery.digest is None else delivery.digest.hexdigest()
-                fin = Fin(transfer.transfer_id, delivery.written_bytes, digest)
-                delivery.ending = fin if missing is None else Aborted(transfer.transfer_id, missing)
-        if delivery.ending is not None and not delivery.in_flight:
-            delivery.closed = True
-            delivery.offer = delivery.pending = delivery.digest = None
-            self._allowance.give_back(delivery)
-            if delivery.peer in self._consumers:
-                actions.append(Send(delivery.peer, delivery.ending))
-        return actions
-
-    def _write(self, transfer: Transfer, delivery: Delivery, moves: Sequence[Moves], now: float) -> Write:
-        self._next_write_id += 1
-        delivery.in_flight[self._next_write_id] = 0
-        delivery.moved_at = now
-        self._writes[self._next_write_id] = (transfer, delivery)
-        return Write(self._next_write_id, transfer.transfer_id, delivery.peer, tuple(moves), delivery.digest)
-
-    def _end(self, transfer: Transfer, delivery: Delivery, reason: str, now: float) -> list[ProducerAction]:
-        """Give a delivery up; its consumer hears of it once no write is under way."""
-        if delivery.closed:
-            return []
-        if delivery.ending is None:
-            delivery.ending = Aborted(transfer.transfer_id, reason)
-        delivery.pending = None
-        return self._advance(transfer, now)
-
-    def _expire(self, transfer: Transfer, now: float) -> list[ProducerAction]:
-        """The lease is over: nobody came (HELD), or the request did not (ORPHAN). Writes in flight still end first."""
-        reason = "the lease has expired" if transfer.stage is Stage.HELD else "the prefill request never came"
-        actions: list[ProducerAction] = []
-        for delivery in transfer.deliveries.values():
-            if not delivery.closed and not delivery.in_flight:
-                actions += self._end(transfer, delivery, reason, now)
-        if any(delivery.in_flight for delivery in transfer.deliveries.values()):
-            return actions
-        if transfer.transfer_id not in self._transfers:
-            return actions
-        if transfer.stage is Stage.HELD:
-            return actions + self._release(transfer, now)
-        self._forget(transfer, now)
-        return actions
-
-    def _release(self, transfer: Transfer, now: float) -> list[ProducerAction]:
-        assert transfer.request_id is not None
-        request_id = transfer.request_id
-        self._by_request.pop(request_id, None)
-        transfer.request_id = None
-        self._forget(transfer, now)
-        return [Sent(request_id)]
-
-    def _forget(self, transfer: Transfer, now: float) -> None:
-        if self._transfers.get(transfer.transfer_id) is transfer:
-            del self._transfers[transfer.transfer_id]
-            self._allowance.count_early(transfer, -1)
-            self._gone[transfer.transfer_id] = Gone(now, transfer.numbers)
+    def snapshot(self) -> ProducerSnapshot:
+        """Return a copy of the state, for tests and diagnosis."""
+        deliveries = [(t.transfer_id, d) for t in self._transfers.values() for d in t.deliveries.values()]
+        return ProducerSnapshot(
+            consumers=dict(self._consumers),
+            heard_at=dict(self._heard_at),
+            transfers={transfer_id: transfer.stage for transfer_id, transfer in self._transfers.items()},
+            remembered=frozenset(self._gone),
+            offered_blocks=dict(self._allowance.blocks),
+            early=dict(self._allowance.early),
+            closed=frozenset((transfer_id, each.peer) for transfer_id, each in deliveries if each.closed),
+            offers=frozenset((transfer_id, each.peer) for transfer_id, each in deliveries if each.offer is not None),
+            writes=frozenset(self._writes),
+            failed={peer: frozenset(transfers) for peer, transfers in self._failed.items()},
+        )

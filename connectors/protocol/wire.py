@@ -6,7 +6,7 @@ secret that peers share (``keys.py``); without one, the tag is a checksum. Anyth
 header is looked at if the tag is wrong.
 
     consumer -> producer   Hello, Offer, Cancel
-    producer -> consumer   Welcome, Refused, Alive, Fin, Aborted, Cancelled
+    producer -> consumer   Welcome, Refused, Alive, Fin, Aborted, Failed, Cancelled
 
 Every message carries who sent it and which worker of which incarnation it is meant for: ids of an engine that has
 been restarted since are answered, never acted on.
@@ -120,6 +120,15 @@ class Aborted:
 
 
 @dataclass(frozen=True, slots=True)
+class Failed:
+    """The producer will not deliver, and parts of a write that failed may still arrive: no acknowledgement."""
+
+    transfer_id: str
+    reason: str
+    kind: ClassVar[str] = "failed"
+
+
+@dataclass(frozen=True, slots=True)
 class Cancel:
     """The consumer wants nothing (more). It keeps its blocks until the producer has answered.
 
@@ -139,7 +148,7 @@ class Cancelled:
     kind: ClassVar[str] = "cancelled"
 
 
-Message = Hello | Welcome | Refused | Offer | Alive | Fin | Aborted | Cancel | Cancelled
+Message = Hello | Welcome | Refused | Offer | Alive | Fin | Aborted | Failed | Cancel | Cancelled
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +181,7 @@ def encode(envelope: Envelope, key: bytes = b"") -> bytes:
             body = b"".join(v.astype("<i8").tobytes() for g in message.groups for v in (g.positions, g.ids))
         case Fin():
             header |= {"id": message.transfer_id, "bytes": message.total_bytes, "digest": message.digest}
-        case Aborted():
+        case Aborted() | Failed():
             header |= {"id": message.transfer_id, "reason": message.reason[:_MAX_REASON_CHARACTERS]}
         case Refused():
             header |= {"reason": message.reason[:_MAX_REASON_CHARACTERS]}
@@ -242,6 +251,8 @@ def _message(header: dict[str, Any], body: bytes) -> Message:
             return Fin(_id(header), _count(header, "bytes"), _digest(header, "digest"))
         case "aborted":
             return Aborted(_id(header), _text(header, "reason"))
+        case "failed":
+            return Failed(_id(header), _text(header, "reason"))
         case "cancel":
             return Cancel(_id(header), _count(header, "number"))
         case "cancelled":

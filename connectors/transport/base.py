@@ -44,13 +44,17 @@ class Transport(Protocol):
         """Forget a peer. Nothing may be under way to it."""
 
     def write(self, peer: str, runs: Runs, source: Place, target: Place) -> WriteHandle:
-        """Start copying ``runs``, at least one, from our registered memory to the peer's. Raises TransportError."""
+        """Start copying ``runs``, at least one, from our registered memory to the peer's.
+
+        Raises TransportError where nothing was posted, and FailedWriteError where parts of the write may still arrive.
+        """
         ...
 
     def poll(self, handle: WriteHandle) -> bool:
         """True once all bytes of a write are in the peer's memory; the handle is spent then.
 
-        Raises TransportError where the write has failed; the handle is spent then too.
+        Raises FailedWriteError where the write has failed; the handle is spent then too. Parts of the write may still
+        arrive: an error is no acknowledgement.
         """
         ...
 

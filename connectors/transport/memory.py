@@ -43,7 +43,7 @@ class MemoryTransport:
 
     def __init__(self, name: str, fabric: Fabric) -> None:
         self.name = name
-        self._fabric = fabric
+        self.fabric = fabric
         self._regions: list[Region] = []
         self._peers: set[str] = set()
         self._inbox: deque[tuple[str, bytes]] = deque()
@@ -51,6 +51,11 @@ class MemoryTransport:
         self._next_handle = 0
         self._closed = False
         fabric.agents[name] = self
+
+    @property
+    def peers(self) -> frozenset[str]:
+        """Names of the peers that this agent knows."""
+        return frozenset(self._peers)
 
     def register(self, regions: Sequence[Region]) -> None:
         self._check_open()
@@ -68,7 +73,7 @@ class MemoryTransport:
         peer = metadata.decode(errors="replace")
         if name is not None and peer != name:
             raise TransportError(name, f"its agent metadata is that of {peer[:80]!r}")
-        self._fabric.agent(self.name, peer)
+        self.fabric.agent(self.name, peer)
         self._peers.add(peer)
         return peer
 
@@ -85,7 +90,7 @@ class MemoryTransport:
         if not len(runs):
             raise TransportError(peer, "a write of 0 runs")
         self._check_inside(self.name, runs.src, runs.length)
-        receiver._check_inside(peer, runs.dst, runs.length)
+        receiver._check_inside(peer, runs.dst, runs.length)  # noqa: SLF001 - another agent of this class
         for dst, src, length in zip(runs.dst.tolist(), runs.src.tolist(), runs.length.tolist(), strict=True):
             ctypes.memmove(dst, src, length)
         self._next_handle += 1
@@ -98,7 +103,7 @@ class MemoryTransport:
         return True
 
     def notify(self, peer: str, payload: bytes) -> None:
-        self._reach(peer)._inbox.append((self.name, payload))
+        self._reach(peer)._inbox.append((self.name, payload))  # noqa: SLF001 - another agent of this class
 
     def notifications(self) -> list[tuple[str, bytes]]:
         self._check_open()
@@ -109,7 +114,7 @@ class MemoryTransport:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._fabric.agents.pop(self.name, None)
+            self.fabric.agents.pop(self.name, None)
             self._regions.clear()
 
     def _check_open(self) -> None:
@@ -120,7 +125,7 @@ class MemoryTransport:
         self._check_open()
         if peer not in self._peers:
             raise TransportError(peer, "its metadata has not been added")
-        return self._fabric.agent(self.name, peer)
+        return self.fabric.agent(self.name, peer)
 
     def _check_inside(self, owner: str, address: np.ndarray, length: np.ndarray) -> None:
         inside = np.zeros(len(address), bool)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t, nixl_xfer_handle
 
-from connectors.errors import ConfigurationError, TransportError
+from connectors.errors import ConfigurationError, FailedWriteError, TransportError
 from connectors.planning.descriptors import Runs
 from connectors.planning.layout import Place, Region
 
@@ -66,6 +66,11 @@ class NixlTransport:
         self._handles: dict[int, tuple[str, nixl_xfer_handle]] = {}
         self._metadata: dict[str, bytes] = {}
         self._next_handle = 0
+
+    @property
+    def peers(self) -> frozenset[str]:
+        """Names of the peers that this agent knows."""
+        return frozenset(self._metadata)
 
     def register(self, regions: Sequence[Region]) -> None:
         agent = self._live()
@@ -126,16 +131,20 @@ class NixlTransport:
             raise TransportError(peer, f"preparing a write of {len(runs)} runs: {error}") from error
 
     def post(self, peer: str, xfer: nixl_xfer_handle) -> int:
-        """Start a prepared write. Raises TransportError."""
+        """Start a prepared write. Raises FailedWriteError.
+
+        NIXL does not tell how far it has come: a post that fails midway only asks UCX to cancel the puts before
+        (``nixlUcxEngine::sendXferRange``, ``nixlUcxBackendReqH::release`` in ``ucx_backend.cpp``).
+        """
         agent = self._live()
         try:
             state = agent.transfer(xfer)
         except Exception as error:
             self.discard(xfer)
-            raise TransportError(peer, f"posting a write: {error}") from error
+            raise FailedWriteError(peer, f"posting a write: {error}") from error
         if state == "ERR":
             self.discard(xfer)
-            raise TransportError(peer, "posting a write failed")
+            raise FailedWriteError(peer, "posting a write failed")
         self._next_handle += 1
         self._handles[self._next_handle] = (peer, xfer)
         return self._next_handle
@@ -148,13 +157,13 @@ class NixlTransport:
         except Exception as error:
             del self._handles[handle]
             self.discard(xfer)
-            raise TransportError(peer, f"a write failed: {error}") from error
+            raise FailedWriteError(peer, f"a write failed: {error}") from error
         if state == "PROC":
             return False
         del self._handles[handle]
         self.discard(xfer)
         if state == "ERR":
-            raise TransportError(peer, "a write failed")
+            raise FailedWriteError(peer, "a write failed")
         return True
 
     def notify(self, peer: str, payload: bytes) -> None:

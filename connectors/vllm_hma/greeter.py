@@ -17,21 +17,23 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from connectors.errors import HandshakeError, IncompatiblePeerError, TandemError
 from connectors.planning.heads import partners
 from connectors.planning.plan import PairPlan, plan_pair
 from connectors.planning.verify import prove_plans
 from connectors.protocol.cards import EngineCard, WorkerCard, check_peers, decode_worker_card, encode_worker_card
-from connectors.protocol.consumer import Partner
 from connectors.protocol.delivery import Consumer
 from connectors.protocol.params import EngineAddress
+from connectors.protocol.reception import Partner
 from connectors.protocol.wire import Hello, Peer, Refused, Welcome
 from connectors.transport.base import Transport
 from connectors.transport.digest import End, Memory, digests
 from connectors.vllm_hma.complaints import Complaints
 from connectors.vllm_hma.peers import Peers
 from connectors.vllm_hma.post import Post, agent_name
+from connectors.vllm_hma.processes import Liveness, liveness
 from connectors.vllm_hma.side_channel import fetch_card
 
 logger = logging.getLogger(__name__)
@@ -39,7 +41,32 @@ logger = logging.getLogger(__name__)
 # Connecting waits for peers that may be silent; greeting must not wait behind it.
 _CONNECT_THREADS = 32
 _GREET_THREADS = 4
-_MAX_PENDING_HELLOS = 256
+MAX_PENDING_HELLOS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class GreeterSnapshot:
+    """Handshakes under way: ``pending_hellos`` of workers that wait for our answer, ``answers`` of workers that have
+    answered our hello; a copy."""
+
+    pending_hellos: frozenset[Peer]
+    answers: frozenset[Peer]
+
+
+def memory_to_check(integrity: str, memory: Memory | None, producer: EngineCard) -> Memory | None:
+    """Return our memory where transfers from ``producer`` are checked, None where they are not.
+
+    Raises IncompatiblePeerError where ``integrity`` is "full" and the producer's memory cannot be read by its host.
+    """
+    if integrity == "off" or memory is None:
+        return None
+    memories = {worker.layout.place.memory for worker in producer.workers}
+    if memories == {"DRAM"}:
+        return memory
+    if integrity == "full":
+        remedy = "integrity: full needs both KV caches in host memory, set it to auto or off"
+        raise IncompatiblePeerError("memory of the KV cache", "DRAM", ", ".join(sorted(memories)), remedy)
+    return None
 
 
 class Greeter:
@@ -97,11 +124,11 @@ class Greeter:
         with self._lock:
             if sender in self._pending_hellos:
                 return
-            full = len(self._pending_hellos) >= _MAX_PENDING_HELLOS
+            full = len(self._pending_hellos) >= MAX_PENDING_HELLOS
             if not full:
                 self._pending_hellos.add(sender)
         if full:
-            self._complain("full", f"{_MAX_PENDING_HELLOS} hellos wait for an answer; one of {sender} is dropped")
+            self._complain("full", f"{MAX_PENDING_HELLOS} hellos wait for an answer; one of {sender} is dropped")
             return
         self._submit(self._greets, self._welcome, sender, message)
 
@@ -112,6 +139,11 @@ class Greeter:
                 return
             self._answers[sender] = message.reason if isinstance(message, Refused) else None
             self._answered.notify_all()
+
+    def snapshot(self) -> GreeterSnapshot:
+        """Return a copy of the state, for tests and diagnosis."""
+        with self._lock:
+            return GreeterSnapshot(frozenset(self._pending_hellos), frozenset(self._answers))
 
     def close(self) -> None:
         for pool in (self._connects, self._greets):
@@ -141,7 +173,8 @@ class Greeter:
             try:
                 found = self._shake_hands(engine, greetings)
             except TandemError as error:
-                logger.warning("Tandem: no connection with prefill engine %s: %s", engine.incarnation, error)
+                # One that keeps blocks in quarantine is asked again every cancel_s.
+                self._complain("connect", f"no connection with prefill engine {engine.incarnation}: {error}")
                 failure = str(error)
             except Exception as error:
                 logger.exception("Tandem: the handshake with prefill engine %s broke", engine.incarnation)
@@ -164,7 +197,7 @@ class Greeter:
         refusals = self._say_hello(card, sorted(plans), deadline, greetings)
         if refusals:
             raise HandshakeError(f"it refused: {refusals[0]}")
-        memory = self._memory_to_check(card)
+        memory = memory_to_check(self._integrity, self._memory, card)
         return [
             Partner(
                 Peer(card.incarnation, rank),
@@ -172,6 +205,8 @@ class Greeter:
                 plan.unit_bytes,
                 None if memory is None else digests(plan, memory, End.TARGET),
                 engine,
+                card.workers[rank].process,
+                liveness(card.workers[rank].process) is Liveness.ALIVE,
             )
             for rank, plan in plans.items()
         ]
@@ -200,18 +235,6 @@ class Greeter:
                 self._awaited -= waiting
                 for peer in waiting:
                     self._answers.pop(peer, None)
-
-    def _memory_to_check(self, producer: EngineCard) -> Memory | None:
-        """Our memory where transfers from ``producer`` are checked, None where they are not."""
-        if self._integrity == "off" or self._memory is None:
-            return None
-        memories = {worker.layout.place.memory for worker in producer.workers}
-        if memories == {"DRAM"}:
-            return self._memory
-        if self._integrity == "full":
-            remedy = "integrity: full needs both KV caches in host memory, set it to auto or off"
-            raise IncompatiblePeerError("memory of the KV cache", "DRAM", ", ".join(sorted(memories)), remedy)
-        return None
 
     def _plans(self, engine: EngineCard) -> dict[int, PairPlan]:
         """What each producer rank that talks to this worker sends to it."""

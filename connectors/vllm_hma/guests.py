@@ -7,7 +7,7 @@ forgotten.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from connectors.errors import HandshakeError
 from connectors.protocol.wire import Peer
@@ -27,6 +27,9 @@ class Guests:
 
     def __contains__(self, peer: Peer) -> bool:
         return peer in self._greeted or peer in self._regular
+
+    def __iter__(self) -> Iterator[Peer]:
+        return iter((*self._greeted, *self._regular))
 
     def __len__(self) -> int:
         return len(self._greeted) + len(self._regular)

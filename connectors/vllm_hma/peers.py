@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from connectors.planning.layout import Place
 from connectors.planning.plan import PairPlan
@@ -25,6 +26,15 @@ from connectors.protocol.wire import Peer
 from connectors.transport.base import Transport
 from connectors.vllm_hma.guests import Guests
 from connectors.vllm_hma.post import Post, agent_name
+
+
+@dataclass(frozen=True, slots=True)
+class PeersSnapshot:
+    """Workers of other engines that a worker keeps: ``admitted`` those with an entry in the peer table, ``planned``
+    those that it has a plan for; a copy."""
+
+    admitted: frozenset[Peer]
+    planned: frozenset[Peer]
 
 
 class Peers:
@@ -87,6 +97,11 @@ class Peers:
         self._plans.pop(peer, None)
         if not self._consumer.knows(peer) and peer not in self._greeting:
             self._drop(peer)
+
+    def snapshot(self) -> PeersSnapshot:
+        """Return a copy of the state, for tests and diagnosis."""
+        with self._lock:
+            return PeersSnapshot(frozenset(self._guests), frozenset(self._plans))
 
     def _push_out(self, peer: Peer) -> None:
         """Nothing is under way with it: no machine has anything to do but to forget it."""

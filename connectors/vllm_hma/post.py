@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 # A dead peer is not worth a fresh connection for every message to it.
 _RECONNECT_EVERY_S = 1.0
 
+# A write to a broken connection costs its consumer the blocks, a message costs microseconds.
+_CHECK_EVERY_S = 1.0
+
 
 def agent_name(peer: Peer) -> str:
     """The transport's name for a worker."""
@@ -34,6 +37,7 @@ class Post:
         self._transport = transport
         self._lock = threading.Lock()
         self._reconnected_at: dict[str, float] = {}
+        self._sent_at: dict[str, float] = {}
 
     def send(self, peer: Peer, message: Message) -> None:
         """Raises TransportError where the message cannot be sent, even over a fresh connection."""
@@ -43,11 +47,21 @@ class Post:
         except TransportError as error:
             self.reconnect(name, error)
             self._transport.notify(name, frame)
+        self._sent_at[name] = time.monotonic()
+
+    def check(self, peer: Peer, message: Message) -> None:
+        """Send ``message`` unless another was sent a moment ago: a connection known to be broken is then made anew.
+
+        Raises TransportError where it cannot be sent.
+        """
+        if time.monotonic() - self._sent_at.get(agent_name(peer), float("-inf")) >= _CHECK_EVERY_S:
+            self.send(peer, message)
 
     def forget(self, peer: Peer) -> None:
         """Nothing more will be sent to ``peer``."""
         with self._lock:
             self._reconnected_at.pop(agent_name(peer), None)
+            self._sent_at.pop(agent_name(peer), None)
 
     def reconnect(self, name: str, error: TransportError) -> None:
         """Make the connection to ``name`` anew after ``error``; raises it again where that was done a moment ago."""

@@ -1,39 +1,45 @@
-"""Is there still a process behind an engine that does not answer?
+"""Finds out whether prefill workers that do not answer are dead: only their end lets their consumer's blocks go.
 
-A consumer's blocks stay allocated until each producer rank has said that it writes no more, or is known to be dead.
-The kernel knows: where nothing listens on an engine's side channel any more, a connection is refused; and where another
-engine start answers on its port, it has ended. A host that cannot be reached, or a process that is stopped, proves
-nothing, and the blocks stay in quarantine until a supervisor's word.
+A consumer's blocks stay allocated until each producer worker has acknowledged that it writes no more, or its process is
+known to be dead (docs/decisions/0019). Proof is the process's own end, as its kernel knows it:
+
+    on this host    the process is gone (``processes.py``), and this worker had seen it alive at first contact
+    on another one  an engine that answers at the same address, in the same pid namespace, says that it is gone
+
+A port that refuses connections, a connection that breaks or a peer that is silent prove nothing. Without proof the
+blocks stay in quarantine until a supervisor reports the engine as ended.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
-import socket
 import threading
 from collections.abc import Callable, Iterable
 
-from connectors.errors import StaleReferenceError, TandemError
+from connectors.errors import TandemError
 from connectors.protocol.params import EngineAddress
+from connectors.protocol.reception import Suspect
+from connectors.protocol.wire import Peer
 from connectors.vllm_hma.complaints import Complaints
-from connectors.vllm_hma.side_channel import fetch_card
+from connectors.vllm_hma.processes import Liveness, liveness
+from connectors.vllm_hma.side_channel import ask_liveness
 
 logger = logging.getLogger(__name__)
 
-# Between the first refusal and the second: an engine core's workers end a moment after it.
-_CONFIRM_S = 2.0
+# Between the first proof and the second: what a dead process has left in its host's sockets arrives meanwhile.
+CONFIRM_S = 2.0
+_MAX_WITNESSES = 16
 
 
-class EngineProbe:
-    """Probes the engines that it is told to watch, in a thread that lives only while there are some."""
+class WorkerProbe:
+    """Probes the workers that it is told to watch, in a thread that lives only while there are some."""
 
     def __init__(
         self,
         timeout_s: float,
         identity: bytes,
-        on_lost: Callable[[str, str], None],
+        on_lost: Callable[[Peer, str], None],
         on_start: Callable[[], None] = lambda: None,
     ) -> None:
         self._timeout_s = timeout_s
@@ -41,18 +47,25 @@ class EngineProbe:
         self._on_lost = on_lost
         self._on_start = on_start
         self._lock = threading.Lock()
-        self._watched: set[EngineAddress] = set()
+        self._watched: frozenset[Suspect] = frozenset()
+        self._witnesses: frozenset[EngineAddress] = frozenset()
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
         self._complain = Complaints(logger)
 
-    def watch(self, engines: Iterable[EngineAddress]) -> None:
-        """Replace the set of engines to probe, each at the address where it was met. Cheap when nothing changes."""
+    def watch(self, suspects: Iterable[Suspect], witnesses: Iterable[EngineAddress]) -> None:
+        """Replace the workers to probe and the engines that may know of them. Cheap when nothing changes."""
         with self._lock:
-            self._watched = set(engines)
+            self._watched, self._witnesses = frozenset(suspects), frozenset(witnesses)
             if self._watched and self._thread is None and not self._closed.is_set():
                 self._thread = threading.Thread(target=self._run, name="tandem-probe", daemon=True)
                 self._thread.start()
+
+    @property
+    def watched(self) -> frozenset[Peer]:
+        """Workers that are probed now."""
+        with self._lock:
+            return frozenset(suspect.peer for suspect in self._watched)
 
     def close(self) -> None:
         self._closed.set()
@@ -60,37 +73,38 @@ class EngineProbe:
     def _run(self) -> None:
         # `on_lost` sends messages.
         self._on_start()
-        refused: set[EngineAddress] = set()
+        gone: set[Suspect] = set()
         while True:
             with self._lock:
-                watched = set(self._watched)
+                watched, witnesses = self._watched, self._witnesses
                 if not watched or self._closed.is_set():
                     self._thread = None
                     return
-            refused = {engine for engine in watched if self._look(engine, engine in refused)}
-            self._closed.wait(_CONFIRM_S)
+            gone = {suspect for suspect in watched if self._look(suspect, suspect in gone, witnesses)}
+            self._closed.wait(CONFIRM_S)
 
-    def _look(self, engine: EngineAddress, refused_before: bool) -> bool:
-        """Whether the engine refuses; told when it does so again. One that cannot be probed keeps no other from it."""
+    def _look(self, suspect: Suspect, gone_before: bool, witnesses: frozenset[EngineAddress]) -> bool:
+        """Whether the worker is gone; reported the second time. One that cannot be probed keeps no other from it."""
         try:
-            refuses = _gone(engine, self._timeout_s, self._identity)
-            if refuses and refused_before:
-                self._on_lost(engine.incarnation, "the prefill engine's process is gone")
-            return refuses
+            gone = self._is_gone(suspect, witnesses)
+            if gone and gone_before:
+                self._on_lost(suspect.peer, "the prefill worker's process is gone")
+            return gone
         except Exception as error:
-            shown = f"{engine.incarnation[:80]!r} at {engine.host[:80]!r}"
-            self._complain("broken", f"prefill engine {shown} cannot be probed: {error!r}")
-            return refused_before
+            shown = f"{suspect.peer.incarnation[:80]!r}, rank {suspect.peer.rank}"
+            self._complain("broken", f"the prefill worker {shown} cannot be probed: {error!r}")
+            return gone_before
 
-
-def _gone(engine: EngineAddress, timeout_s: float, identity: bytes) -> bool:
-    try:
-        socket.create_connection((engine.host, engine.port), timeout=timeout_s).close()
-    except OSError as error:
-        return error.errno == errno.ECONNREFUSED
-    with contextlib.suppress(TandemError):
-        try:
-            fetch_card(engine.host, engine.port, engine.incarnation, timeout_s, identity)
-        except StaleReferenceError:
-            return True
-    return False
+    def _is_gone(self, suspect: Suspect, witnesses: frozenset[EngineAddress]) -> bool:
+        if suspect.was_seen:
+            return liveness(suspect.process) is Liveness.GONE
+        if suspect.met_at is None or not suspect.process.host:
+            return False
+        # Copies of a virtual machine share a boot id, but not an address.
+        near = [address for address in witnesses if address.host == suspect.met_at.host]
+        for address in [suspect.met_at, *near][:_MAX_WITNESSES]:
+            with contextlib.suppress(TandemError):
+                found = ask_liveness(address.host, address.port, suspect.process, self._timeout_s, self._identity)
+                if found is not Liveness.UNKNOWN:
+                    return found is Liveness.GONE
+        return False

@@ -40,9 +40,11 @@ from connectors.protocol.actions import (
 )
 from connectors.protocol.cards import WorkerCard
 from connectors.protocol.consumer import Consumer as ConsumerMachine
-from connectors.protocol.consumer import Order, Partner
+from connectors.protocol.consumer import ConsumerSnapshot
 from connectors.protocol.params import names_engine
 from connectors.protocol.producer import Producer as ProducerMachine
+from connectors.protocol.producer import ProducerSnapshot
+from connectors.protocol.reception import Order, Partner
 from connectors.protocol.wire import Cancel, Hello, Message, Offer, Peer, Refused, Welcome, decode
 from connectors.transport.base import Transport
 from connectors.transport.digest import Memory
@@ -50,12 +52,12 @@ from connectors.vllm_hma.accelerator import set_thread_device
 from connectors.vllm_hma.complaints import Complaints
 from connectors.vllm_hma.config import ConnectorConfig
 from connectors.vllm_hma.fence import StepFence
-from connectors.vllm_hma.greeter import Greeter
+from connectors.vllm_hma.greeter import Greeter, GreeterSnapshot
 from connectors.vllm_hma.metrics import RankTally, TandemStats
 from connectors.vllm_hma.orders import Finished, Orders, Receive
-from connectors.vllm_hma.peers import Peers
+from connectors.vllm_hma.peers import Peers, PeersSnapshot
 from connectors.vllm_hma.post import Post, agent_name
-from connectors.vllm_hma.probe import EngineProbe
+from connectors.vllm_hma.probe import WorkerProbe
 from connectors.vllm_hma.pump import Pump
 from connectors.vllm_hma.quarantine import Kept, QuarantineReport
 from connectors.vllm_hma.steps import Begun, Ended, Entry, LayersComputed, Steps
@@ -92,6 +94,22 @@ class Exposure:
     by_layers: bool
     engine_s: float
     writes: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeSnapshot:
+    """State of a worker's runtime at one moment; a copy.
+
+    ``probed``  workers whose end is being established
+    ``alive``   whether the progress thread runs
+    """
+
+    producer: ProducerSnapshot
+    consumer: ConsumerSnapshot
+    peers: PeersSnapshot
+    greeter: GreeterSnapshot
+    probed: frozenset[Peer]
+    alive: bool
 
 
 class WorkerRuntime:
@@ -141,7 +159,7 @@ class WorkerRuntime:
             self._connect_failed,
             set_device,
         )
-        self._probe = EngineProbe(config.limits.cancel_s, config.keys.identity, self._engine_lost, set_device)
+        self._probe = WorkerProbe(config.limits.cancel_s, config.keys.identity, self._worker_lost, set_device)
         # Comparing digests takes a while, and neither the engine's steps nor its answers to peers should wait for it.
         self._verifier = ThreadPoolExecutor(1, "tandem-verify", set_device)
         self._pump = Pump(self._turn, _IDLE_S, set_device)
@@ -153,7 +171,7 @@ class WorkerRuntime:
         """What must be known before this step overwrites blocks that have changed hands.
 
         Requests that ended without holding their blocks deliver nothing from here on. Writes that read blocks of a
-        preempted request get fence_s to end; those that do not are given up with their delivery.
+        preempted request get fence_s from their start to end; those that do not are given up with their delivery.
         """
         with self._lock:
             for expect in orders.expects:
@@ -170,8 +188,9 @@ class WorkerRuntime:
                 if not finished.held:
                     self._steps.drop(finished.request_id)
                     self._finish(finished)
-            if orders.preempted:
-                self._fence_preempted(orders.preempted)
+        if orders.preempted:
+            self._fence_preempted(orders.preempted)
+        with self._lock:
             last = [chunk for chunk in orders.chunks if chunk.last]
             self._by_layers = bool(last) and self._governor.by_layers()
             self._engine_s, self._posted_before = 0.0, self._writes.posted
@@ -179,20 +198,27 @@ class WorkerRuntime:
                 self._steps.begin(last)
 
     def _fence_preempted(self, request_ids: list[str]) -> None:
-        if self.card.layout.place.memory != "DRAM":
-            # vLLM's runner for accelerators has queued what overwrites these blocks before it calls us: a write in
-            # flight is given up even if it ends well.
+        """Wait for writes in host memory that may end well; the lock is free meanwhile, and nothing new is posted."""
+        with self._lock:
             for request_id in request_ids:
+                self._steps.drop(request_id)
                 self._perform(self._producer.preempted(request_id, time.monotonic()))
-        deadline = time.monotonic() + self._limits.fence_s
-        while any(self._producer.writes_in_flight(request_id) for request_id in request_ids):
-            self._perform(self._writes.poll(time.monotonic()))
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(_BUSY_S)
-        for request_id in request_ids:
-            self._steps.drop(request_id)
-            self._perform(self._producer.preempted(request_id, time.monotonic()))
+        # vLLM's runner for accelerators has queued what overwrites these blocks before it calls us: there, a write in
+        # flight is given up even if it ends well.
+        if self.card.layout.place.memory == "DRAM":
+            while self._poll_fresh_writes(request_ids):
+                time.sleep(_BUSY_S)
+        with self._lock:
+            for request_id in request_ids:
+                self._perform(self._producer.fenced(request_id, time.monotonic()))
+
+    def _poll_fresh_writes(self, request_ids: list[str]) -> bool:
+        """Whether a write of these requests is under way that was posted less than fence_s ago."""
+        with self._lock:
+            now = time.monotonic()
+            self._perform(self._writes.poll(now))
+            reading = [write_id for each in request_ids for write_id in self._producer.writes_in_flight(each)]
+            return any(self._writes.is_newer(write_id, now - self._limits.fence_s) for write_id in reading)
 
     def _finish(self, finished: Finished) -> None:
         self._perform(self._producer.finished(finished.request_id, finished.held, finished.reason, time.monotonic()))
@@ -209,6 +235,7 @@ class WorkerRuntime:
         """Stream what the step has computed, and take the rest of its orders."""
         now = time.monotonic()
         with self._lock:
+            self._producer.stepped(now)
             self._steps.end(orders.chunks)
             for receive in orders.receives:
                 self._receive(receive, now)
@@ -222,6 +249,9 @@ class WorkerRuntime:
                 for incarnation in sorted(self._consumer.engines()):
                     if names_engine(lost, incarnation):
                         self._perform(self._consumer.engine_lost(incarnation, "its host is gone", now))
+                for incarnation in sorted(self._producer.engines()):
+                    if names_engine(lost, incarnation):
+                        self._perform(self._producer.engine_lost(incarnation, now))
             self._try_round(now)
             for finished in orders.finished:
                 if finished.held:
@@ -239,7 +269,7 @@ class WorkerRuntime:
         """What has changed since the last call. Asked after ``results``, it has all that those requests have begun."""
         with self._lock:
             report, self._quarantine = self._quarantine, QuarantineReport()
-            report.lasts = self._consumer.census()["quarantined"] > 0
+            report.lasts = self._consumer.quarantined > 0
         return report or None
 
     def stats(self) -> TandemStats | None:
@@ -251,6 +281,18 @@ class WorkerRuntime:
         """What is under way: producing and consuming transfers by stage, writes, blocks in quarantine."""
         with self._lock:
             return self._producer.census() | self._consumer.census()
+
+    def snapshot(self) -> RuntimeSnapshot:
+        """Return a copy of the state, for tests and diagnosis."""
+        with self._lock:
+            return RuntimeSnapshot(
+                producer=self._producer.snapshot(),
+                consumer=self._consumer.snapshot(),
+                peers=self._peers.snapshot(),
+                greeter=self._greeter.snapshot(),
+                probed=self._probe.watched,
+                alive=self._pump.alive,
+            )
 
     def close(self) -> None:
         if self._pump.closed:
@@ -276,12 +318,7 @@ class WorkerRuntime:
         """How long the pump may rest: the engine's own steps pump too."""
         if self._writes.under_way() or self._steps:
             return _BUSY_S
-        producing, consuming = self._producer.census(), self._consumer.census()
-        busy = (
-            self._greeter.busy
-            or any(producing[stage] for stage in ("orphan", "live", "held"))
-            or any(consuming.values())
-        )
+        busy = self._greeter.busy or self._producer.busy or self._consumer.busy
         return _OPEN_S if busy else _IDLE_S
 
     def _try_round(self, now: float) -> None:
@@ -295,7 +332,7 @@ class WorkerRuntime:
             self._measure,
             self._tick_producer,
             self._tick_consumer,
-            self._watch_engines,
+            self._watch_workers,
         ):
             try:
                 part(now)
@@ -309,7 +346,7 @@ class WorkerRuntime:
         for sender, frame in self._transport.notifications():
             # One frame that we cannot bear must not cost those that came with it.
             try:
-                self._dispatch(sender, frame, now)
+                self.frame_received(sender, frame, now)
             except Exception:
                 self._complain("broken", f"a frame from {sender[:80]!r} broke its reader:\n{traceback.format_exc()}")
 
@@ -326,8 +363,9 @@ class WorkerRuntime:
     def _tick_consumer(self, now: float) -> None:
         self._perform(self._consumer.tick(now))
 
-    def _watch_engines(self, now: float) -> None:
-        self._probe.watch(self._consumer.unanswered_engines())
+    def _watch_workers(self, now: float) -> None:
+        suspects = self._consumer.suspects()
+        self._probe.watch(suspects, self._consumer.addresses() if suspects else ())
 
     def _computed(self, entry: Entry, now: float) -> None:
         match entry:
@@ -353,8 +391,15 @@ class WorkerRuntime:
             self._exposed = None
             self._governor.cost(exposed.by_layers, now - exposed.since, exposed.engine_s)
 
+    def frame_received(self, sender: str, frame: bytes, now: float) -> None:
+        """Handle a frame that the transport has delivered from its agent ``sender``.
+
+        Frames that are malformed, or not for this worker of this engine start, are dropped and logged.
+        """
+        with self._lock:
+            self._dispatch(sender, frame, now)
+
     def _dispatch(self, sender: str, frame: bytes, now: float) -> None:
-        """Hand a frame to whom it concerns. What is malformed, or not for this engine start, is dropped and logged."""
         try:
             envelope = decode(frame, self._key)
         except WireError as error:
@@ -481,6 +526,6 @@ class WorkerRuntime:
             self._trace.event("verified", transfer=verify.transfer_id, seconds=now - started_at, problem=problem)
             self._perform(self._consumer.verified(verify.transfer_id, verify.peer, problem, now))
 
-    def _engine_lost(self, incarnation: str, reason: str) -> None:
+    def _worker_lost(self, peer: Peer, reason: str) -> None:
         with self._lock:
-            self._perform(self._consumer.engine_lost(incarnation, reason, time.monotonic()))
+            self._perform(self._consumer.worker_lost(peer, reason, time.monotonic()))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,32 @@ class _Production:
     transfer_id: str
     prompt_tokens: int
     sent: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ProductionSnapshot:
+    """A request that is produced here: ``sent[g]`` ids of group g's table are known to the workers."""
+
+    prompt_tokens: int
+    sent: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSnapshot:
+    """State of the scheduler's half at one moment; a copy.
+
+    ``productions``        requests that are produced here
+    ``consumptions``       requests whose transfer has not started
+    ``receptions``         requests whose transfer has started and not ended
+    ``has_orders``         whether the next step carries orders that came since the last one
+    ``side_channel_port``  port of the side channel; None before ``publish``
+    """
+
+    productions: Mapping[str, ProductionSnapshot]
+    consumptions: frozenset[str]
+    receptions: frozenset[str]
+    has_orders: bool
+    side_channel_port: int | None
 
 
 class SchedulerConnector:
@@ -228,6 +255,19 @@ class SchedulerConnector:
         taken, self._stats = self._stats, TandemStats()
         return taken
 
+    def snapshot(self) -> SchedulerSnapshot:
+        """Return a copy of the state, for tests and diagnosis."""
+        return SchedulerSnapshot(
+            productions={
+                request_id: ProductionSnapshot(each.prompt_tokens, tuple(each.sent))
+                for request_id, each in self._productions.items()
+            },
+            consumptions=frozenset(self._consumptions),
+            receptions=frozenset(self._taken),
+            has_orders=self._orders != Orders(),
+            side_channel_port=None if self._server is None else self._server.port,
+        )
+
     # ---- each step ---------------------------------------------------------------------------------------------
 
     def orders(self, output: SchedulerOutput) -> Orders:
@@ -286,7 +326,7 @@ def _drop_last_token(request: Request) -> None:
         return
     # A list of its own: the request may share it with whoever made it.
     request.prompt_token_ids = request.prompt_token_ids[:-1]
-    del request._all_token_ids[-1]
+    del request._all_token_ids[-1]  # noqa: SLF001 - vLLM keeps the tokens twice
     request.num_prompt_tokens -= 1
 
 

@@ -8,9 +8,11 @@ Whoever connects gets little of this engine: TALK_S in all, one of MAX_CONNECTIO
 oldest's), a few kilobytes read, and at most one connection accepted in PACE_S, so that a flood does not take the
 engine's interpreter. Those who are turned away that way try again until their time is over.
 
-    question   b"tandem/3 cards\n"
+    question   b"tandem/4 cards\n"
     answer     b"TDC" | version | n | n lengths | n cards        numbers are uint32 but the version, a byte
-               b"TDE" | version | length | text                   why there is none
+    question   b"tandem/4 process HOST PID STARTED_AT\n"         of a worker's card
+    answer     b"TDP" | version | length | "alive", "gone" or "unknown"
+    to either  b"TDE" | version | length | text                   why there is none
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import re
 import socket
 import ssl
 import struct
@@ -26,8 +29,16 @@ import threading
 import time
 
 from connectors.errors import ConfigurationError, HandshakeError, PeerSecretError, StaleReferenceError, WireError
-from connectors.protocol.cards import MAX_CARD_BYTES, PROTOCOL_VERSION, EngineCard, decode_worker_card, engine_card
+from connectors.protocol.cards import (
+    MAX_CARD_BYTES,
+    PROTOCOL_VERSION,
+    EngineCard,
+    ProcessIdentity,
+    decode_worker_card,
+    engine_card,
+)
 from connectors.vllm_hma.complaints import Complaints
+from connectors.vllm_hma.processes import Liveness, liveness
 from connectors.vllm_hma.tls import tls_context
 
 logger = logging.getLogger(__name__)
@@ -38,7 +49,8 @@ PACE_S = 0.002
 
 _ASK = b"tandem/%d cards\n" % PROTOCOL_VERSION
 _PREFIX = struct.Struct("<3sBI")
-_CARDS, _ERROR = b"TDC", b"TDE"
+_PROCESS = re.compile(rb"tandem/%d process ([0-9a-f/-]{1,200}) ([0-9]{1,18}) ([0-9]{1,18})\n" % PROTOCOL_VERSION)
+_CARDS, _LIVENESS, _ERROR = b"TDC", b"TDP", b"TDE"
 _TLS_RECORD = b"\x16"
 _MAX_QUESTION_BYTES = 1024
 _MAX_CARDS = 4096
@@ -71,6 +83,16 @@ class CardServer:
         self._closing = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="tandem-side-channel", daemon=True)
         self._thread.start()
+
+    @property
+    def connections(self) -> int:
+        """Number of open connections."""
+        return len(self._open)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the serving thread runs."""
+        return self._thread.is_alive()
 
     def close(self) -> None:
         """Stop listening. Idempotent."""
@@ -144,8 +166,13 @@ class CardServer:
             return
         reader, writer = await streams.open(self._tls)
         question = await reader.readuntil(b"\n")
+        process = _PROCESS.fullmatch(question)
         if question == _ASK:
             writer.write(self._answer)
+        elif process is not None:
+            host, pid, started_at = process.groups()
+            found = liveness(ProcessIdentity(host.decode(), int(pid), int(started_at)))
+            writer.write(_text_frame(_LIVENESS, found.value))
         else:
             self._complain("question", f"side channel: {who} asked {question[:80]!r}")
             writer.write(_error(f"ask {_ASK.decode().strip()!r}"))
@@ -196,8 +223,12 @@ async def _peek(loop: asyncio.AbstractEventLoop, connection: socket.socket) -> b
 
 
 def _error(text: str) -> bytes:
+    return _text_frame(_ERROR, text)
+
+
+def _text_frame(kind: bytes, text: str) -> bytes:
     encoded = text.encode()
-    return _PREFIX.pack(_ERROR, PROTOCOL_VERSION, len(encoded)) + encoded
+    return _PREFIX.pack(kind, PROTOCOL_VERSION, len(encoded)) + encoded
 
 
 def _meaning(error: ssl.SSLError, who: str) -> str:
@@ -216,9 +247,7 @@ def fetch_card(host: str, port: int, incarnation: str, timeout_s: float, identit
     Raises PeerSecretError where the two engines' secrets differ, HandshakeError where nobody answers in time,
     StaleReferenceError where another start of the engine does, and WireError where the answer is no card.
     """
-    where = f"the prefill engine at {host}:{port}"
-    tls = tls_context(identity, server=False) if identity else None
-    cards = [decode_worker_card(part) for part in _ask(where, host, port, timeout_s, tls)]
+    cards = [decode_worker_card(part) for part in _ask(_ASK, host, port, timeout_s, identity)]
     card = engine_card({worker.rank: worker for worker in cards})
     if card.incarnation != incarnation:
         raise StaleReferenceError(
@@ -228,13 +257,32 @@ def fetch_card(host: str, port: int, incarnation: str, timeout_s: float, identit
     return card
 
 
-def _ask(where: str, host: str, port: int, timeout_s: float, tls: ssl.SSLContext | None) -> list[bytes]:
+def ask_liveness(host: str, port: int, process: ProcessIdentity, timeout_s: float, identity: bytes = b"") -> Liveness:
+    """Ask an engine whether a process of its host lives. Blocks, at most ``timeout_s``. Raises TandemError."""
+    question = b"tandem/%d process %s %d %d\n" % (
+        PROTOCOL_VERSION,
+        process.host.encode(),
+        process.pid,
+        process.started_at,
+    )
+    if not _PROCESS.fullmatch(question):
+        return Liveness.UNKNOWN
+    (answer,) = _ask(question, host, port, timeout_s, identity)
+    try:
+        return Liveness(answer.decode(errors="replace"))
+    except ValueError:
+        raise WireError(f"the engine at {host}:{port} answered {answer[:80]!r} when asked for a process") from None
+
+
+def _ask(question: bytes, host: str, port: int, timeout_s: float, identity: bytes) -> list[bytes]:
     """Ask until there is an answer: an engine that is flooded turns connections away, and so does its kernel."""
+    where = f"the prefill engine at {host}:{port}"
+    tls = tls_context(identity, server=False) if identity else None
     give_up_at = time.monotonic() + timeout_s
     attempt_s, pause_s = _FIRST_ATTEMPT_S, _FIRST_PAUSE_S
     while True:
         try:
-            return _Question(where, min(give_up_at, time.monotonic() + attempt_s), tls).ask(host, port)
+            return _Question(where, question, min(give_up_at, time.monotonic() + attempt_s), tls).ask(host, port)
         except ssl.SSLCertVerificationError as error:
             raise PeerSecretError(where, "it has another secret than this engine") from error
         except (OSError, EOFError) as error:
@@ -261,8 +309,9 @@ def _tls_failure(error: ssl.SSLError, where: str) -> HandshakeError:
 class _Question:
     """One attempt at asking. OSError and EOFError mean that it may be tried again."""
 
-    def __init__(self, where: str, give_up_at: float, tls: ssl.SSLContext | None) -> None:
+    def __init__(self, where: str, question: bytes, give_up_at: float, tls: ssl.SSLContext | None) -> None:
         self._where = where
+        self._question = question
         self._give_up_at = give_up_at
         self._tls = tls
 
@@ -271,13 +320,13 @@ class _Question:
             raw.settimeout(self._left_s())
             with self._tls.wrap_socket(raw) if self._tls is not None else contextlib.nullcontext(raw) as connection:
                 connection.settimeout(self._left_s())
-                connection.sendall(_ASK)
+                connection.sendall(self._question)
                 return self._answer(connection)
 
     def _answer(self, connection: socket.socket) -> list[bytes]:
         head = self._receive(connection, _PREFIX.size)
         kind, version, number = _PREFIX.unpack(head)
-        if kind not in (_CARDS, _ERROR):
+        if kind not in (_CARDS if self._question == _ASK else _LIVENESS, _ERROR):
             raise WireError(f"{self._where} answered {head!r}: that is not Tandem's side channel")
         if kind == _ERROR:
             text = self._receive(connection, min(number, _MAX_QUESTION_BYTES)).decode(errors="replace")
@@ -286,6 +335,8 @@ class _Question:
             raise WireError(f"{self._where} answered with an error: {text}")
         if version != PROTOCOL_VERSION:
             raise WireError(f"{self._where} speaks protocol version {version}, this engine {PROTOCOL_VERSION}")
+        if kind == _LIVENESS:
+            return [self._receive(connection, min(number, _MAX_QUESTION_BYTES))]
         if number > _MAX_CARDS:
             raise WireError(f"{self._where} announces {number} cards; at most {_MAX_CARDS} are read")
         lengths = struct.unpack(f"<{number}I", self._receive(connection, 4 * number))

@@ -19,6 +19,7 @@ from connectors.vllm_hma.identity import model_identity
 from connectors.vllm_hma.metrics import TandemStats
 from connectors.vllm_hma.orders import Orders
 from connectors.vllm_hma.post import agent_name
+from connectors.vllm_hma.processes import own_process
 from connectors.vllm_hma.quarantine import QuarantineReport
 from connectors.vllm_hma.runtime import WorkerRuntime
 from connectors.vllm_hma.streaming import Streaming
@@ -58,7 +59,12 @@ class WorkerConnector:
         transport = NixlTransport(name, self._config.backends, devices)
         transport.register(layout.regions)
         card = WorkerCard(
-            self._incarnation, model_identity(self._vllm_config), layout, transport.kind, transport.metadata()
+            self._incarnation,
+            model_identity(self._vllm_config),
+            layout,
+            transport.kind,
+            transport.metadata(),
+            own_process(),
         )
         device = next(iter(views.values())).device
         self._runtime = WorkerRuntime(self._config, card, transport, StepFence(device))

@@ -8,12 +8,13 @@ import traceback
 from collections import Counter
 from dataclasses import dataclass
 
-from connectors.errors import TandemError, TransportError
+from connectors.errors import FailedWriteError, TandemError, TransportError
 from connectors.planning.descriptors import Runs, build_runs, move_bytes
 from connectors.planning.layout import Place
 from connectors.planning.plan import PairPlan
 from connectors.protocol.actions import ProducerAction, Write
 from connectors.protocol.producer import Producer as ProducerMachine
+from connectors.protocol.wire import Alive
 from connectors.transport.base import Transport, WriteHandle
 from connectors.vllm_hma.complaints import Complaints
 from connectors.vllm_hma.metrics import RankTally
@@ -62,15 +63,29 @@ class Writes:
         """Ids of the writes that have not ended."""
         return frozenset(self._handles)
 
+    def is_newer(self, write_id: int, than: float) -> bool:
+        """Whether a write is under way that was posted after ``than``."""
+        posted = self._handles.get(write_id)
+        return posted is not None and posted.since > than
+
     def begin(self, write: Write) -> list[ProducerAction]:
-        """Post a write; a failure to post is one of the write."""
+        """Post a write. Whatever goes wrong in the transport, but for TransportError, may have posted a part of it."""
         try:
             place, plan = self._target(write)
             runs = build_runs(plan, write.moves)
             if not len(runs):
                 self._producer.write_posted(write.write_id, 0)
                 return self._producer.write_done(write.write_id, time.monotonic())
+            # A connection that is known to be broken takes messages no more than writes, and posts nothing.
+            self._post.check(write.peer, Alive(write.transfer_id))
+        except Exception as error:
+            return self._refused(write.write_id, error)
+        try:
             handle = self._posted(agent_name(write.peer), runs, place)
+        except FailedWriteError as error:
+            return self._failed(write.write_id, error)
+        except TransportError as error:
+            return self._refused(write.write_id, error)
         except Exception as error:
             return self._failed(write.write_id, error)
         self._handles[write.write_id] = Posted(handle, write.peer.incarnation, runs.total_bytes, time.monotonic())
@@ -109,17 +124,28 @@ class Writes:
     def _posted(self, peer: str, runs: Runs, target: Place) -> WriteHandle:
         try:
             return self._transport.write(peer, runs, self._source, target)
+        except FailedWriteError:
+            # A second write of the same bytes could be done before the first one's have arrived.
+            raise
         except TransportError as error:
             self._post.reconnect(peer, error)
             return self._transport.write(peer, runs, self._source, target)
 
+    def _refused(self, write_id: int, error: Exception) -> list[ProducerAction]:
+        """Nothing was posted."""
+        return self._producer.write_refused(write_id, self._reason(error), time.monotonic())
+
     def _failed(self, write_id: int, error: Exception) -> list[ProducerAction]:
+        """Parts of the write may still arrive."""
+        return self._producer.write_failed(write_id, self._reason(error), time.monotonic())
+
+    def _reason(self, error: Exception) -> str:
         self._tally.write_ended("failed")
         if isinstance(error, TandemError):
             logger.warning("Tandem: %s", error)
         else:
             self._complain("write", "a write broke:\n" + "".join(traceback.format_exception(error)[-3:]))
-        return self._producer.write_failed(write_id, str(error) or repr(error), time.monotonic())
+        return str(error) or repr(error)
 
     def _add_to_digest(self, write: Write) -> None:
         """Now, while these are the request's bytes, whatever becomes of the blocks before the write has read them."""

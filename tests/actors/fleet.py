@@ -49,13 +49,20 @@ class Place:
         return self.replica.name
 
 
+class _Items(asyncio.Queue[Any]):
+    """Items that were not read yet."""
+
+    def only_signs_of_life(self) -> bool:
+        return all(isinstance(item, Alive) for item in self._queue)  # type: ignore[attr-defined]
+
+
 class Response:
     """A running call, read item by item."""
 
     def __init__(self, handle: Handle, place: Place, call: Call) -> None:
         self._handle = handle
         self.sent_at = time.monotonic()
-        self._items: asyncio.Queue[Any] = asyncio.Queue()
+        self._items = _Items()
         self._task = asyncio.create_task(self._run(place.replica, call), name=f"call to {place.replica_id}")
         handle.running += 1
         self._task.add_done_callback(self._ended)
@@ -80,7 +87,7 @@ class Response:
 
     @property
     def waits(self) -> bool:
-        return all(isinstance(item, Alive) for item in self._items._queue)  # type: ignore[attr-defined]
+        return self._items.only_signs_of_life()
 
     async def __anext__(self) -> Any:
         item = await self._items.get()

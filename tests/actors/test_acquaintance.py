@@ -46,10 +46,10 @@ class Engine:
 async def test_one_that_cannot_be_met_keeps_nobody_from_the_others() -> None:
     """Nor the replica from starting: this runs in its constructor."""
     decode = Unstarted()
-    await decode._look_around()
-    await decode._look_around()
+    await decode.look_around()
+    await decode.look_around()
     assert decode.engine.fetched == ["near"]
-    assert decode._met == {"near"}
+    assert decode.met == {"near"}
 
 
 async def test_a_handshake_that_fails_is_waited_for() -> None:
@@ -57,4 +57,4 @@ async def test_a_handshake_that_fails_is_waited_for() -> None:
     for handshake_s in (0.5, 30.0, 300.0):
         whole_s = meet_s(TransferSettings(handshake_s=handshake_s))
         assert whole_s > handshake_s
-        assert OtherRole("decode", whole_s)._ask_s > whole_s
+        assert OtherRole("decode", whole_s).ask_s > whole_s

@@ -90,26 +90,28 @@ async def slow_to_answer(call: Call, _: int) -> AsyncGenerator[Any, None]:
     yield b"{}"
 
 
-STORIES: dict[str, tuple[list[Any], list[Any], ClientRequest]] = {
-    "an answer": ([well], [slow_to_answer], request(stream=False)),
-    "a stream": ([well], [short], request()),
-    "decode alone": ([], [short], request()),
-    "n of 2": ([well], [short], request(n=2)),
-    "n of 2, not streamed": ([well], [OK], request(stream=False, n=2)),
-    "decode refuses": ([well], [answers(400, {}, 0.01)], request()),
-    "a prefill leg dies": ([dies, well], [short, short], request()),
-    "a prefill leg is late": ([hangs, well], [OK], request(stream=False)),
-    "no prefill leg lives": ([dies, dies], [OK], request(stream=False)),
-    "decode dies before": ([well], [dies, OK], request(stream=False)),
-    "decode dies within": ([well], [cut_off, OK], request(stream=False)),
-    "decode dies in mid-stream": ([well], [engine(1, [14], 20), short], request()),
+STORIES: dict[str, tuple[list[Any], list[Any], dict[str, Any]]] = {
+    "an answer": ([well], [slow_to_answer], {"stream": False}),
+    "a stream": ([well], [short], {}),
+    "decode alone": ([], [short], {}),
+    "n of 2": ([well], [short], {"n": 2}),
+    "n of 2, not streamed": ([well], [OK], {"stream": False, "n": 2}),
+    "decode refuses": ([well], [answers(400, {}, 0.01)], {}),
+    "a prefill leg dies": ([dies, well], [short, short], {}),
+    "a prefill leg is late": ([hangs, well], [OK], {"stream": False}),
+    "no prefill leg lives": ([dies, dies], [OK], {"stream": False}),
+    "decode dies before": ([well], [dies, OK], {"stream": False}),
+    "decode dies within": ([well], [cut_off, OK], {"stream": False}),
+    "decode dies in mid-stream": ([well], [engine(1, [14], 20), short], {}),
 }
+"""Prefill's and decode's behaviours, and the request. It is made in the test: its deadline counts from then."""
 
 
 @pytest.mark.parametrize("story", STORIES)
 async def test_cancelled_at_each_wait(story):
     """Places given back, calls ended once their replicas have them, KV that nobody fetches discarded, no task left."""
-    prefill, decode, wanted = STORIES[story]
+    prefill, decode, more = STORIES[story]
+    wanted = request(**more)
 
     def fresh() -> tuple[Router, Handle, Handle]:
         router, p, d = fleet(prefill, decode)

@@ -99,12 +99,13 @@ async def test_a_node_that_dies_right_after_the_first_look_is_told(ray_says, mon
     monkeypatch.setattr(hosting, "Engine", Engine)
     monkeypatch.setattr(hosting.serve, "get_replica_context", lambda: SimpleNamespace(replica_id=ReplicaID()))
     monkeypatch.setattr(hosting.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
-    monkeypatch.setattr(Decode, "_look_around", look_around)
+    monkeypatch.setattr(Decode, "look_around", look_around)
     decode = Unended.__new__(Unended)
     await Unended.__init__(decode, parse_settings({"transfer": {"host_gone_s": 0.001}}), SecretStr("x" * 16))
     assert await asyncio.wait_for(told.get(), 10) == "met."
-    for task in decode._tasks:
-        task.cancel()
+    for task in asyncio.all_tasks():
+        if task.get_name() in ("watches-hosts", "meets-prefill-replicas"):
+            task.cancel()
     assert told.empty()
 
 

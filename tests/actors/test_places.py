@@ -194,9 +194,7 @@ async def test_what_is_known_of_engines_that_are_gone_is_forgotten() -> None:
         here.leaving(name)
         del found[name]
         here.give_back(await here.take())
-    assert not here._others
-    assert not here._full
-    assert not here._leaving
+    assert here.snapshot() == module.PlacesSnapshot(frozenset(), frozenset(), frozenset())
 
 
 async def test_no_place_is_lost() -> None:

@@ -15,6 +15,7 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
 
+from actors import replies
 from actors.acquaintance import ASK_MARGIN_S, OtherRole
 from actors.replies import ask_all
 from tests.actors.fleet import Reply, broadcast
@@ -38,8 +39,7 @@ async def ask_from_router(sent: Callable[[], DeploymentBroadcastResponse]) -> li
 
 
 async def ask_from_engine(sent: Callable[[], DeploymentBroadcastResponse]) -> list[Any]:
-    role = OtherRole("decode", BOUND_S - ASK_MARGIN_S)
-    role._handle = cast(DeploymentHandle, Replicas(sent))
+    role = OtherRole("decode", BOUND_S - ASK_MARGIN_S, cast(DeploymentHandle, Replicas(sent)))
     return await role.ask("ping")
 
 
@@ -118,3 +118,17 @@ async def test_whoever_asks_can_be_cancelled() -> None:
     with pytest.raises(asyncio.CancelledError):
         await asking
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+def test_a_role_without_replicas_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`/health` asks again and again while the engines start."""
+    monkeypatch.setattr(replies, "_logged_at", {})
+
+    def sent() -> DeploymentBroadcastResponse:
+        raise NOBODY
+
+    for _ in range(3):
+        assert asyncio.run(ask_from_router(sent)) == []
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["ping"]

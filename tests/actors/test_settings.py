@@ -9,6 +9,7 @@ from actors.arguments import check_arguments, engine_arguments, engine_environme
 from app.main import build
 from configs.settings import ServiceSettings, SettingsError, TransferSettings, parse_settings
 from connectors.vllm_hma.config import parse_config
+from testing.serve_objects import deployment_of, replica_config_of
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -146,7 +147,7 @@ def test_transfer_settings_are_the_connectors():
     assert ours == parse_config({})
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("local*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
 def test_the_presets_are_valid(path):
     """Every shipped file starts."""
     (application,) = yaml.safe_load(path.read_text())["applications"]
@@ -163,10 +164,10 @@ def test_replicas_go_where_the_settings_say():
             "router": {"label_selector": {"tandem/role": "router"}},
         }
     )
-    router = build(settings)._bound_deployment
-    prefill, decode = (application._bound_deployment for application in router.init_args[1:3])
+    router = deployment_of(build(settings))
+    prefill, decode = map(deployment_of, router.init_args[1:3])
     placed = [
-        (one.ray_actor_options["label_selector"], one._replica_config.max_replicas_per_node)
+        (one.ray_actor_options["label_selector"], replica_config_of(one).max_replicas_per_node)
         for one in (router, prefill, decode)
     ]
     assert placed == [({"tandem/role": "router"}, None), ({}, None), (selector, 1)]

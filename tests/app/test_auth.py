@@ -29,6 +29,8 @@ from configs.settings import (
     SettingsError,
     parse_settings,
 )
+from testing.prometheus import value_of
+from testing.serve_objects import deployment_of
 
 KEYS = ("key-of-anna", "key-of-bjoern")
 LIMITS = RouterLimits(max_ongoing_requests_per_key=2, retry_after_s=7)
@@ -59,7 +61,7 @@ class Surface:
         return await self.client.get(path, headers={} if key is None else bearer(key))
 
     def refused(self, status: int) -> float:
-        return self.metrics.requests.labels("refused", "", status)._value.get()
+        return value_of(self.metrics.requests.labels("refused", "", status))
 
 
 def bearer(key: str) -> dict[bytes, bytes]:
@@ -175,8 +177,8 @@ def test_places():
         with pytest.raises(OverloadedError), places.taken("a", 1):
             pass
         with places.taken("b", 1):
-            assert places._taken == {"a": 1, "b": 1}
-    assert places._taken == {}
+            assert places.snapshot() == {"a": 1, "b": 1}
+    assert places.snapshot() == {}
 
 
 def test_keys_from_settings_and_environment(monkeypatch):
@@ -208,14 +210,14 @@ async def test_a_router_reads_its_own_environment(monkeypatch):
     """Serve builds the application in a task on any node, on Kubernetes the head's pod, which has no keys: a router
     whose own pod has some must not let everybody in."""
     monkeypatch.delenv(API_KEYS_VARIABLE, raising=False)
-    built = build(ServiceSettings())._bound_deployment.init_args[3]
+    built = deployment_of(build(ServiceSettings())).init_args[3]
     assert built == ()
     monkeypatch.setenv(API_KEYS_VARIABLE, "of-the-router")
     client = await http_router(built)
     assert (await client.get("/v1/nothing")).status_code == 401
     assert (await client.get("/v1/nothing", headers=bearer("of-the-router"))).status_code == 404
     monkeypatch.setenv(API_KEYS_VARIABLE, "of-the-build")
-    built = build(ServiceSettings())._bound_deployment.init_args[3]
+    built = deployment_of(build(ServiceSettings())).init_args[3]
     monkeypatch.delenv(API_KEYS_VARIABLE)
     assert (await (await http_router(built)).get("/v1/nothing")).status_code == 401
 

@@ -18,7 +18,8 @@ from actors.attempts import ClientRequest
 from actors.router import Router
 from app.auth import Authenticated, digest
 from app.openai import build_http
-from tests.actors.behaviours import LIMITS, fleet, transfers
+from testing.prometheus import value_of
+from tests.actors.behaviours import LIMITS, fleet, request, transfers
 from tests.actors.fleet import Handle, at_rest
 from tests.actors.test_cancellation import STORIES
 
@@ -104,7 +105,8 @@ class Surface:
     """A router's HTTP side over replicas in this process, fresh for one request."""
 
     def __init__(self, story: str) -> None:
-        prefill, decode, self.wanted = STORIES[story]
+        prefill, decode, more = STORIES[story]
+        self.wanted = request(**more)
         self.router, self.prefill, self.decode = fleet(prefill, decode)
         for handle in (self.prefill, self.decode):
             handle.replicas.reverse()
@@ -132,7 +134,7 @@ class Surface:
 
 def _taken(http: Any, router: Router) -> tuple[int, float, dict[Any, int]]:
     assert isinstance(http, Authenticated)
-    return router._ongoing, router.metrics.ongoing._value.get(), dict(http._places._taken)
+    return router.ongoing, value_of(router.metrics.ongoing), http.requests_by_key()
 
 
 def _counted(router: Router) -> list[int]:
@@ -192,8 +194,8 @@ async def test_at_each_suspension(story: str, ending: str) -> None:
             left += counted == 499
             discards += len(surface.prefill.discarded)
         assert left > 0, "some are gone before there is an answer"
-        prefill, _, wanted = STORIES[story]
-        splits = bool(prefill) and "n" not in wanted.body and "no prefill" not in story
+        prefill, _, more = STORIES[story]
+        splits = bool(prefill) and "n" not in more and "no prefill" not in story
         assert (discards > 0) == splits, "KV that nobody fetches is given back, and only that"
     finally:
         loop.set_task_factory(None)

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
-from app.doctor import machine
+from actors.cpu_kernels import CpuFeatures
+from app.doctor import configuration, machine
 from app.doctor.__main__ import main
 from app.doctor.configuration import check_readable
 from configs.settings import DEMO_MODEL_DIR, ServiceSettings, parse_settings
+from testing.models import deepseek_v2
 
 LOCAL = Path(__file__).resolve().parents[2] / "configs" / "local.yaml"
 
@@ -52,7 +54,17 @@ def test_a_healthy_machine(config_file: Callable[..., str], capsys: pytest.Captu
     status = main(["--config", config_file()])
     output = capsys.readouterr().out
     assert (status, failures(output)) == (0, []), output
-    for check in ("python", "config", "model", "libraries", "shared memory", "ports", "ucx devices", "transfer"):
+    for check in (
+        "python",
+        "config",
+        "model",
+        "kernels",
+        "libraries",
+        "shared memory",
+        "ports",
+        "ucx devices",
+        "transfer",
+    ):
         assert f"ok    {check} " in output
     assert "16 MiB between two processes" in output
 
@@ -147,6 +159,37 @@ def test_a_model_that_cannot_be_read(checkpoint: Path) -> None:
     assert "config.json: is not JSON" in model_problem(checkpoint)
 
 
+@pytest.mark.parametrize(
+    ("amx", "decode", "reasons"),
+    [
+        (True, {}, ["prefill: vLLM's MLA kernel", "decode: vLLM's MLA kernel"]),
+        (True, {"dtype": "bfloat16"}, ["prefill: vLLM's MLA kernel"]),
+        (True, {"attention_backend": "CPU_MLA"}, ["prefill: vLLM's MLA kernel"]),
+        (False, {}, []),
+    ],
+)
+def test_a_model_without_a_kernel_for_its_dtype(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, amx: bool, decode: dict[str, Any], reasons: list[str]
+) -> None:
+    """Latent attention in float32, the default without a GPU, on a CPU with AMX."""
+    monkeypatch.setattr(configuration, "cpu_features", lambda: CpuFeatures(amx=amx))
+    model = deepseek_v2(tmp_path)
+    settings = parse_settings({"model": model, "engine": {"skip_tokenizer_init": True}, "decode": {"engine": decode}})
+    found = list(configuration.check_kernels(settings))
+    assert len(found) == 2
+    wrong = [one for one in found if not one.ok]
+    assert [one.what.partition(" for ")[0] for one in wrong] == reasons
+    assert all("`engine.dtype: bfloat16`" in one.remedy for one in wrong)
+
+
+def test_a_model_that_vllm_refuses(tmp_path: Path) -> None:
+    """vLLM's own reason, before an engine starts; nothing where another check says that the model is not there."""
+    settings = parse_settings({"model": deepseek_v2(tmp_path), "engine": {"max_model_len": 10**6}})
+    assert [one.ok for one in configuration.check_kernels(settings)] == [False, False]
+    assert list(configuration.check_kernels(parse_settings({"model": str(tmp_path / "none")}))) == []
+    assert list(configuration.check_kernels(parse_settings({"model": "nobody/nothing"}))) == []
+
+
 def test_too_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose /dev/shm is smaller than what the engines keep there."""
     state = machine.os.statvfs("/dev/shm")
@@ -154,6 +197,16 @@ def test_too_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     (finding,) = machine.check_shared_memory(ServiceSettings())
     assert not finding.ok
     assert "enlarge /dev/shm" in finding.remedy
+
+
+def test_a_temporary_directory_that_is_too_long_for_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sockets' paths have at most 107 bytes; RAY_TMPDIR comes before TMPDIR."""
+    monkeypatch.setenv("TMPDIR", "/" + "x" * 60)
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    (finding,) = machine.check_temporary_directory()
+    assert "set RAY_TMPDIR" in finding.remedy
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp")
+    assert [one.ok for one in machine.check_temporary_directory()] == [True]
 
 
 def test_rdma_is_asked_for_where_there_is_none(tmp_path: Path) -> None:

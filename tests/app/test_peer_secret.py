@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import ray
 from pydantic import SecretStr
+from ray.serve import Application
 
 from actors import hosting
 from actors.decode import Decode
@@ -17,6 +18,7 @@ from app.main import build
 from configs.reference import reference
 from configs.settings import PEER_SECRET_VARIABLE, ServiceSettings, SettingsError, parse_settings
 from connectors.vllm_hma.config import parse_config
+from testing.serve_objects import deployment_of
 
 SECRET = "what nobody else knows"
 SUPERVISOR = "what the actor has made up"
@@ -29,8 +31,8 @@ def secret_of(settings: ServiceSettings) -> str:
 
 def deployed(application) -> dict[str, ServiceSettings]:
     """The settings that each role's replicas make of what they are started with, by deployment."""
-    router = application._bound_deployment
-    deployments = [bound._bound_deployment for bound in router.init_args if hasattr(bound, "_bound_deployment")]
+    router = deployment_of(application)
+    deployments = [deployment_of(bound) for bound in router.init_args if isinstance(bound, Application)]
     return {one.name: one.init_args[0].with_secret(one.init_args[1]) for one in deployments}
 
 

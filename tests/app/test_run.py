@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from ray.serve import Application
 
 from app.main import build
-from app.run import address_of, load, main, port_taken
+from app.run import ROUTER_DRAIN_POLL_S, address_of, load, main, port_taken, stop_routers_soon
 from configs.settings import SettingsError, parse_settings
+from testing.serve_objects import deployment_config_of, deployment_of
 
 LOCAL = Path(__file__).resolve().parents[2] / "configs" / "local.yaml"
 
@@ -26,7 +28,15 @@ def test_the_shipped_configurations_load(path: Path) -> None:
     config, settings = load(path, port=8123)
     assert address_of(config, settings).endswith(":8123")
     assert parse_settings(config["applications"][0]["args"]) == settings
-    assert settings.model == "demo"
+    assert (settings.model == "demo") == (path.name != "gpu.yaml")
+
+
+def test_the_gpu_configuration_fits_its_gpus() -> None:
+    """Both roles run on GPUs, each has one for each rank, and no GPU's memory is given away twice."""
+    _, settings = load(LOCAL.with_name("gpu.yaml"), port=None)
+    for role in (settings.prefill, settings.decode):
+        assert role.num_gpus == role.tensor_parallel_size
+        assert 0 < (settings.engine | role.engine)["gpu_memory_utilization"] < 1
 
 
 @pytest.mark.parametrize(
@@ -87,10 +97,33 @@ def test_a_path_without_a_model(tmp_path: Path) -> None:
 def test_every_deployment_drains_as_long_as_its_settings_say():
     """Replicas that are replaced finish their requests: Serve's own default would cut them after 20 s."""
     drains = {role: {"drain_s": 40.0 + number} for number, role in enumerate(("prefill", "decode", "router"))}
-    router = build(parse_settings(drains))._bound_deployment
-    deployments = [router, *(one._bound_deployment for one in router.init_args if hasattr(one, "_bound_deployment"))]
-    found = {one.name.lower(): one._deployment_config.graceful_shutdown_timeout_s for one in deployments}
+    router = deployment_of(build(parse_settings(drains)))
+    deployments = [router, *(deployment_of(one) for one in router.init_args if isinstance(one, Application))]
+    found = {one.name.lower(): deployment_config_of(one).graceful_shutdown_timeout_s for one in deployments}
     assert found == {role: own["drain_s"] for role, own in drains.items()}
+
+
+@pytest.mark.parametrize(
+    ("config", "polls"),
+    [
+        ({"proxy_location": "Disabled"}, {"Router": ROUTER_DRAIN_POLL_S}),
+        ({"proxy_location": "EveryNode"}, {}),
+        ({}, {}),
+    ],
+)
+def test_routers_without_proxies_stop_at_once(config: dict[str, object], polls: dict[str, float]) -> None:
+    """With proxies, Serve waits until they have learnt of the stop."""
+    application: dict[str, list[dict[str, object]]] = {"import_path": "app.main:build"}  # type: ignore[dict-item]
+    stop_routers_soon(config | {"applications": [application]})
+    found = {one["name"]: one["graceful_shutdown_wait_loop_s"] for one in application.get("deployments", [])}
+    assert found == polls
+
+
+def test_an_operators_own_options_of_the_router_stay() -> None:
+    router = {"name": "Router", "graceful_shutdown_wait_loop_s": 7.0}
+    application = {"import_path": "app.main:build", "deployments": [router]}
+    stop_routers_soon({"proxy_location": "Disabled", "applications": [application]})
+    assert application["deployments"] == [{"name": "Router", "graceful_shutdown_wait_loop_s": 7.0}]
 
 
 SCALED = {"min_replicas": 1, "max_replicas": 2}

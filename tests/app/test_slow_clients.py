@@ -52,7 +52,7 @@ async def test_a_slow_client_has_its_places_no_longer_than_a_request_may_take(
     http: Any = build_http(replica)
     await asyncio.wait_for(http(client.scope, client.receive, client.send), 20)
     await at_rest(prefill, decode)
-    assert router._ongoing == 0
+    assert router.ongoing == 0
     assert client.ended == told
     if told:
         assert client.status == 200

@@ -27,7 +27,7 @@ from testing.service_process import ROOT, ServiceProcess, write_config
 from testing.timing import server_timing
 from tests.campaigns.fuzz.http import attack, check
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.engine(first=True)
 
 MODEL = "tandem-demo"
 TURN = [{"role": "user", "content": "hello"}]
@@ -478,7 +478,7 @@ def test_a_wrong_key_stops_the_start_with_one_message(tmp_path):
     assert run.returncode == 2
     advice = "no such setting; did you mean tensor_parallel_size?"
     assert run.stderr.strip() == f"{config}: decode.tensor_parallel: {advice}"
-    assert "Ray" not in run.stdout
+    assert "Ray: started" not in run.stdout
 
 
 def test_stopping_leaves_nothing(service):

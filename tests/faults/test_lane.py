@@ -63,7 +63,7 @@ async def lane_of(folder: Path, used: Callable[[], int], held_s: float) -> Async
 async def test_a_block_that_stays_is_a_leak(tmp_path: Path) -> None:
     """One beyond the baseline is enough."""
     async with lane_of(tmp_path, lambda: 2, held_s=0.5) as lane:
-        pool = await lane._pool("prefill", time.monotonic())
+        pool = await lane.pool("prefill", time.monotonic())
     assert (pool.back_after_s, pool.most) == (None, 1)
 
 
@@ -72,7 +72,7 @@ async def test_blocks_that_come_back_are_timed(tmp_path: Path) -> None:
     left = [40, 40, 7, 1]
     async with lane_of(tmp_path, lambda: left.pop(0) if len(left) > 1 else left[0], held_s=60.0) as lane:
         ended = time.monotonic() - 3.0
-        pool = await lane._pool("prefill", ended)
+        pool = await lane.pool("prefill", ended)
     assert pool.back_after_s is not None
     assert pool.back_after_s > 3.0
     assert pool.most == 6
@@ -82,7 +82,7 @@ async def test_an_engine_that_dies_is_not_waited_for(tmp_path: Path) -> None:
     """Its death is another finding."""
     async with lane_of(tmp_path, lambda: 2, held_s=3600.0) as lane:
         lane.servers["prefill"].runs = False  # type: ignore[attr-defined]
-        assert (await lane._pool("prefill", time.monotonic())).back_after_s is None
+        assert (await lane.pool("prefill", time.monotonic())).back_after_s is None
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ from tests.k8s.kustomize import render
 
 PROJECT = ROOT.parent
 DOCKERFILE = ROOT / "Dockerfile"
-LOCKS = sorted(PROJECT.glob("requirements-cpu.lock"))
+LOCKS = sorted(PROJECT.glob("requirements-*.lock"))
 BUILD_TOOLS = re.compile(r"\b(build-essential|gcc|g\+\+|clang|make|cmake|ninja|git|python3-dev|libc6-dev)\b")
 
 
@@ -80,10 +81,10 @@ def test_the_same_script_installs_everywhere() -> None:
     assert {name: lines for name, lines in built.items() if lines} == {
         f"build-{kind}": [f"RUN k8s/install.sh /opt/tandem/venv {kind}"] for kind in ("cpu", "gpu")
     }
-    assert "k8s/install.sh $(VENV) development" in (PROJECT / "Makefile").read_text()
+    assert "k8s/install.sh $(VENV) $(KIND)" in (PROJECT / "Makefile").read_text()
     context = (PROJECT / ".dockerignore").read_text().split()
-    needs = ("k8s/install.sh", "k8s/development-only.txt", "pyproject.toml", "README.md", "requirements-cpu.lock")
-    for needed in needs:
+    needs = ("k8s/install.sh", "k8s/development-only.txt", "pyproject.toml", "README.md")
+    for needed in (*needs, *(lock.name for lock in LOCKS)):
         assert f"!{needed}" in context
     packages = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     assert {f"!{name.split('.')[0]}" for name in packages} <= set(context)
@@ -95,7 +96,41 @@ def test_the_script_refuses_what_it_does_not_know(tmp_path: Path) -> None:
         [str(ROOT / "install.sh"), str(tmp_path), "tpu"], capture_output=True, text=True, check=False
     )
     assert ended.returncode == 2
-    assert "must be development, cpu or gpu, not 'tpu'" in ended.stderr
+    assert "must be development, cpu, gpu or gpu-development, not 'tpu'" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("listed", "arguments", "expected"),
+    [
+        ("GPU 0: NVIDIA H200 (UUID: GPU-1)", ["run"], (".venv-gpu gpu-development", "configs/gpu.yaml")),
+        ("GPU 0: NVIDIA H200 (UUID: GPU-1)", ["run", "DEVICE=cpu"], (".venv development", "configs/local.yaml")),
+        ("GPU 0: NVIDIA H200 (UUID: GPU-1)", ["doctor"], (".venv-gpu gpu-development", "configs/gpu.yaml")),
+        ("GPU 0: NVIDIA H200 (UUID: GPU-1)", ["test"], (".venv development", "")),
+        ("No devices found.", ["run"], (".venv development", "configs/local.yaml")),
+        ("", ["run", "DEVICE=gpu", "CONFIG=mine.yaml"], (".venv-gpu gpu-development", "mine.yaml")),
+    ],
+)
+def test_make_takes_the_gpu_lock_where_there_is_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str, arguments: list[str], expected: tuple[str, str]
+) -> None:
+    """Only for the targets that serve: the suite needs the CPU builds on every machine. DEVICE overrides."""
+    command = tmp_path / "nvidia-smi"
+    command.write_text(f"#!/bin/sh\necho '{listed}'\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    for variable in ("DEVICE", "CONFIG", "MAKEFLAGS", "MAKELEVEL"):
+        monkeypatch.delenv(variable, raising=False)
+    # Touched, so that make would install whatever the state of the environments here.
+    planned = subprocess.run(
+        ["make", "--dry-run", "--what-if=k8s/install.sh", *arguments],
+        cwd=PROJECT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    installed, config = expected
+    assert f"k8s/install.sh {installed}\n" in planned.stdout
+    assert f"--config {config}" in planned.stdout or not config
 
 
 @pytest.mark.parametrize("lock", LOCKS, ids=lambda path: path.name)

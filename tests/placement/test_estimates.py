@@ -125,7 +125,7 @@ def test_measurements_that_are_fitted_together_count_as_one_by_one(work):
         now += wait_s / 1000
         together.observe((first, second), (first + second) * ratio, now)
         singly.observe((first, second), (first + second) * ratio, now)
-        singly._fit(now)
+        singly.fit(now)
     for later in (FIT_EVERY_S * 1.01, 60.0, 1800.0):
         assert together.factors(now + later) == pytest.approx(singly.factors(now + later), rel=1e-6)
 
@@ -137,8 +137,8 @@ def test_a_burst_that_is_fitted_late_counts_as_it_was():
         parts = (0.1, 0.01) if turn % 2 else (0.1, 0.0)
         for regression in (together, singly):
             regression.observe(parts, 100 * sum(parts), turn / 1000)
-        singly._fit(turn / 1000)
-    assert together._waiting
+        singly.fit(turn / 1000)
+    assert together.waiting
     assert together.factors(3000.0) == pytest.approx(singly.factors(3000.0), rel=1e-6)
 
 

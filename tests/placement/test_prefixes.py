@@ -131,8 +131,8 @@ def test_bounded_and_never_more_than_was_sent(sent, asked, most):
         held = prefixes.held(engine, text(*asked)).data_bytes // PIECE_BYTES
         common = [shared(letters, asked) for letters, where, _ in sent if where == engine]
         assert held <= max(common, default=0)
-        tree = prefixes._trees.get(engine)
-        known = [piece in tree.pieces for piece in text(*asked).pieces] if tree else []
+        pieces = prefixes.snapshot().get(engine, frozenset())
+        known = [piece in pieces for piece in text(*asked).pieces]
         assert known == sorted(known, reverse=True), "a held piece has all before it"
 
 

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import actors.placement
-from tests.planning.test_purity import imported
+from testing.imports import imported
 
 FORBIDDEN = {"time", "datetime", "threading", "asyncio", "socket", "os", "subprocess", "multiprocessing", "random"}
 SOURCES = sorted(Path(actors.placement.__path__[0]).glob("*.py"))

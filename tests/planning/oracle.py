@@ -25,9 +25,9 @@ from connectors.planning.heads import partners
 from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Place, Region
 from connectors.planning.plan import check_compatible, plan_pair
 from connectors.planning.verify import prove_plans
-from connectors.protocol.consumer import Order, Partner, expected_bytes
 from connectors.protocol.delivery import Consumer, Delivery, Stage, Transfer, offer_problem, take_ready, wanted
 from connectors.protocol.params import EngineAddress
+from connectors.protocol.reception import Order, Partner, expected_bytes
 from connectors.protocol.wire import Offer, Peer
 from tests.planning.oracle_cases import FOREVER, LAYERS, Case, Keeping, Part, Side
 

@@ -10,6 +10,7 @@ import pytest
 
 import connectors.planning
 import connectors.protocol
+from testing.imports import imported
 
 PACKAGES = (connectors.planning, connectors.protocol)
 HEAVY = ("torch", "vllm", "nixl", "ray", "zmq", "cryptography", "prometheus_client", "pydantic")
@@ -26,18 +27,6 @@ print(" ".join(sorted(sys.modules)))
 
 def sources() -> list[Path]:
     return sorted(path for package in PACKAGES for path in Path(package.__path__[0]).rglob("*.py"))
-
-
-def imported(path: Path) -> set[str]:
-    """All modules that a file imports, wherever in the file."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path.name} imports relatively"
-            names.add(node.module or "")
-    return names
 
 
 def test_a_fresh_interpreter_finds_nothing_heavy() -> None:

@@ -7,9 +7,10 @@ import numpy as np
 from connectors.planning.blocks import BlockSet, UnitShape
 from connectors.planning.layout import Group, GroupKind
 from connectors.protocol.actions import Send
-from connectors.protocol.consumer import Consumer, Order, Partner
+from connectors.protocol.consumer import Consumer
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress
+from connectors.protocol.reception import Order, Partner
 from connectors.protocol.wire import Cancel, Fin, Offer, Peer
 
 LIMITS = TransferLimits(handshake_s=7, progress_s=10, cancel_s=2, lease_s=20, alive_s=1, fence_s=1)
@@ -60,4 +61,4 @@ def cancels(*peers: Peer) -> list[Send]:
 
 
 def empty(consumer: Consumer) -> bool:
-    return not any(consumer.census().values()) and not consumer.unanswered_engines()
+    return not any(consumer.census().values()) and not consumer.suspects()

@@ -12,6 +12,7 @@ from connectors.errors import IncompatiblePeerError, WireError
 from connectors.protocol.cards import (
     PROTOCOL_VERSION,
     ModelIdentity,
+    ProcessIdentity,
     WorkerCard,
     check_peers,
     decode_worker_card,
@@ -25,7 +26,8 @@ IDENTITY = ModelIdentity("m0de1", "bfloat16", "auto", "0.32.0")
 
 def card(rank: int = 0, tp_size: int = 1, shape: Shape | None = None, **changes: Any) -> WorkerCard:
     layout = make_rank(shape or Shape(), rank, tp_size).layout
-    return replace(WorkerCard("engine-a", IDENTITY, layout, "nixl", b"\x00meta\xff"), **changes)
+    process = ProcessIdentity("b007-id/1/2", 4711, 123456)
+    return replace(WorkerCard("engine-a", IDENTITY, layout, "nixl", b"\x00meta\xff", process), **changes)
 
 
 def document(**changes: object) -> dict[str, Any]:
@@ -149,6 +151,13 @@ def test_another_version_says_both() -> None:
         changed(["transport_metadata"], "not base64!"),
         changed(["transport_metadata"], 5),
         changed(["transport_metadata"], "ünïcode"),
+        changed(["process"], ...),
+        changed(["process"], "4711"),
+        changed(["process", "pid"], "4711"),
+        changed(["process", "pid"], -1),
+        changed(["process", "started_at"], 2**63),
+        changed(["process", "host"], 5),
+        changed(["process", "name"], "vllm"),
         changed(["layout"], "x"),
         changed(["layout", "tp_rank"], 1),
         changed(["layout", "tp_rank"], -1),

@@ -6,9 +6,10 @@ import pytest
 
 from connectors.planning.blocks import UnitShape, empty_blocks
 from connectors.protocol.actions import Connect, Forget, Freed, Received, Send
-from connectors.protocol.consumer import Consumer, Order, Partner, expected_bytes, failures
+from connectors.protocol.consumer import Consumer, failures
 from connectors.protocol.params import EngineAddress
-from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Fin, Peer, Welcome
+from connectors.protocol.reception import Order, Partner, expected_bytes
+from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Failed, Fin, Peer, Welcome
 from tests.protocol.consumption import (
     ENGINE,
     FIN0,
@@ -199,7 +200,7 @@ def test_a_request_does_not_wait_for_an_answer() -> None:
     consumer.message(P0, Cancelled("t"), 0.5)
     assert (consumer.tick(1.9), consumer.census()["quarantined"]) == ([], 0)
     assert consumer.tick(2.0) == [*cancels(P1), Connect(ENGINE), QUARANTINED]
-    assert (consumer.census()["quarantined"], consumer.unanswered_engines()) == (1, {ENGINE})
+    assert (consumer.census()["quarantined"], {each.peer for each in consumer.suspects()}) == (1, {P1})
     assert (consumer.awaits(P0), consumer.awaits(P1)) == (False, True)
     assert (consumer.tick(3.9), consumer.tick(4.0)) == ([], [*cancels(P1), Connect(ENGINE)])
     assert consumer.message(P1, Cancelled("t"), 4.1) == [Freed("r", "t")]
@@ -403,3 +404,77 @@ def test_a_partner_without_a_share_is_waited_for() -> None:
     consumer.connected("engine-a", (PARTNERS[0], Partner(P1, SHAPES, (0, 0))), 0.0)
     assert consumer.message(P0, FIN0, 1.0) == []
     assert consumer.message(P1, Fin("t", 0), 1.0) == [Received("r", None)]
+
+
+# ---- Failed ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_write_puts_the_blocks_into_quarantine_at_once() -> None:
+    """OFFERED + Failed -> QUARANTINE: an error report is no acknowledgement; the request need not wait for one."""
+    consumer = offered()
+    received = Received("r", "rank 0: a write failed", quarantine="t")
+    assert consumer.message(P0, Failed("t", "a write failed"), 1.0) == [*cancels(P0, P1), received]
+    assert consumer.message(P0, Failed("t", "a write failed"), 2.0) == []
+    assert consumer.message(P1, Cancelled("t"), 2.0) == []
+    assert {each.peer for each in consumer.suspects()} == {P0}
+    assert consumer.tick(3.0) == [*cancels(P0), Connect(ENGINE)]
+    assert consumer.engine_lost("engine-a", "dead", 4.0) == [Freed("r", "t"), Forget(P0), Forget(P1)]
+    assert empty(consumer)
+
+
+def test_a_failed_write_of_a_transfer_that_was_given_up() -> None:
+    """ENDING + Failed -> QUARANTINE, before cancel_s is over."""
+    consumer = offered()
+    assert consumer.abort("r", 1.0) == cancels(P0, P1)
+    received = Received("r", "the request was aborted", quarantine="t")
+    assert consumer.message(P1, Failed("t", "a write failed"), 1.5) == [received]
+    assert consumer.message(P0, Cancelled("t"), 1.6) == []
+    assert consumer.census()["quarantined"] == 1
+
+
+def test_a_failed_write_of_another_rank_keeps_blocks_that_are_verified() -> None:
+    """Fin of one rank, Failed of the other: the blocks stay in quarantine for the one that failed."""
+    consumer = offered()
+    assert consumer.message(P1, FIN1, 1.0) == []
+    actions = consumer.message(P0, Failed("t", "a write failed"), 2.0)
+    assert actions == [*cancels(P0), Received("r", "rank 0: a write failed", quarantine="t")]
+
+
+def test_failed_of_strangers_changes_nothing() -> None:
+    """Of a transfer that is gone, or of a rank that has answered."""
+    consumer = offered()
+    consumer.message(P0, FIN0, 1.0)
+    assert consumer.message(P0, Failed("t", "late"), 1.0) == []
+    assert consumer.message(P1, Failed("another", "late"), 1.0) == []
+    assert consumer.message(P1, FIN1, 1.0) == [Received("r", None)]
+
+
+# ---- worker_lost -------------------------------------------------------------------------------------------------
+
+
+def test_the_death_of_one_worker_says_nothing_of_another() -> None:
+    """QUARANTINE + worker_lost of one: the other may still write; Freed with its death."""
+    consumer = offered()
+    consumer.tick(LIMITS.progress_s)
+    consumer.tick(LIMITS.progress_s + LIMITS.cancel_s)
+    assert {each.peer for each in consumer.suspects()} == {P0, P1}
+    assert consumer.worker_lost(P1, "its process is gone", 20.0) == []
+    assert {each.peer for each in consumer.suspects()} == {P0}
+    assert consumer.worker_lost(P0, "its process is gone", 30.0) == [Freed("r", "t")]
+    assert empty(consumer)
+
+
+def test_a_dead_worker_ends_transfers_and_its_engine_is_greeted_afresh() -> None:
+    """OFFERED + worker_lost -> ENDING: Cancel to the other; the next request shakes hands first."""
+    consumer = offered()
+    assert consumer.worker_lost(P1, "its process is gone", 1.0) == cancels(P0)
+    assert consumer.message(P0, Cancelled("t"), 2.0) == [Received("r", "rank 1: its process is gone")]
+    assert consumer.start(order("r2", "t2"), 3.0) == [Connect(ENGINE)]
+
+
+def test_the_death_of_a_stranger_changes_nothing() -> None:
+    """Another start of the engine, or a rank that does not talk to this worker."""
+    consumer = offered()
+    assert consumer.worker_lost(Peer("engine-b", 0), "gone", 1.0) == []
+    assert consumer.worker_lost(Peer("engine-a", 7), "gone", 1.0) == []
+    assert consumer.census()["offered"] == 1

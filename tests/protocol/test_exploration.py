@@ -5,16 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from connectors.protocol.actions import Received
-from connectors.protocol.consumer import Consumer
-from connectors.protocol.producer import Producer
-from connectors.protocol.wire import Cancelled
-from tests.campaigns.protocol.automata import Broken
+from connectors.protocol.actions import ConsumerAction, ProducerAction, Received, Send
+from connectors.protocol.wire import Cancel, Cancelled, Peer
+from tests.campaigns.protocol import transfers
+from tests.campaigns.protocol.automata import Broken, ExplorableConsumer, ExplorableProducer
 from tests.campaigns.protocol.lists import quick, scenario
 from tests.campaigns.protocol.search import explore
 from tests.campaigns.protocol.transfers import NEVER, Scenario
@@ -34,87 +32,111 @@ def test_without_faults_there_is_one_end() -> None:
     assert found.states > 4000
 
 
-def answers_at_once(machine: Producer, peer: Any, cancel: Any, now: float) -> list[Any]:
+class AnswersAtOnce(ExplorableProducer):
     """Cancelled without waiting for writes in flight."""
-    actions = ORIGINAL_CANCELLED(machine, peer, cancel, now)
-    if actions:
-        return actions
-    from connectors.protocol.actions import Send
 
-    return [Send(peer, Cancelled(cancel.transfer_id))]
+    def _cancelled(self, peer: Peer, cancel: Cancel, now: float) -> list[ProducerAction]:
+        return super()._cancelled(peer, cancel, now) or [Send(peer, Cancelled(cancel.transfer_id))]
 
 
-ORIGINAL_CANCELLED = Producer._cancelled
+class IgnoresPreemption(ExplorableProducer):
+    """A producer that goes on with the blocks that it had."""
+
+    def preempted(self, request_id: str, now: float) -> list[ProducerAction]:
+        return []
+
+    def fenced(self, request_id: str, now: float) -> list[ProducerAction]:
+        return []
 
 
-def frees_after_a_deadline(machine: Consumer, now: float) -> list[Any]:
-    """Quarantine that time alone ends."""
-    actions = ORIGINAL_TICK(machine, now)
-    for reception in list(machine._quarantine.values()):
-        reception.writing.clear()
-        actions += machine._end_if_over(reception)
-    return actions
+class IgnoresTheFence(ExplorableProducer):
+    """A producer that vouches for writes which read blocks of another request."""
+
+    def fenced(self, request_id: str, now: float) -> list[ProducerAction]:
+        self._by_request[request_id].computed_tokens = 0
+        return []
 
 
-def never_frees(machine: Consumer, reception: Any) -> list[Any]:
-    """Quarantine that nothing ends."""
-    return [] if reception.stage.name == "QUARANTINE" else ORIGINAL_END(machine, reception)
-
-
-ORIGINAL_END = Consumer._end_if_over
-
-
-def waits_for_the_answer(machine: Consumer, reception: Any, now: float) -> list[Any]:
-    """Blocks in quarantine, and nobody is told that the request cannot have them."""
-    return [action for action in ORIGINAL_UNANSWERED(machine, reception, now) if not isinstance(action, Received)]
-
-
-ORIGINAL_UNANSWERED = Consumer._unanswered
-
-
-ORIGINAL_TICK = Consumer.tick
-
-
-def never_forgets(machine: Producer, now: float) -> list[Any]:
+class NeverExpires(ExplorableProducer):
     """A producer whose leases do not end."""
-    return []
+
+    def tick(self, now: float) -> list[ProducerAction]:
+        return []
 
 
-def forgets_numbers(machine: Producer, now: float) -> list[Any]:
+class ForgetsNumbers(ExplorableProducer):
     """A producer for which a late offer is a new one."""
-    actions = ORIGINAL_PRODUCER_TICK(machine, now)
-    machine._overtaken.clear()
-    return actions
+
+    def tick(self, now: float) -> list[ProducerAction]:
+        actions = super().tick(now)
+        self._overtaken.clear()
+        return actions
 
 
-ORIGINAL_PRODUCER_TICK = Producer.tick
+class FreesAfterADeadline(ExplorableConsumer):
+    """Quarantine that time alone ends."""
+
+    def tick(self, now: float) -> list[ConsumerAction]:
+        actions = super().tick(now)
+        for reception in list(self._quarantine.values()):
+            reception.writing.clear()
+            actions += self._end_if_over(reception, now)
+        return actions
+
+
+class NeverFrees(ExplorableConsumer):
+    """Quarantine that nothing ends."""
+
+    def _end_if_over(self, reception: Any, now: float) -> list[ConsumerAction]:
+        return [] if reception.stage.name == "QUARANTINE" else super()._end_if_over(reception, now)
+
+
+class WaitsForTheAnswer(ExplorableConsumer):
+    """Blocks in quarantine, and nobody is told that the request cannot have them."""
+
+    def _unanswered(self, reception: Any, now: float) -> list[ConsumerAction]:
+        return [action for action in super()._unanswered(reception, now) if not isinstance(action, Received)]
+
+
+class HasNoDeadlines(ExplorableConsumer):
+    """A consumer that waits for ever."""
+
+    def tick(self, now: float) -> list[ConsumerAction]:
+        return []
+
+
+class IgnoresDeaths(ExplorableConsumer):
+    """A consumer to which a dead worker is a silent one."""
+
+    def worker_lost(self, peer: Peer, reason: str, now: float) -> list[ConsumerAction]:
+        return []
+
+
+QUARANTINED: dict[str, Any] = {"drop": 1, "abort": 1, "early": NEVER}
 
 
 @pytest.mark.parametrize(
-    ("machine", "method", "instead", "faults", "says"),
+    ("machine", "legs", "faults", "says"),
     [
-        (Producer, "_cancelled", answers_at_once, {"abort": 1}, "while a write for it is under way"),
-        (Producer, "preempted", lambda machine, request_id, now: [], {}, "was told ok, but"),
-        (Producer, "tick", never_forgets, {"abort": 1}, "at the end prefill"),
-        (Producer, "tick", forgets_numbers, {"abort": 1, "early": NEVER}, "a write or a comparison is under way"),
-        (Consumer, "tick", frees_after_a_deadline, {"drop": 1, "abort": 1, "early": NEVER}, "have not answered"),
-        (Consumer, "_end_if_over", never_frees, {"drop": 1, "abort": 1, "early": NEVER}, "at the end decode"),
-        (Consumer, "_unanswered", waits_for_the_answer, {"drop": 1, "abort": 1, "early": NEVER}, "not in quarantine"),
-        (Consumer, "tick", lambda machine, now: [], {"drop": 1}, "at the end decode"),
-        (Consumer, "engine_lost", lambda machine, incarnation, reason, now: [], {"crash_prefill": 1}, "at the end"),
+        (AnswersAtOnce, "plain", {"abort": 1}, "while a write for it is under way"),
+        (IgnoresPreemption, "preempted", {}, "was told ok, but"),
+        (IgnoresTheFence, "preempted", {}, "was told ok, but"),
+        (NeverExpires, "plain", {"abort": 1}, "at the end prefill"),
+        (ForgetsNumbers, "plain", {"abort": 1, "early": NEVER}, "a write or a comparison is under way"),
+        (FreesAfterADeadline, "plain", QUARANTINED, "have not answered"),
+        (NeverFrees, "plain", QUARANTINED, "at the end decode"),
+        (WaitsForTheAnswer, "plain", QUARANTINED, "not in quarantine"),
+        (HasNoDeadlines, "plain", {"drop": 1}, "at the end decode"),
+        (IgnoresDeaths, "plain", {"crash_prefill": 1}, "at the end"),
     ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
 def test_broken_machines_are_found(
-    monkeypatch: pytest.MonkeyPatch,
-    machine: type,
-    method: str,
-    instead: Callable[..., list[Any]],
-    faults: dict[str, Any],
-    says: str,
+    monkeypatch: pytest.MonkeyPatch, machine: type, legs: str, faults: dict[str, Any], says: str
 ) -> None:
     """Each of these mistakes breaks a promise in some interleaving, and the way there is told."""
-    monkeypatch.setattr(machine, method, instead)
-    legs = "preempted" if method == "preempted" else "plain"
+    base = ExplorableProducer if issubclass(machine, ExplorableProducer) else ExplorableConsumer
+    monkeypatch.setattr(transfers, base.__name__, machine)
     with pytest.raises(Broken, match=says) as caught:
         explore(scenario(1, 1, legs, **faults))
     assert "decode_starts" in str(caught.value)

@@ -69,7 +69,7 @@ def test_a_forgotten_consumer_says_hello_again() -> None:
     producer = held()
     producer.peer_lost(C0, 3.0)
     assert producer.tick(3.0) == [Forget(C0)]
-    producer.welcome(C0, machine()._consumers[C0], 4.0)
+    producer.welcome(C0, machine().snapshot().consumers[C0], 4.0)
     assert finish_write(producer, only_write(producer.message(C0, offer(), 5.0)), 61, 6.0) == [
         Send(C0, Fin("t", 61)),
         Sent("r"),
@@ -155,7 +155,7 @@ def test_the_blocks_of_a_write_that_hangs_wait_for_its_end() -> None:
     assert producer.census()["hanging"] == 1
     for later in (60.0, 600.0):
         assert Sent("r") not in producer.tick(later)
-    answer, sent = producer.write_failed(write.write_id, "aborted", 700.0)
+    answer, sent = producer.write_refused(write.write_id, "aborted", 700.0)
     assert isinstance(answer, Send)
     assert isinstance(answer.message, Aborted)
     assert "no progress for 20 s" in answer.message.reason
@@ -181,5 +181,5 @@ def test_a_write_of_a_request_that_has_ended_counts_too() -> None:
     producer.finished("r", False, "the client left", 2.0)
     producer.tick(1.0 + LIMITS.hang_s)
     assert producer.census()["hanging"] == 1
-    answer = aborted_reason(producer.write_failed(write.write_id, "unreachable", 99.0))
+    answer = aborted_reason(producer.write_refused(write.write_id, "unreachable", 99.0))
     assert (answer, producer.census()["hanging"]) == ("the client left", 0)

@@ -135,7 +135,7 @@ def test_prompt_digests_tell_prompts_apart() -> None:
     assert len({prompt_digest(prompts[0], other) for other in others}) == len(others)
 
 
-@pytest.mark.parametrize("field", ["handshake_s", "progress_s", "cancel_s", "lease_s", "alive_s", "fence_s"])
+@pytest.mark.parametrize("field", ["handshake_s", "progress_s", "cancel_s", "lease_s", "alive_s", "step_s", "fence_s"])
 @pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan"), True, "5", None])
 def test_limits_are_positive_seconds(field: str, value: Any) -> None:
     """No wait without an end, and no end before its begin; the error names the setting."""

@@ -86,8 +86,8 @@ def test_what_is_closed_takes_no_room() -> None:
     assert producer.serves(C0)
     producer.message(C0, Cancel("a"), 0.0)
     assert not producer.serves(C0)
-    (transfer,) = producer._transfers.values()
-    assert transfer.deliveries[C0.rank].offer is None
+    assert producer.snapshot().closed == {("a", C0)}
+    assert not producer.snapshot().offers
 
 
 def test_counts_return_to_nothing() -> None:
@@ -97,5 +97,5 @@ def test_counts_return_to_nothing() -> None:
         producer.message(C0, Cancel(f"early-{number}"), 1.0)
     producer.peer_lost(C0, 2.0)
     producer.tick(3.0 + LIMITS.lease_s)
-    assert producer._allowance.early == {}
-    assert producer._allowance.blocks == {}
+    assert producer.snapshot().early == {}
+    assert producer.snapshot().offered_blocks == {}

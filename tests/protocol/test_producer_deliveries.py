@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 
 from connectors.planning.blocks import empty_blocks
-from connectors.protocol.actions import ProducerAction, Send, Sent, Write
+from connectors.protocol.actions import Forget, ProducerAction, Send, Sent, Write
 from connectors.protocol.delivery import Consumer
 from connectors.protocol.producer import Producer
-from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Fin, Offer, Welcome
+from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Failed, Fin, Offer, Welcome
 from tests.campaigns.schedules.tally import Tally
 from tests.protocol.production import (
     C0,
     C1,
+    LIMITS,
     SHAPES,
     STRANGER,
     TABLES,
@@ -54,15 +55,57 @@ def test_cancel_waits_for_the_writes() -> None:
     assert producer.message(C0, Cancel("t"), 4.0) == [Send(C0, Cancelled("t"))]
 
 
-def test_a_failed_write_aborts_when_all_have_ended() -> None:
+def test_a_write_that_was_not_posted_aborts_when_all_have_ended() -> None:
     """OPEN + a failure -> CLOSED, Aborted, once its writes have ended."""
     producer = live()
     producer.message(C0, offer(), 0.5)
     first = only_write(producer.progress("r", [[1, 2], [4, 5]], 8, 1.0))
     second = only_write(producer.progress("r", [[3], [6]], 12, 2.0))
-    assert producer.write_failed(first.write_id, "broken", 2.5) == []
-    assert aborted_reason(finish_write(producer, second, 21, 3.0)) == "a write failed: broken"
+    assert producer.write_refused(first.write_id, "broken", 2.5) == []
+    assert aborted_reason(finish_write(producer, second, 21, 3.0)) == "a write could not be posted: broken"
     assert producer.finished("r", True, "", 4.0) == [Sent("r")]
+
+
+def test_a_failed_write_is_never_acknowledged() -> None:
+    """OPEN + a write fails -> CLOSED, Failed: at once, and to every Offer and Cancel after that; blocks are free."""
+    producer = live()
+    producer.message(C0, offer(), 0.5)
+    first = only_write(producer.progress("r", [[1, 2], [4, 5]], 8, 1.0))
+    second = only_write(producer.progress("r", [[3], [6]], 12, 2.0))
+    failed = Send(C0, Failed("t", "a write failed: broken"))
+    assert producer.write_failed(first.write_id, "broken", 2.5) == [failed]
+    assert producer.message(C0, Cancel("t", 7), 2.6) == [failed]
+    assert finish_write(producer, second, 21, 3.0) == []
+    assert producer.write_done(only_write(producer.message(C1, offer(), 3.5)).write_id, 3.6)
+    assert producer.finished("r", True, "", 4.0) == [Sent("r")]
+    assert producer.message(C0, Cancel("t", 7), 4.0) == [failed]
+
+
+def test_a_failed_write_is_remembered_by_both_ends_names() -> None:
+    """When the transfer and its consumer have been forgotten, and the consumer is met again: still no answer."""
+    producer = held()
+    write = only_write(producer.message(C0, offer(), 3.0))
+    failed = Send(C0, Failed("t", "a write failed: broken"))
+    assert producer.write_failed(write.write_id, "broken", 4.0) == [failed, Sent("r")]
+    producer.tick(5.0 + LIMITS.lease_s)
+    assert Forget(C0) in producer.tick(5.0 + LIMITS.forget_s)
+    assert not any(producer.census().values())
+    again = 6.0 + LIMITS.forget_s
+    producer.welcome(C0, machine().snapshot().consumers[C0], again)
+    assert producer.message(C0, Cancel("t", 7), again) == [failed]
+    assert producer.message(C0, offer(), again) == [failed]
+    assert producer.message(C0, Cancel("another", 8), again) == [Send(C0, Cancelled("another"))]
+    producer.engine_lost(C0.incarnation, again)
+    assert producer.snapshot().failed == {}
+
+
+def test_a_failed_write_is_no_sign_of_life() -> None:
+    """Where its Failed is lost, the consumer must give up by itself."""
+    producer = live()
+    producer.message(C0, offer(), 0.5)
+    first = only_write(producer.progress("r", [[1, 2], [4, 5]], 8, 1.0))
+    producer.write_failed(first.write_id, "broken", 1.0)
+    assert producer.tick(2.0 + LIMITS.alive_s) == []
 
 
 def test_one_consumer_rank_does_not_disturb_another() -> None:
@@ -71,7 +114,7 @@ def test_one_consumer_rank_does_not_disturb_another() -> None:
     producer.message(C0, offer(), 0.5)
     producer.message(C1, offer(), 0.5)
     to0, to1 = written(producer.progress("r", *TABLES, 1.0))
-    assert aborted_reason(producer.write_failed(to0.write_id, "broken", 2.0)) == "a write failed: broken"
+    assert aborted_reason(producer.write_refused(to0.write_id, "no", 2.0)) == "a write could not be posted: no"
     assert finish_write(producer, to1, 61, 3.0) == [Send(C1, Fin("t", 61))]
 
 
@@ -192,6 +235,7 @@ def test_a_digest_goes_with_its_delivery(ending: str) -> None:
             producer.message(C0, Cancel("t"), 2.0)
         case "preempted":
             producer.preempted("r", 2.0)
+            producer.fenced("r", 2.0)
         case "discard":
             producer.discard("t", 2.0)
         case "not held":
@@ -235,8 +279,24 @@ def test_preemption_during_a_write_aborts() -> None:
     producer.message(C0, offer(), 0.5)
     write = only_write(producer.progress("r", [[1, 2], [4, 5]], 8, 1.0))
     assert producer.writes_in_flight("r") == (write.write_id,)
-    assert producer.preempted("r", 1.5) == []
+    assert producer.preempted("r", 1.5) == producer.fenced("r", 1.6) == []
     assert aborted_reason(finish_write(producer, write, 20, 2.0)) == "the prefill was preempted during a write"
+
+
+def test_a_write_that_ends_before_the_fence_counts() -> None:
+    """Nothing is written from the old blocks once they are lost; what was written counts."""
+    producer = live()
+    producer.message(C0, offer(), 0.5)
+    write = only_write(producer.progress("r", [[1, 2], [4, 5]], 8, 1.0))
+    assert producer.preempted("r", 1.5) == []
+    assert producer.message(C1, offer(), 1.55) == []
+    assert finish_write(producer, write, 20, 1.6) == []
+    assert producer.fenced("r", 1.7) == []
+    last = written(producer.progress("r", [[11, 12, 13], [14, 15, 16]], 12, 3.0))
+    assert [moves(each) for each in last] == [
+        {0: [(13, 52)], 1: [(16, 60)]},
+        {0: [(11, 50), (12, 51), (13, 52)], 1: [(16, 60)]},
+    ]
 
 
 def test_preemption_between_writes_goes_on() -> None:
@@ -244,7 +304,7 @@ def test_preemption_between_writes_goes_on() -> None:
     producer = live()
     producer.message(C0, offer(), 0.5)
     finish_write(producer, only_write(producer.progress("r", [[1, 2], [4, 5]], 8, 1.0)), 20, 1.2)
-    assert producer.preempted("r", 1.5) == []
+    assert producer.preempted("r", 1.5) == producer.fenced("r", 1.5) == []
     assert producer.progress("r", [[11], [14]], 4, 2.0) == []
     assert producer.progress("r", [[12], [15]], 8, 2.5) == []
     last = only_write(producer.progress("r", [[13], [16]], 12, 3.0))

@@ -15,7 +15,7 @@ import pytest
 from connectors.planning.blocks import wanted_blocks
 from connectors.planning.descriptors import Moves
 from connectors.planning.layout import GroupKind
-from connectors.protocol.consumer import Order
+from connectors.protocol.reception import Order
 from connectors.protocol.wire import Peer
 from tests.planning.builders import CANARY, Rank, Shape, fill_distinct, make_engine, oracle_copy, whole_blocks
 from tests.transport.engines import ADDRESS, DECODE, PREFILL, Engines, Host

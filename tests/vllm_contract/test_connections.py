@@ -8,11 +8,13 @@ from typing import NoReturn
 import numpy as np
 import pytest
 
-from connectors.errors import TransportError
+from connectors.errors import FailedWriteError, TransportError
 from connectors.planning.descriptors import Runs
 from connectors.planning.layout import Place
 from connectors.transport.memory import MemoryTransport
+from connectors.vllm_hma import post
 from connectors.vllm_hma.orders import Chunk, Expect
+from connectors.vllm_hma.writes import Writes
 from tests.vllm_contract.workers import DIGEST, LIMITS, Worker, receive, results, until
 
 
@@ -74,14 +76,31 @@ def test_a_connection_that_broke_on_the_producers_side(worker: Callable[..., Wor
     deliver(producer, consumer, "second")
 
 
+def test_a_broken_connection_is_found_before_a_write_is_posted(
+    worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write to it would fail as one that may have begun, and cost the consumer's blocks; a message costs nothing."""
+    monkeypatch.setattr(post, "_CHECK_EVERY_S", 0.0)
+    producer, consumer = met(worker)
+    break_connection(producer)
+
+    def fails(transport: Breakable, peer: str, runs: Runs, source: Place, target: Place) -> int:
+        if transport.broken:
+            raise FailedWriteError(peer, "NIXL_ERR_REMOTE_DISCONNECT")
+        return MemoryTransport.write(transport, peer, runs, source, target)
+
+    monkeypatch.setattr(Breakable, "write", fails)
+    deliver(producer, consumer, "second")
+
+
 def test_an_offer_that_reaches_nobody_holds_no_blocks(worker: Callable[..., Worker]) -> None:
     """A producer out of reach never learned of the blocks: the request is computed at once, nothing is quarantined."""
     producer, consumer = met(worker)
-    consumer.transport._fabric.cut("p/0")
+    consumer.transport.fabric.cut("p/0")
     consumer.step(receives=[receive(producer.address, "lost", "lost")])
     assert results(consumer, within_s=0.9) == (set(), {"lost"}, {"lost"})
     assert consumer.runtime.census()["quarantined"] == 0
-    consumer.transport._fabric.mend("p/0")
+    consumer.transport.fabric.mend("p/0")
     deliver(producer, consumer, "found")
 
 
@@ -100,7 +119,9 @@ def test_a_hook_never_raises(worker: Callable[..., Worker]) -> None:
 
 
 @pytest.mark.parametrize("part", ["notifications", "poll"])
-def test_deadlines_are_kept_whatever_fails_in_every_round(worker: Callable[..., Worker], part: str) -> None:
+def test_deadlines_are_kept_whatever_fails_in_every_round(
+    worker: Callable[..., Worker], part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A transport that can neither hear nor say what became of writes: its request is computed after progress_s."""
     producer, consumer = met(worker)
 
@@ -108,8 +129,7 @@ def test_deadlines_are_kept_whatever_fails_in_every_round(worker: Callable[..., 
         raise RuntimeError("anything")
 
     if part == "poll":
-        consumer.runtime._writes.poll = failing  # type: ignore[method-assign, assignment]
-        producer.runtime._writes.poll = failing  # type: ignore[method-assign, assignment]
+        monkeypatch.setattr(Writes, "poll", failing)
     else:
         consumer.transport.notifications = failing  # type: ignore[method-assign]
     consumer.step(receives=[receive(producer.address, "unheard", "unheard")])
@@ -117,7 +137,7 @@ def test_deadlines_are_kept_whatever_fails_in_every_round(worker: Callable[..., 
 
 
 def test_what_fails_in_every_round_is_logged_now_and_then(
-    worker: Callable[..., Worker], caplog: pytest.LogCaptureFixture
+    worker: Callable[..., Worker], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each part that fails once in a while, with its traceback, not once a round."""
     consumer = worker("c")
@@ -126,7 +146,7 @@ def test_what_fails_in_every_round_is_logged_now_and_then(
         raise RuntimeError("anything")
 
     consumer.transport.notifications = failing  # type: ignore[method-assign]
-    consumer.runtime._writes.poll = failing  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(Writes, "poll", failing)
     for _ in range(20):
         consumer.runtime.results()
     failed = [record for record in caplog.records if record.exc_info]

@@ -58,7 +58,8 @@ def built(isa: str, dtype: torch.dtype, kind: str, size: int) -> bool:
 CASES = [(isa, dtype, kind, size) for isa, dtype, kind, sizes in KINDS for size in sizes]
 CASES = [case for case in CASES if built(*case)]
 packings = pytest.mark.parametrize(("isa", "dtype", "kind", "size"), CASES)
-MLA = [CPUMLAImpl, *([AMXMLAImpl] if hasattr(torch.ops._C, "concat_and_cache_mla_cpu") else [])]
+HAS_AMX_MLA = hasattr(torch.ops._C, "concat_and_cache_mla_cpu")  # noqa: SLF001 - vLLM registers its kernels there
+MLA = [CPUMLAImpl, *([AMXMLAImpl] if HAS_AMX_MLA else [])]
 
 
 def test_what_this_machine_chooses_is_tested() -> None:
@@ -139,7 +140,8 @@ def test_a_write_touches_its_own_tokens_only(isa: str, dtype: torch.dtype, kind:
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 def test_the_isa_follows_the_block_size(dtype: torch.dtype) -> None:
     """Multiples of 32 share one; other block sizes, and head sizes off 32, have vec16, which packs as vec does."""
-    wide = "amx" if torch.cpu._is_amx_tile_supported() and dtype is BF16 else "vec"
+    amx = torch.cpu._is_amx_tile_supported()  # noqa: SLF001 - torch has no public name for it
+    wide = "amx" if amx and dtype is BF16 else "vec"
     for size in (32, 64, 96, 128, 256, 512):
         assert {_get_attn_isa(dtype, tokens, size) for tokens in (32, 64, 96, 128, 256)} == {wide}
         assert {_get_attn_isa(dtype, tokens, size) for tokens in (16, 48, 80)} == {"vec16"}

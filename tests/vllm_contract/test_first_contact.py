@@ -11,7 +11,9 @@ import pytest
 
 from connectors.errors import HandshakeError, StaleReferenceError, WireError
 from connectors.protocol.params import EngineAddress
+from connectors.vllm_hma import probe
 from connectors.vllm_hma.orders import Chunk, Expect, Finished
+from connectors.vllm_hma.processes import Liveness
 from connectors.vllm_hma.side_channel import CardServer, fetch_card
 from tests.vllm_contract.workers import BLOCKS, DIGEST, IDENTITY, Worker, receive, results, until
 
@@ -66,14 +68,17 @@ def test_a_silent_producer(worker: Callable[..., Worker]) -> None:
     assert results(consumer) == (set(), {"r"}, {"r"})
 
 
-def test_a_dead_producer_frees_the_blocks_at_last(worker: Callable[..., Worker]) -> None:
-    """Without an answer to Cancel the request goes on, and its blocks are in quarantine until nothing listens there."""
+def test_a_dead_producer_frees_the_blocks_at_last(
+    worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without an answer to Cancel the request goes on, and its blocks are in quarantine until the process is gone."""
     producer, consumer = worker("p"), worker("c")
     producer.step(expects=[Expect("q", "t", 7, DIGEST)])
     consumer.step(receives=[receive(producer.address)])
     until(lambda: consumer.runtime.census()["offered"] == 1)
     producer.close()
     assert results(consumer, within_s=15.0) == (set(), {"r"}, {"r"})
+    monkeypatch.setattr(probe, "liveness", lambda _: Liveness.GONE)
     until(lambda: not any(consumer.runtime.census().values()), within_s=15.0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from connectors.protocol.wire import Cancel, Envelope, Hello, Peer, Welcome, enc
 from connectors.vllm_hma import greeter
 from connectors.vllm_hma.config import parse_config
 from connectors.vllm_hma.orders import CardMetadata
+from connectors.vllm_hma.post import agent_name
 from connectors.vllm_hma.scheduler import SchedulerConnector
 from connectors.vllm_hma.side_channel import fetch_card
 from tests.vllm_contract.workers import Worker, until
@@ -22,25 +24,32 @@ from tests.vllm_contract.workers import Worker, until
 SECRET = "the secret of these engines"
 
 
+def say_hello(to: Worker, sender: Peer, card: bytes, secret: str = "") -> None:
+    """A hello arrives, as from the transport."""
+    receiver = Peer(to.card.incarnation, to.card.rank)
+    frame = encode(Envelope(sender, receiver, Hello(card)), derive_keys(secret).messages)
+    to.runtime.frame_received(agent_name(sender), frame, time.monotonic())
+
+
 def test_hellos_wait_in_bounded_number(worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     """While four are being answered 256 wait, a second one of a peer that waits is none, and afterwards all is well."""
     producer = worker("p")
-    inside, go = producer.runtime._greeter, threading.Event()
+    go = threading.Event()
     answered: list[Peer] = []
 
-    def slow(sender: Peer, message: Hello) -> None:
+    def slow(_: greeter.Greeter, sender: Peer, message: Hello) -> None:
         assert go.wait(30)
         answered.append(sender)
 
-    monkeypatch.setattr(inside, "_greet", slow)
+    monkeypatch.setattr(greeter.Greeter, "_greet", slow)
     for _ in range(2):
         for number in range(1000):
-            inside.greeted(Peer(f"c{number}", 0), Hello(b"{}"))
-    assert len(inside._pending_hellos) == greeter._MAX_PENDING_HELLOS
+            say_hello(producer, Peer(f"c{number}", 0), b"{}")
+    assert len(producer.runtime.snapshot().greeter.pending_hellos) == greeter.MAX_PENDING_HELLOS
     go.set()
-    until(lambda: not inside._pending_hellos)
-    assert len(answered) == len(set(answered)) == greeter._MAX_PENDING_HELLOS
-    inside.greeted(Peer("one more", 0), Hello(b"{}"))
+    until(lambda: not producer.runtime.snapshot().greeter.pending_hellos)
+    assert len(answered) == len(set(answered)) == greeter.MAX_PENDING_HELLOS
+    say_hello(producer, Peer("one more", 0), b"{}")
     until(lambda: Peer("one more", 0) in answered)
 
 
@@ -49,8 +58,8 @@ def test_answers_that_nobody_waits_for_are_not_kept(worker: Callable[..., Worker
     consumer = worker("c")
     for number in range(1000):
         me = Peer(f"p{number}", 0)
-        consumer.runtime._dispatch(f"p{number}/0", encode(Envelope(me, Peer("c", 0), Welcome())), 0.0)
-    assert consumer.runtime._greeter._answers == {}
+        consumer.runtime.frame_received(f"p{number}/0", encode(Envelope(me, Peer("c", 0), Welcome())), 0.0)
+    assert not consumer.runtime.snapshot().greeter.answers
 
 
 @pytest.mark.parametrize(
@@ -68,10 +77,11 @@ def test_whom_a_message_is_for(worker: Callable[..., Worker], receiver: Peer, se
     """A signed frame that was for another worker, or is said to come from another, changes nothing here."""
     producer, consumer = worker("p", secret=SECRET), worker("c", secret=SECRET)
     card = encode_worker_card(replace(consumer.card))
-    producer.runtime._greeter._greet(Peer("c", 0), Hello(card))
+    say_hello(producer, Peer("c", 0), card, SECRET)
+    until(lambda: Peer("c", 0) in producer.runtime.snapshot().producer.consumers)
     frame = encode(Envelope(sender, receiver, Cancel("t")), derive_keys(SECRET).messages)
-    producer.runtime._dispatch("c/0", frame, 0.0)
-    assert producer.runtime._producer._allowance.early.total() == int(taken)
+    producer.runtime.frame_received("c/0", frame, 0.0)
+    assert sum(producer.runtime.snapshot().producer.early.values()) == int(taken)
 
 
 @pytest.mark.parametrize(
@@ -92,8 +102,8 @@ def test_an_engine_without_a_secret_says_so(
     try:
         scheduler.publish({(0, 0): CardMetadata(card)})
         assert ("no secret is set" in caplog.text) == warned
-        assert scheduler._server is not None
-        port = scheduler._server.port
+        port = scheduler.snapshot().side_channel_port
+        assert port is not None
         identity = derive_keys(config.get("secret", "")).identity
         assert fetch_card("127.0.0.1", port, "p", 5.0, identity).incarnation == "p"
         if identity:

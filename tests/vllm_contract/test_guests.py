@@ -86,12 +86,8 @@ def test_a_worker_that_was_forgotten_is_met_again(
     assert deliver(producer, first, "first") == (set(), {"first"}, set())
     for number, consumer in enumerate(others):
         assert deliver(producer, consumer, f"other-{number}") == (set(), {f"other-{number}"}, set())
-    assert (
-        len(producer.runtime._peers._guests)
-        == len(producer.runtime._peers._plans)
-        == len(producer.transport._peers)
-        == 2
-    )
+    kept = producer.runtime.snapshot().peers
+    assert len(kept.admitted) == len(kept.planned) == len(producer.transport.peers) == 2
     assert deliver(producer, first, "lost") == (set(), {"lost"}, {"lost"})
     assert deliver(producer, first, "found") == (set(), {"found"}, set())
     assert first.cache[[3, 5], 0].tolist() == [2, 3]
@@ -106,4 +102,4 @@ def test_producers_are_forgotten_too(worker: Callable[..., Worker], monkeypatch:
         producer.cache[:] = np.arange(1, 9, dtype=np.uint8)[:, None]
         assert deliver(producer, consumer, f"t{number}") == (set(), {f"t{number}"}, set())
         assert consumer.cache[[3, 5], 0].tolist() == [2, 3]
-    assert len(consumer.transport._peers) == len(consumer.runtime._consumer._partners) == 2
+    assert len(consumer.transport.peers) == len(consumer.runtime.snapshot().consumer.partners) == 2

@@ -15,10 +15,11 @@ from connectors.errors import ConfigurationError, IncompatiblePeerError
 from connectors.planning.descriptors import Runs
 from connectors.planning.layout import Place
 from connectors.protocol.cards import EngineCard, WorkerCard
-from connectors.transport.digest import TransferDigest
+from connectors.transport.digest import Memory, TransferDigest
 from connectors.transport.memory import Fabric, MemoryTransport
 from connectors.vllm_hma.config import ConnectorConfig
 from connectors.vllm_hma.fence import StepFence
+from connectors.vllm_hma.greeter import memory_to_check
 from connectors.vllm_hma.orders import Chunk, Expect, Finished
 from connectors.vllm_hma.runtime import WorkerRuntime
 from tests.vllm_contract.workers import BLOCK_BYTES, DIGEST, Worker, receive, results, until
@@ -174,4 +175,4 @@ def test_a_producer_whose_ranks_differ_is_refused_by_name(worker: Callable[..., 
     consumer = worker("c", integrity="full")
     producer = EngineCard("p", (consumer.card, in_vram(consumer.card)))
     with pytest.raises(IncompatiblePeerError, match="this engine has 'DRAM', the peer 'DRAM, VRAM'"):
-        consumer.runtime._greeter._memory_to_check(producer)
+        memory_to_check("full", Memory(consumer.card.layout), producer)

@@ -28,14 +28,19 @@ def _config() -> VllmConfig:
     return VllmConfig(kv_transfer_config=transfer)
 
 
+def collectors() -> set[Any]:
+    """Everything that is registered."""
+    return set(REGISTRY._collector_to_names)  # noqa: SLF001 - prometheus_client lists samples only
+
+
 @pytest.fixture
 def metrics() -> Iterator[TandemPromMetrics]:
     """The engine's metrics, registered as vLLM does it."""
     unregister_vllm_metrics()  # of an engine that other tests have had in this process
-    known = set(REGISTRY._collector_to_names)
+    known = collectors()
     types: dict[Any, Any] = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
     yield TandemConnector.build_prom_metrics(_config(), types, ["model_name", "engine"], {0: ["m", "0"]})
-    for collector in set(REGISTRY._collector_to_names) - known:
+    for collector in collectors() - known:
         REGISTRY.unregister(collector)
 
 

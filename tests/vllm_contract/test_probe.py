@@ -1,21 +1,29 @@
-"""The probe of engines that do not answer: it survives any address, and asks at the one where the engine was met."""
+"""The probe of prefill workers that do not answer: what proves their death, and what does not."""
 
 from __future__ import annotations
 
-import dataclasses
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
 from connectors.errors import HandshakeError
+from connectors.protocol.cards import ProcessIdentity
 from connectors.protocol.params import EngineAddress
-from connectors.vllm_hma import probe
+from connectors.protocol.reception import Suspect
+from connectors.protocol.wire import Peer
+from connectors.vllm_hma import probe, processes
 from connectors.vllm_hma.orders import Chunk, Expect
-from connectors.vllm_hma.probe import EngineProbe
-from connectors.vllm_hma.side_channel import fetch_card
+from connectors.vllm_hma.probe import WorkerProbe
+from connectors.vllm_hma.processes import Liveness, liveness, own_process
+from connectors.vllm_hma.side_channel import CardServer, ask_liveness, fetch_card
 from tests.vllm_contract.test_ends import HeldWrites, let_go
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
@@ -30,20 +38,174 @@ def refusing() -> Iterator[int]:
         yield bound.getsockname()[1]
 
 
-def test_a_malformed_host_ends_no_thread(refusing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def child() -> Iterator[tuple[subprocess.Popen[bytes], ProcessIdentity]]:
+    """A process, and its identity."""
+    code = "import time; from connectors.vllm_hma.processes import own_process; "
+    code += "me = own_process(); print(me.host, me.pid, me.started_at, flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        host, pid, started_at = process.stdout.readline().decode().split()
+        yield process, ProcessIdentity(host, int(pid), int(started_at))
+        process.kill()
+
+
+def suspect(process: ProcessIdentity, was_seen: bool = True, met_at: EngineAddress | None = None) -> Suspect:
+    return Suspect(Peer("p", 1), process, was_seen, met_at)
+
+
+def verdicts(
+    monkeypatch: pytest.MonkeyPatch, suspects: list[Suspect], witnesses: list[EngineAddress], rounds: int = 5
+) -> list[Peer]:
+    """Which workers the probe reports as dead within so many rounds."""
+    monkeypatch.setattr(probe, "CONFIRM_S", 0.01)
+    lost: list[Peer] = []
+    marker = Suspect(Peer("marker", 0), replace(own_process(), started_at=1), True, None)
+    watcher = WorkerProbe(1.0, b"", lambda peer, _: lost.append(peer))
+    try:
+        # One that is dead for certain counts the rounds.
+        watcher.watch([*suspects, marker], witnesses)
+        until(lambda: lost.count(marker.peer) >= rounds)
+    finally:
+        watcher.close()
+    return [peer for peer in lost if peer != marker.peer]
+
+
+# ---- processes ---------------------------------------------------------------------------------------------------
+
+
+def test_a_process_lives_until_it_has_ended(child: tuple[subprocess.Popen[bytes], ProcessIdentity]) -> None:
+    """A stopped process lives; a killed one is gone before anybody reaps it, and after."""
+    process, identity = child
+    assert liveness(identity) is Liveness.ALIVE
+    process.send_signal(signal.SIGSTOP)
+    assert liveness(identity) is Liveness.ALIVE
+    process.kill()
+    until(lambda: liveness(identity) is Liveness.GONE)
+    process.wait()
+    assert liveness(identity) is Liveness.GONE
+
+
+def test_a_process_id_that_is_used_again_is_another_process() -> None:
+    """The start time tells the two apart."""
+    me = own_process()
+    assert liveness(me) is Liveness.ALIVE
+    assert liveness(replace(me, started_at=me.started_at - 1)) is Liveness.GONE
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"host": ""},
+        {"host": "another boot/4026531836/4026531834"},
+        {"host": own_process().host + "1"},
+        {"pid": 0},
+        {"pid": 2**62},
+    ],
+    ids=["unknown host", "another host", "another namespace", "a process group", "no process id"],
+)
+def test_a_process_of_another_host_is_never_gone(change: dict[str, object]) -> None:
+    """Its id means nothing here: another namespace has other processes under the same numbers."""
+    assert liveness(replace(own_process(), **({"pid": 2**22 + 1} | change))) is Liveness.UNKNOWN  # type: ignore[arg-type]
+
+
+def test_a_process_whose_files_are_hidden_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As /proc with hidepid has it for other users' processes."""
+
+    def denied(*_: object) -> None:
+        raise PermissionError
+
+    def hidden(_: int) -> list[str]:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(os, "kill", denied)
+    me = own_process()
+    monkeypatch.setattr(processes, "_stat", hidden)
+    assert liveness(me) is Liveness.UNKNOWN
+
+
+# ---- the probe ---------------------------------------------------------------------------------------------------
+
+
+def test_a_dead_worker_that_was_seen_alive_is_reported(
+    child: tuple[subprocess.Popen[bytes], ProcessIdentity], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its own kernel."""
+    process, identity = child
+    assert verdicts(monkeypatch, [suspect(identity)], []) == []
+    process.kill()
+    process.wait()
+    assert Peer("p", 1) in verdicts(monkeypatch, [suspect(identity)], [])
+
+
+def test_a_port_that_refuses_proves_nothing(
+    refusing: int, child: tuple[subprocess.Popen[bytes], ProcessIdentity], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine core that is dead, or a firewall: the stopped worker may write when it goes on."""
+    process, identity = child
+    process.send_signal(signal.SIGSTOP)
+    met_at = EngineAddress("p", "127.0.0.1", refusing)
+    assert verdicts(monkeypatch, [suspect(identity, True, met_at), suspect(identity, False, met_at)], [met_at]) == []
+    process.kill()
+
+
+def test_a_process_that_was_never_seen_needs_a_witness_at_its_address(
+    refusing: int, child: tuple[subprocess.Popen[bytes], ProcessIdentity], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next engine start on that host says so; an engine at another address says nothing, whatever its boot id."""
+    process, identity = child
+    process.kill()
+    process.wait()
+    server = CardServer("127.0.0.1", 0, [])
+    try:
+        unseen = suspect(identity, False, EngineAddress("p", "127.0.0.1", refusing))
+        witness = EngineAddress("p2", "127.0.0.1", server.port)
+        assert verdicts(monkeypatch, [unseen], []) == []
+        assert verdicts(monkeypatch, [unseen], [replace(witness, host="localhost")]) == []
+        assert Peer("p", 1) in verdicts(monkeypatch, [unseen], [witness])
+        elsewhere = suspect(replace(identity, host="another/1/2"), False, unseen.met_at)
+        assert verdicts(monkeypatch, [elsewhere, suspect(ProcessIdentity(), False, unseen.met_at)], [witness]) == []
+    finally:
+        server.close()
+
+
+def test_engines_answer_for_processes_of_their_host() -> None:
+    """Over the side channel; what is no process is an error or unknown."""
+    server = CardServer("127.0.0.1", 0, [])
+    me = own_process()
+    try:
+        for asked, found in (
+            (me, Liveness.ALIVE),
+            (replace(me, started_at=1), Liveness.GONE),
+            (replace(me, host="b007/1/2"), Liveness.UNKNOWN),
+            (ProcessIdentity(), Liveness.UNKNOWN),
+            (replace(me, host="x" * 300), Liveness.UNKNOWN),
+            (replace(me, pid=2**62), Liveness.UNKNOWN),
+        ):
+            assert ask_liveness("127.0.0.1", server.port, asked, 5.0) is found
+    finally:
+        server.close()
+
+
+def test_a_malformed_host_ends_no_thread(
+    child: tuple[subprocess.Popen[bytes], ProcessIdentity], refusing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What cannot be an address proves nothing, and keeps nobody else's end from being found out."""
-    monkeypatch.setattr(probe, "_CONFIRM_S", 0.01)
+    process, identity = child
+    process.kill()
+    process.wait()
     broken: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", broken.append)
-    lost: list[str] = []
-    watcher = EngineProbe(0.2, b"", lambda incarnation, _: lost.append(incarnation))
+    monkeypatch.setattr(probe, "CONFIRM_S", 0.01)
+    lost: list[Peer] = []
+    watcher = WorkerProbe(0.2, b"", lambda peer, _: lost.append(peer))
     try:
         for number, host in enumerate(MALFORMED):
-            bad = EngineAddress(f"bad {number}", host, refusing)
-            gone = EngineAddress(f"gone {number}", "127.0.0.1", refusing)
-            watcher.watch({bad, gone})
-            until(partial(lost.__contains__, gone.incarnation))
-        assert not [name for name in lost if name.startswith("bad")]
+            bad = Suspect(Peer(f"bad {number}", 0), identity, False, EngineAddress("bad", host, refusing))
+            gone = Suspect(Peer(f"gone {number}", 0), identity, True, None)
+            watcher.watch({bad, gone}, [])
+            until(partial(lost.__contains__, gone.peer))
+        assert not [peer for peer in lost if peer.incarnation.startswith("bad")]
         assert not broken
     finally:
         watcher.close()
@@ -56,34 +218,68 @@ def test_a_malformed_host_is_a_failed_handshake(host: str, refusing: int) -> Non
         fetch_card(host, refusing, "p", 0.2)
 
 
-def test_who_cannot_be_told_is_told_again(refusing: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The word of an engine's end may meet an error; the thread that brings it lives on."""
-    monkeypatch.setattr(probe, "_CONFIRM_S", 0.01)
-    told: list[str] = []
+def test_who_cannot_be_told_is_told_again(
+    child: tuple[subprocess.Popen[bytes], ProcessIdentity], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report of a worker's end may meet an error; the thread that brings it lives on."""
+    process, identity = child
+    process.kill()
+    process.wait()
+    monkeypatch.setattr(probe, "CONFIRM_S", 0.01)
+    told: list[Peer] = []
 
-    def tell(incarnation: str, reason: str) -> None:
-        told.append(incarnation)
+    def tell(peer: Peer, reason: str) -> None:
+        told.append(peer)
         if len(told) == 1:
             raise RuntimeError("not now")
 
-    watcher = EngineProbe(0.2, b"", tell)
+    watcher = WorkerProbe(0.2, b"", tell)
     try:
-        watcher.watch({EngineAddress("gone", "127.0.0.1", refusing)})
+        watcher.watch({suspect(identity)}, [])
         until(lambda: len(told) > 1)
     finally:
         watcher.close()
 
 
-def test_an_engine_is_probed_where_it_was_met(worker: Callable[..., Worker], refusing: int) -> None:
-    """A request that names a known engine with an address where nothing listens must not make it one that has ended:
-    it may still write."""
+# ---- with workers ------------------------------------------------------------------------------------------------
+
+
+def stuck(worker: Callable[..., Worker]) -> tuple[Worker, Worker]:
+    """A producer whose write does not end, and a consumer whose blocks are in quarantine for it."""
     producer, consumer = worker("p", transport_class=HeldWrites), worker("c")
-    consumer.step(receives=[receive(producer.address, "first", "other")])
-    until(lambda: consumer.runtime.census()["offered"] == 1)
-    consumer.step(receives=[receive(dataclasses.replace(producer.address, port=refusing))])
+    consumer.step(receives=[receive(producer.address)])
     producer.step(expects=[Expect("q", "t", 7, DIGEST)], chunks=[Chunk("q", ((1, 2),), 7)])
     until(lambda: consumer.runtime.census()["quarantined"] == 1)
-    until(lambda: bool(consumer.runtime._probe._watched))
-    assert consumer.runtime._probe._watched == {producer.address}
+    return producer, consumer
+
+
+def test_an_engine_core_that_is_dead_frees_nothing(
+    worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its port refuses, its worker lives: quarantine lasts until the worker acknowledges."""
+    monkeypatch.setattr(probe, "CONFIRM_S", 0.01)
+    producer, consumer = stuck(worker)
+    producer.server.close()
+    looks: list[ProcessIdentity] = []
+
+    def counted(process: ProcessIdentity) -> Liveness:
+        looks.append(process)
+        return liveness(process)
+
+    monkeypatch.setattr(probe, "liveness", counted)
+    until(lambda: len(looks) > 10)
+    assert consumer.runtime.census()["quarantined"] == 1
+    assert consumer.runtime.snapshot().probed == {Peer("p", 0)}
     let_go(producer)
     until(lambda: "r" in results(consumer)[1])
+    until(lambda: consumer.runtime.census()["quarantined"] == 0)
+
+
+def test_a_worker_that_is_dead_frees_the_blocks(worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has to say so: its process is gone."""
+    monkeypatch.setattr(probe, "CONFIRM_S", 0.01)
+    _, consumer = stuck(worker)
+    assert consumer.runtime.census()["quarantined"] == 1
+    monkeypatch.setattr(probe, "liveness", lambda _: Liveness.GONE)
+    until(lambda: consumer.runtime.census()["quarantined"] == 0)
+    until(lambda: consumer.runtime.snapshot().probed == frozenset())

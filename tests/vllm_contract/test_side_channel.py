@@ -227,7 +227,7 @@ def test_connections_that_say_nothing(serve: Callable[..., CardServer], secret: 
     held = [connect(server.port) for _ in range(side_channel.MAX_CONNECTIONS + 50)]
     try:
         assert fetch(server.port, secret) == "p"
-        assert len(server._open) <= side_channel.MAX_CONNECTIONS
+        assert server.connections <= side_channel.MAX_CONNECTIONS
         held[0].settimeout(5)
         with contextlib.suppress(ConnectionError):
             assert held[0].recv(1) == b""
@@ -267,13 +267,15 @@ def test_a_flood_of_connections(serve: Callable[..., CardServer], secret: str) -
     for thread in threads:
         thread.start()
     try:
-        for _ in range(5):
+        fetched, give_up_at = 0, time.monotonic() + 120
+        while fetched < 5 or min(connected) <= 20:  # a busy core may leave a thread few turns
             assert fetch(server.port, secret, timeout_s=30.0) == "p"
+            fetched += 1
+            assert time.monotonic() < give_up_at
     finally:
         over.set()
         for thread in threads:
             thread.join(timeout=10)
-    assert min(connected) > 20
     assert fetch(server.port, secret, timeout_s=30.0) == "p"
     give_up_at = time.monotonic() + 2 * side_channel.TALK_S
     while len(os.listdir("/proc/self/fd")) > before + 2:

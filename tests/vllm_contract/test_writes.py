@@ -10,9 +10,11 @@ import pytest
 
 from connectors.planning.descriptors import Runs
 from connectors.planning.layout import Place
+from connectors.protocol.wire import Message, Offer, Peer
 from connectors.transport import digest
 from connectors.transport.memory import MemoryTransport
 from connectors.vllm_hma.orders import Chunk, Expect, Finished
+from connectors.vllm_hma.post import Post
 from connectors.vllm_hma.trace import Trace, read_trace
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
@@ -90,17 +92,17 @@ def test_a_digest_that_breaks(pair: tuple[Worker, Worker], monkeypatch: pytest.M
 def test_one_action_does_not_cost_the_next(pair: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     """A message that breaks the sender is lost, which deadlines cover; what was to be done after it is."""
     producer, consumer = pair
-    send = consumer.runtime._post.send
+    send = Post.send
     broken: list[bool] = []
 
-    def breaks_once(*arguments: object) -> None:
-        if not broken:
+    def breaks_once(post: Post, peer: Peer, message: Message) -> None:
+        if isinstance(message, Offer) and not broken:
             broken.append(True)
             raise RuntimeError("anything")
-        send(*arguments)  # type: ignore[arg-type]
+        send(post, peer, message)
 
     assert transfer(producer, consumer, "first") == (set(), {"first"}, set())
-    monkeypatch.setattr(consumer.runtime._post, "send", breaks_once)
+    monkeypatch.setattr(Post, "send", breaks_once)
     consumer.step(receives=[receive(producer.address, "lost", "lost"), receive(producer.address, "lost-twin", "lost")])
     assert results(consumer) == (set(), {"lost-twin"}, {"lost-twin"})
     assert results(consumer) == (set(), {"lost"}, {"lost"})

@@ -18,6 +18,7 @@ from connectors.transport.memory import Fabric, MemoryTransport
 from connectors.vllm_hma.config import ConnectorConfig
 from connectors.vllm_hma.fence import StepFence
 from connectors.vllm_hma.orders import Orders, Receive
+from connectors.vllm_hma.processes import own_process
 from connectors.vllm_hma.runtime import WorkerRuntime
 from connectors.vllm_hma.side_channel import CardServer
 from connectors.vllm_hma.streaming import Streaming
@@ -56,7 +57,7 @@ class Worker:
         layout = layout_of(self.cache.ctypes.data, packing, place)
         self.transport = transport = transport_class(f"{name}/0", fabric)
         transport.register([dataclasses.replace(region, place=Place("DRAM", 0)) for region in layout.regions])
-        self.card = WorkerCard(name, identity, layout, transport.kind, transport.metadata())
+        self.card = WorkerCard(name, identity, layout, transport.kind, transport.metadata(), own_process())
         self.runtime = WorkerRuntime(
             ConnectorConfig(integrity=integrity, streaming=streaming, limits=limits, keys=derive_keys(secret)),
             self.card,

@@ -37,7 +37,7 @@ async def test_who_has_no_key_gets_nothing(world: World, said: bytes) -> None:
         assert await stranger.heard() is None
     assert not world.served.orders
     await asyncio.sleep(0.01)
-    assert not world.door._callers
+    assert not world.door.snapshot().connections
 
 
 async def test_who_says_nothing_is_let_go(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

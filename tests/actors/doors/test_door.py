@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from actors import door
 from actors.asgi_call import Accepted, Alive, Call
-from actors.door import MOST_ROUTERS, Door
+from actors.door import Door
 from actors.engine import EngineDownError
 from actors.engines import EngineCall, EngineError
 from actors.journal import CannotResumeError
 from actors.leg import RefusedError
+from actors.places import Places
 from actors.wire import Hello, Order
 from tests.actors.doors.world import CALL, ITEMS, Stranger, World, items, joined, read
 
@@ -25,7 +27,7 @@ async def test_a_call(world: World) -> None:
         for _ in range(3):
             assert joined(await items(await world.call("ends", stack))) == joined(ITEMS)
     assert {order.call for order in world.served.orders} == {Call("POST", "ends", body=b"{}")}
-    assert len(world.engines._lines) == 1
+    assert world.engines.snapshot().open == 1
     await world.at_rest()
 
 
@@ -133,8 +135,8 @@ async def test_a_door_that_closes(world: World) -> None:
             with pytest.raises(EngineDownError):
                 await asyncio.wait_for(read(call, []), 5)
     await world.at_rest()
-    assert not world.door._callers
-    assert len(world.engines._lines) == 0
+    assert not world.door.snapshot().connections
+    assert world.engines.snapshot().open == 0
 
 
 async def test_it_listens_where_it_is_told(world: World) -> None:
@@ -167,11 +169,11 @@ async def test_a_prefill_leg_carries_its_transfer(world: World) -> None:
 async def test_a_place_that_cannot_be_described_is_given_back(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is wrong with what is known of its engine."""
 
-    def fails(_: str) -> bool:
+    def fails(*_: object) -> bool:
         raise TypeError("of another release")
 
     with monkeypatch.context() as broken:
-        broken.setattr(world.engines._places, "doubtful", fails)
+        broken.setattr(Places, "doubtful", fails)
         with pytest.raises(TypeError):
             await world.engines.take()
     assert world.engines.places_taken == 0
@@ -179,7 +181,7 @@ async def test_a_place_that_cannot_be_described_is_given_back(world: World, monk
 
 async def test_a_sign_of_life_is_nothing_to_wait_for(world: World) -> None:
     """Who asks whether more is there, and waits with what it has, would wait for what comes after it."""
-    call = EngineCall(await world.engines.take(), world.engines._places)
+    call = EngineCall(await world.engines.take(), Places(dict))
     assert call.waits
     for item in (Alive(), b"first", Alive(), b"second", Alive()):
         call.came(item)
@@ -200,8 +202,12 @@ async def test_a_large_body(world: World) -> None:
     assert order.call.body == body
 
 
-async def test_routers_that_are_gone_are_forgotten(world: World) -> None:
+async def test_routers_that_are_gone_are_forgotten(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each start of a router is another one to the door."""
-    for router in range(MOST_ROUTERS * 2):
-        world.door._told(Order(CALL, str(router), 1), now=float(router))
-    assert len(world.door._queued) <= MOST_ROUTERS
+    monkeypatch.setattr(door, "MOST_ROUTERS", 3)
+    async with Stranger(world) as router:
+        router.say(Hello(world.address.key))
+        for number in range(6):
+            router.say(Order(CALL, str(number), 1))
+            await router.answer()
+    assert world.door.snapshot().routers == {"3", "4", "5"}

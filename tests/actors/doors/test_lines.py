@@ -16,7 +16,7 @@ from actors.asgi_call import Accepted
 from actors.engine import EngineDownError
 from actors.engines import EngineCall, Place
 from actors.leg import Leg
-from actors.places import Full
+from actors.places import Places
 from actors.wire import HEAD, End, Failure, pack
 from tests.actors.doors.world import CALL, ITEMS, PIECE_BYTES, POURED, World, items, joined, read
 
@@ -57,7 +57,7 @@ async def test_small_news_go_with_what_follows(world: World, monkeypatch: pytest
             await asyncio.wait_for(anext(silent), 0.1)
         silent.cancel()
         await world.at_rest()
-        world.engines._places._full["e"] = Full(0.0)
+        monkeypatch.setattr(Places, "doubtful", lambda *_: True)
         doubtful = await world.call("is silent", stack)
         assert await asyncio.wait_for(anext(doubtful), 5) == Accepted("e", 1), "its router waits for that"
         doubtful.cancel()
@@ -66,13 +66,13 @@ async def test_small_news_go_with_what_follows(world: World, monkeypatch: pytest
 
 async def test_a_call_is_sent_before_it_is_received(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine is another process, and may be at work before the router's goes on."""
-    send, received_at = world.engines._lines.call, []
+    send, received_at = lines.Lines.call, []
 
     def receive(*call: Any) -> None:
         received_at.append(time.monotonic())
         send(*call)
 
-    monkeypatch.setattr(world.engines._lines, "call", receive)
+    monkeypatch.setattr(lines.Lines, "call", receive)
     async with AsyncExitStack() as stack:
         leg = Leg("decode", await world.call("/", stack))
         assert leg.marks.sent_at <= received_at[0]
@@ -94,7 +94,7 @@ async def test_an_answer_that_breaks_off(world: World, sent: bytes) -> None:
     async with elsewhere(world, sent) as call:
         with pytest.raises(EngineDownError, match="e: "):
             await asyncio.wait_for(read(call, []), 5)
-    assert len(world.engines._lines) == 0
+    assert world.engines.snapshot().open == 0
 
 
 async def test_what_comes_after_the_end_is_no_answer(world: World) -> None:
@@ -103,7 +103,7 @@ async def test_what_comes_after_the_end_is_no_answer(world: World) -> None:
     async with elsewhere(world, said, stays=True) as call:
         assert await items(call) == [Accepted("e", 1)]
         await asyncio.sleep(0.2)
-        assert len(world.engines._lines) == 0
+        assert world.engines.snapshot().open == 0
 
 
 async def test_a_cancelled_call_leaves_its_connection(world: World) -> None:
@@ -115,9 +115,9 @@ async def test_a_cancelled_call_leaves_its_connection(world: World) -> None:
             call.cancel()
             await world.at_rest()
             await asyncio.sleep(0.02)  # its end has to come here
-        assert len(world.engines._lines) == 1
+        assert world.engines.snapshot().open == 1
         assert joined(await items(await world.call("ends", stack))) == joined(ITEMS)
-    assert len(world.engines._lines) == 1
+    assert world.engines.snapshot().open == 1
 
 
 async def test_a_call_that_does_not_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,13 +131,13 @@ async def test_a_call_that_does_not_end(world: World, monkeypatch: pytest.Monkey
         assert world.served.running == 1
         await world.at_rest()
         await asyncio.sleep(0.02)  # its end has to come here
-        assert len(world.engines._lines) == 1
+        assert world.engines.snapshot().open == 1
         monkeypatch.setattr(lines, "END_S", 0.1)
         slow = await world.call("ends late", stack)
         await slow.__anext__()
         slow.cancel()
         await asyncio.sleep(0.3)
-        assert (len(world.engines._lines), world.served.running) == (0, 1)
+        assert (world.engines.snapshot().open, world.served.running) == (0, 1)
         await world.at_rest()
 
 
@@ -147,10 +147,10 @@ async def test_a_connection_is_not_kept_for_ever(world: World, monkeypatch: pyte
     async with AsyncExitStack() as stack:
         both = [await world.call("ends", stack) for _ in range(2)]
         await asyncio.gather(*map(items, both))
-        assert len(world.engines._lines) == 2
+        assert world.engines.snapshot().open == 2
         await asyncio.sleep(0.3)
-        assert len(world.engines._lines) == 0
-        assert not world.engines._lines._free
+        assert world.engines.snapshot().open == 0
+        assert world.engines.snapshot().idle == 0
 
 
 async def test_a_reader_that_does_not_read(world: World) -> None:
@@ -163,7 +163,7 @@ async def test_a_reader_that_does_not_read(world: World) -> None:
                 before = world.served.poured
                 await asyncio.sleep(0.3)
         assert 16 < before < POURED
-        assert call._unread_bytes < 2 * lines.UNREAD_BYTES
+        assert call.unread_bytes < 2 * lines.UNREAD_BYTES
         found = await items(call)
     assert sum(len(item) for item in found if isinstance(item, bytes)) == POURED * PIECE_BYTES + len(ITEMS[-1])
     await world.at_rest()

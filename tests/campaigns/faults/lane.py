@@ -300,10 +300,10 @@ class Lane:
         outcomes = Counter(outcome for _, outcome in self._judged(trips))
         last = max((trip.marks["ended"] for trip in trips), default=time.monotonic())
         victim, others = fault.target, [name for name in self.servers if name != fault.target]
-        watched = [asyncio.ensure_future(self._pool(name, last)) for name in others]
+        watched = [asyncio.ensure_future(self.pool(name, last)) for name in others]
         await self.repair
         # A victim that was replaced has a new pool; one that was stopped must come back to its old one.
-        watched += [asyncio.ensure_future(self._pool(name, time.monotonic())) for name in {victim} & set(self.servers)]
+        watched += [asyncio.ensure_future(self.pool(name, time.monotonic())) for name in {victim} & set(self.servers)]
         pools = await asyncio.gather(*watched)
         dead = self._dead()
         probes = []
@@ -325,7 +325,7 @@ class Lane:
             took_s = trip.marks["prefill_answered"] - trip.marks["prefill_sent"]
             self.prefill_tokens_per_s = trip.question.prompt_tokens / took_s
 
-    async def _pool(self, name: str, last: float) -> Pool:
+    async def pool(self, name: str, last: float) -> Pool:
         """Watch one engine's pool until it is back at its baseline, or beyond what its connector may hold."""
         held = 0
         while self.servers[name].alive():

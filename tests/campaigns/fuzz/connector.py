@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -34,6 +35,7 @@ from connectors.protocol.params import EngineAddress
 from connectors.protocol.wire import Envelope, Hello, Peer, encode
 from connectors.transport.memory import Fabric
 from connectors.transport.nixl import NixlTransport
+from connectors.vllm_hma.guests import Guests
 from connectors.vllm_hma.orders import Chunk, Expect, Finished
 from connectors.vllm_hma.post import agent_name
 from connectors.vllm_hma.side_channel import CardServer, fetch_card
@@ -100,7 +102,9 @@ class Campaign:
         self._listener = Listener(self.report)
         logging.getLogger("connectors").addHandler(self._listener)
         fabric, run = Fabric(), f"{os.getpid()}-{next(_runs)}"
-        self.producer = Worker(fabric, f"p-{run}", transport_class=Agent, secret=secret, limits=PATIENT)  # type: ignore[arg-type]
+        # Few, so that they are pushed out all the time.
+        with mock.patch.object(Guests.__init__, "__defaults__", (GUESTS,)):
+            self.producer = Worker(fabric, f"p-{run}", transport_class=Agent, secret=secret, limits=PATIENT)  # type: ignore[arg-type]
         self.consumer = Worker(fabric, f"c-{run}", transport_class=Agent, secret=secret, limits=PATIENT)  # type: ignore[arg-type]
         self.victims = [Peer(worker.card.incarnation, 0) for worker in (self.producer, self.consumer)]
         self._me = Peer(f"evil-{run}", 0)
@@ -115,8 +119,6 @@ class Campaign:
         for worker in (self.producer, self.consumer):
             self._agent.add_peer(worker.transport.metadata())
         self._open: list[socket.socket] = []
-        # Few, so that they are pushed out all the time.
-        self.producer.runtime._peers._guests._most = GUESTS
 
     def close(self) -> None:
         for one in self._open:
@@ -196,17 +198,15 @@ class Campaign:
         )
 
     def _deliver(self, worker: Worker, sender: str, frame: bytes) -> None:
-        """As from the transport, on the thread that the pump would use."""
-        runtime = worker.runtime
-        with runtime._lock:
-            runtime._dispatch(sender, frame, time.monotonic())
+        """As from the transport."""
+        worker.runtime.frame_received(sender, frame, time.monotonic())
 
     def _connection(self) -> None:
         """Something is said on the side channel, whole or in part, and left."""
         said = self.rng.choice(
             (
-                b"tandem/3 cards\n",
-                b"tandem/3 car",
+                b"tandem/4 cards\n",
+                b"tandem/4 car",
                 b"\x16\x03\x01" + self.rng.randbytes(200),
                 b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),
                 b"\n" * 1000,
@@ -223,7 +223,7 @@ class Campaign:
     def _left_open(self) -> None:
         with contextlib.suppress(OSError):
             self._open.append(self._connect())
-            self._open[-1].sendall(self.rng.choice((b"", b"tandem/3 cards", b"\x16\x03\x01\x02\x00")))
+            self._open[-1].sendall(self.rng.choice((b"", b"tandem/4 cards", b"\x16\x03\x01\x02\x00")))
         while len(self._open) > 150:
             self._open.pop(0).close()
 
@@ -279,17 +279,17 @@ class Campaign:
 
 def nothing_is_left_in(worker: Worker) -> None:
     until(lambda: not any(worker.runtime.census().values()), within_s=10 * LIMITS.lease_s)
-    runtime = worker.runtime
-    assert runtime._pump.alive
-    assert worker.server._thread.is_alive()
-    assert len(runtime._peers._guests) <= GUESTS
-    assert len(runtime._peers._plans) <= len(runtime._peers._guests)
-    assert len(worker.transport._metadata) <= GUESTS + 1  # type: ignore[attr-defined]
-    assert not runtime._producer._allowance.early
-    assert not runtime._producer._allowance.blocks
-    until(lambda: not runtime._greeter._pending_hellos)
-    assert not runtime._greeter._answers
-    until(lambda: not worker.server._open, within_s=15.0)
+    left = worker.runtime.snapshot()
+    assert left.alive
+    assert worker.server.alive
+    assert len(left.peers.admitted) <= GUESTS
+    assert len(left.peers.planned) <= len(left.peers.admitted)
+    assert len(worker.transport.peers) <= GUESTS + 1
+    assert not left.producer.early
+    assert not left.producer.offered_blocks
+    until(lambda: not worker.runtime.snapshot().greeter.pending_hellos)
+    assert not worker.runtime.snapshot().greeter.answers
+    until(lambda: not worker.server.connections, within_s=15.0)
 
 
 _runs = count()

@@ -19,6 +19,7 @@ from connectors.protocol.wire import (
     Cancel,
     Cancelled,
     Envelope,
+    Failed,
     Fin,
     Hello,
     Message,
@@ -87,7 +88,7 @@ class Hostile:
             case 4:
                 return Fin(transfer_id, rng.choice((0, 1, 2**62)), rng.choice(("", "0" * 32)))
             case 5:
-                return Aborted(transfer_id, "because")
+                return rng.choice((Aborted, Failed))(transfer_id, "because")
             case 6:
                 return Cancelled(transfer_id)
             case 7:

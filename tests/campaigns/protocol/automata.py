@@ -16,11 +16,12 @@ from typing import Any
 
 from connectors.planning.blocks import Ints
 from connectors.protocol.actions import Connect, Freed, Received, Send, Sent, Verify, Write
-from connectors.protocol.consumer import _GIVEN_UP, Consumer
+from connectors.protocol.consumer import Consumer
 from connectors.protocol.delivery import Delivery, Stage, Transfer
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.producer import Producer
-from connectors.protocol.wire import Aborted, Alive, Envelope, Fin, Message, Peer, encode
+from connectors.protocol.reception import GIVEN_UP
+from connectors.protocol.wire import Aborted, Alive, Envelope, Failed, Fin, Message, Peer, encode
 
 Tag = tuple[object, ...]
 Cell = tuple[int, int]
@@ -31,6 +32,7 @@ LAYERS = 2
 UNIT_BYTES = (16, 8)
 CAP = 2
 """No deadline is more than two jumps long."""
+FOREVER = float("inf")
 FRESH = 10_000
 WIDS = 100
 """Ids of writes to consumer rank c start at ``c * WIDS``: what a swap of ranks does to them is plain."""
@@ -88,7 +90,7 @@ class Letters:
 
     def number(self, message: Message) -> int:
         """Reasons are for people and decide nothing: they are left out."""
-        if isinstance(message, Aborted):
+        if isinstance(message, Aborted | Failed):
             message = replace(message, reason="")
         frame = encode(Envelope(Peer("", 0), Peer("", 0), message))
         if frame not in self._numbers:
@@ -147,27 +149,93 @@ class Automaton:
 # ---- the producer ------------------------------------------------------------------------------------------------
 
 
-def transfers_of(machine: Producer) -> Iterator[Transfer]:
-    """Also those that only a write or a request still remembers."""
-    found: dict[int, Transfer] = {}
-    for transfer in (
-        *machine._transfers.values(),
-        *machine._by_request.values(),
-        *(transfer for transfer, _ in machine._writes.values()),
-    ):
-        found[id(transfer)] = transfer
-    yield from found.values()
+class ExplorableProducer(Producer):
+    """A producer whose state can be named, aged and permuted, and whose write ids are small.
+
+    The exploration enumerates states, so it must see all of a machine, and change it: it extends the machine. Others
+    read ``snapshot()``.
+    """
+
+    def _new_write_id(self, peer: Peer) -> int:
+        return next(number for number in range(peer.rank * WIDS, FRESH) if number not in self._writes)
+
+    def transfers(self) -> Iterator[Transfer]:
+        """Also those that only a write or a request still remembers."""
+        found: dict[int, Transfer] = {}
+        for transfer in (
+            *self._transfers.values(),
+            *self._by_request.values(),
+            *(transfer for transfer, _ in self._writes.values()),
+        ):
+            found[id(transfer)] = transfer
+        yield from found.values()
+
+    def age(self) -> None:
+        for transfer in self.transfers():
+            transfer.since, transfer.check_at = _older(transfer.since), -FOREVER
+            for delivery in transfer.deliveries.values():
+                delivery.last_sent, delivery.moved_at = _older(delivery.last_sent), _older(delivery.moved_at)
+        for gone in self._gone.values():
+            gone.at = _older(gone.at)
+
+    def key(self) -> object:
+        listed = {id(transfer) for transfer in self._transfers.values()}
+        return (
+            tuple(sorted((name, _transfer_key(t)) for name, t in self._transfers.items())),
+            tuple(sorted((r, t.transfer_id, id(t) in listed or _transfer_key(t)) for r, t in self._by_request.items())),
+            tuple(sorted((wid, id(t) in listed or _transfer_key(t)) for wid, (t, _) in self._writes.items())),
+            tuple(sorted((name, gone.at, _numbers(gone.numbers)) for name, gone in self._gone.items())),
+            _numbers(self._overtaken),
+            tuple(sorted((peer.rank, *sorted(transfers)) for peer, transfers in self._failed.items())),
+            tuple(sorted(peer.rank for peer in self._consumers)),
+        )
+
+    def acquaintances(self) -> frozenset[int]:
+        """Consumer ranks whose messages reach the machine: the runtime drops those of anybody else."""
+        return frozenset(peer.rank for peer in self._consumers)
+
+    def settled(self) -> tuple[frozenset[int], frozenset[int], bool]:
+        """(consumer ranks whose deliveries are closed, ids of writes whose delivery is given up, nothing is open)"""
+        given_up = frozenset(
+            wid
+            for wid, (_, delivery) in self._writes.items()
+            if delivery.ending is not None and not isinstance(delivery.ending, Fin)
+        )
+        ranks = frozenset(peer.rank for peer in self._consumers)
+        if "t" in self._gone:
+            closed = ranks - {delivery.peer.rank for _, delivery in self._writes.values()}
+        else:
+            deliveries = self._transfers["t"].deliveries if "t" in self._transfers else {}
+            closed = frozenset(rank for rank, delivery in deliveries.items() if delivery.closed)
+        return closed, given_up, not self._writes and closed == ranks
+
+    def swap_consumers(self) -> None:
+        """The same with consumer ranks 0 and 1 in each other's place."""
+        for transfer in self.transfers():
+            for delivery in transfer.deliveries.values():
+                delivery.peer = swapped(delivery.peer)
+                delivery.in_flight = {swap_wid(wid): size for wid, size in delivery.in_flight.items()}
+            transfer.numbers = _swapped_keys(transfer.numbers)
+            transfer.deliveries = {1 - rank: delivery for rank, delivery in transfer.deliveries.items()}
+        for gone in self._gone.values():
+            gone.numbers = _swapped_keys(gone.numbers)
+        self._overtaken = _swapped_keys(self._overtaken)
+        self._failed = {swapped(peer): transfers for peer, transfers in self._failed.items()}
+        self._allowance.blocks = Counter(_swapped_keys(self._allowance.blocks))
+        self._lost = {swapped(peer): None for peer in self._lost}
+        self._heard_at = {swapped(peer): at for peer, at in self._heard_at.items()}
+        self._writes = {swap_wid(wid): both for wid, both in self._writes.items()}
+        self._consumers = {swapped(peer): consumer for peer, consumer in self._consumers.items()}
 
 
-def call_producer(machine: Producer, event: Event, letters: Letters, memory: dict[Cell, Tag]) -> list[Any]:
+def call_producer(machine: ExplorableProducer, event: Event, letters: Letters, memory: dict[Cell, Tag]) -> list[Any]:
     """What the world must know of what the machine does. Writes are posted at once."""
     method, arguments, _ = event
     Ambient.cells = memory
-    machine._next_write_id = FRESH
     if method == "message":
         arguments = (Peer(DECODE, arguments[0]), letters.messages[arguments[1]])
     if method == "tick":
-        _age_producer(machine)
+        machine.age()
     if method == "begin":
         machine.begin(*arguments)
         return []
@@ -186,12 +254,7 @@ def call_producer(machine: Producer, event: Event, letters: Letters, memory: dic
     return outcome
 
 
-def _post(machine: Producer, write: Write) -> Posted:
-    transfer, delivery = machine._writes.pop(write.write_id)
-    rank = write.peer.rank
-    wid = next(n for n in range(rank * WIDS, FRESH) if n not in machine._writes)
-    machine._writes[wid] = (transfer, delivery)
-    delivery.in_flight[wid] = delivery.in_flight.pop(write.write_id)
+def _post(machine: ExplorableProducer, write: Write) -> Posted:
     total, cells = 0, []
     for move in write.moves:
         first, stop = move.layers or (0, LAYERS)
@@ -201,33 +264,12 @@ def _post(machine: Producer, write: Write) -> Posted:
             cells += [((dst, at), (src, at), Ambient.cells.get((src, at), STRANGER)) for at in layers]
         if write.digest is not None:
             write.digest.add(move.group, move.src_ids, move.src_parts, move.layers)
-    machine.write_posted(wid, total)
-    return Posted(wid, rank, tuple(cells))
-
-
-def _age_producer(machine: Producer) -> None:
-    for transfer in transfers_of(machine):
-        transfer.since = _older(transfer.since)
-        for delivery in transfer.deliveries.values():
-            delivery.last_sent, delivery.moved_at = _older(delivery.last_sent), _older(delivery.moved_at)
-    for gone in machine._gone.values():
-        gone.at = _older(gone.at)
+    machine.write_posted(write.write_id, total)
+    return Posted(write.write_id, write.peer.rank, tuple(cells))
 
 
 def _older(at: float) -> float:
     return max(at - 1.0, -float(CAP))
-
-
-def producer_key(machine: Producer) -> object:
-    listed = {id(transfer) for transfer in machine._transfers.values()}
-    return (
-        tuple(sorted((name, _transfer_key(t)) for name, t in machine._transfers.items())),
-        tuple(sorted((r, t.transfer_id, id(t) in listed or _transfer_key(t)) for r, t in machine._by_request.items())),
-        tuple(sorted((wid, id(t) in listed or _transfer_key(t)) for wid, (t, _) in machine._writes.items())),
-        tuple(sorted((name, gone.at, _numbers(gone.numbers)) for name, gone in machine._gone.items())),
-        _numbers(machine._overtaken),
-        tuple(sorted(peer.rank for peer in machine._consumers)),
-    )
 
 
 def _numbers(numbers: dict[Peer, int]) -> tuple[tuple[int, int], ...]:
@@ -267,44 +309,6 @@ def _delivery_key(delivery: Delivery) -> tuple[object, ...]:
     )
 
 
-def acquaintances(machine: Producer) -> frozenset[int]:
-    """Consumer ranks whose messages reach the machine: the runtime drops those of anybody else."""
-    return frozenset(peer.rank for peer in machine._consumers)
-
-
-def settled(machine: Producer) -> tuple[frozenset[int], frozenset[int], bool]:
-    """(consumer ranks whose deliveries are closed, ids of writes whose delivery has been given up, nothing is open)"""
-    given_up = frozenset(
-        wid
-        for wid, (_, delivery) in machine._writes.items()
-        if delivery.ending is not None and not isinstance(delivery.ending, Fin)
-    )
-    ranks = frozenset(peer.rank for peer in machine._consumers)
-    if "t" in machine._gone:
-        closed = ranks - {delivery.peer.rank for _, delivery in machine._writes.values()}
-    else:
-        deliveries = machine._transfers["t"].deliveries if "t" in machine._transfers else {}
-        closed = frozenset(rank for rank, delivery in deliveries.items() if delivery.closed)
-    return closed, given_up, not machine._writes and closed == ranks
-
-
-def swap_consumers(machine: Producer) -> None:
-    """The same with consumer ranks 0 and 1 in each other's place."""
-    for transfer in transfers_of(machine):
-        for delivery in transfer.deliveries.values():
-            delivery.peer = swapped(delivery.peer)
-            delivery.in_flight = {swap_wid(wid): size for wid, size in delivery.in_flight.items()}
-        transfer.numbers = _swapped_keys(transfer.numbers)
-        transfer.deliveries = {1 - rank: delivery for rank, delivery in transfer.deliveries.items()}
-    for gone in machine._gone.values():
-        gone.numbers = _swapped_keys(gone.numbers)
-    machine._overtaken = _swapped_keys(machine._overtaken)
-    machine._allowance.blocks = Counter(_swapped_keys(machine._allowance.blocks))
-    machine._heard_at = {swapped(peer): at for peer, at in machine._heard_at.items()}
-    machine._writes = {swap_wid(wid): both for wid, both in machine._writes.items()}
-    machine._consumers = {swapped(peer): consumer for peer, consumer in machine._consumers.items()}
-
-
 def swapped(peer: Peer) -> Peer:
     return Peer(peer.incarnation, 1 - peer.rank)
 
@@ -320,13 +324,62 @@ def swap_wid(wid: int) -> int:
 # ---- the consumer ------------------------------------------------------------------------------------------------
 
 
-def call_consumer(machine: Consumer, event: Event, letters: Letters) -> list[Any]:
+class ExplorableConsumer(Consumer):
+    """A consumer whose state can be named, aged and permuted."""
+
+    def age(self) -> None:
+        for reception in self._all():
+            reception.since, reception.cancelled_at = _older(reception.since), _older(reception.cancelled_at)
+            reception.check_at = -FOREVER
+            reception.heard_at = {peer: _older(at) for peer, at in reception.heard_at.items()}
+        self._used = {transfer_id: _older(at) for transfer_id, at in self._used.items()}
+        for waiting in self._releases.values():
+            waiting[:] = [(transfer_id, _older(at)) for transfer_id, at in waiting]
+
+    def key(self) -> object:
+        return (
+            tuple(
+                (
+                    reception.stage.name,
+                    reception.since if reception.stage.name == "CONNECTING" else 0.0,
+                    tuple(
+                        sorted(
+                            (peer.rank, 0.0 if reception.stage in GIVEN_UP else reception.heard_at[peer])
+                            for peer in reception.writing
+                        )
+                    ),
+                    tuple(sorted(peer.rank for peer in reception.verifying)),
+                    reception.failure is None,
+                    reception.cancelled_at if reception.stage in GIVEN_UP else 0.0,
+                )
+                for reception in self._all()
+            ),
+            bool(self._partners),
+            bool(self._doubtful),
+            tuple(item for waiting in self._releases.values() for item in waiting),
+            tuple(self._used.values()),
+        )
+
+    def swap_producers(self) -> None:
+        """The same with producer ranks 0 and 1 in each other's place."""
+        for reception in self._all():
+            reception.writing = {
+                swapped(peer): replace(partner, peer=swapped(peer)) for peer, partner in reception.writing.items()
+            }
+            reception.verifying = {swapped(peer) for peer in reception.verifying}
+            reception.heard_at = {swapped(peer): at for peer, at in reception.heard_at.items()}
+
+    def ending(self) -> bool:
+        return any(reception.stage in GIVEN_UP for reception in self._all())
+
+
+def call_consumer(machine: ExplorableConsumer, event: Event, letters: Letters) -> list[Any]:
     """What the world must know of what the machine does."""
     method, arguments, _ = event
     if method in ("message", "undelivered"):
         arguments = (Peer(ENGINE.incarnation, arguments[0]), letters.messages[arguments[1]])
     if method == "tick":
-        _age_consumer(machine)
+        machine.age()
     outcome: list[Any] = []
     for action in getattr(machine, method)(*arguments, 0.0):
         match action:
@@ -342,54 +395,6 @@ def call_consumer(machine: Consumer, event: Event, letters: Letters) -> list[Any
             case Freed():
                 outcome.append(("freed",))
     return outcome
-
-
-def _age_consumer(machine: Consumer) -> None:
-    for reception in machine._all():
-        reception.since, reception.cancelled_at = _older(reception.since), _older(reception.cancelled_at)
-        reception.heard_at = {peer: _older(at) for peer, at in reception.heard_at.items()}
-    machine._used = {transfer_id: _older(at) for transfer_id, at in machine._used.items()}
-    for waiting in machine._releases.values():
-        waiting[:] = [(transfer_id, _older(at)) for transfer_id, at in waiting]
-
-
-def consumer_key(machine: Consumer) -> object:
-    return (
-        tuple(
-            (
-                reception.stage.name,
-                reception.since if reception.stage.name == "CONNECTING" else 0.0,
-                tuple(
-                    sorted(
-                        (peer.rank, 0.0 if reception.stage in _GIVEN_UP else reception.heard_at[peer])
-                        for peer in reception.writing
-                    )
-                ),
-                tuple(sorted(peer.rank for peer in reception.verifying)),
-                reception.failure is None,
-                reception.cancelled_at if reception.stage in _GIVEN_UP else 0.0,
-            )
-            for reception in machine._all()
-        ),
-        bool(machine._partners),
-        bool(machine._doubtful),
-        tuple(item for waiting in machine._releases.values() for item in waiting),
-        tuple(machine._used.values()),
-    )
-
-
-def swap_producers(machine: Consumer) -> None:
-    """The same with producer ranks 0 and 1 in each other's place."""
-    for reception in machine._all():
-        reception.writing = {
-            swapped(peer): replace(partner, peer=swapped(peer)) for peer, partner in reception.writing.items()
-        }
-        reception.verifying = {swapped(peer) for peer in reception.verifying}
-        reception.heard_at = {swapped(peer): at for peer, at in reception.heard_at.items()}
-
-
-def ending(machine: Consumer) -> bool:
-    return any(reception.stage in _GIVEN_UP for reception in machine._all())
 
 
 def census(machine: Producer | Consumer) -> tuple[tuple[str, int], ...]:

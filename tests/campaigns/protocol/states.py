@@ -10,15 +10,13 @@ from typing import Any, NamedTuple
 from tests.campaigns.protocol.automata import (
     Automaton,
     Cell,
+    ExplorableConsumer,
+    ExplorableProducer,
     Letters,
     Posted,
     Tag,
     call_consumer,
     call_producer,
-    consumer_key,
-    producer_key,
-    swap_consumers,
-    swap_producers,
     swap_wid,
 )
 from tests.campaigns.protocol.transfers import Budget, Scenario
@@ -41,7 +39,9 @@ class A(NamedTuple):
 
 
 class B(NamedTuple):
-    """A consumer rank. ``may`` write: bits of the ranks that were sent an Offer and have not answered since.
+    """A consumer rank. ``told`` of which producer ranks' deaths.
+
+    ``may`` write: bits of the ranks that were sent an Offer and have not answered since.
 
     ``memory[p]`` is what producer rank p has written so far, ``verifying`` what is being compared. ``kept``: the
     request has failed, and its blocks are in quarantine.
@@ -50,7 +50,7 @@ class B(NamedTuple):
     machine: int
     phase: int = WAITING
     aborts: bool = False
-    told: bool = False
+    told: int = 0
     may: int = 0
     connecting: bool = False
     kept: bool = False
@@ -64,12 +64,16 @@ class B(NamedTuple):
 
 
 class InFlight(NamedTuple):
-    """A write: ``torn`` once what it reads has changed; one that ``hangs`` ends when nothing else is due but clocks."""
+    """A write: ``torn`` once what it reads has changed; one that ``hangs`` ends when nothing else is due but clocks.
+
+    One that has ``failed`` was reported as such to its producer, and may reach the consumer while the producer lives.
+    """
 
     rank: int
     posted: int
     torn: bool = False
     hangs: bool = False
+    failed: bool = False
 
 
 Letter = tuple[bool, int, int, int]
@@ -119,9 +123,12 @@ class States:
         self.letters = Letters()
         self.memories = [*scenario.memories, {}]
         self.producers = Automaton(
-            lambda machine, event: call_producer(machine, event, self.letters, self.memories[event[2]]), producer_key
+            lambda machine, event: call_producer(machine, event, self.letters, self.memories[event[2]]),
+            ExplorableProducer.key,
         )
-        self.consumers = Automaton(lambda machine, event: call_consumer(machine, event, self.letters), consumer_key)
+        self.consumers = Automaton(
+            lambda machine, event: call_consumer(machine, event, self.letters), ExplorableConsumer.key
+        )
         self.posted = Table()
         self.a, self.b, self.nets, self.write_sets, self.budgets = Table(), Table(), Table(), Table(), Table()
         self._swap_a, self._swap_b = cache(self._swapped_a), cache(self._swapped_b)
@@ -175,14 +182,26 @@ class States:
 
     def _swapped_a(self, number: int) -> int:
         a = self.a.values[number]
-        machine = a.machine if a.machine == DEAD else self.producers.derive(a.machine, swap_consumers)
+        machine = (
+            a.machine if a.machine == DEAD else self.producers.derive(a.machine, ExplorableProducer.swap_consumers)
+        )
         return self.a(a._replace(machine=machine, told=swap_bits(a.told)))
 
     def _swapped_b(self, number: int) -> int:
         b = self.b.values[number]
-        machine = b.machine if b.machine == DEAD else self.consumers.derive(b.machine, swap_producers)
+        machine = (
+            b.machine if b.machine == DEAD else self.consumers.derive(b.machine, ExplorableConsumer.swap_producers)
+        )
         verifying = tuple(sorted((1 - p, *rest) for p, *rest in b.verifying))
-        return self.b(b._replace(machine=machine, may=swap_bits(b.may), memory=b.memory[::-1], verifying=verifying))
+        return self.b(
+            b._replace(
+                machine=machine,
+                told=swap_bits(b.told),
+                may=swap_bits(b.may),
+                memory=b.memory[::-1],
+                verifying=verifying,
+            )
+        )
 
     def _swapped_net(self, number: int, of_consumers: bool) -> int:
         return self.nets(

@@ -11,11 +11,20 @@ import numpy as np
 from connectors.planning.blocks import BlockSet, UnitShape
 from connectors.planning.layout import Group, GroupKind
 from connectors.protocol import delivery
-from connectors.protocol.consumer import Consumer, Order, Partner
 from connectors.protocol.limits import TransferLimits
-from connectors.protocol.producer import Producer
+from connectors.protocol.reception import Order, Partner
 from connectors.protocol.wire import Peer
-from tests.campaigns.protocol.automata import DECODE, ENGINE, LAYERS, UNIT_BYTES, Cell, CellDigest, Tag
+from tests.campaigns.protocol.automata import (
+    DECODE,
+    ENGINE,
+    LAYERS,
+    UNIT_BYTES,
+    Cell,
+    CellDigest,
+    ExplorableConsumer,
+    ExplorableProducer,
+    Tag,
+)
 
 GROUPS = (Group(0, GroupKind.FULL, 2, None, ()), Group(1, GroupKind.SLIDING, 2, 2, ()))
 SHAPES = (UnitShape(2, 1, 1), UnitShape(2, 1, 1))
@@ -62,7 +71,8 @@ PLAIN: Legs = (
 PREEMPTED: Legs = (
     (EXPECT, {}),
     (chunk(0, 1), filled(0, 1)),
-    (("preempted", "r"), {}),
+    (("preempted", "r"), filled(0, 1)),
+    (("fenced", "r"), {}),
     (chunk(1, 1), filled(1, 1)),
     (chunk(1, 2), filled(1, 2)),
     (HELD, filled(1, 2)),
@@ -90,8 +100,9 @@ NEVER = -1
 class Budget(NamedTuple):
     """Faults that may still happen; ``early`` jumps of clocks, NEVER for any number of them.
 
-    ``unsent``: the transport refuses a message of a decode rank, and says so. ``cut``: the prefill request was aborted
-    after so many orders.
+    ``fail``: a write is reported as failed, and may land later. ``unposted``: a write is reported as failed, and
+    nothing of it was posted. ``unsent``: the transport refuses a message of a decode rank, and says so. ``cut``: the
+    prefill request was aborted after so many orders.
     """
 
     drop: int = 0
@@ -102,6 +113,7 @@ class Budget(NamedTuple):
     leave: int = 0
     discard: int = 0
     fail: int = 0
+    unposted: int = 0
     hang: int = 0
     refuse: int = 0
     unsent: int = 0
@@ -162,17 +174,17 @@ class Scenario:
         ]
         return _HashableOrder("d", "t", ENGINE, PROMPT_TOKENS, "prompt", tuple(blocks))
 
-    def producer(self) -> Producer:
+    def producer(self) -> ExplorableProducer:
         """Writes hang only where they are meant to: elsewhere no deadline tells a slow one from another."""
         hang = {} if self.budget.hang else {"progress_s": FOR_EVER}
-        machine = Producer(GROUPS, limits(**(self.deadlines | hang)))
+        machine = ExplorableProducer(GROUPS, limits(**(self.deadlines | hang)))
         ranks = frozenset(range(self.consumer_tp))
         for rank in range(self.consumer_tp):
             machine.welcome(self.peer(rank), delivery.Consumer(ranks, 100, SHAPES, CellDigest), 0.0)
         return machine
 
-    def consumer(self) -> Consumer:
-        machine = Consumer(GROUPS, limits(**self.deadlines))
+    def consumer(self) -> ExplorableConsumer:
+        machine = ExplorableConsumer(GROUPS, limits(**self.deadlines))
         if not self.handshake:
             machine.connected(ENGINE.incarnation, self.partners, 0.0)
         return machine

@@ -4,9 +4,10 @@ One request of 4 tokens in 2 chunks, one full-attention and one sliding-window g
 can happen in a state, in any order:
 
     a message arrives, arrives twice or is lost, or cannot be sent; the network keeps no order
-    a write ends, fails, or never ends; a rank carries out its scheduler's next order, each in its own time
+    a write ends, fails, or never ends; one that has failed may land until its producer rank dies
+    a rank carries out its scheduler's next order, each in its own time
     a rank's clock jumps; bytes are found to be what was sent, or not
-    ranks die, the rest of their engine after them, and the survivors' side is told once all are dead
+    ranks die, the rest of their engine after them; decode is told of each that is dead, prefill once all are
 
 A promise that is broken raises Broken at once:
 
@@ -31,11 +32,10 @@ from tests.campaigns.protocol.automata import (
     Ambient,
     Broken,
     CellDigest,
+    ExplorableConsumer,
+    ExplorableProducer,
     Posted,
-    acquaintances,
     census,
-    ending,
-    settled,
 )
 from tests.campaigns.protocol.states import (
     DEAD,
@@ -66,8 +66,8 @@ class World(States):
             yield self.arrives, (letter,)
         for write in d.writes:
             if self.b_of(d, write).machine == DEAD:
-                yield self.write_fails, (write,)
-            elif not write.hangs:
+                yield self.write_vanishes, (write,)
+            elif not write.hangs and not write.failed:
                 yield self.write_done, (write,)
         for c, b in enumerate(d.b):
             if b.machine == DEAD:
@@ -95,14 +95,15 @@ class World(States):
         return min(self.orders_of(d), 1 + min((a.done for a in d.a if a.machine != DEAD), default=0))
 
     def deaths(self, d: Draft) -> Iterator[Step]:
-        """The rest of an engine that has lost a rank, and then the word about it."""
+        """The rest of an engine that has lost a rank; decode is told of each, prefill once all are dead."""
         if any(a.machine == DEAD for a in d.a):
             alive = [p for p, a in enumerate(d.a) if a.machine != DEAD]
             for p in alive:
                 yield self.prefill_dies, (p,)
             for c, b in enumerate(d.b):
-                if not alive and b.machine != DEAD and not b.told:
-                    yield self.decode_is_told, (c,)
+                for p, a in enumerate(d.a):
+                    if a.machine == DEAD and b.machine != DEAD and not b.told >> p & 1:
+                        yield self.decode_is_told, (c, p)
         if any(b.machine == DEAD for b in d.b):
             alive = [c for c, b in enumerate(d.b) if b.machine != DEAD]
             for c in alive:
@@ -121,8 +122,12 @@ class World(States):
             if budget.double:
                 yield self.fault, ("double", self.arrives_and_stays, letter)
         for write in d.writes:
+            if write.failed:
+                continue
             if budget.fail and not write.hangs:
                 yield self.fault, ("fail", self.write_fails, write)
+            if budget.unposted and not write.hangs:
+                yield self.fault, ("unposted", self.write_is_not_posted, write)
             if budget.hang and not write.hangs:
                 yield self.fault, ("hang", self.write_hangs, write)
         for p, a in enumerate(d.a):
@@ -169,24 +174,25 @@ class World(States):
         for letter in d.net:
             to_consumer, at, by, number = letter
             if to_consumer:
-                commutes = self.consumers.derive(d.b[at].machine, ending)
+                commutes = self.consumers.derive(d.b[at].machine, ExplorableConsumer.ending)
             else:
-                cancel = isinstance(self.letters.messages[number], Cancel)
-                commutes = living and cancel and by in self.producers.derive(d.a[at].machine, settled)[0]
+                closed, _, _ = self.producers.derive(d.a[at].machine, ExplorableProducer.settled)
+                commutes = living and isinstance(self.letters.messages[number], Cancel) and by in closed
             if commutes:
                 lost: list[Step] = [(self.fault, ("drop", self.is_lost, letter))] if d.budget.drop else []
                 return [(self.arrives, (letter,)), *lost]
-        if not living or d.budget.hang or any(write.hangs for write in d.writes):
+        if not living or d.budget.hang or any(write.hangs or write.failed for write in d.writes):
             return []
         for write in d.writes:
-            if self.posted.values[write.posted].wid in self.producers.derive(d.a[write.rank].machine, settled)[1]:
+            _, given_up, _ = self.producers.derive(d.a[write.rank].machine, ExplorableProducer.settled)
+            if self.posted.values[write.posted].wid in given_up:
                 return [(self.write_done, (write,))]
         reachable = any(b.listens for b in d.b)
         if not reachable and not d.budget.leave and not d.budget.discard:
             last = self.last_order(d)
             for p, a in enumerate(d.a):
                 unheard = not a.discards and all(to or at != p for to, at, *_ in d.net)
-                if a.done < last and unheard and self.producers.derive(a.machine, settled)[2]:
+                if a.done < last and unheard and self.producers.derive(a.machine, ExplorableProducer.settled)[2]:
                     return [(self.order, (p,))]
         return []
 
@@ -200,9 +206,11 @@ class World(States):
                 yield self.decode_jumps, (c,)
 
     def at_last(self, d: Draft) -> Iterator[Step]:
-        """Writes that hang end, either way, some time."""
+        """Writes that hang end, either way, some time. So does a producer one of whose writes has failed."""
         for write in d.writes:
-            if write.hangs:
+            if write.failed:
+                yield self.prefill_dies, (write.rank,)
+            elif write.hangs:
                 yield self.write_done, (write,)
                 yield self.write_fails, (write,)
 
@@ -234,7 +242,7 @@ class World(States):
     def arrives_and_stays(self, d: Draft, letter: Letter) -> None:
         to_consumer, at, by, number = letter
         if not to_consumer:
-            if by in self.producers.derive(d.a[at].machine, acquaintances):
+            if by in self.producers.derive(d.a[at].machine, ExplorableProducer.acquaintances):
                 self.producer(d, at, "message", (by, number))
             return
         if isinstance(self.letters.messages[number], Fin | Aborted | Cancelled):
@@ -262,8 +270,20 @@ class World(States):
         self.producer(d, write.rank, "write_done", (self.posted.values[write.posted].wid,))
 
     def write_fails(self, d: Draft, write: InFlight) -> None:
-        self.land(d, write, True)
+        """The transport says so; parts of the write are on their way, and land at any time while its producer lives."""
+        d.writes.remove(write)
+        d.writes.add(write._replace(torn=True, hangs=False, failed=True))
         self.producer(d, write.rank, "write_failed", (self.posted.values[write.posted].wid, ""))
+
+    def write_is_not_posted(self, d: Draft, write: InFlight) -> None:
+        d.writes.remove(write)
+        self.producer(d, write.rank, "write_refused", (self.posted.values[write.posted].wid, ""))
+
+    def write_vanishes(self, d: Draft, write: InFlight) -> None:
+        """Its consumer is dead."""
+        d.writes.remove(write)
+        if not write.failed:
+            self.producer(d, write.rank, "write_failed", (self.posted.values[write.posted].wid, ""))
 
     def land(self, d: Draft, write: InFlight, torn: bool) -> None:
         d.writes.remove(write)
@@ -336,11 +356,11 @@ class World(States):
     def sent(self, d: Draft, p: int) -> None:
         if d.a[p].sent:
             raise Broken(f"prefill {p} was sent twice")
-        if any(write.rank == p for write in d.writes):
+        if any(write.rank == p and not write.failed for write in d.writes):
             raise Broken(f"prefill {p} was sent while its writes read the blocks")
         d.a[p] = d.a[p]._replace(sent=True)
         if all(a.sent for a in d.a if a.machine != DEAD):
-            if d.writes:
+            if any(not write.failed for write in d.writes):
                 raise Broken("the blocks are freed while writes read them")
             if all(a.machine != DEAD for a in d.a):
                 d.budget = d.budget._replace(freed=True)
@@ -375,9 +395,9 @@ class World(States):
         else:
             self.consumer(d, c, "connect_failed", (ENGINE.incarnation, "refused"))
 
-    def decode_is_told(self, d: Draft, c: int) -> None:
-        d.b[c] = d.b[c]._replace(told=True, may=0)
-        self.consumer(d, c, "engine_lost", (ENGINE.incarnation, "dead"))
+    def decode_is_told(self, d: Draft, c: int, p: int) -> None:
+        d.b[c] = d.b[c]._replace(told=d.b[c].told | 1 << p, may=d.b[c].may & ~(1 << p))
+        self.consumer(d, c, "worker_lost", (self.scenario.partners[p].peer, "dead"))
 
     def verified(self, d: Draft, c: int, verify: tuple[Any, ...]) -> None:
         p, wanted, expected = verify

@@ -15,6 +15,7 @@ from connectors.protocol.wire import Peer
 from tests.campaigns.schedules.simulated import (
     GROUPS,
     HANG_S,
+    LATE_S,
     LAYERS,
     LIMITS,
     POOL,
@@ -148,6 +149,7 @@ class Prefill:
             return
         for producer in self.engine.ranks:
             self.world.produce(producer, producer.machine.preempted(self.request_id, self.world.now))
+            self.world.produce(producer, producer.machine.fenced(self.request_id, self.world.now))
         self.world.give_back(self.engine, self.owned)
         self.owned, self.computed, self.tables = [], 0, [[] for _ in GROUPS]
         self.world.counts["preemptions"] += 1
@@ -188,6 +190,7 @@ def draw(seed: int) -> Schedule:
             delay_s=rng.choice([0.01, 0.2, 2.0]),
             write_s=rng.choice([0.05, 0.4, 3.0]),
             write_fails=rng.choice([0, 0, 0.2]),
+            unposted=rng.choice([0, 0, 0.1]),
             refuses=rng.choice([0, 0, 0.3]),
             damages=rng.choice([0, 0, 0.02]),
             hangs=rng.choice([0, 0, 0, 0.05]),
@@ -301,6 +304,9 @@ def add_death(world: World, rng: random.Random, side: str) -> float:
         world.counts[f"{side} engines died"] += 1
         ranks[int(first * len(ranks))].alive = False
         world.at(gone, lambda: fall(ranks))
+        if side == "prefill":
+            # Each worker's death is established for itself.
+            world.at(dies + (told - gone), lambda: tell([ranks[int(first * len(ranks))].peer]))
         world.at(told, lambda: tell([rank.peer for rank in ranks]))
         if again:
             world.at(again, start_again)
@@ -308,7 +314,8 @@ def add_death(world: World, rng: random.Random, side: str) -> float:
     def tell(lost: list[Peer]) -> None:
         if side == "prefill":
             for consumer in world.consumers:
-                world.on(consumer, lambda m: m.engine_lost(lost[0].incarnation, "no process", world.now))
+                for peer in lost:
+                    world.on(consumer, partial(lambda m, peer: m.worker_lost(peer, "no process", world.now), peer=peer))
         elif tells:
             for producer in world.producers:
                 for peer in lost:
@@ -332,9 +339,31 @@ def run(seed: int) -> Schedule:
     world = schedule.world
     world.run(schedule.last_event + bound_s(world) + LIMITS.lease_s)
     check_requests(schedule)
-    world.run(world.now + HANG_S + 3 * LIMITS.lease_s + 1)
+    world.run(world.now + HANG_S + LATE_S + 3 * LIMITS.lease_s + 1)
+    end_quarantine(world)
     check_nothing_remains(schedule)
     return schedule
+
+
+def end_quarantine(world: World) -> None:
+    """Blocks that are in quarantine by now are there for a failed write, and come back when its producer has died."""
+    for consumer in world.consumers:
+        for request in world.consumptions.values():
+            if request.engine.alive and consumer.peer.rank in request.quarantine:
+                if consumer.peer.rank not in request.failed_writes:
+                    raise Violation(
+                        f"{request.request_id} is in quarantine on {consumer.peer}, and no write has failed"
+                    )
+                world.counts["quarantines for good"] += 1
+    if any(consumer.alive and consumer.machine.census()["quarantined"] for consumer in world.consumers):
+        for producer in world.producers:
+            producer.alive = False
+        for consumer in world.consumers:
+            incarnation = world.prefill.address.incarnation
+            world.on(
+                consumer, partial(lambda machine, name: machine.engine_lost(name, "dead", world.now), name=incarnation)
+            )
+        world.run(world.now + 3 * LIMITS.lease_s + LIMITS.forget_s)
 
 
 def check_requests(schedule: Schedule) -> None:

@@ -148,9 +148,9 @@ class Engine:
         """A client leaves, whatever its request is doing; those that have ended and wait for their sending too."""
         if self.scheduler.requests:
             self.counts["aborted"] += 1
-            ours = self.connector.scheduler
-            request_id = self.rng.choice([*self.scheduler.requests, *ours._productions, *sorted(ours._taken) * 3])
-            for what, known in (("productions", ours._productions), ("receptions", ours._taken)):
+            ours = self.connector.scheduler.snapshot()
+            request_id = self.rng.choice([*self.scheduler.requests, *ours.productions, *sorted(ours.receptions) * 3])
+            for what, known in (("productions", ours.productions), ("receptions", ours.receptions)):
                 self.counts[f"aborted {what}"] += request_id in known
             self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
@@ -184,9 +184,9 @@ class Engine:
         assert isinstance(orders, Orders)
         for chunk in orders.chunks:
             assert output.num_scheduled_tokens[chunk.request_id] > 0
-            production = self.connector.scheduler._productions[chunk.request_id]
+            production = self.connector.scheduler.snapshot().productions[chunk.request_id]
             table = self.scheduler.kv_cache_manager.get_block_ids(chunk.request_id)
-            assert production.sent == [len(ids) for ids in table]
+            assert production.sent == tuple(len(ids) for ids in table)
             for ids, new in zip(table, chunk.new_ids, strict=True):
                 assert not new or tuple(ids[-len(new) :]) == new
             assert -(-chunk.computed_tokens // BLOCK_TOKENS) <= min(map(len, table))
@@ -311,7 +311,8 @@ class Engine:
                 number += 1
             if self.rng.random() < 0.04:
                 self.abort()
-            producing = any(r.request_id in self.connector.scheduler._productions for r in self.scheduler.running)
+            ours = self.connector.scheduler.snapshot()
+            producing = any(request.request_id in ours.productions for request in self.scheduler.running)
             if self.rng.random() < (0.1 if producing else 0.01):
                 self.preempt_all()
             self.step()
@@ -328,10 +329,11 @@ class Engine:
         assert not scheduler.requests, f"after {ENDS_WITHIN_STEPS} steps there still are {list(scheduler.requests)}"
         assert scheduler.get_request_counts() == (0, 0)
         assert self.pool.get_num_free_blocks() == self.baseline
-        remembered = [*ours._productions, *ours._consumptions, *ours._taken]
+        left = ours.snapshot()
+        remembered = [*left.productions, *left.consumptions, *left.receptions]
         assert not remembered, "the connector remembers requests"
         assert not ours.quarantine, "the connector keeps blocks"
-        assert ours._orders == Orders(), "orders were never given"
+        assert not left.has_orders, "orders were never given"
         assert self.ranks == [Rank() for _ in range(TP)], "a worker waits for an order"
 
 

@@ -9,10 +9,10 @@ from connectors.planning.blocks import UnitShape
 from connectors.planning.descriptors import Moves
 from connectors.planning.layout import Group, GroupKind
 from connectors.protocol.consumer import Consumer as ConsumerMachine
-from connectors.protocol.consumer import Order
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.producer import Producer
+from connectors.protocol.reception import Order
 from connectors.protocol.wire import Peer
 
 GROUPS = (
@@ -30,6 +30,8 @@ POOL = 400
 STRANGER = ("somebody else's",)
 DAMAGED = ("damaged",)
 VERIFY_S = 0.3
+LATE_S = 3 * LIMITS.lease_s
+"""How long after a write was reported as failed parts of it may land."""
 HANG_S = 3 * LIMITS.hang_s
 """A write that hangs ends after this at most: its peer has died, or goes on."""
 
@@ -49,6 +51,7 @@ class Weather:
     delay_s: float = 0.05
     write_s: float = 0.2
     write_fails: float = 0.0
+    unposted: float = 0.0
     refuses: float = 0.0
     damages: float = 0.0
     hangs: float = 0.0
@@ -123,7 +126,8 @@ class DecodeEngine:
 class Consumption:
     """A decode request: what it wants, and what each rank has said.
 
-    ``quarantine`` are ranks whose blocks may still be written to; ``freed_at`` is when the pool had all blocks again.
+    ``quarantine`` are ranks whose blocks may still be written to, ``failed_writes`` those that a write to them has
+    failed on; ``freed_at`` is when the pool had all blocks again.
     """
 
     request_id: str
@@ -136,6 +140,7 @@ class Consumption:
     engine: DecodeEngine
     results: dict[int, str | None] = field(default_factory=dict)
     quarantine: set[int] = field(default_factory=set)
+    failed_writes: set[int] = field(default_factory=set)
     ended_at: float = 0.0
     freed_at: float = 0.0
 

@@ -37,16 +37,17 @@ from connectors.protocol.actions import (
     Write,
 )
 from connectors.protocol.consumer import Consumer as ConsumerMachine
-from connectors.protocol.consumer import Order, Partner
 from connectors.protocol.delivery import Consumer
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.producer import Producer
+from connectors.protocol.reception import Order, Partner
 from connectors.protocol.wire import Cancel, Envelope, Message, Offer, Peer, decode, encode
 from tests.campaigns.schedules.simulated import (
     DAMAGED,
     GROUPS,
     HANG_S,
     HEAD_BYTES,
+    LATE_S,
     LAYERS,
     LIMITS,
     POOL,
@@ -64,6 +65,11 @@ from tests.campaigns.schedules.simulated import (
     layers_of,
 )
 from tests.campaigns.schedules.tally import Tally
+
+
+def owners(target: ConsumerRank, write: Write) -> set[str]:
+    """Requests that own the blocks which a write fills."""
+    return {target.owner[block] for move in write.moves for block in move.dst_ids.tolist() if block in target.owner}
 
 
 class World:
@@ -233,6 +239,10 @@ class World:
             self.produce(producer, producer.machine.write_done(write.write_id, self.now))
             return
         self.counts["writes"] += 1
+        if self.stormy and self.rng.random() < self.weather.unposted:
+            self.counts["writes that were not posted"] += 1
+            self.produce(producer, producer.machine.write_refused(write.write_id, "the weather", self.now))
+            return
         hangs = self.stormy and self.rng.random() < self.weather.hangs
         self.counts["hanging writes"] += hangs
         lasts = self.rng.uniform(0.001, HANG_S if hangs else self.weather.write_s)
@@ -244,11 +254,16 @@ class World:
             pairs = zip(move.src_ids.tolist(), move.dst_ids.tolist(), strict=True)
             for (src, dst), layer in itertools.product(pairs, layers_of(move)):
                 if target is not None and not (fails and self.rng.random() < 0.5):
-                    when = self.rng.uniform(0, lasts)
+                    # Of a write that fails, parts land after the transport has said so.
+                    when = self.rng.uniform(0, lasts + LATE_S if fails else lasts)
                     self.after(
                         when,
                         partial(self.land, producer, target, write, src, dst, layer),
                     )
+        if fails and target is not None:
+            request = self.consumptions.get(next(iter(owners(target, write)), ""))
+            if request is not None:
+                request.failed_writes.add(target.peer.rank)
         self.after(lasts, lambda: self.written(producer, target, write.write_id, fails))
 
     def land(

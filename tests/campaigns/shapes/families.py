@@ -54,7 +54,8 @@ FAMILIES: dict[str, Family] = {
     "gemma3": Family(gemma3),
     "gpt_oss": Family(gpt_oss),
     "llama4": Family(llama4),
-    "deepseek_v2": Family(deepseek_v2),
+    # The kernel that vLLM prefers on a CPU with AMX runs in bfloat16 only, and rounding would hide wrong KV.
+    "deepseek_v2": Family(deepseek_v2, engine={"attention_backend": "CPU_MLA"}),
     "falcon_h1": Family(falcon_h1),
     # With prefix caching on, states have blocks of their own and vLLM's kernels for Mamba-2 on CPU die of any prompt.
     "falcon_h1_align_decode": Family(

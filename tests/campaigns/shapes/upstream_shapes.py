@@ -237,7 +237,7 @@ def main() -> None:
     # Dozens of engines start here: forked, they share what this process has imported. CPU's platform asks to spawn.
     os.environ.update(ENVIRONMENT)
     torch.set_num_threads(1)
-    torch._dynamo.config.disable = True
+    torch._dynamo.config.disable = True  # noqa: SLF001 - torch has no public name for it
     environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"
     arguments.logs.mkdir(exist_ok=True)
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}

@@ -11,7 +11,7 @@ from testing.engines import Answer, Pair, generate
 from testing.identity import BLOCK_TOKENS, MAX_TOKENS, compare, difference, prompts, random_prompt
 from tests.e2e.pair.conftest import Engines, alone
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("tests/e2e/pair")]
+pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize("direction", ["one_to_two", "two_to_one"])

@@ -13,7 +13,7 @@ from testing.engines import Pair, describe, generate, start_engine
 from testing.identity import MAX_TOKENS, difference, prompts
 from tests.e2e.pair.conftest import LIMITS, Engines
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("tests/e2e/pair")]
+pytestmark = pytest.mark.engine
 
 # Enough for one prompt of 700 tokens (22 blocks of full attention, two windows and a chunk of 512), not for two.
 BLOCKS = 80

@@ -19,7 +19,7 @@ from testing.engines import Answer, Pair, generate
 from testing.identity import BLOCK_TOKENS, MAX_TOKENS, difference, random_prompt
 from tests.e2e.pair.conftest import Engines, alone
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("tests/e2e/pair")]
+pytestmark = pytest.mark.engine
 
 # Two layers a group, four heads in all, K and V of 32 float32 each.
 BLOCK_BYTES = BLOCK_TOKENS * 2 * 4 * 2 * 32 * 4

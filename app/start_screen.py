@@ -1,0 +1,109 @@
+"""Chooses what the launcher prints while the engines start: pure, and few lines however many replicas there are."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from actors.start_log import STAGES
+from configs.settings import RoleName, ServiceSettings
+
+FIRST_REMINDER_S = 30.0
+"""After this long without a new stage, one line says what is awaited; the next ones after twice as long each."""
+
+MAX_ERROR_LINES = 12
+LABEL_WIDTH = 66
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """What one engine has reported of its start (`actors/start_progress.py`)."""
+
+    role: str
+    stage: str
+    error: str | None = None
+    log: str = ""
+
+
+@dataclass(frozen=True)
+class StartFailure:
+    """Why a start failed, for the end of the screen."""
+
+    what: str
+    error: str
+    log: str
+
+    def __str__(self) -> str:
+        lines = self.error.strip().splitlines() or ["no reason is known"]
+        return "\n".join([f"tandem: {self.what}", *lines[:MAX_ERROR_LINES], f"tandem: full log: {self.log}"])
+
+
+def stage_line(text: str, elapsed_s: float) -> str:
+    """A line of the start: what has been reached, and the time since the launcher began."""
+    return f"tandem: {text:<{LABEL_WIDTH}} {elapsed_s:6.1f} s"
+
+
+def replicas_at_start(settings: ServiceSettings) -> dict[RoleName, int]:
+    """Number of replicas of each role that Serve starts first."""
+    roles: tuple[RoleName, ...] = ("prefill", "decode")
+    return {role: _initial(settings.role(role).replicas) for role in roles}
+
+
+def _initial(replicas: int | Mapping[str, object]) -> int:
+    if isinstance(replicas, int):
+        return replicas
+    return int(str(replicas.get("initial_replicas") or replicas.get("min_replicas") or 1))
+
+
+class EngineStages:
+    """Lines for the stages of each role. A stage counts when all replicas of the role have reached it."""
+
+    def __init__(self, replicas: Mapping[RoleName, int]) -> None:
+        self._replicas = replicas
+        self._printed: dict[str, int] = dict.fromkeys(replicas, 0)
+        self._reminded_at = 0.0
+        self._reminder_s = FIRST_REMINDER_S
+
+    def advance(self, reports: Iterable[EngineReport], elapsed_s: float, waiting_for: str = "") -> list[str]:
+        """Return the lines to print now: stages reached since the last call, or a reminder. `waiting_for` is Serve's
+        own description of what the engines need."""
+        reports = list(reports)
+        lines = []
+        for role, replicas in self._replicas.items():
+            reached = sorted((STAGES.index(one.stage) for one in reports if one.role == role), reverse=True)
+            if len(reached) < replicas:
+                continue
+            of_all = reached[replicas - 1]
+            suffix = f" ({replicas} replicas)" if replicas > 1 else ""
+            lines += [
+                stage_line(f"{role}: {stage}{suffix}", elapsed_s) for stage in STAGES[self._printed[role] : of_all + 1]
+            ]
+            self._printed[role] = max(self._printed[role], of_all + 1)
+        if lines:
+            self._reminded_at = elapsed_s
+        elif elapsed_s - self._reminded_at >= self._reminder_s:
+            self._reminded_at = elapsed_s
+            self._reminder_s *= 2
+            lines = [stage_line(f"still starting: {self._awaited(waiting_for)}", elapsed_s)]
+        return lines
+
+    def _awaited(self, waiting_for: str) -> str:
+        if waiting_for:
+            return waiting_for
+        states = {role: STAGES[printed - 1] if printed else "scheduling" for role, printed in self._printed.items()}
+        return ", ".join(f"{role}: {stage}" for role, stage in states.items() if stage != "ready") or "router"
+
+
+def failure_of(reports: Iterable[EngineReport], messages: Mapping[str, str], logs: str) -> StartFailure:
+    """The failure to print. `messages` are Serve's, by what failed; `logs` is the directory of all logs."""
+    for report in reports:
+        if report.error is not None:
+            return StartFailure(f"{report.role} engine did not start:", report.error, report.log or logs)
+    what, message = next(((what, text) for what, text in messages.items() if text.strip()), ("service", ""))
+    return StartFailure(f"{what} did not start:", last_error(message), logs)
+
+
+def last_error(message: str) -> str:
+    """The exception at the end of a message of Serve's, which begins with a traceback of many lines."""
+    lines = message.rstrip().splitlines()
+    indented = [number for number, line in enumerate(lines) if line.startswith((" ", "\t"))]
+    end = lines[indented[-1] + 1 :] if indented and indented[-1] + 1 < len(lines) else lines[-1:]
+    return "\n".join(end)

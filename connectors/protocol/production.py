@@ -1,0 +1,194 @@
+"""State of a producer's machine, and what its events have in common. Part of ``producer.py``, which has the table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from connectors.planning.descriptors import Moves
+from connectors.planning.layout import Group
+from connectors.protocol.actions import ProducerAction, Send, Sent, Write
+from connectors.protocol.allowance import MAX_EARLY, Allowance
+from connectors.protocol.delivery import Consumer, Delivery, Gone, Stage, Transfer, take
+from connectors.protocol.limits import TransferLimits
+from connectors.protocol.wire import Aborted, Cancel, Cancelled, Failed, Fin, Offer, Peer
+
+
+class Production:
+    """Transfers, deliveries and writes of one worker, and how they advance and end."""
+
+    def __init__(self, groups: Sequence[Group], limits: TransferLimits) -> None:
+        self._groups = tuple(groups)
+        self._limits = limits
+        self._consumers: dict[Peer, Consumer] = {}
+        # From the one that was silent longest to the one that spoke last. Lost ones are known until they are forgotten.
+        self._heard_at: dict[Peer, float] = {}
+        self._lost: dict[Peer, None] = {}
+        self._transfers: dict[str, Transfer] = {}
+        self._by_request: dict[str, Transfer] = {}
+        self._writes: dict[int, tuple[Transfer, Delivery]] = {}
+        # In the order in which they are forgotten: all are remembered for the same time.
+        self._gone: dict[str, Gone] = {}
+        # Each holds a block of its consumer in quarantine, so a consumer start has at most as many as its pool.
+        self._failed: dict[Peer, dict[str, str]] = {}
+        self._overtaken: dict[Peer, int] = {}
+        self._allowance = Allowance()
+        self._last_write_id = 0
+        self._stepped_at = float("-inf")
+
+    def _heard(self, peer: Peer, now: float) -> None:
+        self._heard_at.pop(peer, None)
+        self._heard_at[peer] = now
+
+    def _offered(self, peer: Peer, offer: Offer, now: float) -> list[ProducerAction]:
+        if self._being_written(peer, offer.transfer_id) or self._too_early(peer, offer.transfer_id):
+            return []
+        if offer.number <= self._overtaken.get(peer, -1):
+            return [Send(peer, Aborted(offer.transfer_id, "this offer has come too late"))]
+        transfer = self._transfer_for(peer, offer, now)
+        if transfer is None:
+            return [Send(peer, Aborted(offer.transfer_id, "this transfer has ended or belongs to another consumer"))]
+        delivery = transfer.deliveries.setdefault(peer.rank, Delivery(peer))
+        if delivery.closed:
+            # Not with the Fin of the first offer: it would vouch for blocks that nobody has written.
+            return [Send(peer, Aborted(offer.transfer_id, "this transfer has been offered for before"))]
+        if delivery.offer is not None:
+            return []
+        delivery.last_sent = transfer.check_at = now
+        if not self._allowance.take_offer(delivery, offer, self._consumers[peer].num_blocks):
+            return self._end(transfer, delivery, "more blocks are on offer than the consumer's pool has", now)
+        return self._advance(transfer, now)
+
+    def _cancelled(self, peer: Peer, cancel: Cancel, now: float) -> list[ProducerAction]:
+        transfer_id = cancel.transfer_id
+        for delivery in self._being_written(peer, transfer_id):
+            delivery.ending, delivery.pending = Cancelled(transfer_id), None
+            return []
+        if self._too_early(peer, transfer_id):
+            return []
+        transfer = self._transfer_for(peer, cancel, now)
+        if transfer is None:
+            return [Send(peer, Cancelled(transfer_id))]
+        delivery = transfer.deliveries.setdefault(peer.rank, Delivery(peer))
+        if delivery.closed:
+            return [Send(peer, Cancelled(transfer_id))]
+        delivery.ending = Cancelled(transfer_id)
+        delivery.pending = None
+        return self._advance(transfer, now)
+
+    def _being_written(self, peer: Peer, transfer_id: str) -> list[Delivery]:
+        """The delivery that writes are under way for, even if its transfer is gone: it is answered when they end."""
+        return [
+            delivery
+            for transfer, delivery in self._writes.values()
+            if delivery.peer == peer and transfer.transfer_id == transfer_id
+        ][:1]
+
+    def _too_early(self, peer: Peer, transfer_id: str) -> bool:
+        """Whether too many transfers of ``peer``'s engine wait for their requests for this one to wait as well."""
+        known = transfer_id in self._transfers or transfer_id in self._gone
+        return not known and self._allowance.early[peer.incarnation] >= MAX_EARLY
+
+    def _transfer_for(self, peer: Peer, message: Offer | Cancel, now: float) -> Transfer | None:
+        """The transfer that ``peer`` may speak of; made anew where its request has not come yet."""
+        transfer_id = message.transfer_id
+        gone, transfer = self._gone.get(transfer_id), self._transfers.get(transfer_id)
+        if gone is None and transfer is None:
+            transfer = self._transfers[transfer_id] = Transfer(transfer_id, Stage.ORPHAN, now)
+        for known in (gone, transfer):
+            if known is not None:
+                known.numbers[peer] = max(message.number, known.numbers.get(peer, 0))
+        if gone is not None or transfer is None:
+            return None
+        if transfer.consumer is None:
+            transfer.consumer = peer.incarnation
+            transfer.expected_ranks = self._consumers[peer].partner_ranks
+            self._allowance.count_early(transfer, 1)
+        return transfer if transfer.consumer == peer.incarnation else None
+
+    def _advance(self, transfer: Transfer, now: float) -> list[ProducerAction]:
+        """Post what can be written, close what is complete, release what is delivered."""
+        actions: list[ProducerAction] = []
+        for delivery in list(transfer.deliveries.values()):
+            if not delivery.closed:
+                actions += self._advance_delivery(transfer, delivery, now)
+        if transfer.stage is Stage.HELD and transfer.delivered():
+            actions += self._release(transfer, now)
+        return actions
+
+    def _advance_delivery(self, transfer: Transfer, delivery: Delivery, now: float) -> list[ProducerAction]:
+        actions: list[ProducerAction] = []
+        offer = delivery.offer
+        if delivery.ending is None and offer is not None and transfer.request_id is not None:
+            consumer = self._consumers.get(delivery.peer)
+            problem, moves = take(transfer, delivery, offer, self._groups, consumer)
+            if problem is not None:
+                delivery.ending = Aborted(transfer.transfer_id, problem)
+            elif moves:
+                actions.append(self._write(transfer, delivery, moves, now))
+            elif delivery.taken(transfer) and not delivery.in_flight:
+                missing = delivery.missing()
+                digest = "" if delivery.digest is None else delivery.digest.hexdigest()
+                fin = Fin(transfer.transfer_id, delivery.written_bytes, digest)
+                delivery.ending = fin if missing is None else Aborted(transfer.transfer_id, missing)
+        if delivery.ending is not None and not delivery.in_flight:
+            delivery.closed = True
+            delivery.offer = delivery.pending = delivery.digest = None
+            self._allowance.give_back(delivery)
+            failed = transfer.transfer_id in self._failed.get(delivery.peer, ())
+            if delivery.peer in self._consumers and not failed:
+                actions.append(Send(delivery.peer, delivery.ending))
+        return actions
+
+    def _write(self, transfer: Transfer, delivery: Delivery, moves: Sequence[Moves], now: float) -> Write:
+        write_id = self._new_write_id(delivery.peer)
+        delivery.in_flight[write_id] = 0
+        delivery.moved_at = now
+        self._writes[write_id] = (transfer, delivery)
+        return Write(write_id, transfer.transfer_id, delivery.peer, tuple(moves), delivery.digest)
+
+    def _failure(self, peer: Peer, transfer_id: str) -> Send:
+        return Send(peer, Failed(transfer_id, self._failed[peer][transfer_id]))
+
+    def _new_write_id(self, peer: Peer) -> int:
+        """Return an id that no other write of this machine has."""
+        self._last_write_id += 1
+        return self._last_write_id
+
+    def _end(self, transfer: Transfer, delivery: Delivery, reason: str, now: float) -> list[ProducerAction]:
+        """Give a delivery up; its consumer hears of it once no write is under way."""
+        if delivery.closed:
+            return []
+        if delivery.ending is None:
+            delivery.ending = Aborted(transfer.transfer_id, reason)
+        delivery.pending = None
+        return self._advance(transfer, now)
+
+    def _expire(self, transfer: Transfer, now: float) -> list[ProducerAction]:
+        """The lease is over: nobody came (HELD), or the request did not (ORPHAN). Writes in flight still end first."""
+        reason = "the lease has expired" if transfer.stage is Stage.HELD else "the prefill request never came"
+        actions: list[ProducerAction] = []
+        for delivery in transfer.deliveries.values():
+            if not delivery.closed and not delivery.in_flight:
+                actions += self._end(transfer, delivery, reason, now)
+        if any(delivery.in_flight for delivery in transfer.deliveries.values()):
+            return actions
+        if transfer.transfer_id not in self._transfers:
+            return actions
+        if transfer.stage is Stage.HELD:
+            return actions + self._release(transfer, now)
+        self._forget(transfer, now)
+        return actions
+
+    def _release(self, transfer: Transfer, now: float) -> list[ProducerAction]:
+        assert transfer.request_id is not None
+        request_id = transfer.request_id
+        self._by_request.pop(request_id, None)
+        transfer.request_id = None
+        self._forget(transfer, now)
+        return [Sent(request_id)]
+
+    def _forget(self, transfer: Transfer, now: float) -> None:
+        if self._transfers.get(transfer.transfer_id) is transfer:
+            del self._transfers[transfer.transfer_id]
+            self._allowance.count_early(transfer, -1)
+            self._gone[transfer.transfer_id] = Gone(now, transfer.numbers)

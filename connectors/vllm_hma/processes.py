@@ -1,0 +1,79 @@
+"""Whether a process of this host lives, by its identity: the proof that a worker writes no more.
+
+Process ids mean something in one pid namespace of one running kernel only, and are reused. An identity therefore names
+the boot, the namespaces and the start time; any other host's process is UNKNOWN, never GONE.
+"""
+
+from __future__ import annotations
+
+import os
+from enum import Enum
+from functools import cache
+from pathlib import Path
+
+from connectors.protocol.cards import NO_PROCESS, ProcessIdentity
+
+_PROC = Path("/proc")
+_STATE, _STARTED_AT = 0, 19
+"""Fields of ``/proc/PID/stat``, counted from the one behind the command's name (proc_pid_stat(5))."""
+
+
+class Liveness(Enum):
+    """What is known of a process."""
+
+    ALIVE = "alive"
+    GONE = "gone"
+    UNKNOWN = "unknown"
+
+
+def own_process() -> ProcessIdentity:
+    """Return this process's identity; one that nobody can check where ``/proc`` does not tell it."""
+    try:
+        return ProcessIdentity(_host(), os.getpid(), int(_stat(os.getpid())[_STARTED_AT]))
+    except OSError:
+        return NO_PROCESS
+
+
+def liveness(process: ProcessIdentity) -> Liveness:
+    """Return whether ``process`` lives. A stopped process does; one that waits to be reaped does not."""
+    try:
+        if not process.host or process.host != _host():
+            return Liveness.UNKNOWN
+        # Not by /proc: with hidepid, it does not show other users' processes.
+        os.kill(process.pid, 0)
+        stat = _stat(process.pid)
+        threads = len(os.listdir(_PROC / str(process.pid) / "task"))
+    except ProcessLookupError:
+        return Liveness.GONE
+    except PermissionError:
+        return _liveness_of_another_user(process)
+    except (OSError, OverflowError):
+        return Liveness.UNKNOWN
+    return _liveness(process, stat, threads)
+
+
+def _liveness_of_another_user(process: ProcessIdentity) -> Liveness:
+    try:
+        return _liveness(process, _stat(process.pid), 1)
+    except OSError:
+        return Liveness.UNKNOWN
+
+
+def _liveness(process: ProcessIdentity, stat: list[str], threads: int) -> Liveness:
+    if int(stat[_STARTED_AT]) != process.started_at:
+        return Liveness.GONE
+    # A zombie whose other threads run has only lost its first one.
+    return Liveness.GONE if stat[_STATE] in "ZX" and threads <= 1 else Liveness.ALIVE
+
+
+@cache
+def _host() -> str:
+    """This boot of this kernel, and the namespaces in which process ids and start times are counted."""
+    boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+    namespaces = [os.stat(_PROC / "self/ns" / name).st_ino for name in ("pid", "time")]
+    return "/".join([boot, *map(str, namespaces)])
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields behind the command's name, which may hold spaces and parentheses."""
+    return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()

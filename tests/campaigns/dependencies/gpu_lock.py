@@ -1,0 +1,108 @@
+"""Resolve requirements-gpu.lock with uv, or check it with pip.
+
+    python -m tests.campaigns.dependencies.gpu_lock resolve --uv build/lock/bin/uv        (``make lock-gpu``)
+    python -m tests.campaigns.dependencies.gpu_lock check --python build/lock/bin/python  (``make check-lock-gpu``)
+
+``resolve`` reads the wheels' metadata only. It keeps the releases of the present lock, and takes those of
+requirements-cpu.lock for new packages, where the requirements allow them. So a second run changes
+nothing, and GPU engines run with the packages that the suite tests.
+
+``check`` lets pip add dependencies to the lock and fails if it does. With an index that has no separate
+metadata files, pip downloads every wheel (4.2 GB, kept in no cache). pip must not find PyTorch's CPU
+wheels, neither by an extra index nor by ``PIP_FIND_LINKS``: it prefers 2.13.0+cpu to 2.13.0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+PROJECT = Path(__file__).resolve().parents[3]
+CPU_LOCK, GPU_LOCK = PROJECT / "requirements-cpu.lock", PROJECT / "requirements-gpu.lock"
+CONSTRAINTS = "cuda-python>=13\n"
+"""cuda-python 12 installs CUDA 12's modules over those of cuda-bindings 13, which the CUDA 13 build of torch needs."""
+PLATFORM = ("--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_31", "--only-binary", ":all:")
+FORMAT = ("--no-header", "--no-annotate", "--no-config", "--quiet")
+
+
+def name(requirement: str) -> str:
+    """The normalized name in a requirement or a distribution's metadata."""
+    found = re.match(r"[A-Za-z0-9._-]+", requirement)
+    assert found
+    return re.sub(r"[-_.]+", "-", found[0]).lower()
+
+
+def pins(text: str) -> dict[str, str]:
+    """Version of each package in a lock, by normalized name."""
+    lines = (line.partition("==") for line in text.splitlines())
+    return {name(package): version for package, _, version in lines}
+
+
+def preferred(cpu: str, gpu: str) -> dict[str, str]:
+    """Versions to keep if possible: those of the present GPU lock first, then those of the CPU lock."""
+    public = {package: version for package, version in pins(cpu).items() if "+" not in version}
+    return public | pins(gpu)
+
+
+def changes(lock: Mapping[str, str], resolved: Mapping[str, str]) -> list[str]:
+    """One line for each package in which a resolution differs from the lock."""
+    packages = sorted(lock.keys() | resolved.keys())
+    differing = [one for one in packages if lock.get(one) != resolved.get(one)]
+    return [
+        f"{one}: locked {lock.get(one, 'not at all')}, resolved {resolved.get(one, 'not at all')}" for one in differing
+    ]
+
+
+def resolve(uv: str) -> None:
+    """Write requirements-gpu.lock."""
+    present = GPU_LOCK.read_text() if GPU_LOCK.exists() else ""
+    with tempfile.TemporaryDirectory() as folder:
+        out, constraints = Path(folder) / "lock", Path(folder) / "constraints"
+        constraints.write_text(CONSTRAINTS)
+        # uv prefers the versions that it finds in its output file.
+        wanted = preferred(CPU_LOCK.read_text(), present)
+        out.write_text("".join(f"{package}=={version}\n" for package, version in wanted.items()))
+        command = [uv, "pip", "compile", "pyproject.toml", "--extra", "gpu", "--constraints", str(constraints)]
+        subprocess.run(
+            [*command, *PLATFORM, *FORMAT, "-o", str(out)], cwd=PROJECT, check=True, stdout=subprocess.DEVNULL
+        )
+        GPU_LOCK.write_text("".join(sorted(out.read_text().splitlines(keepends=True))))
+    for line in changes(pins(present), pins(GPU_LOCK.read_text())):
+        print(line)
+
+
+def check(python: str) -> list[str]:
+    """What pip would install beyond the lock or otherwise than the lock, one line a package."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        command = [python, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--no-cache-dir", "--quiet"]
+        command += ["--only-binary", ":all:", "--report", str(report), "-r", str(GPU_LOCK)]
+        subprocess.run(command, check=True)
+        installed = json.loads(report.read_text())["install"]
+    found = {name(one["metadata"]["name"]): one["metadata"]["version"] for one in installed}
+    print(f"pip would install {len(found)} packages; {len(pins(GPU_LOCK.read_text()))} are locked")
+    return changes(pins(GPU_LOCK.read_text()), found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    actions = parser.add_subparsers(dest="action", required=True)
+    actions.add_parser("resolve").add_argument("--uv", required=True)
+    actions.add_parser("check").add_argument("--python", required=True)
+    options = parser.parse_args()
+    if options.action == "resolve":
+        resolve(options.uv)
+        return
+    differing = check(options.python)
+    print("\n".join(differing) or "tandem: pip adds nothing to requirements-gpu.lock")
+    sys.exit(1 if differing else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Alive says that the engine gets on, not only that its progress thread runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from connectors.planning.blocks import UnitShape
+from connectors.protocol.actions import Send
+from connectors.protocol.delivery import Consumer
+from connectors.protocol.limits import TransferLimits
+from connectors.protocol.producer import Producer
+from connectors.protocol.wire import Alive
+from tests.protocol.production import C0, GROUPS, LIMITS, TABLES, finish_write, offer, only_write
+
+STEP = replace(LIMITS, step_s=50.0)
+
+
+def waiting() -> Producer:
+    """A request that came at 0 and has been asked for; no step has ended since."""
+    producer = Producer(GROUPS, STEP)
+    producer.welcome(C0, Consumer(frozenset({0}), 100, (UnitShape(4, 1, 1), UnitShape(4, 1, 1))), 0.0)
+    producer.expect("r", "t", 12, "digest", 0.0)
+    producer.message(C0, offer(), 0.0)
+    return producer
+
+
+def says_alive(producer: Producer, now: float) -> bool:
+    return Send(C0, Alive("t")) in producer.tick(now)
+
+
+def test_a_step_that_takes_long_keeps_the_heartbeat() -> None:
+    """The first step compiles; a chunk of a long prompt takes its time."""
+    assert says_alive(waiting(), STEP.step_s - 0.1)
+
+
+def test_a_step_that_does_not_end_stops_it() -> None:
+    """And the next step that ends starts it again."""
+    producer = waiting()
+    assert not says_alive(producer, STEP.step_s)
+    producer.stepped(STEP.step_s + 1.0)
+    assert says_alive(producer, STEP.step_s + 2.0)
+    assert not says_alive(producer, 2 * STEP.step_s + 1.0)
+
+
+def test_an_idle_engine_owes_no_steps() -> None:
+    """The request counts from its own arrival, not from the last step before it."""
+    producer = Producer(GROUPS, STEP)
+    producer.stepped(0.0)
+    producer.welcome(C0, Consumer(frozenset({0}), 100, (UnitShape(4, 1, 1), UnitShape(4, 1, 1))), 0.0)
+    producer.expect("r", "t", 12, "digest", 1000.0)
+    producer.message(C0, offer(), 1000.0)
+    assert says_alive(producer, 1000.0 + STEP.step_s - 1.0)
+
+
+def test_a_request_that_has_finished_needs_no_steps() -> None:
+    """Its blocks are computed: what is left is the transport's, and an idle engine takes no steps."""
+    producer = waiting()
+    write = only_write(producer.progress("r", *TABLES, 1.0))
+    producer.finished("r", True, "", 2.0)
+    producer.write_posted(write.write_id, 61)
+    assert says_alive(producer, 5.0)
+    late = STEP.step_s + 5.0
+    assert not says_alive(producer, late), "a write that hangs is no sign of life"
+    assert finish_write(producer, write, 61, late)
+
+
+@pytest.mark.parametrize("step_s", [0, -1, float("inf"), True])
+def test_the_bound_is_checked(step_s: float) -> None:
+    """By name, as the other deadlines are."""
+    with pytest.raises(Exception, match=r"transfer\.step_s"):
+        TransferLimits(step_s=step_s)

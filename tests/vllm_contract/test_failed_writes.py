@@ -1,0 +1,116 @@
+"""A write that the transport reports as failed, and whose bytes arrive later: they meet nobody else's blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from connectors.errors import TransportError
+from connectors.planning.descriptors import Runs
+from connectors.planning.layout import Place
+from connectors.transport.memory import MemoryTransport
+from connectors.vllm_hma.orders import Chunk, Expect, Finished
+from connectors.vllm_hma.quarantine import Kept, QuarantineReport
+from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
+
+
+class FailsThenLands(MemoryTransport):
+    """A write that fails in ``post`` or ``poll`` while its bytes are on their way, as NIXL's may: ``land`` ends it."""
+
+    fails_in = "poll"
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)  # type: ignore[arg-type]
+        self.late: list[tuple[str, Runs, Place, Place]] = []
+
+    def write(self, peer: str, runs: Runs, source: Place, target: Place) -> int:
+        self.late.append((peer, runs, source, target))
+        if self.fails_in == "post":
+            raise RuntimeError("posting failed after the first of many descriptors")
+        return len(self.late)
+
+    def poll(self, handle: int) -> bool:
+        raise TransportError("c/0", "a write failed")
+
+    def land(self) -> None:
+        for write in self.late:
+            super().poll(super().write(*write))
+
+
+class RefusesWrites(MemoryTransport):
+    """Nothing of a write is posted."""
+
+    def write(self, peer: str, runs: Runs, source: Place, target: Place) -> int:
+        raise TransportError(peer, "not connected")
+
+
+def failed(worker: Callable[..., Worker], transport: type[MemoryTransport]) -> tuple[Worker, Worker]:
+    """A producer whose only write has failed, and its consumer, whose request was told so."""
+    producer, consumer = worker("p", transport_class=transport), worker("c")
+    producer.cache[:] = 7
+    consumer.step(receives=[receive(producer.address)])
+    producer.step(expects=[Expect("q", "t", 7, DIGEST)])
+    producer.step(chunks=[Chunk("q", ((1, 2),), 7)])
+    assert results(consumer) == (set(), {"r"}, {"r"})
+    return producer, consumer
+
+
+@pytest.mark.parametrize("fails_in", ["post", "poll"])
+def test_bytes_of_a_failed_write_meet_nobody_elses_blocks(
+    worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, fails_in: str
+) -> None:
+    """The request is computed in other blocks at once; its own stay in quarantine while the producer lives."""
+    monkeypatch.setattr(FailsThenLands, "fails_in", fails_in)
+    producer, consumer = failed(worker, FailsThenLands)
+    report = consumer.runtime.quarantine()
+    if report is None:
+        consumer.cache[[3, 5]] = 42  # vLLM gives the blocks to another request
+    assert isinstance(producer.transport, FailsThenLands)
+    producer.transport.land()
+    assert 7 not in consumer.cache[[3, 5]] or report is not None, "another request's blocks were overwritten"
+    assert report == QuarantineReport(begun=[Kept("r", "t")], lasts=True)
+
+
+def test_the_producer_holds_nothing_for_a_failed_write(worker: Callable[..., Worker]) -> None:
+    """Its own blocks are freed: what a late write reads of them lands in blocks that nobody reads."""
+    producer, _ = failed(worker, FailsThenLands)
+    producer.step(finished=[Finished("q", True, "")])
+    assert results(producer) == ({"q"}, set(), set())
+    until(lambda: not any(producer.runtime.census()[stage] for stage in ("orphan", "live", "held", "writes")))
+
+
+def test_a_supervisor_ends_the_quarantine_of_a_failed_write(worker: Callable[..., Worker]) -> None:
+    """The producer answers no Cancel, however often it is asked; its end is what frees the blocks."""
+    producer, consumer = failed(worker, FailsThenLands)
+    cancels: list[int] = []
+    sends = consumer.transport.notify
+
+    def counted(peer: str, payload: bytes) -> None:
+        cancels.append(b'"cancel"' in payload)
+        sends(peer, payload)
+
+    consumer.transport.notify = counted  # type: ignore[method-assign]
+    until(lambda: sum(cancels) >= 3)
+    assert consumer.runtime.census()["quarantined"] == 1
+    consumer.step(lost=[producer.card.incarnation])
+    assert consumer.runtime.census()["quarantined"] == 0
+
+
+def test_a_write_of_which_nothing_was_posted_frees_the_blocks(worker: Callable[..., Worker]) -> None:
+    """The producer acknowledges: nothing is on its way."""
+    _, consumer = failed(worker, RefusesWrites)
+    assert consumer.runtime.quarantine() is None
+    assert consumer.runtime.census()["quarantined"] == 0
+
+
+def test_the_next_transfer_of_the_pair_succeeds(worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One failed write costs the blocks of one request, not the pair."""
+    producer, consumer = failed(worker, FailsThenLands)
+    monkeypatch.setattr(FailsThenLands, "write", MemoryTransport.write)
+    monkeypatch.setattr(FailsThenLands, "poll", MemoryTransport.poll)
+    producer.cache[:] = np.arange(1, 9, dtype=np.uint8)[:, None]
+    consumer.step(receives=[receive(producer.address, "r2", "t2")])
+    producer.step(expects=[Expect("q2", "t2", 7, DIGEST)], chunks=[Chunk("q2", ((1, 2),), 7)])
+    assert results(consumer) == (set(), {"r2"}, set())

@@ -1,0 +1,101 @@
+"""Engine processes from a fork server: real processes, without an engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import FrontendArgs
+
+from actors.arguments import engine_argument_names, engine_arguments, fields_in_source, frontend_argument_names
+from actors.fork_server import USERS, may_fork
+from configs.settings import RoleName, parse_settings
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PARENT = """
+import multiprocessing, os, sys
+from actors.fork_server import InheritingContext
+
+def grandchild(pipe):
+    pipe.send((os.environ["COLOUR"], os.getppid(), "preloaded" in sys.modules))
+
+def child(pipe):
+    before = os.environ["COLOUR"]
+    os.environ["COLOUR"] = "blue"
+    reader, writer = InheritingContext().Pipe(duplex=False)
+    process = InheritingContext().Process(target=grandchild, args=(writer,))
+    process.start()
+    pipe.send((before, "GONE" in os.environ, os.getppid(), "preloaded" in sys.modules, reader.recv()))
+    process.join()
+
+if __name__ == "__main__":
+    os.environ |= {"COLOUR": "red", "GONE": "1"}
+    multiprocessing.set_forkserver_preload(["preloaded"])
+    context = InheritingContext()
+    context.Process(target=print).start()
+    os.environ["COLOUR"] = "green"
+    del os.environ["GONE"]
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=child, args=(writer,))
+    process.start()
+    colour, gone, parent, preloaded, (nested, nested_parent, nested_preloaded) = reader.recv()
+    process.join()
+    print(colour, gone, preloaded, nested, nested_preloaded, parent == nested_parent != os.getpid())
+"""
+
+
+def test_processes_have_their_parents_environment_and_one_server(tmp_path: Path) -> None:
+    """As spawned ones have; those that a forked process starts come from the same server."""
+    (tmp_path / "preloaded.py").write_text("from actors.fork_server import *; stay_with_this_server()")
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    run = subprocess.run(
+        [sys.executable, str(script)],
+        env={"PYTHONPATH": f"{ROOT}:{tmp_path}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert run.stdout.split("\n")[-2] == "green False True blue True True", run.stderr
+
+
+def test_vllm_starts_processes_where_they_are_replaced() -> None:
+    """Otherwise engines spawn their processes, and every start takes 10 s longer."""
+    assert len({importlib.import_module(name).get_mp_context for name in USERS}) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "forks"),
+    [
+        ({}, True),
+        ({"prefill": {"num_gpus": 1}}, False),
+        ({"cpu": {"threads_bind": "auto"}}, False),
+        ({"engine": {"enforce_eager": False}}, False),
+    ],
+)
+def test_which_engines_fork(settings: dict[str, Any], forks: bool) -> None:
+    role: RoleName = "prefill"
+    parsed = parse_settings(settings)
+    assert may_fork(parsed, role, engine_arguments(parsed, role)) is forks
+
+
+def test_argument_names_in_vllms_source_are_those_of_its_classes() -> None:
+    """Read without importing vLLM, which would take the launcher 8 s."""
+    engine = {field.name for field in dataclasses.fields(AsyncEngineArgs) if not field.name.startswith("_")}
+    assert engine_argument_names() == engine
+    assert frontend_argument_names() == {field.name for field in dataclasses.fields(FrontendArgs)}
+
+
+def test_a_class_that_the_source_does_not_hold() -> None:
+    """vLLM is imported then."""
+    assert fields_in_source("class A:\n    x: int", "B") is None
+    assert fields_in_source("class A(elsewhere.Base):\n    x: int", "A") is None
+    assert fields_in_source("class A:\n    x: int\n    K: ClassVar[int] = 1\nclass B(A):\n    y = 1", "B") == {"x"}

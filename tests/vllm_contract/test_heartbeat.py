@@ -1,0 +1,36 @@
+"""The producer's heartbeat stops when its engine does: a forward pass that hangs keeps nobody waiting."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+from connectors.vllm_hma.orders import Chunk, Expect
+from connectors.vllm_hma.quarantine import Kept, QuarantineReport
+from tests.vllm_contract.workers import DIGEST, LIMITS, Worker, receive, results
+
+STEP = dataclasses.replace(LIMITS, step_s=1.0)
+
+
+def test_an_engine_that_hangs_keeps_no_consumer_waiting(worker: Callable[..., Worker]) -> None:
+    """Its progress thread lives and answers: the request is computed elsewhere, and its blocks are free at once."""
+    producer, consumer = worker("p", limits=STEP), worker("c")
+    consumer.step(receives=[receive(producer.address)])
+    producer.step(expects=[Expect("q", "t", 7, DIGEST)])
+    producer.step(chunks=[Chunk("q", ((1,),), 4)])
+    assert results(consumer, within_s=STEP.step_s + 6 * LIMITS.progress_s) == (set(), {"r"}, {"r"})
+    assert Kept("r", "t") not in (consumer.runtime.quarantine() or QuarantineReport()).begun
+
+
+def test_an_engine_that_steps_keeps_its_consumers(worker: Callable[..., Worker]) -> None:
+    """However long the request waits: the steps are other requests'."""
+    producer, consumer = worker("p", limits=STEP), worker("c")
+    consumer.step(receives=[receive(producer.address)])
+    producer.step(expects=[Expect("q", "t", 7, DIGEST)])
+    for _ in range(30):
+        producer.step()
+        assert consumer.runtime.results() == (set(), set(), set())
+        time.sleep(0.1)
+    producer.step(chunks=[Chunk("q", ((1, 2),), 7)])
+    assert results(consumer) == (set(), {"r"}, set())
