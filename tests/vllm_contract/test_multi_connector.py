@@ -66,8 +66,8 @@ def entry_point() -> Callable[[], None]:
 
 def test_the_plugin_registers_the_connector_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM calls a plugin in every process, possibly more than once; no module path is needed afterwards."""
-    monkeypatch.setattr(KVConnectorFactory, "_registry", dict(KVConnectorFactory._registry))
-    KVConnectorFactory._registry.pop(NAME, None)
+    monkeypatch.setattr(KVConnectorFactory, "_registry", dict(KVConnectorFactory._registry))  # noqa: SLF001 (vLLM has no unregister)
+    KVConnectorFactory._registry.pop(NAME, None)  # noqa: SLF001
     register = entry_point()
     register()
     register()
@@ -84,9 +84,9 @@ def test_importing_the_module_registers_the_connector() -> None:
 def unregistered() -> Iterator[None]:
     """Leaves Prometheus' registry as it was."""
     unregister_vllm_metrics()
-    known = set(REGISTRY._collector_to_names)
+    known = set(REGISTRY._collector_to_names)  # noqa: SLF001 (no public list of collectors)
     yield
-    for collector in set(REGISTRY._collector_to_names) - known:
+    for collector in set(REGISTRY._collector_to_names) - known:  # noqa: SLF001
         REGISTRY.unregister(collector)
 
 

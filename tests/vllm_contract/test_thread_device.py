@@ -10,9 +10,11 @@ import pytest
 import torch
 
 import connectors.vllm_hma.runtime as runtime_module
-from connectors.protocol.params import EngineAddress
+from connectors.protocol.reception import Suspect
+from connectors.protocol.wire import Peer
 from connectors.vllm_hma import accelerator
 from connectors.vllm_hma.orders import Chunk, Expect
+from connectors.vllm_hma.processes import own_process
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
 NO_DEVICE = ("tandem-side-channel", "tandem-orphan")
@@ -33,7 +35,8 @@ def test_every_thread_of_a_worker_sets_its_device(
     producer.step(expects=[Expect("q", "t", 7, DIGEST)])
     producer.step(chunks=[Chunk("q", ((1, 2),), 7)])
     assert results(consumer) == (set(), {"r"}, set())
-    consumer.runtime._probe.watch([EngineAddress("nobody", "127.0.0.1", 9)])
+    suspect = Suspect(Peer("nobody", 0), own_process(), True, None)
+    consumer.runtime._probe.watch([suspect], [])  # noqa: SLF001 (no transfer has to fail for it)
 
     def started() -> set[str]:
         names = {thread.name for thread in threading.enumerate() if thread.ident not in others}
