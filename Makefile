@@ -154,6 +154,7 @@ bench-link: $(STAMP) ## TTFT over a link of 800 Mbit/s: streaming, whole request
 bench-transfer: $(STAMP) ## Measure transfers beside raw NIXL and memcpy, descriptors and first contact: FABRICS=shm,tcp
 	$(BIN)/python -m benchmarks.transfer $(if $(FABRICS),--fabrics $(FABRICS))
 	$(BIN)/python -m benchmarks.descriptors
+	$(BIN)/python -m benchmarks.kv_layouts
 	$(BIN)/python -m benchmarks.contact
 
 build/vllm-router/bin/vllm-router:
@@ -225,6 +226,10 @@ build/clients/bin/python:
 .PHONY: clients
 clients: $(STAMP) build/clients/bin/python ## The openai SDK, LangChain (in an environment in build/), vllm bench serve and curl against the service
 	$(BIN)/python -m tests.campaigns.service.clients --langchain build/clients/bin/python
+
+.PHONY: multi-connector
+multi-connector: $(STAMP) ## 100 requests through MultiConnector over TandemConnector and vLLM's ExampleConnector; metrics must account for all
+	$(BIN)/python -m tests.campaigns.service.multi_connector
 
 .PHONY: streams
 streams: $(STAMP) ## Cut streams of every kind at every token, and kill 40 decode engines under streams (about an hour)

@@ -125,8 +125,9 @@ def _check_window(producer: EngineLayout, consumer: EngineLayout, index: int) ->
 def _check_pages(theirs_group: Group, theirs: LayerPages, ours_group: Group, ours: LayerPages) -> None:
     same_layout = "start both engines with the same model, dtype and KV layout"
     of = f"of layer {ours.layer!r}"
-    _same(f"number of KV heads {of}", ours.total_heads, theirs.total_heads, same_layout)
+    # First, because it names what cannot be split over other ranks or blocks.
     _same(f"packing {of}", ours.packing, theirs.packing, same_layout)
+    _same(f"number of KV heads {of}", ours.total_heads, theirs.total_heads, same_layout)
     _same(f"stripes {of}", ours.stripes, theirs.stripes, same_layout)
     if ours_group.kind is GroupKind.STATE:
         for field in ("rows", "row_bytes"):

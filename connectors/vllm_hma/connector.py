@@ -30,6 +30,7 @@ from connectors.vllm_hma.config import parse_config
 from connectors.vllm_hma.metrics import TandemPromMetrics, TandemStats
 from connectors.vllm_hma.orders import CardMetadata, Orders
 from connectors.vllm_hma.orphan import end_with_parent
+from connectors.vllm_hma.plugin import register
 from connectors.vllm_hma.quarantine import QuarantineReport
 from connectors.vllm_hma.scheduler import SchedulerConnector
 from connectors.vllm_hma.translate import group_shapes, only_states_can_lag
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+# An installation without entry points, or VLLM_PLUGINS that leaves ours out: see plugin.py for who needs the name.
+register()
+
 
 class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     """Streams each KV cache group's blocks from the engine that prefills to the engine that decodes."""
@@ -59,6 +63,11 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
             raise ConfigurationError(
                 "kv_transfer_config: set kv_load_failure_policy='recompute'; with 'fail', vLLM's default, a transfer "
                 "that fails would fail the request"
+            )
+        if vllm_config.model_config.enable_sleep_mode:
+            raise ConfigurationError(
+                "enable_sleep_mode: sleep releases the KV cache, whose memory NIXL keeps registered and peers may be "
+                "writing to; turn sleep mode off"
             )
         config = parse_config(transfer.kv_connector_extra_config)
         self._only_states_can_lag = only_states_can_lag(kv_cache_config)
@@ -88,6 +97,16 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     def supports_divergent_local_hybrid_hits(self) -> bool:
         """May vLLM count a held prefix of full attention whose states are gone? The last state always comes."""
         return self._only_states_can_lag
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Request head-major pages, so that the heads that one rank sends to another lie together in a block.
+
+        vLLM's default is token-major: one run per token where TP sizes differ. ``VLLM_KV_CACHE_LAYOUT`` overrides the
+        request, and vLLM drops it with a warning where a backend cannot do it. MLA keeps a single latent per token.
+        """
+        model = vllm_config.model_config
+        return None if model is None or model.use_mla else "LBHNC"
 
     # ---- scheduler's side --------------------------------------------------------------------------------------
 
@@ -132,6 +151,10 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
+        return self.scheduler.finished(request)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Called by MultiConnector in place of the method above when another child does not support HMA."""
         return self.scheduler.finished(request)
 
     # ---- workers' side -----------------------------------------------------------------------------------------

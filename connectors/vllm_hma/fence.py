@@ -15,6 +15,11 @@ class StepFence:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
+    @property
+    def device(self) -> torch.device:
+        """Where the KV cache lies."""
+        return self._device
+
     def mark(self) -> torch.Event | None:
         if self._device.type == "cpu":
             return None

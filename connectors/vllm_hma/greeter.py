@@ -84,6 +84,7 @@ class Greeter:
         identity: bytes,
         on_connected: Callable[[str, list[Partner]], None],
         on_failed: Callable[[str, str], None],
+        on_start: Callable[[], None] = lambda: None,
     ) -> None:
         self._card = card
         self._transport = transport
@@ -96,8 +97,8 @@ class Greeter:
         self._on_connected = on_connected
         self._on_failed = on_failed
         self._complain = Complaints(logger)
-        self._connects = ThreadPoolExecutor(_CONNECT_THREADS, thread_name_prefix="tandem-connect")
-        self._greets = ThreadPoolExecutor(_GREET_THREADS, thread_name_prefix="tandem-greet")
+        self._connects = ThreadPoolExecutor(_CONNECT_THREADS, "tandem-connect", on_start)
+        self._greets = ThreadPoolExecutor(_GREET_THREADS, "tandem-greet", on_start)
         self._lock = threading.Lock()
         self._connecting: set[str] = set()
         self._pending_hellos: set[Peer] = set()

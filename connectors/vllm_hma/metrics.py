@@ -68,8 +68,12 @@ HANGING = (
     "Writes to decode ranks that have made no progress for so long that they were given up; the blocks that they read "
     "cannot be freed before they end. Of several ranks the largest number.",
 )
+_BY_PEER = ("pair_bytes", "pair_seconds")
 _STAGES = ("orphan", "live", "held", "connecting", "offered", "ending")
 _CENSUS = {*_STAGES, "quarantined", "hanging"}
+
+PEERS_KEPT = 64
+"""Series per engine with a label of their own for a decode engine. Every start of one is another peer."""
 
 ARRIVALS_KEPT = 1024
 """Of one report: vLLM adds reports up for its log, and nobody may ask for it."""
@@ -188,11 +192,14 @@ class TandemPromMetrics(KVConnectorPromMetrics):
         for values, held_up in itertools.product(per_engine_labelvalues.values(), self._held_up.values()):
             held_up.labels(*values).set(0)
         self._ranks: dict[int, dict[str, Mapping[str, int]]] = {}
+        self._peers: dict[tuple[int, str], None] = {}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         values = self.per_engine_labelvalues[engine_idx]
         for counter, labels in transfer_stats_data["counts"].items():
             for label, number in labels.items():
+                if counter in _BY_PEER:
+                    self._keep(engine_idx, label)
                 self._counters[counter].labels(*values, label).inc(number)
         if not transfer_stats_data["ranks"]:
             return
@@ -205,3 +212,15 @@ class TandemPromMetrics(KVConnectorPromMetrics):
             self._transfers.labels(*values, stage).set(largest[stage])
         for key, held_up in self._held_up.items():
             held_up.labels(*values).set(largest[key])
+
+    def _keep(self, engine_idx: int, peer: str) -> None:
+        """Note that a peer is in use. The one that has not been for longest goes where there are too many."""
+        self._peers.pop((engine_idx, peer), None)
+        self._peers[engine_idx, peer] = None
+        own = [key for key in self._peers if key[0] == engine_idx]
+        if len(own) > PEERS_KEPT:
+            del self._peers[own[0]]
+            for counter in _BY_PEER:
+                # Ray's metrics cannot remove a series.
+                if hasattr(self._counters[counter], "remove"):
+                    self._counters[counter].remove(*self.per_engine_labelvalues[engine_idx], own[0][1])

@@ -35,10 +35,17 @@ _MAX_WITNESSES = 16
 class WorkerProbe:
     """Probes the workers that it is told to watch, in a thread that lives only while there are some."""
 
-    def __init__(self, timeout_s: float, identity: bytes, on_lost: Callable[[Peer, str], None]) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        identity: bytes,
+        on_lost: Callable[[Peer, str], None],
+        on_start: Callable[[], None] = lambda: None,
+    ) -> None:
         self._timeout_s = timeout_s
         self._identity = identity
         self._on_lost = on_lost
+        self._on_start = on_start
         self._lock = threading.Lock()
         self._watched: frozenset[Suspect] = frozenset()
         self._witnesses: frozenset[EngineAddress] = frozenset()
@@ -64,6 +71,8 @@ class WorkerProbe:
         self._closed.set()
 
     def _run(self) -> None:
+        # `on_lost` sends messages.
+        self._on_start()
         gone: set[Suspect] = set()
         while True:
             with self._lock:

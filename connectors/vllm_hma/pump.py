@@ -11,11 +11,12 @@ _JOIN_S = 5.0
 class Pump:
     """Calls ``turn`` again and again, with a rest of as many seconds as it returned, or until ``wake``.
 
-    ``turn`` must not raise: its thread has all deadlines and answers.
+    ``turn`` must not raise: its thread has all deadlines and answers. The thread calls ``on_start`` first.
     """
 
-    def __init__(self, turn: Callable[[], float], first_rest_s: float) -> None:
+    def __init__(self, turn: Callable[[], float], first_rest_s: float, on_start: Callable[[], None]) -> None:
         self._turn = turn
+        self._on_start = on_start
         self._rest_s = first_rest_s
         self._closed = threading.Event()
         self._awake = threading.Event()
@@ -44,6 +45,7 @@ class Pump:
         self._thread.join(timeout=_JOIN_S)
 
     def _run(self) -> None:
+        self._on_start()
         while not self.closed:
             self._awake.wait(self._rest_s)
             self._awake.clear()

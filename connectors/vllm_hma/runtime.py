@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from connectors.errors import ConfigurationError, PlanError, TransportError, WireError
 from connectors.planning.blocks import wanted_blocks
@@ -47,6 +48,7 @@ from connectors.protocol.reception import Order, Partner
 from connectors.protocol.wire import Cancel, Hello, Message, Offer, Peer, Refused, Welcome, decode
 from connectors.transport.base import Transport
 from connectors.transport.digest import Memory
+from connectors.vllm_hma.accelerator import set_thread_device
 from connectors.vllm_hma.complaints import Complaints
 from connectors.vllm_hma.config import ConnectorConfig
 from connectors.vllm_hma.fence import StepFence
@@ -143,6 +145,7 @@ class WorkerRuntime:
         self._received: dict[str, str | None] = {}
         self._quarantine = QuarantineReport()
         self._complained_at: dict[str, float] = {}
+        set_device = partial(set_thread_device, fence.device)
         self._greeter = Greeter(
             card,
             transport,
@@ -154,11 +157,12 @@ class WorkerRuntime:
             config.keys.identity,
             self._connected,
             self._connect_failed,
+            set_device,
         )
-        self._probe = WorkerProbe(config.limits.cancel_s, config.keys.identity, self._worker_lost)
+        self._probe = WorkerProbe(config.limits.cancel_s, config.keys.identity, self._worker_lost, set_device)
         # Comparing digests takes a while, and neither the engine's steps nor its answers to peers should wait for it.
-        self._verifier = ThreadPoolExecutor(1, thread_name_prefix="tandem-verify")
-        self._pump = Pump(self._turn, _IDLE_S)
+        self._verifier = ThreadPoolExecutor(1, "tandem-verify", set_device)
+        self._pump = Pump(self._turn, _IDLE_S, set_device)
         self._pump.start()
 
     # ---- vLLM's hooks ------------------------------------------------------------------------------------------

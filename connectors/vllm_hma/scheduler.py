@@ -34,6 +34,7 @@ from connectors.protocol.params import (
 )
 from connectors.vllm_hma.complaints import Complaints
 from connectors.vllm_hma.config import ConnectorConfig
+from connectors.vllm_hma.identity import Adapters
 from connectors.vllm_hma.metrics import TandemStats
 from connectors.vllm_hma.orders import CardMetadata, Chunk, Expect, Finished, Orders, Receive, Release
 from connectors.vllm_hma.quarantine import Quarantine
@@ -93,6 +94,7 @@ class SchedulerConnector:
         self._productions: dict[str, _Production] = {}
         self._consumptions: dict[str, ConsumeParams] = {}
         self._taken: set[str] = set()
+        self._adapters = Adapters()
         self.quarantine = Quarantine()
         self._stats = TandemStats()
         self._server: CardServer | None = None
@@ -162,7 +164,7 @@ class SchedulerConnector:
                     request.max_tokens,
                 )
                 return
-            digest = _digest(request)
+            digest = _digest(request, self._adapters)
             _drop_last_token(request)
             production = _Production(
                 params.transfer_id or uuid.uuid4().hex, request.num_prompt_tokens, [0] * len(self._groups)
@@ -195,7 +197,7 @@ class SchedulerConnector:
                 request_id=request.request_id,
                 transfer_id=params.transfer_id,
                 producer=params.producer,
-                prompt_digest=_digest(request),
+                prompt_digest=_digest(request, self._adapters),
                 tables=tuple(tuple(table) for table in tables),
                 start_token=end_token - external_tokens,
                 end_token=end_token,
@@ -328,11 +330,11 @@ def _drop_last_token(request: Request) -> None:
     request.num_prompt_tokens -= 1
 
 
-def _digest(request: Request) -> str:
+def _digest(request: Request, adapters: Adapters) -> str:
     """What both requests of a transfer must agree on before one's KV is used for the other."""
     others = [f"{f.identifier}@{f.mm_position.offset}+{f.mm_position.length}" for f in request.mm_features]
     if request.lora_request is not None:
-        others += [request.lora_request.lora_name, request.lora_request.lora_path]
+        others.append(f"adapter {adapters.identity(request.lora_request)}")
     if request.cache_salt is not None:
         others.append(request.cache_salt)
     return prompt_digest(request.prompt_token_ids, others)

@@ -10,15 +10,11 @@ A new model family is a new branch here, and nowhere else. What is not known is 
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import vllm
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -29,19 +25,20 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
+    SparseCacheRole,
     UniformTypeKVCacheSpecs,
 )
 
 from connectors.errors import UnsupportedCacheError
 from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Place, Region, unique_regions
-from connectors.protocol.cards import ModelIdentity
+from connectors.vllm_hma.identity import resolved_cache_dtype
 from connectors.vllm_hma.states import state_parts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-_SAMPLE_BYTES, _SAMPLES = 1 << 18, 16
+_PLAIN_FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
 _SEPARATE = "serve this model without Tandem's connector"
 
 
@@ -104,40 +101,6 @@ def only_states_can_lag(cache: KVCacheConfig) -> bool:
     return len(others) < len(specs) and all(type(spec) in attention and spec == others[0] for spec in others)
 
 
-def model_identity(config: VllmConfig) -> ModelIdentity:
-    """What must be equal on both engines. Cheap: reads at most 4 MiB of each weight file."""
-    model = config.model_config
-    digest = hashlib.blake2b(digest_size=16)
-    path = Path(model.model)
-    if path.is_dir():
-        for file in sorted([*path.glob("*.safetensors"), *path.glob("*.bin")]):
-            digest.update(f"{file.name}:{file.stat().st_size}:".encode())
-            digest.update(_sample(file))
-    else:
-        digest.update(f"{model.model}@{model.revision}:".encode())
-    # As loaded, so that hf_overrides and the like count.
-    effective = {key: value for key, value in model.hf_config.to_dict().items() if key != "_name_or_path"}
-    effective["tandem"] = [str(model.quantization), config.load_config.load_format == "dummy"]
-    digest.update(json.dumps(effective, sort_keys=True, default=str).encode())
-    return ModelIdentity(
-        model=digest.hexdigest(),
-        dtype=str(model.dtype),
-        cache_dtype=str(config.cache_config.cache_dtype),
-        engine_version=vllm.__version__,
-    )
-
-
-def _sample(file: Path) -> bytes:
-    """Pieces from the first byte, a safetensors header with all names and shapes, to the last."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        pieces = []
-        for number in range(_SAMPLES):
-            stream.seek(max(0, size - _SAMPLE_BYTES) * number // (_SAMPLES - 1))
-            pieces.append(stream.read(_SAMPLE_BYTES))
-    return b"".join(pieces)
-
-
 def _layer_spec(spec: KVCacheSpec, layer: str) -> KVCacheSpec:
     return spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
@@ -169,45 +132,133 @@ def _attention_parts(
         raise UnsupportedCacheError(
             layer, f"{num_blocks} blocks of {spec.block_size} tokens are viewed as {blocks} of {rows}", _SEPARATE
         )
+    if heads != spec.num_heads:
+        raise UnsupportedCacheError(layer, f"{spec.num_heads} heads or slots are viewed as {heads}", _SEPARATE)
     size = view.element_size()
     block_stride, head_stride, row_stride, content_stride = (stride * size for stride in view.stride())
     content = view.shape[3] * size
     if content_stride != size:
         raise UnsupportedCacheError(layer, "the content of its tokens is not contiguous", _SEPARATE)
-    packing = f"{spec.dtype}/{spec.kv_quant_mode.name}/{getattr(spec, 'cache_dtype_str', None)}"
-    total = _total_heads(config, layer, spec, heads)
     page = LayerPages(
         layer=layer,
         address=view.data_ptr(),
         block_stride_bytes=block_stride * kernel_blocks,
-        total_heads=total,
+        total_heads=heads,
         heads=heads,
         # A single head leaves its stride undefined in torch; any value that does not overlap will do.
         head_stride_bytes=head_stride if heads > 1 else rows * content,
         rows=rows,
         row_stride_bytes=row_stride if rows > 1 else content,
         row_bytes=content,
-        packing=f"tokens/{packing}",
+        packing=_packing(config, spec),
         kernel_blocks=kernel_blocks,
         kernel_block_stride_bytes=block_stride if kernel_blocks > 1 else 0,
     )
-    if view.device.type == "cpu" and not isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
-        return _cpu_parts(config, page, spec, size)
-    return [page]
-
-
-def _total_heads(config: VllmConfig, layer: str, spec: AttentionSpec, heads: int) -> int:
-    """KV heads of the whole model in this layer, of which vLLM has put ``heads`` on this rank."""
     tp_size = config.parallel_config.tensor_parallel_size
-    if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec) and heads == 1:
-        return 1
-    total = config.model_config.get_total_num_kv_heads()
-    expected = max(1, total // tp_size)
-    if (total >= tp_size and total % tp_size) or expected != heads or spec.num_heads != spec.num_kv_heads:
+    if spec.num_head_slots is not None:
+        return [_slotted_page(page, tp_size)]
+    if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
+        return [_latent_page(page, spec)]
+    page = replace(page, total_heads=total_heads(config, layer, spec), packing=f"tokens/{page.packing}")
+    return _cpu_parts(config, page, spec, size) if view.device.type == "cpu" else [page]
+
+
+def _packing(config: VllmConfig, spec: AttentionSpec) -> str:
+    """How one token's content of one head is encoded."""
+    name = getattr(spec, "cache_dtype_str", None)
+    resolved = resolved_cache_dtype(name, config.model_config) if name else None
+    return f"{spec.dtype}/{spec.kv_quant_mode.name}/{resolved}"
+
+
+def _slotted_page(page: LayerPages, tp_size: int) -> LayerPages:
+    """A page of head slots, whose content only its kernel knows: it moves whole, between engines of one TP size.
+
+    A slot is not a head. With ``num_head_slots`` 2, K of all heads is one slot and V the other (ROCm, B12X). With two
+    slots a head, FlashInfer keeps all of K before all of V, and within each all data before all scales, whereas
+    MiniMax's MSA alternates between K and V.
+    """
+    order = "token, slot" if page.rows > 1 and page.row_stride_bytes > page.row_bytes else "slot, token"
+    packing = f"{page.heads} head slots/{order}/one of {tp_size} ranks/{page.packing}"
+    whole = replace(page, total_heads=tp_size, heads=1, rows=1, packing=packing)
+    steps = sorted(
+        (stride, count)
+        for stride, count in ((page.row_stride_bytes, page.rows), (page.head_stride_bytes, page.heads))
+        if count > 1
+    )
+    length = page.row_bytes
+    while steps and steps[0][0] == length:
+        length *= steps.pop(0)[1]
+    if not steps:
+        return replace(whole, head_stride_bytes=length, row_bytes=length, row_stride_bytes=length)
+    if steps != [(page.head_stride_bytes, page.heads)]:
+        raise UnsupportedCacheError(page.layer, "the content of its head slots is not contiguous", _SEPARATE)
+    # H outside the blocks (LHBNC): each slot's share of the block is a run of its own.
+    return replace(
+        whole,
+        head_stride_bytes=page.head_stride_bytes * page.heads,
+        row_bytes=length,
+        row_stride_bytes=length,
+        stripes=page.heads,
+        stripe_stride_bytes=page.head_stride_bytes,
+    )
+
+
+def _latent_page(page: LayerPages, spec: MLAAttentionSpec | SlidingWindowMLASpec) -> LayerPages:
+    """MLA's page: one latent, a replica on every rank. Cut between states only where each state's bytes lie together.
+
+    Packed FP8 pages keep the data of all states before the scales of all states: DeepSeek's indexer, and DeepSeek-V4's
+    ``fp8_ds_mla``, unlike V3.2's of the same name.
+    """
+    if page.heads != 1:
+        raise UnsupportedCacheError(page.layer, f"its latent is viewed as {page.heads} heads", _SEPARATE)
+    by_state = spec.dtype.is_floating_point or spec.cache_dtype_str in _PLAIN_FP8
+    by_state |= spec.cache_dtype_str == "fp8_ds_mla" and spec.model_version is None
+    if by_state and getattr(spec, "cache_role", None) is not SparseCacheRole.INDEXER:
+        return replace(page, packing=f"tokens/{page.packing}")
+    if page.row_stride_bytes != page.row_bytes:
+        raise UnsupportedCacheError(page.layer, "its packed states are not contiguous", _SEPARATE)
+    length = page.rows * page.row_bytes
+    packing = f"packed states/{page.packing}"
+    return replace(page, rows=1, row_bytes=length, row_stride_bytes=length, head_stride_bytes=length, packing=packing)
+
+
+def total_heads(config: VllmConfig, layer: str, spec: AttentionSpec) -> int:
+    """KV heads of this layer in the whole model, of which vLLM has put ``spec.num_kv_heads`` on this rank.
+
+    vLLM splits heads evenly, so several on a rank tell the total. A single one is either one of ``tp_size`` or a
+    replica, which the model's configuration tells: taking different heads for replicas would move wrong bytes.
+    Raises UnsupportedCacheError where the configuration does not tell.
+    """
+    tp_size, heads = config.parallel_config.tensor_parallel_size, spec.num_kv_heads
+    if tp_size == 1 or heads > 1:
+        return heads * tp_size
+    total = _configured_heads(config, layer, spec)
+    if total is None or total > tp_size or tp_size % total:
+        told = "does not say how many there are in all" if total is None else f"says {total} in all"
         raise UnsupportedCacheError(
-            layer, f"it keeps {heads} KV heads on this rank, {total} heads over {tp_size} ranks", _SEPARATE
+            layer, f"it keeps 1 KV head on each of {tp_size} ranks, and the model's configuration {told}", _SEPARATE
         )
     return total
+
+
+def _configured_heads(config: VllmConfig, layer: str, spec: AttentionSpec) -> int | None:
+    """KV heads that the model's configuration gives this layer; None where that is not known."""
+    text = config.model_config.hf_text_config
+    if getattr(text, "block_configs", None):
+        # Puzzle models (Nemotron-NAS) state a number for every block, and vLLM's total is the first one's.
+        return None
+    architecture = config.model_config.model_arch_config
+    if architecture.per_layer_overrides is not None:
+        # Gemma 4: num_global_key_value_heads. Layers of a draft model are not in this list.
+        numbers = [int(part) for part in layer.split(".") if part.isdecimal()]
+        if len(numbers) != 1 or numbers[0] >= len(architecture.per_layer_overrides):
+            return None
+        architecture = architecture[numbers[0]]
+    total = architecture.total_num_kv_heads
+    if getattr(spec, "sliding_window", None) is not None:
+        # MiMo-V2 and Inkling.
+        total = getattr(text, "swa_num_key_value_heads", None) or total
+    return total if isinstance(total, int) and total > 0 else None
 
 
 def _cpu_parts(config: VllmConfig, page: LayerPages, spec: AttentionSpec, size: int) -> list[LayerPages]:

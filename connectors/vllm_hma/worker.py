@@ -15,6 +15,7 @@ from connectors.protocol.wire import Peer
 from connectors.transport.nixl import NixlTransport
 from connectors.vllm_hma.config import ConnectorConfig
 from connectors.vllm_hma.fence import StepFence
+from connectors.vllm_hma.identity import model_identity
 from connectors.vllm_hma.metrics import TandemStats
 from connectors.vllm_hma.orders import Orders
 from connectors.vllm_hma.post import agent_name
@@ -22,7 +23,7 @@ from connectors.vllm_hma.processes import own_process
 from connectors.vllm_hma.quarantine import QuarantineReport
 from connectors.vllm_hma.runtime import WorkerRuntime
 from connectors.vllm_hma.streaming import Streaming
-from connectors.vllm_hma.translate import engine_layout, group_shapes, model_identity
+from connectors.vllm_hma.translate import engine_layout, group_shapes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -55,6 +55,7 @@ STEPS = (
     Step("differential", "differential", lines=2),
     Step("fuzz", "fuzz", lines=6),
     Step("clients", "clients", lines=20),
+    Step("multi-connector", "multi-connector", lines=3),
     Step("two-hosts", "two-hosts-test", lines=12, needs_root=True),
     Step("faults-1-1", "faults", ("FAULTS=200", "TP=1:1", "LANES=2", "OUT=build/test-all/faults-1-1"), lines=2),
     Step("faults-1-2", "faults", ("FAULTS=200", "TP=1:2", "LANES=2", "OUT=build/test-all/faults-1-2"), lines=2),

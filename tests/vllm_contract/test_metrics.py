@@ -15,7 +15,7 @@ from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from actors.stopwatch import Arrivals
 from connectors.protocol.limits import TransferLimits
 from connectors.vllm_hma.connector import TandemConnector
-from connectors.vllm_hma.metrics import ARRIVALS_KEPT, RankTally, TandemPromMetrics, TandemStats
+from connectors.vllm_hma.metrics import ARRIVALS_KEPT, PEERS_KEPT, RankTally, TandemPromMetrics, TandemStats
 from connectors.vllm_hma.orders import Chunk, Expect, Finished
 from tests.vllm_contract.test_ends import HeldWrites, let_go
 from tests.vllm_contract.workers import BLOCK_BYTES, DIGEST, Worker, receive, results, until
@@ -133,6 +133,21 @@ def test_ranks_add_up_what_they_count_and_share_what_they_hold(metrics: TandemPr
     assert value("vllm:tandem_kv_transfers", stage="held") == 3
     observe(metrics, ranks[0].take({"held": 2}), ranks[1].take({"held": 0}))
     assert value("vllm:tandem_kv_transfers", stage="held") == 2
+
+
+def test_peers_are_few(metrics: TandemPromMetrics) -> None:
+    """Each start of a decode engine is another peer: the series of those that are longest out of use go."""
+    tally = RankTally(0)
+    for number in range(PEERS_KEPT + 10):
+        tally.written("busy", 1, 0.1)
+        tally.written(f"e{number}", 1, 0.1)
+        observe(metrics, tally.take({}))
+    peers = {
+        sample.labels["peer"] for family in REGISTRY.collect() for sample in family.samples if "peer" in sample.labels
+    }
+    assert len(peers) == PEERS_KEPT
+    assert {"busy", f"e{PEERS_KEPT + 9}"} <= peers
+    assert value("vllm:tandem_kv_pair_bytes_total", peer="busy") == PEERS_KEPT + 10
 
 
 def test_kv_has_arrived_when_the_last_rank_has_it() -> None:

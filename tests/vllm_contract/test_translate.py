@@ -17,7 +17,8 @@ from vllm.v1.kv_cache_interface import (
 
 from connectors.errors import UnsupportedCacheError
 from connectors.planning.layout import GroupKind
-from connectors.vllm_hma.translate import engine_layout, group_shapes, model_identity, only_states_can_lag
+from connectors.vllm_hma.identity import model_identity
+from connectors.vllm_hma.translate import engine_layout, group_shapes, only_states_can_lag
 from tests.vllm_contract.caches import (
     BLOCK_ELEMENTS,
     BLOCK_TOKENS,
@@ -124,12 +125,11 @@ def test_chunked_attention_is_a_kind_of_its_own() -> None:
     assert [(g.kind, g.window_tokens) for g in shapes] == [(GroupKind.CHUNKED, 64), (GroupKind.FULL, None)]
 
 
-def test_head_counts_that_do_not_add_up_are_refused() -> None:
-    """A layer that keeps another number of heads than the model says is not guessed at."""
+def test_a_view_that_is_not_the_spec_is_refused() -> None:
+    """A view of other heads than the spec's is not guessed at."""
     cache = cache_config((["f"], full(num_kv_heads=2)))
-    narrow = {"f": torch.zeros(BLOCKS, 2, BLOCK_TOKENS, CONTENT)}
-    with pytest.raises(UnsupportedCacheError, match="keeps 2 KV heads"):
-        engine_layout(vllm_config(), cache, narrow, tp_rank=0)
+    with pytest.raises(UnsupportedCacheError, match="2 heads or slots are viewed as 4"):
+        engine_layout(vllm_config(), cache, views(cache), tp_rank=0)
 
 
 def test_token_major_pages_are_refused_on_the_cpu() -> None:

@@ -1,0 +1,116 @@
+"""What must be equal on two engines before the KV cache of one is used by the other: model, dtypes, adapters."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import huggingface_hub
+import vllm
+from vllm.platforms import current_platform
+
+from connectors.protocol.cards import ModelIdentity
+from connectors.vllm_hma.weights import digest_weights
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.lora.request import LoRARequest
+
+logger = logging.getLogger(__name__)
+
+
+def model_identity(config: VllmConfig) -> ModelIdentity:
+    """What must be equal on both engines. Reads all weights of a local model once per host (``weights.py``)."""
+    model = config.model_config
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(f"{_weights(model)}:".encode())
+    # As loaded, so that hf_overrides and the like count.
+    effective = {key: value for key, value in model.hf_config.to_dict().items() if key != "_name_or_path"}
+    effective["tandem"] = [str(model.quantization), config.load_config.load_format == "dummy"]
+    digest.update(json.dumps(effective, sort_keys=True, default=str).encode())
+    return ModelIdentity(
+        model=digest.hexdigest(),
+        dtype=str(model.dtype),
+        cache_dtype=resolved_cache_dtype(config.cache_config.cache_dtype, model),
+        engine_version=vllm.__version__,
+    )
+
+
+def resolved_cache_dtype(name: str, model: ModelConfig) -> str:
+    """What ``kv_cache_dtype`` means on this engine: ``auto`` and ``bfloat16`` may be the same.
+
+    torch's dtype alone does not tell: vLLM keeps every kind of FP8 as uint8.
+    """
+    if name == "auto":
+        return str(model.dtype).removeprefix("torch.")
+    if name in ("fp8", "fp8_e4m3"):
+        return str(current_platform.fp8_dtype()).removeprefix("torch.")
+    return name
+
+
+def _weights(model: ModelConfig) -> str:
+    """The content of a local model, or the commit of a model of the Hugging Face Hub."""
+    path = Path(model.model)
+    if path.exists():
+        return digest_weights(path)
+    commit = _commit(model.model, model.revision)
+    if commit is None:
+        logger.warning(
+            "Tandem: revision %s of %s cannot be resolved to a commit; give both engines a commit as `revision`",
+            model.revision,
+            model.model,
+        )
+    return f"{model.model}@{commit or model.revision}"
+
+
+def _commit(repository: str, revision: str | None, file: str = "config.json") -> str | None:
+    """The commit that a revision stands for: as vLLM has resolved it, or as the cache of the hub's files has it."""
+    # huggingface_hub's ResolvedRevision is a str that equals the revision that was asked for, "main" say.
+    resolved = getattr(revision, "resolved", None) or revision
+    if resolved and len(resolved) == 40 and all(character in "0123456789abcdef" for character in resolved):
+        return str(resolved)
+    try:
+        cached = huggingface_hub.try_to_load_from_cache(repository, file, revision=revision)
+    except ValueError:  # not a name that the hub could have
+        return None
+    # .../snapshots/<commit>/config.json
+    return Path(cached).parent.name if isinstance(cached, str) else None
+
+
+class Adapters:
+    """Identities of LoRA adapters by content. For one engine; not thread-safe.
+
+    An engine loads an adapter once for each id. One whose files have changed since may be loaded in either state, so it
+    gets an identity that no other engine has, and its KV is computed by each engine itself.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[int, tuple[str, str]] = {}
+
+    def identity(self, request: LoRARequest) -> str:
+        """Equal on two engines only if they use the same adapter."""
+        now = _adapter(request.lora_path)
+        if now is None:
+            return f"not on this host yet: {uuid.uuid4().hex}"
+        path, first = self._first.setdefault(request.lora_int_id, (request.lora_path, now))
+        if request.load_inplace or path != request.lora_path:
+            self._first[request.lora_int_id] = (request.lora_path, now)
+        elif first != now:
+            return f"changed since it was loaded: {uuid.uuid4().hex}"
+        return now
+
+
+def _adapter(path: str) -> str | None:
+    """The content of a local adapter, or the commit of one of the hub, once it has been loaded."""
+    folder = Path(path)
+    if folder.exists():
+        settings = folder / "adapter_config.json"
+        digest = hashlib.blake2b(settings.read_bytes() if settings.is_file() else b"", digest_size=16)
+        digest.update(digest_weights(folder).encode())
+        return digest.hexdigest()
+    commit = _commit(path, None, "adapter_config.json")
+    return None if commit is None else f"{path}@{commit}"

@@ -1,0 +1,104 @@
+"""Engines whose KV cache vLLM's own code lays out, and transfers between them over the memory transport."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout, KVCacheSpec
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from connectors.planning.blocks import UnitShape
+from connectors.planning.descriptors import Moves, build_runs
+from connectors.planning.layout import EngineLayout
+from connectors.planning.plan import PairPlan, check_compatible, plan_pair
+from connectors.planning.verify import prove_plans
+from connectors.transport.memory import Fabric, MemoryTransport
+from connectors.vllm_hma.translate import engine_layout
+
+BLOCKS = 400
+"""Enough for one request of 256 tokens in every shape of these tests, as vLLM demands."""
+
+_names = itertools.count()
+
+
+@dataclass
+class MemoryRank:
+    """One worker: its cache as vLLM views it, by layer, and as Tandem describes it."""
+
+    cache: KVCacheConfig
+    views: dict[str, torch.Tensor]
+    layout: EngineLayout
+
+    def bytes_of(self, layer: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The layer's view as (blocks, heads, states, content bytes); writes go through to the cache."""
+        found: np.ndarray[Any, np.dtype[np.uint8]] = self.views[layer].view(torch.uint8).numpy()
+        return found
+
+    def storage(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The one allocation behind all views, padding included."""
+        view = next(iter(self.views.values()))
+        found: np.ndarray[Any, np.dtype[np.uint8]] = (
+            torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage()).numpy()
+        )
+        return found
+
+
+def memory_rank(
+    config: VllmConfig,
+    specs: Mapping[str, KVCacheSpec],
+    layout: KVCacheLayout = KVCacheLayout.LBHNC,
+    tp_rank: int = 0,
+    kernel_block_sizes: list[int] | None = None,
+) -> MemoryRank:
+    """Allocate the cache of one rank with these layers."""
+    config.cache_config.kv_cache_layout = layout.name
+    config.cache_config.num_gpu_blocks_override = BLOCKS
+    (cache,) = get_kv_cache_configs(config, [dict(specs)], [1 << 28])
+    views = allocate_kv_cache(cache, torch.device("cpu"), layout, kernel_block_sizes)
+    return MemoryRank(cache, views, engine_layout(config, cache, views, tp_rank))
+
+
+def plans_for(producers: Sequence[MemoryRank], consumer: MemoryRank) -> list[PairPlan]:
+    """Check, plan and prove what every producer rank sends to one consumer rank."""
+    for producer in producers:
+        check_compatible(producer.layout, consumer.layout)
+    plans = [plan_pair(producer.layout, consumer.layout) for producer in producers]
+    prove_plans(consumer.layout, plans)
+    return plans
+
+
+def transfer(producers: Sequence[MemoryRank], consumer: MemoryRank, moves: Sequence[Moves]) -> None:
+    """Write these units from all producer ranks into one consumer rank."""
+    plans = plans_for(producers, consumer)
+    fabric = Fabric()
+    receiver = MemoryTransport(f"consumer{next(_names)}", fabric)
+    receiver.register(consumer.layout.regions)
+    for producer, plan in zip(producers, plans, strict=True):
+        sender = MemoryTransport(f"producer{next(_names)}", fabric)
+        sender.register(producer.layout.regions)
+        runs = build_runs(plan, moves)
+        if len(runs):
+            sender.add_peer(receiver.metadata())
+            sender.write(receiver.name, runs, producer.layout.place, consumer.layout.place)
+
+
+def whole_blocks(group: int, src: int, dst: int) -> Moves:
+    """One block that is one unit on both sides."""
+    return units(group, UnitShape(0, 1, 1), [(src, 0)], [(dst, 0)])
+
+
+def units(group: int, shape: UnitShape, src: list[tuple[int, int]], dst: list[tuple[int, int]]) -> Moves:
+    """Units as (block, part) on both sides."""
+    assert all(part < shape.src_units for _, part in src)
+    assert all(part < shape.dst_units for _, part in dst)
+    src_ids, src_parts, dst_ids, dst_parts = (
+        np.asarray(column, np.int64) for pairs in (src, dst) for column in zip(*pairs, strict=True)
+    )
+    return Moves(group, src_ids, src_parts, dst_ids, dst_parts)

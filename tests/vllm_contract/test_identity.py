@@ -1,0 +1,172 @@
+"""What two engines must have in common: weights by content or commit, dtypes as resolved, adapters by content."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import ResolvedRevision
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.lora.request import LoRARequest
+
+import connectors.vllm_hma.weights as weights
+from app.demo.paths import MODEL_DIR
+from connectors.errors import ConfigurationError
+from connectors.vllm_hma.connector import TandemConnector
+from connectors.vllm_hma.identity import Adapters, model_identity
+from connectors.vllm_hma.weights import digest_weights
+from tests.vllm_contract.caches import cache_config, full, vllm_config
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(autouse=True)
+def cache_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of this test."""
+    root = tmp_path / "cache"
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(root))
+    return root
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(MODEL_DIR, tmp_path / "model"))
+
+
+def config(model: Path, **overrides: Any) -> VllmConfig:
+    made: VllmConfig = vllm_config.__wrapped__(model=str(model), **overrides)
+    return made
+
+
+def flip_a_byte(file: Path) -> None:
+    """Change one byte in the middle, and set the time of modification back."""
+    before = file.stat()
+    with file.open("r+b") as stream:
+        stream.seek(before.st_size // 2)
+        byte = stream.read(1)
+        stream.seek(before.st_size // 2)
+        stream.write(bytes([byte[0] ^ 1]))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_any_byte_of_the_weights_counts(model: Path) -> None:
+    """An update in place, of equal size and with its old time, gives the model another identity."""
+    made = config(model)
+    before = model_identity(made)
+    assert model_identity(config(MODEL_DIR)) == before, "a copy elsewhere is the same model"
+    flip_a_byte(model / "model.safetensors")
+    assert model_identity(made).model != before.model
+
+
+def test_weights_are_read_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks and later starts find the digest; a file that has changed is read again."""
+    read: list[Path] = []
+    digest = weights._digest  # noqa: SLF001 (counted, not replaced)
+
+    def counted(file: Path) -> str:
+        read.append(file)
+        return digest(file)
+
+    monkeypatch.setattr(weights, "_digest", counted)
+    assert digest_weights(model) == digest_weights(model)
+    assert read == [model / "model.safetensors"]
+    flip_a_byte(model / "model.safetensors")
+    digest_weights(model)
+    assert len(read) == 2
+
+
+def test_a_read_only_cache_folder_costs_time_only(model: Path, cache_root: Path) -> None:
+    """Nothing can be remembered, and the digest is the same."""
+    before = digest_weights(model)
+    shutil.rmtree(cache_root)
+    cache_root.write_text("not a folder")
+    assert digest_weights(model) == before
+
+
+def test_a_model_of_the_hub_is_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``main`` on two hosts may be two commits, and a branch and its commit are one model."""
+    made = config(MODEL_DIR)
+    monkeypatch.setattr(made.model_config, "model", "somebody/model")
+
+    def identity(revision: str | None) -> str:
+        monkeypatch.setattr(made.model_config, "revision", revision)
+        return model_identity(made).model
+
+    resolved = ResolvedRevision(COMMIT, "main", "somebody/model")
+    assert identity(resolved) == identity(COMMIT)
+    assert identity(resolved) != identity(ResolvedRevision(COMMIT[::-1], "main", "somebody/model"))
+
+
+def test_an_unresolved_revision_is_looked_up_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM keeps a revision as it is where the hub cannot be reached; the files on this host name their commit."""
+    stored = tmp_path / "hub" / "models--somebody--model"
+    (stored / "snapshots" / COMMIT).mkdir(parents=True)
+    (stored / "snapshots" / COMMIT / "config.json").touch()
+    (stored / "refs").mkdir()
+    (stored / "refs" / "main").write_text(COMMIT)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    made = config(MODEL_DIR)
+    monkeypatch.setattr(made.model_config, "model", "somebody/model")
+    monkeypatch.setattr(made.model_config, "revision", None)
+    found = model_identity(made)
+    monkeypatch.setattr(made.model_config, "revision", COMMIT)
+    assert model_identity(made) == found
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "equal"),
+    [("auto", "bfloat16", True), ("fp8", "fp8_e4m3", True), ("fp8", "fp8_e5m2", False), ("auto", "float16", False)],
+)
+def test_cache_dtypes_are_compared_as_resolved(one: str, other: str, equal: bool) -> None:
+    """``auto`` is the model's dtype; torch keeps every FP8 as uint8, so its dtype would not do."""
+    made = config(MODEL_DIR, dtype="bfloat16")
+    found = []
+    for name in (one, other):
+        made.cache_config.cache_dtype = name
+        found.append(model_identity(made).cache_dtype)
+    assert (found[0] == found[1]) is equal, found
+
+
+def adapter(folder: Path, content: bytes) -> Path:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 8}))
+    (folder / "adapter_model.safetensors").write_bytes(content)
+    return folder
+
+
+def lora(path: Path, number: int = 1, load_inplace: bool = False) -> LoRARequest:
+    return LoRARequest("name", number, str(path), load_inplace=load_inplace)
+
+
+def test_an_adapter_is_its_content(tmp_path: Path) -> None:
+    """Two hosts may keep one adapter in two places, and two adapters in one place."""
+    here, there, other = (
+        adapter(tmp_path / name, content) for name, content in (("a", b"x" * 64), ("b", b"x" * 64), ("c", b"y" * 64))
+    )
+    assert Adapters().identity(lora(here)) == Adapters().identity(lora(there))
+    assert Adapters().identity(lora(here)) != Adapters().identity(lora(other))
+
+
+def test_an_adapter_that_changed_under_a_running_engine(tmp_path: Path) -> None:
+    """The engine may have loaded either state: no other engine's KV fits until it loads the adapter again."""
+    folder = adapter(tmp_path / "a", b"x" * 64)
+    adapters = Adapters()
+    adapters.identity(lora(folder))
+    flip_a_byte(folder / "adapter_model.safetensors")
+    assert adapters.identity(lora(folder)) != adapters.identity(lora(folder))
+    assert adapters.identity(lora(folder, load_inplace=True)) == Adapters().identity(lora(folder))
+    assert adapters.identity(lora(folder)) == Adapters().identity(lora(folder))
+
+
+def test_sleep_mode_is_refused() -> None:
+    """Sleep releases the KV cache's memory, which NIXL keeps registered."""
+    transfer = KVTransferConfig(kv_connector="TandemConnector", kv_role="kv_both", kv_load_failure_policy="recompute")
+    made = config(MODEL_DIR, kv_transfer_config=transfer)
+    made.model_config.enable_sleep_mode = True
+    with pytest.raises(ConfigurationError, match="enable_sleep_mode"):
+        TandemConnector(made, KVConnectorRole.SCHEDULER, cache_config((["f"], full())))

@@ -1,0 +1,52 @@
+"""The KV cache layout that the connector requests, resolved by vLLM's own function."""
+
+from __future__ import annotations
+
+import pytest
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
+
+from benchmarks.kv_layouts import measure
+from tests.vllm_contract.caches import vllm_config
+
+ANY = ["LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC", "LHBNC"]
+"""vLLM's order of preference where backends have none (vllm/v1/attention/backends/utils.py)."""
+
+
+def config() -> VllmConfig:
+    transfer = KVTransferConfig(
+        kv_connector="TandemConnector",
+        kv_connector_module_path="connectors.vllm_hma.connector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+    )
+    made: VllmConfig = vllm_config.__wrapped__(kv_transfer_config=transfer)
+    return made
+
+
+def test_head_major_is_requested() -> None:
+    """vLLM's default is token-major: with unequal TP sizes each token's share of heads would be a run of its own."""
+    assert resolve_kv_cache_layout(config(), [ANY]).name == "LBHNC"
+
+
+def test_mla_keeps_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLA has one head, so its pages look the same in both layouts."""
+    made = config()
+    monkeypatch.setattr(type(made.model_config), "use_mla", True)
+    assert resolve_kv_cache_layout(made, [ANY]).name == "LBNHC"
+
+
+def test_a_backend_that_knows_one_layout_keeps_it() -> None:
+    """CPU attention is head-major anyway; where a backend is not, vLLM drops the request with a warning."""
+    cpu = [layout.name for layout in CPUAttentionBackend.supported_kv_cache_layouts()]
+    assert cpu == ["LBHNC"]
+    assert resolve_kv_cache_layout(config(), [cpu]).name == "LBHNC"
+    assert resolve_kv_cache_layout(config(), [["LBNHC"]]).name == "LBNHC"
+
+
+@pytest.mark.parametrize(("layout", "runs", "run_bytes"), [("LBNHC", 32768, 2048), ("LBHNC", 2048, 32768)])
+def test_runs_of_one_layer(layout: str, runs: int, run_bytes: int) -> None:
+    """32k tokens of 8 heads in blocks of 16, TP 1 to 2, by hand: a run per token, or a run per block."""
+    row = measure(layout, layers=1, kv_heads=8, tokens=32768, block_tokens=16, content_bytes=512, rounds=1)
+    assert (row["runs"], row["run_bytes"]) == (runs, run_bytes)

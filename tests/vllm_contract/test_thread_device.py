@@ -1,0 +1,63 @@
+"""The accelerator is set in every thread of a worker that touches NIXL or the KV cache."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import connectors.vllm_hma.runtime as runtime_module
+from connectors.protocol.reception import Suspect
+from connectors.protocol.wire import Peer
+from connectors.vllm_hma import accelerator
+from connectors.vllm_hma.orders import Chunk, Expect
+from connectors.vllm_hma.processes import own_process
+from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
+
+NO_DEVICE = ("tandem-side-channel", "tandem-orphan")
+"""Threads of the engine core: they answer sockets and watch a process, and touch neither NIXL nor the cache."""
+
+
+def test_every_thread_of_a_worker_sets_its_device(
+    monkeypatch: pytest.MonkeyPatch, worker: Callable[..., Worker]
+) -> None:
+    """A transfer with digests, both ends of a handshake, and a probe of a producer that does not answer."""
+    seen: dict[int, torch.device] = {}
+    monkeypatch.setattr(
+        runtime_module, "set_thread_device", lambda device: seen.__setitem__(threading.get_ident(), device)
+    )
+    others = {thread.ident for thread in threading.enumerate()}
+    producer, consumer = worker("p", integrity="full"), worker("c", integrity="full")
+    consumer.step(receives=[receive(producer.address)])
+    producer.step(expects=[Expect("q", "t", 7, DIGEST)])
+    producer.step(chunks=[Chunk("q", ((1, 2),), 7)])
+    assert results(consumer) == (set(), {"r"}, set())
+    suspect = Suspect(Peer("nobody", 0), own_process(), True, None)
+    consumer.runtime._probe.watch([suspect], [])  # noqa: SLF001 (no transfer has to fail for it)
+
+    def started() -> set[str]:
+        names = {thread.name for thread in threading.enumerate() if thread.ident not in others}
+        return {name.rstrip("0123456789_") for name in names if name.startswith("tandem-")} - set(NO_DEVICE)
+
+    until(lambda: started() == {"tandem-pump", "tandem-connect", "tandem-greet", "tandem-verify", "tandem-probe"})
+    for thread in threading.enumerate():
+        if thread.ident not in others and thread.name.startswith("tandem-") and thread.name not in NO_DEVICE:
+            assert thread.ident in seen, f"{thread.name} runs without a device"
+    assert set(seen.values()) == {torch.device("cpu")}
+
+
+def test_the_platform_sets_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's platform also creates the thread's CUDA context, which UCX needs; a CPU has none."""
+    calls: list[Any] = []
+
+    class Platform:
+        def set_device(self, device: torch.device) -> None:
+            calls.append(device)
+
+    monkeypatch.setattr(accelerator, "current_platform", Platform())
+    accelerator.set_thread_device(torch.device("cpu"))
+    accelerator.set_thread_device(torch.device("cuda", 3))
+    assert calls == [torch.device("cuda", 3)]
