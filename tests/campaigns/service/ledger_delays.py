@@ -87,7 +87,8 @@ async def one(client: httpx.AsyncClient, seed: int, facts: int, **more: object) 
 
 
 async def delayed(client: httpx.AsyncClient, process: psutil.Process, delay: Delay, seed: int) -> dict[str, float]:
-    workers = [child for child in process.children(recursive=True) if "Worker" in _line(child)]
+    # The core's parent is the fork server, as is that of its workers.
+    workers = [child for child in process.parent().children(recursive=True) if "Worker" in _line(child)]
     stopped = (workers or [process]) if delay.worker else [process]
 
     async def stop() -> None:
