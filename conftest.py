@@ -17,6 +17,9 @@ if len(ray_temporary_directory()) + len(".99") > longest_temporary_directory():
     os.environ["RAY_TMPDIR"] = "/tmp"
 
 # Generated cases take as long as they take: the machine may be busy with engines.
+# Ray starts its workers at niceness 15: beside other tests, an engine would take minutes to start.
+os.environ.setdefault("RAY_worker_niceness", "0")
+
 settings.register_profile("tandem", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("tandem")
 
@@ -52,16 +55,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupSchedul
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start services and engines first: they take longest, and the other groups fill the gaps."""
+    """Start with the groups that take longest: the others fill the gaps."""
     items.sort(key=_rank)
 
 
 def _rank(item: pytest.Item) -> int:
-    """Return the item's place: services (the longest groups), engines, everything else."""
+    """Return the item's place: the service that most tests use, engines, engines that are killed, everything else."""
     marker = item.get_closest_marker("engine")
     if marker is None:
-        return 2
-    return 0 if marker.kwargs.get("first") else 1
+        return 3
+    return 0 if marker.kwargs.get("first") else 2 if marker.kwargs.get("killed") else 1
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.campaigns.service.decode_deaths import Decodes, service_with_two_decodes, stream_with_a_death, whole_stream
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.engine(killed=True)
 
 TOKENS = 400
 """A short stream could end before a busy client has seen the event at which it kills the engine."""

@@ -12,7 +12,7 @@ from tests.campaigns.faults.campaign import Campaign
 from tests.campaigns.faults.presets import PRESETS
 from tests.campaigns.faults.schedule import schedule
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.engine(killed=True)
 
 SEED = 4
 WANTED = {

@@ -7,7 +7,6 @@ from vllm.config import KVTransferConfig, VllmConfig
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 
-from benchmarks.kv_layouts import measure
 from tests.vllm_contract.caches import vllm_config
 
 ANY = ["LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC", "LHBNC"]
@@ -43,10 +42,3 @@ def test_a_backend_that_knows_one_layout_keeps_it() -> None:
     assert cpu == ["LBHNC"]
     assert resolve_kv_cache_layout(config(), [cpu]).name == "LBHNC"
     assert resolve_kv_cache_layout(config(), [["LBNHC"]]).name == "LBNHC"
-
-
-@pytest.mark.parametrize(("layout", "runs", "run_bytes"), [("LBNHC", 32768, 2048), ("LBHNC", 2048, 32768)])
-def test_runs_of_one_layer(layout: str, runs: int, run_bytes: int) -> None:
-    """32k tokens of 8 heads in blocks of 16, TP 1 to 2, by hand: a run per token, or a run per block."""
-    row = measure(layout, layers=1, kv_heads=8, tokens=32768, block_tokens=16, content_bytes=512, rounds=1)
-    assert (row["runs"], row["run_bytes"]) == (runs, run_bytes)
