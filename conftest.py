@@ -17,9 +17,6 @@ if len(ray_temporary_directory()) + len(".99") > longest_temporary_directory():
     os.environ["RAY_TMPDIR"] = "/tmp"
 
 # Generated cases take as long as they take: the machine may be busy with engines.
-# Ray starts its workers at niceness 15: beside other tests, an engine would take minutes to start.
-os.environ.setdefault("RAY_worker_niceness", "0")
-
 settings.register_profile("tandem", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("tandem")
 

@@ -10,7 +10,7 @@ from tests.campaigns.service.decode_deaths import Decodes, service_with_two_deco
 
 pytestmark = pytest.mark.engine(killed=True)
 
-TOKENS = 400
+TOKENS, AT_EVENT = 400, 150
 """A short stream could end before a busy client has seen the event at which it kills the engine."""
 
 
@@ -18,5 +18,5 @@ def test_a_stream_outlives_its_engine(tmp_path: Path) -> None:
     """An engine core is killed; the stream says what the uninterrupted one says. `make streams` kills actors, too."""
     with service_with_two_decodes(tmp_path) as (service, http):
         whole = whole_stream(http, "penalties", TOKENS)
-        death = stream_with_a_death(http, Decodes(service, http), "penalties", 9, "core", whole, TOKENS)
+        death = stream_with_a_death(http, Decodes(service, http), "penalties", AT_EVENT, "core", whole, TOKENS)
         assert (death.exact, death.resumed, death.gone) == (True, True, True), death

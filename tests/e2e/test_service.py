@@ -347,15 +347,17 @@ async def _leave(service: ServiceProcess, body: dict, after_s: float) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize(("after_s", "facts"), [(1.0, 4), (0.03, 200)], ids=["in decode", "in prefill"])
+@pytest.mark.parametrize(("after_s", "facts"), [(2.0, 4), (0.03, 200)], ids=["in decode", "in prefill"])
 async def test_a_client_that_leaves_ends_both_legs(service, http, stream, after_s, facts):
     """Requests and blocks of both engines go back to zero, long before the answer would have ended."""
-    body = completion(recall(20, facts).text, max_tokens=600, min_tokens=600, ignore_eos=True, stream=stream)
+    body = completion(recall(20, facts).text, max_tokens=1500, min_tokens=1500, ignore_eos=True, stream=stream)
     before = metric(http, "tandem_client_disconnects_total")
     await _leave(service, body, after_s)
-    await asyncio.sleep(0.2)
+    # On a busy machine, the router learns later that the client has left.
+    give_up_at = time.monotonic() + IDLE_TIMEOUT_S
+    while (left := metric(http, "tandem_client_disconnects_total")) != before + 1:
+        assert time.monotonic() < give_up_at, f"{left - before:g} clients have left"
     wait_until_idle(http)
-    assert metric(http, "tandem_client_disconnects_total") == before + 1
     assert http.get("/health").status_code == 200
 
 

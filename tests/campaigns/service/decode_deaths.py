@@ -36,6 +36,9 @@ STREAM_TIMEOUT_S = 120.0
 SILENCE_S = 30.0
 GONE_TIMEOUT_S = 60.0
 
+SETTLED_EVENTS = 50
+"""Events after which other work of the engines, such as a handshake, is over."""
+
 LAST_EVENTS = 2
 """Usage and the end mark, with which nothing is left to be resumed."""
 
@@ -143,7 +146,7 @@ def stream_with_a_death(
     endpoint, body = KINDS[kind]
     engines = decodes.both()
     before = _resumed(http)
-    busy = [engine.busy_s for engine in engines]
+    busy, settled = [engine.busy_s for engine in engines], False
     stream, longest, heard_at = b"", 0.0, time.monotonic()
     killed: DecodeEngine | None = None
     with http.stream(
@@ -153,6 +156,9 @@ def stream_with_a_death(
             now = time.monotonic()
             longest, heard_at = max(longest, now - heard_at if stream else 0.0), now
             stream += some
+            if not settled and stream.count(b"\n\n") >= max(at_event - SETTLED_EVENTS, SETTLED_EVENTS):
+                # From here on only the engine that serves the stream computes.
+                busy, settled = [engine.busy_s for engine in engines], True
             if killed is None and stream.count(b"\n\n") >= at_event:
                 # The one that has worked since the request came is the one that serves it.
                 killed = max(zip(engines, busy, strict=True), key=lambda one: one[0].busy_s - one[1])[0]
