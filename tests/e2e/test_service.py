@@ -347,10 +347,12 @@ async def _leave(service: ServiceProcess, body: dict, after_s: float) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize(("after_s", "facts"), [(2.0, 4), (0.03, 200)], ids=["in decode", "in prefill"])
-async def test_a_client_that_leaves_ends_both_legs(service, http, stream, after_s, facts):
+@pytest.mark.parametrize(
+    ("after_s", "facts", "tokens"), [(2.0, 4, 1500), (0.03, 200, 600)], ids=["in decode", "in prefill"]
+)
+async def test_a_client_that_leaves_ends_both_legs(service, http, stream, after_s, facts, tokens):
     """Requests and blocks of both engines go back to zero, long before the answer would have ended."""
-    body = completion(recall(20, facts).text, max_tokens=1500, min_tokens=1500, ignore_eos=True, stream=stream)
+    body = completion(recall(20, facts).text, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, stream=stream)
     before = metric(http, "tandem_client_disconnects_total")
     await _leave(service, body, after_s)
     # On a busy machine, the router learns later that the client has left.
