@@ -106,7 +106,8 @@ def test_cancelled_in_each_state(engines: Engines, leg: str, n: int) -> None:
             events = engines.events()[start:]
             ends = [event["event"] for event in events if event.get("transfer") == transfer_id]
             whole = any(event["event"] == "received" and event["failure"] is None for event in events)
-            if leg == "decode" and state in STILL_OPEN and not whole:
+            # Without an event of the transfer, prefill was a chunk ahead and decode had not begun to receive.
+            if leg == "decode" and state in STILL_OPEN and ends and not whole:
                 assert "cancel" in ends, f"decode has not cancelled its transfer at {state}"
 
     engines.runner.run(run())
