@@ -83,6 +83,15 @@ def test_a_body_over_the_limit_is_refused(client, announced):
     assert "100 bytes" in reply.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("announced", [True, False])
+@pytest.mark.parametrize(("size_bytes", "status"), [(100, 200), (101, 413)])
+def test_the_limit_of_a_body_is_exact(client, size_bytes, status, announced):
+    """The limit of 100 bytes is the last size that is accepted."""
+    raw = b'{"prompt": "' + b"x" * (size_bytes - 14) + b'"}'
+    assert len(raw) == size_bytes
+    assert client.post("/", content=raw if announced else iter([raw[:50], raw[50:]])).status_code == status
+
+
 def test_headers_are_matched_without_case():
     """ASGI gives them in lower case."""
     request = Request({"type": "http", "headers": [(b"traceparent", b"00-ab"), (b"cookie", b"c")]})
