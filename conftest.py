@@ -16,7 +16,7 @@ from app.doctor.machine import longest_temporary_directory, ray_temporary_direct
 if len(ray_temporary_directory()) + len(".99") > longest_temporary_directory():
     os.environ["RAY_TMPDIR"] = "/tmp"
 
-# Generated cases take as long as they take: the machine may be busy with engines.
+# No deadline for generated cases: engines of other tests may keep the machine busy.
 settings.register_profile("tandem", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("tandem")
 

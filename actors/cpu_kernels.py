@@ -1,4 +1,4 @@
-"""Which models vLLM's CPU kernels cannot run in a dtype: known before an engine spends minutes on its start.
+"""Find models that vLLM's CPU kernels cannot run in a dtype: before an engine spends minutes on its start.
 
 vLLM 0.32 chooses some CPU kernels by model and CPU, not by dtype, so that an engine fails while it loads weights or
 at its first step: `vllm/platforms/cpu.py` (MLA) and `vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py`.
