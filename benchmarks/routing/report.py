@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -54,8 +55,8 @@ def tables(document: dict[str, Any]) -> str:
 def _regrets(document: dict[str, Any]) -> str:
     lines = [
         "### Regret against the oracle\n",
-        "Regret in the mean time to the last token, which the oracle minimizes, with the range over seeds; in mean",
-        "TTFT and TPOT, which may be negative; and that of the best fixed threshold on this load.\n",
+        "Regret in the mean time to the last token, which the oracle minimizes, with the range over seeds;",
+        "in mean TTFT and TPOT, which may be negative; and that of the best fixed threshold on this load.\n",
         "| load | last token | seeds | TTFT | TPOT | best threshold's last token |",
         "|---|---|---|---|---|---|",
     ]
@@ -105,7 +106,7 @@ def _first_tokens(document: dict[str, Any]) -> str:
 def _policies(load: dict[str, Any]) -> str:
     lines = [
         f"### {load['name'].capitalize()}\n",
-        f"{load['description']} {load['requests']} requests, {load['fleet']}.\n",
+        textwrap.fill(f"{load['description']} {load['requests']} requests, {load['fleet']}.", 100) + "\n",
         "| policy | TTFT (ms) | p99 | TPOT (ms) | p99 | last token (ms) | cached | remote |",
         "|---|---|---|---|---|---|---|---|",
     ]

@@ -23,9 +23,9 @@ HEAD = """# {title} under faults
 
 A seeded campaign injects faults into stock vLLM OpenAI servers on vLLM's **CPU** build: one prefill
 and one decode engine with the same model (`app/demo/model`, which recalls facts of its prompt, so
-wrong KV shows as a wrong answer) and one connector, without a router that hides failures. The driver
-sends both legs as a sequential proxy does, several requests at a time; with Tandem half of the
-requests go to both engines at once.
+wrong KV shows as a wrong answer) and one connector, without a router that hides failures. The
+driver sends both legs as a sequential proxy does, several requests at a time; with Tandem half of
+the requests go to both engines at once.
 
 Command: `make faults`. Machine: two x86-64 cores, no GPU. It shows how a connector ends the work in
 progress when something fails. It does not show speed, GPUs or RDMA.
