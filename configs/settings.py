@@ -353,8 +353,8 @@ class RoleSettings(PlacementSettings):
     max_queued_requests: int = Field(
         128,
         ge=0,
-        description="requests that may wait in one router for a slot of this role; further ones get 429 (decode) or are "
-        "served by decode alone (prefill)",
+        description="requests that may wait in one router for a slot of this role; further ones get 429 (decode) or "
+        "are served by decode alone (prefill)",
     )
     door_host: str | None = Field(
         None, description="interface of an engine's RPC server, which routers call; unset: the address of the node"
