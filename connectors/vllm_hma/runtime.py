@@ -468,6 +468,7 @@ class WorkerRuntime:
             case Due(request_id, transfer_id, failure) as due:
                 self._due.append(due)
                 if failure is not None:
+                    self._tally.ended(request_id, time.monotonic(), True)
                     logger.warning("Tandem: the KV of request %s is computed here: %s", request_id, failure)
                 self._trace.event("due", request=request_id, transfer=transfer_id, failure=failure)
             case Verify() as verify:

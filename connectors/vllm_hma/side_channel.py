@@ -8,9 +8,9 @@ Whoever connects gets little of this engine: TALK_S in all, one of MAX_CONNECTIO
 oldest's), a few kilobytes read, and at most one connection accepted in PACE_S, so that a flood does not take the
 engine's interpreter. Those who are turned away that way try again until their time is over.
 
-    question   b"tandem/4 cards\n"
+    question   b"tandem/5 cards\n"
     answer     b"TDC" | version | n | n lengths | n cards        numbers are uint32 but the version, a byte
-    question   b"tandem/4 process HOST PID STARTED_AT\n"         of a worker's card
+    question   b"tandem/5 process HOST PID STARTED_AT\n"         of a worker's card
     answer     b"TDP" | version | length | "alive", "gone" or "unknown"
     to either  b"TDE" | version | length | text                   why there is none
 """

@@ -98,7 +98,7 @@ def test_an_engine_without_a_secret_says_so(
 ) -> None:
     """Where others than this machine's can reach it; and the secret of the configuration is the side channel's."""
     card = encode_worker_card(worker("p").card)
-    scheduler = SchedulerConnector(parse_config(config), "p", 1, ())
+    scheduler = SchedulerConnector(parse_config(config), "p", 1, (), 256)
     try:
         scheduler.publish({(0, 0): CardMetadata(card)})
         assert ("no secret is set" in caplog.text) == warned
