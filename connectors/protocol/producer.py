@@ -234,6 +234,9 @@ class Producer(Production):
         if transfer.stage is Stage.ORPHAN:
             self._forget(transfer, now)
             return actions
+        if transfer_id not in self._transfers:
+            # The last delivery waited for the start of a prompt that had been computed.
+            return actions
         transfer.consumer, transfer.expected_ranks = NOBODY, frozenset()
         return actions + self._advance(transfer, now)
 
