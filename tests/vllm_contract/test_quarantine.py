@@ -144,8 +144,10 @@ def test_ranks_end_at_different_times(loading: Callable[[int], Loading]) -> None
     engine = loading(60)
     quarantine, kept = engine.connector.scheduler.quarantine, Kept("r", "t")
     engine.ask("r", 100, loads=True)
-    engine.step()
-    held = {block for table in engine.scheduler.kv_cache_manager.get_block_ids("r") for block in table if block}
+    held: set[int] = set()
+    while not held:
+        engine.step()
+        held = {block for table in engine.scheduler.kv_cache_manager.get_block_ids("r") for block in table if block}
 
     def references() -> set[int]:
         return {engine.pool.blocks[block].ref_cnt for block in held}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -18,23 +20,23 @@ pytestmark = pytest.mark.engine
 PROMPTS, PROMPT_TOKENS = 8, 900
 
 
-async def backlog(pair: Pair, todo: list[list[int]]) -> tuple[list[str], list[Answer]]:
-    """Send both legs of all prompts at once. Returns the transfer ids and decode's answers."""
-    ids = [uuid.uuid4().hex for _ in todo]
-    prefill = [
-        asyncio.ensure_future(
-            generate(pair.prefill, prompt, 1, PRODUCE | {"transfer_id": each}, logprobs=None, request_id=each)
-        )
-        for each, prompt in zip(ids, todo, strict=True)
-    ]
-    answers = await asyncio.gather(
-        *(
-            generate(pair.decode, prompt, MAX_TOKENS, pair.address | {"transfer_id": each})
-            for each, prompt in zip(ids, todo, strict=True)
-        )
+@dataclass(frozen=True)
+class Split:
+    """Both legs of a request, sent at once."""
+
+    transfer_id: str
+    prefill: asyncio.Future[Answer]
+    decode: asyncio.Future[Answer]
+
+
+def split(pair: Pair, prompt: list[int]) -> Split:
+    each = uuid.uuid4().hex
+    leg = PRODUCE | {"transfer_id": each}
+    return Split(
+        each,
+        asyncio.ensure_future(generate(pair.prefill, prompt, 1, leg, logprobs=None, request_id=each)),
+        asyncio.ensure_future(generate(pair.decode, prompt, MAX_TOKENS, pair.address | {"transfer_id": each})),
     )
-    await asyncio.gather(*prefill)
-    return ids, answers
 
 
 def most_bound_and_not_started(events: list[dict[str, Any]], ids: list[str]) -> int:
@@ -60,12 +62,56 @@ def test_a_queued_prompt_holds_no_decode_blocks(engines: Engines) -> None:
     async def run() -> None:
         references = [await alone(pair, prompt) for prompt in todo]
         start = len(engines.events())
-        ids, answers = await backlog(pair, todo)
+        sent = [split(pair, prompt) for prompt in todo]
+        answers = await asyncio.gather(*(each.decode for each in sent))
+        await asyncio.gather(*(each.prefill for each in sent))
         assert [difference(r, a) for r, a in zip(references, answers, strict=True)] == [None] * PROMPTS
         events = engines.events()[start:]
         assert [event["failure"] for event in events if event["event"] == "received"] == [None] * 2 * PROMPTS
         # The prompt being computed may be about to start, and so may the one after it.
-        assert most_bound_and_not_started(events, ids) <= 2
+        assert most_bound_and_not_started(events, [each.transfer_id for each in sent]) <= 2
+        assert await engines.idle()
+
+    engines.runner.run(run())
+
+
+def test_cancelled_in_the_queue(engines: Engines) -> None:
+    """A decode request whose prompt is queued leaves nothing behind on either engine, and the others get their KV."""
+    pair = engines.one_to_two
+    todo = [random_prompt(PROMPT_TOKENS, seed=90 + number) for number in range(4)]
+
+    async def run() -> None:
+        references = [await alone(pair, prompt) for prompt in todo]
+        start = len(engines.events())
+        sent = [split(pair, prompt) for prompt in todo]
+        leaves = sent.pop()
+        while not any(event["event"] == "chunk" for event in engines.events()[start:]):
+            await asyncio.sleep(0.002)
+        leaves.decode.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await leaves.decode
+        answers = await asyncio.gather(*(each.decode for each in sent))
+        assert [difference(r, a) for r, a in zip(references, answers, strict=False)] == [None] * 3
+        await asyncio.gather(leaves.prefill, *(each.prefill for each in sent))
+        received = {event.get("transfer") for event in engines.events()[start:] if event["event"] == "receive"}
+        assert received == {each.transfer_id for each in sent}, "the request that left had no blocks"
+        assert await engines.idle()
+
+    engines.runner.run(run())
+
+
+def test_legs_one_after_the_other_wait_for_no_start(engines: Engines) -> None:
+    """As a public proxy sends them: the prompt has been computed, and decode takes its blocks at once."""
+    pair = engines.two_to_one
+    prompt = random_prompt(300, seed=95)
+
+    async def run() -> None:
+        reference = await alone(pair, prompt)
+        start = len(engines.events())
+        assert difference(reference, await pair.in_turn(prompt, MAX_TOKENS)) is None
+        names = [event["event"] for event in engines.events()[start:]]
+        assert "receive" in names
+        assert "due" not in names
         assert await engines.idle()
 
     engines.runner.run(run())
