@@ -18,6 +18,7 @@ from tests.e2e.pair.conftest import Engines, alone
 pytestmark = pytest.mark.engine
 
 PROMPTS, PROMPT_TOKENS = 8, 900
+BOUND_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,9 @@ def test_cancelled_in_the_queue(engines: Engines) -> None:
         start = len(engines.events())
         sent = [split(pair, prompt) for prompt in todo]
         leaves = sent.pop()
+        give_up_at = asyncio.get_running_loop().time() + BOUND_S
         while not any(event["event"] == "chunk" for event in engines.events()[start:]):
+            assert asyncio.get_running_loop().time() < give_up_at
             await asyncio.sleep(0.002)
         leaves.decode.cancel()
         with contextlib.suppress(asyncio.CancelledError):
