@@ -38,13 +38,13 @@ from connectors.protocol.params import (
     parse_params,
     prompt_digest,
 )
+from connectors.vllm_hma.card_process import CardProcess
 from connectors.vllm_hma.complaints import Complaints
 from connectors.vllm_hma.config import ConnectorConfig
 from connectors.vllm_hma.identity import Adapters
 from connectors.vllm_hma.metrics import TandemStats
 from connectors.vllm_hma.orders import CardMetadata, Chunk, Expect, Finished, Orders, Queue, Receive, Release
 from connectors.vllm_hma.quarantine import Quarantine
-from connectors.vllm_hma.side_channel import CardServer
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -115,7 +115,7 @@ class SchedulerConnector:
         self._adapters = Adapters()
         self.quarantine = Quarantine()
         self._stats = TandemStats()
-        self._server: CardServer | None = None
+        self._server: CardProcess | None = None
         self._complain = Complaints(logger)
 
     # ---- start and end -----------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ class SchedulerConnector:
         workers = {tp_rank: decode_worker_card(meta.card) for (_, tp_rank), meta in cards.items()}
         engine_card(workers)
         encoded = [cards[key].card for key in sorted(cards)]
-        self._server = CardServer(
+        self._server = CardProcess(
             self._config.side_channel_host, self._config.side_channel_port, encoded, self._config.keys.identity
         )
         if not self._config.keys.identity and not _loopback(self._config.side_channel_host):
