@@ -1,12 +1,13 @@
 """The scheduler's half: watches requests, and orders the workers to produce and to receive.
 
     producing   on_new_request -> Expect; each step -> Chunk; the end -> Finished; ``finished_sending`` frees the blocks
-    consuming   on_new_request -> Queue; once it is ``due``, tokens are claimed in ``matched_tokens``, and blocks are
-                known in ``after_alloc`` -> Receive
+    consuming   on_new_request -> Queue, if others wait for the same producer; once it is ``due``, tokens are claimed in
+                ``matched_tokens``, and blocks are known in ``after_alloc`` -> Receive
 
 Both requests of a transfer come at once, and prefill may have others to compute before. The consumer takes its blocks
 when the prompt is about to start, so that a queued prompt holds none: until then ``matched_tokens`` is None and vLLM
-passes the request over (docs/decisions/0026).
+passes the request over. A request that no other waits before takes its blocks at once: where prefill is idle, its first
+chunk is being computed by the time an answer could be there (docs/decisions/0026).
 
 A consumer claims all prompt tokens but the last, which it computes itself to get logits. vLLM would also let it claim
 that one and then step back, but by then the sliding-window groups have let go of the oldest token that it attends to,
@@ -111,7 +112,8 @@ class SchedulerConnector:
         self._tokens_left: dict[str, int] = {}
         self._consumptions: dict[str, ConsumeParams] = {}
         self._queued: set[str] = set()
-        self._taken: set[str] = set()
+        # Requests whose transfer has started, and its producer.
+        self._taken: dict[str, str] = {}
         self._adapters = Adapters()
         self.quarantine = Quarantine()
         self._stats = TandemStats()
@@ -193,10 +195,16 @@ class SchedulerConnector:
                 Expect(request.request_id, production.transfer_id, production.prompt_tokens, digest)
             )
         elif isinstance(params, ConsumeParams):
+            others_wait = self._waits_for(params.producer.incarnation)
             self._consumptions[request.request_id] = params
-            if not params.computed:
+            if others_wait and not params.computed:
                 self._queued.add(request.request_id)
                 self._orders.queues.append(Queue(request.request_id, params.transfer_id, params.producer))
+
+    def _waits_for(self, incarnation: str) -> bool:
+        """Whether a request waits for KV of this producer, with its blocks or without."""
+        waiting = any(params.producer.incarnation == incarnation for params in self._consumptions.values())
+        return waiting or incarnation in self._taken.values()
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
         """How many tokens beyond ``computed_tokens`` come from elsewhere; None while the request is queued.
@@ -230,7 +238,7 @@ class SchedulerConnector:
             self._orders.releases.append(Release(params.transfer_id, params.producer))
             return
         end_token = request.num_prompt_tokens - 1
-        self._taken.add(request.request_id)
+        self._taken[request.request_id] = params.producer.incarnation
         self._orders.receives.append(
             Receive(
                 request_id=request.request_id,
@@ -253,7 +261,7 @@ class SchedulerConnector:
         if params is not None:
             self._orders.releases.append(Release(params.transfer_id, params.producer))
         if request_id in self._taken:
-            self._taken.discard(request_id)
+            del self._taken[request_id]
             self._orders.aborts.append(request_id)
         if request_id not in self._productions:
             return False, self._describe(request)
@@ -284,9 +292,9 @@ class SchedulerConnector:
 
         Those may that no producer writes for any more, and others, now or later, once there is room for them.
         """
-        for request_id in request_ids & self._taken:
+        for request_id in request_ids & self._taken.keys():
             self._stats.count("requests", "recomputed" if request_id in failed else "received")
-        self._taken -= request_ids
+            del self._taken[request_id]
         return self.quarantine.go_on(request_ids)
 
     def stats(self) -> TandemStats | None:

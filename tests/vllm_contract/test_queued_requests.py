@@ -28,8 +28,20 @@ def request(name: str, tokens: int, params: dict[str, Any]) -> Request:
     return Request(name, list(range(tokens)), sampling, None)
 
 
-def scheduler() -> SchedulerConnector:
-    return SchedulerConnector(parse_config({}), "c", 1, (), STEP_TOKENS)
+def scheduler(busy: bool = True) -> SchedulerConnector:
+    """One that another request waits in for the same producer, with blocks, unless it is not ``busy``."""
+    half = SchedulerConnector(parse_config({}), "c", 1, (), STEP_TOKENS)
+    if busy:
+        first = request("first", 50, CONSUME | {"transfer_id": "first"})
+        half.new_request(first)
+        half.after_alloc(first, ([7, 8],), 49)
+        orders(half)
+    return half
+
+
+def leave(half: SchedulerConnector, one: Request) -> None:
+    one.status = RequestStatus.FINISHED_ABORTED
+    half.finished(one)
 
 
 def orders(half: SchedulerConnector) -> Orders:
@@ -37,6 +49,26 @@ def orders(half: SchedulerConnector) -> Orders:
 
 
 # ---- the scheduler's half ----------------------------------------------------------------------------------------
+
+
+def test_a_request_that_none_waits_before_takes_its_blocks_at_once() -> None:
+    """Prefill is idle as far as this engine knows: no round trip. The second one waits, another producer's does not."""
+    half = scheduler(busy=False)
+    one, two = request("d1", 50, CONSUME), request("d2", 50, CONSUME | {"transfer_id": "t2"})
+    other = request("d3", 50, CONSUME | {"transfer_id": "t3", "remote_engine_id": "p2"})
+    for each in (one, two, other):
+        half.new_request(each)
+    assert [half.matched_tokens(each, 0) for each in (one, two, other)] == [49, None, 49]
+    half.after_alloc(one, ([1, 2],), 49)
+    assert half.matched_tokens(two, 0) is None
+    leave(half, one)
+    assert half.matched_tokens(two, 0) is None, "prefill reports when"
+    three = request("d4", 50, CONSUME | {"transfer_id": "t4"})
+    half.due([Due("d2", "t2", None)])
+    half.after_alloc(two, ([3, 4],), 49)
+    leave(half, two)
+    half.new_request(three)
+    assert half.matched_tokens(three, 0) == 49
 
 
 def test_a_queued_request_claims_nothing_until_it_is_due() -> None:
@@ -93,6 +125,7 @@ def test_a_queued_request_that_is_aborted_is_released() -> None:
     half.due([Due("d", "t", None)])
     assert not half.snapshot().queued
     assert not half.snapshot().consumptions
+    assert half.snapshot().receptions == {"first"}
 
 
 def test_prompts_start_that_the_next_step_can_reach() -> None:
