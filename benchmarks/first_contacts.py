@@ -38,7 +38,7 @@ def cards() -> dict[tuple[int, int], Any]:
     found = {}
     for rank in range(RANKS):
         layers = tuple(
-            LayerPages(f"layers.{layer}", (1 + layer) << 32, page, 1, 1, page, RANKS, page, page, "p")
+            LayerPages(f"layers.{layer}", (1 + layer) << 32, page, RANKS, 1, page, 16, page // 16, page // 16, "p")
             for layer in range(LAYERS)
         )
         regions = tuple(Region(pages.address, page * blocks, Place("VRAM", rank)) for pages in layers)
