@@ -153,6 +153,17 @@ bench-exposed: $(STAMP) ## Measure what streaming hides, over shared memory and 
 bench-link: $(STAMP) ## TTFT over a link of 800 Mbit/s: streaming, whole requests, vLLM's own connectors (root, 15 minutes)
 	$(BIN)/python -m benchmarks.link
 
+BASE ?= HEAD~1
+
+.PHONY: bench-backlog
+bench-backlog: $(STAMP) ## Decode under a prefill backlog, beside another revision in turn: BASE=revision
+	@rm -rf build/base && git worktree prune && git worktree add --detach build/base $(BASE)
+	$(BIN)/python -m benchmarks.backlog --before build/base; code=$$?; git worktree remove --force build/base; exit $$code
+
+.PHONY: bench-contacts
+bench-contacts: $(STAMP) ## First contact of 64 decode engines of 8 ranks with one prefill engine: time, and the scheduler's stalls
+	$(BIN)/python -m benchmarks.first_contacts
+
 .PHONY: bench-transfer
 bench-transfer: $(STAMP) ## Measure transfers beside raw NIXL and memcpy, descriptors and first contact: FABRICS=shm,tcp
 	$(BIN)/python -m benchmarks.transfer $(if $(FABRICS),--fabrics $(FABRICS))

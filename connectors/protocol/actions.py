@@ -70,6 +70,18 @@ class Connect:
 
 
 @dataclass(frozen=True, slots=True)
+class Due:
+    """The prompt of a queued request is about to start: the request can allocate its blocks.
+
+    With a ``failure`` its KV will not come, and the request is computed by this engine alone.
+    """
+
+    request_id: str
+    transfer_id: str
+    failure: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Verify:
     """Add ``units[g]`` of every group g to ``digest`` and report ``verified``: are these the bytes that were sent?
 
@@ -114,4 +126,4 @@ class Freed:
 
 
 ProducerAction = Send | Write | Sent | Forget
-ConsumerAction = Connect | Send | Verify | Received | Freed | Forget
+ConsumerAction = Connect | Send | Due | Verify | Received | Freed | Forget

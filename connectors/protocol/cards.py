@@ -16,7 +16,7 @@ from connectors.errors import IncompatiblePeerError, PlanError, WireError
 from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Place, Region
 from connectors.planning.plan import check_compatible
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 _MOST = 4096
 MAX_CARD_BYTES = 16 * 2**20
 _MOST_ROWS = 2**20

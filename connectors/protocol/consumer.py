@@ -2,6 +2,12 @@
 
     reception    on                          becomes
     ------------------------------------------------------------------------------------------------
+    (none)       queue                       queued      the request has no blocks: AwaitStart to one partner, after
+                                                         a handshake where there was none
+    queued       Starting                    (none)      Due(ok): the request can allocate its blocks, then start
+    queued       Aborted, Failed, no
+                 handshake, progress_s
+                 without a message           (none)      Due(failed): nothing was allocated; Cancel to all partners
     (none)       start                       CONNECTING  Connect: shake hands with the producer engine
     (none)       start, id used within       gone        Received(failed): an id is for one request
                  lease_s
@@ -46,7 +52,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from connectors.planning.layout import Group
-from connectors.protocol.actions import Connect, ConsumerAction, Forget, Freed, Received, Send, Verify
+from connectors.protocol.actions import Connect, ConsumerAction, Due, Forget, Freed, Received, Send, Verify
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.ordered import due
 from connectors.protocol.params import EngineAddress
@@ -54,25 +60,42 @@ from connectors.protocol.reception import (
     GIVEN_UP,
     Order,
     Partner,
+    QueuedRequest,
     Reception,
     ReceptionStage,
     Suspect,
     expected_bytes,
     units_from,
 )
-from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Failed, Fin, Message, Offer, Peer
+from connectors.protocol.wire import (
+    Aborted,
+    Alive,
+    AwaitStart,
+    Cancel,
+    Cancelled,
+    Failed,
+    Fin,
+    Message,
+    Offer,
+    Peer,
+    Starting,
+)
+
+_USED_TWICE = "another request has this transfer; an id is for one request"
 
 
 @dataclass(frozen=True, slots=True)
 class ConsumerSnapshot:
     """State of a consumer machine at one moment; a copy.
 
+    ``queued``       ids of the transfers whose requests wait for their prompts' start
     ``receptions``   ids of the requests that wait for KV, with the value of their stage
     ``quarantined``  ids of the transfers whose blocks are in quarantine
     ``partners``     known producer workers, by engine incarnation
     ``used``         ids of transfers that are under way or remembered
     """
 
+    queued: frozenset[str]
     receptions: Mapping[str, str]
     quarantined: frozenset[str]
     partners: Mapping[str, tuple[Peer, ...]]
@@ -85,6 +108,8 @@ class Consumer:
     def __init__(self, groups: Sequence[Group], limits: TransferLimits) -> None:
         self._groups = tuple(groups)
         self._limits = limits
+        # By transfer.
+        self._queued: dict[str, QueuedRequest] = {}
         # Of requests that wait, by request; of those that do not, by transfer: a request's id may come again.
         self._receptions: dict[str, Reception] = {}
         self._quarantine: dict[str, Reception] = {}
@@ -97,14 +122,29 @@ class Consumer:
         self._used: dict[str, float] = {}
         self._last_number = 0
 
+    def queue(self, request_id: str, transfer_id: str, producer: EngineAddress, now: float) -> list[ConsumerAction]:
+        """A request has come that takes its blocks when its prompt starts.
+
+        ``Due`` follows, unless ``start`` or ``release`` comes first.
+        """
+        if transfer_id in self._used or transfer_id in self._by_transfer or transfer_id in self._queued:
+            return [Due(request_id, transfer_id, _USED_TWICE)]
+        self._want(producer.incarnation, now)
+        self._queued[transfer_id] = QueuedRequest(request_id, producer, now)
+        partners = self._reachable(producer.incarnation)
+        return [Connect(producer)] if partners is None else self._await_start(transfer_id, partners, now)
+
     def start(self, order: Order, now: float) -> list[ConsumerAction]:
         """A request's blocks are allocated; fetch their contents.
 
         Where another request receives this transfer or has (n > 1 copies its parameters), this one fails at once: a
         Fin names the transfer only, and one that comes late would be taken for this request's.
         """
-        if order.transfer_id in self._used or order.transfer_id in self._by_transfer:
-            return [Received(order.request_id, "another request has this transfer; an id is for one request")]
+        queued = self._queued.get(order.transfer_id)
+        if queued is not None and queued.request_id == order.request_id:
+            del self._queued[order.transfer_id]
+        elif order.transfer_id in self._used or order.transfer_id in self._by_transfer or queued is not None:
+            return [Received(order.request_id, _USED_TWICE)]
         self._want(order.producer.incarnation, now)
         reception = self._receptions[order.request_id] = Reception(order, ReceptionStage.CONNECTING, now)
         self._by_transfer[order.transfer_id] = reception
@@ -113,6 +153,7 @@ class Consumer:
 
     def release(self, transfer_id: str, producer: EngineAddress, now: float) -> list[ConsumerAction]:
         """A request wants nothing of this transfer (any more) and holds no blocks for it."""
+        self._queued.pop(transfer_id, None)
         partners = self._reachable(producer.incarnation)
         self._want(producer.incarnation, now)
         if partners is None:
@@ -133,6 +174,9 @@ class Consumer:
         self._doubtful.discard(incarnation)
         self._want(incarnation, now)
         actions: list[ConsumerAction] = []
+        for transfer_id, queued in self._queued_at(incarnation):
+            if queued.asked is None:
+                actions += self._await_start(transfer_id, self._partners[incarnation], now)
         for reception in self._of_engine(incarnation):
             if reception.stage is ReceptionStage.CONNECTING:
                 actions += self._offer(reception, self._partners[incarnation], now)
@@ -145,6 +189,10 @@ class Consumer:
     def connect_failed(self, incarnation: str, reason: str, now: float) -> list[ConsumerAction]:
         """The handshake failed. The next request for this engine start tries again."""
         actions: list[ConsumerAction] = []
+        for transfer_id, queued in self._queued_at(incarnation):
+            if queued.asked is None:
+                del self._queued[transfer_id]
+                actions.append(Due(queued.request_id, transfer_id, reason))
         for reception in self._of_engine(incarnation):
             if reception.stage is ReceptionStage.CONNECTING:
                 actions += self._fail(reception, reason, now)
@@ -154,6 +202,9 @@ class Consumer:
     def engine_lost(self, incarnation: str, reason: str, now: float) -> list[ConsumerAction]:
         """The producer engine is known to be dead: none of its workers writes any more."""
         actions = self.connect_failed(incarnation, reason, now)
+        for transfer_id, queued in self._queued_at(incarnation):
+            del self._queued[transfer_id]
+            actions.append(Due(queued.request_id, transfer_id, reason))
         for reception in self._of_engine(incarnation):
             if reception.writing:
                 reception.writing.clear()
@@ -165,6 +216,9 @@ class Consumer:
         if peer.incarnation in self._partners:
             self._doubtful.add(peer.incarnation)
         actions: list[ConsumerAction] = []
+        for transfer_id, queued in self._queued_at(peer.incarnation):
+            if queued.asked == peer:
+                actions += self._will_not_start(transfer_id, f"rank {peer.rank}: {reason}", now)
         for reception in self._of_engine(peer.incarnation):
             if reception.writing.pop(peer, None) is not None:
                 actions += self._fail(reception, f"rank {peer.rank}: {reason}", now)
@@ -172,7 +226,9 @@ class Consumer:
 
     def awaits(self, peer: Peer) -> bool:
         """Whether ``peer`` may still write, its writes are being verified, or a handshake with its engine is wanted."""
-        return peer.incarnation in self._releases or any(
+        if peer.incarnation in self._releases or self._queued_at(peer.incarnation):
+            return True
+        return any(
             peer in reception.writing
             or peer in reception.verifying
             or (
@@ -187,20 +243,24 @@ class Consumer:
 
         Its other ranks are forgotten too, unless requests still wait for them.
         """
-        if self._of_engine(incarnation):
+        if self._of_engine(incarnation) or self._queued_at(incarnation):
             self._doubtful.add(incarnation)
             return []
         return self._forget(incarnation)
 
     def message(self, peer: Peer, message: Message, now: float) -> list[ConsumerAction]:
         """A message of a producer worker."""
-        if not isinstance(message, Fin | Aborted | Failed | Cancelled | Alive):
+        if not isinstance(message, Starting | Fin | Aborted | Failed | Cancelled | Alive):
             return []
+        queued = self._queued.get(message.transfer_id)
+        if queued is not None and queued.asked == peer:
+            return self._heard_of_queue(queued, message, now)
         reception = self._by_transfer.get(message.transfer_id)
         partner = reception.writing.get(peer) if reception is not None else None
         if reception is None or partner is None:
             return []
-        if isinstance(message, Alive):
+        if isinstance(message, Alive | Starting):
+            # A prefill rank repeats Starting until it has the offer.
             reception.heard_at[peer] = now
             return []
         if isinstance(message, Failed):
@@ -218,8 +278,11 @@ class Consumer:
 
     def undelivered(self, peer: Peer, message: Message, now: float) -> list[ConsumerAction]:
         """A message could not be sent. A partner that an Offer has not reached knows no block to write to."""
-        if isinstance(message, Offer | Cancel) and peer.incarnation in self._partners:
+        if isinstance(message, AwaitStart | Offer | Cancel) and peer.incarnation in self._partners:
             self._doubtful.add(peer.incarnation)
+        if isinstance(message, AwaitStart) and message.transfer_id in self._queued:
+            reason = f"rank {peer.rank} of the prefill engine is out of reach"
+            return self._will_not_start(message.transfer_id, reason, now)
         reception = self._by_transfer.get(message.transfer_id) if isinstance(message, Offer) else None
         if reception is None or reception.writing.pop(peer, None) is None:
             return []
@@ -228,6 +291,11 @@ class Consumer:
     def tick(self, now: float) -> list[ConsumerAction]:
         """Deadlines. Call it a few times a second."""
         actions: list[ConsumerAction] = []
+        for transfer_id, queued in list(self._queued.items()):
+            silence_s = self._silence_s(queued.asked is None)
+            if now - queued.heard_at >= silence_s:
+                reason = f"nothing was heard of the queued transfer for {silence_s:g} s"
+                actions += self._will_not_start(transfer_id, reason, now)
         for reception in list(self._all()):
             if now >= reception.check_at:
                 actions += self._check(reception, now)
@@ -238,7 +306,7 @@ class Consumer:
             if not self._releases[incarnation]:
                 del self._releases[incarnation]
         unused = due(self._wanted_at, lambda at: now - at >= self._limits.forget_s / 2)
-        wanted = {reception.order.producer.incarnation for reception in self._all()} if unused else set()
+        wanted = {address.incarnation for address in self._producers()} if unused else set()
         for incarnation in unused:
             if incarnation not in wanted:
                 actions += self._forget(incarnation)
@@ -261,19 +329,19 @@ class Consumer:
 
     def engines(self) -> set[str]:
         """Every engine start that this worker has met or that a request waits for."""
-        return {*self._partners, *self._releases, *(r.order.producer.incarnation for r in self._all())}
+        return {*self._partners, *self._releases, *(address.incarnation for address in self._producers())}
 
     def census(self) -> dict[str, int]:
-        """Receptions by stage."""
-        counts = {stage.value: 0 for stage in ReceptionStage}
+        """Queued requests, and receptions by stage."""
+        counts = {"queued": len(self._queued)} | {stage.value: 0 for stage in ReceptionStage}
         for reception in self._all():
             counts[reception.stage.value] += 1
         return counts
 
     @property
     def busy(self) -> bool:
-        """Whether a transfer is under way, in quarantine included."""
-        return bool(self._by_transfer)
+        """Whether a request is queued or a transfer is under way, in quarantine included."""
+        return bool(self._queued or self._by_transfer)
 
     @property
     def quarantined(self) -> int:
@@ -283,6 +351,7 @@ class Consumer:
     def snapshot(self) -> ConsumerSnapshot:
         """Return a copy of the state, for tests and diagnosis."""
         return ConsumerSnapshot(
+            queued=frozenset(self._queued),
             receptions={request_id: reception.stage.value for request_id, reception in self._receptions.items()},
             quarantined=frozenset(self._quarantine),
             partners={name: tuple(each.peer for each in known) for name, known in self._partners.items()},
@@ -290,6 +359,42 @@ class Consumer:
         )
 
     # ---- inside ------------------------------------------------------------------------------------------------
+
+    def _await_start(self, transfer_id: str, partners: Sequence[Partner], now: float) -> list[ConsumerAction]:
+        """Ask one rank of the producer engine: its scheduler starts a prompt on all of them at once."""
+        queued = self._queued[transfer_id]
+        queued.asked, queued.heard_at = partners[0].peer, now
+        return [Send(queued.asked, AwaitStart(transfer_id, self._next_number()))]
+
+    def _heard_of_queue(self, queued: QueuedRequest, message: Message, now: float) -> list[ConsumerAction]:
+        """A message of the rank that was asked."""
+        match message:
+            case Starting(transfer_id):
+                del self._queued[transfer_id]
+                return [Due(queued.request_id, transfer_id, None)]
+            case Aborted(transfer_id, reason) | Failed(transfer_id, reason):
+                return self._will_not_start(transfer_id, reason, now)
+            case Alive():
+                queued.heard_at = now
+        return []
+
+    def _will_not_start(self, transfer_id: str, reason: str, now: float) -> list[ConsumerAction]:
+        """The request is computed here, and its producer need not hold the KV under a lease."""
+        queued = self._queued.pop(transfer_id)
+        actions: list[ConsumerAction] = [Due(queued.request_id, transfer_id, reason)]
+        partners = self._reachable(queued.producer.incarnation)
+        if partners is not None:
+            return actions + self._release(transfer_id, partners)
+        self._releases.setdefault(queued.producer.incarnation, []).append((transfer_id, now))
+        return actions
+
+    def _queued_at(self, incarnation: str) -> list[tuple[str, QueuedRequest]]:
+        return [item for item in self._queued.items() if item[1].producer.incarnation == incarnation]
+
+    def _producers(self) -> Iterator[EngineAddress]:
+        """Engines that a request waits for."""
+        yield from (queued.producer for queued in self._queued.values())
+        yield from (reception.order.producer for reception in self._all())
 
     def _all(self) -> Iterator[Reception]:
         yield from self._receptions.values()
@@ -302,13 +407,13 @@ class Consumer:
             if reception.writing and now >= reception.check_at:
                 return self._unanswered(reception, now)
             return []
-        reception.check_at = self._silent_since(reception, now) + self._silence_s(reception)
+        silence_s = self._silence_s(reception.stage is ReceptionStage.CONNECTING)
+        reception.check_at = self._silent_since(reception, now) + silence_s
         if now < reception.check_at:
             return []
-        return self._fail(reception, f"nothing was heard of the transfer for {self._silence_s(reception):g} s", now)
+        return self._fail(reception, f"nothing was heard of the transfer for {silence_s:g} s", now)
 
-    def _silence_s(self, reception: Reception) -> float:
-        connecting = reception.stage is ReceptionStage.CONNECTING
+    def _silence_s(self, connecting: bool) -> float:
         return max(self._limits.handshake_s, self._limits.progress_s) if connecting else self._limits.progress_s
 
     def _silent_since(self, reception: Reception, now: float) -> float:

@@ -55,7 +55,7 @@ NOBODY = ""
 
 @dataclass(slots=True)
 class Delivery:
-    """One consumer rank's share.
+    """One consumer rank's share. It ``awaits_start`` from AwaitStart to the offer.
 
     ``pending[g]`` are the offered units of group g that have not been written yet, once the offer has been found to fit
     the request; ``digest`` is made then, if one is asked for. ``early[g]`` are units of group g that the step under way
@@ -65,6 +65,7 @@ class Delivery:
     """
 
     peer: Peer
+    awaits_start: bool = False
     offer: Offer | None = None
     pending: list[UnitSet] | None = None
     early: dict[int, tuple[Moves, int]] = field(default_factory=dict)
@@ -105,7 +106,8 @@ class Gone:
 class Transfer:
     """One request's KV for one consumer engine. ``tables[g]`` is group g's block table, as far as it is known.
 
-    ``coming_tokens`` will be computed when the step under way is. ``numbers`` are the highest that consumer workers
+    ``starting`` once the scheduler is about to start the prompt. ``coming_tokens`` will be computed when the step under
+    way is. ``numbers`` are the highest that consumer workers
     have named with this transfer. No deadline passes before ``check_at``.
     """
 
@@ -115,6 +117,7 @@ class Transfer:
     request_id: str | None = None
     prompt_tokens: int = 0
     prompt_digest: str = ""
+    starting: bool = False
     computed_tokens: int = 0
     coming_tokens: int = 0
     tables: list[list[int]] = field(default_factory=list)

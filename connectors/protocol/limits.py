@@ -16,7 +16,8 @@ class TransferLimits:
     """All in seconds.
 
     ``handshake_s``   first contact with an engine, the fetching of its cards included
-    ``progress_s``    a consumer waits this long without hearing anything of a transfer before it gives up
+    ``progress_s``    a consumer waits this long without hearing anything of a transfer, queued or offered, before it
+                      gives up
     ``cancel_s``      between two Cancels while a producer has not answered; after the first of these, the request is
                       computed in other blocks, and its own are in quarantine
     ``lease_s``       a producer holds finished blocks for a consumer that has not offered; also how long it remembers

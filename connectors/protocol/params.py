@@ -7,7 +7,8 @@ sent at once, ``describe``, which asks an engine for its address, ``discard``, w
     prefill leg   do_remote_decode=True  [transfer_id] [describe]
     discard       do_remote_decode=True  transfer_id  discard=True; nothing is computed for it
     its answer    do_remote_prefill=True, remote_engine_id, remote_host, remote_port, tp_size, transfer_id, ...
-    decode leg    the answer, unchanged; or the same keys made by a router that knows the engine's address
+    decode leg    the answer, unchanged; or the same keys made by a router that knows the engine's address, but for
+                  remote_num_tokens: it says that the prompt has been computed
     lost          engines_lost: a remote_engine_id, or the beginning of several up to a dot: their processes write no
                   more; supervisor: what shows that it is the supervisor who says so
 """
@@ -60,10 +61,11 @@ class LostParams:
 
 @dataclass(frozen=True, slots=True)
 class ConsumeParams:
-    """The request's KV comes from the engine at ``producer``."""
+    """The request's KV comes from the engine at ``producer``, which has ``computed`` it, or has yet to."""
 
     transfer_id: str
     producer: EngineAddress
+    computed: bool = False
 
 
 TransferParams = ProduceParams | DiscardParams | LostParams | ConsumeParams
@@ -99,7 +101,7 @@ def parse_params(params: Mapping[str, object] | None) -> TransferParams | None:
         return None
     if transfer_id is None:
         raise WireError("kv_transfer_params: transfer_id is missing; pass the prefill answer's parameters on unchanged")
-    return ConsumeParams(transfer_id, _address(params))
+    return ConsumeParams(transfer_id, _address(params), params.get("remote_num_tokens") is not None)
 
 
 def names_engine(engines: str, incarnation: str) -> bool:

@@ -4,10 +4,12 @@ A *transfer* is one request's KV for one consumer engine; each consumer rank tha
 
     transfer   on                        becomes
     -------------------------------------------------------------------------------------
-    (none)     Offer, Cancel             ORPHAN   the consumer is early: remembered for lease_s
+    (none)     AwaitStart, Offer, Cancel ORPHAN   the consumer is early: remembered for lease_s
     (none)     expect                    LIVE     the request waits or is being computed
     ORPHAN     expect                    LIVE
     ORPHAN     lease_s                   gone     open deliveries: Aborted
+    LIVE       starting                  LIVE     Starting to those that have sent AwaitStart; again every alive_s to
+                                                  those that have not offered since
     LIVE       finished, held            HELD     blocks stay allocated, under a lease
     LIVE       finished, not held        gone     open deliveries: Aborted once their writes have ended
     HELD       all deliveries closed     gone     Sent: the scheduler may free the blocks
@@ -15,12 +17,13 @@ A *transfer* is one request's KV for one consumer engine; each consumer rank tha
     (any)      discard                   (same)   open deliveries: Aborted; nobody is waited for: HELD becomes gone
 
 Alive is sent for a request that waits or is computed (LIVE) only while the engine ends steps (stepped): a forward
-pass that hangs must not keep a consumer waiting for ever.
+pass that hangs must not keep a consumer waiting for ever. It also answers AwaitStart until the prompt starts.
 
 While a step computes a chunk (begin), layers that it has run (layers_computed) can leave before it ends (progress).
 
     delivery   on                        becomes
     -------------------------------------------------------------------------------------
+    AWAITED    AwaitStart                AWAITED  Starting, now or once the prompt is about to start
     AWAITED    Offer                     OPEN     what is complete is written at once, the rest chunk by chunk
     AWAITED    Cancel                    CLOSED   Cancelled
     OPEN       all written               CLOSED   Fin, with the digest of what was written if the offer asks for it
@@ -53,7 +56,7 @@ from connectors.protocol.actions import Forget, ProducerAction, Send, Sent
 from connectors.protocol.delivery import NOBODY, Consumer, Gone, Stage, Transfer, take_layers
 from connectors.protocol.ordered import due
 from connectors.protocol.production import Production
-from connectors.protocol.wire import Alive, Cancel, Message, Offer, Peer
+from connectors.protocol.wire import Alive, AwaitStart, Cancel, Message, Offer, Peer, Starting
 
 _PREEMPTED = "the prefill was preempted during a write"
 
@@ -109,6 +112,17 @@ class Producer(Production):
         transfer.tables = [[] for _ in self._groups]
         self._by_request[request_id] = transfer
         return self._advance(transfer, now)
+
+    def starting(self, request_id: str, now: float) -> list[ProducerAction]:
+        """The scheduler computes the first chunk of this prompt in this step or is about to."""
+        transfer = self._by_request.get(request_id)
+        if transfer is None:
+            return []
+        transfer.starting = True
+        waiting = [each for each in transfer.deliveries.values() if each.awaits_start and not each.closed]
+        for delivery in waiting:
+            delivery.last_sent = now
+        return [Send(delivery.peer, Starting(transfer.transfer_id)) for delivery in waiting]
 
     def progress(
         self, request_id: str, new_ids: Sequence[Sequence[int]], computed_tokens: int, now: float
@@ -220,6 +234,9 @@ class Producer(Production):
         if transfer.stage is Stage.ORPHAN:
             self._forget(transfer, now)
             return actions
+        if transfer_id not in self._transfers:
+            # The last delivery waited for the start of a prompt that had been computed.
+            return actions
         transfer.consumer, transfer.expected_ranks = NOBODY, frozenset()
         return actions + self._advance(transfer, now)
 
@@ -252,9 +269,11 @@ class Producer(Production):
     def message(self, peer: Peer, message: Message, now: float) -> list[ProducerAction]:
         """A message of a consumer that has been welcomed."""
         self._heard(peer, now)
-        if isinstance(message, Offer | Cancel) and message.transfer_id in self._failed.get(peer, ()):
+        if isinstance(message, AwaitStart | Offer | Cancel) and message.transfer_id in self._failed.get(peer, ()):
             return [self._failure(peer, message.transfer_id)]
         match message:
+            case AwaitStart():
+                return self._awaits_start(peer, message, now)
             case Offer():
                 return self._offered(peer, message, now)
             case Cancel():
@@ -331,7 +350,8 @@ class Producer(Production):
         actions: list[ProducerAction] = []
         transfer.check_at = float("inf") if transfer.stage is Stage.LIVE else transfer.since + self._limits.lease_s
         for delivery in transfer.deliveries.values():
-            if delivery.offer is None or delivery.closed or transfer.request_id is None:
+            awaits_start = delivery.awaits_start and not delivery.closed
+            if (delivery.offer is None and not awaits_start) or delivery.closed or transfer.request_id is None:
                 continue
             # A write that hangs is no sign of life: the consumer's progress_s must end its wait.
             hangs = delivery.in_flight and now - delivery.moved_at >= self._limits.progress_s
@@ -339,7 +359,8 @@ class Producer(Production):
             alive = not hangs and not failed and not self._engine_hangs(transfer, now)
             if alive and now - delivery.last_sent >= self._limits.alive_s:
                 delivery.last_sent = now
-                actions.append(Send(delivery.peer, Alive(transfer.transfer_id)))
+                repeats = awaits_start and transfer.starting
+                actions.append(Send(delivery.peer, (Starting if repeats else Alive)(transfer.transfer_id)))
             transfer.check_at = min(transfer.check_at, delivery.last_sent + self._limits.alive_s)
         if transfer.stage is not Stage.LIVE and now - transfer.since >= self._limits.lease_s:
             actions += self._expire(transfer, now)

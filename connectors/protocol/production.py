@@ -10,7 +10,7 @@ from connectors.protocol.actions import ProducerAction, Send, Sent, Write
 from connectors.protocol.allowance import MAX_EARLY, Allowance
 from connectors.protocol.delivery import Consumer, Delivery, Gone, Stage, Transfer, take
 from connectors.protocol.limits import TransferLimits
-from connectors.protocol.wire import Aborted, Cancel, Cancelled, Failed, Fin, Offer, Peer
+from connectors.protocol.wire import Aborted, AwaitStart, Cancel, Cancelled, Failed, Fin, Offer, Peer, Starting
 
 
 class Production:
@@ -39,20 +39,36 @@ class Production:
         self._heard_at.pop(peer, None)
         self._heard_at[peer] = now
 
-    def _offered(self, peer: Peer, offer: Offer, now: float) -> list[ProducerAction]:
-        if self._being_written(peer, offer.transfer_id) or self._too_early(peer, offer.transfer_id):
-            return []
-        if offer.number <= self._overtaken.get(peer, -1):
-            return [Send(peer, Aborted(offer.transfer_id, "this offer has come too late"))]
-        transfer = self._transfer_for(peer, offer, now)
+    def _claimed(self, peer: Peer, message: AwaitStart | Offer, now: float) -> tuple[Transfer, Delivery] | str:
+        """The delivery that this message may change, or why there is none; an empty reason is no answer at all."""
+        if self._being_written(peer, message.transfer_id) or self._too_early(peer, message.transfer_id):
+            return ""
+        if message.number <= self._overtaken.get(peer, -1):
+            return "this offer has come too late"
+        transfer = self._transfer_for(peer, message, now)
         if transfer is None:
-            return [Send(peer, Aborted(offer.transfer_id, "this transfer has ended or belongs to another consumer"))]
+            return "this transfer has ended or belongs to another consumer"
         delivery = transfer.deliveries.setdefault(peer.rank, Delivery(peer))
         if delivery.closed:
             # Not with the Fin of the first offer: it would vouch for blocks that nobody has written.
-            return [Send(peer, Aborted(offer.transfer_id, "this transfer has been offered for before"))]
-        if delivery.offer is not None:
-            return []
+            return "this transfer has been offered for before"
+        return "" if delivery.offer is not None else (transfer, delivery)
+
+    def _awaits_start(self, peer: Peer, message: AwaitStart, now: float) -> list[ProducerAction]:
+        claimed = self._claimed(peer, message, now)
+        if isinstance(claimed, str):
+            return [Send(peer, Aborted(message.transfer_id, claimed))] if claimed else []
+        transfer, delivery = claimed
+        delivery.awaits_start = True
+        delivery.last_sent = transfer.check_at = now
+        return [Send(peer, Starting(transfer.transfer_id))] if transfer.starting else []
+
+    def _offered(self, peer: Peer, offer: Offer, now: float) -> list[ProducerAction]:
+        claimed = self._claimed(peer, offer, now)
+        if isinstance(claimed, str):
+            return [Send(peer, Aborted(offer.transfer_id, claimed))] if claimed else []
+        transfer, delivery = claimed
+        delivery.awaits_start = False
         delivery.last_sent = transfer.check_at = now
         if not self._allowance.take_offer(delivery, offer, self._consumers[peer].num_blocks):
             return self._end(transfer, delivery, "more blocks are on offer than the consumer's pool has", now)
@@ -88,7 +104,7 @@ class Production:
         known = transfer_id in self._transfers or transfer_id in self._gone
         return not known and self._allowance.early[peer.incarnation] >= MAX_EARLY
 
-    def _transfer_for(self, peer: Peer, message: Offer | Cancel, now: float) -> Transfer | None:
+    def _transfer_for(self, peer: Peer, message: AwaitStart | Offer | Cancel, now: float) -> Transfer | None:
         """The transfer that ``peer`` may speak of; made anew where its request has not come yet."""
         transfer_id = message.transfer_id
         gone, transfer = self._gone.get(transfer_id), self._transfers.get(transfer_id)

@@ -26,6 +26,20 @@ class Order:
     groups: tuple[BlockSet, ...]
 
 
+@dataclass(slots=True)
+class QueuedRequest:
+    """A request without blocks, whose prompt its producer has not started.
+
+    ``asked`` is the producer worker that will report the start, None before the handshake; ``heard_at`` is when it was
+    last heard, or the time of arrival.
+    """
+
+    request_id: str
+    producer: EngineAddress
+    heard_at: float
+    asked: Peer | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Partner:
     """One producer rank that talks to this worker; ``unit_bytes[g]`` is what it sends for a unit of group g.

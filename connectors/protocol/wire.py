@@ -5,8 +5,8 @@ vectors that the header counts, as int64, and last a tag: the keyed BLAKE2b of a
 secret that peers share (``keys.py``); without one, the tag is a checksum. Anything else raises WireError, before the
 header is looked at if the tag is wrong.
 
-    consumer -> producer   Hello, Offer, Cancel
-    producer -> consumer   Welcome, Refused, Alive, Fin, Aborted, Failed, Cancelled
+    consumer -> producer   Hello, AwaitStart, Offer, Cancel
+    producer -> consumer   Welcome, Refused, Starting, Alive, Fin, Aborted, Failed, Cancelled
 
 Every message carries who sent it and which worker of which incarnation it is meant for: ids of an engine that has
 been restarted since are answered, never acted on.
@@ -69,6 +69,26 @@ class Refused:
 
     reason: str
     kind: ClassVar[str] = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitStart:
+    """A request of the consumer waits for this transfer and has no blocks yet. ``number`` as in ``Offer``.
+
+    The producer answers with Starting once the prompt is about to be computed, and with Alive until then.
+    """
+
+    transfer_id: str
+    number: int = 0
+    kind: ClassVar[str] = "await_start"
+
+
+@dataclass(frozen=True, slots=True)
+class Starting:
+    """The prompt is about to be computed, or has been: the consumer can allocate blocks and offer them."""
+
+    transfer_id: str
+    kind: ClassVar[str] = "starting"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +168,9 @@ class Cancelled:
     kind: ClassVar[str] = "cancelled"
 
 
-Message = Hello | Welcome | Refused | Offer | Alive | Fin | Aborted | Failed | Cancel | Cancelled
+ToProducer = Hello | AwaitStart | Offer | Cancel
+ToConsumer = Welcome | Refused | Starting | Alive | Fin | Aborted | Failed | Cancelled
+Message = ToProducer | ToConsumer
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +207,9 @@ def encode(envelope: Envelope, key: bytes = b"") -> bytes:
             header |= {"id": message.transfer_id, "reason": message.reason[:_MAX_REASON_CHARACTERS]}
         case Refused():
             header |= {"reason": message.reason[:_MAX_REASON_CHARACTERS]}
-        case Cancel():
+        case AwaitStart() | Cancel():
             header |= {"id": message.transfer_id, "number": message.number}
-        case Alive() | Cancelled():
+        case Starting() | Alive() | Cancelled():
             header |= {"id": message.transfer_id}
         case Welcome():
             pass
@@ -245,6 +267,10 @@ def _message(header: dict[str, Any], body: bytes) -> Message:
             transfer_id, end_token = _id(header), _count(header, "end")
             digest, number = _flag(header, "digest"), _count(header, "number")
             return Offer(transfer_id, end_token, _text(header, "prompt"), groups, digest, number)
+        case "await_start":
+            return AwaitStart(_id(header), _count(header, "number"))
+        case "starting":
+            return Starting(_id(header))
         case "alive":
             return Alive(_id(header))
         case "fin":

@@ -31,7 +31,7 @@ from connectors.vllm_hma.metrics import TandemPromMetrics, TandemStats
 from connectors.vllm_hma.orders import CardMetadata, Orders
 from connectors.vllm_hma.orphan import end_with_parent
 from connectors.vllm_hma.plugin import register
-from connectors.vllm_hma.quarantine import QuarantineReport
+from connectors.vllm_hma.reports import WorkerReport
 from connectors.vllm_hma.scheduler import SchedulerConnector
 from connectors.vllm_hma.translate import group_shapes, only_states_can_lag
 from connectors.vllm_hma.worker import WorkerConnector
@@ -79,7 +79,8 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
             end_with_parent()
             tp_size = vllm_config.parallel_config.tensor_parallel_size
             shapes = group_shapes(vllm_config, kv_cache_config)
-            self._scheduler = SchedulerConnector(config, incarnation, tp_size, shapes)
+            step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+            self._scheduler = SchedulerConnector(config, incarnation, tp_size, shapes, step_tokens)
         else:
             self._worker = WorkerConnector(config, incarnation, vllm_config, kv_cache_config)
 
@@ -126,9 +127,10 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         self.scheduler.new_request(request)
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """None defers the request: vLLM skips it in this step, schedules others, and asks again in the next."""
         tokens = self.scheduler.matched_tokens(request, num_computed_tokens)
-        return tokens, tokens > 0
+        return tokens, bool(tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         return self._kv_cache_config.transfer_group_ids
@@ -140,8 +142,10 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.orders(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        if isinstance(connector_output.kv_connector_worker_meta, QuarantineReport):
-            self.scheduler.quarantine.take(connector_output.kv_connector_worker_meta)
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            self.scheduler.quarantine.take(report.quarantine)
+            self.scheduler.due(report.due)
         self.scheduler.sending_finished(connector_output.finished_sending or set())
         # vLLM looks at what has been received after this; it has taken down before what of it has failed.
         connector_output.finished_recving = self.scheduler.receiving_finished(
@@ -191,7 +195,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self.worker.quarantine()
+        return self.worker.report()
 
     # ---- what is counted: on both sides, and in the API server's process ------------------------------------------
 

@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 _CONNECT_THREADS = 32
 _GREET_THREADS = 4
 MAX_PENDING_HELLOS = 256
+_HELLO_AGAIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,11 +226,18 @@ class Greeter:
                 greetings.enter_context(self._peers.greeting(peer))
                 self._transport.add_peer(engine.workers[rank].transport_metadata, agent_name(peer))
                 self._post.send(peer, hello)
-            with self._answered:
-                while not waiting <= self._answers.keys():
-                    if not self._answered.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
-                        raise HandshakeError(f"its workers did not answer within {self._handshake_s:g} s")
-                return [reason for peer in sorted(waiting, key=agent_name) if (reason := self._answers[peer])]
+            while True:
+                with self._answered:
+                    within_s = min(_HELLO_AGAIN_S, deadline - time.monotonic())
+                    self._answered.wait_for(lambda: waiting <= self._answers.keys(), within_s)
+                    silent = waiting - self._answers.keys()
+                    if not silent:
+                        return [reason for peer in sorted(waiting, key=agent_name) if (reason := self._answers[peer])]
+                if time.monotonic() >= deadline:
+                    raise HandshakeError(f"its workers did not answer within {self._handshake_s:g} s")
+                # A worker that is met by many at once drops hellos.
+                for peer in silent:
+                    self._post.send(peer, hello)
         finally:
             with self._lock:
                 self._awaited -= waiting

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from connectors.errors import HandshakeError
 from connectors.protocol.wire import Peer
 
-MOST = 512
+MOST = 2048
 
 
 class Guests:

@@ -42,6 +42,15 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class Queue:
+    """A request takes its blocks when the producer is about to start its prompt: ask the producer to say so."""
+
+    request_id: str
+    transfer_id: str
+    producer: EngineAddress
+
+
+@dataclass(frozen=True, slots=True)
 class Receive:
     """Fill a request's blocks with tokens ``[start_token, end_token)``; ``tables[g]`` is group g's block table."""
 
@@ -66,13 +75,16 @@ class Release:
 class Orders(KVConnectorMetadata):
     """All of one step, each list in the order in which things happened.
 
-    ``discards`` are transfer ids, ``lost`` names engines that have ended (``params.names_engine``).
+    ``starts`` are requests whose prompts this step or the next one begins to compute. ``discards`` are transfer ids,
+    ``lost`` names engines that have ended (``params.names_engine``).
     """
 
     expects: list[Expect] = field(default_factory=list)
+    starts: list[str] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
+    queues: list[Queue] = field(default_factory=list)
     receives: list[Receive] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
     releases: list[Release] = field(default_factory=list)

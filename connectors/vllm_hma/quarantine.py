@@ -19,8 +19,6 @@ from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
-
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -34,7 +32,7 @@ class Kept(NamedTuple):
 
 
 @dataclass(slots=True)
-class QuarantineReport(KVConnectorWorkerMetadata):
+class QuarantineReport:
     """What has changed on some ranks since their last reports, with an entry for each rank.
 
     ``lasts`` on some rank: vLLM passes no empty report on, and the scheduler's half is to look for room in each step.
@@ -47,8 +45,7 @@ class QuarantineReport(KVConnectorWorkerMetadata):
     def __bool__(self) -> bool:
         return bool(self.begun or self.ended or self.lasts)
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> QuarantineReport:
-        assert isinstance(other, QuarantineReport)
+    def __add__(self, other: QuarantineReport) -> QuarantineReport:
         return QuarantineReport(self.begun + other.begun, self.ended + other.ended, self.lasts or other.lasts)
 
 

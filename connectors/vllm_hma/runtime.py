@@ -7,7 +7,8 @@ soon as it has run; the pump answers peers, polls writes and watches deadlines w
     layer_computed   a layer of a prompt's last chunk, where that chunk leaves layer by layer
     after_forward    the chunks that the step has computed, and the rest of its orders
     results          what the scheduler may free, and what has arrived
-    quarantine       whose blocks nobody may have, although their requests wait no longer
+    report           queued requests that may take their blocks; blocks that nobody may have although their requests
+                     wait no longer
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from connectors.planning.layout import EngineLayout
 from connectors.protocol.actions import (
     Connect,
     ConsumerAction,
+    Due,
     Forget,
     Freed,
     ProducerAction,
@@ -45,7 +47,7 @@ from connectors.protocol.params import names_engine
 from connectors.protocol.producer import Producer as ProducerMachine
 from connectors.protocol.producer import ProducerSnapshot
 from connectors.protocol.reception import Order, Partner
-from connectors.protocol.wire import Cancel, Hello, Message, Offer, Peer, Refused, Welcome, decode
+from connectors.protocol.wire import AwaitStart, Cancel, Hello, Message, Offer, Peer, Refused, Welcome, decode
 from connectors.transport.base import Transport
 from connectors.transport.digest import Memory
 from connectors.vllm_hma.accelerator import set_thread_device
@@ -60,6 +62,7 @@ from connectors.vllm_hma.post import Post, agent_name
 from connectors.vllm_hma.probe import WorkerProbe
 from connectors.vllm_hma.pump import Pump
 from connectors.vllm_hma.quarantine import Kept, QuarantineReport
+from connectors.vllm_hma.reports import WorkerReport
 from connectors.vllm_hma.steps import Begun, Ended, Entry, LayersComputed, Steps
 from connectors.vllm_hma.streaming import Governor, Streaming
 from connectors.vllm_hma.trace import Trace
@@ -143,6 +146,7 @@ class WorkerRuntime:
         )
         self._sent: set[str] = set()
         self._received: dict[str, str | None] = {}
+        self._due: list[Due] = []
         self._quarantine = QuarantineReport()
         self._complained_at: dict[str, float] = {}
         set_device = partial(set_thread_device, fence.device)
@@ -184,10 +188,19 @@ class WorkerRuntime:
                         time.monotonic(),
                     )
                 )
+            for request_id in orders.starts:
+                self._perform(self._producer.starting(request_id, time.monotonic()))
             for finished in orders.finished:
                 if not finished.held:
                     self._steps.drop(finished.request_id)
                     self._finish(finished)
+            # One rank asks for all: a prompt starts on every rank of the prefill engine in the same step.
+            for queue in orders.queues if self.card.rank == 0 else ():
+                now = time.monotonic()
+                self._perform(self._consumer.queue(queue.request_id, queue.transfer_id, queue.producer, now))
+        if orders.expects or orders.queues:
+            # An idle progress thread rests for longer than it takes a peer to answer.
+            self._pump.wake()
         if orders.preempted:
             self._fence_preempted(orders.preempted)
         with self._lock:
@@ -265,11 +278,12 @@ class WorkerRuntime:
             self._sent, self._received = set(), {}
         return sent, set(received), {request_id for request_id, failure in received.items() if failure is not None}
 
-    def quarantine(self) -> QuarantineReport | None:
+    def report(self) -> WorkerReport | None:
         """What has changed since the last call. Asked after ``results``, it has all that those requests have begun."""
         with self._lock:
-            report, self._quarantine = self._quarantine, QuarantineReport()
-            report.lasts = self._consumer.quarantined > 0
+            report = WorkerReport(self._quarantine, self._due)
+            self._quarantine, self._due = QuarantineReport(), []
+            report.quarantine.lasts = self._consumer.quarantined > 0
         return report or None
 
     def stats(self) -> TandemStats | None:
@@ -413,7 +427,7 @@ class WorkerRuntime:
                 self._greeter.greeted(envelope.sender, hello)
             case Welcome() | Refused() as answer:
                 self._greeter.answered(envelope.sender, answer)
-            case Offer() | Cancel() as message:
+            case AwaitStart() | Offer() | Cancel() as message:
                 if not self._producer.knows(envelope.sender):
                     self._complain("stranger", f"{message.kind} of {sender[:80]!r} is dropped: it has not said hello")
                     return
@@ -451,6 +465,12 @@ class WorkerRuntime:
             case Connect(engine):
                 self._greeter.connect(engine)
                 self._pump.wake()
+            case Due(request_id, transfer_id, failure) as due:
+                self._due.append(due)
+                if failure is not None:
+                    self._tally.ended(request_id, time.monotonic(), True)
+                    logger.warning("Tandem: the KV of request %s is computed here: %s", request_id, failure)
+                self._trace.event("due", request=request_id, transfer=transfer_id, failure=failure)
             case Verify() as verify:
                 # A pool that is shut down refuses work: this worker is being closed.
                 with contextlib.suppress(RuntimeError):

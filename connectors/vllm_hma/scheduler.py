@@ -1,7 +1,13 @@
 """The scheduler's half: watches requests, and orders the workers to produce and to receive.
 
     producing   on_new_request -> Expect; each step -> Chunk; the end -> Finished; ``finished_sending`` frees the blocks
-    consuming   tokens are claimed in ``matched_tokens``, blocks are known in ``after_alloc`` -> Receive
+    consuming   on_new_request -> Queue, if others wait for the same producer; once it is ``due``, tokens are claimed in
+                ``matched_tokens``, and blocks are known in ``after_alloc`` -> Receive
+
+Both requests of a transfer come at once, and prefill may have others to compute before. The consumer takes its blocks
+when the prompt is about to start, so that a queued prompt holds none: until then ``matched_tokens`` is None and vLLM
+passes the request over. A request that no other waits before takes its blocks at once: where prefill is idle, its first
+chunk is being computed by the time an answer could be there (docs/decisions/0026).
 
 A consumer claims all prompt tokens but the last, which it computes itself to get logits. vLLM would also let it claim
 that one and then step back, but by then the sliding-window groups have let go of the oldest token that it attends to,
@@ -14,7 +20,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +28,7 @@ from vllm.v1.request import RequestStatus
 
 from connectors.errors import WireError
 from connectors.planning.layout import Group
+from connectors.protocol.actions import Due
 from connectors.protocol.cards import decode_worker_card, engine_card
 from connectors.protocol.params import (
     ConsumeParams,
@@ -32,13 +39,13 @@ from connectors.protocol.params import (
     parse_params,
     prompt_digest,
 )
+from connectors.vllm_hma.card_process import CardProcess
 from connectors.vllm_hma.complaints import Complaints
 from connectors.vllm_hma.config import ConnectorConfig
 from connectors.vllm_hma.identity import Adapters
 from connectors.vllm_hma.metrics import TandemStats
-from connectors.vllm_hma.orders import CardMetadata, Chunk, Expect, Finished, Orders, Receive, Release
+from connectors.vllm_hma.orders import CardMetadata, Chunk, Expect, Finished, Orders, Queue, Receive, Release
 from connectors.vllm_hma.quarantine import Quarantine
-from connectors.vllm_hma.side_channel import CardServer
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -49,11 +56,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Production:
-    """A request that is produced here. ``sent[g]`` ids of group g's table are known to the workers."""
+    """A request that is produced here. ``sent[g]`` ids of group g's table are known to the workers.
+
+    ``starting`` once the workers know that its prompt is about to start.
+    """
 
     transfer_id: str
     prompt_tokens: int
     sent: list[int]
+    starting: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +81,7 @@ class SchedulerSnapshot:
 
     ``productions``        requests that are produced here
     ``consumptions``       requests whose transfer has not started
+    ``queued``             those of them whose prompt has not started either
     ``receptions``         requests whose transfer has started and not ended
     ``has_orders``         whether the next step carries orders that came since the last one
     ``side_channel_port``  port of the side channel; None before ``publish``
@@ -77,6 +89,7 @@ class SchedulerSnapshot:
 
     productions: Mapping[str, ProductionSnapshot]
     consumptions: frozenset[str]
+    queued: frozenset[str]
     receptions: frozenset[str]
     has_orders: bool
     side_channel_port: int | None
@@ -85,19 +98,26 @@ class SchedulerSnapshot:
 class SchedulerConnector:
     """One per engine, in the engine core's process."""
 
-    def __init__(self, config: ConnectorConfig, incarnation: str, tp_size: int, groups: tuple[Group, ...]) -> None:
+    def __init__(
+        self, config: ConnectorConfig, incarnation: str, tp_size: int, groups: tuple[Group, ...], step_tokens: int
+    ) -> None:
         self._config = config
         self._incarnation = incarnation
         self._tp_size = tp_size
         self._groups = groups
+        self._step_tokens = step_tokens
         self._orders = Orders()
         self._productions: dict[str, _Production] = {}
+        # Of prompts that are not computed whole, in the order in which they came.
+        self._tokens_left: dict[str, int] = {}
         self._consumptions: dict[str, ConsumeParams] = {}
-        self._taken: set[str] = set()
+        self._queued: set[str] = set()
+        # Requests whose transfer has started, and its producer.
+        self._taken: dict[str, str] = {}
         self._adapters = Adapters()
         self.quarantine = Quarantine()
         self._stats = TandemStats()
-        self._server: CardServer | None = None
+        self._server: CardProcess | None = None
         self._complain = Complaints(logger)
 
     # ---- start and end -----------------------------------------------------------------------------------------
@@ -107,7 +127,7 @@ class SchedulerConnector:
         workers = {tp_rank: decode_worker_card(meta.card) for (_, tp_rank), meta in cards.items()}
         engine_card(workers)
         encoded = [cards[key].card for key in sorted(cards)]
-        self._server = CardServer(
+        self._server = CardProcess(
             self._config.side_channel_host, self._config.side_channel_port, encoded, self._config.keys.identity
         )
         if not self._config.keys.identity and not _loopback(self._config.side_channel_host):
@@ -170,28 +190,55 @@ class SchedulerConnector:
                 params.transfer_id or uuid.uuid4().hex, request.num_prompt_tokens, [0] * len(self._groups)
             )
             self._productions[request.request_id] = production
+            self._tokens_left[request.request_id] = production.prompt_tokens
             self._orders.expects.append(
                 Expect(request.request_id, production.transfer_id, production.prompt_tokens, digest)
             )
         elif isinstance(params, ConsumeParams):
+            others_wait = self._waits_for(params.producer.incarnation)
             self._consumptions[request.request_id] = params
+            if others_wait and not params.computed:
+                self._queued.add(request.request_id)
+                self._orders.queues.append(Queue(request.request_id, params.transfer_id, params.producer))
 
-    def matched_tokens(self, request: Request, computed_tokens: int) -> int:
-        """How many tokens beyond ``computed_tokens`` come from elsewhere. No side effects: it may be asked often."""
+    def _waits_for(self, incarnation: str) -> bool:
+        """Whether a request waits for KV of this producer, with its blocks or without."""
+        waiting = any(params.producer.incarnation == incarnation for params in self._consumptions.values())
+        return waiting or incarnation in self._taken.values()
+
+    def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
+        """How many tokens beyond ``computed_tokens`` come from elsewhere; None while the request is queued.
+
+        No side effects: it may be asked often.
+        """
         if request.request_id not in self._consumptions:
             return 0
-        return max(0, request.num_prompt_tokens - 1 - computed_tokens)
+        tokens = max(0, request.num_prompt_tokens - 1 - computed_tokens)
+        return None if tokens and request.request_id in self._queued else tokens
+
+    def due(self, reported: Iterable[Due]) -> None:
+        """Queued requests need not wait longer: their prompts are about to start, or never will for them."""
+        for due in reported:
+            params = self._consumptions.get(due.request_id)
+            # A request's id may come again.
+            if params is None or params.transfer_id != due.transfer_id or due.request_id not in self._queued:
+                continue
+            self._queued.discard(due.request_id)
+            if due.failure is not None:
+                del self._consumptions[due.request_id]
+                self._stats.count("requests", "recomputed")
 
     def after_alloc(self, request: Request, tables: tuple[list[int], ...], external_tokens: int) -> None:
         """The request's blocks are allocated; its transfer, if any, starts now and is never started again."""
         params = self._consumptions.pop(request.request_id, None)
         if params is None:
             return
+        self._queued.discard(request.request_id)
         if external_tokens == 0:
             self._orders.releases.append(Release(params.transfer_id, params.producer))
             return
         end_token = request.num_prompt_tokens - 1
-        self._taken.add(request.request_id)
+        self._taken[request.request_id] = params.producer.incarnation
         self._orders.receives.append(
             Receive(
                 request_id=request.request_id,
@@ -208,11 +255,13 @@ class SchedulerConnector:
         """The request has ended. True keeps its blocks until ``finished_sending``."""
         request_id = request.request_id
         self.quarantine.left(request_id)
+        self._tokens_left.pop(request_id, None)
+        self._queued.discard(request_id)
         params = self._consumptions.pop(request_id, None)
         if params is not None:
             self._orders.releases.append(Release(params.transfer_id, params.producer))
         if request_id in self._taken:
-            self._taken.discard(request_id)
+            del self._taken[request_id]
             self._orders.aborts.append(request_id)
         if request_id not in self._productions:
             return False, self._describe(request)
@@ -243,9 +292,9 @@ class SchedulerConnector:
 
         Those may that no producer writes for any more, and others, now or later, once there is room for them.
         """
-        for request_id in request_ids & self._taken:
+        for request_id in request_ids & self._taken.keys():
             self._stats.count("requests", "recomputed" if request_id in failed else "received")
-        self._taken -= request_ids
+            del self._taken[request_id]
         return self.quarantine.go_on(request_ids)
 
     def stats(self) -> TandemStats | None:
@@ -263,6 +312,7 @@ class SchedulerConnector:
                 for request_id, each in self._productions.items()
             },
             consumptions=frozenset(self._consumptions),
+            queued=frozenset(self._queued),
             receptions=frozenset(self._taken),
             has_orders=self._orders != Orders(),
             side_channel_port=None if self._server is None else self._server.port,
@@ -277,12 +327,30 @@ class SchedulerConnector:
             production = self._productions.get(request_id)
             if production is not None:
                 production.sent = [0] * len(self._groups)
+                self._tokens_left[request_id] = production.prompt_tokens
                 orders.preempted.append(request_id)
         for request_id, computed_before in _scheduled(output):
             production = self._productions.get(request_id)
             if production is not None and computed_before < production.prompt_tokens:
+                self._start(request_id, orders)
                 orders.chunks.append(self._chunk(request_id, production, computed_before, output))
+        self._start_next(orders)
         return orders
+
+    def _start_next(self, orders: Orders) -> None:
+        """Prompts that the next step can reach, if vLLM computes them in the order in which they came."""
+        ahead = 0
+        for request_id, tokens in self._tokens_left.items():
+            if ahead >= self._step_tokens:
+                break
+            self._start(request_id, orders)
+            ahead += tokens
+
+    def _start(self, request_id: str, orders: Orders) -> None:
+        production = self._productions[request_id]
+        if not production.starting:
+            production.starting = True
+            orders.starts.append(request_id)
 
     def _chunk(self, request_id: str, production: _Production, computed_before: int, output: SchedulerOutput) -> Chunk:
         assert output.kv_connector_block_state is not None
@@ -291,6 +359,9 @@ class SchedulerConnector:
         new_ids = tuple(tuple(table[sent:]) for table, sent in zip(tables, production.sent, strict=True))
         production.sent = [len(table) for table in tables]
         computed = min(computed_before + output.num_scheduled_tokens[request_id], production.prompt_tokens)
+        self._tokens_left[request_id] = production.prompt_tokens - computed
+        if not self._tokens_left[request_id]:
+            del self._tokens_left[request_id]
         return Chunk(request_id, new_ids, computed, computed == production.prompt_tokens)
 
     def _describe(self, request: Request) -> dict[str, Any] | None:

@@ -5,12 +5,13 @@ a secret is set, the connection is TLS that only its holders can complete (``tls
 this engine's memory.
 
 Whoever connects gets little of this engine: TALK_S in all, one of MAX_CONNECTIONS places (the newest takes the
-oldest's), a few kilobytes read, and at most one connection accepted in PACE_S, so that a flood does not take the
-engine's interpreter. Those who are turned away that way try again until their time is over.
+oldest's) and a few kilobytes read. Engines serve it in a process of its own (``card_process.py``), so that a flood does
+not take the scheduler's interpreter; elsewhere, one connection is accepted in PACE_S. Those who are turned away try
+again until their time is over.
 
-    question   b"tandem/4 cards\n"
+    question   b"tandem/5 cards\n"
     answer     b"TDC" | version | n | n lengths | n cards        numbers are uint32 but the version, a byte
-    question   b"tandem/4 process HOST PID STARTED_AT\n"         of a worker's card
+    question   b"tandem/5 process HOST PID STARTED_AT\n"         of a worker's card
     answer     b"TDP" | version | length | "alive", "gone" or "unknown"
     to either  b"TDE" | version | length | text                   why there is none
 """
@@ -44,7 +45,8 @@ from connectors.vllm_hma.tls import tls_context
 logger = logging.getLogger(__name__)
 
 TALK_S = 5.0
-MAX_CONNECTIONS = 128
+MAX_CONNECTIONS = 512
+_NO_DESCRIPTOR_S = 0.05
 PACE_S = 0.002
 
 _ASK = b"tandem/%d cards\n" % PROTOCOL_VERSION
@@ -65,7 +67,8 @@ class CardServer:
     ``identity`` comes from the secret (``Keys.identity``); empty serves everybody.
     """
 
-    def __init__(self, host: str, port: int, cards: list[bytes], identity: bytes = b"") -> None:
+    def __init__(self, host: str, port: int, cards: list[bytes], identity: bytes = b"", pace_s: float = PACE_S) -> None:
+        self._pace_s = pace_s
         lengths = struct.pack(f"<{len(cards)}I", *map(len, cards))
         self._answer = _PREFIX.pack(_CARDS, PROTOCOL_VERSION, len(cards)) + lengths + b"".join(cards)
         self._tls = tls_context(identity, server=True) if identity else None
@@ -123,6 +126,7 @@ class CardServer:
             except Exception as error:
                 # No file descriptor is left, say: that may pass, and this thread must not end.
                 self._complain("accept", f"side channel: a connection cannot be accepted: {error}")
+                await asyncio.sleep(_NO_DESCRIPTOR_S)
             else:
                 if len(self._open) >= MAX_CONNECTIONS:
                     oldest = next(iter(self._open))
@@ -131,7 +135,7 @@ class CardServer:
                 task = loop.create_task(self._talk(connection, str(address[0])))
                 self._open[task] = None
                 task.add_done_callback(lambda done: self._open.pop(done, None))
-            await asyncio.sleep(PACE_S)
+            await asyncio.sleep(self._pace_s)
 
     async def _talk(self, connection: socket.socket, who: str) -> None:
         """One connection, from its first byte to its end. Never raises, whatever it is sent."""

@@ -20,7 +20,7 @@ from connectors.vllm_hma.metrics import TandemStats
 from connectors.vllm_hma.orders import Orders
 from connectors.vllm_hma.post import agent_name
 from connectors.vllm_hma.processes import own_process
-from connectors.vllm_hma.quarantine import QuarantineReport
+from connectors.vllm_hma.reports import WorkerReport
 from connectors.vllm_hma.runtime import WorkerRuntime
 from connectors.vllm_hma.streaming import Streaming
 from connectors.vllm_hma.translate import engine_layout, group_shapes
@@ -97,8 +97,8 @@ class WorkerConnector:
     def results(self) -> tuple[set[str], set[str], set[str]]:
         return self.runtime.results()
 
-    def quarantine(self) -> QuarantineReport | None:
-        return self.runtime.quarantine()
+    def report(self) -> WorkerReport | None:
+        return self.runtime.report()
 
     def stats(self) -> TandemStats | None:
         return self.runtime.stats()

@@ -10,10 +10,11 @@ from connectors.planning.layout import Place
 from connectors.transport.memory import MemoryTransport
 from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders
 from connectors.vllm_hma.quarantine import Kept, QuarantineReport
+from connectors.vllm_hma.reports import WorkerReport
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
 KEPT = Kept("r", "t")
-LASTS = QuarantineReport(lasts=True)
+LASTS = WorkerReport(QuarantineReport(lasts=True))
 
 
 class HeldWrites(MemoryTransport):
@@ -90,12 +91,12 @@ def test_a_write_that_hangs_is_no_sign_of_life(worker: Callable[..., Worker]) ->
     """The consumer gives up after progress_s of a hanging write, and keeps its blocks until the producer answers."""
     producer, consumer = both_ends(worker)
     assert results(consumer) == (set(), {"r"}, {"r"})
-    assert consumer.runtime.quarantine() == QuarantineReport(begun=[KEPT], lasts=True)
-    assert (consumer.runtime.census()["quarantined"], consumer.runtime.quarantine()) == (1, LASTS)
+    assert consumer.runtime.report() == WorkerReport(QuarantineReport(begun=[KEPT], lasts=True))
+    assert (consumer.runtime.census()["quarantined"], consumer.runtime.report()) == (1, LASTS)
     let_go(producer)
     until(lambda: consumer.runtime.census()["quarantined"] == 0)
-    assert consumer.runtime.quarantine() == QuarantineReport(ended=[KEPT])
-    assert (consumer.runtime.results(), consumer.runtime.quarantine()) == ((set(), set(), set()), None)
+    assert consumer.runtime.report() == WorkerReport(QuarantineReport(ended=[KEPT]))
+    assert (consumer.runtime.results(), consumer.runtime.report()) == ((set(), set(), set()), None)
 
 
 def test_an_aborted_request_frees_its_blocks_once_writes_have_ended(worker: Callable[..., Worker]) -> None:
@@ -111,9 +112,9 @@ def test_a_host_that_is_gone(worker: Callable[..., Worker]) -> None:
     """Nobody answers, nobody refuses: blocks stay in quarantine until a supervisor's word, which is about ids alike."""
     _, consumer = both_ends(worker)
     assert results(consumer) == (set(), {"r"}, {"r"})
-    assert consumer.runtime.quarantine() == QuarantineReport(begun=[KEPT], lasts=True)
+    assert consumer.runtime.report() == WorkerReport(QuarantineReport(begun=[KEPT], lasts=True))
     consumer.step(lost=["another host."])
-    assert consumer.runtime.quarantine() == LASTS
+    assert consumer.runtime.report() == LASTS
     consumer.step(lost=["another host.", "p"])
-    assert consumer.runtime.quarantine() == QuarantineReport(ended=[KEPT])
+    assert consumer.runtime.report() == WorkerReport(QuarantineReport(ended=[KEPT]))
     assert consumer.runtime.census()["quarantined"] == 0

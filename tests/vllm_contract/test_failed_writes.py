@@ -13,6 +13,7 @@ from connectors.planning.layout import Place
 from connectors.transport.memory import MemoryTransport
 from connectors.vllm_hma.orders import Chunk, Expect, Finished
 from connectors.vllm_hma.quarantine import Kept, QuarantineReport
+from connectors.vllm_hma.reports import WorkerReport
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
 
@@ -64,13 +65,13 @@ def test_bytes_of_a_failed_write_meet_nobody_elses_blocks(
     """The request is computed in other blocks at once; its own stay in quarantine while the producer lives."""
     monkeypatch.setattr(FailsThenLands, "fails_in", fails_in)
     producer, consumer = failed(worker, FailsThenLands)
-    report = consumer.runtime.quarantine()
+    report = consumer.runtime.report()
     if report is None:
         consumer.cache[[3, 5]] = 42  # vLLM gives the blocks to another request
     assert isinstance(producer.transport, FailsThenLands)
     producer.transport.land()
     assert 7 not in consumer.cache[[3, 5]] or report is not None, "another request's blocks were overwritten"
-    assert report == QuarantineReport(begun=[Kept("r", "t")], lasts=True)
+    assert report == WorkerReport(QuarantineReport(begun=[Kept("r", "t")], lasts=True))
 
 
 def test_the_producer_holds_nothing_for_a_failed_write(worker: Callable[..., Worker]) -> None:
@@ -101,7 +102,7 @@ def test_a_supervisor_ends_the_quarantine_of_a_failed_write(worker: Callable[...
 def test_a_write_of_which_nothing_was_posted_frees_the_blocks(worker: Callable[..., Worker]) -> None:
     """The producer acknowledges: nothing is on its way."""
     _, consumer = failed(worker, RefusesWrites)
-    assert consumer.runtime.quarantine() is None
+    assert consumer.runtime.report() is None
     assert consumer.runtime.census()["quarantined"] == 0
 
 

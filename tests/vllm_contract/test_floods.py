@@ -19,7 +19,7 @@ from connectors.vllm_hma.orders import CardMetadata
 from connectors.vllm_hma.post import agent_name
 from connectors.vllm_hma.scheduler import SchedulerConnector
 from connectors.vllm_hma.side_channel import fetch_card
-from tests.vllm_contract.workers import Worker, until
+from tests.vllm_contract.workers import Worker, receive, until
 
 SECRET = "the secret of these engines"
 
@@ -51,6 +51,22 @@ def test_hellos_wait_in_bounded_number(worker: Callable[..., Worker], monkeypatc
     assert len(answered) == len(set(answered)) == greeter.MAX_PENDING_HELLOS
     say_hello(producer, Peer("one more", 0), b"{}")
     until(lambda: Peer("one more", 0) in answered)
+
+
+def test_a_hello_that_is_dropped_is_repeated(worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A producer that is met by many at once drops hellos: that costs their senders a second, not the handshake."""
+    producer, consumer = worker("p"), worker("c")
+    greeted, dropped = greeter.Greeter.greeted, []
+
+    def drop_first(self: greeter.Greeter, sender: Peer, message: Hello) -> None:
+        if dropped:
+            greeted(self, sender, message)
+        dropped.append(sender)
+
+    monkeypatch.setattr(greeter.Greeter, "greeted", drop_first)
+    consumer.step(receives=[receive(producer.address)])
+    until(lambda: consumer.runtime.census()["offered"] == 1)
+    assert dropped == [Peer("c", 0)] * 2
 
 
 def test_answers_that_nobody_waits_for_are_not_kept(worker: Callable[..., Worker]) -> None:
@@ -98,7 +114,7 @@ def test_an_engine_without_a_secret_says_so(
 ) -> None:
     """Where others than this machine's can reach it; and the secret of the configuration is the side channel's."""
     card = encode_worker_card(worker("p").card)
-    scheduler = SchedulerConnector(parse_config(config), "p", 1, ())
+    scheduler = SchedulerConnector(parse_config(config), "p", 1, (), 256)
     try:
         scheduler.publish({(0, 0): CardMetadata(card)})
         assert ("no secret is set" in caplog.text) == warned

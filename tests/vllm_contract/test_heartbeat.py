@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 
 from connectors.vllm_hma.orders import Chunk, Expect
-from connectors.vllm_hma.quarantine import Kept, QuarantineReport
+from connectors.vllm_hma.quarantine import Kept
+from connectors.vllm_hma.reports import WorkerReport
 from tests.vllm_contract.workers import DIGEST, LIMITS, Worker, receive, results
 
 STEP = dataclasses.replace(LIMITS, step_s=1.0)
@@ -20,7 +21,7 @@ def test_an_engine_that_hangs_keeps_no_consumer_waiting(worker: Callable[..., Wo
     producer.step(expects=[Expect("q", "t", 7, DIGEST)])
     producer.step(chunks=[Chunk("q", ((1,),), 4)])
     assert results(consumer, within_s=STEP.step_s + 6 * LIMITS.progress_s) == (set(), {"r"}, {"r"})
-    assert Kept("r", "t") not in (consumer.runtime.quarantine() or QuarantineReport()).begun
+    assert Kept("r", "t") not in (consumer.runtime.report() or WorkerReport()).quarantine.begun
 
 
 def test_an_engine_that_steps_keeps_its_consumers(worker: Callable[..., Worker]) -> None:

@@ -10,7 +10,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from connectors.protocol.actions import Due
 from connectors.vllm_hma.quarantine import Kept, QuarantineReport
+from connectors.vllm_hma.reports import WorkerReport
 from tests.campaigns.schedules.scheduling import STOP_TOKEN, Engine, Rank
 
 LOADS_STEPS = 5
@@ -38,6 +40,7 @@ class Loading(Engine):
             rank.receives[receive.request_id] = self.steps + LOADS_STEPS
             rank.fills[receive.request_id] = receive.transfer_id, {i for table in receive.tables for i in table if i}
         received = {request_id for request_id, at in rank.receives.items() if at <= self.steps}
+        due = [Due(each.request_id, each.transfer_id, None) for each in orders.queues]
         report = QuarantineReport()
         for request_id in received:
             del rank.receives[request_id]
@@ -51,7 +54,7 @@ class Loading(Engine):
         return KVConnectorOutput(
             finished_recving=received,
             failed_recving=received & self.silent,
-            kv_connector_worker_meta=report or None,
+            kv_connector_worker_meta=WorkerReport(report, due) or None,
         )
 
     def steps_until_over(self, *request_ids: str, within: int = 200) -> None:
@@ -141,8 +144,10 @@ def test_ranks_end_at_different_times(loading: Callable[[int], Loading]) -> None
     engine = loading(60)
     quarantine, kept = engine.connector.scheduler.quarantine, Kept("r", "t")
     engine.ask("r", 100, loads=True)
-    engine.step()
-    held = {block for table in engine.scheduler.kv_cache_manager.get_block_ids("r") for block in table if block}
+    held: set[int] = set()
+    while not held:
+        engine.step()
+        held = {block for table in engine.scheduler.kv_cache_manager.get_block_ids("r") for block in table if block}
 
     def references() -> set[int]:
         return {engine.pool.blocks[block].ref_cnt for block in held}

@@ -221,8 +221,11 @@ def test_an_answer_that_is_no_card(answer: bytes, error: type[Exception], says: 
 
 
 @pytest.mark.parametrize("secret", ["", SECRET])
-def test_connections_that_say_nothing(serve: Callable[..., CardServer], secret: str) -> None:
+def test_connections_that_say_nothing(
+    serve: Callable[..., CardServer], monkeypatch: pytest.MonkeyPatch, secret: str
+) -> None:
     """More than there are places for: a peer is served at once, and the oldest have been turned away."""
+    monkeypatch.setattr(side_channel, "MAX_CONNECTIONS", 128)
     server = serve(secret)
     held = [connect(server.port) for _ in range(side_channel.MAX_CONNECTIONS + 50)]
     try:

@@ -16,7 +16,7 @@ SUPERVISOR = "what nobody else knows"
 
 def told(extra: dict[str, str], params: object) -> tuple[SchedulerConnector, Request]:
     """A request with these kv_transfer_params, as vLLM passes a rejected one on: it is new, and is aborted."""
-    scheduler = SchedulerConnector(parse_config(extra), "c", 1, ())
+    scheduler = SchedulerConnector(parse_config(extra), "c", 1, (), 256)
     sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
     request = Request("lose", [0], sampling, None, abort_immediately=True)
     scheduler.new_request(request)

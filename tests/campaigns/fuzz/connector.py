@@ -29,7 +29,7 @@ import numpy as np
 import psutil
 
 from connectors.planning.layout import Place, Region
-from connectors.protocol.cards import encode_worker_card
+from connectors.protocol.cards import PROTOCOL_VERSION, encode_worker_card
 from connectors.protocol.keys import derive_keys
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.wire import Envelope, Hello, Peer, encode
@@ -205,8 +205,8 @@ class Campaign:
         """Something is said on the side channel, whole or in part, and left."""
         said = self.rng.choice(
             (
-                b"tandem/4 cards\n",
-                b"tandem/4 car",
+                b"tandem/%d cards\n" % PROTOCOL_VERSION,
+                b"tandem/%d car" % PROTOCOL_VERSION,
                 b"\x16\x03\x01" + self.rng.randbytes(200),
                 b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),
                 b"\n" * 1000,
@@ -223,7 +223,9 @@ class Campaign:
     def _left_open(self) -> None:
         with contextlib.suppress(OSError):
             self._open.append(self._connect())
-            self._open[-1].sendall(self.rng.choice((b"", b"tandem/4 cards", b"\x16\x03\x01\x02\x00")))
+            self._open[-1].sendall(
+                self.rng.choice((b"", b"tandem/%d cards" % PROTOCOL_VERSION, b"\x16\x03\x01\x02\x00"))
+            )
         while len(self._open) > 150:
             self._open.pop(0).close()
 

@@ -16,6 +16,7 @@ from connectors.protocol.cards import PROTOCOL_VERSION
 from connectors.protocol.wire import (
     Aborted,
     Alive,
+    AwaitStart,
     Cancel,
     Cancelled,
     Envelope,
@@ -26,6 +27,7 @@ from connectors.protocol.wire import (
     Offer,
     Peer,
     Refused,
+    Starting,
     Welcome,
     _tag,
     encode,
@@ -76,7 +78,7 @@ class Hostile:
         """Well formed, at a moment when nobody waits for it."""
         rng = self.rng
         transfer_id = rng.choice(ids)
-        match rng.randrange(10):
+        match rng.randrange(12):
             case 0:
                 return Hello(self.card())
             case 1:
@@ -93,6 +95,10 @@ class Hostile:
                 return Cancelled(transfer_id)
             case 7:
                 return Cancel(transfer_id)
+            case 8:
+                return AwaitStart(transfer_id)
+            case 9:
+                return Starting(transfer_id)
         return self._offer(transfer_id)
 
     def _offer(self, transfer_id: str) -> Offer:
@@ -165,7 +171,10 @@ class Hostile:
     def _headers(self, to: Peer, ids: list[str]) -> bytes:
         """JSON that is no header: nested deeply, counting wildly, of other types."""
         rng = self.rng
-        header: Any = {"kind": rng.choice(("offer", "hello", "fin", "cancel", "?")), "from": self.me.incarnation}
+        header: Any = {
+            "kind": rng.choice(("offer", "hello", "fin", "cancel", "await_start", "starting", "?")),
+            "from": self.me.incarnation,
+        }
         header |= {"rank": self.me.rank, "to": to.incarnation, "to_rank": to.rank, "id": rng.choice(ids), "end": 5}
         header |= {
             "prompt": "",

@@ -167,7 +167,8 @@ def decode_rank(address: EngineAddress, main: Connection) -> None:
     ended, failed, kept, freed_at = False, False, False, 0.0
     while not main.poll():
         _, received, without = worker.runtime.results()
-        report = worker.runtime.quarantine()
+        told = worker.runtime.report()
+        report = None if told is None else told.quarantine
         ended, failed = ended or "r" in received, failed or "r" in without
         kept = (kept or (report is not None and bool(report.begun))) and not (report is not None and report.ended)
         if ended and not kept and not freed_at:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from connectors.planning.blocks import Ints
-from connectors.protocol.actions import Connect, Freed, Received, Send, Sent, Verify, Write
+from connectors.protocol.actions import Connect, Due, Freed, Received, Send, Sent, Verify, Write
 from connectors.protocol.consumer import Consumer
 from connectors.protocol.delivery import Delivery, Stage, Transfer
 from connectors.protocol.params import EngineAddress
@@ -281,6 +281,7 @@ def _transfer_key(transfer: Transfer) -> tuple[object, ...]:
         transfer.stage.name,
         transfer.since if transfer.stage is not Stage.LIVE else 0.0,
         transfer.request_id or "",
+        transfer.starting,
         transfer.computed_tokens,
         transfer.coming_tokens,
         tuple(map(tuple, transfer.tables)),
@@ -297,6 +298,8 @@ def _delivery_key(delivery: Delivery) -> tuple[object, ...]:
         return ("closed",)
     return (
         "open" if delivery.offer is not None else "awaited",
+        # When Starting is repeated; when Alive is decides nothing.
+        (True, delivery.last_sent) if delivery.awaits_start else (False, 0.0),
         tuple(tuple(units.dst_ids.tolist()) for units in delivery.pending) if delivery.pending is not None else (),
         delivery.pending is None,
         tuple(sorted((g, tuple(moves.dst_ids.tolist()), done) for g, (moves, done) in delivery.early.items())),
@@ -328,6 +331,8 @@ class ExplorableConsumer(Consumer):
     """A consumer whose state can be named, aged and permuted."""
 
     def age(self) -> None:
+        for queued in self._queued.values():
+            queued.heard_at = _older(queued.heard_at)
         for reception in self._all():
             reception.since, reception.cancelled_at = _older(reception.since), _older(reception.cancelled_at)
             reception.check_at = -FOREVER
@@ -354,6 +359,7 @@ class ExplorableConsumer(Consumer):
                 )
                 for reception in self._all()
             ),
+            tuple((each.heard_at, each.asked.rank if each.asked else None) for each in self._queued.values()),
             bool(self._partners),
             bool(self._doubtful),
             tuple(item for waiting in self._releases.values() for item in waiting),
@@ -362,6 +368,8 @@ class ExplorableConsumer(Consumer):
 
     def swap_producers(self) -> None:
         """The same with producer ranks 0 and 1 in each other's place."""
+        for queued in self._queued.values():
+            queued.asked = None if queued.asked is None else swapped(queued.asked)
         for reception in self._all():
             reception.writing = {
                 swapped(peer): replace(partner, peer=swapped(peer)) for peer, partner in reception.writing.items()
@@ -390,6 +398,8 @@ def call_consumer(machine: ExplorableConsumer, event: Event, letters: Letters) -
             case Verify(_, peer, units, _, expected):
                 wanted = tuple((g, block) for g, each in enumerate(units) for block in each.dst_ids.tolist())
                 outcome.append(("verify", peer.rank, wanted, expected))
+            case Due(_, _, failure):
+                outcome.append(("due", failure is None))
             case Received(_, failure, quarantine):
                 outcome.append(("received", failure is None, quarantine is not None))
             case Freed():

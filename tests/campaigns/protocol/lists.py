@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tests.campaigns.protocol.transfers import LAYER_WISE, NEVER, PLAIN, PREEMPTED, Budget, Scenario
+from tests.campaigns.protocol.transfers import LAYER_WISE, NEVER, PLAIN, PREEMPTED, STARTS, Budget, Scenario
 
 LEGS = {"plain": PLAIN, "preempted": PREEMPTED, "layer-wise": LAYER_WISE}
 ENDINGS = ("abort", "leave", "discard", "crash_prefill", "crash_decode")
@@ -32,9 +32,16 @@ def quick() -> Iterator[Scenario]:
     yield scenario(1, 1, "plain", early=NEVER, handshake=True, unsent=1, refuse=1, abort=1)
     yield scenario(1, 1, "plain", early=NEVER, deadlines={"lease_s": 2}, drop=1, double=1, abort=1)
     yield scenario(1, 1, "plain", early=NEVER, deadlines={"progress_s": 2, "alive_s": 1}, drop=1, double=1, abort=1)
+    yield scenario(1, 1, "plain", queued=True, early=NEVER, drop=1, double=1)
+    for end in ENDINGS:
+        yield scenario(1, 1, "plain", queued=True, early=NEVER, drop=1, **one(end))
+    yield scenario(1, 1, "plain", queued=True, early=NEVER, unsent=1, drop=1)
+    yield scenario(1, 1, "plain", queued=True, early=NEVER, handshake=True, refuse=1, abort=1)
     for producer_tp, consumer_tp in ((1, 2), (2, 1)):
         for end in ENDINGS:
             yield scenario(producer_tp, consumer_tp, "plain", drop=1, double=1, **one(end))
+            yield scenario(producer_tp, consumer_tp, "plain", queued=True, **one(end))
+        yield scenario(producer_tp, consumer_tp, "plain", queued=True, drop=1)
         yield scenario(producer_tp, consumer_tp, "preempted", drop=1, double=1)
         yield scenario(producer_tp, consumer_tp, "layer-wise", drop=1)
         yield scenario(producer_tp, consumer_tp, "plain", integrity=True, drop=1, fail=1)
@@ -62,6 +69,8 @@ def thorough() -> Iterator[Scenario]:
         yield scenario(producer_tp, consumer_tp, "plain", drop=1, double=1, crash_decode=1, **words)
         yield scenario(producer_tp, consumer_tp, "plain", handshake=True, refuse=1, abort=1, drop=1)
         yield scenario(producer_tp, consumer_tp, "plain", early=2, drop=1)
+        for end in ENDINGS:
+            yield scenario(producer_tp, consumer_tp, "plain", queued=True, drop=1, double=1, **one(end))
     yield scenario(2, 2, "plain", drop=1, double=1)
     for end in ("crash_prefill", "crash_decode", "leave", "discard", "abort"):
         yield scenario(2, 2, "plain", drop=1, double=1, **one(end))
@@ -88,6 +97,7 @@ def scenario(
     integrity: bool = False,
     handshake: bool = False,
     words_to_prefill: bool = False,
+    queued: bool = False,
     deadlines: dict[str, float] | None = None,
     early: int = 0,
     **faults: Any,
@@ -96,10 +106,21 @@ def scenario(
     told += ["digests"] if integrity else []
     told += ["handshake"] if handshake else []
     told += ["prefill is told"] if words_to_prefill else []
+    told += ["queued"] if queued else []
     told += [f"{name} {jumps}" for name, jumps in (deadlines or {}).items()]
     told += {0: [], NEVER: ["clocks jump at any time"]}.get(early, [f"{early} early jumps"])
     name = f"{producer_tp} x {consumer_tp} {legs}: {', '.join(told)}"
     budget = Budget(early=early, **faults)
+    orders = LEGS[legs]
     return Scenario(
-        name, producer_tp, consumer_tp, budget, LEGS[legs], integrity, handshake, words_to_prefill, deadlines or {}
+        name,
+        producer_tp,
+        consumer_tp,
+        budget,
+        (orders[0], (STARTS, {}), *orders[1:]) if queued else orders,
+        integrity,
+        handshake,
+        words_to_prefill,
+        queued,
+        deadlines or {},
     )

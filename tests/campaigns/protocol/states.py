@@ -25,6 +25,8 @@ DEAD = -1
 """In place of a machine's number."""
 
 WAITING, STARTED, GOT, FAILED = range(4)
+UNASKED, QUEUED, DUE = range(3)
+"""Of the first consumer rank, which asks for the start of the prompt."""
 GARBAGE: Tag = ("torn",)
 
 
@@ -41,6 +43,8 @@ class A(NamedTuple):
 class B(NamedTuple):
     """A consumer rank. ``told`` of which producer ranks' deaths.
 
+    ``queue``: whether it has asked for the start of its prompt, and been told.
+
     ``may`` write: bits of the ranks that were sent an Offer and have not answered since.
 
     ``memory[p]`` is what producer rank p has written so far, ``verifying`` what is being compared. ``kept``: the
@@ -49,6 +53,7 @@ class B(NamedTuple):
 
     machine: int
     phase: int = WAITING
+    queue: int = UNASKED
     aborts: bool = False
     told: int = 0
     may: int = 0
@@ -164,7 +169,12 @@ class States:
         )
 
     def least(self, state: State) -> State:
-        """One state for all that differ in the names of ranks only: no machine knows its own rank."""
+        """One state for all that differ in the names of ranks only: no machine knows its own rank.
+
+        Where requests are queued, the first ranks of either engine are those that speak of it.
+        """
+        if self.scenario.queued:
+            return state
         images = [state]
         if self.producer_tp == 2:
             images += [self.swap_producers(image) for image in images]

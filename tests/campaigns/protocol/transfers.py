@@ -77,6 +77,7 @@ PREEMPTED: Legs = (
     (chunk(1, 2), filled(1, 2)),
     (HELD, filled(1, 2)),
 )
+STARTS = ("starting", "r")
 LAYER_WISE: Legs = (
     (EXPECT, {}),
     (chunk(0, 1), filled(0, 1)),
@@ -124,7 +125,10 @@ class Budget(NamedTuple):
 
 @dataclass(frozen=True)
 class Scenario:
-    """One exploration. ``budget`` are the faults that may happen, ``legs`` the prefill scheduler's orders."""
+    """One exploration. ``budget`` are the faults that may happen, ``legs`` the prefill scheduler's orders.
+
+    ``queued``: decode's request takes its blocks when the prompt is about to start.
+    """
 
     name: str
     producer_tp: int
@@ -134,6 +138,7 @@ class Scenario:
     integrity: bool = False
     handshake: bool = False
     words_to_prefill: bool = False
+    queued: bool = False
     deadlines: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from connectors.protocol.wire import Aborted, Cancel, Cancelled, Fin, Offer
+from connectors.protocol.wire import Aborted, Cancel, Cancelled, Fin, Offer, Starting
 from tests.campaigns.protocol.automata import (
     ENGINE,
     Ambient,
@@ -39,10 +39,13 @@ from tests.campaigns.protocol.automata import (
 )
 from tests.campaigns.protocol.states import (
     DEAD,
+    DUE,
     FAILED,
     GARBAGE,
     GOT,
+    QUEUED,
     STARTED,
+    UNASKED,
     WAITING,
     A,
     B,
@@ -74,9 +77,13 @@ class World(States):
                 continue
             for verify in b.verifying:
                 yield self.verified, (c, verify)
-            if b.phase == WAITING:
+            if b.aborts and b.phase == WAITING and self.scenario.queued:
+                yield self.decode_leaves, (c,)
+            elif b.phase == WAITING and (d.b[0].queue == DUE or not self.scenario.queued):
                 yield self.decode_starts, (c,)
-            elif b.aborts:
+            elif b.phase == WAITING and c == 0 and b.queue == UNASKED:
+                yield self.decode_queues, ()
+            elif b.aborts and b.phase != WAITING:
                 yield self.decode_aborts, (c,)
             if b.connecting:
                 yield self.connects, (c, all(a.machine != DEAD for a in d.a))
@@ -140,7 +147,7 @@ class World(States):
                 yield self.fault, ("refuse", self.connects, c, False)
         if budget.unsent:
             for then, arguments in self.orderly(d):
-                if then in (self.arrives, self.connects, self.decode_starts, self.decode_aborts):
+                if then in (self.arrives, self.connects, self.decode_queues, self.decode_starts, self.decode_aborts):
                     yield self.fault, ("unsent", self.cannot_send, then, *arguments)
             for c, b in enumerate(d.b):
                 if b.machine != DEAD:
@@ -252,13 +259,16 @@ class World(States):
     def send(self, d: Draft, letter: Letter) -> None:
         """A message that is like one under way adds nothing but a second copy, which is one of the faults.
 
-        Nobody hears what is sent to a dead rank, or to a decode rank whose only request is over: that is left out.
+        Nobody hears what is sent to a dead rank, or to a decode rank whose only request is over, nor a second Starting:
+        that is left out.
         """
         to_consumer, at, *_ = letter
         if to_consumer and isinstance(self.letters.messages[letter[3]], Fin | Aborted | Cancelled):
             for write in d.writes:
                 if write.rank == letter[2] and self.posted.values[write.posted].consumer == at:
                     raise Broken(f"prefill {letter[2]} answers decode {at} while a write for it is under way")
+        if to_consumer and isinstance(self.letters.messages[letter[3]], Starting) and d.b[at].queue != QUEUED:
+            return
         if d.b[at].listens if to_consumer else d.a[at].machine != DEAD:
             d.net.add(letter)
 
@@ -381,7 +391,29 @@ class World(States):
         d.b[c] = d.b[c]._replace(phase=STARTED)
         self.consumer(d, c, "start", (self.scenario.order,))
 
+    def decode_queues(self, d: Draft) -> None:
+        d.b[0] = d.b[0]._replace(queue=QUEUED)
+        self.consumer(d, 0, "queue", ("d", "t", ENGINE))
+
+    def due(self, d: Draft, ok: bool) -> None:
+        """The scheduler gives the request its blocks, or lets it be computed without them."""
+        if d.b[0].queue != QUEUED:
+            raise Broken("decode's request is due and was not queued")
+        d.b[0] = d.b[0]._replace(queue=DUE)
+        if not ok:
+            for c, b in enumerate(d.b):
+                if b.machine != DEAD:
+                    d.b[c] = b._replace(phase=FAILED, aborts=False)
+                    d.net = {letter for letter in d.net if not letter[0] or letter[1] != c}
+
+    def decode_leaves(self, d: Draft, c: int) -> None:
+        """The request was aborted before it had blocks."""
+        d.b[c] = d.b[c]._replace(aborts=False, phase=FAILED, queue=DUE)
+        self.consumer(d, c, "release", ("t", ENGINE))
+        d.net = {letter for letter in d.net if not letter[0] or letter[1] != c}
+
     def decode_request_is_aborted(self, d: Draft) -> None:
+        """Ranks that have not started do not any more, where none has."""
         d.b = [b._replace(aborts=b.machine != DEAD) for b in d.b]
 
     def decode_aborts(self, d: Draft, c: int) -> None:
@@ -429,6 +461,8 @@ class World(States):
                 # Where the producers know us, a new handshake does what the next jump of the clock does: Cancel again.
                 if not d.b[c].may:
                     d.b[c] = d.b[c]._replace(connecting=True)
+            elif what == "due":
+                self.due(d, *details)
             elif what == "received":
                 self.received(d, c, *details)
             else:

@@ -25,6 +25,7 @@ from tests.campaigns.schedules.simulated import (
     Consumption,
     PrefillEngine,
     ProducerRank,
+    Queued,
     Violation,
     Weather,
 )
@@ -102,6 +103,8 @@ class Prefill:
                 table[:kept] = [NULL_BLOCK] * kept
                 self.owned = [block for block in self.owned if block not in freed]
                 self.world.give_back(self.engine, freed)
+        for producer in self.engine.ranks:
+            self.world.produce(producer, producer.machine.starting(self.request_id, self.world.now))
         self.computed = min(self.computed + chunk, self.prompt_tokens)
         self.new = []
         for group, table in zip(GROUPS, self.tables, strict=True):
@@ -264,21 +267,31 @@ def add_consumption(
 ) -> None:
     prompt, tokens, prefix = what
     known: list[EngineAddress] = []
+    queues = rng.random() < 0.5
 
     def start() -> None:
-        if world.decode.alive:
-            world.start(name, transfer, prompt, tokens, prefix, known[0])
+        if not world.decode.alive:
+            return
+        bind = partial(world.start, name, transfer, prompt, tokens, prefix, known[0])
+        if queues:
+            world.queue(Queued(name, transfer, known[0], world.decode, bind))
+        else:
+            bind()
+
+    def leave() -> None:
+        if world.leave_queue(name):
+            return
+        for rank in range(len(world.consumers)):
+            world.after(
+                rng.uniform(0, 0.1),
+                partial(world.on_consumer, rank, lambda m: m.abort(name, world.now)),
+            )
 
     # The router may have learnt of the prefill engine a while ago.
     world.at(when - rng.choice([0.0, 0.0, 2.0]), lambda: known.append(world.prefill.address))
     world.at(when, start)
     if abort:
-        at = when + 0.1 + rng.uniform(0, 3)
-        for rank in range(len(world.consumers)):
-            world.at(
-                at + rng.uniform(0, 0.1),
-                partial(world.on_consumer, rank, lambda m: m.abort(name, world.now)),
-            )
+        world.at(when + 0.1 + rng.uniform(0, 3), leave)
 
 
 def add_death(world: World, rng: random.Random, side: str) -> float:
@@ -337,7 +350,7 @@ def run(seed: int) -> Schedule:
     """Play one schedule to its end. Raises Violation, which names what was broken."""
     schedule = draw(seed)
     world = schedule.world
-    world.run(schedule.last_event + bound_s(world) + LIMITS.lease_s)
+    world.run(schedule.last_event + 2 * bound_s(world) + LIMITS.lease_s)
     check_requests(schedule)
     world.run(world.now + HANG_S + LATE_S + 3 * LIMITS.lease_s + 1)
     end_quarantine(world)
@@ -369,6 +382,11 @@ def end_quarantine(world: World) -> None:
 def check_requests(schedule: Schedule) -> None:
     """Every request has ended within the bound; in calm weather it has its KV."""
     world = schedule.world
+    for queued in world.queued.values():
+        if queued.engine.alive:
+            raise Violation(f"{queued.request_id} still waits for its prompt's start")
+    if schedule.calm and world.counts["queued in vain"]:
+        raise Violation("a prompt never started in calm weather")
     for request in world.consumptions.values():
         if not request.engine.alive:
             continue

@@ -3,7 +3,8 @@
 Nothing of vLLM is replaced: its configuration, its (asynchronous) scheduler, its block pool, its aggregation of the
 ranks' reports. The workers are a model of what workers say: tokens for the requests that a step has brought to their
 end, ``finished_sending`` once for a production that is held, ``finished_recving`` once for a reception, sometimes
-failed, and sometimes with a foreign rank that may write to its blocks for a while after that. What the orders must be,
+failed, and sometimes with a foreign rank that may write to its blocks for a while after that, and ``Due`` once for a
+queued request, sometimes failed, from the first rank. What the orders must be,
 step for step, is checked as the workers receive them.
 """
 
@@ -28,10 +29,12 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from connectors.protocol.actions import Due
 from connectors.protocol.cards import WorkerCard, encode_worker_card
 from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.orders import CardMetadata, Orders
 from connectors.vllm_hma.quarantine import Kept, QuarantineReport
+from connectors.vllm_hma.reports import WorkerReport
 from tests.vllm_contract.caches import cache_config, full, sliding, vllm_config
 from tests.vllm_contract.workers import IDENTITY, layout_of
 
@@ -49,7 +52,7 @@ class Rank:
     """What one rank owes the scheduler: step at which it reports each request.
 
     ``fills``: transfer id and blocks of a reception; ``quarantine``: step of their end, and blocks that may be written;
-    ``late``: failed receptions that the next step reports.
+    ``late``: failed receptions that the next step reports. ``queued``: step at which a transfer's prompt starts.
     """
 
     sends: dict[str, int] = field(default_factory=dict)
@@ -58,6 +61,7 @@ class Rank:
     fills: dict[str, tuple[str, set[int]]] = field(default_factory=dict)
     quarantine: dict[Kept, tuple[int, set[int]]] = field(default_factory=dict)
     late: set[str] = field(default_factory=set)
+    queued: dict[str, tuple[int, str]] = field(default_factory=dict)
 
 
 class Engine:
@@ -87,6 +91,7 @@ class Engine:
         card = encode_worker_card(WorkerCard("me", IDENTITY, layout_of(1 << 20), "memory", b""))
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): CardMetadata(card)})
         self.depth = config.max_concurrent_batches
+        self.started: set[str] = set()
         self.batches: deque[SchedulerOutput] = deque()
         self.ranks = [Rank() for _ in range(TP)]
         self.known_tokens: dict[str, int] = {}
@@ -118,6 +123,7 @@ class Engine:
         transfer_id = f"t{number if rng.random() < 0.9 else rng.randint(0, number)}"
         engine = {"remote_engine_id": "other", "remote_host": "127.0.0.1", "remote_port": 9}
         consume = {"do_remote_prefill": True, "transfer_id": transfer_id} | engine
+        computed = consume | {"remote_num_tokens": 9}
         produce = {"do_remote_decode": True, "transfer_id": transfer_id}
         several = rng.randint(1, 12)
         kinds: list[tuple[str, Any, int]] = [
@@ -128,6 +134,7 @@ class Engine:
             ("produced", produce, 1),
             ("consumed", consume, several),
             ("consumed", consume, several),
+            ("consumed after prefill", computed, several),
             ("discard", produce | {"discard": True}, 1),
             ("describe", {"do_remote_decode": True, "describe": True}, 1),
             (
@@ -149,8 +156,11 @@ class Engine:
         if self.scheduler.requests:
             self.counts["aborted"] += 1
             ours = self.connector.scheduler.snapshot()
-            request_id = self.rng.choice([*self.scheduler.requests, *ours.productions, *sorted(ours.receptions) * 3])
-            for what, known in (("productions", ours.productions), ("receptions", ours.receptions)):
+            request_id = self.rng.choice(
+                [*self.scheduler.requests, *ours.productions, *sorted(ours.receptions) * 3, *sorted(ours.queued) * 2]
+            )
+            known_by = {"productions": ours.productions, "receptions": ours.receptions, "queued": ours.queued}
+            for what, known in known_by.items():
                 self.counts[f"aborted {what}"] += request_id in known
             self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
@@ -170,6 +180,7 @@ class Engine:
             self.counts["preempted"] += len(output.preempted_req_ids or ())
             self.counts["preempted productions"] += len(output.kv_connector_metadata.preempted)
             self.check_tables(output)
+            self.check_queued()
             self.check_quarantine()
             self.batches.append(output)
             if len(self.batches) < self.depth and self.rng.random() < 0.8:
@@ -191,6 +202,12 @@ class Engine:
                 assert not new or tuple(ids[-len(new) :]) == new
             assert -(-chunk.computed_tokens // BLOCK_TOKENS) <= min(map(len, table))
             assert chunk.last == (chunk.computed_tokens == production.prompt_tokens)
+
+    def check_queued(self) -> None:
+        """A request whose prompt has not started on the other engine has no blocks."""
+        for request_id in self.connector.scheduler.snapshot().queued:
+            if request_id in self.scheduler.requests:
+                assert not any(self.scheduler.kv_cache_manager.get_block_ids(request_id)), f"{request_id} has blocks"
 
     def check_quarantine(self) -> None:
         """What a foreign rank may still write to is not free, and in no table but its request's until that goes on."""
@@ -242,6 +259,14 @@ class Engine:
         for expect in orders.expects:
             assert expect.request_id not in rank.produces, "expected twice"
             rank.produces[expect.request_id] = [[] for _ in range(3)]
+        if rank is self.ranks[0]:
+            for request_id in orders.starts:
+                assert request_id not in self.started, "started twice"
+                self.started.add(request_id)
+            computed = {chunk.request_id for chunk in orders.chunks}
+            assert computed <= self.started, "computed before its start was reported"
+            for queue in orders.queues:
+                rank.queued[queue.request_id] = self.later(), queue.transfer_id
         for request_id in orders.preempted:
             rank.produces[request_id] = [[] for _ in range(3)]
         for chunk in orders.chunks:
@@ -254,6 +279,8 @@ class Engine:
             del rank.produces[finished.request_id]
             if finished.held:
                 rank.sends[finished.request_id] = self.later()
+        gone = {release.transfer_id for release in orders.releases}
+        rank.queued = {request_id: item for request_id, item in rank.queued.items() if item[1] not in gone}
         for receive in orders.receives:
             assert receive.request_id not in rank.receives, "received twice"
             for given in receive.tables:
@@ -271,6 +298,14 @@ class Engine:
         late, rank.late = rank.late, set()
         for request_id in sent:
             del rank.sends[request_id]
+        due = [
+            Due(request_id, transfer_id, "the weather" if self.rng.random() < 0.2 else None)
+            for request_id, (at, transfer_id) in rank.queued.items()
+            if at <= self.steps
+        ]
+        for each in due:
+            del rank.queued[each.request_id]
+        self.counts["due"] += len(due)
         report = QuarantineReport()
         for request_id in sorted(received):
             del rank.receives[request_id]
@@ -294,7 +329,7 @@ class Engine:
             finished_sending=sent,
             finished_recving=received | late,
             failed_recving=failed | late,
-            kv_connector_worker_meta=report or None,
+            kv_connector_worker_meta=WorkerReport(report, due) or None,
         )
 
     def later(self, most: int = 40) -> int:
@@ -330,7 +365,7 @@ class Engine:
         assert scheduler.get_request_counts() == (0, 0)
         assert self.pool.get_num_free_blocks() == self.baseline
         left = ours.snapshot()
-        remembered = [*left.productions, *left.consumptions, *left.receptions]
+        remembered = [*left.productions, *left.consumptions, *left.queued, *left.receptions]
         assert not remembered, "the connector remembers requests"
         assert not ours.quarantine, "the connector keeps blocks"
         assert not left.has_orders, "orders were never given"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from connectors.planning.blocks import UnitShape
@@ -143,6 +144,18 @@ class Consumption:
     failed_writes: set[int] = field(default_factory=set)
     ended_at: float = 0.0
     freed_at: float = 0.0
+
+
+@dataclass
+class Queued:
+    """A decode request without blocks; ``bind`` gives it some once it is ``due``."""
+
+    request_id: str
+    transfer_id: str
+    producer: EngineAddress
+    engine: DecodeEngine
+    bind: Callable[[], None]
+    due: bool = False
 
 
 def layers_of(move: Moves) -> range:

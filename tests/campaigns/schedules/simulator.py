@@ -27,6 +27,7 @@ from connectors.planning.heads import head_shares, partners
 from connectors.protocol.actions import (
     Connect,
     ConsumerAction,
+    Due,
     Forget,
     Freed,
     ProducerAction,
@@ -41,7 +42,7 @@ from connectors.protocol.delivery import Consumer
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.producer import Producer
 from connectors.protocol.reception import Order, Partner
-from connectors.protocol.wire import Cancel, Envelope, Message, Offer, Peer, decode, encode
+from connectors.protocol.wire import AwaitStart, Cancel, Envelope, Message, Offer, Peer, decode, encode
 from tests.campaigns.schedules.simulated import (
     DAMAGED,
     GROUPS,
@@ -60,6 +61,7 @@ from tests.campaigns.schedules.simulated import (
     DecodeEngine,
     PrefillEngine,
     ProducerRank,
+    Queued,
     Violation,
     Weather,
     layers_of,
@@ -94,6 +96,7 @@ class World:
         for share in head_shares(producer_tp, consumer_tp, kv_heads):
             self.heads[share.producer_rank, share.consumer_rank] += share.stop - share.first
         self.consumptions: dict[str, Consumption] = {}
+        self.queued: dict[str, Queued] = {}
         self.counts = Counter[str]()
 
     # ---- engines start ---------------------------------------------------------------------------------------------
@@ -180,7 +183,7 @@ class World:
         envelope = decode(frame)
         for producer in self.producers:
             if producer.peer == receiver and producer.alive and producer.machine.knows(envelope.sender):
-                assert isinstance(envelope.message, Offer | Cancel)
+                assert isinstance(envelope.message, AwaitStart | Offer | Cancel)
                 self.produce(producer, producer.machine.message(envelope.sender, envelope.message, self.now))
         for consumer in self.consumers:
             if consumer.peer == receiver and consumer.alive:
@@ -293,6 +296,42 @@ class World:
 
     # ---- the decode engine -----------------------------------------------------------------------------------------
 
+    def queue(self, queued: Queued) -> None:
+        """A decode request has come; it takes its blocks when its prompt is about to start. One rank asks."""
+        self.counts["queued"] += 1
+        self.queued[queued.request_id] = queued
+        machine = queued.engine.ranks[0].machine
+        actions = machine.queue(queued.request_id, queued.transfer_id, queued.producer, self.now)
+        self.consume(queued.engine.ranks[0], actions)
+
+    def due(self, request_id: str, failure: str | None) -> None:
+        """The scheduler hears of it: the request takes its blocks, or is computed by this engine alone."""
+        queued = self.queued[request_id]
+        if queued.due:
+            raise Violation(f"{request_id} was due twice")
+        queued.due = True
+        if failure is not None:
+            self.counts["queued in vain"] += 1
+            del self.queued[request_id]
+            return
+        self.after(self.rng.uniform(0, 0.1), partial(self.bind, queued))
+
+    def bind(self, queued: Queued) -> None:
+        if self.queued.get(queued.request_id) is queued:
+            del self.queued[queued.request_id]
+            if queued.engine.alive:
+                queued.bind()
+
+    def leave_queue(self, request_id: str) -> bool:
+        """The request is aborted. False where it has blocks already."""
+        queued = self.queued.pop(request_id, None)
+        if queued is None:
+            return False
+        for consumer in queued.engine.ranks:
+            release = partial(ConsumerMachine.release, transfer_id=queued.transfer_id, producer=queued.producer)
+            self.on(consumer, lambda machine, release=release: release(machine, now=self.now))
+        return True
+
     def start(
         self, request_id: str, transfer_id: str, prompt: str, prompt_tokens: int, start_token: int, at: EngineAddress
     ) -> None:
@@ -337,6 +376,8 @@ class World:
                 case Verify() as verify:
                     lasts = self.rng.uniform(0, VERIFY_S)
                     self.after(lasts, partial(self.verified, consumer, verify))
+                case Due(request_id, _, failure):
+                    self.due(request_id, failure)
                 case Received(request_id, failure, quarantine):
                     self.received(consumer, self.consumptions[request_id], failure, quarantine)
                 case Freed(request_id):

@@ -236,11 +236,13 @@ def test_one_prompt_twice_at_a_time(engines: Engines) -> None:
         reference = await alone(pair, prompt)
         start = len(engines.events())
         transfers = [uuid.uuid4().hex for _ in range(2)]
+        # Both wait for KV before any is there: none can find the other's in decode's cache. A request whose prompt is
+        # said to be computed takes its blocks at once.
+        params = pair.address | {"remote_num_tokens": len(prompt) - 1}
         answers = [
-            asyncio.ensure_future(generate(pair.decode, prompt, MAX_TOKENS, pair.address | {"transfer_id": transfer}))
+            asyncio.ensure_future(generate(pair.decode, prompt, MAX_TOKENS, params | {"transfer_id": transfer}))
             for transfer in transfers
         ]
-        # Both wait for KV before any is there: none can find the other's in decode's cache.
         await until(lambda: len(seen(engines, start).asked) == 4)
         legs = [{"do_remote_decode": True, "transfer_id": transfer} for transfer in transfers]
         await asyncio.gather(*(generate(pair.prefill, prompt, 1, leg, logprobs=None) for leg in legs))

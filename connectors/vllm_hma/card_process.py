@@ -1,0 +1,111 @@
+"""The side channel in a process of its own, so that first contacts take no time of the engine core's interpreter.
+
+The core writes what is to be served to the process's standard input and keeps that open: the process ends when it
+closes, be it because the core has died.
+
+    to the process     length (uint32) | JSON: host, port, identity (hex), lengths of the cards | the cards
+    from the process   JSON: port, or error; a line
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import struct
+import subprocess
+import sys
+from typing import BinaryIO
+
+from connectors.errors import ConfigurationError
+from connectors.vllm_hma.side_channel import CardServer
+
+_LENGTH = struct.Struct("<I")
+_START_S = 60.0
+_END_S = 5.0
+# Between the engine's own processes and this one, the engine's go first.
+_NICE = 5
+
+
+class CardProcess:
+    """Serves one engine's cards until ``close``. ``port`` is the port taken.
+
+    Raises ConfigurationError where it cannot listen.
+    """
+
+    def __init__(self, host: str, port: int, cards: list[bytes], identity: bytes = b"") -> None:
+        header = {"host": host, "port": port, "identity": identity.hex(), "lengths": [len(card) for card in cards]}
+        encoded = json.dumps(header).encode()
+        # This process finds the package wherever the engine has found it. It computes nothing: no threads for that.
+        paths = os.pathsep.join(path for path in sys.path if path)
+        environment = os.environ | {"PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
+        try:
+            self._pipe.write(_LENGTH.pack(len(encoded)) + encoded + b"".join(cards))
+            self._pipe.flush()
+            answer = self._answer()
+        except BaseException:
+            self.close()
+            raise
+        self.port = int(answer["port"])
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        if not self._pipe.closed:
+            self._pipe.close()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    @property
+    def _pipe(self) -> BinaryIO:
+        assert self._process.stdin is not None
+        return self._process.stdin  # type: ignore[return-value]
+
+    def _answer(self) -> dict[str, int]:
+        assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], _START_S)
+        line = self._process.stdout.readline() if ready else b""
+        if not line:
+            raise ConfigurationError(
+                "the process of the side channel has not started; its own error, if any, is in the engine's log"
+            )
+        answer: dict[str, int] = json.loads(line)
+        if "error" in answer:
+            raise ConfigurationError(str(answer["error"]))
+        return answer
+
+
+def serve() -> None:
+    """Be that process."""
+    os.nice(_NICE)
+    logging.basicConfig(format="%(levelname)s %(asctime)s [%(name)s] %(message)s", datefmt="%m-%d %H:%M:%S")
+    source, said = sys.stdin.buffer, sys.stdout
+    (length,) = _LENGTH.unpack(source.read(_LENGTH.size))
+    header = json.loads(source.read(length))
+    cards = [source.read(size) for size in header["lengths"]]
+    try:
+        # Nothing else runs in this process that a flood could keep from its work.
+        server = CardServer(header["host"], header["port"], cards, bytes.fromhex(header["identity"]), pace_s=0.0)
+    except ConfigurationError as error:
+        print(json.dumps({"error": str(error)}), file=said, flush=True)
+        return
+    print(json.dumps({"port": server.port}), file=said, flush=True)
+    source.read()
+    server.close()
+
+
+if __name__ == "__main__":
+    serve()

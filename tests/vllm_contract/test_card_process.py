@@ -1,0 +1,80 @@
+"""The side channel in a process of its own: it serves, refuses by name, and ends with the process that started it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from connectors.errors import ConfigurationError
+from connectors.protocol.cards import encode_worker_card
+from connectors.protocol.keys import derive_keys
+from connectors.vllm_hma.card_process import CardProcess
+from connectors.vllm_hma.side_channel import fetch_card
+from tests.vllm_contract.workers import Worker, until
+
+SECRET = "the secret of these two engines"
+DECODE_WORKERS = 96
+
+OWNER = """
+import sys, time
+from connectors.vllm_hma.card_process import CardProcess
+print(CardProcess("127.0.0.1", 0, [b"card"]).port, flush=True)
+time.sleep(600)
+"""
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_many_decode_workers_at_once(worker: Callable[..., Worker]) -> None:
+    """All of them get the card, over TLS, and nothing listens after the end."""
+    identity = derive_keys(SECRET).identity
+    server = CardProcess("127.0.0.1", 0, [encode_worker_card(worker("p").card)], identity)
+    found: list[str] = []
+
+    def ask() -> None:
+        found.append(fetch_card("127.0.0.1", server.port, "p", 30.0, identity).incarnation)
+
+    threads = [threading.Thread(target=ask) for _ in range(DECODE_WORKERS)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        server.close()
+    assert found == ["p"] * DECODE_WORKERS
+    assert not server.alive
+    assert not listens(server.port)
+    server.close()
+
+
+def test_a_port_that_is_taken_is_refused_by_name() -> None:
+    """In the engine's process, where its operator looks."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=f"side_channel_port {port}: cannot listen there"):
+            CardProcess("127.0.0.1", port, [b"card"])
+
+
+def test_it_ends_with_its_engine() -> None:
+    """Killed, the engine cannot say so."""
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    ) as owner:
+        assert owner.stdout is not None
+        port = int(owner.stdout.readline())
+        assert listens(port)
+        owner.send_signal(signal.SIGKILL)
+    until(lambda: not listens(port))

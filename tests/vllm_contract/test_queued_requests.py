@@ -1,0 +1,218 @@
+"""Late binding between the halves of the connector and between workers: who waits, for what, and how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from connectors.protocol.actions import Due
+from connectors.protocol.params import EngineAddress
+from connectors.vllm_hma.config import parse_config
+from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders, Queue, Release
+from connectors.vllm_hma.reports import WorkerReport
+from connectors.vllm_hma.scheduler import SchedulerConnector
+from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
+
+STEP_TOKENS = 100
+CONSUME = {"do_remote_prefill": True, "transfer_id": "t", "remote_engine_id": "p", "remote_host": "h", "remote_port": 9}
+PRODUCER = EngineAddress("p", "h", 9)
+
+
+def request(name: str, tokens: int, params: dict[str, Any]) -> Request:
+    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
+    return Request(name, list(range(tokens)), sampling, None)
+
+
+def scheduler(busy: bool = True) -> SchedulerConnector:
+    """One that another request waits in for the same producer, with blocks, unless it is not ``busy``."""
+    half = SchedulerConnector(parse_config({}), "c", 1, (), STEP_TOKENS)
+    if busy:
+        first = request("first", 50, CONSUME | {"transfer_id": "first"})
+        half.new_request(first)
+        half.after_alloc(first, ([7, 8],), 49)
+        orders(half)
+    return half
+
+
+def leave(half: SchedulerConnector, one: Request) -> None:
+    one.status = RequestStatus.FINISHED_ABORTED
+    half.finished(one)
+
+
+def orders(half: SchedulerConnector) -> Orders:
+    return half.orders(SchedulerOutput.make_empty())
+
+
+# ---- the scheduler's half ----------------------------------------------------------------------------------------
+
+
+def test_a_request_that_none_waits_before_takes_its_blocks_at_once() -> None:
+    """Prefill is idle as far as this engine knows: no round trip. The second one waits, another producer's does not."""
+    half = scheduler(busy=False)
+    one, two = request("d1", 50, CONSUME), request("d2", 50, CONSUME | {"transfer_id": "t2"})
+    other = request("d3", 50, CONSUME | {"transfer_id": "t3", "remote_engine_id": "p2"})
+    for each in (one, two, other):
+        half.new_request(each)
+    assert [half.matched_tokens(each, 0) for each in (one, two, other)] == [49, None, 49]
+    half.after_alloc(one, ([1, 2],), 49)
+    assert half.matched_tokens(two, 0) is None
+    leave(half, one)
+    assert half.matched_tokens(two, 0) is None, "prefill reports when"
+    three = request("d4", 50, CONSUME | {"transfer_id": "t4"})
+    half.due([Due("d2", "t2", None)])
+    half.after_alloc(two, ([3, 4],), 49)
+    leave(half, two)
+    half.new_request(three)
+    assert half.matched_tokens(three, 0) == 49
+
+
+def test_a_queued_request_claims_nothing_until_it_is_due() -> None:
+    half, one = scheduler(), request("d", 50, CONSUME)
+    half.new_request(one)
+    assert orders(half) == Orders(queues=[Queue("d", "t", PRODUCER)])
+    assert half.matched_tokens(one, 0) is None
+    half.due([Due("d", "another transfer's", None)])
+    assert half.matched_tokens(one, 0) is None
+    half.due([Due("d", "t", None)])
+    assert half.matched_tokens(one, 0) == 49
+    assert half.matched_tokens(one, 32) == 17
+
+
+def test_a_request_whose_prompt_will_not_come_is_computed_here() -> None:
+    """It has no blocks for a transfer, so nothing is released, and it counts as recomputed."""
+    half, one = scheduler(), request("d", 50, CONSUME)
+    half.new_request(one)
+    orders(half)
+    half.due([Due("d", "t", "the lease has expired")])
+    assert half.matched_tokens(one, 0) == 0
+    half.after_alloc(one, ([1, 2],), 0)
+    assert orders(half) == Orders()
+    stats = half.stats()
+    assert stats is not None
+    assert stats.data["counts"] == {"requests": {"recomputed": 1}}
+
+
+def test_what_decode_holds_itself_needs_no_start() -> None:
+    """A prefix that leaves nothing to be fetched is served at once, and the producer is told."""
+    half, one = scheduler(), request("d", 50, CONSUME)
+    half.new_request(one)
+    assert half.matched_tokens(one, 49) == 0
+    half.after_alloc(one, ([1, 2],), 0)
+    assert orders(half).releases == [Release("t", PRODUCER)]
+    assert not half.snapshot().queued
+
+
+def test_legs_that_come_one_after_the_other_wait_for_no_start() -> None:
+    """A public proxy hands prefill's answer on unchanged."""
+    half, one = scheduler(), request("d", 50, CONSUME | {"remote_num_tokens": 49, "remote_request_id": "x"})
+    half.new_request(one)
+    assert orders(half) == Orders()
+    assert half.matched_tokens(one, 0) == 49
+
+
+def test_a_queued_request_that_is_aborted_is_released() -> None:
+    half, one = scheduler(), request("d", 50, CONSUME)
+    half.new_request(one)
+    orders(half)
+    one.status = RequestStatus.FINISHED_ABORTED
+    assert half.finished(one) == (False, None)
+    assert orders(half) == Orders(releases=[Release("t", PRODUCER)])
+    half.due([Due("d", "t", None)])
+    assert not half.snapshot().queued
+    assert not half.snapshot().consumptions
+    assert half.snapshot().receptions == {"first"}
+
+
+def test_prompts_start_that_the_next_step_can_reach() -> None:
+    """60 and 60 tokens fill the next step of 100; the third one starts once the first has been computed or is gone."""
+    half = scheduler()
+    for name in "abc":
+        half.new_request(request(name, 61, {"do_remote_decode": True, "transfer_id": name}))
+    found = orders(half)
+    assert [expect.request_id for expect in found.expects] == ["a", "b", "c"]
+    assert found.starts == ["a", "b"]
+    assert orders(half).starts == []
+    first = request("a", 61, {})
+    first.status = RequestStatus.FINISHED_ABORTED
+    half.finished(first)
+    assert orders(half).starts == ["c"]
+
+
+# ---- workers -----------------------------------------------------------------------------------------------------
+
+
+def due(worker: Worker) -> list[Due]:
+    """Step until a queued request is due."""
+    found: list[Due] = []
+
+    def reported() -> bool:
+        report = worker.runtime.report() or WorkerReport()
+        found.extend(report.due)
+        return bool(found)
+
+    until(reported)
+    return found
+
+
+def idle(*workers: Worker) -> bool:
+    return not any(
+        count for worker in workers for what, count in worker.runtime.census().items() if what != "remembered"
+    )
+
+
+def test_workers_from_the_queue_to_the_kv(worker: Callable[..., Worker]) -> None:
+    producer, consumer = worker("p"), worker("c")
+    producer.cache[:] = 7
+    consumer.step(queues=[Queue("r", "t", producer.address)])
+    producer.step(expects=[Expect("q", "t", 7, DIGEST)])
+    until(lambda: producer.runtime.census()["live"] == 1 and bool(producer.runtime.snapshot().producer.consumers))
+    assert consumer.runtime.census()["queued"] == 1
+    assert consumer.runtime.report() is None
+    producer.step(starts=["q"])
+    assert due(consumer) == [Due("r", "t", None)]
+    consumer.step(receives=[receive(producer.address)])
+    producer.step(chunks=[Chunk("q", ((1, 2),), 7)])
+    assert results(consumer) == (set(), {"r"}, set())
+    assert consumer.cache[[3, 5]].tolist() == producer.cache[[1, 2]].tolist()
+    producer.step(finished=[Finished("q", True, "")])
+    assert results(producer) == ({"q"}, set(), set())
+    until(lambda: idle(producer, consumer))
+
+
+def test_workers_cancelled_in_the_queue(worker: Callable[..., Worker]) -> None:
+    """Nothing is held for it: prefill's blocks are free when the prompt has been computed."""
+    producer, consumer = worker("p"), worker("c")
+    producer.step(expects=[Expect("q", "t", 7, DIGEST)])
+    consumer.step(queues=[Queue("r", "t", producer.address)])
+    until(lambda: bool(producer.runtime.snapshot().producer.consumers))
+    consumer.step(releases=[Release("t", producer.address)])
+    until(lambda: bool(producer.runtime.snapshot().producer.closed))
+    producer.step(starts=["q"], chunks=[Chunk("q", ((1, 2),), 7)])
+    producer.step(finished=[Finished("q", True, "")])
+    assert results(producer) == ({"q"}, set(), set())
+    until(lambda: idle(producer, consumer))
+    assert consumer.runtime.report() is None
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_workers_whose_producer_dies(worker: Callable[..., Worker], when: str) -> None:
+    """Before or after first contact: the request is computed here, and no block was ever offered."""
+    producer, consumer = worker("p"), worker("c")
+    address = producer.address
+    if when == "before":
+        producer.close()
+        consumer.step(queues=[Queue("r", "t", address)])
+    else:
+        producer.step(expects=[Expect("q", "t", 7, DIGEST)])
+        consumer.step(queues=[Queue("r", "t", address)])
+        until(lambda: bool(producer.runtime.snapshot().producer.consumers))
+        producer.close()
+    (found,) = due(consumer)
+    assert (found.request_id, found.transfer_id) == ("r", "t")
+    assert found.failure is not None
+    assert consumer.runtime.census()["quarantined"] == 0
