@@ -108,8 +108,8 @@ class TransferSettings(Frozen):
     )
     integrity: Literal["auto", "full", "off"] = Field(
         "auto",
-        description="full: decode compares digests of all KV that it fetches before it runs the request; off; "
-        "auto: full where both KV caches lie in host memory, off elsewhere",
+        description="full: decode compares digests of all KV that it fetches before it runs the request, computed on "
+        "the device that holds the KV; off: none are compared; auto: as full",
     )
     streaming: Literal["auto", "chunk", "layer"] = Field(
         "auto",
