@@ -41,6 +41,8 @@ OUT ?= build/faults
 ONLY ?=
 DAMAGE ?=
 SCHEDULES ?= 100000
+# An environment of another kind will do: torch and NIXL are enough.
+GPU_PYTHON ?= $(firstword $(wildcard .venv-gpu/bin/python .venv/bin/python) python3)
 STAMP := $(VENV)/.installed
 # Shows torch and vLLM another CPU, in every process of a run: testing/cpu_features.
 ifneq ($(CPU_FEATURES),)
@@ -201,6 +203,10 @@ faults: $(STAMP) ## Kill, stop, cancel, forge: SEED=1 CONNECTOR=tandem|nixl|nixl
 	$(BIN)/python -m tests.campaigns.faults.campaign --seed $(SEED) --connector '$(CONNECTOR)' --faults $(FAULTS) --tp $(TP) --lanes $(LANES) \
 	    --out $(OUT).json; code=$$?; \
 	$(BIN)/python -m tests.campaigns.faults.report $(OUT).json $(OUT).md && echo "tandem: the report is $(OUT).md" && exit $$code
+
+.PHONY: gpu-check
+gpu-check: ## Check transport, fences, digests and layers on this machine's NVIDIA GPU, with or without vLLM: GPU_PYTHON=python3
+	@$(GPU_PYTHON) -m tests.campaigns.gpu
 
 .PHONY: ledger
 ledger: $(STAMP) ## Delays in a service with real engines, and where its ledger has them: OUT=build/ledger
