@@ -20,7 +20,7 @@ from starlette.routing import Route
 from app import front, http_protocol
 from app.front import SERVICE_PATH, Front, PortTakenError
 from connectors.errors import ConfigurationError
-from testing.service_process import free_port
+from testing.ports import free_port
 
 HOST = "127.0.0.1"
 LEAVE_S = 0.5
