@@ -212,6 +212,10 @@ fault-pairs: $(STAMP) ## Two faults at a time, a link that is cut among them (ro
 	    --lanes $(LANES) --out $(PAIRS_OUT).json; code=$$?; \
 	$(BIN)/python -m tests.campaigns.faults.report $(PAIRS_OUT).json $(PAIRS_OUT).md && echo "tandem: the report is $(PAIRS_OUT).md" && exit $$code
 
+.PHONY: stopped-rank
+stopped-rank: $(STAMP) ## Stop a rank of a real prefill engine in mid-write, kill its core, continue the rank: COUNT=50
+	$(BIN)/python -m tests.campaigns.hosts.stopped_engine_rank $(if $(filter file,$(origin COUNT)),,--count $(COUNT))
+
 .PHONY: gpu-check
 gpu-check: ## Check transport, fences, digests and layers on this machine's NVIDIA GPU, with or without vLLM: GPU_PYTHON=python3
 	@$(GPU_PYTHON) -m tests.campaigns.gpu
