@@ -40,9 +40,12 @@ FAULTS ?= 200
 TP ?= 1:1
 LANES ?= 1
 OUT ?= build/faults
+PAIRS_OUT ?= build/fault-pairs
 ONLY ?=
 DAMAGE ?=
 SCHEDULES ?= 100000
+# An environment of another kind will do: torch and NIXL are enough.
+GPU_PYTHON ?= $(firstword $(wildcard .venv-gpu/bin/python .venv/bin/python) python3)
 STAMP := $(VENV)/.installed
 # Shows torch and vLLM another CPU, in every process of a run: testing/cpu_features.
 ifneq ($(CPU_FEATURES),)
@@ -215,6 +218,21 @@ faults: $(STAMP) ## Kill, stop, cancel, forge: SEED=1 CONNECTOR=tandem|nixl|nixl
 	$(BIN)/python -m tests.campaigns.faults.campaign --seed $(SEED) --connector '$(CONNECTOR)' --faults $(FAULTS) --tp $(TP) --lanes $(LANES) \
 	    --out $(OUT).json; code=$$?; \
 	$(BIN)/python -m tests.campaigns.faults.report $(OUT).json $(OUT).md && echo "tandem: the report is $(OUT).md" && exit $$code
+
+.PHONY: fault-pairs
+fault-pairs: $(STAMP) ## Two faults at a time, a link that is cut among them (root, about 3 hours): SEED=1 FAULTS=200 TP=2:1
+	@mkdir -p $(dir $(PAIRS_OUT))
+	$(BIN)/python -m tests.campaigns.faults.campaign --pairs --seed $(SEED) --faults $(FAULTS) --tp $(if $(filter file,$(origin TP)),2:1,$(TP)) \
+	    --lanes $(LANES) --out $(PAIRS_OUT).json; code=$$?; \
+	$(BIN)/python -m tests.campaigns.faults.report $(PAIRS_OUT).json $(PAIRS_OUT).md && echo "tandem: the report is $(PAIRS_OUT).md" && exit $$code
+
+.PHONY: stopped-rank
+stopped-rank: $(STAMP) ## Stop a rank of a real prefill engine in mid-write, kill its core, continue the rank: COUNT=50
+	$(BIN)/python -m tests.campaigns.hosts.stopped_engine_rank $(if $(filter file,$(origin COUNT)),,--count $(COUNT))
+
+.PHONY: gpu-check
+gpu-check: ## Check transport, fences, digests and layers on this machine's NVIDIA GPU, with or without vLLM: GPU_PYTHON=python3
+	@$(GPU_PYTHON) -m tests.campaigns.gpu
 
 .PHONY: ledger
 ledger: $(STAMP) ## Delays in a service with real engines, and where its ledger has them: OUT=build/ledger

@@ -26,7 +26,7 @@ from connectors.planning.blocks import Ints
 from connectors.planning.descriptors import Moves, build_runs
 from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Place, Region
 from connectors.planning.plan import plan_pair
-from connectors.transport.digest import End, Memory, digests
+from connectors.transport.digest import End, HostMemory, digests
 from connectors.transport.nixl import NixlTransport
 
 HOST = Place("DRAM", 0)
@@ -68,8 +68,8 @@ class Bench:
         self.moves = Moves(0, scattered(rng, blocks, count), parts, scattered(rng, blocks, count), parts)
         self.plan = plan_pair(self.source.layout, self.target.layout)
         self.runs = build_runs(self.plan, [self.moves])
-        self.new_source = digests(self.plan, Memory(self.source.layout), End.SOURCE)
-        self.new_target = digests(self.plan, Memory(self.target.layout), End.TARGET)
+        self.new_source = digests(self.plan, HostMemory(self.source.layout), End.SOURCE)
+        self.new_target = digests(self.plan, HostMemory(self.target.layout), End.TARGET)
         self.peer = self.source.transport.add_peer(self.target.transport.metadata())
 
     def hash_source(self) -> str:

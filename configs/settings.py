@@ -109,8 +109,8 @@ class TransferSettings(Frozen):
     )
     integrity: Literal["auto", "full", "off"] = Field(
         "auto",
-        description="full: decode compares digests of all bytes moved before it runs the request; off: no digests; "
-        "auto: full if both KV caches are in host memory, else off",
+        description="full: decode compares digests of all bytes moved before it runs the request, computed on the "
+        "device that holds the KV; off: no digests; auto: as full",
     )
     streaming: Literal["auto", "chunk", "layer"] = Field(
         "auto",

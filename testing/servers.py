@@ -23,6 +23,7 @@ import psutil
 from actors.start_log import root_cause
 from app.demo.paths import MODEL_DIR
 from testing import fork_server
+from testing.network_namespace import enter_network
 from testing.processes import free_cores
 
 POOL_BLOCKS = 448
@@ -31,9 +32,11 @@ POOL_BLOCKS = 448
 MODEL = "demo"
 
 
-def _serve(argv: list[str], environment: dict[str, str], log: str) -> None:
+def _serve(argv: list[str], environment: dict[str, str], log: str, network: str) -> None:
     """A server's process: never returns before the server ends."""
     os.setsid()
+    if network:
+        enter_network(network)
     sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for descriptor in (1, 2):
         os.dup2(sink, descriptor)
@@ -46,7 +49,11 @@ def _serve(argv: list[str], environment: dict[str, str], log: str) -> None:
 
 @dataclass
 class Server:
-    """``members`` are the processes of the present start by part: ``api``, ``core``, ``rank0``, …"""
+    """``members`` are the processes of the present start by part: ``api``, ``core``, ``rank0``, …
+
+    ``network`` is the path of the network namespace that it lives in, where that is not this process's own; it is
+    reached at ``host``.
+    """
 
     name: str
     port: int
@@ -54,13 +61,15 @@ class Server:
     folder: Path
     transfer: Mapping[str, object] | None
     environment: Mapping[str, str] = field(default_factory=dict)
+    host: str = "127.0.0.1"
+    network: str = ""
     starts: int = 0
     members: dict[str, psutil.Process] = field(default_factory=dict)
     _api: psutil.Process | None = None
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     @property
     def log(self) -> Path:
@@ -71,7 +80,7 @@ class Server:
         self.starts += 1
         self.members = {}
         argv = [
-            *("--model", str(MODEL_DIR), "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self.port)),
+            *("--model", str(MODEL_DIR), "--served-model-name", MODEL, "--host", self.host, "--port", str(self.port)),
             *("--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-num-batched-tokens", "256"),
             *("--max-model-len", "2048", "--max-num-seqs", "16", "--no-enable-prefix-caching"),
             *("--num-gpu-blocks-override", str(POOL_BLOCKS), "--tensor-parallel-size", str(self.tp_size)),
@@ -79,7 +88,9 @@ class Server:
         if self.transfer is not None:
             argv += ["--kv-transfer-config", json.dumps(self.transfer)]
         fork_server.prepare()
-        process = fork_server.CONTEXT.Process(target=_serve, args=(argv, dict(self.environment), str(self.log)))
+        process = fork_server.CONTEXT.Process(
+            target=_serve, args=(argv, dict(self.environment), str(self.log), self.network)
+        )
         process.start()
         # By its id from now on: a fork server that is told to end forgets its children.
         self._api = psutil.Process(process.pid)

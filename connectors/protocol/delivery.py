@@ -29,7 +29,7 @@ class Consumer:
 
     ``partner_ranks`` are the ranks of that engine which talk to this producer rank, ``num_blocks`` its pool's size,
     ``shapes[g]`` how blocks of group g are cut between the two. ``new_digest`` makes the digest of one transfer to it;
-    None where the host cannot read this engine's memory.
+    None where this engine makes none.
     """
 
     partner_ranks: frozenset[int]
@@ -139,7 +139,7 @@ class Transfer:
 def offer_problem(transfer: Transfer, offer: Offer, groups: Sequence[Group], consumer: Consumer) -> str | None:
     """Why an offer cannot be served at all."""
     if offer.digest and consumer.new_digest is None:
-        return "a digest is wanted (integrity: full), and the host cannot read the KV cache of this engine"
+        return "a digest is wanted, and this engine makes none"
     if offer.prompt_digest != transfer.prompt_digest:
         return "the two requests of this transfer have different prompts"
     if offer.end_token > transfer.prompt_tokens:

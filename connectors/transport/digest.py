@@ -4,9 +4,11 @@ Both ends feed the units of a transfer in ascending order, in whatever chunks; t
 consumer all at once when everything has arrived. Every *stream*, the pieces of one layer of one group that have one
 length, is hashed by itself, unit after unit, so layers may come in any order too. The digest is that of all streams:
 
-    xxh3_128( for every stream: group, first piece, bytes fed, xxh3_128 of the bytes )
+    xxh3_128( for every stream: group, first piece, bytes fed, hash of the stream )
 
-The plan orders pieces the same way on both ends, so equal digests mean equal bytes in the places that were meant.
+The plan orders pieces the same way on both ends, so equal digests mean equal bytes in the places that were meant. The
+hash of a stream depends on where the two caches lie: between two host memories it is xxh3_128 of the bytes
+(``HostMemory``); otherwise both ends take the one that accelerators compute in place (``device_digest.py``).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -41,12 +44,33 @@ class End(Enum):
     TARGET = auto()
 
 
-class Memory:
-    """A worker's cache as the host can read it: the pages of block ids ``[0, num_blocks)`` of ``layout``."""
+class StreamHash(Protocol):
+    """The hash of one stream."""
+
+    def feed(self, address: Ints, length: int) -> None:
+        """Add ``length`` bytes at each address, in order."""
+
+    def digest(self) -> bytes:
+        """Return the hash of all that has been fed."""
+        ...
+
+
+class Memory(Protocol):
+    """A worker's cache as digests read it: the pages of block ids ``[0, num_blocks)``."""
+
+    num_blocks: int
+
+    def new_stream(self) -> StreamHash:
+        """Return the hash of a stream that has no bytes yet."""
+        ...
+
+
+class HostMemory:
+    """A cache in host memory; streams are hashed with xxh3_128."""
 
     def __init__(self, layout: EngineLayout) -> None:
         if layout.place.memory != "DRAM":
-            raise ConfigurationError(f"a digest needs memory that the host can read, not {layout.place.memory}")
+            raise ConfigurationError(f"the host cannot read {layout.place.memory}: use DeviceMemory")
         self.num_blocks = layout.num_blocks
         self._base = min(region.address for region in layout.regions)
         self._span = max(region.end for region in layout.regions) - self._base
@@ -55,7 +79,10 @@ class Memory:
         self._bytes: Bytes = np.frombuffer(memory, np.uint8)
         self._rows: dict[int, Bytes] = {}
 
-    def feed(self, hasher: xxhash.xxh3_128, address: Ints, length: int) -> None:
+    def new_stream(self) -> HostStream:
+        return HostStream(self)
+
+    def hash(self, hasher: xxhash.xxh3_128, address: Ints, length: int) -> None:
         """Hash ``length`` bytes at each address, in order."""
         if not len(address):
             return
@@ -80,6 +107,20 @@ class Memory:
         return rows
 
 
+class HostStream:
+    """xxh3_128 of a stream's bytes."""
+
+    def __init__(self, memory: HostMemory) -> None:
+        self._memory = memory
+        self._hasher = xxhash.xxh3_128()
+
+    def feed(self, address: Ints, length: int) -> None:
+        self._memory.hash(self._hasher, address, length)
+
+    def digest(self) -> bytes:
+        return self._hasher.digest()
+
+
 @dataclass(frozen=True, slots=True)
 class _Stream:
     """Pieces ``[first, stop)`` of a group: of one layer, ``piece_bytes`` each."""
@@ -101,7 +142,7 @@ class TransferDigest:
     def __init__(self, groups: tuple[tuple[GroupPlan, Side, tuple[_Stream, ...]], ...], memory: Memory) -> None:
         self._groups = groups
         self._memory = memory
-        self._hashers = [[xxhash.xxh3_128() for _ in streams] for *_, streams in groups]
+        self._hashes = [[memory.new_stream() for _ in streams] for *_, streams in groups]
         self._fed_bytes = [[0 for _ in streams] for *_, streams in groups]
 
     def add(self, group: int, ids: Ints, parts: Ints, layers: tuple[int, int] | None = None) -> None:
@@ -119,7 +160,7 @@ class TransferDigest:
         for number, stream in enumerate(streams):
             if pieces.start <= stream.first and stream.stop <= pieces.stop:
                 of_stream = address[stream.first - pieces.start : stream.stop - pieces.start].T.ravel()
-                self._memory.feed(self._hashers[group][number], of_stream, stream.piece_bytes)
+                self._hashes[group][number].feed(of_stream, stream.piece_bytes)
                 self._fed_bytes[group][number] += len(of_stream) * stream.piece_bytes
 
     def hexdigest(self) -> str:
@@ -128,7 +169,7 @@ class TransferDigest:
         for group, (*_, streams) in enumerate(self._groups):
             for number, stream in enumerate(streams):
                 whole.update(np.array([group, stream.first, self._fed_bytes[group][number]], "<i8").data)
-                whole.update(self._hashers[group][number].digest())
+                whole.update(self._hashes[group][number].digest())
         return whole.hexdigest()
 
 

@@ -28,8 +28,8 @@ class ConnectorConfig:
     ``backends``            NIXL back ends
     ``devices``             network devices that UCX may use and listen on; none given: all where the host has RDMA
                             devices, else the interface that has side_channel_host as its address
-    ``integrity``           full: digests of all bytes moved are compared before a request runs; off; auto: full where
-                            the KV cache lies in host memory on both sides, off elsewhere
+    ``integrity``           full: digests of all bytes moved are compared before a request runs; off: none are made;
+                            auto: as full
     ``streaming``           chunk: blocks leave when the chunk that completes them is computed; layer: those of a
                             prompt's last chunk layer by layer; auto: whichever of the two has cost less so far
     ``trace_path``          append one JSON line per transfer event to this file; for benchmarks

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from connectors.errors import HandshakeError, IncompatiblePeerError, TandemError
+from connectors.errors import HandshakeError, TandemError
 from connectors.planning.heads import partners
 from connectors.planning.plan import PairPlan, plan_pair
 from connectors.planning.verify import prove_plans
@@ -29,7 +29,8 @@ from connectors.protocol.params import EngineAddress
 from connectors.protocol.reception import Partner
 from connectors.protocol.wire import Hello, Peer, Refused, Welcome
 from connectors.transport.base import Transport
-from connectors.transport.digest import End, Memory, digests
+from connectors.transport.device_digest import CacheMemory
+from connectors.transport.digest import End, TransferDigest, digests
 from connectors.vllm_hma.complaints import Complaints
 from connectors.vllm_hma.peers import Peers
 from connectors.vllm_hma.post import Post, agent_name
@@ -54,22 +55,6 @@ class GreeterSnapshot:
     answers: frozenset[Peer]
 
 
-def memory_to_check(integrity: str, memory: Memory | None, producer: EngineCard) -> Memory | None:
-    """Return our memory where transfers from ``producer`` are checked, None where they are not.
-
-    Raises IncompatiblePeerError where ``integrity`` is "full" and the producer's memory cannot be read by its host.
-    """
-    if integrity == "off" or memory is None:
-        return None
-    memories = {worker.layout.place.memory for worker in producer.workers}
-    if memories == {"DRAM"}:
-        return memory
-    if integrity == "full":
-        remedy = "integrity: full needs both KV caches in host memory, set it to auto or off"
-        raise IncompatiblePeerError("memory of the KV cache", "DRAM", ", ".join(sorted(memories)), remedy)
-    return None
-
-
 class Greeter:
     """Shakes hands for one worker. The callbacks are called from its threads and take the worker's lock themselves."""
 
@@ -79,8 +64,8 @@ class Greeter:
         transport: Transport,
         post: Post,
         peers: Peers,
-        memory: Memory | None,
-        integrity: str,
+        memory: CacheMemory,
+        compares_digests: bool,
         handshake_s: float,
         identity: bytes,
         on_connected: Callable[[str, list[Partner]], None],
@@ -92,7 +77,7 @@ class Greeter:
         self._post = post
         self._peers = peers
         self._memory = memory
-        self._integrity = integrity
+        self._compares_digests = compares_digests
         self._handshake_s = handshake_s
         self._identity = identity
         self._on_connected = on_connected
@@ -198,19 +183,24 @@ class Greeter:
         refusals = self._say_hello(card, sorted(plans), deadline, greetings)
         if refusals:
             raise HandshakeError(f"it refused: {refusals[0]}")
-        memory = memory_to_check(self._integrity, self._memory, card)
         return [
             Partner(
                 Peer(card.incarnation, rank),
                 plan.shapes,
                 plan.unit_bytes,
-                None if memory is None else digests(plan, memory, End.TARGET),
+                self._target_digests(plan, card.workers[rank]),
                 engine,
                 card.workers[rank].process,
                 liveness(card.workers[rank].process) is Liveness.ALIVE,
             )
             for rank, plan in plans.items()
         ]
+
+    def _target_digests(self, plan: PairPlan, producer: WorkerCard) -> Callable[[], TransferDigest] | None:
+        """What makes the digests of transfers from ``producer``; None where none are to be compared."""
+        if not self._compares_digests:
+            return None
+        return digests(plan, self._memory.shared_with(producer.layout.place), End.TARGET)
 
     def _say_hello(
         self, engine: EngineCard, ranks: list[int], deadline: float, greetings: contextlib.ExitStack
@@ -287,5 +277,5 @@ class Greeter:
         pairs = partners(mine.tp_size, theirs.tp_size, mine.turns)
         ranks = frozenset(consumer for producer, consumer in pairs if producer == mine.tp_rank)
         plan = plan_pair(mine, theirs)
-        source = None if self._memory is None else digests(plan, self._memory, End.SOURCE)
+        source = digests(plan, self._memory.shared_with(theirs.place), End.SOURCE)
         return plan, Consumer(ranks, theirs.num_blocks, plan.shapes, source)

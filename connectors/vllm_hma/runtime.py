@@ -24,9 +24,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from connectors.errors import ConfigurationError, PlanError, TransportError, WireError
+import torch
+
+from connectors.errors import PlanError, TransportError, WireError
 from connectors.planning.blocks import wanted_blocks
-from connectors.planning.layout import EngineLayout
 from connectors.protocol.actions import (
     Connect,
     ConsumerAction,
@@ -49,7 +50,7 @@ from connectors.protocol.producer import ProducerSnapshot
 from connectors.protocol.reception import Order, Partner
 from connectors.protocol.wire import AwaitStart, Cancel, Hello, Message, Offer, Peer, Refused, Welcome, decode
 from connectors.transport.base import Transport
-from connectors.transport.digest import Memory
+from connectors.transport.device_digest import CacheMemory
 from connectors.vllm_hma.accelerator import set_thread_device
 from connectors.vllm_hma.complaints import Complaints
 from connectors.vllm_hma.config import ConnectorConfig
@@ -75,18 +76,6 @@ _BUSY_S = 0.0005
 _OPEN_S = 0.001
 _IDLE_S = 0.01
 _COMPLAIN_EVERY_S = 10.0
-
-
-def readable_memory(config: ConnectorConfig, layout: EngineLayout) -> Memory | None:
-    """The cache as the host can read it, for digests. Raises ConfigurationError where it cannot and must."""
-    if layout.place.memory == "DRAM":
-        return Memory(layout)
-    if config.integrity == "full":
-        raise ConfigurationError(
-            f"kv_connector_extra_config: integrity 'full' compares digests of the KV cache, and the host cannot read "
-            f"{layout.place.memory}; set it to 'auto' or 'off'"
-        )
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +105,19 @@ class RuntimeSnapshot:
 
 
 class WorkerRuntime:
-    """A registered rank: the two machines, the transport, and what connects them."""
+    """A registered rank: the two machines, the transport, and what connects them.
 
-    def __init__(self, config: ConnectorConfig, card: WorkerCard, transport: Transport, fence: StepFence) -> None:
-        memory = readable_memory(config, card.layout)
+    ``views`` are the tensors of the KV cache; host memory needs none.
+    """
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        card: WorkerCard,
+        transport: Transport,
+        fence: StepFence,
+        views: Sequence[torch.Tensor] = (),
+    ) -> None:
         self.card = card
         self._limits = config.limits
         self._me = Peer(card.incarnation, card.rank)
@@ -155,8 +153,8 @@ class WorkerRuntime:
             transport,
             self._post,
             self._peers,
-            memory,
-            config.integrity,
+            CacheMemory(card.layout, views),
+            config.integrity != "off",
             config.limits.handshake_s,
             config.keys.identity,
             self._connected,

@@ -10,12 +10,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from connectors.planning.layout import Group
 from connectors.vllm_hma.fence import StepFence
-from connectors.vllm_hma.orders import Chunk
+
+if TYPE_CHECKING:
+    # `make gpu-check` uses this module where vLLM is not installed.
+    from connectors.vllm_hma.orders import Chunk
 
 
 @dataclass(frozen=True, slots=True)

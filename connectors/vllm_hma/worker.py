@@ -66,8 +66,9 @@ class WorkerConnector:
             transport.metadata(),
             own_process(),
         )
-        device = next(iter(views.values())).device
-        self._runtime = WorkerRuntime(self._config, card, transport, StepFence(device))
+        tensors = list(views.values())
+        fence = StepFence(tensors[0].device)
+        self._runtime = WorkerRuntime(self._config, card, transport, fence, tensors)
         logger.info(
             "Tandem: rank %d registered %d regions, %d bytes, for %d groups",
             rank,

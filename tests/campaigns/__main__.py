@@ -63,6 +63,7 @@ STEPS = (
     Step("rolling-restart", "rolling-restart", lines=4),
     Step("overlay-serves", "overlay-serves", lines=4),
     Step("explore", "explore", lines=3),
+    Step("gpu-check", "gpu-check", lines=20),
 )
 
 

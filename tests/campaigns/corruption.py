@@ -13,9 +13,9 @@ import numpy as np
 
 from connectors.planning.blocks import BlockSet, UnitSet, wanted_units
 from connectors.planning.descriptors import Moves, Runs, build_runs
-from connectors.planning.layout import GroupKind
+from connectors.planning.layout import EngineLayout, GroupKind
 from connectors.planning.plan import PairPlan, plan_pair
-from connectors.transport.digest import End, Memory, TransferDigest, digests
+from connectors.transport.digest import End, HostMemory, Memory, TransferDigest, digests
 from tests.planning.builders import GEMMA, Rank, Shape, execute, fill_distinct, make_engine
 
 MANY = 10**6
@@ -49,8 +49,11 @@ class Scene:
         return f"{len(self.pairs)} producers, {len(self.consumer.heads)} heads, {self.consumer.layout.groups}"
 
 
-def draw_scene(rng: np.random.Generator) -> Scene:
-    """Random layouts of the same model: TP sizes, page styles, block sizes, pool sizes and padding of their own."""
+def draw_scene(rng: np.random.Generator, memory: Callable[[EngineLayout], Memory] = HostMemory) -> Scene:
+    """Random layouts of the same model: TP sizes, page styles, block sizes, pool sizes and padding of their own.
+
+    ``memory`` reads a rank's cache for digests.
+    """
     heads, groups = int(rng.choice([2, 4, 6, 8])), (FULL_ONLY, MIXED, WINDOWS)[rng.integers(3)]
     tp = TP_PAIRS[rng.integers(len(TP_PAIRS))]
     packed = rng.random() < 0.25
@@ -75,8 +78,8 @@ def draw_scene(rng: np.random.Generator) -> Scene:
     pairs = []
     for producer in producers:
         plan = plan_pair(producer.layout, consumer.layout)
-        source = digests(plan, Memory(producer.layout), End.SOURCE)
-        pairs.append(Pair(producer, plan, source, digests(plan, Memory(consumer.layout), End.TARGET)))
+        source = digests(plan, memory(producer.layout), End.SOURCE)
+        pairs.append(Pair(producer, plan, source, digests(plan, memory(consumer.layout), End.TARGET)))
     return Scene(consumer, tuple(pairs))
 
 

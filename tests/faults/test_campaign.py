@@ -37,7 +37,15 @@ async def test_promises_are_kept(tmp_path: Path) -> None:
         fault = next(faults)
         seen.setdefault(f"{fault.what} {fault.phase}", fault.index)
     arguments = argparse.Namespace(
-        seed=SEED, tp="1:1", lanes=1, out=out, match=pattern, only=sorted(seen.values()), faults=0, seconds=300.0
+        seed=SEED,
+        tp="1:1",
+        lanes=1,
+        out=out,
+        match=pattern,
+        only=sorted(seen.values()),
+        faults=0,
+        seconds=300.0,
+        pairs=False,
     )
     campaign = Campaign([PRESETS["tandem"]], arguments, tmp_path)
     await campaign.run()

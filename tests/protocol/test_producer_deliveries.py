@@ -218,7 +218,7 @@ def test_no_digest_unless_it_is_asked_for() -> None:
 def test_a_digest_that_cannot_be_made_is_refused() -> None:
     """Aborted with the reason, and nothing is written: a consumer that asks would not believe the bytes."""
     producer = asking([], can=False)
-    assert "the host cannot read" in aborted_reason(producer.message(C0, ASKING, 0.5))
+    assert "this engine makes none" in aborted_reason(producer.message(C0, ASKING, 0.5))
 
 
 @pytest.mark.parametrize("ending", ["fin", "cancel", "failed write", "preempted", "discard", "not held", "peer lost"])

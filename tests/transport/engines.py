@@ -27,7 +27,7 @@ from connectors.protocol.params import EngineAddress
 from connectors.protocol.producer import Producer
 from connectors.protocol.reception import Order, Partner
 from connectors.protocol.wire import Envelope, Peer, decode, encode
-from connectors.transport.digest import End, Memory, digests
+from connectors.transport.digest import End, HostMemory, digests
 from connectors.transport.nixl import NixlTransport
 from tests.planning.builders import HOST, Rank, Shape, make_rank
 
@@ -106,8 +106,8 @@ class Engines:
                 producer.host.transport.add_peer(ours.transport_metadata)
                 producer.plans[consumer.host.peer] = plans[p]
                 talking = frozenset(other for rank, other in pairs if rank == p)
-                source = digests(plans[p], Memory(producer.rank.layout), End.SOURCE)
-                target = digests(plans[p], Memory(consumer.rank.layout), End.TARGET)
+                source = digests(plans[p], HostMemory(producer.rank.layout), End.SOURCE)
+                target = digests(plans[p], HostMemory(consumer.rank.layout), End.TARGET)
                 welcomed = Consumer(talking, ours.layout.num_blocks, plans[p].shapes, source)
                 producer.machine.welcome(consumer.host.peer, welcomed, self.now)
                 found.append(Partner(producer.host.peer, plans[p].shapes, plans[p].unit_bytes, target))

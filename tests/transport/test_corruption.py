@@ -15,7 +15,7 @@ import xxhash
 
 from connectors.errors import PlanError
 from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Place, Region
-from connectors.transport.digest import Memory
+from connectors.transport.digest import HostMemory
 from tests.campaigns.corruption import DAMAGES, Scene, Transfer, draw_scene
 
 WHOLE = "TANDEM_CORRUPTION" in os.environ
@@ -86,9 +86,9 @@ def test_feeding_is_hashing_the_bytes_in_order(length: int, together: int) -> No
     content = np.random.default_rng(6).integers(0, 256, blocks * length, np.uint8)
     pages = LayerPages("layer", content.ctypes.data, length, 1, 1, length, 1, length, length, "p")
     region = Region(content.ctypes.data, content.nbytes, Place("DRAM", 0))
-    memory = Memory(EngineLayout(0, 1, blocks, (region,), (Group(0, GroupKind.FULL, 4, None, (pages,)),)))
+    memory = HostMemory(EngineLayout(0, 1, blocks, (region,), (Group(0, GroupKind.FULL, 4, None, (pages,)),)))
     starts = np.random.default_rng(7).permutation(blocks // together) * together
     ids = (starts[:, None] + np.arange(together)).ravel()
-    hasher = xxhash.xxh3_128()
-    memory.feed(hasher, content.ctypes.data + ids * length, length)
-    assert hasher.digest() == xxhash.xxh3_128(content.reshape(blocks, length)[ids].tobytes()).digest()
+    stream = memory.new_stream()
+    stream.feed(content.ctypes.data + ids * length, length)
+    assert stream.digest() == xxhash.xxh3_128(content.reshape(blocks, length)[ids].tobytes()).digest()

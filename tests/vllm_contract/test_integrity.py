@@ -1,27 +1,19 @@
-"""Bytes that are damaged between two workers are never decoded from; what the setting asks of a start."""
+"""Bytes that are damaged between two workers are never decoded from; on hosts and accelerators."""
 
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import gc
 from collections.abc import Callable
 
 import numpy as np
 import pytest
-import torch
 
-from connectors.errors import ConfigurationError, IncompatiblePeerError
 from connectors.planning.descriptors import Runs
 from connectors.planning.layout import Place
-from connectors.protocol.cards import EngineCard, WorkerCard
-from connectors.transport.digest import Memory, TransferDigest
+from connectors.transport.digest import TransferDigest
 from connectors.transport.memory import Fabric, MemoryTransport
-from connectors.vllm_hma.config import ConnectorConfig
-from connectors.vllm_hma.fence import StepFence
-from connectors.vllm_hma.greeter import memory_to_check
 from connectors.vllm_hma.orders import Chunk, Expect, Finished
-from connectors.vllm_hma.runtime import WorkerRuntime
 from tests.vllm_contract.workers import BLOCK_BYTES, DIGEST, Worker, receive, results, until
 
 
@@ -73,7 +65,7 @@ def both(worker: Callable[..., Worker], integrity: str, transport: type[MemoryTr
 def test_damaged_bytes_fail_the_transfer(
     worker: Callable[..., Worker], caplog: pytest.LogCaptureFixture, integrity: str
 ) -> None:
-    """The request is computed at the consumer, and the log says which rank's bytes differed. auto is full in DRAM."""
+    """The request is computed at the consumer, and the log says which rank's bytes differed. auto is full."""
     assert transfer(*both(worker, integrity, Damaging)) == (set(), {"r"}, {"r"})
     assert "rank 0: the bytes that have arrived are not those that were sent" in caplog.text
 
@@ -136,43 +128,23 @@ def test_a_verification_that_breaks_ends_the_request(
     assert transfer(producer, consumer) == (set(), {"r"}, {"r"})
 
 
-def in_vram(card: WorkerCard) -> WorkerCard:
-    """It says that its cache is on a GPU."""
-    regions = tuple(dataclasses.replace(region, place=Place("VRAM", 0)) for region in card.layout.regions)
-    return dataclasses.replace(card, layout=dataclasses.replace(card.layout, regions=regions))
-
-
-def on_a_gpu(worker: Worker) -> WorkerRuntime:
-    """A runtime whose card says so."""
-    config = ConnectorConfig(integrity=worker.integrity)
-    return WorkerRuntime(config, in_vram(worker.card), worker.transport, StepFence(torch.device("cpu")))
-
-
-def test_full_is_refused_where_the_host_cannot_read(worker: Callable[..., Worker]) -> None:
-    """At the start, by name; auto and off start."""
-    with pytest.raises(ConfigurationError, match=r"integrity 'full' .* cannot read VRAM; set it to 'auto' or 'off'"):
-        on_a_gpu(worker("full", integrity="full"))
-    for integrity in ("auto", "off"):
-        on_a_gpu(worker(integrity, integrity=integrity)).close()
-
-
 @pytest.mark.parametrize("integrity", ["full", "auto"])
-def test_a_producer_on_a_gpu(worker: Callable[..., Worker], caplog: pytest.LogCaptureFixture, integrity: str) -> None:
-    """A consumer in host memory that insists on digests refuses it by name, one on auto does without."""
-    producer, consumer = worker("p", place=Place("VRAM", 0)), worker("c", integrity=integrity)
-    consumer.step(receives=[receive(producer.address)])
-    if integrity == "full":
-        assert results(consumer) == (set(), {"r"}, {"r"})
-        assert "memory of the KV cache differs: this engine has 'DRAM', the peer 'VRAM'" in caplog.text
-    else:
-        producer.step(expects=[Expect("q", "t", 7, DIGEST)])
-        producer.step(chunks=[Chunk("q", ((1, 2),), 7)])
-        assert results(consumer) == (set(), {"r"}, set())
+@pytest.mark.parametrize("places", ["VRAM VRAM", "VRAM DRAM", "DRAM VRAM"])
+def test_digests_where_a_cache_is_on_an_accelerator(
+    worker: Callable[..., Worker], caplog: pytest.LogCaptureFixture, places: str, integrity: str
+) -> None:
+    """On either side or both: clean transfers are believed, damaged ones are not. The tensors are a CPU's here."""
+    prefill, decode = (Place(memory, 0) for memory in places.split())
+    for transport, failed in ((MemoryTransport, set()), (Damaging, {"r"})):
+        name = transport.__name__
+        producer = worker(f"p-{name}", transport_class=transport, place=prefill)
+        producer.cache[:] = np.arange(1, 9, dtype=np.uint8)[:, None]
+        consumer = worker(f"c-{name}", integrity=integrity, place=decode)
+        assert transfer(producer, consumer) == (set(), {"r"}, failed)
+    assert caplog.text.count("the bytes that have arrived are not those that were sent") == 1
 
 
-def test_a_producer_whose_ranks_differ_is_refused_by_name(worker: Callable[..., Worker]) -> None:
-    """Some in host memory, some not: all that there is, is told."""
-    consumer = worker("c", integrity="full")
-    producer = EngineCard("p", (consumer.card, in_vram(consumer.card)))
-    with pytest.raises(IncompatiblePeerError, match="this engine has 'DRAM', the peer 'DRAM, VRAM'"):
-        memory_to_check("full", Memory(consumer.card.layout), producer)
+def test_integrity_off_on_an_accelerator(worker: Callable[..., Worker]) -> None:
+    """No digest is asked for, and none is made: damage goes unnoticed there, too."""
+    producer = worker("p", transport_class=Damaging, place=Place("VRAM", 0))
+    assert transfer(producer, worker("c", integrity="off", place=Place("VRAM", 0))) == (set(), {"r"}, set())

@@ -63,6 +63,7 @@ class Worker:
             self.card,
             transport,
             StepFence(torch.device("cpu")),
+            [torch.from_numpy(self.cache)],
         )
         self.server = CardServer("127.0.0.1", 0, [encode_worker_card(self.card)], derive_keys(secret).identity)
 

@@ -2,8 +2,10 @@
 
     python -m tests.campaigns.faults.campaign --connector tandem --seed 1 --faults 200 [--tp 1:2] [--lanes 2]
     python -m tests.campaigns.faults.campaign --connector nixl --seed 1 --only 17
+    python -m tests.campaigns.faults.campaign --pairs --seed 1 --faults 200 --tp 2:1
 
-(``make faults SEED=1 CONNECTOR=tandem FAULTS=200``). Every fault's result is written at once; what is there is not
+(``make faults SEED=1 CONNECTOR=tandem FAULTS=200``, ``make fault-pairs``). Pairs need root: the two servers live in
+network namespaces, on a link that can be cut. Every fault's result is written at once; what is there is not
 played again, so a campaign can be run in pieces (``--seconds``). ``report.py`` makes the table.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import datetime
 import itertools
 import json
@@ -27,11 +30,14 @@ from typing import Any
 import httpx
 
 from testing import servers
+from testing.network_namespace import enter_new_network
 from testing.ports import free_port
 from tests.campaigns.faults.lane import START_S, Lane
+from tests.campaigns.faults.pairs import FaultPair, pairs
 from tests.campaigns.faults.presets import Connector, connector
 from tests.campaigns.faults.questions import Questions, known
 from tests.campaigns.faults.schedule import Fault, schedule
+from tests.campaigns.hosts.engine_link import engine_link
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "faults.json"
 
@@ -91,17 +97,22 @@ class Campaign:
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         questions = await ask_plain_engine(self._folder)
-        async with client() as http, asyncio.TaskGroup() as group:
+        async with contextlib.AsyncExitStack() as links, client() as http, asyncio.TaskGroup() as group:
             for which in self._connectors:
                 todo = self._todo(which)
                 for number in range(self._arguments.lanes):
                     folder = self._folder / f"{which.name}-{number}"
-                    lane = Lane(which, self._tp_sizes, folder, questions, http)
+                    link = links.enter_context(engine_link(number)) if self._arguments.pairs else None
+                    lane = Lane(which, self._tp_sizes, folder, questions, http, link)
                     group.create_task(self._drive(lane, todo))
 
-    def _todo(self, which: Connector) -> Iterator[Fault]:
+    def _todo(self, which: Connector) -> Iterator[Fault | FaultPair]:
         arguments = self._arguments
-        faults = schedule(arguments.seed, self._tp_sizes, arguments.match)
+        faults: Iterator[Fault | FaultPair] = (
+            pairs(arguments.seed, self._tp_sizes, link=True)
+            if arguments.pairs
+            else schedule(arguments.seed, self._tp_sizes, arguments.match)
+        )
         if arguments.only:
             played = itertools.takewhile(lambda fault: fault.index <= max(arguments.only), faults)
             yield from (fault for fault in played if fault.index in arguments.only)
@@ -113,10 +124,11 @@ class Campaign:
             if self._key(which, fault) not in self._results.cases:
                 yield fault
 
-    def _key(self, which: Connector, fault: Fault) -> str:
-        return f"{which.name} {self._arguments.tp} {self._arguments.seed} {fault.index}"
+    def _key(self, which: Connector, fault: Fault | FaultPair) -> str:
+        index = f"pair {fault.index}" if isinstance(fault, FaultPair) else fault.index
+        return f"{which.name} {self._arguments.tp} {self._arguments.seed} {index}"
 
-    async def _drive(self, lane: Lane, todo: Iterator[Fault]) -> None:
+    async def _drive(self, lane: Lane, todo: Iterator[Fault | FaultPair]) -> None:
         try:
             await lane.start("prefill", "decode")
             for fault in todo:
@@ -134,7 +146,7 @@ class Campaign:
         finally:
             lane.destroy()
 
-    def _keep(self, which: Connector, fault: Fault, told: dict[str, Any]) -> None:
+    def _keep(self, which: Connector, fault: Fault | FaultPair, told: dict[str, Any]) -> None:
         case = {
             "connector": which.name,
             "tp": self._arguments.tp,
@@ -158,6 +170,7 @@ def main() -> None:
     parser.add_argument("--connector", nargs="+", default=["tandem"], help=told)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--faults", type=int, default=200, help="how many of the seed's faults")
+    parser.add_argument("--pairs", action="store_true", help="two faults at a time (Tandem only; needs root)")
     parser.add_argument("--match", default="", help="only faults whose family, description or phase matches this")
     parser.add_argument("--only", type=int, nargs="+", help="play these faults, again if need be")
     parser.add_argument("--tp", default="1:1", help="prefill:decode tensor-parallel sizes")
@@ -172,6 +185,11 @@ def main() -> None:
         connectors = [connector(text) for text in arguments.connector]
     except ValueError as error:
         parser.error(str(error))
+    if arguments.pairs and ({which.name for which in connectors} != {"tandem"} or arguments.match):
+        parser.error("--pairs: with the connector tandem, and without --match")
+    if arguments.pairs:
+        # Before any thread is started. The interfaces of the links end with this process.
+        enter_new_network()
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="faults-"))
     folder.mkdir(parents=True, exist_ok=True)
     print(f"logs are in {folder}", flush=True)

@@ -12,7 +12,7 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,13 @@ from testing.ports import free_port
 from testing.servers import MODEL, POOL_BLOCKS, Server
 from tests.campaigns.faults import references
 from tests.campaigns.faults.judge import Case, Outcome, Pool, findings, judge, late
+from tests.campaigns.faults.pairs import FaultPair
 from tests.campaigns.faults.phases import seen
 from tests.campaigns.faults.presets import Connector
 from tests.campaigns.faults.questions import Questions
 from tests.campaigns.faults.schedule import Fault
 from tests.campaigns.faults.trips import Question, Router, Trip
+from tests.campaigns.hosts.engine_link import EngineLink
 
 START_S = 240.0
 LOOK_EVERY_S = 0.9
@@ -47,11 +49,13 @@ class Lane:
     folder: Path
     questions: Questions
     client: httpx.AsyncClient
+    link: EngineLink | None = None
     prefill_tokens_per_s: float = 2000.0
     address: dict[str, Any] = field(default_factory=dict)
     baseline: dict[str, int] = field(default_factory=dict)
     replaced_at: dict[str, float] = field(default_factory=dict)
-    stopped: set[str] = field(default_factory=set)
+    mended_at: float = 0.0
+    cut_s: float = 0.0
     targets: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -61,8 +65,12 @@ class Lane:
         sides = (("prefill", "producer"), ("decode", "consumer"))
         self.servers = {}
         for (name, role), tp_size in zip(sides, self.tp_sizes, strict=True):
-            transfer, environment = self.connector.server_arguments(role, free_port(), self.trace)
-            self.servers[name] = Server(name, free_port(), tp_size, self.folder, transfer, environment)
+            host = "" if self.link is None else self.link.address(name)
+            transfer, environment = self.connector.server_arguments(role, free_port(), self.trace, host)
+            server = Server(name, free_port(), tp_size, self.folder, transfer, environment)
+            if self.link is not None:
+                server.host, server.network = self.link.driver_address(name), self.link.networks[name]
+            self.servers[name] = server
         self.prefill, self.decode = self.servers["prefill"], self.servers["decode"]
         self.router = Router(self.client, self.prefill.url, self.decode.url, self.connector.bound_s)
 
@@ -77,7 +85,6 @@ class Lane:
             await self._up(self.servers[name])
             self.baseline[name] = await self._used(name)
             self.replaced_at[name] = time.monotonic()
-            self.stopped.discard(name)
         if "prefill" in names and self.connector.together:
             self.address = await self._describe()
 
@@ -115,10 +122,11 @@ class Lane:
 
     # ---- a fault -----------------------------------------------------------------------------------------------
 
-    async def play(self, fault: Fault) -> dict[str, Any]:
-        """Inject one fault and say what came of it; the pair is sound afterwards, by new servers if need be."""
+    async def play(self, fault: Fault | FaultPair) -> dict[str, Any]:
+        """Inject one fault, or two, and say what came of it; both engines are sound afterwards, if need be new ones."""
         rng = random.Random(fault.seed)
         self.targets = set()
+        self.mended_at = self.cut_s = 0.0
         logs = {server.log: server.log.stat().st_size for server in self.servers.values()}
         traced_from = self.trace.stat().st_size
         started = time.monotonic()
@@ -128,10 +136,10 @@ class Lane:
         record: dict[str, Any] = {"hit": "between legs"}
         self.repair = asyncio.ensure_future(_nothing())
         try:
-            if fault.family == "reference":
+            if isinstance(fault, Fault) and fault.family == "reference":
                 await self._reference(fault, rng, trips)
             else:
-                record = await self._signal_or_cancel(fault, rng, trips, traced_from)
+                record = await self._strike(fault, rng, trips, traced_from)
         except references.NotApplicable as reason:
             return {"not_applicable": str(reason)}
         case = await self._aftermath(fault, trips)
@@ -144,6 +152,9 @@ class Lane:
             "seconds": round(time.monotonic() - started, 1),
             "requests": [_told(trip, outcome, started) for trip, outcome in self._judged(trips)],
         }
+        if self.link is not None:
+            # Bad or not, the next fault finds the link whole.
+            self.link.mend()
         if bad:
             record["logs"] = [line for log, size in logs.items() for line in _complaints(log, size)]
             await self.start("prefill", "decode")
@@ -170,8 +181,8 @@ class Lane:
             start,
         )
 
-    async def _signal_or_cancel(
-        self, fault: Fault, rng: random.Random, trips: list[Trip], traced_from: int
+    async def _strike(
+        self, fault: Fault | FaultPair, rng: random.Random, trips: list[Trip], traced_from: int
     ) -> dict[str, Any]:
         subject = Trip(self._subject(fault, rng))
         released = asyncio.Event()
@@ -190,23 +201,29 @@ class Lane:
         leading = self._go(subject, True) if at_once else self.router.in_turn(subject, between)
         work.append(asyncio.ensure_future(leading))
         await self._moment(fault, subject, traced_from)
-        at = time.monotonic()
-        record = {"mode": "at once" if at_once else "in turn"}
-        if fault.family == "cancel":
-            for task in work if fault.variant else work[-1:]:
-                task.cancel()
-        elif fault.family != "none":
-            await self._signal(fault, rng, released, trips, work)
+        record: dict[str, Any] = {"mode": "at once" if at_once else "in turn"}
+        leading_task, struck = work[-1], list[tuple[Fault, float]]()
+        for step, after_s in fault.steps:
+            await asyncio.sleep(after_s)
+            struck.append((step, time.monotonic()))
+            if step.family == "cancel":
+                for task in work if step.variant else [leading_task]:
+                    task.cancel()
+            elif step.family != "none":
+                await self._break(step, rng, released, trips, work)
+        if any(step.family in ("kill", "stop", "cut") for step, _ in struck):
+            self.repair = asyncio.ensure_future(self._mend(struck, rng))
         released.set()
         await _settled(work)
         events = read_trace(self.trace, traced_from) if self.connector.traces else []
-        return record | {"hit": seen(subject, at, events)}
+        hits = [seen(subject, at, events) for _, at in struck]
+        return record | {"hit": hits[0]} | ({"second_hit": hits[1]} if len(hits) > 1 else {})
 
-    def _subject(self, fault: Fault, rng: random.Random) -> Question:
+    def _subject(self, fault: Fault | FaultPair, rng: random.Random) -> Question:
         least = 700 if fault.phase in ("chunks", "transfer") else 0
         return self.questions.some(rng, 1, least)[0]
 
-    def _company(self, fault: Fault, rng: random.Random) -> list[Question]:
+    def _company(self, fault: Fault | FaultPair, rng: random.Random) -> list[Question]:
         if fault.phase == "queued":
             return self.questions.some(rng, 4, 700)
         return self.questions.some(rng, rng.choice((1, 2, 3)))
@@ -217,8 +234,9 @@ class Lane:
         else:
             await self.router.in_turn(trip)
 
-    async def _moment(self, fault: Fault, subject: Trip, traced_from: int) -> None:
+    async def _moment(self, struck: Fault | FaultPair, subject: Trip, traced_from: int) -> None:
         """Return in the fault's phase of the subject's life, as well as that can be told from outside."""
+        fault = struck.steps[0][0]
         computing_s = subject.question.prompt_tokens / self.prefill_tokens_per_s
         mark, delay_s = {
             "queued": ("prefill_sent", 0.05 * fault.at),
@@ -243,7 +261,7 @@ class Lane:
         events = read_trace(self.trace, traced_from)
         return any(event["event"] == "write" and event["transfer"] == transfer for event in events)
 
-    async def _signal(
+    async def _break(
         self,
         fault: Fault,
         rng: random.Random,
@@ -251,9 +269,13 @@ class Lane:
         trips: list[Trip],
         work: list[asyncio.Task[None]],
     ) -> None:
-        """Kill or stop, send more requests meanwhile, and begin to bring the server back."""
-        server = self.servers[fault.target]
-        server.signal(fault.part, signal.SIGKILL if fault.family == "kill" else signal.SIGSTOP)
+        """Kill, stop or cut, and send more requests meanwhile."""
+        if fault.family == "cut":
+            assert self.link is not None
+            await asyncio.to_thread(self.link.cut)
+        else:
+            server = self.servers[fault.target]
+            server.signal(fault.part, signal.SIGKILL if fault.family == "kill" else signal.SIGSTOP)
         if fault.family == "stop" and fault.target == "decode":
             self.router.pause()
         released.set()
@@ -261,22 +283,41 @@ class Lane:
         trips += more
         await asyncio.sleep(rng.uniform(0, 0.2))
         work += [asyncio.ensure_future(self._go(trip, rng.random() < 0.5)) for trip in more]
-        self.repair = asyncio.ensure_future(self._mend(fault, rng, server))
 
-    async def _mend(self, fault: Fault, rng: random.Random, server: Server) -> dict[str, Any]:
-        """What there is to tell of it."""
+    async def _mend(self, struck: Sequence[tuple[Fault, float]], rng: random.Random) -> dict[str, Any]:
+        """Continue what was stopped and mend what was cut when its time has come, then replace what is lost for good.
+
+        Return what there is to tell of it.
+        """
+        told: dict[str, Any] = {}
+        lasting = [fault for fault, _ in struck if fault.family == "kill" or _stays_stopped(fault)]
+        self.targets |= {fault.target for fault in lasting}
+        passing = [(at + fault.resume_s, fault) for fault, at in struck if fault.resume_s is not None]
         try:
-            if fault.family == "kill" or fault.resume_s is None:
-                self.targets.add(fault.target)
-                return await self._replace(fault, rng, server)
-            await asyncio.sleep(fault.resume_s)
-            server.signal(fault.part, signal.SIGCONT)
-            return {"resumed_after_s": round(fault.resume_s, 1)}
+            for at, fault in sorted(passing, key=lambda each: each[0]):
+                await asyncio.sleep(max(0.0, at - time.monotonic()))
+                assert fault.resume_s is not None
+                if fault.family == "cut":
+                    assert self.link is not None
+                    await asyncio.to_thread(self.link.mend)
+                    self.mended_at, self.cut_s = time.monotonic(), fault.resume_s
+                else:
+                    self.servers[fault.target].signal(fault.part, signal.SIGCONT)
+                told.setdefault("resumed_after_s", round(fault.resume_s, 1))
+            if "decode" not in self.targets:
+                self.router.resume()
+            for fault in lasting:
+                told |= await self._before_replacing(fault, rng)
+            if lasting:
+                await self.start(*sorted({fault.target for fault in lasting}))
+            return told
         finally:
             self.router.resume()
 
-    async def _replace(self, fault: Fault, rng: random.Random, server: Server) -> dict[str, Any]:
+    async def _before_replacing(self, fault: Fault, rng: random.Random) -> dict[str, Any]:
+        """Leave a server as it is for as long as its connector may need to notice. Return what has been seen."""
         told: dict[str, Any] = {}
+        server = self.servers[fault.target]
         if fault.family == "stop":
             # Long enough to see whether decode ends its requests without any word of a stopped prefill.
             await asyncio.sleep(self.connector.bound_s + 3 if fault.target == "prefill" else 5.0)
@@ -287,7 +328,6 @@ class Lane:
             await asyncio.to_thread(server.wait_end, SELF_END_S)
             ended = round(time.monotonic() - killed_at, 1) if server.has_ended else None
             told["server_ended_by_itself_after_s"] = ended
-        await self.start(fault.target)
         return told
 
     # ---- afterwards --------------------------------------------------------------------------------------------
@@ -295,15 +335,17 @@ class Lane:
     def _judged(self, trips: list[Trip]) -> list[tuple[Trip, Outcome]]:
         return [(trip, judge(trip)) for trip in trips]
 
-    async def _aftermath(self, fault: Fault, trips: list[Trip]) -> Case:
+    async def _aftermath(self, fault: Fault | FaultPair, trips: list[Trip]) -> Case:
         """Pools, then life, then a probe through both engines."""
         outcomes = Counter(outcome for _, outcome in self._judged(trips))
         last = max((trip.marks["ended"] for trip in trips), default=time.monotonic())
-        victim, others = fault.target, [name for name in self.servers if name != fault.target]
-        watched = [asyncio.ensure_future(self.pool(name, last)) for name in others]
+        victims = {step.target for step, _ in fault.steps}
+        watched = [asyncio.ensure_future(self.pool(name, last)) for name in self.servers if name not in victims]
         await self.repair
         # A victim that was replaced has a new pool; one that was stopped must come back to its old one.
-        watched += [asyncio.ensure_future(self.pool(name, time.monotonic())) for name in {victim} & set(self.servers)]
+        watched += [
+            asyncio.ensure_future(self.pool(name, time.monotonic())) for name in self.servers if name in victims
+        ]
         pools = await asyncio.gather(*watched)
         dead = self._dead()
         probes = []
@@ -338,8 +380,9 @@ class Lane:
                 return Pool(name, now - last, held, bool(self.targets - {name}) and self.repair.done())
             held = blocks
             # The other engine is given time from the replacement of the dead one on.
-            since = max([last, *(self.replaced_at[target] for target in self.targets)])
-            if self.repair.done() and now - since > self.connector.held_s:
+            since = max([last, self.mended_at, *(self.replaced_at[target] for target in self.targets)])
+            # TCP has doubled its waits while the link was cut: it may try again as late as this after the mending.
+            if self.repair.done() and now - since > self.connector.held_s + self.cut_s:
                 break
             await asyncio.sleep(LOOK_EVERY_S)
         return Pool(name, None, held)
@@ -350,6 +393,10 @@ async def _settled(work: list[asyncio.Task[None]]) -> None:
     for ending in await asyncio.gather(*work, return_exceptions=True):
         if ending is not None and not isinstance(ending, asyncio.CancelledError):
             raise ending
+
+
+def _stays_stopped(fault: Fault) -> bool:
+    return fault.family == "stop" and fault.resume_s is None
 
 
 async def _nothing() -> dict[str, Any]:

@@ -40,8 +40,13 @@ class Connector:
     side_channel_variable: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
 
-    def server_arguments(self, role: str, port: int, trace: Path) -> tuple[dict[str, Any], dict[str, str]]:
-        """``--kv-transfer-config`` and environment of a server in ``role``, whose side channel takes ``port``."""
+    def server_arguments(
+        self, role: str, port: int, trace: Path, host: str = ""
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """``--kv-transfer-config`` and environment of a server in ``role``, whose side channel takes ``port``.
+
+        ``host`` is the server's own address on a link between the two; without one both live on the loopback.
+        """
         extra = dict(self.transfer.get("kv_connector_extra_config", {}))
         environment = dict(self.environment)
         if self.side_channel:
@@ -50,6 +55,10 @@ class Connector:
             environment[self.side_channel_variable] = str(port)
         if self.traces:
             extra["trace_path"] = str(trace)
+        if host:
+            extra["side_channel_host"] = host
+            # Shared memory would pass by the link. An engine's own ranks meet on the loopback.
+            environment |= {"UCX_TLS": "tcp,self", "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
         config = dict(self.transfer) | {"kv_role": f"kv_{role}", "kv_connector_extra_config": extra}
         return config, environment
 

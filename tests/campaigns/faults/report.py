@@ -104,7 +104,8 @@ def _summary(cases: Cases) -> str:
 def _kinds(cases: Cases) -> str:
     names = sorted({case["connector"] for case in cases}, key=_rank)
     by = _by(cases, "what", "connector")
-    order = {case["what"]: (["none", "kill", "stop", "cancel", "reference"].index(case["family"])) for case in cases}
+    families = ("none", "kill", "stop", "cancel", "reference", "pair")
+    order = {case["what"]: families.index(case["family"]) for case in cases}
     whats = sorted(order, key=lambda what: (order[what], what))
     return _table(["fault", *names], ([what, *(by.get((what, n), Cases()).verdict() for n in names)] for what in whats))
 

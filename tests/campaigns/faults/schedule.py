@@ -77,7 +77,19 @@ class Fault:
                 return "client closes the connection" + (f" of {self.variant}" if self.variant else "")
             case "reference":
                 return f"reference {self.variant}"
+            case "cut":
+                return f"link cut, {'mended soon' if self._soon else 'mended late'}"
         return "no fault"
+
+    @property
+    def brief(self) -> str:
+        """Its name in a pair."""
+        return self.what.replace("client closes the connection", "cancel").replace("cancel of", "cancel")
+
+    @property
+    def steps(self) -> tuple[tuple[Fault, float], ...]:
+        """The faults that it consists of, and when each comes after the one before: itself."""
+        return ((self, 0.0),)
 
     @property
     def _victim(self) -> str:
@@ -87,7 +99,11 @@ class Fault:
     def _resumes(self) -> str:
         if self.resume_s is None:
             return "replaced"
-        return "SIGCONT soon" if self.resume_s < 2 else "SIGCONT late"
+        return "SIGCONT soon" if self._soon else "SIGCONT late"
+
+    @property
+    def _soon(self) -> bool:
+        return self.resume_s is not None and self.resume_s < 2
 
 
 SOON_S, LATE_S = (0.2, 1.5), (7.0, 12.0)

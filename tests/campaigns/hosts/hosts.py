@@ -85,7 +85,7 @@ class Host:
 def hosts(names: Sequence[str], rate: str = "") -> Iterator[Switch]:
     """Hosts of these names. ``rate`` limits each one's link in both directions, in tc's words (``800mbit``)."""
     with contextlib.ExitStack() as stack:
-        pid = stack.enter_context(_holder("--net", "--pid"))
+        pid = stack.enter_context(holder("--net", "--pid"))
         made: dict[str, Host] = {}
         switch = Switch(pid, made)
         switch.run("ip", "link", "set", "lo", "up")
@@ -103,7 +103,7 @@ def hosts(names: Sequence[str], rate: str = "") -> Iterator[Switch]:
 
 @contextlib.contextmanager
 def _host(switch: Switch, name: str, address: str) -> Iterator[Host]:
-    with _holder("--net", "--ipc", "--pid", "--mount", "--mount-proc") as pid:
+    with holder("--net", "--ipc", "--pid", "--mount", "--mount-proc") as pid:
         host = Host(name, address, pid)
         switch.run("ip", "link", "add", "name", name, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
         switch.run("ip", "link", "set", "dev", name, "master", "bridge", "up")
@@ -122,7 +122,7 @@ def _host(switch: Switch, name: str, address: str) -> Iterator[Host]:
 
 
 @contextlib.contextmanager
-def _holder(*spaces: str) -> Iterator[int]:
+def holder(*spaces: str) -> Iterator[int]:
     """The first process in new namespaces: a shell that buries orphans until its input ends, as it does with ours."""
     shell = ["bash", "-c", "echo; read"]
     with subprocess.Popen(

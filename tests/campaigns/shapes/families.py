@@ -50,7 +50,7 @@ _BFLOAT16: dict[str, Any] = {"engine": {"dtype": "bfloat16"}, "tolerance": 0.3}
 _HALF, _WHOLE = {"block_size": 32}, {"block_size": 64}
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(llama, pairs=((1, 1), (1, 2), (2, 1), (2, 4), (4, 2))),
+    "llama": Family(llama, pairs=((1, 1), (1, 2), (2, 1), (2, 4), (4, 2), (4, 4))),
     "gemma3": Family(gemma3),
     "gpt_oss": Family(gpt_oss),
     "llama4": Family(llama4),

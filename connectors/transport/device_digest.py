@@ -1,0 +1,173 @@
+"""Hashes a stream where it lies, on any torch device: only 8 bytes of each 16 KiB travel to the host.
+
+xxh3 reads a stream from front to back, which an accelerator cannot do fast. Here every piece is cut into segments of
+at most 16 KiB, each segment into little-endian signed 32-bit words ``w``, the last one padded with zeros, and
+
+    sum of a segment = k[0] * w[0] + k[1] * w[1] + ...   modulo 2^64
+    hash of a stream = xxh3_128 of the sums of its segments, in order
+
+with 4096 fixed odd keys ``k`` (multilinear hashing: Lemire and Kaser, "Strongly universal string hashing is fast").
+Integer sums depend on no order, so all devices get the same bits. A change of one word always changes its segment's
+sum; any other damage is missed with a probability of at most 2^-32 for each segment that it touches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import xxhash
+
+from connectors.errors import ConfigurationError, PlanError
+from connectors.planning.blocks import Ints
+from connectors.planning.layout import EngineLayout, Place, Region
+from connectors.transport.digest import HostMemory, Memory
+
+SEGMENT_BYTES = 16 * 2**10
+_WORD_BYTES = 4
+_HOST_BATCH_BYTES, _DEVICE_BATCH_BYTES = 2**20, 16 * 2**20
+"""Bytes gathered at a time: a CPU's cache holds them; words and products take three times as much of the memory."""
+
+KEYS = np.frombuffer(hashlib.shake_128(b"tandem").digest(8 * SEGMENT_BYTES // _WORD_BYTES), "<i8") | 1
+
+
+class CacheMemory:
+    """One worker's cache, as digests of its transfers read it. ``tensors`` are views of it, wherever it lies.
+
+    Host memory needs no tensors. Thread-safe.
+    """
+
+    def __init__(self, layout: EngineLayout, tensors: Sequence[torch.Tensor] = ()) -> None:
+        self._layout = layout
+        self._tensors = tensors
+        self._host: HostMemory | None = None
+        self._device: DeviceMemory | None = None
+
+    def shared_with(self, peer: Place) -> Memory:
+        """Return the memory whose streams a peer with its cache at ``peer`` hashes in the same way."""
+        # Two threads may both make one: either will do.
+        if self._layout.place.memory == peer.memory == "DRAM":
+            self._host = self._host or HostMemory(self._layout)
+            return self._host
+        self._device = self._device or DeviceMemory(self._layout, self._tensors)
+        return self._device
+
+
+class DeviceMemory:
+    """A cache on a torch device, the CPU included. Work is queued on a stream of its own.
+
+    On an accelerator ``StreamHash.feed`` returns before the device has read the bytes, ``digest`` waits for them. What
+    feeds it must know that they have been computed, as by an event.
+    """
+
+    def __init__(self, layout: EngineLayout, tensors: Sequence[torch.Tensor] = ()) -> None:
+        self.num_blocks = layout.num_blocks
+        self._regions = [(region, _bytes_of(region, tensors)) for region in layout.regions]
+        self.device = self._regions[0][1].device
+        on_cpu = self.device.type == "cpu"
+        self._batch_bytes = _HOST_BATCH_BYTES if on_cpu else _DEVICE_BATCH_BYTES
+        self._module = torch.get_device_module(self.device)
+        # Digests do not wait for the kernels of the forward pass, which run on another stream.
+        self._stream = None if on_cpu else self._module.Stream(device=self.device, priority=-1)
+        self._keys = torch.from_numpy(KEYS).to(self.device)
+
+    def new_stream(self) -> DeviceStream:
+        return DeviceStream(self)
+
+    def queue(self) -> contextlib.AbstractContextManager[object]:
+        """Make the stream of digests current in this thread."""
+        if self._stream is None:
+            return contextlib.nullcontext()
+        # A context for each use: threads share the stream, and a `torch.Stream` cannot be entered twice.
+        context: contextlib.AbstractContextManager[object] = self._module.stream(self._stream)
+        return context
+
+    def sums(self, address: Ints, length: int) -> torch.Tensor:
+        """Queue the sums of ``length`` bytes at each address; shape (addresses, segments), int64.
+
+        All addresses lie in one region. Raises PlanError where they lie in none.
+        """
+        region, content = self._region_of(int(address[0]))
+        last = int(address.max()) + length
+        if int(address.min()) < region.address or last > region.end:
+            raise PlanError(f"the bytes from {int(address.min()):#x} to {last:#x} lie in more than one region")
+        offset = address - region.address
+        whole = length // SEGMENT_BYTES
+        parts = []
+        if whole:
+            segments = offset[:, None] + np.arange(whole, dtype=np.int64) * SEGMENT_BYTES
+            parts.append(self._sum_segments(content, segments.ravel(), SEGMENT_BYTES).view(-1, whole))
+        if length % SEGMENT_BYTES:
+            tail = self._sum_segments(content, offset + whole * SEGMENT_BYTES, length % SEGMENT_BYTES)
+            parts.append(tail.view(-1, 1))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def _region_of(self, address: int) -> tuple[Region, torch.Tensor]:
+        for region, content in self._regions:
+            if region.address <= address < region.end:
+                return region, content
+        raise PlanError(f"address {address:#x} lies in no region of this cache")
+
+    def _sum_segments(self, content: torch.Tensor, offset: Ints, length: int) -> torch.Tensor:
+        """Return one sum for each segment of ``length`` bytes."""
+        words = -(-length // _WORD_BYTES)
+        aligned = not (content.data_ptr() % _WORD_BYTES or length % _WORD_BYTES or (offset % _WORD_BYTES).any())
+        if aligned:
+            # The view of a tensor as words must have no odd bytes at its end.
+            content = content[: len(content) // _WORD_BYTES * _WORD_BYTES].view(torch.int32)
+            offset = offset // _WORD_BYTES
+        row = words if aligned else length
+        # Row i is what lies at offset i; only the rows that are asked for are ever read.
+        rows = content.as_strided((len(content) - row + 1, row), (1, 1), content.storage_offset())
+        index = self._upload(offset)
+        step = max(1, self._batch_bytes // length)
+        sums = []
+        for first in range(0, len(offset), step):
+            gathered = rows[index[first : first + step]]
+            if not aligned:
+                gathered = torch.nn.functional.pad(gathered, (0, words * _WORD_BYTES - length)).view(torch.int32)
+            sums.append((gathered * self._keys[:words]).sum(1))
+        return sums[0] if len(sums) == 1 else torch.cat(sums)
+
+    def _upload(self, offset: Ints) -> torch.Tensor:
+        """Return offsets as a tensor on the device. A copy from pageable memory would wait for the stream."""
+        index = torch.from_numpy(np.ascontiguousarray(offset))
+        return index if self._stream is None else index.pin_memory().to(self.device, non_blocking=True)
+
+
+class DeviceStream:
+    """The hash of a stream whose segments' sums stay on the device until it is asked for."""
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._memory = memory
+        self._sums: list[torch.Tensor] = []
+
+    def feed(self, address: Ints, length: int) -> None:
+        if len(address):
+            with self._memory.queue():
+                self._sums.append(self._memory.sums(address, length).view(-1))
+
+    def digest(self) -> bytes:
+        if not self._sums:
+            return xxhash.xxh3_128_digest(b"")
+        with self._memory.queue():
+            sums = torch.cat(self._sums).cpu()
+        return xxhash.xxh3_128_digest(sums.numpy().astype("<i8", copy=False).data)
+
+
+def _bytes_of(region: Region, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a region as a tensor of bytes. Raises ConfigurationError where no tensor's storage holds it."""
+    if region.place.memory == "DRAM":
+        memory = (ctypes.c_uint8 * region.length_bytes).from_address(region.address)
+        return torch.frombuffer(memory, dtype=torch.uint8)
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        start = storage.data_ptr()
+        if start <= region.address and region.end <= start + storage.nbytes():
+            content = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            return content.set_(storage, region.address - start, (region.length_bytes,), (1,))
+    raise ConfigurationError(f"no tensor holds the region at {region.address:#x} of the KV cache")

@@ -1,0 +1,45 @@
+"""The device of a check: its place in NIXL's words, work that keeps it busy, and waiting for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from connectors.planning.layout import Place
+
+DEADLINE_S = 60.0
+_BUSY_CYCLES = 2_000_000_000
+
+
+def place_of(device: torch.device) -> Place:
+    return Place("DRAM", 0) if device.type == "cpu" else Place("VRAM", device.index or 0)
+
+
+def set_current(device: torch.device) -> None:
+    """Make ``device`` current in this thread with its context, as ``connectors.vllm_hma.accelerator`` does."""
+    if device.type != "cpu":
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that was queued. NIXL knows nothing of streams."""
+    if device.type != "cpu":
+        torch.cuda.synchronize(device)
+
+
+def keep_busy(device: torch.device, share: float = 1.0) -> None:
+    """Queue a kernel that runs for about ``share`` seconds on the current stream; nothing on a CPU."""
+    if device.type != "cpu":
+        torch.cuda._sleep(int(share * _BUSY_CYCLES))  # noqa: SLF001 (torch's own tests use it; nothing public sleeps)
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Poll ``condition``. Raises TimeoutError after DEADLINE_S."""
+    give_up_at = time.monotonic() + DEADLINE_S
+    while not condition():
+        if time.monotonic() > give_up_at:
+            raise TimeoutError(f"{what}: not within {DEADLINE_S:g} s")
+        time.sleep(0)

@@ -1,0 +1,193 @@
+"""A NIXL agent in this process and one in another, each with memory on one device, as two engines' workers have."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from connectors.errors import TandemError
+from connectors.planning.descriptors import Runs
+from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Region
+from connectors.transport.device_digest import CacheMemory
+from connectors.transport.nixl import NixlTransport
+from tests.campaigns.gpu.device import place_of, set_current, synchronize, until
+
+PAGE_BYTES = 4096
+PAGES = 256
+CANARY = 0xA5
+_POLL_S = 0.0005
+
+
+@dataclass(frozen=True)
+class Address:
+    """What the other process needs: the agent's metadata and where its buffers begin."""
+
+    metadata: bytes
+    pages: int
+    bulk: int
+
+
+class Agent:
+    """A transport with two registered buffers on ``device``: PAGES pages, and ``bulk_bytes`` for measurements."""
+
+    def __init__(self, name: str, device: torch.device, bulk_bytes: int) -> None:
+        set_current(device)
+        self.device, self.place = device, place_of(device)
+        self.pages = torch.zeros(PAGES * PAGE_BYTES, dtype=torch.uint8, device=device)
+        self.bulk = torch.zeros(bulk_bytes, dtype=torch.uint8, device=device)
+        synchronize(device)
+        buffers = (self.pages, self.bulk)
+        regions = tuple(Region(each.data_ptr(), each.numel(), self.place) for each in buffers)
+        page = LayerPages("layer", regions[0].address, PAGE_BYTES, 1, 1, PAGE_BYTES, 1, PAGE_BYTES, PAGE_BYTES, "p")
+        self.layout = EngineLayout(0, 1, PAGES, regions[:1], (Group(0, GroupKind.FULL, 1, None, (page,)),))
+        self.memory = CacheMemory(self.layout, buffers)
+        self.transport = NixlTransport(name, devices=("lo",))
+        self.transport.register(regions)
+        self.inbox: list[tuple[str, bytes]] = []
+
+    @property
+    def address(self) -> Address:
+        return Address(self.transport.metadata(), self.pages.data_ptr(), self.bulk.data_ptr())
+
+    def fill(self, content: bytes) -> None:
+        """Fill the pages with ``content``, again and again."""
+        whole = np.resize(np.frombuffer(content, np.uint8), PAGES * PAGE_BYTES)
+        self.pages.copy_(torch.from_numpy(whole))
+        synchronize(self.device)
+
+    def read(self) -> bytes:
+        """Return the content of the pages."""
+        return self.pages.cpu().numpy().tobytes()
+
+    def digest(self, ids: Sequence[int]) -> bytes:
+        """Return the digest of some pages, as a worker computes it for a peer on a device of the same kind."""
+        stream = self.memory.shared_with(self.place).new_stream()
+        stream.feed(self.pages.data_ptr() + np.asarray(ids, np.int64) * PAGE_BYTES, PAGE_BYTES)
+        return stream.digest()
+
+    def collect(self) -> None:
+        self.inbox += self.transport.notifications()
+
+    def take_messages(self) -> list[tuple[str, bytes]]:
+        """Return the messages that have come since the last call."""
+        self.collect()
+        taken, self.inbox = self.inbox, []
+        return taken
+
+    def meet(self, metadata: bytes) -> str:
+        return self.transport.add_peer(metadata)
+
+    def notify(self, peer: str, payload: bytes) -> None:
+        self.transport.notify(peer, payload)
+
+    def modules(self) -> list[str]:
+        """Return the names of the top-level modules that this process has imported."""
+        return sorted({name.partition(".")[0] for name in sys.modules})
+
+
+def _serve(connection: Connection, device: str, bulk_bytes: int) -> None:
+    """Call an agent's methods for the other process, and let NIXL make progress meanwhile."""
+    # What must work without vLLM is imported here, too: see Agent.modules.
+    from connectors.vllm_hma import fence, steps  # noqa: F401
+
+    agent = Agent("theirs/0", torch.device(device), bulk_bytes)
+    connection.send(agent.address)
+    while True:
+        agent.collect()
+        if not connection.poll(_POLL_S):
+            continue
+        try:
+            method, arguments = connection.recv()
+        except EOFError:
+            break
+        try:
+            connection.send(getattr(agent, method)(*arguments))
+        except TandemError as error:
+            connection.send(RuntimeError(str(error)))
+    agent.transport.close()
+
+
+class Pair:
+    """``ours`` is the agent of this process; ``call`` calls a method of the other process's agent, ``theirs``."""
+
+    def __init__(self, device: torch.device, bulk_bytes: int = 16 * 2**20) -> None:
+        self.device, self.bulk_bytes = device, bulk_bytes
+        context = multiprocessing.get_context("spawn")
+        self._connection, end = context.Pipe()
+        self._process = context.Process(target=_serve, args=(end, str(device), bulk_bytes), daemon=True)
+        self._process.start()
+        end.close()
+        try:
+            self.ours = Agent("ours/0", device, bulk_bytes)
+            self.theirs: Address = self._answer()
+            self.peer = self.ours.meet(self.theirs.metadata)
+            self.us = self.call("meet", self.ours.address.metadata)
+        except BaseException:
+            self._process.kill()
+            raise
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._connection.close()
+        self._process.join(5.0)
+        self._process.kill()
+        self._process.join()
+        self.ours.transport.close()
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the other agent. Raises RuntimeError where it fails or the process has ended."""
+        self._connection.send((method, arguments))
+        answer = self._answer()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def _answer(self) -> Any:
+        until(lambda: self._connection.poll(0.01), "an answer of the other process")
+        try:
+            return self._connection.recv()
+        except EOFError:
+            self._process.join(5.0)
+            raise RuntimeError(f"the other process ended with status {self._process.exitcode}") from None
+
+    def refill(self) -> None:
+        """Give our pages 32-bit words that all differ, and theirs canaries."""
+        self.ours.fill(np.arange(PAGES * PAGE_BYTES // 4, dtype="<u4").tobytes())
+        self.call("fill", bytes([CANARY]))
+
+    def runs(self, *rows: tuple[int, int, int]) -> Runs:
+        """(offset in our pages, offset in theirs, bytes) rows."""
+        src, dst, length = (np.array(column, np.int64) for column in zip(*rows, strict=True))
+        return Runs(self.ours.pages.data_ptr() + src, self.theirs.pages + dst, length)
+
+    def post(self, runs: Runs) -> int:
+        return self.ours.transport.write(self.peer, runs, self.ours.place, self.ours.place)
+
+    def write(self, runs: Runs) -> None:
+        """Post a write and poll it to its end."""
+        handle = self.post(runs)
+        until(lambda: self.ours.transport.poll(handle), "a write")
+
+    def messages(self, count: int) -> list[tuple[str, bytes]]:
+        """Return the next ``count`` messages that come to the other process."""
+        found: list[tuple[str, bytes]] = []
+
+        def arrived() -> bool:
+            self.ours.collect()
+            found.extend(self.call("take_messages"))
+            return len(found) >= count
+
+        until(arrived, f"{count} messages")
+        return found

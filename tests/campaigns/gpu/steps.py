@@ -1,0 +1,169 @@
+"""What of a step may be read: events of a fence, layers in order, and digests beside a running kernel."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Region
+from connectors.transport.device_digest import CacheMemory, DeviceMemory
+from connectors.vllm_hma.fence import StepFence
+from connectors.vllm_hma.steps import Begun, Ended, Entry, LayersComputed, Steps
+from tests.campaigns.gpu.conformance import check
+from tests.campaigns.gpu.device import keep_busy, place_of, set_current, synchronize, until
+
+LAYERS, PAGE_BYTES, PAGES = 4, 40_000, 64
+"""Pages of three segments, the last one short."""
+
+
+class Cache:
+    """A layer's pages in a tensor of its own, as vLLM allocates them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.layers = [torch.zeros(PAGES * PAGE_BYTES, dtype=torch.uint8, device=device) for _ in range(LAYERS)]
+        synchronize(device)
+        regions = tuple(Region(each.data_ptr(), each.numel(), place_of(device)) for each in self.layers)
+        pages = tuple(
+            LayerPages(f"layer{k}", region.address, PAGE_BYTES, 1, 1, PAGE_BYTES, 1, PAGE_BYTES, PAGE_BYTES, "p")
+            for k, region in enumerate(regions)
+        )
+        self.layout = EngineLayout(0, 1, PAGES, regions, (Group(0, GroupKind.FULL, 1, None, pages),))
+
+    def filled_with(self, layer: int) -> set[int]:
+        """Return the values of a layer's bytes, read on a stream that waits for no other."""
+        if self.device.type == "cpu":
+            return set(self.layers[layer].unique().tolist())
+        with torch.cuda.stream(torch.cuda.Stream(self.device)):
+            return set(self.layers[layer].cpu().unique().tolist())
+
+
+def an_event_passes_after_its_kernels(device: torch.device) -> str:
+    """Another thread polls, as the progress thread does, and finds the bytes that were computed before the event."""
+    cache, fence, seen = Cache(device), StepFence(device), []
+    keep_busy(device)
+    cache.layers[0].fill_(7)
+    event = fence.mark()
+    waited = not fence.passed(event)
+
+    def poll() -> None:
+        set_current(device)
+        until(lambda: fence.passed(event), "the event")
+        seen.append(cache.filled_with(0))
+
+    _in_another_thread(poll)
+    check(seen == [{7}], f"the event has passed, and the bytes are {seen}")
+    check(waited or device.type == "cpu", "the event had passed before its kernels could end: this shows nothing")
+    return "it had not passed while the kernel ran" if waited else "a CPU has computed when a call returns"
+
+
+def layers_come_out_in_order(device: torch.device) -> str:
+    """Each layer's entry comes out when its bytes are computed, while later layers are still to be computed."""
+    cache, found, early = Cache(device), list[Entry](), 0
+    steps = Steps(cache.layout.groups, StepFence(device))
+    chunks = cast(Any, (SimpleNamespace(request_id="r"),))
+    steps.begin(chunks)
+    for number, layer in enumerate(cache.layers):
+        keep_busy(device, 0.3)
+        layer.fill_(number + 1)
+        check(steps.layer(f"layer{number}"), f"layer {number} completes nothing")
+    steps.end(chunks)
+
+    def poll() -> None:
+        nonlocal early
+        set_current(device)
+
+        def ended() -> bool:
+            nonlocal early
+            for entry in steps.passed():
+                found.append(entry)
+                if isinstance(entry, LayersComputed):
+                    for layer in range(entry.stop):
+                        values = cache.filled_with(layer)
+                        check(values == {layer + 1}, f"layer {layer} has come out, and its bytes are {values}")
+                    early += cache.filled_with(LAYERS - 1) == {0}
+            return bool(found) and isinstance(found[-1], Ended)
+
+        until(ended, "the step's end")
+
+    _in_another_thread(poll)
+    check(isinstance(found[0], Begun), "the step's begin does not come first")
+    stops = [entry.stop for entry in found if isinstance(entry, LayersComputed)]
+    check(stops == [1, 2, 3, 4], f"layers came out as {stops}")
+    check(early > 0 or device.type == "cpu", "no layer came out before the last one was computed: this shows nothing")
+    return f"{LAYERS} layers, {early} of them before the last one was computed"
+
+
+def digests_are_a_cpus(device: torch.device) -> str:
+    """Of pages of several segments in several tensors, of lengths that are no words, and of nothing."""
+    cache = Cache(device)
+    on_host = Cache(torch.device("cpu"))
+    for ours, theirs in zip(cache.layers, on_host.layers, strict=True):
+        content = torch.from_numpy(np.random.default_rng(ours.numel()).integers(0, 256, ours.numel(), np.uint8))
+        ours.copy_(content)
+        theirs.copy_(content)
+    synchronize(device)
+    memory = CacheMemory(cache.layout, cache.layers).shared_with(place_of(device))
+    # Between two host memories xxh3 is used, which no accelerator computes.
+    memory = DeviceMemory(cache.layout, cache.layers) if device.type == "cpu" else memory
+    reference = DeviceMemory(on_host.layout)
+    compared = 0
+    for length in (0, 4, 5, 4096, 16_384, 20_001, PAGE_BYTES):
+        ours, theirs = memory.new_stream(), reference.new_stream()
+        for layer, pages in enumerate(cache.layout.groups[0].layers):
+            ids = np.random.default_rng(layer).permutation(PAGES)[: 20 + layer]
+            if length:
+                ours.feed(pages.address + ids * PAGE_BYTES, length)
+                theirs.feed(on_host.layers[layer].data_ptr() + ids * PAGE_BYTES, length)
+                compared += len(ids)
+        check(ours.digest() == theirs.digest(), f"digests of pieces of {length} bytes differ")
+    return f"{compared} pieces of up to {PAGE_BYTES} bytes"
+
+
+def a_digest_does_not_wait_for_the_forward_pass(device: torch.device) -> str:
+    """It runs beside the kernels of the current stream."""
+    cache = Cache(device)
+    memory, fence = DeviceMemory(cache.layout, cache.layers), StepFence(device)
+    stream = memory.new_stream()
+    stream.feed(np.array([cache.layers[0].data_ptr()]), PAGE_BYTES)
+    first = stream.digest()
+    keep_busy(device)
+    event = fence.mark()
+    stream = memory.new_stream()
+    stream.feed(np.array([cache.layers[1].data_ptr()]), PAGE_BYTES)
+    second = stream.digest()
+    beside = not fence.passed(event)
+    synchronize(device)
+    check(first == second, "two pages of zeros have different digests")
+    check(beside or device.type == "cpu", "the digest came after the kernel that was queued before it")
+    return "it ended while a kernel ran" if beside else "a CPU has one queue"
+
+
+def _in_another_thread(work: Callable[[], None]) -> None:
+    """Run ``work`` in a thread of its own. Raises what it raises."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if raised:
+        raise raised[0]
+
+
+CASES: tuple[Callable[[torch.device], str], ...] = (
+    an_event_passes_after_its_kernels,
+    layers_come_out_in_order,
+    digests_are_a_cpus,
+    a_digest_does_not_wait_for_the_forward_pass,
+)

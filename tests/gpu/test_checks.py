@@ -1,0 +1,101 @@
+"""The checks of ``make gpu-check`` on a CPU, and, where there is a GPU, on that: ``pytest -m gpu`` collects those."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.campaigns.gpu import __main__ as gpu_check
+from tests.campaigns.gpu import conformance, steps
+from tests.campaigns.gpu.device import set_current
+from tests.campaigns.gpu.pair import Pair
+
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA GPU")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda:0", marks=[pytest.mark.gpu, NO_GPU])])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    found = torch.device(request.param)
+    set_current(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def pair(device: torch.device) -> Iterator[Pair]:
+    """Two processes. The other one is started once for all checks of a device."""
+    with Pair(device, gpu_check.BULK_BYTES if device.type == "cuda" else 2**23) as both:
+        yield both
+
+
+@pytest.mark.parametrize("case", conformance.CASES, ids=lambda case: case.__name__)
+def test_between_two_processes(pair: Pair, case: Callable[[Pair], str]) -> None:
+    pair.refill()
+    assert case(pair)
+
+
+@pytest.mark.parametrize("case", steps.CASES, ids=lambda case: case.__name__)
+def test_of_steps(device: torch.device, case: Callable[[torch.device], str]) -> None:
+    assert case(device)
+
+
+def test_the_checks_run_without_vllm(pair: Pair) -> None:
+    """The other process has imported transport, digests, fences and steps, and neither vLLM nor Ray."""
+    imported = set(pair.call("modules"))
+    assert {"torch", "nixl", "connectors"} <= imported
+    assert not imported & {"vllm", "ray", "transformers", "pytest"}
+
+
+@pytest.mark.gpu
+@NO_GPU
+def test_engines_on_a_gpu() -> None:
+    """Two shapes through vLLM, as ``make gpu-check`` runs them."""
+    pytest.importorskip("vllm")
+    result = list(gpu_check.run(gpu_check.ENGINES, "cuda:0"))
+    assert [each.verdict for each in result] == ["ok"], result
+
+
+def test_the_list_of_checks_is_complete() -> None:
+    """``make gpu-check`` lists them without importing torch."""
+    assert gpu_check.CONFORMANCE.names == tuple(case.__name__ for case in conformance.CASES)
+    assert gpu_check.STEPS.names == tuple(case.__name__ for case in steps.CASES)
+
+
+def test_without_a_gpu_the_checks_are_listed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And nothing has failed."""
+    monkeypatch.setattr(gpu_check, "gpus", list)
+    assert gpu_check.main([]) == 0
+    told = capsys.readouterr().out
+    assert "no NVIDIA GPU" in told
+    assert "layers come out in order" in told
+
+
+def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other checks are not affected."""
+    monkeypatch.setattr(gpu_check, "find_spec", lambda name: None if name in ("nixl", "vllm") else object())
+    results = list(gpu_check.run(gpu_check.CONFORMANCE, "cpu"))
+    assert {(each.verdict, each.found) for each in results} == {("skipped", "needs nixl")}
+    assert len(results) == len(conformance.CASES)
+
+
+def test_a_check_that_fails_is_told() -> None:
+    """With its reason; the others go on."""
+
+    def broken() -> str:
+        raise AssertionError("two bytes differ")
+
+    result = gpu_check._timed("broken", broken)  # noqa: SLF001 (a GPU that fails is not at hand)
+    assert (result.verdict, "two bytes differ" in result.found) == ("FAILED", True)
+
+
+def test_no_package_is_imported_before_a_gpu_is_found() -> None:
+    """A machine without torch gets the list, too."""
+    program = "import sys, tests.campaigns.gpu.__main__; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-S", "-c", program], cwd=ROOT, timeout=60, check=False).returncode == 0
