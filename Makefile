@@ -93,10 +93,10 @@ endif
 test-all: $(STAMP) ## Run every campaign that decides a release, and write one report (hours; resumable): ONLY="identity fuzz"
 	$(BIN)/python -m tests.campaigns $(if $(ONLY),--only $(ONLY))
 
-CHECK = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+CHECK = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(BIN)/mypy
 
 .PHONY: check
-check: $(STAMP) ## Lint, formatting and types
+check: $(STAMP) ## Lint, formatting, layers and types
 	$(CHECK)
 
 .PHONY: doctor
@@ -251,9 +251,9 @@ schedules: $(STAMP) ## Random schedules of larger transfers, random steps of vLL
 
 .PHONY: demo-eval
 demo-eval: $(STAMP) ## Measure the demo model's recall on held-out prompts
-	$(BIN)/python -m app.demo.evaluate
+	$(BIN)/python -m benchmarks.demo_model.evaluate
 
 .PHONY: clean
 clean: ## Remove caches and build outputs, not the environments
-	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build *.egg-info .pytest_cache .import_linter_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +

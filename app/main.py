@@ -14,19 +14,19 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
-from actors.announced import Announced
-from actors.arguments import check_arguments, engine_environment
-from actors.colleagues import RouterReplica
-from actors.decode import Decode
-from actors.engines import Engines
-from actors.prefill import Prefill
-from actors.scaling_policy import ROLE_POLICY
-from app.auth import digests
-from app.bundles import placed
-from app.front import Front
-from app.openai import build_http
-from app.peer_secret import fallback_secret
-from app.traces import Traces
+from actors.autoscaling.policy import ROLE_POLICY
+from actors.engine.arguments import check_arguments, engine_environment
+from actors.engine.decode import Decode
+from actors.engine.prefill import Prefill
+from actors.engine_pool.engines import Engines
+from actors.engine_pool.serve_discovery import Announced
+from actors.router.peer_routers import RouterReplica
+from app.cluster_secret import fallback_secret
+from app.deployment_options import placed
+from app.http.auth import digests
+from app.http.http_server import Front
+from app.http.routes import build_http
+from app.http.traces import Traces
 from configs.settings import AuthSettings, RoleName, RouterLimits, RouterSettings, ServiceSettings
 
 ROUTER_SURPLUS_REQUESTS = 64

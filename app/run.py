@@ -186,7 +186,7 @@ def read(path: Path) -> tuple[dict[str, Any], ServiceSettings]:
     from pydantic import ValidationError
     from ray.serve.schema import ServeDeploySchema
 
-    from actors.arguments import check_arguments
+    from actors.engine.arguments import check_arguments
 
     try:
         config = yaml.safe_load(path.read_text())
@@ -213,7 +213,7 @@ def read(path: Path) -> tuple[dict[str, Any], ServiceSettings]:
 
 def check_policy(policy: dict[str, Any], settings: ServiceSettings) -> None:
     """Raises SettingsError for what our autoscaling policy cannot use; Serve would say so in a log only."""
-    from actors.scaling_policy import POLICY
+    from actors.autoscaling.policy import POLICY
 
     if policy.get("policy_function") != POLICY:
         return
@@ -271,6 +271,8 @@ def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, clust
         return 1
     screen.stage("Ray: started" if cluster is None else f"Ray: joined the cluster at {cluster}")
     stop_on_signals()  # Ray has put a handler of its own in their place, which prints a stack trace
+    from actors.upstream.ray_private import log_directory
+
     logs = log_directory()
     if not verbose:
         screen.quiet(logs / "launcher.log")
@@ -334,13 +336,6 @@ def end_ray(family: list[psutil.Process]) -> None:
     psutil.wait_procs(left, timeout=END_S)
 
 
-def log_directory() -> Path:
-    """Where Ray keeps the logs of this session on this node; it has no public name for it."""
-    import ray
-
-    return Path(ray._private.worker._global_node.get_logs_dir_path())  # noqa: SLF001 (see log_directory)
-
-
 def interrupt_on_signals() -> None:
     """Make SIGINT and SIGTERM a KeyboardInterrupt; a shell's background job comes with SIGINT ignored."""
     for number in STOP_SIGNALS:
@@ -351,7 +346,7 @@ class Watcher:
     """A thread that prints the stages of the start, then how to use the service, and ends a failed start."""
 
     def __init__(self, address: str, settings: ServiceSettings, logs: Path, screen: Screen) -> None:
-        from actors.start_progress import StartWatch
+        from actors.engine.start_progress import StartWatch
 
         self.failure: StartFailure | None = None
         self.is_ready = False

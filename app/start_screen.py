@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from actors.start_log import STAGES
+from actors.engine.start_log import STAGES
 from configs.settings import RoleName, ServiceSettings
 
 FIRST_REMINDER_S = 30.0
@@ -15,7 +15,7 @@ LABEL_WIDTH = 66
 
 @dataclass(frozen=True)
 class EngineReport:
-    """What one engine has reported of its start (`actors/start_progress.py`)."""
+    """What one engine has reported of its start (`actors/engine/start_progress.py`)."""
 
     role: str
     stage: str

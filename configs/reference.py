@@ -53,7 +53,7 @@ _SECTIONS: tuple[tuple[str, type[BaseModel], str], ...] = (
         "`autoscaling_policy`",
         ScalingSettings,
         "Not in `args` but beside it, where Serve looks for the policy of an application: `autoscaling_policy: "
-        "{policy_function: actors.scaling_policy:ScaleTogether, policy_kwargs: {...}}`, and these are its "
+        "{policy_function: actors.autoscaling.policy:ScaleTogether, policy_kwargs: {...}}`, and these are its "
         "`policy_kwargs`. Bounds and delays are those of each role's `replicas` (`min_replicas`, `max_replicas`, "
         "`look_back_period_s`, `upscale_delay_s`, `downscale_delay_s`). Without the policy, `replicas` is fixed, or "
         "Serve's own policy scales each role for itself. [Scaling](scaling.md) compares the two.",

@@ -1,7 +1,7 @@
 """What an operator may set: one frozen model for the whole service, read from a Serve config file's `args`.
 
 Unknown keys and values out of range are refused by name. Times are in seconds (`_s`), sizes in bytes
-(`_bytes`) or GiB (`_gib`). Engine arguments are handed to vLLM as they are; `actors.arguments` checks
+(`_bytes`) or GiB (`_gib`). Engine arguments are handed to vLLM as they are; `actors.engine.arguments` checks
 their names against the installed vLLM.
 """
 

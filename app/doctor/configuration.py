@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from actors.arguments import engine_arguments
-from actors.cpu_kernels import cpu_features, model_problem
+from actors.engine.arguments import engine_arguments
+from actors.upstream.vllm_cpu_kernels import cpu_features, model_problem
 from app.doctor.finding import Finding
 from app.run import check_model, read
 from configs.settings import RoleName, ServiceSettings, SettingsError

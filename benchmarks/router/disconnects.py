@@ -30,7 +30,7 @@ from typing import Any
 import httpx
 import psutil
 
-from app.openai import OPEN_AGE_S
+from app.http.routes import OPEN_AGE_S
 from benchmarks.report import write
 from benchmarks.router.load import body
 from benchmarks.router.service import running

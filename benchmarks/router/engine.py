@@ -23,8 +23,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from actors.handoff import TRANSFER_FIELD
-from actors.journal import SERVED
+from actors.replay_log import SERVED
+from actors.request import TRANSFER_FIELD
 
 MODEL = "instant"
 WHERE = {"remote_engine_id": "instant", "remote_host": "127.0.0.1", "remote_port": 1, "tp_size": 1}

@@ -2,7 +2,7 @@
 
     python -m benchmarks.router.service --port 8000 [--proxy-port 8001]
 
-Only vLLM is missing: `actors.hosting`, `actors.engine` and all that is before them are what serves people.
+Only vLLM is missing: the deployments, the router and the HTTP server are those of the product.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from actors.announced import Announced
-from actors.asgi_call import Call
-from actors.engine import Engine, StopFlag
-from actors.handoff import Producer
-from actors.hosting import CallItem
-from actors.prefill import Prefill
+from actors.engine.engine_actor import CallItem
+from actors.engine.prefill import Prefill
+from actors.engine.vllm_engine import Engine, StopFlag
+from actors.engine_pool.serve_discovery import Announced
+from actors.request import Call, Producer
 from app.main import router_deployment
 from app.run import interrupt_on_signals
 from benchmarks.router.engine import WHERE, instant
@@ -35,7 +34,7 @@ PLACES = 512
 
 
 class NoLLM:
-    """What `actors.engine` asks of vLLM's engine apart from its application."""
+    """What `actors.engine.vllm_engine` asks of vLLM's engine apart from its application."""
 
     errored = False
 

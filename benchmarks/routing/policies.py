@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from actors.placement.planner import Planner
-from actors.placement.trip import Trip
+from actors.policy.inflight import Trip
+from actors.policy.planner import Planner
 from benchmarks.routing.fleet import Fleet, Route
 from benchmarks.routing.loads import Request
 from configs.settings import RoutingSettings

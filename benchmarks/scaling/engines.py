@@ -1,4 +1,4 @@
-"""Models of a prefill and a decode engine. Times are seconds of the simulation; loads are measured by `actors.load`.
+"""Models of a prefill and a decode engine. Times are simulated seconds; `actors.autoscaling.load` measures loads.
 
 Left out: preemption (a request waits until its prompt and answer fit), prefix caches, chunks of several prompts in a
 step, prompts that decode computes itself, the network (a constant), failures.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from actors.load import EngineLoad
+from actors.autoscaling.load import EngineLoad
 from benchmarks.scaling.loads import Arrival
 
 

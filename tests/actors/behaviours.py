@@ -7,12 +7,10 @@ import json
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from actors.asgi_call import Call, ResponseStart
-from actors.attempts import ClientRequest
-from actors.engine import EngineDownError
-from actors.handoff import TRANSFER_FIELD
-from actors.journal import Chunk, Group
-from actors.router import Router
+from actors.errors import EngineDownError
+from actors.request import TRANSFER_FIELD, Call, Chunk, Group, ResponseStart
+from actors.router.client_request import ClientRequest
+from actors.router.router import Router
 from configs.settings import RouterLimits, RoutingSettings
 from tests.actors.fleet import Handle, Replica, router_of
 

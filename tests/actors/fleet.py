@@ -1,7 +1,7 @@
 """Both roles' handles in this process: replicas that are generators, and books of what the router has taken.
 
-The router's side is the real one. `Handle` keeps the contract of `actors.engines.Engines`: a place is held while its
-context is open, a call runs until it ends or is cancelled.
+The router's side is the real one. `Handle` keeps the contract of `actors.engine_pool.engines.Engines`: a place is held
+while its context is open, a call runs until it ends or is cancelled.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 
 from ray.serve.handle import DeploymentBroadcastResponse
 
-from actors.asgi_call import Accepted, Alive, Call
-from actors.engine import EngineDownError
-from actors.router import Router
-from actors.routing import Roster
+from actors.engine_pool.discovery import Roster
+from actors.errors import EngineDownError
+from actors.request import Accepted, Alive, Call
+from actors.router.router import Router
 from configs.settings import RouterLimits
 
 Serve = Callable[[Call, int], AsyncGenerator[Any, None]]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from actors.cpu_kernels import CpuFeatures
+from actors.upstream.vllm_cpu_kernels import CpuFeatures
 from app.doctor import configuration, machine
 from app.doctor.__main__ import main
 from app.doctor.configuration import check_readable

@@ -11,12 +11,11 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from actors.arguments import engine_environment
-from actors.asgi_call import Call, ResponseStart
-from actors.attempts import ClientRequest
-from actors.engine import Engine, EngineDownError
-from actors.handoff import Endpoint
-from actors.journal import Chunk
+from actors.engine.arguments import engine_environment
+from actors.engine.vllm_engine import Engine
+from actors.errors import EngineDownError
+from actors.request import Call, Chunk, Endpoint, ResponseStart
+from actors.router.client_request import ClientRequest
 from configs.settings import RouterLimits, ServiceSettings
 from testing.streams import FRONTEND
 from tests.actors.fleet import Handle, Replica, router_of

@@ -18,9 +18,9 @@ import httpx
 import openai
 import pytest
 
-from actors.acquaintance import LOOK_EVERY_S, meet_s
+from actors.engine.pair_warmup import LOOK_EVERY_S, meet_s
 from app.demo.facts import RecallPrompt, exact, make_prompt
-from app.openai import OPEN_AGE_S
+from app.http.routes import OPEN_AGE_S
 from configs.settings import TransferSettings
 from connectors.protocol.cards import PROTOCOL_VERSION
 from testing.service_process import ROOT, ServiceProcess, write_config

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from actors.engine import Engine
-from actors.journal import CannotResumeError
+from actors.engine.vllm_engine import Engine
+from actors.errors import CannotResumeError
 from testing.sse import said
 from testing.streams import KINDS, completion
 from tests.e2e.broken_streams import start_decode, stream

@@ -10,7 +10,7 @@ from typing import Any
 
 from ray._private.ray_constants import RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
 
-from app.front import SERVICE_PATH
+from app.http.http_server import SERVICE_PATH
 from app.run import load
 from configs.settings import PlacementSettings, RoleSettings, ServiceSettings, SettingsError
 from tests.k8s.kuberay import environment

@@ -13,12 +13,12 @@ import pytest
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.ledger import Ledger, Span
-from actors.placement.decision import NO_PREFILL, PREFILL_FAILED
-from actors.prefill_leg import BROKEN
-from actors.router_metrics import RouterMetrics
-from app.generate import REFUSED
-from app.metrics import merge
+from actors.policy.decision import NO_PREFILL, PREFILL_FAILED
+from actors.router.prefill_leg import BROKEN
+from actors.telemetry.latency_breakdown import Ledger, Span
+from actors.telemetry.router_metrics import RouterMetrics
+from app.http.generate import REFUSED
+from app.http.merge_metrics import merge
 from tests.k8s.check import ROOT, only
 from tests.k8s.kustomize import render
 

@@ -12,7 +12,7 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
-from actors.stopwatch import Arrivals
+from actors.telemetry.timestamps import Arrivals
 from connectors.protocol.limits import TransferLimits
 from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.metrics import ARRIVALS_KEPT, PEERS_KEPT, RankTally, TandemPromMetrics, TandemStats

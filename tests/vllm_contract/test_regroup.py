@@ -10,8 +10,9 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from actors.journal import CannotResumeError, Served
-from actors.replaying_llm import Regroup
+from actors.errors import CannotResumeError
+from actors.replay_log import Served
+from actors.upstream.vllm_replaying_llm import Regroup
 
 TOKENS = tuple(range(20))
 

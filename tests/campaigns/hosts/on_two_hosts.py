@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from app.demo.facts import RecallPrompt, exact, make_prompt
-from app.openai import OPEN_AGE_S
+from app.http.routes import OPEN_AGE_S
 from testing.service_process import write_config
 from tests.campaigns.hosts.two_hosts import BACK, TwoHosts, two_hosts
 

@@ -1,0 +1,1 @@
+"""The prefill and decode deployments around one vLLM engine each."""

@@ -1,0 +1,65 @@
+"""The Decode deployment: takes KV over from prefill engines and generates, or serves a request alone."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+from actors.engine.engine_actor import FIRST_REQUEST_TIMEOUT_S, EngineActor
+from actors.engine.node_failures import dead_hosts, watch_hosts
+from actors.engine.pair_warmup import LOOK_EVERY_S, OtherRole, ProbeParams, every, meet_s
+from configs.settings import RoleName, ServiceSettings
+
+logger = logging.getLogger(__name__)
+
+
+class Decode(EngineActor):
+    """An engine in the role of the consumer."""
+
+    role: RoleName = "decode"
+
+    async def _prepare(self, settings: ServiceSettings) -> None:
+        await self.engine.warm_up(FIRST_REQUEST_TIMEOUT_S)
+        # Before any prefill engine is met: nodes that are dead by then are none of ours.
+        dead = await dead_hosts()
+        lost = watch_hosts(self.engine.lose, settings.transfer.host_gone_s, dead)
+        self._tasks = [asyncio.create_task(lost, name="watches-hosts")]
+        self._meet_s = meet_s(settings.transfer)
+        self._prefill = OtherRole("prefill", self._meet_s)
+        self._met: set[str] = set()
+        await self.look_around()
+        looking = every(LOOK_EVERY_S, self.look_around)
+        self._tasks.append(asyncio.create_task(looking, name="meets-prefill-replicas"))
+
+    async def __del__(self) -> None:
+        # First of all the calls end: until then prefill engines are met, and lost.
+        if hasattr(self, "_door"):
+            await self._door.drain()
+        for task in getattr(self, "_tasks", ()):
+            task.cancel()
+        await super().__del__()
+
+    async def meet(self, probes: Mapping[str, ProbeParams]) -> None:
+        """A prefill replica that is about to be ready has computed a probe for each decode replica."""
+        if self.replica in probes:
+            await self._fetch(probes[self.replica])
+
+    @property
+    def met(self) -> frozenset[str]:
+        """Ids of the prefill engines that this one has met."""
+        return frozenset(self._met)
+
+    async def look_around(self) -> None:
+        """Meet the prefill replicas that have come since, all at once: one that is out of reach takes all its time."""
+        probes = [probe for probe in await self._prefill.ask("introduce", frozenset(self._met)) if probe]
+        fetches = await asyncio.gather(*map(self._fetch, probes), return_exceptions=True)
+        for probe, problem in zip(probes, fetches, strict=True):
+            if isinstance(problem, TimeoutError):
+                # Its requests will be computed here; that is no reason not to serve, or not to meet the others.
+                logger.warning("prefill engine %s cannot be met", probe.get("remote_engine_id"))
+            elif problem is not None:
+                raise problem
+
+    async def _fetch(self, probe: ProbeParams) -> None:
+        await self.engine.consume_probe(probe, self._meet_s)
+        self._met.add(probe["remote_engine_id"])
+        logger.info("met prefill engine %s", probe["remote_engine_id"])

@@ -1,0 +1,118 @@
+"""What the prefill and the decode actors have in common: one engine, called as an HTTP application."""
+
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import asdict
+from typing import Any
+
+import ray
+from pydantic import SecretStr
+from ray import serve
+
+from actors.engine.start_progress import StartProgress
+from actors.engine.vllm_engine import Engine
+from actors.errors import EngineStartError
+from actors.request import Accepted, Alive, Call, Chunk, ResponseStart
+from actors.rpc.messages import Order
+from actors.rpc.server import Door, announced
+from actors.telemetry.engine_status import read_load
+from configs.settings import RoleName, RoleSettings, ServiceSettings
+
+logger = logging.getLogger(__name__)
+
+CallItem = Accepted | Alive | ResponseStart | Chunk | bytes
+
+FIRST_REQUEST_TIMEOUT_S = 120.0
+"""For the first request of an engine's life, which may compile and page in."""
+
+
+class EngineActor:
+    """Hosts one engine. Subclasses name the role."""
+
+    role: RoleName
+
+    # Serve awaits it.
+    async def __init__(self, settings: ServiceSettings, fallback_secret: SecretStr) -> None:  # type: ignore[misc]
+        """Start the engine; Serve calls the replica ready after this.
+
+        Serve builds the application in a task on any node, which need not have the environment that the operator has
+        given to the nodes of this role: the secret that is set here counts before `fallback_secret`.
+        """
+        settings = settings.with_secret(fallback_secret)
+        self.replica = serve.get_replica_context().replica_id.unique_id
+        logger.info("starting the %s engine of replica %s", self.role, self.replica)
+        self._node_ip = ray.util.get_node_ip_address()
+        with StartProgress(self.role, self.replica):
+            self.engine = await Engine.start(settings, self.role, self._node_ip)
+            await self._open_door(settings.role(self.role))
+            await self._prepare(settings)
+
+    async def _prepare(self, settings: ServiceSettings) -> None:
+        """Do what the role needs before the replica is ready."""
+
+    async def _open_door(self, settings: RoleSettings) -> None:
+        self._door = Door(self.serve_order, settings.max_ongoing_requests)
+        host = settings.door_host or self._node_ip
+        try:
+            address = await self._door.open(host, settings.door_port)
+        except OSError as error:
+            where = f"{self.role}.door_host, door_port: {host}:{settings.door_port}"
+            raise EngineStartError(f"{where} cannot be listened on: {error}") from error
+        self._announced = announced(address, settings.max_queued_requests)
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Serve's hook, when the replica is ready: what routers are to know of it."""
+        return self._announced
+
+    async def serve_order(self, order: Order) -> AsyncGenerator[CallItem, None]:
+        """Answer what came in by the door."""
+        async with aclosing(self.call(order.call)) as answer:
+            async for item in answer:
+                yield item
+
+    async def call(self, call: Call) -> AsyncGenerator[CallItem, None]:
+        """Serve `call` with this engine; closing the generator aborts the request in it."""
+        yield Accepted(self.replica, self._door.ongoing)
+        async with aclosing(self.engine.serve(call)) as answer:
+            async for item in answer:
+                yield item
+
+    async def metrics(self) -> tuple[str, str]:
+        """This replica's id and its Prometheus exposition: vLLM's metrics and the connector's."""
+        from prometheus_client import REGISTRY, generate_latest
+
+        return self.replica, generate_latest(REGISTRY).decode()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve's hook: this replica's load, for the autoscaling policy. Called only where replicas are scaled."""
+        return self.engine.load() | {"ongoing": float(self._door.ongoing), "queued": float(self._door.queued())}
+
+    async def status(self) -> dict[str, Any]:
+        """What the status page shows of this replica."""
+        from prometheus_client import REGISTRY
+
+        return {
+            "role": self.role,
+            "replica": self.replica,
+            "host": self._node_ip,
+            **self.engine.describe(),
+            **asdict(read_load(REGISTRY)),
+        }
+
+    async def ping(self) -> str:
+        """This replica's id, if its engine is alive."""
+        await self.engine.check_health()
+        return self.replica
+
+    async def check_health(self) -> None:
+        """Serve's health check: a replica whose engine died is replaced."""
+        await self.engine.check_health()
+
+    async def __del__(self) -> None:
+        """Serve's hook at the end of a replica's life (awaited by Serve, not by the collector)."""
+        if hasattr(self, "_door"):  # not if it never started
+            await self._door.drain()
+            await self._door.close()
+        if hasattr(self, "engine"):
+            await self.engine.close()

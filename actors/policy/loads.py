@@ -1,0 +1,115 @@
+"""What one engine has been sent and has not finished: prompts that wait their turn, and streams that run."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from actors.policy.estimates import Components
+
+OVERRUN_SHARE = 0.1
+"""Work that takes longer than it should is expected to take so much of its age still: whoever is stuck looks busier."""
+
+TOGETHER_SHARE = 0.2
+"""What ends sooner after the work before it than this share of its cost was computed along with that."""
+
+
+@dataclass
+class _Work:
+    parts: Components
+    seconds: float
+
+
+class PromptQueue:
+    """Prompts that an engine computes, first come first served. Keys are whatever the caller tells them apart by."""
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[int, _Work] = OrderedDict()
+        self._busy_since = 0.0
+        self._unmeasured: Components = ()
+        self._unmeasured_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, key: int, parts: Components, seconds: float, now: float) -> None:
+        """`seconds` is what this work should take once its turn has come; `parts` is what to learn from."""
+        if not self._waiting:
+            self._busy_since = now
+            self._unmeasured, self._unmeasured_s = (), 0.0
+        self._waiting[key] = _Work(parts, seconds)
+
+    def wait_s(self, now: float) -> float:
+        """Until all of it is done."""
+        if not self._waiting:
+            return 0.0
+        age_s = max(now - self._busy_since, 0.0)
+        first_s = next(iter(self._waiting.values())).seconds
+        rest_s = sum(work.seconds for work in self._waiting.values()) - first_s
+        return max(first_s - age_s, age_s * OVERRUN_SHARE) + rest_s
+
+    def finish(self, key: int, now: float, parts: Components | None = None) -> tuple[Components, float] | None:
+        """Work has ended well; what it was (`parts`, if better known by now), and the seconds that it alone took.
+
+        None where that cannot be told yet: it was computed along with other work, and is counted with what ends next.
+        """
+        work = self._waiting.get(key)
+        if work is None:
+            return None
+        first = next(iter(self._waiting)) == key
+        del self._waiting[key]
+        total = _sum(self._unmeasured, parts or work.parts)
+        seconds = self._unmeasured_s + work.seconds
+        elapsed_s = now - self._busy_since
+        if not first or elapsed_s < seconds * TOGETHER_SHARE:
+            if self._waiting:
+                self._unmeasured, self._unmeasured_s = total, seconds
+                return None
+            if elapsed_s <= 0:
+                return None
+        self._unmeasured, self._unmeasured_s = (), 0.0
+        self._busy_since = now
+        return total, elapsed_s
+
+    def drop(self, key: int, now: float) -> None:
+        """Work that will not be done, or not here."""
+        if key in self._waiting:
+            if next(iter(self._waiting)) == key:
+                self._busy_since = now
+                self._unmeasured, self._unmeasured_s = (), 0.0
+            del self._waiting[key]
+
+
+class EngineLoad:
+    """One engine as this router has loaded it."""
+
+    def __init__(self) -> None:
+        self.prompts = PromptQueue()
+        self.calls: set[int] = set()
+        """All that this router has open here."""
+        self.streams: set[int] = set()
+        """Of those the ones that generate."""
+        self.computed_tokens = 0
+        """Of prompts that were computed here among streams, ever."""
+        self.failed_at: float | None = None
+        """When a call broke off here last."""
+        self._stream_seconds = 0.0
+        self._at = 0.0
+
+    def stream_seconds(self, now: float) -> float:
+        """The sum of the times that all streams have run."""
+        self._stream_seconds += len(self.streams) * max(now - self._at, 0.0)
+        self._at = max(now, self._at)
+        return self._stream_seconds
+
+    def streams_begin(self, key: int, now: float) -> None:
+        self.stream_seconds(now)
+        self.streams.add(key)
+
+    def streams_end(self, key: int, now: float) -> None:
+        self.stream_seconds(now)
+        self.streams.discard(key)
+
+
+def _sum(first: Components, second: Components) -> Components:
+    return tuple(a + b for a, b in zip(first, second, strict=True)) if first else second

@@ -1,0 +1,263 @@
+"""Decides for each request, and learns from what becomes of it. `now` is any clock that does not go back.
+
+The caller says what happens: `begin` when the legs are sent, `prefilled`, `opened` with the first bytes of a stream,
+and `ended` in any case. What a trip that broke off has not shown is not learnt.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
+from functools import partial
+from itertools import count
+
+from actors.policy.choice import Asked, choose
+from actors.policy.costs import Costs
+from actors.policy.decision import Decision
+from actors.policy.inflight import Trip
+from actors.policy.loads import EngineLoad
+from actors.policy.options import Options
+from actors.policy.prefixes import Prefixes
+from actors.policy.prompts import ID_BYTES, PIECE_BYTES, Passage, Prompt
+from configs.settings import RoutingSettings
+
+ASSUMED_TOKENS = 256.0
+"""What is assumed of bytes per token counts as much as so many tokens."""
+
+REMEMBERED_TOKENS = 100_000.0
+"""Prompt tokens after which older ones count 1/e for bytes per token."""
+
+REMEMBERED_ANSWERS = 50.0
+
+Later = Callable[[Callable[[], None]], None]
+"""Does a thing when there is time."""
+
+
+def _at_once(do: Callable[[], None]) -> None:
+    do()
+
+
+class Planner:
+    """The router's knowledge of its fleet.
+
+    What it decides from is of two kinds: what runs where it knows as soon as it is told, what things cost it learns
+    `later`, as that takes longer and an answer waits for whoever tells it.
+    """
+
+    settings: RoutingSettings
+    _costs: Costs
+
+    def __init__(self, settings: RoutingSettings, later: Later = _at_once) -> None:
+        self._later = later
+        self._begin_anew(settings)
+        self._prefill: defaultdict[str, EngineLoad] = defaultdict(EngineLoad)
+        self._decode: defaultdict[str, EngineLoad] = defaultdict(EngineLoad)
+        self._prefixes = Prefixes(_pieces(settings))
+        self._keys = count()
+        self._turn = 0
+
+    def reconfigure(self, settings: RoutingSettings) -> None:
+        """From now on; what has been measured is forgotten only if it was in terms of other assumptions."""
+        if _assumptions(settings) == _assumptions(self.settings):
+            self.settings = settings
+            self._costs.settings = settings
+        else:
+            self._begin_anew(settings)
+        self._prefixes.most_pieces = _pieces(settings)
+
+    def _begin_anew(self, settings: RoutingSettings) -> None:
+        self.settings = settings
+        self._costs = Costs(settings)
+        self._text_bytes = settings.assumed_bytes_per_token * ASSUMED_TOKENS
+        self._text_tokens = ASSUMED_TOKENS
+        self._answer_tokens = float(settings.assumed_answer_tokens)
+        self._answers = 1.0
+
+    def decide(
+        self,
+        prompt: Prompt,
+        prefill: Mapping[str, int] | None,
+        decode: Mapping[str, int] | None,
+        now: float,
+        *,
+        whole: str | None = None,
+        session: str | None = None,
+        avoid: AbstractSet[str] = frozenset(),
+        prefill_failed: bool = False,
+    ) -> Decision:
+        """Where to send `prompt`, given each role's running replicas and their ongoing requests (None: not known yet).
+
+        `whole` says why decode must do all of it, if it must; replicas to `avoid` are not chosen; `prefill_failed`:
+        a prefill replica has failed this request.
+        """
+        self._turn += 1
+        if prefill is not None and decode is not None:
+            self._forget_others(prefill.keys(), decode.keys())
+        tokens = self.prompt_tokens(prompt)
+        options = Options(
+            prompt_tokens=tokens,
+            answer_tokens=self.answer_tokens(prompt),
+            decode=_running(decode, avoid, self._turn),
+            prefill=_running(prefill, avoid, self._turn),
+            decode_held={engine: self._held(engine, prompt) for engine in decode or ()},
+            prefill_held={engine: self._held(engine, prompt) for engine in (prefill or () if whole is None else ())},
+            decode_loads=self._decode,
+            prefill_loads=self._prefill,
+            costs=self._costs,
+            now=now,
+        )
+        return choose(self.settings, options, Asked(whole, session, prefill is not None, prefill_failed))
+
+    def begin(self, prompt: Prompt, decode: str, prefill: str | None, now: float) -> Trip:
+        """The legs are sent, to these replicas; `prefill` None: decode computes the prompt."""
+        held, decode_held = self._held(prefill or decode, prompt), self._held(decode, prompt)
+        load = self._decode[decode]
+        tokens = self.prompt_tokens(prompt)
+        trip = Trip(next(self._keys), prompt, decode, prefill, tokens, held, decode_held, len(load.streams), now)
+        load.calls.add(trip.key)
+        if prefill is None:
+            parts = self._local_parts(trip, now)
+            load.prompts.add(trip.key, parts, self._costs.local_s(decode, parts, now), now)
+        else:
+            parts = self._costs.prefill_parts(trip.new_tokens, held)
+            self._prefill[prefill].calls.add(trip.key)
+            self._prefill[prefill].prompts.add(trip.key, parts, self._costs.prefill_s(prefill, parts, now), now)
+        for engine in filter(None, (decode, prefill)):
+            new = [piece for passage in prompt.passages for piece in self._prefixes.add(engine, passage)]
+            trip.added[engine] = tuple(new)
+        return trip
+
+    def prefilled(self, trip: Trip, now: float, prompt_tokens: int | None = None) -> None:
+        """The prefill engine has answered, and has counted so many tokens."""
+        if trip.prefill is None or trip.prefilled_at is not None or trip.over:
+            return
+        trip.prefilled_at = now
+        if prompt_tokens is not None:
+            self._count_tokens(trip, prompt_tokens)
+        parts = self._costs.prefill_parts(trip.new_tokens, trip.held_tokens)
+        if shown := self._prefill[trip.prefill].prompts.finish(trip.key, now, parts):
+            self._later(partial(self._costs.observe_prefill, trip.prefill, *shown, now))
+
+    def opened(self, trip: Trip, now: float) -> None:
+        """The first token of a stream is here."""
+        if trip.opened_at is not None or trip.over:
+            return
+        load = self._decode[trip.decode]
+        if trip.prefill is None:
+            if shown := load.prompts.finish(trip.key, now):
+                self._later(partial(self._costs.observe_local, trip.decode, *shown, now))
+            load.computed_tokens += trip.new_tokens
+        elif trip.prefilled_at is not None:
+            parts = self._costs.handover_parts(trip.moved_tokens, trip.streams)
+            pair, seconds = (trip.prefill, trip.decode), now - trip.prefilled_at
+            self._later(partial(self._costs.observe_handover, pair, parts, seconds, now))
+        trip.opened_at = now
+        load.streams_begin(trip.key, now)
+        trip.opened_stream_seconds = load.stream_seconds(now)
+        trip.opened_computed_tokens = load.computed_tokens
+
+    def ended(self, trip: Trip, now: float, answer_tokens: int = 0, broken: bool = False) -> None:
+        """Nothing runs of the legs any more; `answer_tokens` were streamed. `broken`: decode gave no answer."""
+        if trip.over:
+            return
+        if trip.prefill is not None and trip.prefilled_at is None:
+            self._prefixes.drop(trip.prefill, trip.added[trip.prefill])
+        if broken and trip.opened_at is None:
+            self._prefixes.drop(trip.decode, trip.added[trip.decode])
+        load = self._decode[trip.decode]
+        if trip.opened_at is not None and answer_tokens > 1 and now > trip.opened_at:
+            self._observe_steps(trip, load, answer_tokens, now)
+        if answer_tokens:
+            kept = self._answers * (1 - 1 / REMEMBERED_ANSWERS)
+            self._answer_tokens = (self._answer_tokens * kept + answer_tokens) / (kept + 1)
+            self._answers = kept + 1
+            if len(trip.prompt.passages) == 1:
+                self._prefixes.add_answer(trip.decode, trip.prompt.passages[0], answer_tokens)
+        load.prompts.drop(trip.key, now)
+        load.streams_end(trip.key, now)
+        load.calls.discard(trip.key)
+        if trip.prefill is not None:
+            self._prefill[trip.prefill].prompts.drop(trip.key, now)
+            self._prefill[trip.prefill].calls.discard(trip.key)
+        trip.over = True
+
+    def failed(self, engine: str, now: float) -> None:
+        """A call to `engine` broke off there, and not because its client had left."""
+        for loads in (self._prefill, self._decode):
+            if engine in loads:
+                loads[engine].failed_at = now
+
+    def engines(self) -> dict[str, int]:
+        """How much is known: engines of each role with a past or a load, and pieces of prefixes."""
+        return {"prefill": len(self._prefill), "decode": len(self._decode), "pieces": self._prefixes.size()}
+
+    def prompt_tokens(self, prompt: Prompt) -> int:
+        """As far as can be told without tokenizing; at least one."""
+        return max(sum(self._tokens(one, len(one.data)) for one in prompt.passages), 1)
+
+    def answer_tokens(self, prompt: Prompt) -> int:
+        """What answers are expected to have: as many as others of late, or what the client allows."""
+        most = prompt.most_answer_tokens
+        each = self._answer_tokens if most is None else min(self._answer_tokens, most)
+        return max(round(each * prompt.answers), 1)
+
+    def _observe_steps(self, trip: Trip, load: EngineLoad, answer_tokens: int, now: float) -> None:
+        assert trip.opened_at is not None
+        seconds, steps = now - trip.opened_at, answer_tokens - 1
+        streams = (load.stream_seconds(now) - trip.opened_stream_seconds) / seconds
+        computed = (load.computed_tokens - trip.opened_computed_tokens) / steps
+        parts = self._costs.step_parts(streams, computed, now)
+        self._later(partial(self._costs.observe_step, trip.decode, parts, seconds / steps, now))
+
+    def _local_parts(self, trip: Trip, now: float) -> tuple[float, ...]:
+        return self._costs.local_parts(trip.new_tokens, trip.held_tokens, trip.streams, now)
+
+    def _held(self, engine: str, prompt: Prompt) -> int:
+        """Tokens of `prompt` that `engine` need not compute or be sent; never all of a passage."""
+        found = 0
+        for passage in prompt.passages:
+            held = self._prefixes.held(engine, passage)
+            tokens = self._tokens(passage, held.data_bytes) + held.answer_tokens
+            found += max(min(tokens, self._tokens(passage, len(passage.data)) - 1), 0)
+        return found
+
+    def _tokens(self, passage: Passage, data_bytes: int) -> int:
+        return round(data_bytes / (ID_BYTES if passage.ids else self._text_bytes / self._text_tokens))
+
+    def _count_tokens(self, trip: Trip, prompt_tokens: int) -> None:
+        """Put the engine's own count in the place of the estimate, and learn how long a token of text is."""
+        passages = trip.prompt.passages
+        if len(passages) == 1 and not passages[0].ids and passages[0].data and prompt_tokens > 0:
+            kept = max(1 - prompt_tokens / REMEMBERED_TOKENS, 0.0)
+            self._text_bytes = self._text_bytes * kept + len(passages[0].data)
+            self._text_tokens = self._text_tokens * kept + prompt_tokens
+        share = prompt_tokens / trip.prompt_tokens
+        trip.prompt_tokens = prompt_tokens
+        trip.held_tokens = round(trip.held_tokens * share)
+        trip.decode_held_tokens = round(trip.decode_held_tokens * share)
+
+    def _forget_others(self, prefill: AbstractSet[str], decode: AbstractSet[str]) -> None:
+        """Engines that are gone; a trip that is still open there ends in an empty place."""
+        if self._prefill.keys() <= prefill and self._decode.keys() <= decode:
+            return
+        for loads, running in ((self._prefill, prefill), (self._decode, decode)):
+            for engine in [one for one in loads if one not in running and not loads[one].calls]:
+                del loads[engine]
+        self._prefixes.keep_only({*self._prefill, *self._decode, *prefill, *decode})
+        self._costs.keep_only({*self._prefill, *prefill}, {*self._decode, *decode})
+
+
+def _running(replicas: Mapping[str, int] | None, avoid: AbstractSet[str], turn: int) -> dict[str, int]:
+    """Those that may be chosen; who is first among equals changes with `turn`."""
+    names = sorted((replicas or {}).keys() - avoid)
+    first = turn % len(names) if names else 0
+    return {name: (replicas or {})[name] for name in names[first:] + names[:first]}
+
+
+def _pieces(settings: RoutingSettings) -> int:
+    return int(settings.prefix_tokens_per_engine * settings.assumed_bytes_per_token / PIECE_BYTES)
+
+
+def _assumptions(settings: RoutingSettings) -> dict[str, object]:
+    return {name: value for name, value in settings if name.startswith("assumed_") or name == "fades_s"}

@@ -1,0 +1,1 @@
+"""Serves one request: both legs, retries, the resumed stream."""

@@ -1,0 +1,168 @@
+"""A request's answer in the router: decode's, and where decode dies in the middle of it, the next one's."""
+
+from collections import deque
+from collections.abc import AsyncGenerator
+from functools import cached_property
+from typing import Any
+
+from actors.errors import CannotResumeError, UnavailableError
+from actors.request import Chunk, Group
+from actors.router.client_request import ClientRequest
+from actors.router.dispatch import Attempt, Attempts
+from actors.router.event_stream import EventStream
+from actors.router.request_shaping import why_not_resumable
+from actors.telemetry.latency_breakdown import Ledger, keep
+from actors.telemetry.recent_requests import Pair
+from actors.telemetry.router_metrics import RouterMetrics
+from connectors.errors import TandemError
+
+MOST_BYTES = 2**16
+"""From so much on, what has come of a stream is sent on, though more is there: joining it would cost ever more."""
+
+
+class Answer:
+    """Decode's answer, opened: its first bytes are there, so the handover is done."""
+
+    def __init__(self, attempts: Attempts, attempt: Attempt, metrics: RouterMetrics) -> None:
+        self.start = attempt.opened.start
+        self.local_reason = attempt.local_reason
+        self.first_byte_s = attempts.timing.age_s
+        self._attempts = attempts
+        self._attempt = attempt
+        self._first = attempt
+        """The one that the first bytes come from; another may go on with the stream."""
+        self._metrics = metrics
+
+    @property
+    def route(self) -> str:
+        """`remote` when another engine computed the prompt, `local` when decode did."""
+        return "remote" if self.local_reason is None else "local"
+
+    @property
+    def explanation(self) -> str | None:
+        """What was decided and from which numbers, where the client has asked for it."""
+        return self._first.decision.explain() if self._attempts.request.explain else None
+
+    @property
+    def left_s(self) -> float:
+        """How long it may still take."""
+        return self._attempts.timing.left_s
+
+    @property
+    def pair(self) -> Pair:
+        """The replicas that its first bytes come from."""
+        return self._first.pair
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """Where the time to the answer's first bytes went; to be asked for when they are there, and best when it is
+        `accounted` for. It stays as it was when it was first asked for."""
+        return keep(self._attempts.marks(self._first))
+
+    @property
+    def accounted(self) -> bool:
+        """Whether nobody will say more of where the time went. Decode has, with its first bytes."""
+        return self._first.prefill is None or self._first.prefill.accounted
+
+    async def account(self, at_most_s: float) -> None:
+        """Wait until it is `accounted` for: prefill's word may come a little later than decode's first token."""
+        if self._first.prefill is not None:
+            await self._first.prefill.account(at_most_s)
+
+    async def body(self) -> AsyncGenerator[bytes, None]:
+        """The body as it comes: of a stream whole events, of another answer all at once.
+
+        `start` and `local_reason` are certain when the first item is there: a stream whose engine dies before its
+        first event may become another engine's answer, with a status of its own. One that dies later goes on with
+        another engine. Raises DeadlineError once the request's time is over; CannotResumeError, UnavailableError or
+        OverloadedError when decode has died and the stream cannot go on.
+        """
+        stream = EventStream()
+        journal: list[Group] = []
+        comments = b""
+        ready = b""
+        while self._attempt.opened.start.streams:
+            known = len(journal)
+            released = False
+            try:
+                items = deque(self._attempt.opened.items)
+                while (item := items.popleft() if items else await self._next()) is not None:
+                    self._attempt.journey.passed_on(item)
+                    if isinstance(item, Chunk):
+                        # An engine that took over repeats first what is known.
+                        repeated = min(known, len(item.groups))
+                        known -= repeated
+                        journal += item.groups[repeated:]
+                    sent = stream.sent
+                    events = comments + stream.feed(_bytes_of(item))
+                    if stream.sent == 0:
+                        comments = events  # not an answer yet
+                        continue
+                    comments = b""
+                    if stream.sent > sent:
+                        self._attempts.got_further()
+                    ready += events
+                    # What has come together goes on together: under pressure, when less for each token counts.
+                    if ready and (sent == 0 or self._attempt.decode.waits or len(ready) >= MOST_BYTES):
+                        yield ready
+                        ready = b""
+                        if not released:
+                            self._attempt.release()
+                            released = True
+                error = UnavailableError("the decode engine ended a stream before its end")
+            except UnavailableError as death:
+                error = death
+            except TandemError:
+                if ready:
+                    yield ready
+                raise
+            if ready:
+                yield ready
+                ready = b""
+            if stream.done:
+                return
+            await self._resume(error, stream, journal)
+        yield b"".join(_bytes_of(item) for item in self._attempt.opened.items)
+
+    async def close(self) -> None:
+        """End what still runs of the request."""
+        await self._attempt.close()
+
+    async def _next(self) -> Any:
+        return await self._attempt.decode.next(self._attempts.limits.silence_timeout_s, self._attempts.timing.ends_at)
+
+    async def _resume(self, error: UnavailableError, stream: EventStream, journal: list[Group]) -> None:
+        """Open the stream on another decode replica, where it has been told to repeat `journal`."""
+        outcome = "failed"
+        try:
+            if stream.sent == 0:
+                journal.clear()  # the client has nothing: any answer will do
+            else:
+                _check_resumable(self._attempts.request, journal)
+            self._attempts.decode_failed(error)
+            await self._attempt.close()
+            self._attempt = await self._attempts.open(tuple(journal))
+            start = self._attempt.opened.start
+            if stream.sent == 0:
+                self._first = self._attempt
+                self.start, self.local_reason = start, self._attempt.local_reason
+            elif not start.streams:
+                raise CannotResumeError(f"the engine that was to go on with a stream answered HTTP {start.status}")
+            stream.restart()
+            outcome = "resumed"
+        except CannotResumeError:
+            outcome = "refused"
+            raise
+        finally:
+            self._metrics.resumed_streams.labels(outcome).inc()
+
+
+def _check_resumable(request: ClientRequest, journal: list[Group]) -> None:
+    if reason := why_not_resumable(request.endpoint, request.body):
+        raise CannotResumeError(f"the decode engine has died, and a stream with {reason} cannot go on elsewhere")
+    if not journal:
+        raise CannotResumeError("the decode engine has died, and has kept no record of the stream")
+
+
+def _bytes_of(item: Any) -> bytes:
+    return item.body if isinstance(item, Chunk) else item

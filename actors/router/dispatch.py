@@ -1,0 +1,328 @@
+"""Opens calls for one request, on one replica after another, until a decode replica begins to answer."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from actors.engine_pool.engines import Engines, Place
+from actors.errors import DeadlineError, OverloadedError, RefusedError, UnavailableError
+from actors.policy.decision import NO_PREFILL, PREFILL_FAILED, Decision
+from actors.request import Call, Journal, Producer
+from actors.router.client_request import ClientRequest, Timing
+from actors.router.leg import Leg, Opened, choose, deadline
+from actors.router.prefill_leg import PrefillLeg
+from actors.router.raw_json import write
+from actors.router.request_shaping import decode_leg, prefill_leg, why_local
+from actors.router.routing_feedback import Journey, Placing
+from actors.telemetry.latency_breakdown import RequestMarks
+from actors.telemetry.recent_requests import Pair
+from actors.telemetry.router_metrics import RouterMetrics
+from configs.settings import RoleName, RouterLimits
+from connectors.errors import TandemError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """What a request needs of the router: both roles, who decides, and how to give up a transfer by its id."""
+
+    prefill: Engines
+    decode: Engines
+    metrics: RouterMetrics
+    placing: Placing
+    discard: Callable[[str], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A decode call that has begun to answer; `close` ends it and the prefill leg beside it."""
+
+    opened: Opened
+    decode: Leg
+    decision: Decision
+    journey: Journey
+    legs: AsyncExitStack
+    prefill: PrefillLeg | None
+    began_at: float
+    placed_at: float
+    """When it began, and when it had places for its legs."""
+    pair: Pair
+
+    @property
+    def local_reason(self) -> str | None:
+        return self.decision.reason if self.decision.local else None
+
+    def release(self) -> None:
+        """Give prefill back, whose part is done when decode has answered. Not before the client has the first bytes:
+        waking another process takes time."""
+        if self.prefill is not None:
+            timings = self.decode.marks.timings
+            had_kv = timings is not None and timings.kv_ended_s is not None and not timings.kv_failed
+            self.prefill.release(answers_soon=had_kv)
+
+    async def close(self) -> None:
+        await self.legs.aclose()
+
+
+class Attempts:
+    """One request's tries. A replica that failed it is not asked again; an id of a transfer is used once.
+
+    A prefill leg that breaks is tried on another replica, then decode computes the prompt itself. A decode leg that
+    breaks is tried on another replica; there are `limits.attempts` tries of each, of decode in a row without a new
+    byte for the client.
+    """
+
+    def __init__(self, request: ClientRequest, limits: RouterLimits, timing: Timing, fleet: Fleet) -> None:
+        self.timing = timing
+        self.request = request
+        self.limits = limits
+        self._fleet = fleet
+        self._local_reason = why_local(request.endpoint, request.body)
+        self._failed_prefill: set[str] = set()
+        self._failed_decode: set[str] = set()
+        self._suspect_decode: set[str] = set()
+        """Silent, but it may have been the transfer that hung: asked again when there is no other."""
+        self._decode_replica: str | None = None
+        self._decode_tries = 0
+        self._last_error: UnavailableError | None = None
+        self._refused_at: dict[RoleName, float] = {}
+        """When, since the last answer, an engine of a role refused the request for the first time."""
+        self._began_at: float | None = None
+
+    async def open(self, journal: Journal = ()) -> Attempt:
+        """A call that has begun to answer, which another engine has answered as far as `journal` says.
+
+        Raises OverloadedError, UnavailableError or DeadlineError when no decode replica gives an answer.
+        """
+        self._refused_at.clear()
+        async with deadline(self.timing.left_s, "the request"):
+            while True:
+                try:
+                    return await self._open_once(journal)
+                except RefusedError as error:
+                    if self._refused_for_s("decode") > self.limits.replica_timeout_s:
+                        raise OverloadedError(f"no decode engine has taken the request: {error}") from error
+                except UnavailableError as error:
+                    self.decode_failed(error)
+
+    def marks(self, attempt: Attempt) -> RequestMarks:
+        """The request's times until `attempt`, one of these, was answered."""
+        assert self._began_at is not None, "there was an attempt"
+        return RequestMarks(
+            arrived_at=self.request.arrived_at,
+            read_at=self.request.read_at,
+            tried_at=self._began_at,
+            retried_at=attempt.began_at,
+            placed_at=attempt.placed_at,
+            decode=attempt.decode.marks,
+            prefill=None if attempt.prefill is None else attempt.prefill.marks,
+            streams=attempt.opened.start.streams,
+        )
+
+    def decode_failed(self, error: UnavailableError) -> None:
+        """Leave the replica that was asked last; raises `error` when there is nothing more to try."""
+        if self._decode_replica is None:
+            raise self._last_error or error
+        self._failed_decode.add(self._decode_replica)
+        self._fleet.placing.failed(self._decode_replica)
+        self._decode_replica = None
+        self._decode_tries += 1
+        self._last_error = error
+        if self._decode_tries >= self.limits.attempts:
+            raise error
+        logger.warning("trying a request on another decode replica: %s", error)
+        self._fleet.metrics.retries.labels("decode", "unavailable").inc()
+
+    def got_further(self) -> None:
+        """The client has something new: failures from here on are another row."""
+        self._decode_tries = 0
+
+    async def _open_once(self, journal: Journal) -> Attempt:
+        prefill_tries = 0
+        while not (decision := self._decide()).local:
+            attempt, broken = await self._try_split(journal, decision)
+            if attempt is not None:
+                return attempt
+            if broken == "refused":
+                if self._refused_for_s("prefill") > self.limits.prefill_wait_s:
+                    self._local_reason = NO_PREFILL
+            elif broken is not None:
+                prefill_tries += 1
+                if broken == "rejected" or prefill_tries >= self.limits.attempts:
+                    self._local_reason = PREFILL_FAILED
+                else:
+                    self._fleet.metrics.retries.labels("prefill", broken).inc()
+        return await self._serve_alone(journal, decision)
+
+    def _refused_for_s(self, role: RoleName) -> float:
+        """How long it has been going on that engines of `role` refuse the request."""
+        return time.monotonic() - self._refused_at.setdefault(role, time.monotonic())
+
+    def _decide(self) -> Decision:
+        failed_decode = self._failed_decode | self._suspect_decode
+        return self._fleet.placing.decide(self.request, self._local_reason, self._failed_prefill, failed_decode)
+
+    async def _try_split(self, journal: Journal, decision: Decision) -> tuple[Attempt | None, str | None]:
+        """Dispatch both legs; without an attempt, how the prefill leg broke, if there was one."""
+        async with AsyncExitStack() as legs:
+            began_at = self._begin()
+            journey = self._fleet.placing.begin(self.request, decision)
+            legs.callback(journey.ended)
+            prefill_legs = await legs.enter_async_context(AsyncExitStack())
+            decode_place, prefill_place = await self._choose_pair(legs, prefill_legs, decision)
+            placed_at = time.monotonic()
+            if prefill_place is None:
+                self._local_reason = PREFILL_FAILED if self._failed_prefill else NO_PREFILL
+                return None, None
+            transfer_id = uuid.uuid4().hex
+            producer = Producer.from_params(prefill_place.metadata["producer"])
+            body = self.request.fields
+            prefill_call = self._call(prefill_leg(self.request.endpoint, body, transfer_id))
+            decode_call = self._call(decode_leg(body, transfer_id, producer), journal)
+            decode: Leg | None = None
+            if decode_place.doubtful:
+                # A prompt computed for an engine that refuses it would keep others waiting, again and again.
+                decode = self._dispatch_decode(legs, decode_place, decode_call)
+                await decode.taken(self.limits.silence_timeout_s)
+            journey.sent(decode_place.replica_id, prefill_place.replica_id)
+            prefill = PrefillLeg(
+                Leg(
+                    "prefill",
+                    self._fleet.prefill.dispatch(prefill_place, prefill_call, transfer_id, self.timing.left_s),
+                ),
+                transfer_id,
+                self.limits.prefill_timeout_s,
+                self._fleet.metrics,
+                self._fleet.discard,
+                journey.prefilled,
+                prefill_legs.pop_all(),
+            )
+            legs.push_async_callback(prefill.close)
+            if decode is None:
+                decode = self._dispatch_decode(legs, decode_place, decode_call)
+            opening = asyncio.create_task(decode.open(to_first_token=True), name=f"decode-opens-{transfer_id}")
+            legs.push_async_callback(_end, opening)
+            first: set[asyncio.Future[Any]] = {opening, prefill.broken, prefill.answered}
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            # From here on decode has what it waited for: it may be slow, but not silent.
+            if not await self._heard(decode, {opening, prefill.broken}):
+                silence_s = self.limits.silence_timeout_s
+                logger.warning("decode gave no sign of life for %g s after its prompt was computed", silence_s)
+                self._failed_prefill.add(prefill_place.replica_id)
+                self._suspect_decode.add(decode_place.replica_id)
+                return None, "silent"
+            if not opening.done():
+                broken = prefill.broken.result()
+                if broken != "refused":
+                    self._failed_prefill.add(prefill_place.replica_id)
+                if broken not in ("refused", "rejected"):
+                    self._fleet.placing.failed(prefill_place.replica_id)
+                return None, broken
+            opened = await opening
+            if opened.start.status < HTTPStatus.BAD_REQUEST:
+                prefill.delivered()
+                journey.opened(opened.start.streams)
+            pair = Pair(prefill_place.replica_id, decode_place.replica_id)
+            timed = (prefill, began_at, placed_at, pair)
+            return Attempt(opened, decode, decision, journey, legs.pop_all(), *timed), None
+
+    async def _serve_alone(self, journal: Journal, decision: Decision) -> Attempt:
+        """The request as the client sent it, on a decode replica."""
+        async with AsyncExitStack() as legs:
+            began_at = self._begin()
+            journey = self._fleet.placing.begin(self.request, decision)
+            legs.callback(journey.ended)
+            place = await self._choose_decode(legs, decision)
+            placed_at = time.monotonic()
+            journey.sent(place.replica_id, None)
+            call = Call("POST", self.request.endpoint, self.request.headers, self.request.raw, journal)
+            decode = self._dispatch_decode(legs, place, call)
+            opened = await decode.open(self.limits.silence_timeout_s)
+            if opened.start.status < HTTPStatus.BAD_REQUEST:
+                journey.opened(opened.start.streams)
+            timed = (None, began_at, placed_at, Pair(None, place.replica_id))
+            return Attempt(opened, decode, decision, journey, legs.pop_all(), *timed)
+
+    def _dispatch_decode(self, legs: AsyncExitStack, place: Place, call: Call) -> Leg:
+        """The call, which ends with `legs`."""
+        decode = Leg("decode", self._fleet.decode.dispatch(place, call))
+        legs.callback(decode.close)
+        return decode
+
+    def _begin(self) -> float:
+        """A try begins now."""
+        now = time.monotonic()
+        if self._began_at is None:
+            self._began_at = now
+        return now
+
+    async def _heard(self, decode: Leg, waited_for: set[asyncio.Future[Any]]) -> bool:
+        """Wait for the first of these; False where decode gives no sign of life for `silence_timeout_s` instead."""
+        now = asyncio.get_running_loop().time
+        began_at = now()
+        while (left_s := max(began_at, decode.heard_at) + self.limits.silence_timeout_s - now()) > 0:
+            done, _ = await asyncio.wait(waited_for, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            if done:
+                return True
+        return False
+
+    async def _choose_pair(
+        self, stack: AsyncExitStack, prefill_stack: AsyncExitStack, decision: Decision
+    ) -> tuple[Place, Place | None]:
+        """Places on a decode and on a prefill replica; None for the latter when none is free in time. A place with
+        prefill is not held while decode has none: others could use it."""
+        decode = await self._choose_decode(stack, decision)
+        fleet = self._fleet
+        try:
+            prefill = await choose(
+                prefill_stack,
+                "prefill",
+                fleet.prefill,
+                self.limits.prefill_wait_s,
+                self._failed_prefill,
+                decision.prefill,
+                fleet.placing.prefill,
+            )
+        except TandemError as error:
+            logger.warning("serving a request on decode alone: %s", error)
+            return decode, None
+        return decode, prefill
+
+    async def _choose_decode(self, stack: AsyncExitStack, decision: Decision) -> Place:
+        self._decode_replica = None
+        avoid = self._failed_decode | self._suspect_decode
+        try:
+            place = await choose(
+                stack,
+                "decode",
+                self._fleet.decode,
+                self.limits.replica_timeout_s,
+                avoid,
+                decision.decode,
+                self._fleet.placing.decode,
+            )
+        except DeadlineError as error:
+            if self._suspect_decode:
+                self._suspect_decode.clear()
+                return await self._choose_decode(stack, decision)
+            raise self._last_error or error from None
+        self._decode_replica = place.replica_id
+        return place
+
+    def _call(self, body: Mapping[str, Any], journal: Journal = ()) -> Call:
+        return Call("POST", self.request.endpoint, self.request.headers, write(body), journal)
+
+
+async def _end(task: asyncio.Task[Any]) -> None:
+    """Cancel `task` if it still runs, and wait for its end; its result has been taken or is not wanted."""
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,196 @@
+"""One leg of a request: a call to an engine, and its end."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from actors.engine_pool.discovery import Roster
+from actors.errors import DeadlineError, EngineDownError, UnavailableError
+from actors.request import Alive, Chunk, EngineTimings, ResponseStart
+from actors.telemetry.latency_breakdown import LegMarks
+from connectors.errors import TandemError
+
+if TYPE_CHECKING:
+    from actors.engine_pool.engines import Engines, Place
+
+ACCEPT_S = 5.0
+"""How long it may take to learn whether an engine has a call that is to end; normally milliseconds."""
+
+
+class deadline:
+    """Raise DeadlineError when the block takes longer than `seconds`."""
+
+    def __init__(self, seconds: float, what: str) -> None:
+        self._seconds = seconds
+        self._what = what
+
+    async def __aenter__(self) -> None:
+        self._timeout = asyncio.timeout(self._seconds)
+        await self._timeout.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self._timeout.__aexit__(kind, error, trace)
+            if isinstance(error, TimeoutError):
+                raise error
+        except TimeoutError:
+            raise DeadlineError(f"{self._what} took longer than {self._seconds:g} s") from None
+
+
+class Items(Protocol):
+    """A running call (`actors.engine_pool.engines.EngineCall`)."""
+
+    sent_at: float
+    """Before its first byte left, on the monotonic clock: the engine may have it before the sender goes on."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether the next item that is no `Alive` is still to come."""
+
+    async def __anext__(self) -> Any: ...
+
+    def cancel(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A response whose body has begun, with the items that have come: of a stream the first, else all."""
+
+    start: ResponseStart
+    items: list[Chunk | bytes]
+
+
+class Leg:
+    """An open call: `start` or `open`, then `next` until None; `close` in any case."""
+
+    def __init__(self, role: str, response: Items) -> None:
+        self.role = role
+        self.heard_at = asyncio.get_running_loop().time()
+        """When the engine gave its last sign of life."""
+        self._response = response
+        self._answered_at: float | None = None
+        self._timings: EngineTimings | None = None
+        self._taken: bool | None = None
+        """Whether the engine has the call, as far as it has said so."""
+
+    async def start(self, silence_s: float | None = None) -> ResponseStart:
+        """The response's status and headers."""
+        await self.taken(silence_s)
+        item = await self.next(silence_s)
+        if not isinstance(item, ResponseStart):
+            raise UnavailableError(f"the {self.role} engine ended a request without an answer")
+        self._answered(item.timings)
+        return item
+
+    async def taken(self, silence_s: float | None = None) -> None:
+        """Wait until the engine has the call; RefusedError where it does not take it."""
+        if self._taken is None:
+            try:
+                self._taken = await self.next(silence_s) is not None
+            except TandemError:
+                self._taken = False
+                raise
+
+    async def open(self, silence_s: float | None = None, to_first_token: bool = False) -> Opened:
+        """Wait for the first bytes of a stream, or for the whole body of another response.
+
+        Not all that a stream begins with says that the engine has the prompt: with `to_first_token`, wait on for
+        the bytes that came with a token.
+        """
+        start = await self.start(silence_s)
+        items: list[Chunk | bytes] = []
+        while (item := await self.next(silence_s)) is not None:
+            items.append(item)
+            if start.streams and (isinstance(item, Chunk) or not to_first_token):
+                break
+        self._answered(items[-1].timings if items and isinstance(items[-1], Chunk) else None)
+        return Opened(start, items)
+
+    @property
+    def marks(self) -> LegMarks:
+        """When the call was sent and answered, as far as it was, and what its engine says of that time."""
+        answered_at = time.monotonic() if self._answered_at is None else self._answered_at
+        return LegMarks(self._response.sent_at, answered_at, self._timings)
+
+    @property
+    def waits(self) -> bool:
+        """Whether `next` may have to wait."""
+        return self._response.waits
+
+    def _answered(self, timings: EngineTimings | None) -> None:
+        self._answered_at = time.monotonic()
+        self._timings = timings or self._timings
+
+    async def next(self, silence_s: float | None = None, until: float | None = None) -> Any:
+        """The next item, or None after the last. UnavailableError after `silence_s` without a sign of life,
+        DeadlineError at `until`, on the loop's clock."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                # Most tokens are there when they are asked for, several at a time: a timer for each would cost more.
+                item = await (self._within(silence_s, until) if self._response.waits else anext(self._response))
+            except StopAsyncIteration:
+                return None
+            except EngineDownError as error:
+                raise UnavailableError(f"the {self.role} engine is not available; try again") from error
+            self.heard_at = loop.time()
+            if not isinstance(item, Alive):
+                return item
+
+    async def _within(self, silence_s: float | None, until: float | None) -> Any:
+        """The next item, in time."""
+        now = asyncio.get_running_loop().time()
+        ends = [at for at in (None if silence_s is None else now + silence_s, until) if at is not None]
+        try:
+            async with asyncio.timeout_at(min(ends, default=None)) as bound:
+                return await anext(self._response)
+        except TimeoutError:
+            if not bound.expired():
+                raise
+            if until is not None and bound.when() == until:
+                raise DeadlineError(f"the answer of the {self.role} engine has not ended in time") from None
+            raise self._silent(silence_s) from None
+
+    def _silent(self, silence_s: float | None) -> UnavailableError:
+        return UnavailableError(f"the {self.role} engine gave no sign of life for {silence_s:g} s")
+
+    async def accepted(self) -> bool:
+        """Whether a replica has the call; waits for it at most ACCEPT_S. Nobody else reads the leg by then."""
+        with suppress(TandemError):
+            await self.taken(ACCEPT_S)
+        return self._taken is True
+
+    def close(self) -> None:
+        """Cancel the call if it still runs: the engine aborts it."""
+        self._response.cancel()
+
+
+async def choose(
+    stack: AsyncExitStack,
+    role: str,
+    engines: "Engines",
+    timeout_s: float,
+    avoid: AbstractSet[str] = frozenset(),
+    prefer: Sequence[str] = (),
+    roster: Roster | None = None,
+) -> "Place":
+    """Take a place on a replica of `role` that is not one to `avoid`, held until `stack` unwinds; bounded.
+
+    The first of `prefer` that has a place is taken, else the least busy. `roster` gets to know the role's replicas.
+    """
+    try:
+        async with deadline(timeout_s, f"waiting for a free {role} replica"):
+            place = await engines.take(avoid, prefer, roster)
+    except DeadlineError as error:
+        if engines.has_engines():
+            raise
+        raise UnavailableError(f"no {role} engine is running: it may still be starting, see /health") from error
+    stack.callback(engines.give_back, place)
+    return place

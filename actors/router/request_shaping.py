@@ -1,0 +1,139 @@
+"""Shapes a client's request into its two legs. Pure: dictionaries in, dictionaries out.
+
+The decode leg is the client's request. The prefill leg asks for the same prompt and one token, without
+whatever concerns only the output. Both carry the same single-use transfer id.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from actors.request import TRANSFER_FIELD, Body, Endpoint, Producer
+
+OUTPUT_ONLY = frozenset(
+    {
+        "allowed_token_ids",
+        "bad_words",
+        "best_of",
+        "frequency_penalty",
+        "ignore_eos",
+        "include",
+        "include_stop_str_in_output",
+        "length_penalty",
+        "logit_bias",
+        "logits_processors",
+        "logprob_token_ids",
+        "logprobs",
+        "min_p",
+        "min_tokens",
+        "presence_penalty",
+        "repetition_penalty",
+        "return_token_ids",
+        "return_tokens_as_token_ids",
+        "seed",
+        "stop",
+        "stop_token_ids",
+        "stream_options",
+        "structured_outputs",
+        "suffix",
+        "thinking_token_budget",
+        "top_k",
+        "top_logprobs",
+        "top_p",
+    }
+)
+"""Fields that change what is generated and not the prompt: left out of the prefill leg."""
+
+
+ONE_TOKEN: Mapping[Endpoint, Body] = {
+    "/v1/completions": {"n": 1, "max_tokens": 1},
+    "/v1/chat/completions": {"n": 1, "max_tokens": 1, "max_completion_tokens": 1},
+    "/v1/responses": {"max_output_tokens": 1, "store": False},
+}
+"""What makes a request a prefill leg, by endpoint."""
+
+
+def why_local(endpoint: Endpoint, body: Body) -> str | None:
+    """The reason why decode must serve the whole request, or None when prefill can be apart.
+
+    A body of the wrong shape is left to decode as well: vLLM's own validation answers it.
+    """
+    if endpoint in ("/tokenize", "/detokenize"):
+        return "tokens_only"
+    if body.get("n") not in (None, 1):
+        return "n"
+    if body.get("best_of") not in (None, 1):
+        return "best_of"
+    for field in ("use_beam_search", "echo", "prompt_embeds"):
+        if body.get(field):
+            return field
+    if body.get("prompt_logprobs") is not None:
+        return "prompt_logprobs"
+    if endpoint == "/v1/completions":
+        return _why_local_prompt(body.get("prompt"))
+    if endpoint == "/v1/responses":
+        return _why_local_response(body)
+    messages = body.get("messages")
+    return None if isinstance(messages, list) and messages else "malformed"
+
+
+def why_not_resumable(endpoint: Endpoint, body: Body) -> str | None:
+    """The reason why another engine cannot go on with this request's stream, or None when it can."""
+    if endpoint == "/v1/responses":
+        return "ids of its own"  # of its items: each engine draws its own
+    if body.get("n") not in (None, 1):
+        return "n > 1"
+    prompt = body.get("prompt")
+    if (
+        endpoint == "/v1/completions"
+        and isinstance(prompt, list)
+        and len(prompt) > 1
+        and not isinstance(prompt[0], int)
+    ):
+        return "several prompts"
+    return None
+
+
+def _why_local_prompt(prompt: Any) -> str | None:
+    if isinstance(prompt, str):
+        return None if prompt else "short_prompt"
+    if not isinstance(prompt, list):
+        return "malformed"
+    if len(prompt) == 1 and isinstance(prompt[0], str | list):
+        return _why_local_prompt(prompt[0])
+    if any(not isinstance(token, int) for token in prompt):
+        return "several_prompts"
+    return None if len(prompt) >= 2 else "short_prompt"
+
+
+def _why_local_response(body: Body) -> str | None:
+    for field in ("background", "previous_response_id"):
+        if body.get(field):
+            return field  # what is stored is stored in one engine
+    tools = body.get("tools")
+    if isinstance(tools, list) and any(not isinstance(tool, dict) or tool.get("type") != "function" for tool in tools):
+        return "tools_of_the_server"  # the engine calls them itself, and goes on with a prompt of its own
+    given = body.get("input")
+    return None if isinstance(given, str) or (isinstance(given, list) and given) else "malformed"
+
+
+def prefill_leg(endpoint: Endpoint, body: Body, transfer_id: str) -> dict[str, Any]:
+    """The request for the prefill engine: the same prompt, one token, KV to be handed over."""
+    leg = {field: value for field, value in body.items() if field not in OUTPUT_ONLY}
+    leg |= {"stream": False, "temperature": 0.0, **ONE_TOKEN[endpoint]}
+    leg[TRANSFER_FIELD] = {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "transfer_id": transfer_id,
+    }
+    return leg
+
+
+def decode_leg(body: Body, transfer_id: str, producer: Producer) -> dict[str, Any]:
+    """The request for the decode engine: the client's own, with the KV to wait for."""
+    params = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": transfer_id,
+        **vars(producer),
+    }
+    return {**body, TRANSFER_FIELD: params}

@@ -1,0 +1,121 @@
+"""The router: sends both legs of a request to a pair of engines at once and relays decode's answer."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from typing import Any
+
+from actors.broadcast import ask_all
+from actors.engine_pool.engines import Engines
+from actors.errors import OverloadedError
+from actors.request import Call, Headers, ResponseStart
+from actors.router.answer import Answer
+from actors.router.client_request import ClientRequest, Timing
+from actors.router.dispatch import Attempts, Fleet
+from actors.router.leg import Leg, choose, deadline
+from actors.router.routing_feedback import Placing
+from actors.telemetry.recent_requests import Recent
+from actors.telemetry.router_metrics import RouterMetrics
+from configs.settings import RoleName, RouterLimits
+
+
+class Router:
+    """Knows the engines of both roles. `answer` opens a request; closing it ends both legs."""
+
+    def __init__(self, limits: RouterLimits, prefill: Engines, decode: Engines) -> None:
+        self.limits = limits
+        self.metrics = RouterMetrics()
+        self._roles: dict[RoleName, Engines] = {"prefill": prefill, "decode": decode}
+        self._decode = decode
+        self._placing = Placing(limits.routing, self.metrics)
+        self._fleet = Fleet(prefill, decode, self.metrics, self._placing, self._discard)
+        self._ongoing = 0
+        self.recent = Recent()
+
+    def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Serve's hook: new deadlines, limits and routing for the requests that come from now on."""
+        self.limits = RouterLimits.model_validate(user_config)
+        self._placing.reconfigure(self.limits.routing)
+
+    @property
+    def ongoing(self) -> int:
+        """Number of requests that are being served."""
+        return self._ongoing
+
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Count a request while it is here; raises OverloadedError when there are too many."""
+        if self._ongoing >= self.limits.max_ongoing_requests:
+            raise OverloadedError(f"{self._ongoing} requests are being served, which is the limit")
+        self._ongoing += 1
+        try:
+            with self.metrics.ongoing.track_inprogress():
+                yield
+        finally:
+            self._ongoing -= 1
+
+    @asynccontextmanager
+    async def answer(self, request: ClientRequest) -> AsyncGenerator[Answer, None]:
+        """Serve `request`. Leaving the context closes whatever still runs of it on either engine.
+
+        Raises OverloadedError, UnavailableError or DeadlineError when decode gives no answer.
+        """
+        attempts = Attempts(
+            request, self.limits, Timing(self.limits.request_timeout_s, request.arrived_at), self._fleet
+        )
+        answer = Answer(attempts, await attempts.open(), self.metrics)
+        try:
+            yield answer
+        finally:
+            await answer.close()
+
+    @property
+    def places_taken(self) -> dict[RoleName, int]:
+        """Places with engines of each role that requests of this router have."""
+        return {role: engines.places_taken for role, engines in self._roles.items()}
+
+    async def close(self) -> None:
+        """End the connections to the engines."""
+        await asyncio.gather(*(engines.close() for engines in self._roles.values()))
+
+    async def ask_decode(self, method: str, path: str, headers: Headers) -> tuple[ResponseStart, bytes]:
+        """Decode's answer to a request without a body."""
+        async with AsyncExitStack() as stack, deadline(self.limits.replica_timeout_s, f"{method} {path}"):
+            place = await choose(stack, "decode", self._decode, self.limits.replica_timeout_s)
+            leg = Leg("decode", self._decode.dispatch(place, Call(method, path, headers)))
+            stack.callback(leg.close)
+            start, body = await leg.start(), b""
+            while isinstance(item := await leg.next(), bytes):
+                body += item
+            return start, body
+
+    async def healthy(self) -> dict[RoleName, int]:
+        """How many replicas of each role answer within `health_timeout_s`."""
+        answers = await asyncio.gather(
+            *(self._ask_all(role, "ping", self.limits.health_timeout_s) for role in self._roles)
+        )
+        return {role: len(replies) for role, replies in zip(self._roles, answers, strict=True)}
+
+    async def engine_metrics(self) -> list[tuple[RoleName, str, str]]:
+        """(role, replica, exposition) of every replica that answers within `metrics_timeout_s`."""
+        answers = await asyncio.gather(
+            *(self._ask_all(role, "metrics", self.limits.metrics_timeout_s) for role in self._roles)
+        )
+        pairs = zip(self._roles, answers, strict=True)
+        return [(role, replica, text) for role, replies in pairs for replica, text in replies]
+
+    async def engine_status(self) -> list[dict[str, Any]]:
+        """What every engine replica that answers within `metrics_timeout_s` says of itself."""
+        answers = await asyncio.gather(
+            *(self._ask_all(role, "status", self.limits.metrics_timeout_s) for role in self._roles)
+        )
+        return [status for replies in answers for status in replies]
+
+    async def _discard(self, transfer_id: str) -> None:
+        """Have the prefill replica that holds this transfer give its KV back; where that fails, its lease will."""
+        self.metrics.discards.inc()
+        await self._ask_all("prefill", "discard", self.limits.health_timeout_s, transfer_id)
+
+    async def _ask_all(self, role: RoleName, method: str, timeout_s: float, *arguments: object) -> list[Any]:
+        """What the replicas of `role` return from `method`; those that fail or are late are left out."""
+        return await ask_all(role, self._roles[role], method, timeout_s, *arguments)

@@ -1,0 +1,158 @@
+"""The planner at work in a router: the clock, the fleet, and what becomes of each request."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING
+
+from actors.engine_pool.discovery import Roster
+from actors.policy.decision import Decision
+from actors.policy.inflight import Trip
+from actors.policy.planner import Planner
+from actors.policy.prompts import Prompt
+from actors.request import Chunk
+from actors.telemetry.router_metrics import RouterMetrics
+from configs.settings import RoutingSettings
+
+if TYPE_CHECKING:
+    from actors.router.client_request import ClientRequest
+
+logger = logging.getLogger(__name__)
+
+LEARNS_AFTER_S = 0.01
+"""What requests have shown of costs is counted so much later, all of it together, and not while a first token waits."""
+
+
+class Later:
+    """Does what is given to it a moment later."""
+
+    def __init__(self) -> None:
+        self._given: list[Callable[[], None]] = []
+
+    def __call__(self, do: Callable[[], None]) -> None:
+        if not self._given:
+            asyncio.get_running_loop().call_later(LEARNS_AFTER_S, self._do_all)
+        self._given.append(do)
+
+    def _do_all(self) -> None:
+        given, self._given = self._given, []
+        for do in given:
+            try:
+                do()
+            except Exception:
+                logger.exception("something could not be learnt")
+
+
+class Journey:
+    """One try at a request: both legs, or decode's alone. It counts from the decision on, before places are reserved:
+    requests that come at the same time must know of each other. `sent` before anything else, `ended` in any case."""
+
+    def __init__(self, planner: Planner, prompt: Prompt, decision: Decision) -> None:
+        self._planner = planner
+        self._prompt = prompt
+        self._trip: Trip | None = None
+        if decision.decode:
+            self.sent(decision.decode[0], next(iter(decision.prefill), None))
+        self._tokens = 0
+        self._answered = False
+        self._prefilled_at: float | None = None
+
+    def sent(self, decode: str, prefill: str | None) -> None:
+        """The legs are on their way to these replicas, whichever were meant to have them."""
+        if self._trip is not None:
+            if (self._trip.decode, self._trip.prefill) == (decode, prefill):
+                return
+            self._planner.ended(self._trip, _now(), broken=True)
+        self._trip = self._planner.begin(self._prompt, decode, prefill, _now())
+
+    def prefilled(self, body: object) -> None:
+        """The prompt is computed (None), or the prefill leg's body is there: its usage has the number of tokens."""
+        if self._prefilled_at is None:
+            self._prefilled_at = _now()
+        if body is not None:
+            self._tell_prefilled(_prompt_tokens(body))
+
+    def opened(self, streams: bool) -> None:
+        """Decode has begun to answer. Of an answer that is not a stream, nobody knows when it had its first token."""
+        self._answered = True
+        self._tell_prefilled()
+        if streams and self._trip is not None:
+            self._planner.opened(self._trip, _now())
+
+    def passed_on(self, item: object) -> None:
+        """The client gets `item` of decode's answer."""
+        if isinstance(item, Chunk):
+            self._tokens += sum(map(len, item.groups))
+
+    def ended(self) -> None:
+        """Nothing runs any more."""
+        self._tell_prefilled()
+        if self._trip is not None:
+            self._planner.ended(self._trip, _now(), self._tokens, broken=not self._answered)
+
+    def _tell_prefilled(self, prompt_tokens: int | None = None) -> None:
+        """Once, with the number of tokens if it has come in time."""
+        if self._prefilled_at is not None and self._trip is not None:
+            self._planner.prefilled(self._trip, self._prefilled_at, prompt_tokens)
+
+
+class Placing:
+    """Decides where requests go, and follows them."""
+
+    def __init__(self, settings: RoutingSettings, metrics: RouterMetrics) -> None:
+        self.prefill = Roster()
+        self.decode = Roster()
+        self._planner = Planner(settings, Later())
+        self._metrics = metrics
+
+    def reconfigure(self, settings: RoutingSettings) -> None:
+        """For the requests that come from now on."""
+        self._planner.reconfigure(settings)
+
+    def decide(
+        self,
+        request: "ClientRequest",
+        whole: str | None,
+        failed_prefill: AbstractSet[str],
+        failed_decode: AbstractSet[str],
+    ) -> Decision:
+        """Where `request` goes; `whole` says why decode must serve all of it, if it must."""
+        decision = self._planner.decide(
+            request.prompt,
+            self.prefill.look(),
+            self.decode.look(),
+            _now(),
+            whole=whole,
+            session=request.session,
+            avoid=failed_prefill | failed_decode,
+            prefill_failed=bool(failed_prefill),
+        )
+        self._metrics.decisions.labels(decision.route, decision.reason).inc()
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("decision %s", decision.explain())
+        return decision
+
+    def failed(self, replica: str) -> None:
+        """A call to `replica` broke off there."""
+        self._planner.failed(replica, _now())
+
+    def begin(self, request: "ClientRequest", decision: Decision) -> Journey:
+        """A try at `request` where it was decided to go."""
+        return Journey(self._planner, request.prompt, decision)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _prompt_tokens(answer: object) -> int | None:
+    """From a completion's usage; None where there is none."""
+    if not isinstance(answer, bytes):
+        return None
+    try:
+        tokens = json.loads(answer)["usage"]["prompt_tokens"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return tokens if type(tokens) is int and tokens > 0 else None

@@ -1,0 +1,1 @@
+"""The connections between routers and engines, apart from Ray Serve."""

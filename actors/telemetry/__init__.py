@@ -1,0 +1,1 @@
+"""Metrics, the latency breakdown, and recent requests."""

@@ -1,0 +1,69 @@
+"""The last requests of one router replica, for the status page: bounded, and nothing of what was said in them."""
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from actors.telemetry.latency_breakdown import Ledger
+
+KEPT = 200
+"""Requests that a router replica remembers; about 2 KB each."""
+
+MAX_ID_CHARACTERS = 80
+"""Of a request's id, which clients may choose."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The replicas that served a request; no prefill replica where decode did it alone."""
+
+    prefill: str | None
+    decode: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """One request whose answer has begun."""
+
+    request_id: str
+    began_at: float
+    """Unix time of its arrival, by this host's clock."""
+    endpoint: str
+    route: str
+    reason: str | None
+    status: int
+    streams: bool
+    pair: Pair
+    ledger: Ledger
+
+    def describe(self) -> dict[str, Any]:
+        """For JSON; times in milliseconds."""
+        spans = [[span.part, round(span.begin_s * 1e3, 3), round(span.end_s * 1e3, 3)] for span in self.ledger.spans]
+        own = {name: value for name, value in vars(self).items() if name not in ("pair", "ledger")}
+        return {**own, **asdict(self.pair), "total_ms": round(self.ledger.total_s * 1e3, 3), "spans_ms": spans}
+
+
+class Recent:
+    """The newest `KEPT` records; older ones are forgotten."""
+
+    def __init__(self, kept: int = KEPT) -> None:
+        self._records: deque[Record] = deque(maxlen=kept)
+
+    def add(self, record: Record) -> None:
+        self._records.append(record)
+
+    def newest(self, most: int) -> list[dict[str, Any]]:
+        """At most so many, described, the newest first."""
+        return [record.describe() for record in reversed(self._records)][:most]
+
+
+def now_unix(monotonic_at: float) -> float:
+    """The Unix time of a moment on this process's monotonic clock."""
+    return time.time() - (time.monotonic() - monotonic_at)
+
+
+def newest_of(lists: Iterable[Iterable[dict[str, Any]]], most: int) -> list[dict[str, Any]]:
+    """Several routers' records as one list, the newest first."""
+    return sorted((one for some in lists for one in some), key=lambda one: -one["began_at"])[:most]

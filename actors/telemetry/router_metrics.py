@@ -1,0 +1,105 @@
+"""What the router counts, in a registry of its own."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from actors.telemetry.latency_breakdown import Ledger
+
+FALLBACKS = frozenset({"no_prefill", "prefill_failed"})
+"""Reasons for a local request that was to be remote."""
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+class RouterMetrics:
+    """The router's counters; `registry` is what /metrics exposes of them."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "tandem_requests",
+            "Requests, each once, by the way they were served (remote: prefill apart, local: decode alone, refused, "
+            "left: the client was gone before its answer began), the reason for a local one, and the HTTP status "
+            "(499 for those that left).",
+            ["route", "reason", "status"],
+            registry=self.registry,
+        )
+        self.decisions = Counter(
+            "tandem_decisions",
+            "Decisions by route and reason; a request that is tried again is decided on again.",
+            ["route", "reason"],
+            registry=self.registry,
+        )
+        self.prefill_legs = Counter(
+            "tandem_prefill_legs",
+            "Prefill legs by their end: done, refused (the engine takes no more calls), rejected (the request is a bad "
+            "one), failed, late, or cancelled.",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self.discards = Counter(
+            "tandem_discards",
+            "Transfers that were given up because decode did not take them over.",
+            registry=self.registry,
+        )
+        self.disconnects = Counter(
+            "tandem_client_disconnects",
+            "Requests whose client went away before the end of its answer.",
+            registry=self.registry,
+        )
+        self.retries = Counter(
+            "tandem_retries",
+            "Legs that were sent to another replica: prefill legs that failed, were late or left decode silent; decode "
+            "legs whose engine became unavailable.",
+            ["leg", "reason"],
+            registry=self.registry,
+        )
+        self.resumed_streams = Counter(
+            "tandem_resumed_streams",
+            "Streams whose decode engine died: resumed on another, failed (no engine in time), or refused (they "
+            "could not go on exactly); the latter two ended with an error event.",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self.broken_streams = Counter(
+            "tandem_broken_streams",
+            "Responses that ended with an error after their first byte.",
+            registry=self.registry,
+        )
+        self.ongoing = Gauge("tandem_ongoing_requests", "Requests in the router.", registry=self.registry)
+        self.first_byte = Histogram(
+            "tandem_first_byte_seconds",
+            "From a request's arrival in the router to the first byte of its answer's body.",
+            ["route"],
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.ledger = Histogram(
+            "tandem_ledger_seconds",
+            "Where the time to the first byte of an answer went, by route and part (docs/observing.md). The parts of "
+            "a request add up to the time from its arrival to that byte; parts that it does not have are not observed.",
+            ["route", "part"],
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+
+    def keep(self, route: str, ledger: Ledger) -> None:
+        """Observe one request's ledger."""
+        for part, seconds in ledger.parts.items():
+            self.ledger.labels(route, part).observe(seconds)
+
+    def value(self, name: str, **labels: str) -> float:
+        """One series' value; 0 where there is none yet."""
+        return self.registry.get_sample_value(name, labels) or 0.0
+
+    def counts(self) -> dict[str, int]:
+        """Since this router started: requests by route and reason, and what went wrong."""
+        counts: dict[str, int] = {"remote": 0, "local": 0, "fallback": 0, "refused": 0, "left": 0}
+        for sample in next(iter(self.requests.collect())).samples:
+            if sample.name.endswith("_total"):
+                route = sample.labels["route"]
+                kind = "fallback" if sample.labels["reason"] in FALLBACKS else route
+                counts[kind] = counts.get(kind, 0) + int(sample.value)
+        for family in (self.retries, self.disconnects, self.broken_streams, self.resumed_streams, self.discards):
+            name = next(iter(family.collect())).name.removeprefix("tandem_")
+            counts[name] = sum(int(s.value) for m in family.collect() for s in m.samples if s.name.endswith("_total"))
+        return counts

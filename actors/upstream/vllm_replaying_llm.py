@@ -1,0 +1,203 @@
+"""vLLM's AsyncLLM, recording what it streams and able to stream a record again.
+
+A resumed call runs through vLLM's own serving layer from its first token: detokenizer, stop strings, parsers,
+logprobs and usage rebuild their state from the same outputs, in the same groups, as in the call that was cut off.
+"""
+
+from collections import deque
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.output_processor import RequestOutputCollector
+from vllm.v1.metrics.loggers import StatLoggerBase, StatLoggerFactory
+from vllm.v1.metrics.stats import SchedulerStats
+
+from actors.replay_log import SERVED, Served
+from actors.telemetry.timestamps import Arrivals
+from actors.upstream.vllm_cached_token_counts import PromptDetails
+from actors.upstream.vllm_forced_tokens import FORCED_TOKENS
+from actors.upstream.vllm_sendable import check_sendable
+
+
+def why_not_replayable(config: VllmConfig) -> str | None:
+    """The reason why an engine of this configuration cannot repeat given tokens, or None when it can."""
+    if config.speculative_config is not None:
+        return "vLLM takes no custom logits processor beside speculative decoding"
+    if config.model_config.return_sampling_mask:
+        return "vLLM takes no custom logits processor beside return_sampling_mask"
+    return None
+
+
+def make_replayable(config: VllmConfig) -> None:
+    """Have the engine load the processor that repeats tokens, after those that it loads anyway."""
+    name = "ForcedTokensV2" if config.use_v2_model_runner else "ForcedTokens"
+    own = [*(config.model_config.logits_processors or ()), f"actors.upstream.vllm_forced_tokens:{name}"]
+    config.model_config.logits_processors = own
+
+
+class Regroup:
+    """Stands before a request's collector and hands it one group of the journal at a time, then all that comes.
+
+    The collector merges what its reader has not taken yet; how much depends on timing. So the next group waits
+    until the reader has `released` the one before.
+    """
+
+    def __init__(self, collector: RequestOutputCollector, served: Served) -> None:
+        self._collector = collector
+        self._served = served
+        self._groups = deque(served.replay)
+        self._waiting: deque[RequestOutput] = deque()
+        self._held = False
+
+    def put(self, output: Any) -> None:
+        """vLLM's side: an output of one step, or an error."""
+        if not isinstance(output, RequestOutput):
+            self._collector.put(output)
+            return
+        self._waiting.append(output)
+        self._advance()
+
+    def release(self) -> None:
+        """The reader's side: it has done with what it took."""
+        self._held = False
+        self._advance()
+
+    def _advance(self) -> None:
+        while self._waiting and not self._held:
+            if not self._groups:
+                self._collector.put(self._waiting.popleft())
+                continue
+            group = self._groups[0]
+            tokens: list[int] = []
+            taken = 0
+            while taken < len(self._waiting) and len(tokens) < len(group):
+                tokens += self._waiting[taken].outputs[0].token_ids
+                taken += 1
+            ended = self._waiting[taken - 1].finished
+            if len(tokens) < len(group) and not ended:
+                return
+            if tuple(tokens) != group or (ended and len(self._groups) > 1):
+                self._waiting.clear()
+                self._collector.put(self._served.fail("the engine that took over did not repeat what had been sent"))
+                return
+            merged = self._waiting.popleft()
+            for _ in range(taken - 1):
+                merged.add(self._waiting.popleft(), aggregate=True)
+            self._groups.popleft()
+            self._held = True
+            self._collector.put(merged)
+
+
+class ArrivalsLogger(StatLoggerBase):
+    """Where vLLM brings the statistics of every step; outputs of the requests that they are of come after them."""
+
+    def __init__(self, arrivals: Arrivals) -> None:
+        self._arrivals = arrivals
+
+    def record(self, scheduler_stats: SchedulerStats | None, *_: Any, **__: Any) -> None:
+        if scheduler_stats is not None:
+            self._arrivals.observe(scheduler_stats.kv_connector_stats)
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say."""
+
+
+def _always(logger: StatLoggerBase) -> StatLoggerFactory:
+    """As vLLM wants a logger: something that makes one for a configuration."""
+    return lambda *_: logger
+
+
+class ReplayingLLM(AsyncLLM):
+    """Generates as AsyncLLM does; a streamed answer of a `Served` call is recorded, and emitted again where it must.
+
+    The call's stopwatch is told of its first token.
+    """
+
+    arrivals: Arrivals
+
+    @classmethod
+    def start(
+        cls, config: VllmConfig, engine_args: AsyncEngineArgs, load: StatLoggerBase | None = None
+    ) -> "ReplayingLLM":
+        """Start the engine. Unless `disable_log_stats` is set, it learns when KV from elsewhere arrives.
+
+        `load` is told of every step, too.
+        """
+        arrivals = Arrivals()
+        loggers = [] if load is None else [load]
+        # With a logger, vLLM would keep statistics that nobody wants.
+        if not engine_args.disable_log_stats:
+            loggers.append(ArrivalsLogger(arrivals))
+        llm = cls.from_vllm_config(
+            config,
+            enable_log_requests=engine_args.enable_log_requests,
+            disable_log_stats=engine_args.disable_log_stats,
+            stat_loggers=[_always(logger) for logger in loggers] or None,
+        )
+        llm.arrivals = arrivals
+        return llm
+
+    def _run_output_handler(self) -> None:
+        if self.output_handler is None:
+            cache = self.vllm_config.cache_config
+            PromptDetails.take_over(self.output_processor, cache.block_size if cache.enable_prefix_caching else None)
+        super()._run_output_handler()
+
+    async def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        check_sendable(prompt, sampling_params, options)
+        served = SERVED.get()
+        stopwatch = None if served is None else served.stopwatch
+        one = sampling_params.output_kind is RequestOutputKind.DELTA and sampling_params.n == 1
+        if served is not None and not (one and served.begin()):
+            if served.replay:
+                raise served.fail("only a single streamed answer can be resumed")
+            served = None
+        params = self._forced(sampling_params, served)
+        try:
+            async with aclosing(super().generate(prompt, params, request_id, **options)) as outputs:
+                async for output in outputs:
+                    if stopwatch is not None:
+                        stopwatch.first_token(output.metrics, self.arrivals.take(stopwatch.request_id))
+                    if served is not None:
+                        served.record(output.outputs[0].token_ids)
+                    yield output
+                    if served is not None:
+                        served.taken()
+        finally:
+            if stopwatch is not None:
+                self.arrivals.take(stopwatch.request_id)
+
+    def _forced(self, params: SamplingParams, served: Served | None) -> SamplingParams:
+        """`params` with the tokens that the call must repeat; such a field from a client counts for nothing."""
+        replayed = [token for group in served.replay for token in group] if served else []
+        if (
+            served
+            and replayed
+            and params.logprobs is not None
+            and self.model_config.logprobs_mode.startswith("processed")
+        ):
+            raise served.fail("the engine's logprobs_mode makes logprobs of what is drawn, not of the model")
+        extra = {key: value for key, value in (params.extra_args or {}).items() if key != FORCED_TOKENS}
+        if not replayed and extra == (params.extra_args or {}):
+            return params
+        params = params.clone()
+        params.extra_args = extra | ({FORCED_TOKENS: replayed} if replayed else {})
+        return params
+
+    async def _add_request(self, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any) -> None:
+        served = SERVED.get()
+        if served is not None and served.stopwatch.request_id is None:
+            served.stopwatch.handed(request.request_id)
+            self.arrivals.expect(request.request_id)
+        if served is not None and served.replay:
+            queue = Regroup(queue, served)
+            served.taken = queue.release
+        await super()._add_request(request, prompt, parent_req, index, queue)
