@@ -202,9 +202,9 @@ faults: $(STAMP) ## Kill, stop, cancel, forge: SEED=1 CONNECTOR=tandem|nixl|nixl
 	    --out $(OUT).json; code=$$?; \
 	$(BIN)/python -m tests.campaigns.faults.report $(OUT).json $(OUT).md && echo "tandem: the report is $(OUT).md" && exit $$code
 
-.PHONY: ledger
-ledger: $(STAMP) ## Delays in a service with real engines, and where its ledger has them: OUT=build/ledger
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaigns.service.ledger_delays --out $(if $(filter file,$(origin OUT)),build/ledger,$(OUT)).json
+.PHONY: latency-breakdown
+latency-breakdown: $(STAMP) ## Delay a service with real engines, and compare its latency breakdown: OUT=build/latency_breakdown
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaigns.service.latency_delays --out $(if $(filter file,$(origin OUT)),build/latency_breakdown,$(OUT)).json
 
 .PHONY: corruption
 corruption: $(STAMP) ## Damage 6,000 transfers in six ways, and believe 10,000 clean ones

@@ -1,8 +1,8 @@
 """What a streamed answer consists of so far, so that another engine can go on with it.
 
 The engine records the token ids of every step that it hands to vLLM's serving layer as one *group*; the groups
-travel to the router with the bytes that the serving layer made of them. A call that carries such a journal makes
-its engine emit exactly these groups again, and then go on. Pure but for the context variable and the stopwatch.
+travel to the router with the bytes that the serving layer made of them. A call that carries such a replay_log makes
+its engine emit exactly these groups again, and then go on. Pure but for the context variable and the timestamps.
 """
 
 from collections import deque
@@ -11,20 +11,20 @@ from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
 
 from actors.errors import CannotResumeError
-from actors.request import Chunk, Group, Journal
-from actors.telemetry.timestamps import Stopwatch
+from actors.request import ReplayLog, StreamChunk, TokenGroup
+from actors.telemetry.timestamps import CallTimestamps
 
 
 @dataclass
-class Served:
+class ServedCall:
     """One call while its engine serves it: what to emit again, and what is recorded for the router."""
 
-    replay: Journal = ()
+    replay: ReplayLog = ()
     problem: CannotResumeError | None = None
     taken: Callable[[], None] = lambda: None
     """To be called when the serving layer has done with an output."""
-    stopwatch: Stopwatch = field(default_factory=Stopwatch)
-    _new: deque[Group] = field(default_factory=deque)
+    timestamps: CallTimestamps = field(default_factory=CallTimestamps)
+    _new: deque[TokenGroup] = field(default_factory=deque)
     _began: bool = False
 
     def begin(self) -> bool:
@@ -37,14 +37,14 @@ class Served:
         if tokens:
             self._new.append(tuple(tokens))
 
-    def chunk(self, body: bytes) -> bytes | Chunk:
+    def chunk(self, body: bytes) -> bytes | StreamChunk:
         """`body` with what has been recorded since the last chunk."""
-        timings = self.stopwatch.tell()
+        timings = self.timestamps.tell()
         if not self._new and timings is None:
             return body
         groups = tuple(self._new)
         self._new.clear()
-        return Chunk(body, groups, timings)
+        return StreamChunk(body, groups, timings)
 
     def fail(self, why: str) -> CannotResumeError:
         """Note, and return, why the call cannot go on as it should."""
@@ -57,11 +57,11 @@ class Served:
             raise self.problem
 
     def context(self) -> Context:
-        """A context in which `SERVED` is this call."""
+        """A context in which `SERVED_CALL` is this call."""
         context = copy_context()
-        context.run(SERVED.set, self)
+        context.run(SERVED_CALL.set, self)
         return context
 
 
-SERVED: ContextVar[Served | None] = ContextVar("served", default=None)
+SERVED_CALL: ContextVar[ServedCall | None] = ContextVar("served", default=None)
 """The call that the running task serves."""

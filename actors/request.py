@@ -10,16 +10,16 @@ Body = Mapping[str, Any]
 
 Headers = tuple[tuple[bytes, bytes], ...]
 
-Group = tuple[int, ...]
+TokenGroup = tuple[int, ...]
 
-Journal = tuple[Group, ...]
+ReplayLog = tuple[TokenGroup, ...]
 
 TRANSFER_FIELD = "kv_transfer_params"
 """The field of a request body that the router alone may set."""
 
 
 @dataclass(frozen=True)
-class Producer:
+class ProducerAddress:
     """Where a prefill engine's workers are reached, as its connector describes itself."""
 
     remote_engine_id: str
@@ -28,7 +28,7 @@ class Producer:
     tp_size: int
 
     @classmethod
-    def from_params(cls, params: Mapping[str, Any]) -> "Producer":
+    def from_params(cls, params: Mapping[str, Any]) -> "ProducerAddress":
         """From a connector's reply; KeyError, TypeError or ValueError if it is not a description."""
         return cls(
             remote_engine_id=str(params["remote_engine_id"]),
@@ -46,7 +46,7 @@ class Call:
     path: str
     headers: Headers = ()
     body: bytes = field(default=b"", repr=False)
-    journal: Journal = field(default=(), repr=False)
+    replay_log: ReplayLog = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Accepted:
 
 
 @dataclass(frozen=True)
-class Alive:
+class Heartbeat:
     """The engine has answered a question since the item before: it lives, whatever keeps this call waiting."""
 
 
@@ -99,10 +99,10 @@ class ResponseStart:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class StreamChunk:
     """Bytes of a response body, and the groups of tokens that were generated since the chunk before."""
 
     body: bytes
-    groups: Journal
+    groups: ReplayLog
     timings: EngineTimings | None = None
     """Of a stream's first token, with the chunk that has it."""

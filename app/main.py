@@ -18,19 +18,19 @@ from actors.autoscaling.policy import ROLE_POLICY
 from actors.engine.arguments import check_arguments, engine_environment
 from actors.engine.decode import Decode
 from actors.engine.prefill import Prefill
-from actors.engine_pool.engines import Engines
-from actors.engine_pool.serve_discovery import Announced
+from actors.engine_pool.engines import EnginePool
+from actors.engine_pool.serve_discovery import DiscoveryRouter
 from actors.router.peer_routers import RouterReplica
 from app.cluster_secret import fallback_secret
 from app.deployment_options import placed
 from app.http.auth import digests
-from app.http.http_server import Front
+from app.http.http_server import HttpServer
 from app.http.routes import build_http
 from app.http.traces import Traces
 from configs.settings import AuthSettings, RoleName, RouterLimits, RouterSettings, ServiceSettings
 
 ROUTER_SURPLUS_REQUESTS = 64
-"""Places in a router replica beyond its own limit: those requests get a 429 with a reason at once."""
+"""Slots in a router replica beyond its own limit: those requests get a 429 with a reason at once."""
 
 ROUTER_ENVIRONMENT = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
 """One event loop for Serve's part of a router and ours, which blocks it for a body's parsing at most: handing each
@@ -59,11 +59,11 @@ class HttpRouter(RouterReplica):
         listen: tuple[str, int, float] | None = None,
     ) -> None:
         """`listen` is where the router answers clients itself, if it does, and how long it takes leave of them."""
-        super().__init__(limits, Engines(prefill), Engines(decode))
+        super().__init__(limits, EnginePool(prefill), EnginePool(decode))
         # Serve builds the application in a task on any node, and keys may be in the environment of routers only.
         traces = Traces(otlp_traces_endpoint) if otlp_traces_endpoint else None
         self._surface = build_http(self, (*key_digests, *digests(AuthSettings().operators_keys())), traces)
-        self._front = Front(self._surface, *listen) if listen else None
+        self._front = HttpServer(self._surface, *listen) if listen else None
         if self._front is not None:
             await self._front.open()
 
@@ -125,7 +125,7 @@ def deploy_engine(actor: type, role: RoleName, settings: ServiceSettings, secret
         actor,
         name=role.capitalize(),
         max_ongoing_requests=own.max_ongoing_requests,
-        request_router_config=RequestRouterConfig(request_router_class=Announced),
+        request_router_config=RequestRouterConfig(request_router_class=DiscoveryRouter),
         graceful_shutdown_timeout_s=own.drain_s,
         graceful_shutdown_wait_loop_s=ENGINE_DRAIN_POLL_S,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,

@@ -142,7 +142,7 @@ class TransferSettings(Frozen):
         description="how long prefill remembers a decode worker that says nothing, and keeps its connection; decode "
         "half as long a prefill engine that it does not use",
     )
-    host_gone_s: Seconds = Field(
+    node_lost_s: Seconds = Field(
         300.0, description="from Ray's word that a prefill engine's node is dead until its process is taken for ended"
     )
 
@@ -154,7 +154,7 @@ class TransferSettings(Frozen):
 
     def connector_config(self, node_ip: str) -> dict[str, Any]:
         """`kv_connector_extra_config` on a node with the address `node_ip`."""
-        return self.model_dump(exclude={"host_gone_s"}) | {
+        return self.model_dump(exclude={"node_lost_s"}) | {
             "side_channel_host": self.side_channel_host or node_ip,
             "secret": HiddenText(self.secret.get_secret_value() if self.secret is not None else ""),
         }
@@ -343,10 +343,10 @@ class RoleSettings(PlacementSettings):
     environment: dict[str, str] = Field(default_factory=dict, description="environment of the actor and its engine")
     max_ongoing_requests: int = Field(64, ge=1, description="requests in one replica")
     max_queued_requests: int = Field(128, ge=0, description="requests that wait in a router for a replica")
-    door_host: str | None = Field(
+    rpc_host: str | None = Field(
         None, description="interface where an engine answers routers; unset: the address of the node"
     )
-    door_port: int = Field(0, ge=0, le=65535, description="the same: its port; 0: any free port")
+    rpc_port: int = Field(0, ge=0, le=65535, description="the same: its port; 0: any free port")
     start_attempts: int = Field(3, ge=1, description="failed starts after which the service gives up")
     drain_s: Seconds = Field(30.0, description="how long a stopping replica may finish its requests")
 
@@ -421,7 +421,7 @@ class ServiceSettings(Frozen):
     @model_validator(mode="after")
     def _one_engine_to_a_port(self) -> "ServiceSettings":
         for name, role in (("prefill", self.prefill), ("decode", self.decode)):
-            fixed = {"transfer.side_channel_port": self.transfer.side_channel_port, f"{name}.door_port": role.door_port}
+            fixed = {"transfer.side_channel_port": self.transfer.side_channel_port, f"{name}.rpc_port": role.rpc_port}
             for setting, port in fixed.items():
                 if port and role.replicas != 1 and role.placement != "apart":
                     raise ValueError(

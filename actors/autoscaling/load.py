@@ -26,7 +26,7 @@ class Fading:
         return self.total * exp(-max(now_s - self.at_s, 0.0) / self.window_s)
 
 
-class EngineLoad:
+class LoadMeter:
     """Counts prompts and tokens of one engine that began at `began_s`."""
 
     def __init__(self, began_s: float, window_s: float = WINDOW_S) -> None:

@@ -7,14 +7,14 @@ from vllm.config import VllmConfig
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from actors.autoscaling.load import EngineLoad
+from actors.autoscaling.load import LoadMeter
 
 
 class LoadLogger(StatLoggerBase):
     """One of vLLM's stat loggers: keeps the load of its engine."""
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
-        self._load = EngineLoad(time.monotonic())
+        self._load = LoadMeter(time.monotonic())
         self._running = self._waiting = 0
         self._kv_use = 0.0
 

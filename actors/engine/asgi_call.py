@@ -11,14 +11,14 @@ from contextlib import ExitStack
 from contextvars import Context
 from typing import Any
 
-from actors.engine.heartbeat import Pulse
-from actors.request import Alive, Call, ResponseStart
+from actors.engine.heartbeat import HeartbeatMonitor
+from actors.request import Call, Heartbeat, ResponseStart
 
 Message = MutableMapping[str, Any]
 AsgiApp = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Any]
 
 ALIVE = "tandem.alive"
-"""The type of a message that is none of ASGI's: the pulse's."""
+"""The type of a message that is none of ASGI's: the heartbeat's."""
 
 
 async def call_asgi(
@@ -26,10 +26,10 @@ async def call_asgi(
     call: Call,
     disconnect_s: float = 10.0,
     context: Context | None = None,
-    pulse: Pulse | None = None,
-) -> AsyncGenerator[ResponseStart | bytes | Alive, None]:
+    heartbeats: HeartbeatMonitor | None = None,
+) -> AsyncGenerator[ResponseStart | bytes | Heartbeat, None]:
     """Yield the response's start, then its body; bytes that pile up between two reads go out as one item. Between them,
-    an `Alive` for each beat of `pulse`.
+    an `Heartbeat` for each beat of `heartbeats`.
 
     The application runs in `context`, or in a copy of the caller's. When the reader goes away first, it sees
     `http.disconnect` and has `disconnect_s` seconds to end by itself before it is cancelled.
@@ -53,12 +53,12 @@ async def call_asgi(
     run = asyncio.create_task(serve(), context=context)
     run.add_done_callback(lambda _: outbox.put_nowait(None))
     stack = ExitStack()
-    if pulse is not None:
-        stack.enter_context(pulse.heard_by(lambda: outbox.put_nowait({"type": ALIVE})))
+    if heartbeats is not None:
+        stack.enter_context(heartbeats.subscribed(lambda: outbox.put_nowait({"type": ALIVE})))
     try:
         while (message := await outbox.get()) is not None:
             if message["type"] == ALIVE:
-                yield Alive()
+                yield Heartbeat()
             elif message["type"] == "http.response.start":
                 yield ResponseStart(message["status"], tuple(message.get("headers", ())))
             elif message["type"] == "http.response.body":

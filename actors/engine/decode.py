@@ -5,8 +5,8 @@ import logging
 from collections.abc import Mapping
 
 from actors.engine.engine_actor import FIRST_REQUEST_TIMEOUT_S, EngineActor
-from actors.engine.node_failures import dead_hosts, watch_hosts
-from actors.engine.pair_warmup import LOOK_EVERY_S, OtherRole, ProbeParams, every, meet_s
+from actors.engine.node_failures import dead_nodes_now, watch_nodes
+from actors.engine.pair_warmup import LOOK_EVERY_S, PeerReplicas, ProbeParams, every, meet_s
 from configs.settings import RoleName, ServiceSettings
 
 logger = logging.getLogger(__name__)
@@ -20,11 +20,11 @@ class Decode(EngineActor):
     async def _prepare(self, settings: ServiceSettings) -> None:
         await self.engine.warm_up(FIRST_REQUEST_TIMEOUT_S)
         # Before any prefill engine is met: nodes that are dead by then are none of ours.
-        dead = await dead_hosts()
-        lost = watch_hosts(self.engine.lose, settings.transfer.host_gone_s, dead)
+        dead = await dead_nodes_now()
+        lost = watch_nodes(self.engine.lose, settings.transfer.node_lost_s, dead)
         self._tasks = [asyncio.create_task(lost, name="watches-hosts")]
         self._meet_s = meet_s(settings.transfer)
-        self._prefill = OtherRole("prefill", self._meet_s)
+        self._prefill = PeerReplicas("prefill", self._meet_s)
         self._met: set[str] = set()
         await self.look_around()
         looking = every(LOOK_EVERY_S, self.look_around)
@@ -32,8 +32,8 @@ class Decode(EngineActor):
 
     async def __del__(self) -> None:
         # First of all the calls end: until then prefill engines are met, and lost.
-        if hasattr(self, "_door"):
-            await self._door.drain()
+        if hasattr(self, "_rpc_server"):
+            await self._rpc_server.drain()
         for task in getattr(self, "_tasks", ()):
             task.cancel()
         await super().__del__()

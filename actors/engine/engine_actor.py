@@ -11,17 +11,17 @@ from pydantic import SecretStr
 from ray import serve
 
 from actors.engine.start_progress import StartProgress
-from actors.engine.vllm_engine import Engine
+from actors.engine.vllm_engine import VllmEngine
 from actors.errors import EngineStartError
-from actors.request import Accepted, Alive, Call, Chunk, ResponseStart
-from actors.rpc.messages import Order
-from actors.rpc.server import Door, announced
-from actors.telemetry.engine_status import read_load
+from actors.request import Accepted, Call, Heartbeat, ResponseStart, StreamChunk
+from actors.rpc.messages import RpcRequest
+from actors.rpc.server import RpcServer, replica_metadata
+from actors.telemetry.engine_status import read_status
 from configs.settings import RoleName, RoleSettings, ServiceSettings
 
 logger = logging.getLogger(__name__)
 
-CallItem = Accepted | Alive | ResponseStart | Chunk | bytes
+CallItem = Accepted | Heartbeat | ResponseStart | StreamChunk | bytes
 
 FIRST_REQUEST_TIMEOUT_S = 120.0
 """For the first request of an engine's life, which may compile and page in."""
@@ -44,36 +44,36 @@ class EngineActor:
         logger.info("starting the %s engine of replica %s", self.role, self.replica)
         self._node_ip = ray.util.get_node_ip_address()
         with StartProgress(self.role, self.replica):
-            self.engine = await Engine.start(settings, self.role, self._node_ip)
-            await self._open_door(settings.role(self.role))
+            self.engine = await VllmEngine.start(settings, self.role, self._node_ip)
+            await self._open_rpc_server(settings.role(self.role))
             await self._prepare(settings)
 
     async def _prepare(self, settings: ServiceSettings) -> None:
         """Do what the role needs before the replica is ready."""
 
-    async def _open_door(self, settings: RoleSettings) -> None:
-        self._door = Door(self.serve_order, settings.max_ongoing_requests)
-        host = settings.door_host or self._node_ip
+    async def _open_rpc_server(self, settings: RoleSettings) -> None:
+        self._rpc_server = RpcServer(self.serve_request, settings.max_ongoing_requests)
+        host = settings.rpc_host or self._node_ip
         try:
-            address = await self._door.open(host, settings.door_port)
+            address = await self._rpc_server.open(host, settings.rpc_port)
         except OSError as error:
-            where = f"{self.role}.door_host, door_port: {host}:{settings.door_port}"
+            where = f"{self.role}.rpc_host, rpc_port: {host}:{settings.rpc_port}"
             raise EngineStartError(f"{where} cannot be listened on: {error}") from error
-        self._announced = announced(address, settings.max_queued_requests)
+        self._replica_metadata = replica_metadata(address, settings.max_queued_requests)
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Serve's hook, when the replica is ready: what routers are to know of it."""
-        return self._announced
+        return self._replica_metadata
 
-    async def serve_order(self, order: Order) -> AsyncGenerator[CallItem, None]:
+    async def serve_request(self, request: RpcRequest) -> AsyncGenerator[CallItem, None]:
         """Answer what came in by the door."""
-        async with aclosing(self.call(order.call)) as answer:
+        async with aclosing(self.call(request.call)) as answer:
             async for item in answer:
                 yield item
 
     async def call(self, call: Call) -> AsyncGenerator[CallItem, None]:
         """Serve `call` with this engine; closing the generator aborts the request in it."""
-        yield Accepted(self.replica, self._door.ongoing)
+        yield Accepted(self.replica, self._rpc_server.ongoing)
         async with aclosing(self.engine.serve(call)) as answer:
             async for item in answer:
                 yield item
@@ -86,7 +86,10 @@ class EngineActor:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve's hook: this replica's load, for the autoscaling policy. Called only where replicas are scaled."""
-        return self.engine.load() | {"ongoing": float(self._door.ongoing), "queued": float(self._door.queued())}
+        return self.engine.load() | {
+            "ongoing": float(self._rpc_server.ongoing),
+            "queued": float(self._rpc_server.queued()),
+        }
 
     async def status(self) -> dict[str, Any]:
         """What the status page shows of this replica."""
@@ -97,7 +100,7 @@ class EngineActor:
             "replica": self.replica,
             "host": self._node_ip,
             **self.engine.describe(),
-            **asdict(read_load(REGISTRY)),
+            **asdict(read_status(REGISTRY)),
         }
 
     async def ping(self) -> str:
@@ -111,8 +114,8 @@ class EngineActor:
 
     async def __del__(self) -> None:
         """Serve's hook at the end of a replica's life (awaited by Serve, not by the collector)."""
-        if hasattr(self, "_door"):  # not if it never started
-            await self._door.drain()
-            await self._door.close()
+        if hasattr(self, "_rpc_server"):  # not if it never started
+            await self._rpc_server.drain()
+            await self._rpc_server.close()
         if hasattr(self, "engine"):
             await self.engine.close()

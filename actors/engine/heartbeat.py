@@ -16,7 +16,7 @@ from configs.settings import BEAT_S
 logger = logging.getLogger(__name__)
 
 
-class Pulse:
+class HeartbeatMonitor:
     """`ask` puts a question to the engine's core; its answer does not matter, only that there is one."""
 
     def __init__(self, ask: Callable[[], Awaitable[object]], every_s: float = BEAT_S) -> None:
@@ -26,11 +26,11 @@ class Pulse:
         self._asking: asyncio.Task[None] | None = None
 
     @contextmanager
-    def heard_by(self, beat: Callable[[], None]) -> Iterator[None]:
+    def subscribed(self, beat: Callable[[], None]) -> Iterator[None]:
         """Call `beat` after every answer of the core, until the block ends."""
         self._listeners.add(beat)
         if self._asking is None:
-            self._asking = asyncio.create_task(self._ask_forever(), name="pulse")
+            self._asking = asyncio.create_task(self._ask_forever(), name="heartbeats")
         try:
             yield
         finally:

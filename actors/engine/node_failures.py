@@ -2,7 +2,7 @@
 
 A decode engine keeps blocks that a prefill engine may still write to. A process that has ended on a host that lives
 is found out by the connector itself; a host that answers nothing proves nothing. Ray declares such a node dead, and a
-node that has lost Ray's head ends itself with all its actors in bounded time (docs/decisions/0015): `host_gone_s` after
+node that has lost Ray's head ends itself with all its actors in bounded time (docs/decisions/0015): `node_lost_s` after
 the one the other is true. An engine's id begins with its node's, so that nobody need remember who ran where.
 """
 
@@ -30,7 +30,7 @@ def engines_of(node_id: str) -> str:
     return f"{node_id}."
 
 
-class LostHosts:
+class LostNodes:
     """What Ray's node table says, over time. Nodes that were dead before the first look have never met our engine."""
 
     def __init__(self, dead: Iterable[str], gone_s: float) -> None:
@@ -49,7 +49,7 @@ class LostHosts:
         del self._since[node_id]
 
 
-async def dead_hosts() -> list[str]:
+async def dead_nodes_now() -> list[str]:
     """The nodes that are dead now; to be asked before an engine meets any other. None where Ray does not say: then
     the watch tells of all of them, which does no harm."""
     try:
@@ -59,12 +59,12 @@ async def dead_hosts() -> list[str]:
         return []
 
 
-async def watch_hosts(tell: Callable[[str], Awaitable[None]], gone_s: float, dead_before: Iterable[str]) -> None:
+async def watch_nodes(tell: Callable[[str], Awaitable[None]], gone_s: float, dead_before: Iterable[str]) -> None:
     """Until cancelled: `tell` what the ids of engines begin with whose node has been dead for `gone_s`.
 
-    `dead_before` are the nodes of which no engine can have been met (`dead_hosts`).
+    `dead_before` are the nodes of which no engine can have been met (`dead_nodes_now`).
     """
-    hosts = LostHosts(dead_before, gone_s)
+    hosts = LostNodes(dead_before, gone_s)
     while True:
         try:
             dead = await asyncio.to_thread(_dead_nodes)

@@ -38,7 +38,7 @@ def meet_s(transfer: TransferSettings) -> float:
     return transfer.handshake_s + FETCH_MARGIN_S
 
 
-class OtherRole:
+class PeerReplicas:
     """The replicas of the other role, asked all at once; each may take `meet_s` for its answer."""
 
     def __init__(self, role: RoleName, meet_s: float, handle: DeploymentHandle | None = None) -> None:

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from actors.engine.engine_actor import FIRST_REQUEST_TIMEOUT_S, CallItem, EngineActor
-from actors.engine.pair_warmup import OtherRole, meet_s
-from actors.request import Call, Producer
-from actors.rpc.messages import Order
+from actors.engine.pair_warmup import PeerReplicas, meet_s
+from actors.request import Call, ProducerAddress
+from actors.rpc.messages import RpcRequest
 from configs.settings import RoleName, ServiceSettings
 
 
@@ -21,19 +21,19 @@ class Prefill(EngineActor):
     async def _prepare(self, settings: ServiceSettings) -> None:
         self._held: set[str] = set()
         self._meet_s = meet_s(settings.transfer)
-        self._producer: Producer = await self.engine.describe_producer(FIRST_REQUEST_TIMEOUT_S)
+        self._producer: ProducerAddress = await self.engine.describe_producer(FIRST_REQUEST_TIMEOUT_S)
         await self._meet_decode()
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Also where this engine's workers are reached."""
         return super().record_replica_metadata() | {"producer": asdict(self._producer)}
 
-    async def serve_order(self, order: Order) -> AsyncGenerator[CallItem, None]:
+    async def serve_request(self, request: RpcRequest) -> AsyncGenerator[CallItem, None]:
         """Answer what came in by the door: a prefill leg, or a request that is not split."""
-        if order.transfer_id is None:
-            answer = self.call(order.call)
+        if request.transfer_id is None:
+            answer = self.call(request.call)
         else:
-            answer = self.call_and_hold(order.call, order.transfer_id, order.hold_s)
+            answer = self.call_and_hold(request.call, request.transfer_id, request.hold_s)
         async with aclosing(answer):
             async for item in answer:
                 yield item
@@ -61,7 +61,7 @@ class Prefill(EngineActor):
 
     async def _meet_decode(self) -> None:
         """Let the decode replicas that run fetch a probe each, before this one is ready."""
-        decode = OtherRole("decode", self._meet_s)
+        decode = PeerReplicas("decode", self._meet_s)
         replicas = await decode.ask("ping")
         probes = {replica: await self.engine.produce_probe(self._meet_s) for replica in replicas}
         if probes:

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from actors.engine.arguments import engine_arguments
 from actors.engine.asgi_call import AsgiApp, call_asgi
-from actors.engine.heartbeat import Pulse
+from actors.engine.heartbeat import HeartbeatMonitor
 from actors.engine.node_failures import new_engine_id
 from actors.errors import CannotResumeError, EngineDownError, EngineStartError
-from actors.replay_log import Served
-from actors.request import TRANSFER_FIELD, Alive, Call, Chunk, Producer, ResponseStart
+from actors.replay_log import ServedCall
+from actors.request import TRANSFER_FIELD, Call, Heartbeat, ProducerAddress, ResponseStart, StreamChunk
 from actors.upstream.vllm_cpu_kernels import cpu_features, model_problem
 from actors.upstream.vllm_fork_server import may_fork, use_fork_server
 from configs.settings import HiddenText, RoleName, ServiceSettings
@@ -47,7 +47,7 @@ class StopFlag:
     should_exit: bool = False
 
 
-class Engine:
+class VllmEngine:
     """A running engine. `start` makes one, `close` ends its processes."""
 
     def __init__(
@@ -66,11 +66,11 @@ class Engine:
         self._cannot_resume = cannot_resume
         self._stop_flag = stop_flag
         self._stack = stack
-        self._pulse = Pulse(llm.is_sleeping)
+        self._heartbeats = HeartbeatMonitor(llm.is_sleeping)
         self._supervisor = supervisor
 
     @classmethod
-    async def start(cls, settings: ServiceSettings, role: RoleName, node_ip: str) -> "Engine":
+    async def start(cls, settings: ServiceSettings, role: RoleName, node_ip: str) -> "VllmEngine":
         """Start the engine's processes and vLLM's OpenAI application (tens of seconds)."""
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -118,18 +118,20 @@ class Engine:
             raise
         return cls(llm, app, stop_flag, stack, cannot_resume, load, supervisor)
 
-    async def serve(self, call: Call) -> AsyncGenerator[ResponseStart | bytes | Chunk | Alive, None]:
+    async def serve(self, call: Call) -> AsyncGenerator[ResponseStart | bytes | StreamChunk | Heartbeat, None]:
         """Run `call` through vLLM's application; closing the generator aborts the request in the engine.
 
-        Raises EngineDownError when the engine dies, CannotResumeError when it cannot go on with `call.journal`:
+        Raises EngineDownError when the engine dies, CannotResumeError when it cannot go on with `call.replay_log`:
         vLLM would make an answer of either.
         """
-        if call.journal and self._cannot_resume is not None:
+        if call.replay_log and self._cannot_resume is not None:
             raise CannotResumeError(self._cannot_resume)
-        served = Served(replay=call.journal)
+        served = ServedCall(replay=call.replay_log)
         streams = False
         try:
-            async with aclosing(call_asgi(self._app, call, context=served.context(), pulse=self._pulse)) as answer:
+            async with aclosing(
+                call_asgi(self._app, call, context=served.context(), heartbeats=self._heartbeats)
+            ) as answer:
                 async for item in answer:
                     await self.check_health()
                     served.check()
@@ -137,7 +139,7 @@ class Engine:
                         case bytes():
                             yield served.chunk(item)
                         case ResponseStart(streams=False):
-                            yield replace(item, timings=served.stopwatch.tell())
+                            yield replace(item, timings=served.timestamps.tell())
                         case _:
                             streams = streams or isinstance(item, ResponseStart)
                             yield item
@@ -147,14 +149,14 @@ class Engine:
                 raise
             yield refusal
 
-    async def describe_producer(self, timeout_s: float) -> Producer:
+    async def describe_producer(self, timeout_s: float) -> ProducerAddress:
         """Ask the connector where this engine's workers are reached, by way of a one-token request."""
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=1, extra_args={TRANSFER_FIELD: {"do_remote_decode": True, "describe": True}})
         described = await self._probe(params, timeout_s)
         try:
-            return Producer.from_params(described or {})
+            return ProducerAddress.from_params(described or {})
         except (KeyError, TypeError, ValueError) as error:
             raise EngineStartError(
                 f"{CONNECTOR} answered a `describe` request with {described!r}, which is not an address: {error!r}"

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from actors.rpc.address import Address
+from actors.rpc.address import RpcAddress
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineReplica:
     """A replica that runs, as it has announced itself."""
 
-    address: Address
-    places: int
+    address: RpcAddress
+    slots: int
     """Calls that it takes at a time."""
     queue: int
     """Requests that may wait in a router for engines of its role."""
@@ -27,7 +27,7 @@ class Engine:
     """All that it has announced."""
 
 
-class Roster:
+class ReplicaRegistry:
     """A role's running replicas, as Serve knows them in this process. Empty-handed until the first choice is made."""
 
     def __init__(self) -> None:
@@ -59,24 +59,24 @@ def rank(
 
 
 Replicas = Callable[[], Mapping[str, Mapping[str, Any]]]
-"""What each replica that runs has announced, with its `places`, by replica id."""
+"""What each replica that runs has announced, with its `slots`, by replica id."""
 
 _LISTS: dict[Hashable, Replicas] = {}
 
 
-def keep_list(deployment: Hashable, replicas: Replicas) -> None:
+def register(deployment: Hashable, replicas: Replicas) -> None:
     """From now on `replicas` tells of the deployment with this id."""
     _LISTS[deployment] = replicas
 
 
-def engines_of(deployment: Hashable) -> dict[str, Engine]:
+def engines_of(deployment: Hashable) -> dict[str, EngineReplica]:
     """The replicas that run of the deployment with this id, as far as Serve has told this process."""
     known = _LISTS.get(deployment)
     if known is None:
         return {}
     # A replica of a release that has no doors, which is being replaced, is none of ours.
     return {
-        name: Engine(Address(**said["door"]), said["places"], said["queue"], said)
+        name: EngineReplica(RpcAddress(**said["rpc"]), said["slots"], said["queue"], said)
         for name, said in known().items()
-        if "door" in said
+        if "rpc" in said
     }

@@ -11,12 +11,12 @@ from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, R
 from actors.engine_pool import discovery
 
 
-class Announced(FIFOMixin, RequestRouter):
+class DiscoveryRouter(FIFOMixin, RequestRouter):
     """Serve's request router for engine replicas: any will do for what goes through Serve's handles."""
 
     def initialize_state(self) -> None:
         """Serve's hook, when a handle's updates begin."""
-        discovery.keep_list(self._deployment_id, self._said)
+        discovery.register(self._deployment_id, self._said)
 
     async def choose_replicas(
         self, candidate_replicas: Sequence[RunningReplica], pending_request: PendingRequest | None = None
@@ -28,6 +28,6 @@ class Announced(FIFOMixin, RequestRouter):
         # Serve may keep it in a thread of its own.
         replicas = list(self.curr_replicas.items())
         return {
-            name.unique_id: {**replica.replica_metadata, "places": replica.max_ongoing_requests}
+            name.unique_id: {**replica.replica_metadata, "slots": replica.max_ongoing_requests}
             for name, replica in replicas
         }

@@ -8,7 +8,7 @@ from actors.policy.prompts import Prompt
 
 
 @dataclass
-class Trip:
+class InflightRequest:
     """A request's legs on a decode replica and, unless decode computes the prompt, on a prefill replica."""
 
     key: int

@@ -1,7 +1,7 @@
 """Decides for each request, and learns from what becomes of it. `now` is any clock that does not go back.
 
 The caller says what happens: `begin` when the legs are sent, `prefilled`, `opened` with the first bytes of a stream,
-and `ended` in any case. What a trip that broke off has not shown is not learnt.
+and `ended` in any case. What a request that broke off has not shown is not learnt.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import count
 from actors.policy.choice import Asked, choose
 from actors.policy.costs import Costs
 from actors.policy.decision import Decision
-from actors.policy.inflight import Trip
+from actors.policy.inflight import InflightRequest
 from actors.policy.loads import EngineLoad
 from actors.policy.options import Options
 from actors.policy.prefixes import Prefixes
@@ -30,7 +30,7 @@ REMEMBERED_TOKENS = 100_000.0
 
 REMEMBERED_ANSWERS = 50.0
 
-Later = Callable[[Callable[[], None]], None]
+Defer = Callable[[Callable[[], None]], None]
 """Does a thing when there is time."""
 
 
@@ -48,7 +48,7 @@ class Planner:
     settings: RoutingSettings
     _costs: Costs
 
-    def __init__(self, settings: RoutingSettings, later: Later = _at_once) -> None:
+    def __init__(self, settings: RoutingSettings, later: Defer = _at_once) -> None:
         self._later = later
         self._begin_anew(settings)
         self._prefill: defaultdict[str, EngineLoad] = defaultdict(EngineLoad)
@@ -109,78 +109,80 @@ class Planner:
         )
         return choose(self.settings, options, Asked(whole, session, prefill is not None, prefill_failed))
 
-    def begin(self, prompt: Prompt, decode: str, prefill: str | None, now: float) -> Trip:
+    def begin(self, prompt: Prompt, decode: str, prefill: str | None, now: float) -> InflightRequest:
         """The legs are sent, to these replicas; `prefill` None: decode computes the prompt."""
         held, decode_held = self._held(prefill or decode, prompt), self._held(decode, prompt)
         load = self._decode[decode]
         tokens = self.prompt_tokens(prompt)
-        trip = Trip(next(self._keys), prompt, decode, prefill, tokens, held, decode_held, len(load.streams), now)
-        load.calls.add(trip.key)
+        inflight = InflightRequest(
+            next(self._keys), prompt, decode, prefill, tokens, held, decode_held, len(load.streams), now
+        )
+        load.calls.add(inflight.key)
         if prefill is None:
-            parts = self._local_parts(trip, now)
-            load.prompts.add(trip.key, parts, self._costs.local_s(decode, parts, now), now)
+            parts = self._local_parts(inflight, now)
+            load.prompts.add(inflight.key, parts, self._costs.local_s(decode, parts, now), now)
         else:
-            parts = self._costs.prefill_parts(trip.new_tokens, held)
-            self._prefill[prefill].calls.add(trip.key)
-            self._prefill[prefill].prompts.add(trip.key, parts, self._costs.prefill_s(prefill, parts, now), now)
+            parts = self._costs.prefill_parts(inflight.new_tokens, held)
+            self._prefill[prefill].calls.add(inflight.key)
+            self._prefill[prefill].prompts.add(inflight.key, parts, self._costs.prefill_s(prefill, parts, now), now)
         for engine in filter(None, (decode, prefill)):
             new = [piece for passage in prompt.passages for piece in self._prefixes.add(engine, passage)]
-            trip.added[engine] = tuple(new)
-        return trip
+            inflight.added[engine] = tuple(new)
+        return inflight
 
-    def prefilled(self, trip: Trip, now: float, prompt_tokens: int | None = None) -> None:
+    def prefilled(self, inflight: InflightRequest, now: float, prompt_tokens: int | None = None) -> None:
         """The prefill engine has answered, and has counted so many tokens."""
-        if trip.prefill is None or trip.prefilled_at is not None or trip.over:
+        if inflight.prefill is None or inflight.prefilled_at is not None or inflight.over:
             return
-        trip.prefilled_at = now
+        inflight.prefilled_at = now
         if prompt_tokens is not None:
-            self._count_tokens(trip, prompt_tokens)
-        parts = self._costs.prefill_parts(trip.new_tokens, trip.held_tokens)
-        if shown := self._prefill[trip.prefill].prompts.finish(trip.key, now, parts):
-            self._later(partial(self._costs.observe_prefill, trip.prefill, *shown, now))
+            self._count_tokens(inflight, prompt_tokens)
+        parts = self._costs.prefill_parts(inflight.new_tokens, inflight.held_tokens)
+        if shown := self._prefill[inflight.prefill].prompts.finish(inflight.key, now, parts):
+            self._later(partial(self._costs.observe_prefill, inflight.prefill, *shown, now))
 
-    def opened(self, trip: Trip, now: float) -> None:
+    def opened(self, inflight: InflightRequest, now: float) -> None:
         """The first token of a stream is here."""
-        if trip.opened_at is not None or trip.over:
+        if inflight.opened_at is not None or inflight.over:
             return
-        load = self._decode[trip.decode]
-        if trip.prefill is None:
-            if shown := load.prompts.finish(trip.key, now):
-                self._later(partial(self._costs.observe_local, trip.decode, *shown, now))
-            load.computed_tokens += trip.new_tokens
-        elif trip.prefilled_at is not None:
-            parts = self._costs.handover_parts(trip.moved_tokens, trip.streams)
-            pair, seconds = (trip.prefill, trip.decode), now - trip.prefilled_at
+        load = self._decode[inflight.decode]
+        if inflight.prefill is None:
+            if shown := load.prompts.finish(inflight.key, now):
+                self._later(partial(self._costs.observe_local, inflight.decode, *shown, now))
+            load.computed_tokens += inflight.new_tokens
+        elif inflight.prefilled_at is not None:
+            parts = self._costs.handover_parts(inflight.moved_tokens, inflight.streams)
+            pair, seconds = (inflight.prefill, inflight.decode), now - inflight.prefilled_at
             self._later(partial(self._costs.observe_handover, pair, parts, seconds, now))
-        trip.opened_at = now
-        load.streams_begin(trip.key, now)
-        trip.opened_stream_seconds = load.stream_seconds(now)
-        trip.opened_computed_tokens = load.computed_tokens
+        inflight.opened_at = now
+        load.streams_begin(inflight.key, now)
+        inflight.opened_stream_seconds = load.stream_seconds(now)
+        inflight.opened_computed_tokens = load.computed_tokens
 
-    def ended(self, trip: Trip, now: float, answer_tokens: int = 0, broken: bool = False) -> None:
+    def ended(self, inflight: InflightRequest, now: float, answer_tokens: int = 0, broken: bool = False) -> None:
         """Nothing runs of the legs any more; `answer_tokens` were streamed. `broken`: decode gave no answer."""
-        if trip.over:
+        if inflight.over:
             return
-        if trip.prefill is not None and trip.prefilled_at is None:
-            self._prefixes.drop(trip.prefill, trip.added[trip.prefill])
-        if broken and trip.opened_at is None:
-            self._prefixes.drop(trip.decode, trip.added[trip.decode])
-        load = self._decode[trip.decode]
-        if trip.opened_at is not None and answer_tokens > 1 and now > trip.opened_at:
-            self._observe_steps(trip, load, answer_tokens, now)
+        if inflight.prefill is not None and inflight.prefilled_at is None:
+            self._prefixes.drop(inflight.prefill, inflight.added[inflight.prefill])
+        if broken and inflight.opened_at is None:
+            self._prefixes.drop(inflight.decode, inflight.added[inflight.decode])
+        load = self._decode[inflight.decode]
+        if inflight.opened_at is not None and answer_tokens > 1 and now > inflight.opened_at:
+            self._observe_steps(inflight, load, answer_tokens, now)
         if answer_tokens:
             kept = self._answers * (1 - 1 / REMEMBERED_ANSWERS)
             self._answer_tokens = (self._answer_tokens * kept + answer_tokens) / (kept + 1)
             self._answers = kept + 1
-            if len(trip.prompt.passages) == 1:
-                self._prefixes.add_answer(trip.decode, trip.prompt.passages[0], answer_tokens)
-        load.prompts.drop(trip.key, now)
-        load.streams_end(trip.key, now)
-        load.calls.discard(trip.key)
-        if trip.prefill is not None:
-            self._prefill[trip.prefill].prompts.drop(trip.key, now)
-            self._prefill[trip.prefill].calls.discard(trip.key)
-        trip.over = True
+            if len(inflight.prompt.passages) == 1:
+                self._prefixes.add_answer(inflight.decode, inflight.prompt.passages[0], answer_tokens)
+        load.prompts.drop(inflight.key, now)
+        load.streams_end(inflight.key, now)
+        load.calls.discard(inflight.key)
+        if inflight.prefill is not None:
+            self._prefill[inflight.prefill].prompts.drop(inflight.key, now)
+            self._prefill[inflight.prefill].calls.discard(inflight.key)
+        inflight.over = True
 
     def failed(self, engine: str, now: float) -> None:
         """A call to `engine` broke off there, and not because its client had left."""
@@ -202,16 +204,16 @@ class Planner:
         each = self._answer_tokens if most is None else min(self._answer_tokens, most)
         return max(round(each * prompt.answers), 1)
 
-    def _observe_steps(self, trip: Trip, load: EngineLoad, answer_tokens: int, now: float) -> None:
-        assert trip.opened_at is not None
-        seconds, steps = now - trip.opened_at, answer_tokens - 1
-        streams = (load.stream_seconds(now) - trip.opened_stream_seconds) / seconds
-        computed = (load.computed_tokens - trip.opened_computed_tokens) / steps
+    def _observe_steps(self, inflight: InflightRequest, load: EngineLoad, answer_tokens: int, now: float) -> None:
+        assert inflight.opened_at is not None
+        seconds, steps = now - inflight.opened_at, answer_tokens - 1
+        streams = (load.stream_seconds(now) - inflight.opened_stream_seconds) / seconds
+        computed = (load.computed_tokens - inflight.opened_computed_tokens) / steps
         parts = self._costs.step_parts(streams, computed, now)
-        self._later(partial(self._costs.observe_step, trip.decode, parts, seconds / steps, now))
+        self._later(partial(self._costs.observe_step, inflight.decode, parts, seconds / steps, now))
 
-    def _local_parts(self, trip: Trip, now: float) -> tuple[float, ...]:
-        return self._costs.local_parts(trip.new_tokens, trip.held_tokens, trip.streams, now)
+    def _local_parts(self, inflight: InflightRequest, now: float) -> tuple[float, ...]:
+        return self._costs.local_parts(inflight.new_tokens, inflight.held_tokens, inflight.streams, now)
 
     def _held(self, engine: str, prompt: Prompt) -> int:
         """Tokens of `prompt` that `engine` need not compute or be sent; never all of a passage."""
@@ -225,20 +227,20 @@ class Planner:
     def _tokens(self, passage: Passage, data_bytes: int) -> int:
         return round(data_bytes / (ID_BYTES if passage.ids else self._text_bytes / self._text_tokens))
 
-    def _count_tokens(self, trip: Trip, prompt_tokens: int) -> None:
+    def _count_tokens(self, inflight: InflightRequest, prompt_tokens: int) -> None:
         """Put the engine's own count in the place of the estimate, and learn how long a token of text is."""
-        passages = trip.prompt.passages
+        passages = inflight.prompt.passages
         if len(passages) == 1 and not passages[0].ids and passages[0].data and prompt_tokens > 0:
             kept = max(1 - prompt_tokens / REMEMBERED_TOKENS, 0.0)
             self._text_bytes = self._text_bytes * kept + len(passages[0].data)
             self._text_tokens = self._text_tokens * kept + prompt_tokens
-        share = prompt_tokens / trip.prompt_tokens
-        trip.prompt_tokens = prompt_tokens
-        trip.held_tokens = round(trip.held_tokens * share)
-        trip.decode_held_tokens = round(trip.decode_held_tokens * share)
+        share = prompt_tokens / inflight.prompt_tokens
+        inflight.prompt_tokens = prompt_tokens
+        inflight.held_tokens = round(inflight.held_tokens * share)
+        inflight.decode_held_tokens = round(inflight.decode_held_tokens * share)
 
     def _forget_others(self, prefill: AbstractSet[str], decode: AbstractSet[str]) -> None:
-        """Engines that are gone; a trip that is still open there ends in an empty place."""
+        """Engines that are gone; a request that is still open there ends in an empty place."""
         if self._prefill.keys() <= prefill and self._decode.keys() <= decode:
             return
         for loads, running in ((self._prefill, prefill), (self._decode, decode)):

@@ -6,12 +6,12 @@ from functools import cached_property
 from typing import Any
 
 from actors.errors import CannotResumeError, UnavailableError
-from actors.request import Chunk, Group
+from actors.request import StreamChunk, TokenGroup
 from actors.router.client_request import ClientRequest
-from actors.router.dispatch import Attempt, Attempts
+from actors.router.dispatch import Attempt, Dispatcher
 from actors.router.event_stream import EventStream
 from actors.router.request_shaping import why_not_resumable
-from actors.telemetry.latency_breakdown import Ledger, keep
+from actors.telemetry.latency_breakdown import LatencyBreakdown, keep
 from actors.telemetry.recent_requests import Pair
 from actors.telemetry.router_metrics import RouterMetrics
 from connectors.errors import TandemError
@@ -23,7 +23,7 @@ MOST_BYTES = 2**16
 class Answer:
     """Decode's answer, opened: its first bytes are there, so the handover is done."""
 
-    def __init__(self, attempts: Attempts, attempt: Attempt, metrics: RouterMetrics) -> None:
+    def __init__(self, attempts: Dispatcher, attempt: Attempt, metrics: RouterMetrics) -> None:
         self.start = attempt.opened.start
         self.local_reason = attempt.local_reason
         self.first_byte_s = attempts.timing.age_s
@@ -54,10 +54,10 @@ class Answer:
         return self._first.pair
 
     @cached_property
-    def ledger(self) -> Ledger:
+    def breakdown(self) -> LatencyBreakdown:
         """Where the time to the answer's first bytes went; to be asked for when they are there, and best when it is
         `accounted` for. It stays as it was when it was first asked for."""
-        return keep(self._attempts.marks(self._first))
+        return keep(self._attempts.timestamps(self._first))
 
     @property
     def accounted(self) -> bool:
@@ -78,21 +78,21 @@ class Answer:
         OverloadedError when decode has died and the stream cannot go on.
         """
         stream = EventStream()
-        journal: list[Group] = []
+        replay_log: list[TokenGroup] = []
         comments = b""
         ready = b""
         while self._attempt.opened.start.streams:
-            known = len(journal)
+            known = len(replay_log)
             released = False
             try:
                 items = deque(self._attempt.opened.items)
                 while (item := items.popleft() if items else await self._next()) is not None:
-                    self._attempt.journey.passed_on(item)
-                    if isinstance(item, Chunk):
+                    self._attempt.feedback.passed_on(item)
+                    if isinstance(item, StreamChunk):
                         # An engine that took over repeats first what is known.
                         repeated = min(known, len(item.groups))
                         known -= repeated
-                        journal += item.groups[repeated:]
+                        replay_log += item.groups[repeated:]
                     sent = stream.sent
                     events = comments + stream.feed(_bytes_of(item))
                     if stream.sent == 0:
@@ -121,7 +121,7 @@ class Answer:
                 ready = b""
             if stream.done:
                 return
-            await self._resume(error, stream, journal)
+            await self._resume(error, stream, replay_log)
         yield b"".join(_bytes_of(item) for item in self._attempt.opened.items)
 
     async def close(self) -> None:
@@ -131,17 +131,17 @@ class Answer:
     async def _next(self) -> Any:
         return await self._attempt.decode.next(self._attempts.limits.silence_timeout_s, self._attempts.timing.ends_at)
 
-    async def _resume(self, error: UnavailableError, stream: EventStream, journal: list[Group]) -> None:
-        """Open the stream on another decode replica, where it has been told to repeat `journal`."""
+    async def _resume(self, error: UnavailableError, stream: EventStream, replay_log: list[TokenGroup]) -> None:
+        """Open the stream on another decode replica, where it has been told to repeat `replay_log`."""
         outcome = "failed"
         try:
             if stream.sent == 0:
-                journal.clear()  # the client has nothing: any answer will do
+                replay_log.clear()  # the client has nothing: any answer will do
             else:
-                _check_resumable(self._attempts.request, journal)
+                _check_resumable(self._attempts.request, replay_log)
             self._attempts.decode_failed(error)
             await self._attempt.close()
-            self._attempt = await self._attempts.open(tuple(journal))
+            self._attempt = await self._attempts.open(tuple(replay_log))
             start = self._attempt.opened.start
             if stream.sent == 0:
                 self._first = self._attempt
@@ -157,12 +157,12 @@ class Answer:
             self._metrics.resumed_streams.labels(outcome).inc()
 
 
-def _check_resumable(request: ClientRequest, journal: list[Group]) -> None:
+def _check_resumable(request: ClientRequest, replay_log: list[TokenGroup]) -> None:
     if reason := why_not_resumable(request.endpoint, request.body):
         raise CannotResumeError(f"the decode engine has died, and a stream with {reason} cannot go on elsewhere")
-    if not journal:
+    if not replay_log:
         raise CannotResumeError("the decode engine has died, and has kept no record of the stream")
 
 
 def _bytes_of(item: Any) -> bytes:
-    return item.body if isinstance(item, Chunk) else item
+    return item.body if isinstance(item, StreamChunk) else item

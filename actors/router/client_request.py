@@ -44,7 +44,7 @@ class ClientRequest:
         return dict(self.headers).get(b"x-request-id", b"").decode("latin-1")
 
 
-class Timing:
+class RequestTimer:
     """How long ago a request came, and how long it may still take. `arrived_at` is on the monotonic clock."""
 
     def __init__(self, timeout_s: float, arrived_at: float) -> None:

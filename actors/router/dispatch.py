@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from actors.engine_pool.engines import Engines, Place
+from actors.engine_pool.engines import EnginePool, Slot
 from actors.errors import DeadlineError, OverloadedError, RefusedError, UnavailableError
 from actors.policy.decision import NO_PREFILL, PREFILL_FAILED, Decision
-from actors.request import Call, Journal, Producer
-from actors.router.client_request import ClientRequest, Timing
+from actors.request import Call, ProducerAddress, ReplayLog
+from actors.router.client_request import ClientRequest, RequestTimer
 from actors.router.leg import Leg, Opened, choose, deadline
 from actors.router.prefill_leg import PrefillLeg
 from actors.router.raw_json import write
 from actors.router.request_shaping import decode_leg, prefill_leg, why_local
-from actors.router.routing_feedback import Journey, Placing
-from actors.telemetry.latency_breakdown import RequestMarks
+from actors.router.routing_feedback import AttemptFeedback, RoutingFeedback
+from actors.telemetry.latency_breakdown import RequestTimestamps
 from actors.telemetry.recent_requests import Pair
 from actors.telemetry.router_metrics import RouterMetrics
 from configs.settings import RoleName, RouterLimits
@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 class Fleet:
     """What a request needs of the router: both roles, who decides, and how to give up a transfer by its id."""
 
-    prefill: Engines
-    decode: Engines
+    prefill: EnginePool
+    decode: EnginePool
     metrics: RouterMetrics
-    placing: Placing
+    feedback: RoutingFeedback
     discard: Callable[[str], Awaitable[None]]
 
 
@@ -47,12 +47,12 @@ class Attempt:
     opened: Opened
     decode: Leg
     decision: Decision
-    journey: Journey
+    feedback: AttemptFeedback
     legs: AsyncExitStack
     prefill: PrefillLeg | None
     began_at: float
-    placed_at: float
-    """When it began, and when it had places for its legs."""
+    slots_at: float
+    """When it began, and when it had slots for its legs."""
     pair: Pair
 
     @property
@@ -63,7 +63,7 @@ class Attempt:
         """Give prefill back, whose part is done when decode has answered. Not before the client has the first bytes:
         waking another process takes time."""
         if self.prefill is not None:
-            timings = self.decode.marks.timings
+            timings = self.decode.timestamps.timings
             had_kv = timings is not None and timings.kv_ended_s is not None and not timings.kv_failed
             self.prefill.release(answers_soon=had_kv)
 
@@ -71,7 +71,7 @@ class Attempt:
         await self.legs.aclose()
 
 
-class Attempts:
+class Dispatcher:
     """One request's tries. A replica that failed it is not asked again; an id of a transfer is used once.
 
     A prefill leg that breaks is tried on another replica, then decode computes the prompt itself. A decode leg that
@@ -79,7 +79,7 @@ class Attempts:
     byte for the client.
     """
 
-    def __init__(self, request: ClientRequest, limits: RouterLimits, timing: Timing, fleet: Fleet) -> None:
+    def __init__(self, request: ClientRequest, limits: RouterLimits, timing: RequestTimer, fleet: Fleet) -> None:
         self.timing = timing
         self.request = request
         self.limits = limits
@@ -96,8 +96,8 @@ class Attempts:
         """When, since the last answer, an engine of a role refused the request for the first time."""
         self._began_at: float | None = None
 
-    async def open(self, journal: Journal = ()) -> Attempt:
-        """A call that has begun to answer, which another engine has answered as far as `journal` says.
+    async def open(self, replay_log: ReplayLog = ()) -> Attempt:
+        """A call that has begun to answer, which another engine has answered as far as `replay_log` says.
 
         Raises OverloadedError, UnavailableError or DeadlineError when no decode replica gives an answer.
         """
@@ -105,24 +105,24 @@ class Attempts:
         async with deadline(self.timing.left_s, "the request"):
             while True:
                 try:
-                    return await self._open_once(journal)
+                    return await self._open_once(replay_log)
                 except RefusedError as error:
                     if self._refused_for_s("decode") > self.limits.replica_timeout_s:
                         raise OverloadedError(f"no decode engine has taken the request: {error}") from error
                 except UnavailableError as error:
                     self.decode_failed(error)
 
-    def marks(self, attempt: Attempt) -> RequestMarks:
+    def timestamps(self, attempt: Attempt) -> RequestTimestamps:
         """The request's times until `attempt`, one of these, was answered."""
         assert self._began_at is not None, "there was an attempt"
-        return RequestMarks(
+        return RequestTimestamps(
             arrived_at=self.request.arrived_at,
             read_at=self.request.read_at,
             tried_at=self._began_at,
             retried_at=attempt.began_at,
-            placed_at=attempt.placed_at,
-            decode=attempt.decode.marks,
-            prefill=None if attempt.prefill is None else attempt.prefill.marks,
+            slots_at=attempt.slots_at,
+            decode=attempt.decode.timestamps,
+            prefill=None if attempt.prefill is None else attempt.prefill.timestamps,
             streams=attempt.opened.start.streams,
         )
 
@@ -131,7 +131,7 @@ class Attempts:
         if self._decode_replica is None:
             raise self._last_error or error
         self._failed_decode.add(self._decode_replica)
-        self._fleet.placing.failed(self._decode_replica)
+        self._fleet.feedback.failed(self._decode_replica)
         self._decode_replica = None
         self._decode_tries += 1
         self._last_error = error
@@ -144,10 +144,10 @@ class Attempts:
         """The client has something new: failures from here on are another row."""
         self._decode_tries = 0
 
-    async def _open_once(self, journal: Journal) -> Attempt:
+    async def _open_once(self, replay_log: ReplayLog) -> Attempt:
         prefill_tries = 0
         while not (decision := self._decide()).local:
-            attempt, broken = await self._try_split(journal, decision)
+            attempt, broken = await self._try_split(replay_log, decision)
             if attempt is not None:
                 return attempt
             if broken == "refused":
@@ -159,7 +159,7 @@ class Attempts:
                     self._local_reason = PREFILL_FAILED
                 else:
                     self._fleet.metrics.retries.labels("prefill", broken).inc()
-        return await self._serve_alone(journal, decision)
+        return await self._serve_alone(replay_log, decision)
 
     def _refused_for_s(self, role: RoleName) -> float:
         """How long it has been going on that engines of `role` refuse the request."""
@@ -167,46 +167,46 @@ class Attempts:
 
     def _decide(self) -> Decision:
         failed_decode = self._failed_decode | self._suspect_decode
-        return self._fleet.placing.decide(self.request, self._local_reason, self._failed_prefill, failed_decode)
+        return self._fleet.feedback.decide(self.request, self._local_reason, self._failed_prefill, failed_decode)
 
-    async def _try_split(self, journal: Journal, decision: Decision) -> tuple[Attempt | None, str | None]:
+    async def _try_split(self, replay_log: ReplayLog, decision: Decision) -> tuple[Attempt | None, str | None]:
         """Dispatch both legs; without an attempt, how the prefill leg broke, if there was one."""
         async with AsyncExitStack() as legs:
             began_at = self._begin()
-            journey = self._fleet.placing.begin(self.request, decision)
-            legs.callback(journey.ended)
+            feedback = self._fleet.feedback.begin(self.request, decision)
+            legs.callback(feedback.ended)
             prefill_legs = await legs.enter_async_context(AsyncExitStack())
-            decode_place, prefill_place = await self._choose_pair(legs, prefill_legs, decision)
-            placed_at = time.monotonic()
-            if prefill_place is None:
+            decode_slot, prefill_slot = await self._choose_pair(legs, prefill_legs, decision)
+            slots_at = time.monotonic()
+            if prefill_slot is None:
                 self._local_reason = PREFILL_FAILED if self._failed_prefill else NO_PREFILL
                 return None, None
             transfer_id = uuid.uuid4().hex
-            producer = Producer.from_params(prefill_place.metadata["producer"])
+            producer = ProducerAddress.from_params(prefill_slot.metadata["producer"])
             body = self.request.fields
             prefill_call = self._call(prefill_leg(self.request.endpoint, body, transfer_id))
-            decode_call = self._call(decode_leg(body, transfer_id, producer), journal)
+            decode_call = self._call(decode_leg(body, transfer_id, producer), replay_log)
             decode: Leg | None = None
-            if decode_place.doubtful:
+            if decode_slot.maybe_full:
                 # A prompt computed for an engine that refuses it would keep others waiting, again and again.
-                decode = self._dispatch_decode(legs, decode_place, decode_call)
+                decode = self._dispatch_decode(legs, decode_slot, decode_call)
                 await decode.taken(self.limits.silence_timeout_s)
-            journey.sent(decode_place.replica_id, prefill_place.replica_id)
+            feedback.sent(decode_slot.replica_id, prefill_slot.replica_id)
             prefill = PrefillLeg(
                 Leg(
                     "prefill",
-                    self._fleet.prefill.dispatch(prefill_place, prefill_call, transfer_id, self.timing.left_s),
+                    self._fleet.prefill.dispatch(prefill_slot, prefill_call, transfer_id, self.timing.left_s),
                 ),
                 transfer_id,
                 self.limits.prefill_timeout_s,
                 self._fleet.metrics,
                 self._fleet.discard,
-                journey.prefilled,
+                feedback.prefilled,
                 prefill_legs.pop_all(),
             )
             legs.push_async_callback(prefill.close)
             if decode is None:
-                decode = self._dispatch_decode(legs, decode_place, decode_call)
+                decode = self._dispatch_decode(legs, decode_slot, decode_call)
             opening = asyncio.create_task(decode.open(to_first_token=True), name=f"decode-opens-{transfer_id}")
             legs.push_async_callback(_end, opening)
             first: set[asyncio.Future[Any]] = {opening, prefill.broken, prefill.answered}
@@ -215,44 +215,44 @@ class Attempts:
             if not await self._heard(decode, {opening, prefill.broken}):
                 silence_s = self.limits.silence_timeout_s
                 logger.warning("decode gave no sign of life for %g s after its prompt was computed", silence_s)
-                self._failed_prefill.add(prefill_place.replica_id)
-                self._suspect_decode.add(decode_place.replica_id)
+                self._failed_prefill.add(prefill_slot.replica_id)
+                self._suspect_decode.add(decode_slot.replica_id)
                 return None, "silent"
             if not opening.done():
                 broken = prefill.broken.result()
                 if broken != "refused":
-                    self._failed_prefill.add(prefill_place.replica_id)
+                    self._failed_prefill.add(prefill_slot.replica_id)
                 if broken not in ("refused", "rejected"):
-                    self._fleet.placing.failed(prefill_place.replica_id)
+                    self._fleet.feedback.failed(prefill_slot.replica_id)
                 return None, broken
             opened = await opening
             if opened.start.status < HTTPStatus.BAD_REQUEST:
                 prefill.delivered()
-                journey.opened(opened.start.streams)
-            pair = Pair(prefill_place.replica_id, decode_place.replica_id)
-            timed = (prefill, began_at, placed_at, pair)
-            return Attempt(opened, decode, decision, journey, legs.pop_all(), *timed), None
+                feedback.opened(opened.start.streams)
+            pair = Pair(prefill_slot.replica_id, decode_slot.replica_id)
+            timed = (prefill, began_at, slots_at, pair)
+            return Attempt(opened, decode, decision, feedback, legs.pop_all(), *timed), None
 
-    async def _serve_alone(self, journal: Journal, decision: Decision) -> Attempt:
+    async def _serve_alone(self, replay_log: ReplayLog, decision: Decision) -> Attempt:
         """The request as the client sent it, on a decode replica."""
         async with AsyncExitStack() as legs:
             began_at = self._begin()
-            journey = self._fleet.placing.begin(self.request, decision)
-            legs.callback(journey.ended)
-            place = await self._choose_decode(legs, decision)
-            placed_at = time.monotonic()
-            journey.sent(place.replica_id, None)
-            call = Call("POST", self.request.endpoint, self.request.headers, self.request.raw, journal)
-            decode = self._dispatch_decode(legs, place, call)
+            feedback = self._fleet.feedback.begin(self.request, decision)
+            legs.callback(feedback.ended)
+            slot = await self._choose_decode(legs, decision)
+            slots_at = time.monotonic()
+            feedback.sent(slot.replica_id, None)
+            call = Call("POST", self.request.endpoint, self.request.headers, self.request.raw, replay_log)
+            decode = self._dispatch_decode(legs, slot, call)
             opened = await decode.open(self.limits.silence_timeout_s)
             if opened.start.status < HTTPStatus.BAD_REQUEST:
-                journey.opened(opened.start.streams)
-            timed = (None, began_at, placed_at, Pair(None, place.replica_id))
-            return Attempt(opened, decode, decision, journey, legs.pop_all(), *timed)
+                feedback.opened(opened.start.streams)
+            timed = (None, began_at, slots_at, Pair(None, slot.replica_id))
+            return Attempt(opened, decode, decision, feedback, legs.pop_all(), *timed)
 
-    def _dispatch_decode(self, legs: AsyncExitStack, place: Place, call: Call) -> Leg:
+    def _dispatch_decode(self, legs: AsyncExitStack, slot: Slot, call: Call) -> Leg:
         """The call, which ends with `legs`."""
-        decode = Leg("decode", self._fleet.decode.dispatch(place, call))
+        decode = Leg("decode", self._fleet.decode.dispatch(slot, call))
         legs.callback(decode.close)
         return decode
 
@@ -275,8 +275,8 @@ class Attempts:
 
     async def _choose_pair(
         self, stack: AsyncExitStack, prefill_stack: AsyncExitStack, decision: Decision
-    ) -> tuple[Place, Place | None]:
-        """Places on a decode and on a prefill replica; None for the latter when none is free in time. A place with
+    ) -> tuple[Slot, Slot | None]:
+        """Slots on a decode and on a prefill replica; None for the latter when none is free in time. A slot with
         prefill is not held while decode has none: others could use it."""
         decode = await self._choose_decode(stack, decision)
         fleet = self._fleet
@@ -288,36 +288,36 @@ class Attempts:
                 self.limits.prefill_wait_s,
                 self._failed_prefill,
                 decision.prefill,
-                fleet.placing.prefill,
+                fleet.feedback.prefill,
             )
         except TandemError as error:
             logger.warning("serving a request on decode alone: %s", error)
             return decode, None
         return decode, prefill
 
-    async def _choose_decode(self, stack: AsyncExitStack, decision: Decision) -> Place:
+    async def _choose_decode(self, stack: AsyncExitStack, decision: Decision) -> Slot:
         self._decode_replica = None
         avoid = self._failed_decode | self._suspect_decode
         try:
-            place = await choose(
+            slot = await choose(
                 stack,
                 "decode",
                 self._fleet.decode,
                 self.limits.replica_timeout_s,
                 avoid,
                 decision.decode,
-                self._fleet.placing.decode,
+                self._fleet.feedback.decode,
             )
         except DeadlineError as error:
             if self._suspect_decode:
                 self._suspect_decode.clear()
                 return await self._choose_decode(stack, decision)
             raise self._last_error or error from None
-        self._decode_replica = place.replica_id
-        return place
+        self._decode_replica = slot.replica_id
+        return slot
 
-    def _call(self, body: Mapping[str, Any], journal: Journal = ()) -> Call:
-        return Call("POST", self.request.endpoint, self.request.headers, write(body), journal)
+    def _call(self, body: Mapping[str, Any], replay_log: ReplayLog = ()) -> Call:
+        return Call("POST", self.request.endpoint, self.request.headers, write(body), replay_log)
 
 
 async def _end(task: asyncio.Task[Any]) -> None:

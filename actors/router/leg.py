@@ -7,16 +7,14 @@ from collections.abc import Set as AbstractSet
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from actors.engine_pool.discovery import Roster
+from actors.engine_pool.discovery import ReplicaRegistry
+from actors.engine_pool.engines import EnginePool, Slot
 from actors.errors import DeadlineError, EngineDownError, UnavailableError
-from actors.request import Alive, Chunk, EngineTimings, ResponseStart
-from actors.telemetry.latency_breakdown import LegMarks
+from actors.request import EngineTimings, Heartbeat, ResponseStart, StreamChunk
+from actors.telemetry.latency_breakdown import LegTimestamps
 from connectors.errors import TandemError
-
-if TYPE_CHECKING:
-    from actors.engine_pool.engines import Engines, Place
 
 ACCEPT_S = 5.0
 """How long it may take to learn whether an engine has a call that is to end; normally milliseconds."""
@@ -52,7 +50,7 @@ class Items(Protocol):
 
     @property
     def waits(self) -> bool:
-        """Whether the next item that is no `Alive` is still to come."""
+        """Whether the next item that is no `Heartbeat` is still to come."""
 
     async def __anext__(self) -> Any: ...
 
@@ -64,7 +62,7 @@ class Opened:
     """A response whose body has begun, with the items that have come: of a stream the first, else all."""
 
     start: ResponseStart
-    items: list[Chunk | bytes]
+    items: list[StreamChunk | bytes]
 
 
 class Leg:
@@ -105,19 +103,19 @@ class Leg:
         the bytes that came with a token.
         """
         start = await self.start(silence_s)
-        items: list[Chunk | bytes] = []
+        items: list[StreamChunk | bytes] = []
         while (item := await self.next(silence_s)) is not None:
             items.append(item)
-            if start.streams and (isinstance(item, Chunk) or not to_first_token):
+            if start.streams and (isinstance(item, StreamChunk) or not to_first_token):
                 break
-        self._answered(items[-1].timings if items and isinstance(items[-1], Chunk) else None)
+        self._answered(items[-1].timings if items and isinstance(items[-1], StreamChunk) else None)
         return Opened(start, items)
 
     @property
-    def marks(self) -> LegMarks:
+    def timestamps(self) -> LegTimestamps:
         """When the call was sent and answered, as far as it was, and what its engine says of that time."""
         answered_at = time.monotonic() if self._answered_at is None else self._answered_at
-        return LegMarks(self._response.sent_at, answered_at, self._timings)
+        return LegTimestamps(self._response.sent_at, answered_at, self._timings)
 
     @property
     def waits(self) -> bool:
@@ -141,7 +139,7 @@ class Leg:
             except EngineDownError as error:
                 raise UnavailableError(f"the {self.role} engine is not available; try again") from error
             self.heard_at = loop.time()
-            if not isinstance(item, Alive):
+            if not isinstance(item, Heartbeat):
                 return item
 
     async def _within(self, silence_s: float | None, until: float | None) -> Any:
@@ -175,22 +173,22 @@ class Leg:
 async def choose(
     stack: AsyncExitStack,
     role: str,
-    engines: "Engines",
+    engines: EnginePool,
     timeout_s: float,
     avoid: AbstractSet[str] = frozenset(),
     prefer: Sequence[str] = (),
-    roster: Roster | None = None,
-) -> "Place":
-    """Take a place on a replica of `role` that is not one to `avoid`, held until `stack` unwinds; bounded.
+    registry: ReplicaRegistry | None = None,
+) -> Slot:
+    """Take a slot on a replica of `role` that is not one to `avoid`, held until `stack` unwinds; bounded.
 
-    The first of `prefer` that has a place is taken, else the least busy. `roster` gets to know the role's replicas.
+    The first of `prefer` that has a slot is taken, else the least busy. `registry` gets to know the role's replicas.
     """
     try:
         async with deadline(timeout_s, f"waiting for a free {role} replica"):
-            place = await engines.take(avoid, prefer, roster)
+            slot = await engines.take(avoid, prefer, registry)
     except DeadlineError as error:
         if engines.has_engines():
             raise
         raise UnavailableError(f"no {role} engine is running: it may still be starting, see /health") from error
-    stack.callback(engines.give_back, place)
-    return place
+    stack.callback(engines.give_back, slot)
+    return slot

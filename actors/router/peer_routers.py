@@ -11,7 +11,7 @@ from ray.serve.handle import DeploymentHandle
 
 from actors.broadcast import ask_all
 from actors.router.router import Router
-from actors.router.single_flight import Shared
+from actors.router.single_flight import SingleFlight
 from actors.telemetry.recent_requests import newest_of
 
 STATUS_AGE_S = 1.0
@@ -28,7 +28,7 @@ class RouterReplica(Router):
     """A router that knows its colleagues. Its deployment's handle reaches `own_metrics` and `own_status`."""
 
     _colleagues: DeploymentHandle | None = None
-    _status: Shared[dict[str, Any]] | None = None
+    _status: SingleFlight[dict[str, Any]] | None = None
 
     async def own_metrics(self) -> RouterMetricsText:
         """This replica's."""
@@ -39,7 +39,7 @@ class RouterReplica(Router):
         return {
             "replica": _own_id(),
             "ongoing": int(self.metrics.value("tandem_ongoing_requests")),
-            "places_taken": self.places_taken,
+            "slots_taken": self.slots_taken,
             "limit": self.limits.max_ongoing_requests,
             "counts": self.metrics.counts(),
             "recent": self.recent.newest(RECENT_SHOWN),
@@ -54,7 +54,7 @@ class RouterReplica(Router):
     async def status(self) -> dict[str, Any]:
         """The whole service, at most `STATUS_AGE_S` old."""
         if self._status is None:
-            self._status = Shared(self._ask_for_status, STATUS_AGE_S)
+            self._status = SingleFlight(self._ask_for_status, STATUS_AGE_S)
         return await self._status()
 
     async def _ask_for_status(self) -> dict[str, Any]:

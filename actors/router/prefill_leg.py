@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 
 from actors.errors import DeadlineError, RefusedError
 from actors.router.leg import Leg, deadline
-from actors.telemetry.latency_breakdown import LegMarks
+from actors.telemetry.latency_breakdown import LegTimestamps
 from actors.telemetry.router_metrics import RouterMetrics
 from connectors.errors import TandemError
 
@@ -44,9 +44,9 @@ class PrefillLeg:
         metrics: RouterMetrics,
         discard: Discard,
         prefilled: Prefilled,
-        place: AsyncExitStack,
+        slot: AsyncExitStack,
     ) -> None:
-        """Gives `place` back when the leg has ended."""
+        """Gives `slot` back when the leg has ended."""
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._leg = leg
@@ -55,7 +55,7 @@ class PrefillLeg:
         self._metrics = metrics
         self._discard = discard
         self._prefilled = prefilled
-        self._place = place
+        self._slot = slot
         self._holds_kv = True
         self._told_all = False
         """Whether the body of its answer has come: nothing more is wanted of it."""
@@ -63,9 +63,9 @@ class PrefillLeg:
         self._task = asyncio.create_task(self._watch(), name=f"prefill-leg-{transfer_id}")
 
     @property
-    def marks(self) -> LegMarks:
+    def timestamps(self) -> LegTimestamps:
         """Without timings until prefill has answered."""
-        return self._leg.marks
+        return self._leg.timestamps
 
     @property
     def accounted(self) -> bool:
@@ -111,7 +111,7 @@ class PrefillLeg:
             logger.exception("transfer %s cannot be discarded: its lease will end it", self._transfer_id)
         finally:
             self._leg.close()
-            await self._place.aclose()
+            await self._slot.aclose()
 
     async def _watch(self) -> None:
         outcome = "cancelled"

@@ -7,7 +7,7 @@ whatever concerns only the output. Both carry the same single-use transfer id.
 from collections.abc import Mapping
 from typing import Any
 
-from actors.request import TRANSFER_FIELD, Body, Endpoint, Producer
+from actors.request import TRANSFER_FIELD, Body, Endpoint, ProducerAddress
 
 OUTPUT_ONLY = frozenset(
     {
@@ -128,7 +128,7 @@ def prefill_leg(endpoint: Endpoint, body: Body, transfer_id: str) -> dict[str, A
     return leg
 
 
-def decode_leg(body: Body, transfer_id: str, producer: Producer) -> dict[str, Any]:
+def decode_leg(body: Body, transfer_id: str, producer: ProducerAddress) -> dict[str, Any]:
     """The request for the decode engine: the client's own, with the KV to wait for."""
     params = {
         "do_remote_prefill": True,

@@ -6,15 +6,15 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 from actors.broadcast import ask_all
-from actors.engine_pool.engines import Engines
+from actors.engine_pool.engines import EnginePool
 from actors.errors import OverloadedError
 from actors.request import Call, Headers, ResponseStart
 from actors.router.answer import Answer
-from actors.router.client_request import ClientRequest, Timing
-from actors.router.dispatch import Attempts, Fleet
+from actors.router.client_request import ClientRequest, RequestTimer
+from actors.router.dispatch import Dispatcher, Fleet
 from actors.router.leg import Leg, choose, deadline
-from actors.router.routing_feedback import Placing
-from actors.telemetry.recent_requests import Recent
+from actors.router.routing_feedback import RoutingFeedback
+from actors.telemetry.recent_requests import RecentRequests
 from actors.telemetry.router_metrics import RouterMetrics
 from configs.settings import RoleName, RouterLimits
 
@@ -22,20 +22,20 @@ from configs.settings import RoleName, RouterLimits
 class Router:
     """Knows the engines of both roles. `answer` opens a request; closing it ends both legs."""
 
-    def __init__(self, limits: RouterLimits, prefill: Engines, decode: Engines) -> None:
+    def __init__(self, limits: RouterLimits, prefill: EnginePool, decode: EnginePool) -> None:
         self.limits = limits
         self.metrics = RouterMetrics()
-        self._roles: dict[RoleName, Engines] = {"prefill": prefill, "decode": decode}
+        self._roles: dict[RoleName, EnginePool] = {"prefill": prefill, "decode": decode}
         self._decode = decode
-        self._placing = Placing(limits.routing, self.metrics)
-        self._fleet = Fleet(prefill, decode, self.metrics, self._placing, self._discard)
+        self._feedback = RoutingFeedback(limits.routing, self.metrics)
+        self._fleet = Fleet(prefill, decode, self.metrics, self._feedback, self._discard)
         self._ongoing = 0
-        self.recent = Recent()
+        self.recent = RecentRequests()
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Serve's hook: new deadlines, limits and routing for the requests that come from now on."""
         self.limits = RouterLimits.model_validate(user_config)
-        self._placing.reconfigure(self.limits.routing)
+        self._feedback.reconfigure(self.limits.routing)
 
     @property
     def ongoing(self) -> int:
@@ -60,8 +60,8 @@ class Router:
 
         Raises OverloadedError, UnavailableError or DeadlineError when decode gives no answer.
         """
-        attempts = Attempts(
-            request, self.limits, Timing(self.limits.request_timeout_s, request.arrived_at), self._fleet
+        attempts = Dispatcher(
+            request, self.limits, RequestTimer(self.limits.request_timeout_s, request.arrived_at), self._fleet
         )
         answer = Answer(attempts, await attempts.open(), self.metrics)
         try:
@@ -70,9 +70,9 @@ class Router:
             await answer.close()
 
     @property
-    def places_taken(self) -> dict[RoleName, int]:
-        """Places with engines of each role that requests of this router have."""
-        return {role: engines.places_taken for role, engines in self._roles.items()}
+    def slots_taken(self) -> dict[RoleName, int]:
+        """Slots with engines of each role that requests of this router have."""
+        return {role: engines.slots_taken for role, engines in self._roles.items()}
 
     async def close(self) -> None:
         """End the connections to the engines."""
@@ -81,8 +81,8 @@ class Router:
     async def ask_decode(self, method: str, path: str, headers: Headers) -> tuple[ResponseStart, bytes]:
         """Decode's answer to a request without a body."""
         async with AsyncExitStack() as stack, deadline(self.limits.replica_timeout_s, f"{method} {path}"):
-            place = await choose(stack, "decode", self._decode, self.limits.replica_timeout_s)
-            leg = Leg("decode", self._decode.dispatch(place, Call(method, path, headers)))
+            slot = await choose(stack, "decode", self._decode, self.limits.replica_timeout_s)
+            leg = Leg("decode", self._decode.dispatch(slot, Call(method, path, headers)))
             stack.callback(leg.close)
             start, body = await leg.start(), b""
             while isinstance(item := await leg.next(), bytes):

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
-from actors.engine_pool.discovery import Roster
+from actors.engine_pool.discovery import ReplicaRegistry
 from actors.policy.decision import Decision
-from actors.policy.inflight import Trip
+from actors.policy.inflight import InflightRequest
 from actors.policy.planner import Planner
 from actors.policy.prompts import Prompt
-from actors.request import Chunk
+from actors.request import StreamChunk
 from actors.telemetry.router_metrics import RouterMetrics
 from configs.settings import RoutingSettings
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LEARNS_AFTER_S = 0.01
+LEARN_DELAY_S = 0.01
 """What requests have shown of costs is counted so much later, all of it together, and not while a first token waits."""
 
 
-class Later:
+class Deferred:
     """Does what is given to it a moment later."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Later:
 
     def __call__(self, do: Callable[[], None]) -> None:
         if not self._given:
-            asyncio.get_running_loop().call_later(LEARNS_AFTER_S, self._do_all)
+            asyncio.get_running_loop().call_later(LEARN_DELAY_S, self._do_all)
         self._given.append(do)
 
     def _do_all(self) -> None:
@@ -45,14 +45,14 @@ class Later:
                 logger.exception("something could not be learnt")
 
 
-class Journey:
-    """One try at a request: both legs, or decode's alone. It counts from the decision on, before places are reserved:
+class AttemptFeedback:
+    """One try at a request: both legs, or decode's alone. It counts from the decision on, before slots are reserved:
     requests that come at the same time must know of each other. `sent` before anything else, `ended` in any case."""
 
     def __init__(self, planner: Planner, prompt: Prompt, decision: Decision) -> None:
         self._planner = planner
         self._prompt = prompt
-        self._trip: Trip | None = None
+        self._inflight: InflightRequest | None = None
         if decision.decode:
             self.sent(decision.decode[0], next(iter(decision.prefill), None))
         self._tokens = 0
@@ -61,11 +61,11 @@ class Journey:
 
     def sent(self, decode: str, prefill: str | None) -> None:
         """The legs are on their way to these replicas, whichever were meant to have them."""
-        if self._trip is not None:
-            if (self._trip.decode, self._trip.prefill) == (decode, prefill):
+        if self._inflight is not None:
+            if (self._inflight.decode, self._inflight.prefill) == (decode, prefill):
                 return
-            self._planner.ended(self._trip, _now(), broken=True)
-        self._trip = self._planner.begin(self._prompt, decode, prefill, _now())
+            self._planner.ended(self._inflight, _now(), broken=True)
+        self._inflight = self._planner.begin(self._prompt, decode, prefill, _now())
 
     def prefilled(self, body: object) -> None:
         """The prompt is computed (None), or the prefill leg's body is there: its usage has the number of tokens."""
@@ -78,33 +78,33 @@ class Journey:
         """Decode has begun to answer. Of an answer that is not a stream, nobody knows when it had its first token."""
         self._answered = True
         self._tell_prefilled()
-        if streams and self._trip is not None:
-            self._planner.opened(self._trip, _now())
+        if streams and self._inflight is not None:
+            self._planner.opened(self._inflight, _now())
 
     def passed_on(self, item: object) -> None:
         """The client gets `item` of decode's answer."""
-        if isinstance(item, Chunk):
+        if isinstance(item, StreamChunk):
             self._tokens += sum(map(len, item.groups))
 
     def ended(self) -> None:
         """Nothing runs any more."""
         self._tell_prefilled()
-        if self._trip is not None:
-            self._planner.ended(self._trip, _now(), self._tokens, broken=not self._answered)
+        if self._inflight is not None:
+            self._planner.ended(self._inflight, _now(), self._tokens, broken=not self._answered)
 
     def _tell_prefilled(self, prompt_tokens: int | None = None) -> None:
         """Once, with the number of tokens if it has come in time."""
-        if self._prefilled_at is not None and self._trip is not None:
-            self._planner.prefilled(self._trip, self._prefilled_at, prompt_tokens)
+        if self._prefilled_at is not None and self._inflight is not None:
+            self._planner.prefilled(self._inflight, self._prefilled_at, prompt_tokens)
 
 
-class Placing:
+class RoutingFeedback:
     """Decides where requests go, and follows them."""
 
     def __init__(self, settings: RoutingSettings, metrics: RouterMetrics) -> None:
-        self.prefill = Roster()
-        self.decode = Roster()
-        self._planner = Planner(settings, Later())
+        self.prefill = ReplicaRegistry()
+        self.decode = ReplicaRegistry()
+        self._planner = Planner(settings, Deferred())
         self._metrics = metrics
 
     def reconfigure(self, settings: RoutingSettings) -> None:
@@ -138,9 +138,9 @@ class Placing:
         """A call to `replica` broke off there."""
         self._planner.failed(replica, _now())
 
-    def begin(self, request: "ClientRequest", decision: Decision) -> Journey:
+    def begin(self, request: "ClientRequest", decision: Decision) -> AttemptFeedback:
         """A try at `request` where it was decided to go."""
-        return Journey(self._planner, request.prompt, decision)
+        return AttemptFeedback(self._planner, request.prompt, decision)
 
 
 def _now() -> float:

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 Answer = TypeVar("Answer")
 
 
-class Shared(Generic[Answer]):
+class SingleFlight(Generic[Answer]):
     """Call it for an answer that was made at most `age_s` ago; those who come while one is made wait for that one."""
 
     def __init__(self, make: Callable[[], Awaitable[Answer]], age_s: float) -> None:

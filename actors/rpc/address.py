@@ -1,4 +1,4 @@
-"""Where an engine's door is, and how connections notice that the other side is gone."""
+"""Where an engine's server is, and how connections notice that the other side is gone."""
 
 import socket
 from dataclasses import dataclass
@@ -8,15 +8,15 @@ KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 
 
 @dataclass(frozen=True)
-class Address:
-    """Where a door is, and the key to it; its host as it is reached from other nodes."""
+class RpcAddress:
+    """Where a server is, and the key to it; its host as it is reached from other nodes."""
 
     host: str
     port: int
     key: str
 
 
-def kept_alive(connection: socket.socket, unread_s: float | None = None) -> None:
+def enable_keepalive(connection: socket.socket, unread_s: float | None = None) -> None:
     """Have the kernel notice when the other side is gone, and, with `unread_s`, end a connection whose other side takes
     nothing for so long. Connections inherit it from what they come in by."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

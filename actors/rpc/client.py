@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
 
-from actors.rpc.address import Address, kept_alive
-from actors.rpc.messages import Cancel, End, Hello, Order, Unpacker, WireError, pack
+from actors.rpc.address import RpcAddress, enable_keepalive
+from actors.rpc.messages import RpcCancel, RpcEnd, RpcHello, RpcProtocolError, RpcRequest, Unpacker, pack
 
 CONNECT_S = 5.0
 """How long a host may take to accept a connection; normally less than a millisecond."""
 
-IDLE_LINE_S = 60.0
+IDLE_CONNECTION_S = 60.0
 """How long a connection is kept for the next call."""
 
 END_S = 20.0
@@ -29,8 +29,8 @@ class Listener(Protocol):
     def wanted(self) -> bool:
         """Whether it still wants the call: connecting takes time."""
 
-    def began(self, line: "Line") -> None:
-        """The call is made by `line`, until it is over."""
+    def began(self, connection: "Connection") -> None:
+        """The call is made by `connection`, until it is over."""
 
     def came(self, item: Any) -> None:
         """The next item."""
@@ -39,14 +39,14 @@ class Listener(Protocol):
         """There are no more; `lost` says why where the call was not answered to its end."""
 
 
-class Line(asyncio.Protocol):
+class Connection(asyncio.Protocol):
     """One connection."""
 
-    def __init__(self, lines: "Lines", address: Address) -> None:
-        self._lines = lines
+    def __init__(self, pool: "ConnectionPool", address: RpcAddress) -> None:
+        self._pool = pool
         self._address = address
         self._unpacker = Unpacker()
-        self._orders = 0
+        self._requests = 0
         self._listener: Listener | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._broken: str | None = None
@@ -55,53 +55,53 @@ class Line(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Asyncio's hook."""
         self._transport = cast(asyncio.Transport, transport)
-        self._lines.made(self)
-        kept_alive(transport.get_extra_info("socket"))
-        self._transport.write(pack(Hello(self._address.key)))
+        self._pool.made(self)
+        enable_keepalive(transport.get_extra_info("socket"))
+        self._transport.write(pack(RpcHello(self._address.key)))
 
     def data_received(self, data: bytes) -> None:
         """Asyncio's hook."""
         try:
             for item in self._unpacker.feed(data):
                 if self._listener is None:
-                    raise WireError(f"{type(item).__name__} where there is no call")
-                if isinstance(item, End):
+                    raise RpcProtocolError(f"{type(item).__name__} where there is no call")
+                if isinstance(item, RpcEnd):
                     self._ended(self._listener)
                 else:
                     self._listener.came(item)
-        except WireError as error:
+        except RpcProtocolError as error:
             self._broken = f"what it says cannot be read: {error}"
             self._transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
         """Asyncio's hook."""
         self._stop_timer()
-        self._lines.lost(self._address, self)
+        self._pool.lost(self._address, self)
         listener, self._listener = self._listener, None
         if listener is not None:
             listener.over(self._broken or f"the connection is gone{f': {error!r}' if error else ''}")
 
-    def call(self, order: Order, listener: Listener) -> None:
+    def call(self, request: RpcRequest, listener: Listener) -> None:
         """Make the next call; `listener` hears of it until it is over."""
         if self._transport.is_closing():
             listener.over("the connection is gone")
             return
         self._stop_timer()
-        self._orders += 1
+        self._requests += 1
         self._listener = listener
-        self._transport.write(pack(order))
+        self._transport.write(pack(request))
         listener.began(self)
 
     def rest(self) -> None:
         """Be there for the next call, for a while."""
-        self._timer = asyncio.get_running_loop().call_later(IDLE_LINE_S, self._transport.close)
-        self._lines.free(self._address, self)
+        self._timer = asyncio.get_running_loop().call_later(IDLE_CONNECTION_S, self._transport.close)
+        self._pool.free(self._address, self)
 
     def cancel(self) -> None:
         """Nobody wants the rest of the call; its listener hears no more of it."""
         if self._listener is not None:
             self._listener = _NOBODY
-            self._transport.write(pack(Cancel(self._orders)))
+            self._transport.write(pack(RpcCancel(self._requests)))
             self.resume()
             self._timer = asyncio.get_running_loop().call_later(END_S, self._transport.abort)
 
@@ -138,7 +138,7 @@ class _Nobody:
 
     wanted = False
 
-    def began(self, line: Line) -> None: ...
+    def began(self, connection: Connection) -> None: ...
 
     def came(self, item: Any) -> None: ...
 
@@ -156,38 +156,38 @@ class ConnectionsSnapshot:
     idle: int
 
 
-class Lines:
+class ConnectionPool:
     """Those of a router to the engines of one role."""
 
     def __init__(self) -> None:
-        self._free: defaultdict[Address, deque[Line]] = defaultdict(deque)
-        self._all: set[Line] = set()
+        self._free: defaultdict[RpcAddress, deque[Connection]] = defaultdict(deque)
+        self._all: set[Connection] = set()
         self._making: set[asyncio.Task[None]] = set()
 
-    def call(self, address: Address, order: Order, listener: Listener) -> None:
+    def call(self, address: RpcAddress, request: RpcRequest, listener: Listener) -> None:
         """Make a call over a connection that is free, else over a new one; `listener` hears what becomes of it."""
         free = self._free.get(address)
         if free:
-            free.pop().call(order, listener)
+            free.pop().call(request, listener)
             return
-        making = asyncio.create_task(self._call_anew(address, order, listener), name=f"connects-to-{address.host}")
+        making = asyncio.create_task(self._call_anew(address, request, listener), name=f"connects-to-{address.host}")
         self._making.add(making)
         making.add_done_callback(partial(self._made_or_not, listener))
 
-    def made(self, line: Line) -> None:
+    def made(self, connection: Connection) -> None:
         """It is connected."""
-        self._all.add(line)
+        self._all.add(connection)
 
-    def free(self, address: Address, line: Line) -> None:
+    def free(self, address: RpcAddress, connection: Connection) -> None:
         """It has no call."""
-        self._free[address].append(line)
+        self._free[address].append(connection)
 
-    def lost(self, address: Address, line: Line) -> None:
+    def lost(self, address: RpcAddress, connection: Connection) -> None:
         """It is no connection any more."""
-        self._all.discard(line)
+        self._all.discard(connection)
         free = self._free.get(address, deque())
-        if line in free:
-            free.remove(line)
+        if connection in free:
+            free.remove(connection)
         if not free:
             self._free.pop(address, None)  # engines come and go for months
 
@@ -195,8 +195,8 @@ class Lines:
         """End all."""
         for making in self._making:
             making.cancel()
-        for line in list(self._all):
-            line.close()
+        for connection in list(self._all):
+            connection.close()
 
     def snapshot(self) -> ConnectionsSnapshot:
         """Return how many connections there are now."""
@@ -209,15 +209,17 @@ class Lines:
         elif (error := making.exception()) is not None:
             listener.over(f"it was not connected to: {error!r}")
 
-    async def _call_anew(self, address: Address, order: Order, listener: Listener) -> None:
+    async def _call_anew(self, address: RpcAddress, request: RpcRequest, listener: Listener) -> None:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_S):
-                _, line = await loop.create_connection(lambda: Line(self, address), address.host, address.port)
+                _, connection = await loop.create_connection(
+                    lambda: Connection(self, address), address.host, address.port
+                )
         except (OSError, TimeoutError) as error:
             listener.over(f"it takes no connection: {error!r}")
             return
         if listener.wanted:
-            line.call(order, listener)
+            connection.call(request, listener)
         else:
-            line.rest()
+            connection.rest()

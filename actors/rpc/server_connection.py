@@ -1,4 +1,4 @@
-"""A router's connection, at an engine's door: one order after the other, each answered to its end."""
+"""A router's connection, at an engine's server: one request after the other, each answered to its end."""
 
 import asyncio
 import hmac
@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
 from actors.request import Accepted, ResponseStart
-from actors.rpc.messages import Cancel, End, Failure, Hello, Order, Unpacker, WireError, pack
+from actors.rpc.messages import RpcCancel, RpcEnd, RpcFailure, RpcHello, RpcProtocolError, RpcRequest, Unpacker, pack
 
 logger = logging.getLogger(__name__)
 
@@ -15,26 +15,26 @@ HELLO_S = 5.0
 """How long who connects may take to say who it is."""
 
 HELLO_BYTES = 1024
-"""What it may send until then; an order may be of any size: routers have a limit of their own for bodies."""
+"""What it may send until then; a request may be of any size: routers have a limit of their own for bodies."""
 
 LINGER_S = 0.002
 """How long small news wait for what follows, to be sent with it, unless the router waits for them: each wakes it."""
 
-Serve = Callable[[Order, "Caller"], Coroutine[Any, Any, None]]
-"""Answers an order by what it sends to the caller; cancelled when nobody wants the answer any more."""
+Serve = Callable[[RpcRequest, "ServerConnection"], Coroutine[Any, Any, None]]
+"""Answers a request by what it sends to the connection; cancelled when nobody wants the answer any more."""
 
 
-class Caller(asyncio.Protocol):
+class ServerConnection(asyncio.Protocol):
     """Made for each connection. Who does not know `key`, or says what no router would, is let go."""
 
-    def __init__(self, key: str, serve: Serve, callers: set["Caller"]) -> None:
-        """It is in `callers` while it is connected."""
+    def __init__(self, key: str, serve: Serve, connections: set["ServerConnection"]) -> None:
+        """It is in `connections` while it is connected."""
         self._key = key.encode()
         self._serve = serve
-        self._callers = callers
+        self._connections = connections
         self._unpacker = Unpacker(HELLO_BYTES)
         self._known = False
-        self._orders = 0
+        self._requests = 0
         self._call: asyncio.Task[None] | None = None
         self._wanted = False
         self._doubtful = False
@@ -46,7 +46,7 @@ class Caller(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Asyncio's hook."""
         self._transport = cast(asyncio.Transport, transport)
-        self._callers.add(self)
+        self._connections.add(self)
         self._patience = asyncio.get_running_loop().call_later(HELLO_S, self._send_away, "it has said nothing")
 
     def data_received(self, data: bytes) -> None:
@@ -54,13 +54,13 @@ class Caller(asyncio.Protocol):
         try:
             for said in self._unpacker.feed(data):
                 self._hear(said)
-        except WireError as error:
+        except RpcProtocolError as error:
             self._send_away(str(error))
 
     def connection_lost(self, _: Exception | None) -> None:
         """Asyncio's hook: who is gone wants no answer."""
         self._patience.cancel()
-        self._callers.discard(self)
+        self._connections.discard(self)
         self._can_write.set()
         if self._lingering is not None:
             self._lingering.cancel()
@@ -112,23 +112,23 @@ class Caller(asyncio.Protocol):
 
     def _hear(self, said: Any) -> None:
         match said:
-            case Hello(key) if not self._known:
+            case RpcHello(key) if not self._known:
                 if not hmac.compare_digest(key.encode(), self._key):
-                    raise WireError("this door has another key")
+                    raise RpcProtocolError("this server has another key")
                 self._known = True
                 self._patience.cancel()
                 self._unpacker.most_bytes = None
-            case Order() if self._known and self._call is None:
-                self._orders += 1
+            case RpcRequest() if self._known and self._call is None:
+                self._requests += 1
                 self._wanted = True
-                self._doubtful = said.doubtful
+                self._doubtful = said.maybe_full
                 self._call = asyncio.create_task(self._serve(said, self), name="answers-a-call")
                 self._call.add_done_callback(self._answered)
-            case Cancel(number) if self._known:
-                if number == self._orders:
+            case RpcCancel(number) if self._known:
+                if number == self._requests:
                     self._give_up()
             case _:
-                raise WireError(f"no router says {type(said).__name__} here")
+                raise RpcProtocolError(f"no router says {type(said).__name__} here")
 
     def _give_up(self) -> None:
         """Once: what ends a call in its engine takes time, and is not to be cut off itself."""
@@ -141,9 +141,9 @@ class Caller(asyncio.Protocol):
         self._call = None
         if not call.cancelled() and (error := call.exception()) is not None:
             logger.error("a call failed", exc_info=error)
-        self._write(End())
+        self._write(RpcEnd())
 
     def _send_away(self, why: str) -> None:
-        logger.warning("a caller is sent away: %s", why)
-        self._write(Failure("stranger", why))
+        logger.warning("a connection is sent away: %s", why)
+        self._write(RpcFailure("stranger", why))
         self._transport.close()

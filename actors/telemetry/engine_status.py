@@ -20,7 +20,7 @@ NAMES = (
 
 
 @dataclass(frozen=True)
-class EngineLoad:
+class EngineStatus:
     """Numbers of this moment; those of vLLM are as old as its last step."""
 
     running: int
@@ -41,7 +41,7 @@ class EngineLoad:
     """For each engine that KV was sent to: bytes, and seconds in which writes were under way, since the start."""
 
 
-def read_load(registry: CollectorRegistry) -> EngineLoad:
+def read_status(registry: CollectorRegistry) -> EngineStatus:
     """The load of the engine whose metrics are in `registry`."""
     numbers: dict[str, float] = {}
     transfers: dict[str, int] = {}
@@ -58,7 +58,7 @@ def read_load(registry: CollectorRegistry) -> EngineLoad:
                 sent.setdefault(sample.labels["peer"], [0, 0])[0] += sample.value
             elif sample.name == "vllm:tandem_kv_pair_seconds_total":
                 sent.setdefault(sample.labels["peer"], [0, 0])[1] += sample.value
-    return EngineLoad(
+    return EngineStatus(
         running=int(numbers.get("vllm:num_requests_running", 0)),
         waiting=int(numbers.get("vllm:num_requests_waiting", 0)),
         cache_usage=round(numbers.get("vllm:kv_cache_usage_perc", 0.0), 4),

@@ -1,4 +1,4 @@
-"""Where the time to a request's first token went. Pure: marks in, a partition of the interval out.
+"""Where the time to a request's first token went. Pure: timestamps in, a partition of the interval out.
 
 The interval goes from a request's arrival in the router to the first byte of its answer, on the router's clock. What an
 engine has measured comes as durations since the call reached it, on the clock of its own host, and is never compared
@@ -24,7 +24,7 @@ Part = Literal[
     "body",
     "router",
     "retries",
-    "placing",
+    "slot_wait",
     "hops",
     "frontend",
     "prefill_queue",
@@ -41,7 +41,7 @@ Part = Literal[
 body            the client's sending of the request's body
 router          reading the request, deciding, shaping the legs
 retries         legs that broke, before those that answered were begun
-placing         a free place on a replica of each role
+slot_wait       a free slot on a replica of each role
 hops            between router and engines, both ways
 frontend        vLLM's serving layer: template and tokenizer before, detokenizer and response after
 prefill_queue   prefill's scheduler
@@ -59,7 +59,7 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 
 @dataclass(frozen=True)
-class LegMarks:
+class LegTimestamps:
     """One leg on the router's clock, in seconds, and what its engine says of it; None where it said nothing."""
 
     sent_at: float
@@ -68,7 +68,7 @@ class LegMarks:
 
 
 @dataclass(frozen=True)
-class RequestMarks:
+class RequestTimestamps:
     """A request on the router's clock, in seconds. `decode.answered_at` is the first byte of the answer."""
 
     arrived_at: float
@@ -78,10 +78,10 @@ class RequestMarks:
     """The first try begins."""
     retried_at: float
     """The try that answered begins; the same as `tried_at` when it was the first."""
-    placed_at: float
+    slots_at: float
     """There are places for its legs."""
-    decode: LegMarks
-    prefill: LegMarks | None
+    decode: LegTimestamps
+    prefill: LegTimestamps | None
     """None for a local request; without timings where its answer had not come by then."""
     streams: bool
 
@@ -96,7 +96,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Ledger:
+class LatencyBreakdown:
     """The interval in `spans` without gap or overlap, in order; a part may occur more than once."""
 
     spans: tuple[Span, ...]
@@ -118,55 +118,55 @@ Chain = list[tuple[float, Part | None]]
 """What goes on until each time, in order; None stands for decode's wait for KV."""
 
 
-def keep(marks: RequestMarks) -> Ledger:
-    """The ledger of a request whose answer has begun."""
-    legs = [leg for leg in (marks.prefill, marks.decode) if leg is not None]
+def keep(timestamps: RequestTimestamps) -> LatencyBreakdown:
+    """The breakdown of a request whose answer has begun."""
+    legs = [leg for leg in (timestamps.prefill, timestamps.decode) if leg is not None]
     before: Chain = [
-        (marks.read_at, "body"),
-        (marks.tried_at, "router"),
-        (marks.retried_at, "retries"),
-        (marks.placed_at, "placing"),
+        (timestamps.read_at, "body"),
+        (timestamps.tried_at, "router"),
+        (timestamps.retried_at, "retries"),
+        (timestamps.slots_at, "slot_wait"),
         (min(leg.sent_at for leg in legs), "router"),
     ]
     waited_for: Part = "transfer"
     prefill: Chain = []
-    if marks.prefill is not None:
-        if marks.prefill.timings is None:
+    if timestamps.prefill is not None:
+        if timestamps.prefill.timings is None:
             waited_for = "unexplained"
         else:
-            prefill = _prefill_chain(marks.prefill, marks.prefill.timings)
-    start = marks.arrived_at
+            prefill = _prefill_chain(timestamps.prefill, timestamps.prefill.timings)
+    start = timestamps.arrived_at
     spans = _partition(
         start,
-        max(marks.decode.answered_at, start),
+        max(timestamps.decode.answered_at, start),
         _monotonic(before, start),
         _monotonic(prefill, start),
-        _monotonic(_decode_chain(marks), start),
+        _monotonic(_decode_chain(timestamps), start),
         waited_for,
     )
-    return Ledger(spans)
+    return LatencyBreakdown(spans)
 
 
-def _decode_chain(marks: RequestMarks) -> Chain:
-    leg = marks.decode
+def _decode_chain(timestamps: RequestTimestamps) -> Chain:
+    leg = timestamps.decode
     timings = leg.timings
     if timings is None:
         return [(leg.answered_at, "unexplained")]
     reached_at = _reached_at(leg, timings)
-    step: Part = "prefill" if marks.prefill is None else "recompute" if timings.kv_failed else "first_step"
+    step: Part = "prefill" if timestamps.prefill is None else "recompute" if timings.kv_failed else "first_step"
     chain: Chain = [(reached_at, "hops"), (reached_at + timings.queued_s, "frontend")]
     if timings.kv_asked_s is not None and timings.kv_ended_s is not None:
         chain += [(reached_at + timings.kv_asked_s, "decode_queue"), (reached_at + timings.kv_ended_s, None)]
     chain += [
         (reached_at + timings.scheduled_s, "decode_queue"),
         (reached_at + timings.first_token_s, step),
-        (reached_at + timings.answered_s, "frontend" if marks.streams else "generation"),
+        (reached_at + timings.answered_s, "frontend" if timestamps.streams else "generation"),
         (leg.answered_at, "hops"),
     ]
     return chain
 
 
-def _prefill_chain(leg: LegMarks, timings: EngineTimings) -> Chain:
+def _prefill_chain(leg: LegTimestamps, timings: EngineTimings) -> Chain:
     """Until the prompt is computed."""
     reached_at = _reached_at(leg, timings)
     return [
@@ -177,7 +177,7 @@ def _prefill_chain(leg: LegMarks, timings: EngineTimings) -> Chain:
     ]
 
 
-def _reached_at(leg: LegMarks, timings: EngineTimings) -> float:
+def _reached_at(leg: LegTimestamps, timings: EngineTimings) -> float:
     """When the call reached its engine: half of the time on the way is the way there."""
     on_the_way_s = max(leg.answered_at - leg.sent_at - timings.answered_s, 0.0)
     return leg.sent_at + on_the_way_s / 2
@@ -190,9 +190,9 @@ def _partition(
     waits = [until for until, part in decode if part is None]
     # Once all KV is there, prefill is no longer waited for: the token that it draws is nobody's.
     prefill_to = min(prefill[-1][0], waits[-1]) if prefill and waits else start
-    marks = {prefill_to, *(until for chain in (before, prefill, decode) for until, _ in chain)}
+    timestamps = {prefill_to, *(until for chain in (before, prefill, decode) for until, _ in chain)}
     spans: list[Span] = []
-    for begin, stop in pairwise(sorted({start, end, *(mark for mark in marks if start < mark < end)})):
+    for begin, stop in pairwise(sorted({start, end, *(mark for mark in timestamps if start < mark < end)})):
         chain = before if begin < sent_at else prefill if begin < prefill_to else decode
         part = _at(chain, begin) or waited_for
         begin_s = spans.pop().begin_s if spans and spans[-1].part == part else begin - start

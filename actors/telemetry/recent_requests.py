@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from actors.telemetry.latency_breakdown import Ledger
+from actors.telemetry.latency_breakdown import LatencyBreakdown
 
 KEPT = 200
 """Requests that a router replica remembers; about 2 KB each."""
@@ -24,7 +24,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Record:
+class RequestRecord:
     """One request whose answer has begun."""
 
     request_id: str
@@ -36,22 +36,22 @@ class Record:
     status: int
     streams: bool
     pair: Pair
-    ledger: Ledger
+    breakdown: LatencyBreakdown
 
     def describe(self) -> dict[str, Any]:
         """For JSON; times in milliseconds."""
-        spans = [[span.part, round(span.begin_s * 1e3, 3), round(span.end_s * 1e3, 3)] for span in self.ledger.spans]
-        own = {name: value for name, value in vars(self).items() if name not in ("pair", "ledger")}
-        return {**own, **asdict(self.pair), "total_ms": round(self.ledger.total_s * 1e3, 3), "spans_ms": spans}
+        spans = [[span.part, round(span.begin_s * 1e3, 3), round(span.end_s * 1e3, 3)] for span in self.breakdown.spans]
+        own = {name: value for name, value in vars(self).items() if name not in ("pair", "breakdown")}
+        return {**own, **asdict(self.pair), "total_ms": round(self.breakdown.total_s * 1e3, 3), "spans_ms": spans}
 
 
-class Recent:
+class RecentRequests:
     """The newest `KEPT` records; older ones are forgotten."""
 
     def __init__(self, kept: int = KEPT) -> None:
-        self._records: deque[Record] = deque(maxlen=kept)
+        self._records: deque[RequestRecord] = deque(maxlen=kept)
 
-    def add(self, record: Record) -> None:
+    def add(self, record: RequestRecord) -> None:
         self._records.append(record)
 
     def newest(self, most: int) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from actors.telemetry.latency_breakdown import Ledger
+from actors.telemetry.latency_breakdown import LatencyBreakdown
 
 FALLBACKS = frozenset({"no_prefill", "prefill_failed"})
 """Reasons for a local request that was to be remote."""
@@ -73,8 +73,8 @@ class RouterMetrics:
             buckets=SECONDS,
             registry=self.registry,
         )
-        self.ledger = Histogram(
-            "tandem_ledger_seconds",
+        self.breakdown = Histogram(
+            "tandem_latency_breakdown_seconds",
             "Where the time to the first byte of an answer went, by route and part (docs/observing.md). The parts of "
             "a request add up to the time from its arrival to that byte; parts that it does not have are not observed.",
             ["route", "part"],
@@ -82,10 +82,10 @@ class RouterMetrics:
             registry=self.registry,
         )
 
-    def keep(self, route: str, ledger: Ledger) -> None:
-        """Observe one request's ledger."""
-        for part, seconds in ledger.parts.items():
-            self.ledger.labels(route, part).observe(seconds)
+    def keep(self, route: str, breakdown: LatencyBreakdown) -> None:
+        """Observe one request's breakdown."""
+        for part, seconds in breakdown.parts.items():
+            self.breakdown.labels(route, part).observe(seconds)
 
     def value(self, name: str, **labels: str) -> float:
         """One series' value; 0 where there is none yet."""

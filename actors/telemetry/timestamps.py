@@ -19,7 +19,7 @@ class _FirstToken:
     arrival: Arrival | None
 
 
-class Stopwatch:
+class CallTimestamps:
     """Begins when the call reaches the actor; `timings` are known with the first token, and told once."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Stopwatch:
         )
 
 
-class Arrivals:
+class KvArrivals:
     """When the KV of running requests arrived, out of the connector's statistics. Others' are not kept."""
 
     def __init__(self) -> None:

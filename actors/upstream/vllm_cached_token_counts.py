@@ -11,7 +11,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutp
 from vllm.v1.metrics.stats import PrefillStats
 
 
-class PromptDetails(OutputProcessor):
+class CachedTokenCounts(OutputProcessor):
     """Counts a prompt's tokens that came from another engine as computed and, where they fill blocks, as cached now."""
 
     block_tokens: int | None
@@ -19,7 +19,7 @@ class PromptDetails(OutputProcessor):
 
     @classmethod
     def take_over(cls, processor: OutputProcessor, block_tokens: int | None) -> None:
-        """Make a `PromptDetails` of the processor that AsyncLLM has made, which takes none from outside."""
+        """Make a `CachedTokenCounts` of the processor that AsyncLLM has made, which takes none from outside."""
         processor.__class__ = cls
         processor.block_tokens = block_tokens
 

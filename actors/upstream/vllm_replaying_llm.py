@@ -18,9 +18,9 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.metrics.loggers import StatLoggerBase, StatLoggerFactory
 from vllm.v1.metrics.stats import SchedulerStats
 
-from actors.replay_log import SERVED, Served
-from actors.telemetry.timestamps import Arrivals
-from actors.upstream.vllm_cached_token_counts import PromptDetails
+from actors.replay_log import SERVED_CALL, ServedCall
+from actors.telemetry.timestamps import KvArrivals
+from actors.upstream.vllm_cached_token_counts import CachedTokenCounts
 from actors.upstream.vllm_forced_tokens import FORCED_TOKENS
 from actors.upstream.vllm_sendable import check_sendable
 
@@ -41,14 +41,14 @@ def make_replayable(config: VllmConfig) -> None:
     config.model_config.logits_processors = own
 
 
-class Regroup:
-    """Stands before a request's collector and hands it one group of the journal at a time, then all that comes.
+class ReplayCollector:
+    """Stands before a request's collector and hands it one group of the replay_log at a time, then all that comes.
 
     The collector merges what its reader has not taken yet; how much depends on timing. So the next group waits
     until the reader has `released` the one before.
     """
 
-    def __init__(self, collector: RequestOutputCollector, served: Served) -> None:
+    def __init__(self, collector: RequestOutputCollector, served: ServedCall) -> None:
         self._collector = collector
         self._served = served
         self._groups = deque(served.replay)
@@ -94,10 +94,10 @@ class Regroup:
             self._collector.put(merged)
 
 
-class ArrivalsLogger(StatLoggerBase):
+class KvArrivalsLogger(StatLoggerBase):
     """Where vLLM brings the statistics of every step; outputs of the requests that they are of come after them."""
 
-    def __init__(self, arrivals: Arrivals) -> None:
+    def __init__(self, arrivals: KvArrivals) -> None:
         self._arrivals = arrivals
 
     def record(self, scheduler_stats: SchedulerStats | None, *_: Any, **__: Any) -> None:
@@ -114,12 +114,12 @@ def _always(logger: StatLoggerBase) -> StatLoggerFactory:
 
 
 class ReplayingLLM(AsyncLLM):
-    """Generates as AsyncLLM does; a streamed answer of a `Served` call is recorded, and emitted again where it must.
+    """Generate as AsyncLLM does; record the streamed answer of a `ServedCall`, or emit a recorded one again.
 
-    The call's stopwatch is told of its first token.
+    The call's timestamps is told of its first token.
     """
 
-    arrivals: Arrivals
+    arrivals: KvArrivals
 
     @classmethod
     def start(
@@ -129,11 +129,11 @@ class ReplayingLLM(AsyncLLM):
 
         `load` is told of every step, too.
         """
-        arrivals = Arrivals()
+        arrivals = KvArrivals()
         loggers = [] if load is None else [load]
         # With a logger, vLLM would keep statistics that nobody wants.
         if not engine_args.disable_log_stats:
-            loggers.append(ArrivalsLogger(arrivals))
+            loggers.append(KvArrivalsLogger(arrivals))
         llm = cls.from_vllm_config(
             config,
             enable_log_requests=engine_args.enable_log_requests,
@@ -146,15 +146,17 @@ class ReplayingLLM(AsyncLLM):
     def _run_output_handler(self) -> None:
         if self.output_handler is None:
             cache = self.vllm_config.cache_config
-            PromptDetails.take_over(self.output_processor, cache.block_size if cache.enable_prefix_caching else None)
+            CachedTokenCounts.take_over(
+                self.output_processor, cache.block_size if cache.enable_prefix_caching else None
+            )
         super()._run_output_handler()
 
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         check_sendable(prompt, sampling_params, options)
-        served = SERVED.get()
-        stopwatch = None if served is None else served.stopwatch
+        served = SERVED_CALL.get()
+        timestamps = None if served is None else served.timestamps
         one = sampling_params.output_kind is RequestOutputKind.DELTA and sampling_params.n == 1
         if served is not None and not (one and served.begin()):
             if served.replay:
@@ -164,18 +166,18 @@ class ReplayingLLM(AsyncLLM):
         try:
             async with aclosing(super().generate(prompt, params, request_id, **options)) as outputs:
                 async for output in outputs:
-                    if stopwatch is not None:
-                        stopwatch.first_token(output.metrics, self.arrivals.take(stopwatch.request_id))
+                    if timestamps is not None:
+                        timestamps.first_token(output.metrics, self.arrivals.take(timestamps.request_id))
                     if served is not None:
                         served.record(output.outputs[0].token_ids)
                     yield output
                     if served is not None:
                         served.taken()
         finally:
-            if stopwatch is not None:
-                self.arrivals.take(stopwatch.request_id)
+            if timestamps is not None:
+                self.arrivals.take(timestamps.request_id)
 
-    def _forced(self, params: SamplingParams, served: Served | None) -> SamplingParams:
+    def _forced(self, params: SamplingParams, served: ServedCall | None) -> SamplingParams:
         """`params` with the tokens that the call must repeat; such a field from a client counts for nothing."""
         replayed = [token for group in served.replay for token in group] if served else []
         if (
@@ -193,11 +195,11 @@ class ReplayingLLM(AsyncLLM):
         return params
 
     async def _add_request(self, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any) -> None:
-        served = SERVED.get()
-        if served is not None and served.stopwatch.request_id is None:
-            served.stopwatch.handed(request.request_id)
+        served = SERVED_CALL.get()
+        if served is not None and served.timestamps.request_id is None:
+            served.timestamps.handed(request.request_id)
             self.arrivals.expect(request.request_id)
         if served is not None and served.replay:
-            queue = Regroup(queue, served)
+            queue = ReplayCollector(queue, served)
             served.taken = queue.release
         await super()._add_request(request, prompt, parent_req, index, queue)

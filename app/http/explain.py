@@ -12,8 +12,8 @@ from http import HTTPStatus
 from actors.router.answer import Answer
 from actors.router.client_request import ClientRequest
 from actors.router.router import Router
-from actors.telemetry.latency_breakdown import Ledger
-from actors.telemetry.recent_requests import MAX_ID_CHARACTERS, Record, now_unix
+from actors.telemetry.latency_breakdown import LatencyBreakdown
+from actors.telemetry.recent_requests import MAX_ID_CHARACTERS, RequestRecord, now_unix
 from app.http.traces import RequestTrace, Traces
 
 EXPLAIN_HEADER = b"x-tandem-explain"
@@ -32,9 +32,9 @@ def wants_explanation(headers: RawHeaders) -> bool:
     return any(name == EXPLAIN_HEADER and value.strip().lower() in {b"1", b"true"} for name, value in headers)
 
 
-def server_timing(ledger: Ledger) -> tuple[bytes, bytes]:
-    """The header with every part of the ledger, and their sum, in milliseconds to the microsecond."""
-    entries = [*ledger.parts.items(), ("total", ledger.total_s)]
+def server_timing(breakdown: LatencyBreakdown) -> tuple[bytes, bytes]:
+    """The header with every part of the breakdown, and their sum, in milliseconds to the microsecond."""
+    entries = [*breakdown.parts.items(), ("total", breakdown.total_s)]
     return TIMING_HEADER, ", ".join(f"{name};dur={seconds * 1000:.3f}" for name, seconds in entries).encode()
 
 
@@ -67,10 +67,10 @@ class Observer:
         if answer.explanation is None or answer.start.status >= HTTPStatus.BAD_REQUEST:
             return ()
         await answer.account(ACCOUNT_S)
-        return (DECISION_HEADER, answer.explanation.encode()), server_timing(answer.ledger)
+        return (DECISION_HEADER, answer.explanation.encode()), server_timing(answer.breakdown)
 
     def keep(self, answer: Answer, over: bool = False) -> None:
-        """Keep the ledger of an answer whose first bytes have been sent, so that the client does not wait for it: once,
+        """Keep the breakdown of an answer whose first bytes have been sent (the client does not wait for it): once,
         when all is known of it or the answer is `over`."""
         if self.kept or not (over or answer.accounted):
             return
@@ -80,7 +80,7 @@ class Observer:
             if self.trace is not None:
                 self.trace.refused(status)
             return
-        record = Record(
+        record = RequestRecord(
             request_id=self.request.request_id[:MAX_ID_CHARACTERS],
             began_at=now_unix(self.request.arrived_at),
             endpoint=self.request.endpoint,
@@ -89,9 +89,9 @@ class Observer:
             status=status,
             streams=answer.start.streams,
             pair=answer.pair,
-            ledger=answer.ledger,
+            breakdown=answer.breakdown,
         )
-        self.router.metrics.keep(answer.route, answer.ledger)
+        self.router.metrics.keep(answer.route, answer.breakdown)
         self.router.recent.add(record)
         if self.trace is not None:
             self.trace.answered(record)

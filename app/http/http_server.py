@@ -20,7 +20,7 @@ import uvicorn
 from ray import serve
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from actors.rpc.address import kept_alive
+from actors.rpc.address import enable_keepalive
 from actors.upstream.uvicorn_protocol import BoundedHttpProtocol
 from actors.upstream.uvicorn_server import Server
 from connectors.errors import ConfigurationError
@@ -51,7 +51,7 @@ class PortTakenError(ConfigurationError):
     """Something else than a router of this service listens on the port."""
 
 
-class Front:
+class HttpServer:
     """`open` it once, `close` it at the end."""
 
     def __init__(self, app: ASGIApp, host: str, port: int, leave_s: float = 1.0, service: str | None = None) -> None:
@@ -76,7 +76,7 @@ class Front:
                 if time.monotonic() > give_up_at:
                     raise
             await asyncio.sleep(SETTLES_S / 10)
-        kept_alive(listener, UNREAD_S)
+        enable_keepalive(listener, UNREAD_S)
         config = uvicorn.Config(
             self._told,
             http=BoundedHttpProtocol,

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from actors.request import Endpoint
 from actors.router.peer_routers import RouterReplica
-from actors.router.single_flight import Shared
+from actors.router.single_flight import SingleFlight
 from app.http.auth import Authenticated
 from app.http.errors import error_body, error_response
 from app.http.generate import Generate
@@ -49,7 +49,7 @@ def build_http(router: RouterReplica, key_digests: Sequence[bytes] = (), traces:
         routers, engines = await asyncio.gather(router.router_metrics(), router.engine_metrics())
         return merge([*(("router", replica, text) for replica, text in routers), *engines])
 
-    replicas_told, exposition = Shared(healthy, OPEN_AGE_S), Shared(merged, OPEN_AGE_S)
+    replicas_told, exposition = SingleFlight(healthy, OPEN_AGE_S), SingleFlight(merged, OPEN_AGE_S)
 
     async def health(_: Request) -> Response:
         replicas = await replicas_told()

@@ -1,7 +1,7 @@
-"""OpenTelemetry: a span for each request and one for each part of its ledger, in the client's trace if it has one.
+"""OpenTelemetry: a span for each request and one for each part of its breakdown, in the client's trace if it has one.
 
 The engines get the request's span as their parent, so the spans that vLLM makes of them are in the same trace. Spans
-are dated from the ledger when that is kept, soon after the answer begins: until then a traced request costs one span.
+are dated from the breakdown, soon after the answer begins: until then a traced request costs one span.
 SDK and exporter are imported only where an endpoint is set.
 """
 
@@ -13,7 +13,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from actors.request import Headers
 from actors.router.client_request import ClientRequest
-from actors.telemetry.recent_requests import Record, now_unix
+from actors.telemetry.recent_requests import RequestRecord, now_unix
 
 PROPAGATED = ("traceparent", "tracestate")
 
@@ -40,7 +40,7 @@ class RequestTrace:
         """Decode refuses the request."""
         self._span.set_attribute("http.response.status_code", status)
 
-    def answered(self, record: Record) -> None:
+    def answered(self, record: RequestRecord) -> None:
         """The answer has begun: date its parts."""
         self._span.set_attribute("http.response.status_code", record.status)
         self._span.set_attribute("tandem.route", record.route)
@@ -49,7 +49,7 @@ class RequestTrace:
             self._span.set_attribute("tandem.local_reason", record.reason)
         if record.pair.prefill is not None:
             self._span.set_attribute("tandem.prefill", record.pair.prefill)
-        for part in record.ledger.spans:
+        for part in record.breakdown.spans:
             span = self._tracer.start_span(part.part, self._context, start_time=self._at_ns(part.begin_s))
             span.end(self._at_ns(part.end_s))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from actors.autoscaling.load import EngineLoad
+from actors.autoscaling.load import LoadMeter
 from benchmarks.scaling.loads import Arrival
 
 
@@ -61,10 +61,10 @@ class Replica:
     ready_s: float
     machine: Machine
     stopping: bool = False
-    load: EngineLoad = field(init=False)
+    load: LoadMeter = field(init=False)
 
     def __post_init__(self) -> None:
-        self.load = EngineLoad(self.ready_s)
+        self.load = LoadMeter(self.ready_s)
 
     @property
     def ongoing(self) -> int:

@@ -1,6 +1,6 @@
 """Both roles' handles in this process: replicas that are generators, and books of what the router has taken.
 
-The router's side is the real one. `Handle` keeps the contract of `actors.engine_pool.engines.Engines`: a place is held
+The router's side is the real one. `Handle` keeps the contract of `actors.engine_pool.engines.Engines`: a slot is held
 while its context is open, a call runs until it ends or is cancelled.
 """
 
@@ -16,9 +16,9 @@ from typing import Any
 
 from ray.serve.handle import DeploymentBroadcastResponse
 
-from actors.engine_pool.discovery import Roster
+from actors.engine_pool.discovery import ReplicaRegistry
 from actors.errors import EngineDownError
-from actors.request import Accepted, Alive, Call
+from actors.request import Accepted, Call, Heartbeat
 from actors.router.router import Router
 from configs.settings import RouterLimits
 
@@ -42,7 +42,7 @@ class Replica:
 class Place:
     replica: Replica
     metadata: dict[str, Any]
-    doubtful: bool = False
+    maybe_full: bool = False
 
     @property
     def replica_id(self) -> str:
@@ -53,17 +53,17 @@ class _Items(asyncio.Queue[Any]):
     """Items that were not read yet."""
 
     def only_signs_of_life(self) -> bool:
-        return all(isinstance(item, Alive) for item in self._queue)  # type: ignore[attr-defined]
+        return all(isinstance(item, Heartbeat) for item in self._queue)  # type: ignore[attr-defined]
 
 
 class Response:
     """A running call, read item by item."""
 
-    def __init__(self, handle: Handle, place: Place, call: Call) -> None:
+    def __init__(self, handle: Handle, slot: Place, call: Call) -> None:
         self._handle = handle
         self.sent_at = time.monotonic()
         self._items = _Items()
-        self._task = asyncio.create_task(self._run(place.replica, call), name=f"call to {place.replica_id}")
+        self._task = asyncio.create_task(self._run(slot.replica, call), name=f"call to {slot.replica_id}")
         handle.running += 1
         self._task.add_done_callback(self._ended)
 
@@ -129,7 +129,7 @@ def broadcast(
 
 
 class Handle:
-    """A role's handle. `taken` places and `running` calls are zero when nobody uses it."""
+    """A role's handle. `taken` slots and `running` calls are zero when nobody uses it."""
 
     def __init__(self, replicas: Iterable[Replica]) -> None:
         self.replicas = list(replicas)
@@ -144,9 +144,11 @@ class Handle:
         """Whether Serve cannot reach anybody."""
         self._turn = 0
 
-    async def take(self, avoid: Iterable[str] = (), prefer: Sequence[str] = (), roster: Roster | None = None) -> Place:
-        if roster is not None:
-            roster.attach(lambda: {replica.name: 0 for replica in self.replicas})
+    async def take(
+        self, avoid: Iterable[str] = (), prefer: Sequence[str] = (), registry: ReplicaRegistry | None = None
+    ) -> Place:
+        if registry is not None:
+            registry.attach(lambda: {replica.name: 0 for replica in self.replicas})
         free = [replica for replica in self.replicas if replica.name not in avoid]
         await asyncio.sleep(0)
         if not free:
@@ -156,11 +158,11 @@ class Handle:
         preferred = [one for name in prefer for one in free if one.name == name and not self.in_order]
         return Place((preferred or [free[-1 if self.in_order else self._turn % len(free)]])[0], METADATA)
 
-    def give_back(self, place: Place) -> None:
+    def give_back(self, slot: Place) -> None:
         self.taken -= 1
 
-    def dispatch(self, place: Place, call: Call, *_: Any) -> Response:
-        return Response(self, place, call)
+    def dispatch(self, slot: Place, call: Call, *_: Any) -> Response:
+        return Response(self, slot, call)
 
     def has_engines(self) -> bool:
         return bool(self.replicas)
@@ -184,7 +186,7 @@ def router_of(limits: RouterLimits, *handles: Handle) -> Router:
 
 
 async def at_rest(*handles: Handle) -> None:
-    """Nothing that the router took is left: no place, no call, no task."""
+    """Nothing that the router took is left: no slot, no call, no task."""
     async with asyncio.timeout(20):
         while True:
             if not any(handle.taken or handle.running for handle in handles) and len(asyncio.all_tasks()) == 1:

@@ -101,7 +101,7 @@ def test_an_engine_starts_with_the_secret_of_its_environment(monkeypatch):
         started.append(settings)
         raise Started
 
-    monkeypatch.setattr(engine_actor.Engine, "start", start)
+    monkeypatch.setattr(engine_actor.VllmEngine, "start", start)
     monkeypatch.setattr(engine_actor.serve, "get_replica_context", ReplicaContext)
     monkeypatch.setattr(engine_actor.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     for role in (Prefill, Decode):

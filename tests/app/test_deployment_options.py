@@ -85,11 +85,11 @@ class Idle:
         group = ray.util.get_current_placement_group()
         assert group is not None
         remote = ray.remote(num_cpus=0, num_gpus=1)(where)
-        placing = [
+        feedback = [
             PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
             for index in range(len(group.bundle_specs))
         ]
-        return list(await asyncio.gather(*(remote.options(scheduling_strategy=one).remote() for one in placing)))
+        return list(await asyncio.gather(*(remote.options(scheduling_strategy=one).remote() for one in feedback)))
 
 
 def where() -> str:

@@ -237,7 +237,7 @@ def test_the_time_to_the_first_token_is_accounted_for(http, more, most, none):
         parts = server_timing(reply)
     total = parts.pop("total")
     assert sum(parts.values()) == pytest.approx(total, abs=1)
-    assert most | {"router", "placing", "hops", "frontend"} <= parts.keys()
+    assert most | {"router", "slot_wait", "hops", "frontend"} <= parts.keys()
     assert not parts.keys() & (none | {"unexplained", "retries", "recompute"})
     assert 0 < total <= waited_ms
     assert parts["prefill"] > 0

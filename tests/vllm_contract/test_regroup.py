@@ -11,8 +11,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from actors.errors import CannotResumeError
-from actors.replay_log import Served
-from actors.upstream.vllm_replaying_llm import Regroup
+from actors.replay_log import ServedCall
+from actors.upstream.vllm_replaying_llm import ReplayCollector
 
 TOKENS = tuple(range(20))
 
@@ -38,9 +38,9 @@ async def test_groups_come_back_as_they_were(seed: int) -> None:
     """The reader is slow or fast; what comes after the record is cut as it comes."""
     rng = Random(seed)
     journal = cut(rng, TOKENS[: rng.randint(1, len(TOKENS))])
-    served = Served(replay=journal)
+    served = ServedCall(replay=journal)
     collector = RequestOutputCollector(RequestOutputKind.DELTA, "r")
-    regroup = Regroup(collector, served)
+    regroup = ReplayCollector(collector, served)
 
     async def produce() -> None:
         for token in TOKENS:
@@ -74,9 +74,9 @@ async def test_groups_come_back_as_they_were(seed: int) -> None:
 )
 async def test_an_engine_that_does_not_repeat_is_an_error(outputs: list[RequestOutput]) -> None:
     """Never other tokens in their place."""
-    served = Served(replay=((0, 1), (2,)))
+    served = ServedCall(replay=((0, 1), (2,)))
     collector = RequestOutputCollector(RequestOutputKind.DELTA, "r")
-    regroup = Regroup(collector, served)
+    regroup = ReplayCollector(collector, served)
 
     async def read() -> None:
         for one in outputs:
@@ -94,7 +94,7 @@ async def test_an_engine_that_does_not_repeat_is_an_error(outputs: list[RequestO
 async def test_an_error_of_the_engine_passes_at_once() -> None:
     """Whatever waits."""
     collector = RequestOutputCollector(RequestOutputKind.DELTA, "r")
-    regroup = Regroup(collector, Served(replay=((0, 1, 2),)))
+    regroup = ReplayCollector(collector, ServedCall(replay=((0, 1, 2),)))
     regroup.put(output(0))
     regroup.put(ConnectionError("gone"))
     with pytest.raises(ConnectionError):

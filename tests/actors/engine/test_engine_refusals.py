@@ -14,7 +14,7 @@ from fastapi.responses import StreamingResponse
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.exceptions import VLLMValidationError
 
-from actors.engine.vllm_engine import Engine, StopFlag
+from actors.engine.vllm_engine import StopFlag, VllmEngine
 from actors.request import Call
 
 BEGUN = "event: response.created\ndata: {}\n\n"
@@ -25,7 +25,7 @@ async def awake() -> bool:
     return False
 
 
-def engine(error: Exception) -> Engine:
+def engine(error: Exception) -> VllmEngine:
     """An engine whose application streams one event and then fails, behind vLLM's own error handlers."""
     app = FastAPI()
     app.state.args = SimpleNamespace(log_error_stack=False)
@@ -40,7 +40,7 @@ def engine(error: Exception) -> Engine:
         return StreamingResponse(events(), media_type="text/event-stream")
 
     llm: Any = SimpleNamespace(errored=False, is_sleeping=awake)
-    return Engine(llm, app, StopFlag(), AsyncExitStack(), None, load=None, supervisor="")
+    return VllmEngine(llm, app, StopFlag(), AsyncExitStack(), None, load=None, supervisor="")
 
 
 async def answer(error: Exception) -> tuple[int, bytes]:

@@ -1,4 +1,4 @@
-"""An engine's pulse: who hears it, and what stops it."""
+"""An engine's heartbeats: who hears it, and what stops it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from actors.engine.asgi_call import call_asgi
-from actors.engine.heartbeat import Pulse
-from actors.request import Alive, Call, ResponseStart
+from actors.engine.heartbeat import HeartbeatMonitor
+from actors.request import Call, Heartbeat, ResponseStart
 
 
 async def test_every_answer_is_heard_by_all_who_wait() -> None:
@@ -23,10 +23,10 @@ async def test_every_answer_is_heard_by_all_who_wait() -> None:
         await go.acquire()
         return False
 
-    pulse = Pulse(ask, every_s=0.001)
+    heartbeats = HeartbeatMonitor(ask, every_s=0.001)
     heard: list[str] = []
-    with pulse.heard_by(lambda: heard.append("a")):
-        with pulse.heard_by(lambda: heard.append("b")):
+    with heartbeats.subscribed(lambda: heard.append("a")):
+        with heartbeats.subscribed(lambda: heard.append("b")):
             await asked.acquire()
             assert heard == [], "a core that has not answered is not alive"
             go.release()
@@ -51,7 +51,7 @@ async def test_a_question_that_fails_is_asked_again() -> None:
             raise answer
         return answer
 
-    with Pulse(ask, every_s=0.001).heard_by(beat.set):
+    with HeartbeatMonitor(ask, every_s=0.001).subscribed(beat.set):
         async with asyncio.timeout(10):
             await beat.wait()
     assert len(answers) == 0
@@ -75,13 +75,13 @@ async def test_a_call_says_that_its_engine_lives(begun: bool) -> None:
         pass
 
     items: list[Any] = []
-    async with aclosing(call_asgi(app, Call("GET", "/"), pulse=Pulse(ask, every_s=0.001))) as answer:
+    async with aclosing(call_asgi(app, Call("GET", "/"), heartbeats=HeartbeatMonitor(ask, every_s=0.001))) as answer:
         async for item in answer:
             items.append(item)
-            if items.count(Alive()) == 3:
+            if items.count(Heartbeat()) == 3:
                 go.set()
-    assert items.count(Alive()) >= 3
-    start, *body = [item for item in items if item != Alive()]
+    assert items.count(Heartbeat()) >= 3
+    start, *body = [item for item in items if item != Heartbeat()]
     assert start == ResponseStart(200, ())
     assert b"".join(body) == (b"somemore" if begun else b"more")
     await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""When a node's engines are taken for ended: host_gone_s after Ray's word, once, and again where telling failed."""
+"""When a node's engines are taken for ended: node_lost_s after Ray's word, once, and again where telling failed."""
 
 import asyncio
 from types import SimpleNamespace
@@ -8,13 +8,13 @@ from pydantic import SecretStr
 
 from actors.engine import engine_actor, node_failures
 from actors.engine.decode import Decode
-from actors.engine.node_failures import LostHosts, dead_hosts, engines_of, watch_hosts
+from actors.engine.node_failures import LostNodes, dead_nodes_now, engines_of, watch_nodes
 from configs.settings import parse_settings
 
 
 def test_a_node_is_lost_some_time_after_it_is_dead():
-    """Not before host_gone_s, then until it has been told, and never again."""
-    lost = LostHosts([], gone_s=10)
+    """Not before node_lost_s, then until it has been told, and never again."""
+    lost = LostNodes([], gone_s=10)
     assert lost.look(["a"], 100) == []
     assert lost.look(["a", "b"], 109.9) == []
     assert lost.look(["a", "b"], 110) == ["a"]
@@ -28,7 +28,7 @@ def test_a_node_is_lost_some_time_after_it_is_dead():
 
 def test_nodes_that_died_before_our_engine_started_are_none_of_its():
     """A cluster remembers its dead for long; none of them can have met an engine that is new."""
-    lost = LostHosts(["old"], gone_s=1)
+    lost = LostNodes(["old"], gone_s=1)
     assert lost.look(["old"], 0) == []
     assert lost.look(["old"], 100) == []
 
@@ -66,7 +66,7 @@ async def test_the_watch_goes_on_after_failures(ray_says):
             raise RuntimeError("the engine is busy dying")
         done.set()
 
-    watch = asyncio.create_task(watch_hosts(tell, 0.001, await dead_hosts()))
+    watch = asyncio.create_task(watch_nodes(tell, 0.001, await dead_nodes_now()))
     await asyncio.wait_for(done.wait(), 10)
     await asyncio.sleep(0.02)
     watch.cancel()
@@ -96,12 +96,12 @@ async def test_a_node_that_dies_right_after_the_first_look_is_told(ray_says, mon
         def __del__(self) -> None:  # type: ignore[override]
             pass
 
-    monkeypatch.setattr(engine_actor, "Engine", Engine)
+    monkeypatch.setattr(engine_actor, "VllmEngine", Engine)
     monkeypatch.setattr(engine_actor.serve, "get_replica_context", lambda: SimpleNamespace(replica_id=ReplicaID()))
     monkeypatch.setattr(engine_actor.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr(Decode, "look_around", look_around)
     decode = Unended.__new__(Unended)
-    await Unended.__init__(decode, parse_settings({"transfer": {"host_gone_s": 0.001}}), SecretStr("x" * 16))
+    await Unended.__init__(decode, parse_settings({"transfer": {"node_lost_s": 0.001}}), SecretStr("x" * 16))
     assert await asyncio.wait_for(told.get(), 10) == "met."
     for task in asyncio.all_tasks():
         if task.get_name() in ("watches-hosts", "meets-prefill-replicas"):
@@ -118,4 +118,4 @@ class ReplicaID:
 async def test_without_an_answer_every_dead_node_is_told(ray_says):
     """Ray does not say who was dead before: a word too many does no harm."""
     ray_says += [ConnectionError("no head")]
-    assert await dead_hosts() == []
+    assert await dead_nodes_now() == []

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from actors.engine.decode import Decode
-from actors.engine.pair_warmup import OtherRole, meet_s
+from actors.engine.pair_warmup import PeerReplicas, meet_s
 from configs.settings import TransferSettings
 
 
@@ -57,4 +57,4 @@ async def test_a_handshake_that_fails_is_waited_for() -> None:
     for handshake_s in (0.5, 30.0, 300.0):
         whole_s = meet_s(TransferSettings(handshake_s=handshake_s))
         assert whole_s > handshake_s
-        assert OtherRole("decode", whole_s).ask_s > whole_s
+        assert PeerReplicas("decode", whole_s).ask_s > whole_s

@@ -28,7 +28,7 @@ def test_equals_take_turns():
 
 
 def test_all_are_ranked():
-    """Serve tries the next one when the first has no place."""
+    """Serve tries the next one when the first has no slot."""
     assert sorted(rank({"b": 4, "a": 0, "c": 2}, 5)) == ["a", "b", "c"]
     assert rank({"b": 4, "a": 0, "c": 2}, 5) == ["a", "c", "b"]
 

@@ -1,4 +1,4 @@
-"""Places with engines: who is chosen, who waits, and that none is lost."""
+"""Slots with engines: who is chosen, who waits, and that none is lost."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import random
 import pytest
 
 from actors.engine_pool import slots as module
-from actors.engine_pool.discovery import Engine
-from actors.engine_pool.slots import Places
+from actors.engine_pool.discovery import EngineReplica
+from actors.engine_pool.slots import SlotPool
 from actors.errors import OverloadedError
-from actors.rpc.address import Address
+from actors.rpc.address import RpcAddress
 
-DOOR = Address("127.0.0.1", 1, "key")
+DOOR = RpcAddress("127.0.0.1", 1, "key")
 
 
-def engines(queue: int = 100, **places: int) -> dict[str, Engine]:
-    """By name, with so many places each."""
-    return {name: Engine(DOOR, count, queue, {}) for name, count in places.items()}
+def engines(queue: int = 100, **slots: int) -> dict[str, EngineReplica]:
+    """By name, with so many slots each."""
+    return {name: EngineReplica(DOOR, count, queue, {}) for name, count in slots.items()}
 
 
 async def soon(*tasks: asyncio.Task[str]) -> list[str | None]:
@@ -29,8 +29,8 @@ async def soon(*tasks: asyncio.Task[str]) -> list[str | None]:
 
 
 async def test_the_preferred_one_then_the_least_busy() -> None:
-    """Of those that are not avoided, and that have a place."""
-    here = Places(lambda: engines(a=2, b=2, c=2))
+    """Of those that are not avoided, and that have a slot."""
+    here = SlotPool(lambda: engines(a=2, b=2, c=2))
     assert await here.take(prefer=["b"]) == "b"
     assert await here.take(prefer=["x", "b"]) == "b"
     assert await here.take(prefer=["b"], avoid={"a"}) == "c", "b is full"
@@ -40,7 +40,7 @@ async def test_the_preferred_one_then_the_least_busy() -> None:
 
 async def test_who_waits_is_served_in_turn() -> None:
     """First come first served, except for an engine that the first one avoids."""
-    here = Places(lambda: engines(a=1, b=1))
+    here = SlotPool(lambda: engines(a=1, b=1))
     assert {await here.take(), await here.take()} == {"a", "b"}
     first, second = (asyncio.create_task(here.take(avoid=avoid)) for avoid in ({"a"}, set()))
     assert await soon(first, second) == [None, None]
@@ -52,8 +52,8 @@ async def test_who_waits_is_served_in_turn() -> None:
 
 
 async def test_nobody_overtakes() -> None:
-    """A request that comes when others wait waits, too, though it would find a place."""
-    here = Places(lambda: engines(a=1, b=1))
+    """A request that comes when others wait waits, too, though it would find a slot."""
+    here = SlotPool(lambda: engines(a=1, b=1))
     await here.take(prefer=["a"])
     picky = asyncio.create_task(here.take(avoid={"b"}))
     assert await soon(picky) == [None]
@@ -66,7 +66,7 @@ async def test_nobody_overtakes() -> None:
 
 async def test_too_many_wait() -> None:
     """As many as the engines have said; of no engine nothing is known, and one may come."""
-    here = Places(lambda: engines(queue=1, a=1))
+    here = SlotPool(lambda: engines(queue=1, a=1))
     await here.take()
     waiting = asyncio.create_task(here.take())
     await asyncio.sleep(0)
@@ -78,8 +78,8 @@ async def test_too_many_wait() -> None:
 
 async def test_an_engine_that_comes_later() -> None:
     """Is found while requests wait for one."""
-    found: dict[str, Engine] = {}
-    here = Places(lambda: found)
+    found: dict[str, EngineReplica] = {}
+    here = SlotPool(lambda: found)
     waiting = [asyncio.create_task(here.take()) for _ in range(3)]
     await asyncio.sleep(0)
     found |= engines(a=2)
@@ -92,7 +92,7 @@ async def test_an_engine_that_comes_later() -> None:
 
 async def test_an_engine_that_refuses() -> None:
     """Is left alone for a moment where it is full, for ever where it is leaving."""
-    here = Places(lambda: engines(a=5, b=5))
+    here = SlotPool(lambda: engines(a=5, b=5))
     here.full("a")
     assert [await here.take(prefer=["a"]) for _ in range(3)] == ["b"] * 3
     await here.take(prefer=["b"])
@@ -106,13 +106,13 @@ async def test_an_engine_that_refuses() -> None:
 
 
 async def test_a_full_engine_is_asked_by_one_request_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later and later, until it takes a call or one of this router's ends there; then it is asked at once."""
+    """Deferred and later, until it takes a call or one of this router's ends there; then it is asked at once."""
     now = 100.0
     monkeypatch.setattr(module, "_now", lambda: now)
-    here = Places(lambda: engines(a=5))
+    here = SlotPool(lambda: engines(a=5))
     assert [await here.take(), await here.take()] == ["a", "a"]
     here.heard("a", 2)
-    assert not here.doubtful("a")
+    assert not here.maybe_full("a")
     here.full("a")  # as another call found
     for wait_s in (0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0):
         waiting = [asyncio.create_task(here.take()) for _ in range(2)]
@@ -124,7 +124,7 @@ async def test_a_full_engine_is_asked_by_one_request_at_a_time(monkeypatch: pyte
         now += 60.0
         await asyncio.sleep(1.5 * module.LOOK_AGAIN_S)
         assert await soon(*waiting) == ["a", None], "one asks, however long its answer takes"
-        assert here.doubtful("a")
+        assert here.maybe_full("a")
         here.full("a")
         here.give_back("a", served=False)
         waiting[1].cancel()
@@ -133,14 +133,14 @@ async def test_a_full_engine_is_asked_by_one_request_at_a_time(monkeypatch: pyte
     here.give_back("a")
     assert await soon(*waiting) == ["a", None], "one asks"
     here.heard("a", 2)
-    assert await soon(*waiting) == ["a", "a"], "and has found that there are places"
+    assert await soon(*waiting) == ["a", "a"], "and has found that there are slots"
 
 
 async def test_who_asks_a_full_engine_and_leaves_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the next, in its turn."""
     now = 100.0
     monkeypatch.setattr(module, "_now", lambda: now)
-    here = Places(lambda: engines(a=5))
+    here = SlotPool(lambda: engines(a=5))
     here.full("a")
     now += 1.0
     assert await here.take() == "a"
@@ -153,20 +153,20 @@ async def test_who_asks_a_full_engine_and_leaves_is_followed(monkeypatch: pytest
 
 
 async def test_places_of_other_routers_are_theirs() -> None:
-    """As many requests go to an engine as it has places that nobody else is known to have."""
-    here = Places(lambda: engines(a=5))
+    """As many requests go to an engine as it has slots that nobody else is known to have."""
+    here = SlotPool(lambda: engines(a=5))
     await here.take()
     here.heard("a", 4)
     waiting = [asyncio.create_task(here.take()) for _ in range(3)]
     assert await soon(*waiting) == ["a", "a", None], "the second asks whether that is still so"
-    assert here.doubtful("a")
+    assert here.maybe_full("a")
     here.heard("a", 3)
     assert await soon(*waiting) == ["a", "a", "a"]
 
 
 async def test_a_full_engine_is_nobodys_choice_while_another_has_places() -> None:
     """Whoever would be preferred: asking costs time."""
-    here = Places(lambda: engines(a=5, b=5))
+    here = SlotPool(lambda: engines(a=5, b=5))
     here.full("a")
     await asyncio.sleep(module.REFUSED_S * 1.5)
     assert await here.take(prefer=["a"]) == "b"
@@ -174,7 +174,7 @@ async def test_a_full_engine_is_nobodys_choice_while_another_has_places() -> Non
 
 async def test_calls_of_other_routers_count() -> None:
     """As the engine has said, until that is old."""
-    here = Places(lambda: engines(a=9, b=9))
+    here = SlotPool(lambda: engines(a=9, b=9))
     await here.take(prefer=["a"])
     here.heard("a", 4)
     assert here.ongoing() == {"a": 4, "b": 0}
@@ -185,7 +185,7 @@ async def test_calls_of_other_routers_count() -> None:
 async def test_what_is_known_of_engines_that_are_gone_is_forgotten() -> None:
     """Replicas come and go for months."""
     found = engines(a=5)
-    here = Places(lambda: found)
+    here = SlotPool(lambda: found)
     for turn in range(50):
         name = f"engine {turn}"
         found |= engines(**{name: 5})
@@ -194,13 +194,13 @@ async def test_what_is_known_of_engines_that_are_gone_is_forgotten() -> None:
         here.leaving(name)
         del found[name]
         here.give_back(await here.take())
-    assert here.snapshot() == module.PlacesSnapshot(frozenset(), frozenset(), frozenset())
+    assert here.snapshot() == module.SlotPoolSnapshot(frozenset(), frozenset(), frozenset())
 
 
 async def test_no_place_is_lost() -> None:
     """Random takers, some of whom leave while they wait or have just been served."""
     rng = random.Random(1)
-    here = Places(lambda: engines(queue=1000, a=2, b=1))
+    here = SlotPool(lambda: engines(queue=1000, a=2, b=1))
     served = 0
 
     async def client() -> None:

@@ -28,12 +28,12 @@ def known(estimate: Estimate | None) -> Estimate:
 
 def serve(planner: Planner, prompt, now: float, decode="d", prefill=None, prefill_s=1.0, handover_s=0.1, tokens=0):
     """One request from its beginning to its end; the time it ends."""
-    trip = planner.begin(prompt, decode, prefill, now)
+    inflight = planner.begin(prompt, decode, prefill, now)
     if prefill:
-        planner.prefilled(trip, now + prefill_s)
+        planner.prefilled(inflight, now + prefill_s)
         now += handover_s
-    planner.opened(trip, now + prefill_s)
-    planner.ended(trip, now + prefill_s + 0.01 * tokens, tokens)
+    planner.opened(inflight, now + prefill_s)
+    planner.ended(inflight, now + prefill_s + 0.01 * tokens, tokens)
     return now + prefill_s + 0.01 * tokens
 
 
@@ -102,9 +102,9 @@ def test_tokens_of_text_are_counted_by_the_engine():
     planner = Planner(RoutingSettings())
     for n in range(20):
         prompt = read_prompt({"prompt": f"{n:08}" * 1000})
-        trip = planner.begin(prompt, "d", "p", n)
-        planner.prefilled(trip, n + 0.5, 4000)
-        planner.ended(trip, n + 0.6)
+        inflight = planner.begin(prompt, "d", "p", n)
+        planner.prefilled(inflight, n + 0.5, 4000)
+        planner.ended(inflight, n + 0.6)
     assert planner.prompt_tokens(read_prompt({"prompt": "z" * 1000})) == pytest.approx(500, rel=0.02)
     assert planner.prompt_tokens(ids(1000)) == 1000
 
@@ -183,12 +183,12 @@ def test_what_broke_off_teaches_nothing():
     planner = Planner(RoutingSettings(policy="always_remote"))
     before = known(planner.decide(ids(1000, 5000), P, D, 500.0).chosen)
     for n, answered in enumerate((False, True)):
-        trip = planner.begin(ids(1000), "d", "p", 100.0 * n)
+        inflight = planner.begin(ids(1000), "d", "p", 100.0 * n)
         if answered:
-            planner.prefilled(trip, 100.0 * n + before.compute_s)
-        planner.ended(trip, 100.0 * n + 90, broken=True)
-        planner.ended(trip, 100.0 * n + 90)
-        planner.opened(trip, 100.0 * n + 95)
+            planner.prefilled(inflight, 100.0 * n + before.compute_s)
+        planner.ended(inflight, 100.0 * n + 90, broken=True)
+        planner.ended(inflight, 100.0 * n + 90)
+        planner.opened(inflight, 100.0 * n + 95)
     after = known(planner.decide(ids(1000, 5000), P, D, 500.0).chosen)
     assert after.compute_s == pytest.approx(before.compute_s, rel=0.01)
     assert after.handover_s == before.handover_s
@@ -212,7 +212,7 @@ def test_any_day_ends_at_rest(days, seed):
     """Requests of any kind that begin, open, end or break off in any order leave no load, and decisions are whole."""
     dice = random.Random(seed)
     planner = Planner(RoutingSettings(prefix_tokens_per_engine=5000, policy=dice.choice(["cost", "least_load"])))
-    open_trips, now = [], 0.0
+    open_requests, now = [], 0.0
     for body, later in days:
         now += later
         prompt = read_prompt(body)
@@ -223,11 +223,11 @@ def test_any_day_ends_at_rest(days, seed):
         chosen = known(decision.chosen)
         assert min(chosen.ttft_s, chosen.decoding_s, chosen.interference_s) >= 0
         assert 0 < chosen.uncached_tokens <= decision.prompt_tokens
-        open_trips.append(planner.begin(prompt, decision.decode[0], next(iter(decision.prefill), None), now))
-        for trip in dice.sample(open_trips, dice.randrange(len(open_trips) + 1)):
+        open_requests.append(planner.begin(prompt, decision.decode[0], next(iter(decision.prefill), None), now))
+        for inflight in dice.sample(open_requests, dice.randrange(len(open_requests) + 1)):
             what = dice.choice([planner.prefilled, planner.opened, planner.ended])
-            what(trip, now + dice.random())  # in any order
-    for trip in open_trips:
-        planner.ended(trip, now + 1, dice.randrange(50))
+            what(inflight, now + dice.random())  # in any order
+    for inflight in open_requests:
+        planner.ended(inflight, now + 1, dice.randrange(50))
     planner.decide(ids(9), {}, {}, now + 2)
     assert planner.engines() == {"prefill": 0, "decode": 0, "pieces": 0}

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from actors.errors import EngineDownError, EngineError
-from actors.request import Alive, Call, Chunk, ResponseStart
+from actors.request import Call, Heartbeat, ResponseStart, StreamChunk
 from tests.actors.behaviours import EVENTS, fleet, request, well
 from tests.actors.fleet import at_rest
 
 
-def token(number: int) -> Chunk:
-    return Chunk(b'data: {"choices": [{"index": 0, "text": "%d"}]}\n\n' % number, ((number,),))
+def token(number: int) -> StreamChunk:
+    return StreamChunk(b'data: {"choices": [{"index": 0, "text": "%d"}]}\n\n' % number, ((number,),))
 
 
-DONE = Chunk(b"data: [DONE]\n\n", ())
+DONE = StreamChunk(b"data: [DONE]\n\n", ())
 
 
 async def pieces(decode: Any) -> list[int]:
@@ -66,9 +66,9 @@ async def test_a_sign_of_life_holds_no_token_up() -> None:
         yield ResponseStart(200, EVENTS)
         yield token(0)
         await asyncio.sleep(0.1)
-        yield Alive()
+        yield Heartbeat()
         yield token(1)
-        yield Alive()
+        yield Heartbeat()
         await asyncio.sleep(0.1)
         yield DONE
 
@@ -81,7 +81,7 @@ async def test_what_is_put_together_has_bounds() -> None:
     async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
         yield ResponseStart(200, EVENTS)
         for number in range(20):
-            yield Chunk(b'data: {"choices": [{"index": 0, "text": "%s"}]}\n\n' % (b"x" * 20_000), ((number,),))
+            yield StreamChunk(b'data: {"choices": [{"index": 0, "text": "%s"}]}\n\n' % (b"x" * 20_000), ((number,),))
         yield DONE
 
     found = await pieces(serve)
@@ -94,7 +94,7 @@ async def test_nothing_that_came_before_a_death_is_lost() -> None:
     known: list[int] = []
 
     async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
-        known.append(len(call.journal))
+        known.append(len(call.replay_log))
         yield ResponseStart(200, EVENTS)
         for number in range(6 if len(known) == 1 else 10):
             yield token(number)

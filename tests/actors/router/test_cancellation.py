@@ -1,4 +1,4 @@
-"""A request that is cancelled at each place where the router waits: nothing that it took stays taken."""
+"""A request that is cancelled at each slot where the router waits: nothing that it took stays taken."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FAR = 1000
 
 
 class CancelledAt:
-    """Awaits `work`, and cancels the running task at the n-th place where it waits."""
+    """Awaits `work`, and cancels the running task at the n-th slot where it waits."""
 
     def __init__(self, work: Any, n: int) -> None:
         self._work = work
@@ -108,7 +108,7 @@ STORIES: dict[str, tuple[list[Any], list[Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("story", STORIES)
 async def test_cancelled_at_each_wait(story):
-    """Places given back, calls ended once their replicas have them, KV that nobody fetches discarded, no task left."""
+    """Slots given back, calls ended once their replicas have them, KV that nobody fetches discarded, no task left."""
     prefill, decode, more = STORIES[story]
     wanted = request(**more)
 

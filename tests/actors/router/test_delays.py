@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from actors.errors import EngineDownError
-from actors.request import TRANSFER_FIELD, Call, Chunk, ResponseStart
+from actors.request import TRANSFER_FIELD, Call, ResponseStart, StreamChunk
 from actors.router.client_request import ClientRequest
-from actors.telemetry.latency_breakdown import Ledger
-from actors.telemetry.timestamps import Stopwatch
+from actors.telemetry.latency_breakdown import LatencyBreakdown
+from actors.telemetry.timestamps import CallTimestamps
 from configs.settings import RouterLimits
 from tests.actors.behaviours import EVENTS, JSON, event, request
 from tests.actors.fleet import Handle, Replica, at_rest, router_of
@@ -44,7 +44,7 @@ class Engines:
             await self.stage("retries")
             raise EngineDownError("dead")
         await self.stage("hop to prefill")
-        watch, stats = Stopwatch(), SimpleNamespace()
+        watch, stats = CallTimestamps(), SimpleNamespace()
         stats.queued_ts = await self.stage("prefill's tokenizer")
         stats.scheduled_ts = await self.stage("prefill's queue")
         stats.first_token_ts = await self.stage("prefill")
@@ -57,7 +57,7 @@ class Engines:
 
     async def _decode(self, call: Call, _: int) -> AsyncGenerator[Any, None]:
         body = json.loads(call.body)
-        watch, stats = Stopwatch(), SimpleNamespace()
+        watch, stats = CallTimestamps(), SimpleNamespace()
         stats.queued_ts = await self.stage("decode's tokenizer")
         arrival = None
         if TRANSFER_FIELD in body:
@@ -77,9 +77,9 @@ class Engines:
         await self.stage("detokenizer")
         timings = watch.tell()
         await self.stage("hop from decode")
-        yield Chunk(event(1, index=0, text="a", finish_reason=None), ((1,),), timings)
+        yield StreamChunk(event(1, index=0, text="a", finish_reason=None), ((1,),), timings)
         await self.stage("streaming")
-        yield Chunk(event(1, index=0, text="b", finish_reason="length") + b"data: [DONE]\n\n", ((2,),))
+        yield StreamChunk(event(1, index=0, text="b", finish_reason="length") + b"data: [DONE]\n\n", ((2,),))
 
 
 async def _is_over(role: Handle) -> None:
@@ -89,11 +89,11 @@ async def _is_over(role: Handle) -> None:
         await asyncio.sleep(0.001)
 
 
-async def ledger_of(engines: Engines, wanted: ClientRequest) -> Ledger:
+async def ledger_of(engines: Engines, wanted: ClientRequest) -> LatencyBreakdown:
     async with engines.router.answer(wanted) as answer:
-        ledger = answer.ledger
+        breakdown = answer.breakdown
     await at_rest(engines.prefill, engines.decode)
-    return ledger
+    return breakdown
 
 
 @pytest.mark.parametrize(
@@ -118,13 +118,13 @@ async def ledger_of(engines: Engines, wanted: ClientRequest) -> Ledger:
 async def test_a_delay_of_a_remote_request_is_in_its_part(stage, part):
     """It is the largest part, holds the delay, and the parts are the total."""
     engines = Engines(**{stage: DELAY_S})
-    ledger = await ledger_of(engines, request(stream=stage != "generation"))
-    parts = ledger.parts
+    breakdown = await ledger_of(engines, request(stream=stage != "generation"))
+    parts = breakdown.parts
     assert max(parts, key=parts.__getitem__) == part, parts
     # Of a delay on one way alone, half is taken for the other way.
     assert parts[part] >= (DELAY_S / 2 if part == "hops" else DELAY_S) * 0.99
-    assert sum(parts.values()) == pytest.approx(ledger.total_s, abs=1e-6)
-    assert ledger.total_s >= DELAY_S
+    assert sum(parts.values()) == pytest.approx(breakdown.total_s, abs=1e-6)
+    assert breakdown.total_s >= DELAY_S
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ async def test_a_delay_of_a_local_request_is_in_its_part(stage, part):
     engines = Engines(**{stage: DELAY_S})
     parts = (await ledger_of(engines, request(n=2))).parts
     assert max(parts, key=parts.__getitem__) == part, parts
-    assert parts.keys() <= {"body", "router", "placing", "hops", "frontend", "decode_queue", "prefill"}
+    assert parts.keys() <= {"body", "router", "slot_wait", "hops", "frontend", "decode_queue", "prefill"}
 
 
 async def test_waiting_for_a_place_is_in_its_part(monkeypatch):
@@ -155,7 +155,7 @@ async def test_waiting_for_a_place_is_in_its_part(monkeypatch):
 
     monkeypatch.setattr(engines.decode, "take", late)
     parts = (await ledger_of(engines, request())).parts
-    assert max(parts, key=parts.__getitem__) == "placing", parts
+    assert max(parts, key=parts.__getitem__) == "slot_wait", parts
 
 
 async def test_prefill_is_heard_though_its_answer_comes_late():
@@ -166,8 +166,8 @@ async def test_prefill_is_heard_though_its_answer_comes_late():
         assert engines.prefill.taken == 1
         await answer.account(20)
         assert answer.accounted
-        assert answer.ledger.parts["prefill"] >= DELAY_S * 0.99
-        assert "unexplained" not in answer.ledger.parts
+        assert answer.breakdown.parts["prefill"] >= DELAY_S * 0.99
+        assert "unexplained" not in answer.breakdown.parts
         await asyncio.wait_for(_is_over(engines.prefill), 20)
         assert engines.decode.taken == 1
     await at_rest(engines.prefill, engines.decode)
@@ -201,7 +201,7 @@ async def test_nobody_waits_longer_than_it_wants_for_prefills_answer():
     engines = Engines(**{"prefill's answer": 60})
     async with engines.router.answer(request()) as answer:
         await answer.account(0.01)
-        assert "unexplained" in answer.ledger.parts
+        assert "unexplained" in answer.breakdown.parts
     await at_rest(engines.prefill, engines.decode)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from actors.errors import CannotResumeError, DeadlineError, EngineDownError, UnavailableError
-from actors.request import TRANSFER_FIELD, Call, Chunk, ResponseStart
+from actors.request import TRANSFER_FIELD, Call, ResponseStart, StreamChunk
 from actors.router.client_request import ClientRequest
 from testing.sse import said
 from tests.actors.behaviours import (
@@ -121,7 +121,7 @@ async def test_what_an_engine_answers_is_the_answer(status):
 
 
 async def test_a_transfer_that_cannot_be_discarded_leaves_nothing_here():
-    """Its lease ends it in the engine; the leg and its place are given back all the same."""
+    """Its lease ends it in the engine; the leg and its slot are given back all the same."""
     router, p, d = fleet([well], [answers(400, {"error": "no"})])
     p.silent = True
     answer, _ = await ask(router, request())
@@ -153,7 +153,7 @@ async def test_a_stream_outlives_its_engine(cut, half):
     """At whichever token it dies: none lost, none twice, usage, finish reason and `created` as if nothing was."""
     router, p, d = fleet([well], [engine(1, [2, 1, 1], cut, half), engine(2, [1, 3])])
     uninterrupted = said(
-        b"".join([b.body if isinstance(b, Chunk) else b async for b in engine(3, [5])(Call("", ""), 1)][1:])
+        b"".join([b.body if isinstance(b, StreamChunk) else b async for b in engine(3, [5])(Call("", ""), 1)][1:])
     )
     for _ in range(2):
         _, body = await ask(router, request())
@@ -212,7 +212,7 @@ async def test_an_engine_that_cannot_repeat_says_so():
     """Its reason is the client's error."""
 
     async def cannot(call: Call, _: int) -> AsyncGenerator[Any, None]:
-        if call.journal:
+        if call.replay_log:
             raise CannotResumeError("speculative decoding")
         async for item in engine(1, [1], 7)(call, 1):
             yield item
@@ -266,7 +266,7 @@ async def test_a_stream_that_ends_early_is_not_taken_for_whole():
 
     async def stops(call: Call, _: int) -> AsyncGenerator[Any, None]:
         yield ResponseStart(200, EVENTS)
-        yield Chunk(event(1, index=0, text="<0>"), ((0,),))
+        yield StreamChunk(event(1, index=0, text="<0>"), ((0,),))
 
     router, p, d = fleet([well], [stops, stops])
     with pytest.raises(UnavailableError, match="before its end"):
@@ -294,7 +294,7 @@ async def test_a_stream_that_begins_before_its_kv_is_there():
         yield b"event: response.created\ndata: {}\n\n"
         asyncio.get_running_loop().call_later(0.05, computing.set)
         await p.delivered[transfers(d)[0]].wait()
-        yield Chunk(b"event: response.output_text.delta\ndata: {}\n\n", ((7,),))
+        yield StreamChunk(b"event: response.output_text.delta\ndata: {}\n\n", ((7,),))
         yield b"event: response.completed\ndata: {}\n\n"
 
     p, d = Handle([Replica("p0", slow_prefill)]), Handle([Replica("d0", eager)])

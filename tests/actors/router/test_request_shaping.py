@@ -2,14 +2,14 @@
 
 import pytest
 
-from actors.request import Endpoint, Producer
+from actors.request import Endpoint, ProducerAddress
 from actors.router.request_shaping import OUTPUT_ONLY, decode_leg, prefill_leg, why_local
 
 COMPLETIONS: Endpoint = "/v1/completions"
 CHAT: Endpoint = "/v1/chat/completions"
 RESPONSES: Endpoint = "/v1/responses"
 TURN = [{"role": "user", "content": "hi"}]
-PRODUCER = Producer(remote_engine_id="e1", remote_host="10.0.0.1", remote_port=4711, tp_size=2)
+PRODUCER = ProducerAddress(remote_engine_id="e1", remote_host="10.0.0.1", remote_port=4711, tp_size=2)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +150,6 @@ def test_the_clients_body_is_left_alone():
 def test_a_producer_is_read_from_a_connectors_reply():
     """Other keys of the reply are ignored; a missing one is an error."""
     reply = {"remote_engine_id": "e", "remote_host": "h", "remote_port": 1, "tp_size": 1, "transfer_id": "x"}
-    assert Producer.from_params(reply) == Producer("e", "h", 1, 1)
+    assert ProducerAddress.from_params(reply) == ProducerAddress("e", "h", 1, 1)
     with pytest.raises(KeyError, match="remote_port"):
-        Producer.from_params({"remote_engine_id": "e", "remote_host": "h"})
+        ProducerAddress.from_params({"remote_engine_id": "e", "remote_host": "h"})

@@ -25,12 +25,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from actors.engine.asgi_call import call_asgi
-from actors.engine_pool.serve_discovery import Announced
+from actors.engine_pool.serve_discovery import DiscoveryRouter
 from actors.errors import EngineDownError
-from actors.request import TRANSFER_FIELD, Accepted, Call, Chunk, ResponseStart
+from actors.request import TRANSFER_FIELD, Accepted, Call, ResponseStart, StreamChunk
 from actors.router.peer_routers import STATUS_AGE_S
-from actors.rpc.messages import Order
-from actors.rpc.server import Door, announced
+from actors.rpc.messages import RpcRequest
+from actors.rpc.server import RpcServer, replica_metadata
 from app.http.routes import OPEN_AGE_S
 from app.main import ROUTER_ENVIRONMENT, HttpRouter
 from configs.settings import RouterLimits, RoutingSettings
@@ -65,8 +65,8 @@ class Engine:
 
     async def __init__(self, role: str) -> None:  # type: ignore[misc]
         self.role = role
-        self.door = Door(self.serve_order, places=100)
-        self.address = await self.door.open("127.0.0.1", 0)
+        self.server = RpcServer(self.serve_request, slots=100)
+        self.address = await self.server.open("127.0.0.1", 0)
         self.running = 0
         self.held: set[str] = set()
         self.discarded = 0
@@ -75,9 +75,9 @@ class Engine:
 
     def record_replica_metadata(self) -> dict[str, object]:
         producer = {"remote_engine_id": "e", "remote_host": "127.0.0.1", "remote_port": 1, "tp_size": 1}
-        return announced(self.address, 100, producer=producer)
+        return replica_metadata(self.address, 100, producer=producer)
 
-    async def serve_order(self, order: Order) -> AsyncGenerator[object, None]:
+    async def serve_request(self, order: RpcRequest) -> AsyncGenerator[object, None]:
         if order.transfer_id is None:
             answer = self.call(order.call)
         else:
@@ -101,7 +101,7 @@ class Engine:
                 async for item in answer:
                     if item == b"poison":
                         raise EngineDownError(self.role)
-                    yield Chunk(item, ()) if item == FIRST_TOKEN else item
+                    yield StreamChunk(item, ()) if item == FIRST_TOKEN else item
         finally:
             self.running -= 1
 
@@ -111,12 +111,12 @@ class Engine:
         if self.role == "prefill":
             yield ResponseStart(200, ())
             return
-        sent, known = 0, sum(map(len, call.journal))
+        sent, known = 0, sum(map(len, call.replay_log))
         async for item in engine(os.getpid(), [1, 2])(call, 1):
             if sent >= body.get("at", FOREVER_S):
                 exit_once(Path(body["once"]))
             yield item
-            sent += sum(map(len, item.groups)) if isinstance(item, Chunk) else 0
+            sent += sum(map(len, item.groups)) if isinstance(item, StreamChunk) else 0
             if sent > known:
                 await asyncio.sleep(0.01)
 
@@ -170,7 +170,7 @@ def deploy(num_cpus: float = 0.1, routers: int = 1) -> None:
     """Start the service, or replace the engines of one that runs. A replica that is told to stop has no time."""
     actor = serve.deployment(Engine).options(
         ray_actor_options={"num_cpus": num_cpus},
-        request_router_config=RequestRouterConfig(request_router_class=Announced),
+        request_router_config=RequestRouterConfig(request_router_class=DiscoveryRouter),
         graceful_shutdown_timeout_s=0.2,
     )
     options = {"num_cpus": 0.1, "runtime_env": {"env_vars": ROUTER_ENVIRONMENT}}
@@ -304,7 +304,7 @@ async def test_too_many_requests_are_refused_at_once(client):
 
 
 async def test_a_body_that_never_ends(client):
-    """It loses its place among the admitted after body_timeout_s, with an answer."""
+    """It loses its slot among the admitted after body_timeout_s, with an answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
     writer.write(head.encode() + b'{"prompt": "and then')

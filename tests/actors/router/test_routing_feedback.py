@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from actors.request import TRANSFER_FIELD, Call, Chunk, ResponseStart
+from actors.request import TRANSFER_FIELD, Call, ResponseStart, StreamChunk
 from actors.router.client_request import ClientRequest
-from actors.router.routing_feedback import LEARNS_AFTER_S, Later
+from actors.router.routing_feedback import LEARN_DELAY_S, Deferred
 from configs.settings import RouterLimits, RoutingSettings
 from tests.actors.behaviours import EVENTS, JSON, counted, dies
 from tests.actors.fleet import Handle, Replica, at_rest, router_of
@@ -51,7 +51,7 @@ class Engines:
             yield b"{}"
             return
         for token in range(body["max_tokens"]):
-            yield Chunk(b'data: {"choices": [{"index": 0, "text": "x"}]}\n\n', ((token,),))
+            yield StreamChunk(b'data: {"choices": [{"index": 0, "text": "x"}]}\n\n', ((token,),))
         if body.get("waits"):
             await self.streaming.wait()
         yield b"data: [DONE]\n\n"
@@ -210,7 +210,7 @@ async def test_an_answer_of_prefill_without_a_body():
 
 
 async def test_requests_that_come_at_the_same_time_know_of_each_other():
-    """Places are reserved later, and Serve hears of them last; eight prompts spread over four prefill replicas."""
+    """SlotPool are reserved later, and Serve hears of them last; eight prompts spread over four prefill replicas."""
     engines = Engines(limits(policy="least_load"), prefill="pqrs")
     await engines.ask(ids(10))
     before, gate = engines.calls(), asyncio.Event()
@@ -245,7 +245,7 @@ async def test_usage_of_the_prefill_leg_is_learnt():
 
 async def test_costs_are_learnt_a_moment_later(caplog):
     """Not while an answer is on its way; all that is given, in its order, whichever of it fails."""
-    later, done = Later(), []
+    later, done = Deferred(), []
 
     def fails() -> None:
         raise ValueError("no lesson")
@@ -253,8 +253,8 @@ async def test_costs_are_learnt_a_moment_later(caplog):
     for lesson in (lambda: done.append(1), fails, lambda: done.append(2)):
         later(lesson)
     assert not done
-    await asyncio.sleep(5 * LEARNS_AFTER_S)
+    await asyncio.sleep(5 * LEARN_DELAY_S)
     assert (done, "no lesson" in caplog.text) == ([1, 2], True)
     later(lambda: done.append(3))
-    await asyncio.sleep(5 * LEARNS_AFTER_S)
+    await asyncio.sleep(5 * LEARN_DELAY_S)
     assert done[-1] == 3

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import pytest
 
 from actors.errors import EngineDownError
-from actors.request import Alive, Call
+from actors.request import Call, Heartbeat
 from testing.sse import said
 from tests.actors.behaviours import (
     LIMITS,
@@ -83,7 +83,7 @@ def queued(serve: Any, at: int = 0) -> Any:
             if number == at:
                 for _ in range(40):
                     await asyncio.sleep(0.1)
-                    yield Alive()
+                    yield Heartbeat()
             number += 1
             yield item
 

@@ -1,4 +1,4 @@
-"""Each test of a door, on both kinds of event loop."""
+"""Each test of a server, on both kinds of event loop."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 import uvloop
 
 from actors.engine_pool import engines as module
-from actors.engine_pool.discovery import Engine
-from actors.engine_pool.engines import Engines
-from actors.rpc.server import Door, announced
+from actors.engine_pool.discovery import EngineReplica
+from actors.engine_pool.engines import EnginePool
+from actors.rpc.server import RpcServer, replica_metadata
 from tests.actors.rpc.world import Served, World
 
 
@@ -26,13 +26,13 @@ def event_loop_policy(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture
 async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[World, None]:
     served = Served()
-    door = Door(served, places=2)
-    address = await door.open("127.0.0.1", 0)
-    known = {"e": Engine(address, 9, 9, announced(address, 9))}
+    server = RpcServer(served, slots=2)
+    address = await server.open("127.0.0.1", 0)
+    known = {"e": EngineReplica(address, 9, 9, replica_metadata(address, 9))}
     monkeypatch.setattr(module, "engines_of", lambda _: known)
     handle: Any = SimpleNamespace(deployment_id="engines")
     handle.options = lambda: handle
-    engines = Engines(handle)
-    yield World(served, door, address, engines)
+    engines = EnginePool(handle)
+    yield World(served, server, address, engines)
     await engines.close()
-    await door.close()
+    await server.close()

@@ -1,4 +1,4 @@
-"""A router's connections to a door: when they are used again, when they end, and when the engine has to wait."""
+"""A router's connections to a server: when they are used again, when they end, and when the engine has to wait."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from actors.engine_pool.engines import EngineCall, Place
-from actors.engine_pool.slots import Places
+from actors.engine_pool.engines import EngineCall, Slot
+from actors.engine_pool.slots import SlotPool
 from actors.errors import EngineDownError
 from actors.request import Accepted
 from actors.router.leg import Leg
 from actors.rpc import client, server_connection
-from actors.rpc.address import Address
-from actors.rpc.messages import HEAD, End, Failure, pack
+from actors.rpc.address import RpcAddress
+from actors.rpc.messages import HEAD, RpcEnd, RpcFailure, pack
 from tests.actors.rpc.world import CALL, ITEMS, PIECE_BYTES, POURED, World, items, joined, read
 
 
@@ -32,10 +32,10 @@ async def elsewhere(world: World, sent: bytes, stays: bool = False) -> AsyncGene
         writer.close()
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, AsyncExitStack() as stack:
-        place = await world.engines.take()
-        stack.callback(world.engines.give_back, place)
-        address = Address("127.0.0.1", server.sockets[0].getsockname()[1], "key")
-        yield world.engines.dispatch(Place("e", address, place.metadata), CALL)
+        slot = await world.engines.take()
+        stack.callback(world.engines.give_back, slot)
+        address = RpcAddress("127.0.0.1", server.sockets[0].getsockname()[1], "key")
+        yield world.engines.dispatch(Slot("e", address, slot.metadata), CALL)
 
 
 async def test_a_router_learns_that_its_call_is_taken(world: World) -> None:
@@ -48,7 +48,7 @@ async def test_a_router_learns_that_its_call_is_taken(world: World) -> None:
 
 
 async def test_small_news_go_with_what_follows(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are not lost, stay in order, and come before an end."""
+    """They are not lost, stay in request, and come before an end."""
     monkeypatch.setattr(server_connection, "LINGER_S", 60)
     async with AsyncExitStack() as stack:
         assert joined(await asyncio.wait_for(items(await world.call("ends", stack)), 5)) == joined(ITEMS)
@@ -57,25 +57,25 @@ async def test_small_news_go_with_what_follows(world: World, monkeypatch: pytest
             await asyncio.wait_for(anext(silent), 0.1)
         silent.cancel()
         await world.at_rest()
-        monkeypatch.setattr(Places, "doubtful", lambda *_: True)
-        doubtful = await world.call("is silent", stack)
-        assert await asyncio.wait_for(anext(doubtful), 5) == Accepted("e", 1), "its router waits for that"
-        doubtful.cancel()
+        monkeypatch.setattr(SlotPool, "maybe_full", lambda *_: True)
+        maybe_full = await world.call("is silent", stack)
+        assert await asyncio.wait_for(anext(maybe_full), 5) == Accepted("e", 1), "its router waits for that"
+        maybe_full.cancel()
     await world.at_rest()
 
 
 async def test_a_call_is_sent_before_it_is_received(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine is another process, and may be at work before the router's goes on."""
-    send, received_at = client.Lines.call, []
+    send, received_at = client.ConnectionPool.call, []
 
     def receive(*call: Any) -> None:
         received_at.append(time.monotonic())
         send(*call)
 
-    monkeypatch.setattr(client.Lines, "call", receive)
+    monkeypatch.setattr(client.ConnectionPool, "call", receive)
     async with AsyncExitStack() as stack:
         leg = Leg("decode", await world.call("/", stack))
-        assert leg.marks.sent_at <= received_at[0]
+        assert leg.timestamps.sent_at <= received_at[0]
 
 
 @pytest.mark.parametrize(
@@ -86,11 +86,11 @@ async def test_a_call_is_sent_before_it_is_received(world: World, monkeypatch: p
         HEAD.pack(99, 0),
         HEAD.pack(0, 1) + b"\xff",
         b"HTTP/1.1 400 Bad Request\r\n\r\n",
-        pack(Failure("stranger", "another key")),
+        pack(RpcFailure("stranger", "another key")),
     ],
 )
 async def test_an_answer_that_breaks_off(world: World, sent: bytes) -> None:
-    """A process that is killed, or one that is no door."""
+    """A process that is killed, or one that is no server."""
     async with elsewhere(world, sent) as call:
         with pytest.raises(EngineDownError, match="e: "):
             await asyncio.wait_for(read(call, []), 5)
@@ -99,7 +99,7 @@ async def test_an_answer_that_breaks_off(world: World, sent: bytes) -> None:
 
 async def test_what_comes_after_the_end_is_no_answer(world: World) -> None:
     """A connection whose other side has lost count is not used again."""
-    said = pack(Accepted("e", 1)) + pack(End()) + pack(b"of whom?")
+    said = pack(Accepted("e", 1)) + pack(RpcEnd()) + pack(b"of whom?")
     async with elsewhere(world, said, stays=True) as call:
         assert await items(call) == [Accepted("e", 1)]
         await asyncio.sleep(0.2)
@@ -143,7 +143,7 @@ async def test_a_call_that_does_not_end(world: World, monkeypatch: pytest.Monkey
 
 async def test_a_connection_is_not_kept_for_ever(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bursts leave many."""
-    monkeypatch.setattr(client, "IDLE_LINE_S", 0.1)
+    monkeypatch.setattr(client, "IDLE_CONNECTION_S", 0.1)
     async with AsyncExitStack() as stack:
         both = [await world.call("ends", stack) for _ in range(2)]
         await asyncio.gather(*map(items, both))
@@ -177,4 +177,4 @@ async def test_a_router_that_closes_while_it_connects(world: World) -> None:
         await world.engines.close()
         with pytest.raises(EngineDownError, match="not connected to"):
             await asyncio.wait_for(reading, 5)
-    assert not world.served.orders
+    assert not world.served.requests

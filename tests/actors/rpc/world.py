@@ -1,4 +1,4 @@
-"""A real door and both its sides: an engine's generator, a router's calls, and a connection made by hand."""
+"""A real server and both its sides: an engine's generator, a router's calls, and a connection made by hand."""
 
 from __future__ import annotations
 
@@ -7,15 +7,21 @@ from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from typing import Any
 
-from actors.engine_pool.engines import EngineCall, Engines
+from actors.engine_pool.engines import EngineCall, EnginePool
 from actors.errors import CannotResumeError, EngineDownError
-from actors.request import Accepted, Alive, Call, Chunk, ResponseStart
-from actors.rpc.address import Address
-from actors.rpc.messages import End, Order, Unpacker, pack
-from actors.rpc.server import Door
+from actors.request import Accepted, Call, Heartbeat, ResponseStart, StreamChunk
+from actors.rpc.address import RpcAddress
+from actors.rpc.messages import RpcEnd, RpcRequest, Unpacker, pack
+from actors.rpc.server import RpcServer
 
 CALL = Call("POST", "/v1/completions", body=b"{}")
-ITEMS: list[Any] = [Accepted("e", 1), Alive(), ResponseStart(200, ()), Chunk(b"one", ((1,),)), b"two" * 100_000]
+ITEMS: list[Any] = [
+    Accepted("e", 1),
+    Heartbeat(),
+    ResponseStart(200, ()),
+    StreamChunk(b"one", ((1,),)),
+    b"two" * 100_000,
+]
 
 POURED, PIECE_BYTES = 1000, 2**16
 
@@ -26,16 +32,16 @@ class Served:
     def __init__(self) -> None:
         self.running = 0
         self.poured = 0
-        self.orders: list[Order] = []
+        self.requests: list[RpcRequest] = []
         self.go_on = asyncio.Event()
 
-    async def __call__(self, order: Order) -> AsyncGenerator[Any, None]:
-        self.orders.append(order)
+    async def __call__(self, request: RpcRequest) -> AsyncGenerator[Any, None]:
+        self.requests.append(request)
         self.running += 1
         try:
-            for item in ITEMS[:1] if order.call.path == "is silent" else ITEMS:
+            for item in ITEMS[:1] if request.call.path == "is silent" else ITEMS:
                 yield item
-            match order.call.path:
+            match request.call.path:
                 case "hangs" | "is silent":
                     await asyncio.sleep(60)
                 case "waits":
@@ -60,15 +66,15 @@ class Served:
 
 
 class World:
-    """A door with two places, and a router's side of it."""
+    """A server with two slots, and a router's side of it."""
 
-    def __init__(self, served: Served, door: Door, address: Address, engines: Engines) -> None:
-        self.served, self.door, self.address, self.engines = served, door, address, engines
+    def __init__(self, served: Served, server: RpcServer, address: RpcAddress, engines: EnginePool) -> None:
+        self.served, self.server, self.address, self.engines = served, server, address, engines
 
     async def call(self, path: str, stack: AsyncExitStack, **more: Any) -> EngineCall:
-        place = await self.engines.take()
-        stack.callback(self.engines.give_back, place)
-        return self.engines.dispatch(place, Call("POST", path, body=b"{}"), **more)
+        slot = await self.engines.take()
+        stack.callback(self.engines.give_back, slot)
+        return self.engines.dispatch(slot, Call("POST", path, body=b"{}"), **more)
 
     async def at_rest(self) -> None:
         await self.has(0)
@@ -77,7 +83,7 @@ class World:
     async def has(self, ongoing: int) -> None:
         async with asyncio.timeout(5):
             while True:
-                if self.door.ongoing == ongoing:
+                if self.server.ongoing == ongoing:
                     return
                 await asyncio.sleep(0.005)
 
@@ -106,7 +112,7 @@ def joined(found: list[Any]) -> list[Any]:
 
 
 class Stranger:
-    """A connection to the door, by hand."""
+    """A connection to the server, by hand."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -124,7 +130,7 @@ class Stranger:
         self.writer.write(b"".join(map(pack, said)))
 
     async def heard(self) -> Any:
-        """The next that the door says; None: it has hung up."""
+        """The next that the server says; None: it has hung up."""
         async with asyncio.timeout(5):
             while not self._come:
                 try:
@@ -139,7 +145,7 @@ class Stranger:
     async def answer(self) -> list[Any]:
         """Up to its end."""
         found: list[Any] = []
-        while (item := await self.heard()) != End():
+        while (item := await self.heard()) != RpcEnd():
             assert item is not None
             found.append(item)
         return found

@@ -10,22 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.request import EngineTimings
-from actors.telemetry.latency_breakdown import PARTS, LegMarks, RequestMarks, keep
+from actors.telemetry.latency_breakdown import PARTS, LegTimestamps, RequestTimestamps, keep
 
 PREFILL = EngineTimings(queued_s=2, scheduled_s=5, first_token_s=45, answered_s=46)
 DECODE = EngineTimings(
     queued_s=1, scheduled_s=56, first_token_s=66, answered_s=67, kv_asked_s=3, kv_ended_s=52, kv_failed=False
 )
-REMOTE = RequestMarks(
+REMOTE = RequestTimestamps(
     arrived_at=1000,
     read_at=1001,
     tried_at=1003,
     retried_at=1003,
-    placed_at=1007,
+    slots_at=1007,
     # Sent at 1010, there and back in 2: it reaches prefill at 1011, which has computed the prompt at 1056.
-    prefill=LegMarks(1010, 1058, PREFILL),
+    prefill=LegTimestamps(1010, 1058, PREFILL),
     # Sent at 1011, there and back in 4: it reaches decode at 1013, which has the KV at 1065.
-    decode=LegMarks(1011, 1082, DECODE),
+    decode=LegTimestamps(1011, 1082, DECODE),
     streams=True,
 )
 """In whole seconds, so that a reader can add up."""
@@ -33,7 +33,7 @@ REMOTE = RequestMarks(
 REMOTE_PARTS = {
     "body": 1,
     "router": 2 + 3,
-    "placing": 4,
+    "slot_wait": 4,
     "hops": 1 + 2,  # to prefill; back from decode
     "frontend": 2 + 1,  # prefill's tokenizer; decode's detokenizer
     "prefill_queue": 3,
@@ -44,25 +44,25 @@ REMOTE_PARTS = {
 }
 
 
-def on_prefill(**more: Any) -> RequestMarks:
+def on_prefill(**more: Any) -> RequestTimestamps:
     """The request with other timings of prefill's."""
-    return replace(REMOTE, prefill=LegMarks(1010, 1058, replace(PREFILL, **more)))
+    return replace(REMOTE, prefill=LegTimestamps(1010, 1058, replace(PREFILL, **more)))
 
 
-def on_decode(**more: Any) -> RequestMarks:
+def on_decode(**more: Any) -> RequestTimestamps:
     """The request with other timings of decode's."""
-    return replace(REMOTE, decode=LegMarks(1011, 1082, replace(DECODE, **more)))
+    return replace(REMOTE, decode=LegTimestamps(1011, 1082, replace(DECODE, **more)))
 
 
 def test_a_remote_request():
     """Every part, by hand."""
-    ledger = keep(REMOTE)
-    assert ledger.parts == REMOTE_PARTS
-    assert ledger.total_s == sum(REMOTE_PARTS.values()) == 82
-    assert [(span.part, span.begin_s, span.end_s) for span in ledger.spans] == [
+    breakdown = keep(REMOTE)
+    assert breakdown.parts == REMOTE_PARTS
+    assert breakdown.total_s == sum(REMOTE_PARTS.values()) == 82
+    assert [(span.part, span.begin_s, span.end_s) for span in breakdown.spans] == [
         ("body", 0, 1),
         ("router", 1, 3),
-        ("placing", 3, 7),
+        ("slot_wait", 3, 7),
         ("router", 7, 10),
         ("hops", 10, 11),
         ("frontend", 11, 13),
@@ -79,11 +79,11 @@ def test_a_remote_request():
 def test_a_local_request_has_fewer_parts():
     """Decode's first step computes the prompt as well."""
     timings = EngineTimings(queued_s=1, scheduled_s=4, first_token_s=50, answered_s=52)
-    marks = replace(REMOTE, prefill=None, decode=LegMarks(1010, 1066, timings))
-    assert keep(marks).parts == {
+    timestamps = replace(REMOTE, prefill=None, decode=LegTimestamps(1010, 1066, timings))
+    assert keep(timestamps).parts == {
         "body": 1,
         "router": 5,
-        "placing": 4,
+        "slot_wait": 4,
         "hops": 4,
         "frontend": 1 + 2,
         "decode_queue": 3,
@@ -122,7 +122,7 @@ def test_decode_that_wants_no_kv_does_not_wait_for_prefill():
     assert parts == {
         "body": 1,
         "router": 5,
-        "placing": 4,
+        "slot_wait": 4,
         "hops": 3 + 2,
         "frontend": 2,
         "decode_queue": 55,
@@ -138,23 +138,23 @@ def test_a_recomputed_prompt_is_not_a_step():
 
 def test_an_engine_that_says_nothing():
     """Its time is not made up."""
-    silent_prefill = replace(REMOTE, prefill=LegMarks(1010, 1082, None))
+    silent_prefill = replace(REMOTE, prefill=LegTimestamps(1010, 1082, None))
     assert keep(silent_prefill).parts == {
         "body": 1,
         "router": 5,
-        "placing": 4,
+        "slot_wait": 4,
         "hops": 3 + 2,
         "frontend": 1 + 1,
         "decode_queue": 2 + 4,
         "unexplained": 49,
         "first_step": 10,
     }
-    silent_decode = replace(REMOTE, decode=LegMarks(1011, 1082, None))
-    assert keep(silent_decode).parts == {"body": 1, "router": 5, "placing": 4, "unexplained": 72}
+    silent_decode = replace(REMOTE, decode=LegTimestamps(1011, 1082, None))
+    assert keep(silent_decode).parts == {"body": 1, "router": 5, "slot_wait": 4, "unexplained": 72}
 
 
 @pytest.mark.parametrize(
-    ("marks", "part"),
+    ("timestamps", "part"),
     [
         (replace(REMOTE, arrived_at=993), "body"),
         (on_prefill(queued_s=9, scheduled_s=12, first_token_s=52, answered_s=53), "frontend"),
@@ -162,19 +162,19 @@ def test_an_engine_that_says_nothing():
         (on_prefill(first_token_s=52, answered_s=53), "prefill"),
     ],
 )
-def test_seven_seconds_more_are_seen_where_they_are_spent(marks, part):
+def test_seven_seconds_more_are_seen_where_they_are_spent(timestamps, part):
     """Everything after the stage is seven seconds later; nothing else has changed."""
-    later = shift(marks, 7) if marks.prefill != REMOTE.prefill else marks
+    later = shift(timestamps, 7) if timestamps.prefill != REMOTE.prefill else timestamps
     assert keep(later).parts == {**REMOTE_PARTS, part: REMOTE_PARTS[part] + 7}
 
 
-def shift(marks: RequestMarks, seconds: float) -> RequestMarks:
+def shift(timestamps: RequestTimestamps, seconds: float) -> RequestTimestamps:
     """Prefill's answer and decode's are so much later; decode waits so much longer for the KV."""
-    assert marks.prefill is not None
+    assert timestamps.prefill is not None
     return replace(
-        marks,
-        prefill=replace(marks.prefill, answered_at=marks.prefill.answered_at + seconds),
-        decode=LegMarks(1011, 1082 + seconds, late(kv_ended_s=7, scheduled_s=7, first_token_s=7, answered_s=7)),
+        timestamps,
+        prefill=replace(timestamps.prefill, answered_at=timestamps.prefill.answered_at + seconds),
+        decode=LegTimestamps(1011, 1082 + seconds, late(kv_ended_s=7, scheduled_s=7, first_token_s=7, answered_s=7)),
     )
 
 
@@ -194,8 +194,8 @@ def late(**by_s: float) -> EngineTimings:
 )
 def test_seven_seconds_more_on_decode(timings, part):
     """The same for what decode measures."""
-    marks = replace(REMOTE, decode=LegMarks(1011, 1089, timings))
-    assert keep(marks).parts == {**REMOTE_PARTS, part: REMOTE_PARTS[part] + 7}
+    timestamps = replace(REMOTE, decode=LegTimestamps(1011, 1089, timings))
+    assert keep(timestamps).parts == {**REMOTE_PARTS, part: REMOTE_PARTS[part] + 7}
 
 
 moments = st.floats(0, 100, allow_nan=False)
@@ -211,25 +211,25 @@ def timings(draw: Any) -> EngineTimings | None:
 
 
 @st.composite
-def any_marks(draw: Any) -> RequestMarks:
+def any_marks(draw: Any) -> RequestTimestamps:
     """Marks in any order and durations that make no sense: clocks that jump, engines that lie."""
-    legs = [LegMarks(draw(moments), draw(moments), timings(draw)) for _ in range(2)]
+    legs = [LegTimestamps(draw(moments), draw(moments), timings(draw)) for _ in range(2)]
     prefill = legs[0] if draw(st.booleans()) else None
     at: tuple[float, float, float, float, float] = draw(st.tuples(*[moments] * 5))
-    return RequestMarks(*at, decode=legs[1], prefill=prefill, streams=draw(st.booleans()))
+    return RequestTimestamps(*at, decode=legs[1], prefill=prefill, streams=draw(st.booleans()))
 
 
 @given(any_marks())
-def test_the_parts_are_the_total_whatever_the_marks(marks):
+def test_the_parts_are_the_total_whatever_the_marks(timestamps):
     """No gap, no overlap, nothing negative, each part in its place."""
-    ledger = keep(marks)
-    total_s = max(marks.decode.answered_at - marks.arrived_at, 0)
-    assert ledger.total_s == pytest.approx(total_s, abs=1e-9)
-    assert sum(ledger.parts.values()) == pytest.approx(total_s, abs=1e-9)
-    assert list(ledger.parts) == [part for part in PARTS if part in ledger.parts]
-    assert all(seconds > 0 for seconds in ledger.parts.values())
+    breakdown = keep(timestamps)
+    total_s = max(timestamps.decode.answered_at - timestamps.arrived_at, 0)
+    assert breakdown.total_s == pytest.approx(total_s, abs=1e-9)
+    assert sum(breakdown.parts.values()) == pytest.approx(total_s, abs=1e-9)
+    assert list(breakdown.parts) == [part for part in PARTS if part in breakdown.parts]
+    assert all(seconds > 0 for seconds in breakdown.parts.values())
     moment = 0.0
-    for before, span in zip([None, *ledger.spans], ledger.spans, strict=False):
+    for before, span in zip([None, *breakdown.spans], breakdown.spans, strict=False):
         assert span.begin_s == moment < span.end_s
         assert before is None or before.part != span.part
         moment = span.end_s

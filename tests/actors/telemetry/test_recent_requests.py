@@ -6,23 +6,23 @@ import json
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from actors.telemetry.engine_status import EngineLoad, read_load
-from actors.telemetry.latency_breakdown import Ledger, Span
-from actors.telemetry.recent_requests import Pair, Recent, Record, newest_of
+from actors.telemetry.engine_status import EngineStatus, read_status
+from actors.telemetry.latency_breakdown import LatencyBreakdown, Span
+from actors.telemetry.recent_requests import Pair, RecentRequests, RequestRecord, newest_of
 
 
-def record(number: int, prefill: str | None = "p1") -> Record:
-    ledger = Ledger((Span("router", 0, 0.001), Span("prefill", 0.001, 0.0405)))
+def record(number: int, prefill: str | None = "p1") -> RequestRecord:
+    breakdown = LatencyBreakdown((Span("router", 0, 0.001), Span("prefill", 0.001, 0.0405)))
     reason = None if prefill else "n"
     route = "remote" if prefill else "local"
-    return Record(
-        f"r{number}", 1000.0 + number, "/v1/completions", route, reason, 200, True, Pair(prefill, "d1"), ledger
+    return RequestRecord(
+        f"r{number}", 1000.0 + number, "/v1/completions", route, reason, 200, True, Pair(prefill, "d1"), breakdown
     )
 
 
 def test_the_newest_are_kept_and_no_more() -> None:
     """However many come."""
-    recent = Recent(kept=3)
+    recent = RecentRequests(kept=3)
     for number in range(1000):
         recent.add(record(number))
     assert [one["request_id"] for one in recent.newest(10)] == ["r999", "r998", "r997"]
@@ -47,8 +47,8 @@ def test_a_record_is_json_in_milliseconds() -> None:
     }
 
 
-def one(only: Record) -> Recent:
-    recent = Recent()
+def one(only: RequestRecord) -> RecentRequests:
+    recent = RecentRequests()
     recent.add(only)
     return recent
 
@@ -72,7 +72,7 @@ def test_an_engines_load_is_read_out_of_its_metrics() -> None:
     ends.labels("recomputed").inc(1)
     for name, number in (("pair_bytes", 5000), ("pair_seconds", 0.5)):
         Counter(f"vllm:tandem_kv_{name}", name, ["peer"], registry=registry).labels("e1").inc(number)
-    assert read_load(registry) == EngineLoad(
+    assert read_status(registry) == EngineStatus(
         running=3,
         waiting=2,
         cache_usage=0.25,
@@ -82,4 +82,4 @@ def test_an_engines_load_is_read_out_of_its_metrics() -> None:
         recomputed=1,
         pairs={"e1": (5000, 0.5)},
     )
-    assert read_load(CollectorRegistry()).running == 0
+    assert read_status(CollectorRegistry()).running == 0

@@ -1,4 +1,4 @@
-"""What a call's stopwatch makes of vLLM's statistics."""
+"""What a call's timestamps makes of vLLM's statistics."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import time
 
 from vllm.v1.metrics.stats import RequestStateStats
 
-from actors.replay_log import Served
-from actors.request import Chunk
-from actors.telemetry.timestamps import Stopwatch
+from actors.replay_log import ServedCall
+from actors.request import StreamChunk
+from actors.telemetry.timestamps import CallTimestamps
 
 
 def stats(queued_at: float) -> RequestStateStats:
@@ -17,7 +17,7 @@ def stats(queued_at: float) -> RequestStateStats:
 
 def test_seconds_since_the_call_came() -> None:
     """On this host's clock, whatever its zero is."""
-    watch = Stopwatch()
+    watch = CallTimestamps()
     now = time.monotonic()
     watch.first_token(stats(now + 10), (now + 11, now + 12, True))
     told = watch.tell()
@@ -32,7 +32,7 @@ def test_seconds_since_the_call_came() -> None:
 
 def test_a_request_waits_from_when_it_is_handed_over() -> None:
     """vLLM's core dates it when it takes it from its inbox, which may be a long step later."""
-    watch = Stopwatch()
+    watch = CallTimestamps()
     watch.handed("r")
     watch.first_token(stats(time.monotonic() + 10), None)
     told = watch.tell()
@@ -43,14 +43,14 @@ def test_a_request_waits_from_when_it_is_handed_over() -> None:
 
 def test_only_the_first_token_counts_and_is_told_of_once() -> None:
     """With the first chunk after it; the chunks before and later have nothing of it."""
-    served = Served()
+    served = ServedCall()
     assert served.chunk(b": ping\n\n") == b": ping\n\n"
     now = time.monotonic()
-    served.stopwatch.first_token(stats(now + 10), None)
-    served.stopwatch.first_token(stats(now + 99), None)
+    served.timestamps.first_token(stats(now + 10), None)
+    served.timestamps.first_token(stats(now + 99), None)
     served.record([7])
     first = served.chunk(b"a")
-    assert isinstance(first, Chunk)
+    assert isinstance(first, StreamChunk)
     assert first.groups == ((7,),)
     assert first.timings is not None
     assert first.timings.queued_s < 99
@@ -60,6 +60,6 @@ def test_only_the_first_token_counts_and_is_told_of_once() -> None:
 def test_an_engine_without_statistics_tells_nothing() -> None:
     """`disable_log_stats`: no statistics, or none that were filled in."""
     for nothing in (None, RequestStateStats()):
-        watch = Stopwatch()
+        watch = CallTimestamps()
         watch.first_token(nothing, None)
         assert watch.tell() is None

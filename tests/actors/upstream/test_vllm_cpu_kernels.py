@@ -97,7 +97,7 @@ async def test_an_engine_refuses_to_start(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(
         vllm_engine.EngineStartError, match=r"needs bfloat16, not float32; set `engine\.dtype: bfloat16`"
     ):
-        await vllm_engine.Engine.start(settings, "decode", "127.0.0.1")
+        await vllm_engine.VllmEngine.start(settings, "decode", "127.0.0.1")
 
 
 def test_features_are_those_that_vllm_sees(monkeypatch: pytest.MonkeyPatch) -> None:

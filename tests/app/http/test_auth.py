@@ -147,7 +147,7 @@ async def test_without_keys_everybody_may_come_in():
 
 
 async def test_one_key_at_once():
-    """429 with Retry-After beyond the limit; another key has places of its own; ended requests give theirs back."""
+    """429 with Retry-After beyond the limit; another key has slots of its own; ended requests give theirs back."""
     surface = Surface((*KEYS[:1], "key-of-carla"))
     waiting = [asyncio.create_task(surface.get("/wait", KEYS[0])) for _ in range(2)]
     for _ in waiting:
@@ -171,13 +171,13 @@ async def test_one_key_at_once():
 
 def test_places():
     """A key that has nothing here takes no memory."""
-    places = PerKeyLimiter()
-    with places.taken("a", 1):
-        with pytest.raises(OverloadedError), places.taken("a", 1):
+    slots = PerKeyLimiter()
+    with slots.taken("a", 1):
+        with pytest.raises(OverloadedError), slots.taken("a", 1):
             pass
-        with places.taken("b", 1):
-            assert places.snapshot() == {"a": 1, "b": 1}
-    assert places.snapshot() == {}
+        with slots.taken("b", 1):
+            assert slots.snapshot() == {"a": 1, "b": 1}
+    assert slots.snapshot() == {}
 
 
 def test_keys_from_settings_and_environment(monkeypatch):

@@ -121,7 +121,7 @@ class Surface:
         return asyncio.create_task(self.http(self.client.scope, self.client.receive, self.client.send))
 
     async def at_baseline(self) -> None:
-        """Nothing runs, no place is taken, and no KV waits for a decode engine that has never heard of it."""
+        """Nothing runs, no slot is taken, and no KV waits for a decode engine that has never heard of it."""
         self.client.left.set()
         await at_rest(self.prefill, self.decode)
         assert _taken(self.http, self.router) == (0, 0, {})

@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from actors.upstream import uvicorn_protocol
 from app.http import http_server
-from app.http.http_server import SERVICE_PATH, Front, PortTakenError
+from app.http.http_server import SERVICE_PATH, HttpServer, PortTakenError
 from connectors.errors import ConfigurationError
 from testing.service_process import free_port
 
@@ -66,8 +66,8 @@ class Behind:
 
 
 @asynccontextmanager
-async def opened(behind: Behind, port: int, service: str = "ours") -> AsyncGenerator[Front, None]:
-    server = Front(behind.app, HOST, port, LEAVE_S, service)
+async def opened(behind: Behind, port: int, service: str = "ours") -> AsyncGenerator[HttpServer, None]:
+    server = HttpServer(behind.app, HOST, port, LEAVE_S, service)
     await server.open()
     try:
         yield server
@@ -111,7 +111,7 @@ async def test_routers_are_replaced_under_load() -> None:
                 assert reply.status_code == 200
                 count += 1
 
-    fronts = [Front(Behind(f"router {turn}").app, HOST, port, LEAVE_S, "ours") for turn in range(6)]
+    fronts = [HttpServer(Behind(f"router {turn}").app, HOST, port, LEAVE_S, "ours") for turn in range(6)]
     await fronts[0].open()
     clients = [asyncio.create_task(client(kept)) for kept in (True, False, True, False)]
     for old, new in pairwise(fronts):
@@ -170,7 +170,7 @@ async def test_the_port_of_another_service() -> None:
     port = free_port()
     async with opened(Behind("one"), port, "another"):
         with pytest.raises(PortTakenError, match=f"http_port: {HOST}:{port}.*another program or service"):
-            await Front(Behind("two").app, HOST, port, LEAVE_S, "ours").open()
+            await HttpServer(Behind("two").app, HOST, port, LEAVE_S, "ours").open()
 
 
 @pytest.mark.parametrize("says", [b"SSH-2.0-none\r\n", b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", b""])
@@ -185,13 +185,13 @@ async def test_the_port_of_another_program(says: bytes) -> None:
     async with await asyncio.start_server(talk, HOST, 0) as server:
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(PortTakenError, match=f"{HOST}:{port}"):
-            await Front(Behind("two").app, HOST, port, LEAVE_S, "ours").open()
+            await HttpServer(Behind("two").app, HOST, port, LEAVE_S, "ours").open()
 
 
 async def test_routers_that_start_together() -> None:
     """Each looks whether the port is free by taking it for a moment."""
     port = free_port()
-    fronts = [Front(Behind(str(number)).app, HOST, port, LEAVE_S, "ours") for number in range(6)]
+    fronts = [HttpServer(Behind(str(number)).app, HOST, port, LEAVE_S, "ours") for number in range(6)]
     await asyncio.gather(*(server.open() for server in fronts))
     assert await answers(port, 120) == {str(number) for number in range(6)}
     await asyncio.gather(*(server.close() for server in fronts))
@@ -200,7 +200,7 @@ async def test_routers_that_start_together() -> None:
 async def test_an_address_of_another_machine() -> None:
     """Is refused by its name."""
     with pytest.raises(ConfigurationError, match=r"192.0.2.77:80.*cannot be listened on"):
-        await Front(Behind("one").app, "192.0.2.77", 80, LEAVE_S, "ours").open()
+        await HttpServer(Behind("one").app, "192.0.2.77", 80, LEAVE_S, "ours").open()
 
 
 async def test_it_listens_where_it_is_told() -> None:

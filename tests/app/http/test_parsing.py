@@ -73,23 +73,23 @@ def test_a_request_without_an_id_gets_one(client):
     assert len(ids) == 2
 
 
-@pytest.mark.parametrize("announced", [True, False])
-def test_a_body_over_the_limit_is_refused(client, announced):
-    """413, whether the length was announced or only found while reading."""
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_body_over_the_limit_is_refused(client, declared):
+    """413, whether the length was declared or only found while reading."""
     raw = json.dumps({"prompt": "x" * 200}).encode()
-    reply = client.post("/", content=raw if announced else iter([raw[:50], raw[50:]]))
+    reply = client.post("/", content=raw if declared else iter([raw[:50], raw[50:]]))
     assert reply.status_code == 413
     assert reply.json()["error"]["code"] == 413
     assert "100 bytes" in reply.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("announced", [True, False])
+@pytest.mark.parametrize("declared", [True, False])
 @pytest.mark.parametrize(("size_bytes", "status"), [(100, 200), (101, 413)])
-def test_the_limit_of_a_body_is_exact(client, size_bytes, status, announced):
+def test_the_limit_of_a_body_is_exact(client, size_bytes, status, declared):
     """The limit of 100 bytes is the last size that is accepted."""
     raw = b'{"prompt": "' + b"x" * (size_bytes - 14) + b'"}'
     assert len(raw) == size_bytes
-    assert client.post("/", content=raw if announced else iter([raw[:50], raw[50:]])).status_code == status
+    assert client.post("/", content=raw if declared else iter([raw[:50], raw[50:]])).status_code == status
 
 
 def test_headers_are_matched_without_case():

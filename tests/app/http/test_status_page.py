@@ -1,4 +1,4 @@
-"""The status page needs nothing from elsewhere, may load nothing from elsewhere, and knows every part of a ledger."""
+"""The status page needs and loads nothing from other origins, and knows every part of a latency breakdown."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from actors.router.client_request import ClientRequest
-from actors.telemetry.recent_requests import Pair, Record, now_unix
+from actors.telemetry.recent_requests import Pair, RequestRecord, now_unix
 from app.http.traces import Traces
 from tests.actors.telemetry.test_latency_breakdown import REMOTE, keep
 
@@ -66,9 +66,9 @@ def request(*headers: tuple[bytes, bytes]) -> ClientRequest:
     return ClientRequest("/v1/completions", ((b"x-request-id", b"r1"), *headers), b"{}", {})
 
 
-def record(wanted: ClientRequest) -> Record:
+def record(wanted: ClientRequest) -> RequestRecord:
     began_at, pair = now_unix(wanted.arrived_at), Pair("p", "d")
-    return Record("r1", began_at, wanted.endpoint, "remote", None, 200, True, pair, keep(REMOTE))
+    return RequestRecord("r1", began_at, wanted.endpoint, "remote", None, 200, True, pair, keep(REMOTE))
 
 
 def test_a_requests_parts_join_the_clients_trace(collector: Collector) -> None:

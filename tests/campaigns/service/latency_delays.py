@@ -1,4 +1,4 @@
-"""`make ledger`: delays put into a service with real engines, and the part of the ledger that each shows up in.
+"""`make latency-breakdown`: delay a service with real engines, and compare the parts of its latency breakdown.
 
 An engine is stopped (SIGSTOP) for a while at a known moment of a request: then it neither computes nor moves KV. Prints
 the medians of every part with and without the delay. Also takes the pictures of the status page, under load, where a
@@ -78,8 +78,8 @@ def _line(process: psutil.Process) -> str:
 
 
 async def one(client: httpx.AsyncClient, seed: int, facts: int, **more: object) -> dict[str, float]:
-    """One request's ledger, in milliseconds."""
-    prompt = make_prompt(random.Random(f"ledger {seed}"), facts, distance_facts=facts - 1).text
+    """One request's latency breakdown, in milliseconds."""
+    prompt = make_prompt(random.Random(f"latency breakdown {seed}"), facts, distance_facts=facts - 1).text
     body = {"model": "tandem-demo", "prompt": prompt, "max_tokens": 4, "temperature": 0, "stream": True, **more}
     reply = await client.post("/v1/completions", json=body, headers={"x-tandem-explain": "1"})
     assert reply.status_code == 200, reply.text
@@ -212,7 +212,7 @@ def running(folder: Path) -> Iterator[ServiceProcess]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("build/ledger.json"))
+    parser.add_argument("--out", type=Path, default=Path("build/latency_breakdown.json"))
     parser.add_argument("--pictures", type=Path, help="a folder for pictures of the status page")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, running(Path(folder)) as service:
