@@ -1,8 +1,8 @@
-"""Which engines of a role there are, and which takes the next request: the one that was decided on, else the one with
-the fewest ongoing.
+"""Registry of the engine replicas that run, filled by Ray Serve, and the order in which a request
+tries them.
 
-`rank` orders them and is pure. What each has announced comes from Serve (`serve_discovery.py`), from which a router
-learns nothing else of its engines (docs/decisions/0108).
+`serve_discovery.py` fills the registry in each router's process. Routers learn about engines in no
+other way (docs/decisions/0108).
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -16,38 +16,42 @@ from actors.rpc.address import RpcAddress
 
 @dataclass(frozen=True)
 class EngineReplica:
-    """A replica that runs, as it has announced itself."""
+    """A running replica, from the metadata that it gave to Serve."""
 
     address: RpcAddress
     slots: int
-    """Calls that it takes at a time."""
+    """Number of calls that it serves at once."""
     queue: int
-    """Requests that may wait in a router for engines of its role."""
+    """Number of requests that may wait in one router for engines of its role."""
     metadata: Mapping[str, Any]
-    """All that it has announced."""
+    """All metadata of the replica."""
 
 
 class ReplicaRegistry:
-    """A role's running replicas, as Serve knows them in this process. Empty-handed until the first choice is made."""
+    """Running replicas of one role. Empty until the pool's first request: Serve reports replicas
+    only then."""
 
     def __init__(self) -> None:
         self._look: Callable[[], Mapping[str, int]] | None = None
 
     def attach(self, look: Callable[[], Mapping[str, int]]) -> None:
-        """From now on `look` tells. It is called in other threads than the one that keeps what it tells."""
+        """Set the source of the replica list. Other threads call `look` than the one that updates
+        the list."""
         self._look = look
 
     def look(self) -> Mapping[str, int] | None:
-        """The ids of the replicas that run, with the requests that Serve takes each to have; None: not known yet."""
+        """Return the ongoing requests of each running replica, by replica id; None while the list
+        is unknown."""
         return None if self._look is None else self._look()
 
 
 def rank(
     ongoing: Mapping[str, int], turn: int, avoid: AbstractSet[str] = frozenset(), prefer: Sequence[str] = ()
 ) -> list[str]:
-    """Replica ids but those to `avoid`, best first: those of `prefer` in its order, then the fewest ongoing requests.
+    """Return replica ids, best first: those of `prefer` in its order, then those with the fewest
+    ongoing requests.
 
-    Who leads equals changes with `turn`.
+    Replicas in `avoid` are left out. `turn` rotates replicas that are equally busy.
     """
     ranked = [name for name in prefer if name in ongoing and name not in avoid]
     names_left = sorted(ongoing.keys() - avoid - set(ranked), key=lambda name: (ongoing[name], name))
@@ -59,18 +63,19 @@ def rank(
 
 
 Replicas = Callable[[], Mapping[str, Mapping[str, Any]]]
-"""What each replica that runs has announced, with its `slots`, by replica id."""
+"""Metadata of each running replica, with its `slots`, by replica id."""
 
 _LISTS: dict[Hashable, Replicas] = {}
 
 
 def register(deployment: Hashable, replicas: Replicas) -> None:
-    """From now on `replicas` tells of the deployment with this id."""
+    """Set the source of the replicas of one deployment."""
     _LISTS[deployment] = replicas
 
 
 def engines_of(deployment: Hashable) -> dict[str, EngineReplica]:
-    """The replicas that run of the deployment with this id, as far as Serve has told this process."""
+    """Return the running replicas of one deployment by replica id, as far as Serve has told this
+    process."""
     known = _LISTS.get(deployment)
     if known is None:
         return {}

@@ -1,6 +1,8 @@
-"""The engines of one role, as a router calls them: a slot with one of them, then a call to its door.
+"""The engines of one role as a router calls them: take a slot, then send a call to the engine's RPC
+server.
 
-Serve says which engines there are, starts and stops them; requests do not pass through it (docs/decisions/0108).
+Serve starts and stops engines and reports which ones run. Requests do not pass through Serve
+(docs/decisions/0108).
 """
 
 import asyncio
@@ -26,28 +28,28 @@ from connectors.errors import TandemError
 
 @dataclass
 class Slot:
-    """The right to make one call."""
+    """Permission to make one call to one replica."""
 
     replica_id: str
     address: RpcAddress
     metadata: Mapping[str, Any]
     maybe_full: bool = False
-    """Whether the engine may well refuse it: other routers have its slots."""
+    """Whether the engine may refuse the call, because other routers may hold its slots."""
     served: bool = False
-    """Whether the engine has taken the call."""
+    """Whether the engine has accepted the call."""
 
 
 class EngineCall:
-    """A call that runs: items, one after the other, until StopAsyncIteration. To be cancelled if it is not read to
-    its end.
+    """A running call: an asynchronous iterator of its items. Cancel it unless it is read to its
+    end.
 
-    Raises EngineDownError where the engine, its process or its host is gone, RefusedError where it does not take the
-    call, CannotResumeError, EngineError.
+    Raises EngineDownError when the engine, its process or its node is gone, RefusedError when the
+    engine does not accept the call, CannotResumeError or EngineError when the engine reports that.
     """
 
     def __init__(self, slot: Slot, slots: SlotPool) -> None:
         self.sent_at = time.monotonic()
-        """Made before it is sent: as `actors.router.leg.Items` has it."""
+        """Time just before the call is sent; see `Items.sent_at` in `router/leg.py`."""
         self._slot = slot
         self._slots = slots
         self._items: deque[Any] = deque()
@@ -59,7 +61,7 @@ class EngineCall:
 
     @property
     def wanted(self) -> bool:
-        """Whether it has not been cancelled."""
+        """Whether the call has not been cancelled."""
         return not self._is_over
 
     @property
@@ -69,15 +71,15 @@ class EngineCall:
 
     @property
     def waits(self) -> bool:
-        """Whether the next item that says more than that the engine lives is still to come."""
+        """Whether an item other than a heartbeat is still to arrive."""
         return not self._is_over and all(isinstance(item, Heartbeat) for item in self._items)
 
     def began(self, connection: Connection) -> None:
-        """By `connection` it can be cancelled."""
+        """Keep the connection, to cancel the call on it."""
         self._connection = connection
 
     def came(self, item: Any) -> None:
-        """The engine has said something."""
+        """Queue an item; pause the connection above `UNREAD_BYTES`."""
         self._items.append(item)
         self._unread_bytes += _bytes(item)
         if self._unread_bytes > UNREAD_BYTES and self._connection is not None:
@@ -85,7 +87,7 @@ class EngineCall:
         self._news.set()
 
     def over(self, lost: str | None) -> None:
-        """It will say no more."""
+        """Mark the call as ended; `lost` is the reason when its answer is incomplete."""
         self._connection = None
         self._is_over = True
         self._lost = lost
@@ -111,7 +113,7 @@ class EngineCall:
         return item
 
     def cancel(self) -> None:
-        """End the call in the engine."""
+        """Cancel the call in the engine."""
         if self._connection is not None:
             self._connection.cancel()
         if not self._is_over:
@@ -134,7 +136,7 @@ class EngineCall:
 
 
 def _bytes(item: Any) -> int:
-    """About what `item` takes while it waits to be read."""
+    """Approximate size of `item` in memory."""
     match item:
         case bytes():
             return len(item)
@@ -145,7 +147,7 @@ def _bytes(item: Any) -> int:
 
 
 class EnginePool:
-    """One role's engines."""
+    """The engines of one role."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
         # Options start Serve's updates of what runs, where a plain handle waits for its first call.
@@ -157,10 +159,11 @@ class EnginePool:
     async def take(
         self, avoid: AbstractSet[str] = frozenset(), prefer: Sequence[str] = (), registry: ReplicaRegistry | None = None
     ) -> Slot:
-        """A slot with an engine that is not one to `avoid`, the first of `prefer` that has one, else the least busy.
-        To be given back.
+        """Take a slot on a replica that is not in `avoid`: the first free one of `prefer`, else the
+        least busy.
 
-        Waits for one until it is cancelled; raises OverloadedError where too many wait. `registry` gets to know all.
+        Waits until it is cancelled. Give the slot back with `give_back`. `registry` receives the
+        source of the replica list. Raises OverloadedError when too many requests wait.
         """
         if registry is not None:
             registry.attach(self._slots.ongoing)
@@ -176,33 +179,37 @@ class EnginePool:
             self._slots.give_back(name, served=False)  # it has gone since it was chosen
 
     def give_back(self, slot: Slot) -> None:
-        """Its call has ended, or was not made."""
+        """Return a slot after its call has ended or was not made."""
         self._slots.give_back(slot.replica_id, served=slot.served)
 
     def dispatch(self, slot: Slot, call: Call, transfer_id: str | None = None, hold_s: float = 0.0) -> EngineCall:
-        """Make the call of `slot`; a prefill leg has a transfer, and is held after its answer for at most `hold_s`."""
+        """Send a call on `slot`.
+
+        A prefill leg has a transfer id; the engine counts it as ongoing for at most `hold_s` after
+        its answer.
+        """
         order = RpcRequest(call, self._router, self._slots.waiting, transfer_id, hold_s, slot.maybe_full)
         running = EngineCall(slot, self._slots)
         self._pool.call(slot.address, order, running)
         return running
 
     def has_engines(self) -> bool:
-        """Whether there is any engine that takes calls."""
+        """Return whether any engine accepts calls."""
         return bool(self._slots.ongoing())
 
     @property
     def slots_taken(self) -> int:
-        """Slots that are held for calls of this router."""
+        """Number of slots that this router holds."""
         return self._slots.taken
 
     def broadcast(self, method: str, *arguments: object) -> DeploymentBroadcastResponse:
-        """Call a method of all replicas, through Serve: what is no part of serving a request."""
+        """Call a method of all replicas through Serve, outside the path of requests."""
         return self._handle.broadcast(method, *arguments)
 
     def snapshot(self) -> ConnectionsSnapshot:
-        """Return how many connections there are now."""
+        """Return the number of connections."""
         return self._pool.snapshot()
 
     async def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         self._pool.close()

@@ -1,6 +1,6 @@
-"""Serve's word of the engines that run, brought to the process of a router.
+"""Serve's list of running engine replicas, brought into the process of a router.
 
-Serve makes the class anew in each process, out of a copy of this module: what is to be found again is in another one.
+Serve pickles this module by value, so the registry lives in `discovery.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,16 +12,17 @@ from actors.engine_pool import discovery
 
 
 class DiscoveryRouter(FIFOMixin, RequestRouter):
-    """Serve's request router for engine replicas: any will do for what goes through Serve's handles."""
+    """Serve's request router for engine replicas. Requests bypass it; it only registers the replica
+    list."""
 
     def initialize_state(self) -> None:
-        """Serve's hook, when a handle's updates begin."""
+        """Register the replica list; Serve calls this when a handle starts to receive updates."""
         discovery.register(self._deployment_id, self._said)
 
     async def choose_replicas(
         self, candidate_replicas: Sequence[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Serve's hook."""
+        """Return all candidates; Serve's hook for calls through a handle."""
         return [list(candidate_replicas)]
 
     def _said(self) -> dict[str, Mapping[str, Any]]:

@@ -1,7 +1,7 @@
-"""A router's slots with the engines of one role: who is free, and who waits for one first come first served.
+"""Slots of one router on the engines of one role, granted first come, first served.
 
-A slot is the right to make one call. An engine has a limit of its own and refuses what is beyond it: there may be
-other routers, which this one only knows from what the engine has said.
+A slot is permission to make one call. The engine enforces its own limit and refuses calls above it:
+other routers use the same engine, and this router knows their load only from the engine's replies.
 """
 
 import asyncio
@@ -17,20 +17,22 @@ from actors.errors import OverloadedError
 logger = logging.getLogger(__name__)
 
 REFUSED_S = 0.05
-"""How long an engine that has refused a call for want of slots is left alone; each time again, twice as long."""
+"""Initial back-off after an engine refused a call because all its slots were taken. Doubles with
+each refusal."""
 
 MOST_REFUSED_S = 1.0
 
 LOOK_AGAIN_S = 0.05
-"""Between two looks for new engines, and for those that have refused, while requests wait."""
+"""Interval between retries of waiting requests: for new engines, and for full engines whose
+back-off has ended."""
 
 REMEMBERED_S = 5.0
-"""How long an engine is taken to have as many calls of other routers as it said."""
+"""How long the load that an engine reported for other routers is believed."""
 
 
 @dataclass(eq=False)
 class SlotWaiter:
-    """A request that waits for a slot, and where it wants it."""
+    """A request waiting for a slot."""
 
     avoid: AbstractSet[str]
     prefer: Sequence[str]
@@ -39,20 +41,18 @@ class SlotWaiter:
 
 @dataclass
 class FullReplica:
-    """An engine whose slots are taken, as far as is known here: of all requests one may ask it, now and then."""
+    """A replica believed full. One request at a time may probe it, with back-off."""
 
     ask_at: float
     wait_s: float = REFUSED_S
     asked: bool = False
-    """A request is there now, and has no answer yet."""
+    """A request is probing the replica and has no answer yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotPoolSnapshot:
-    """Ids of the engines that something is known of; a copy.
-
-    `loaded` by other routers, `full` as far as is known, `leaving` for good.
-    """
+    """Copy of the ids of replicas with a known state: `loaded` by other routers, `full`, or
+    `leaving` for good."""
 
     loaded: frozenset[str]
     full: frozenset[str]
@@ -60,7 +60,7 @@ class SlotPoolSnapshot:
 
 
 class SlotPool:
-    """`look` tells which engines there are, by replica id."""
+    """Grants slots on the replicas that `look` returns, by replica id."""
 
     def __init__(self, look: Callable[[], Mapping[str, EngineReplica]]) -> None:
         self._look = look
@@ -78,25 +78,26 @@ class SlotPool:
 
     @property
     def taken(self) -> int:
-        """Slots that are with callers."""
+        """Number of slots in use."""
         return self._taken.total()
 
     def snapshot(self) -> SlotPoolSnapshot:
-        """Return which engines something is known of now."""
+        """Return a copy of the known states of replicas."""
         return SlotPoolSnapshot(frozenset(self._others), frozenset(self._full), frozenset(self._leaving))
 
     def ongoing(self) -> dict[str, int]:
-        """For each engine that takes calls, how many it has, as far as is known here."""
+        """Return the known number of ongoing calls of each replica that accepts calls."""
         return {name: self._ongoing(name) for name in self._look() if name not in self._leaving}
 
     def maybe_full(self, name: str) -> bool:
-        """Whether an engine may well have no slot, although one was given."""
+        """Return whether the replica may refuse a call although a slot was granted."""
         return name in self._full
 
     async def take(self, avoid: AbstractSet[str] = frozenset(), prefer: Sequence[str] = ()) -> str:
-        """A slot with an engine that is not one to `avoid`; to be given back. Waits for it until cancelled.
+        """Take a slot on a replica that is not in `avoid`, and return the replica's id. Waits until
+        it is cancelled.
 
-        Raises OverloadedError where as many wait as may.
+        Raises OverloadedError when the queue is full.
         """
         waiting = SlotWaiter(avoid, prefer)
         if not self._waiting and self._grant(waiting):
@@ -122,7 +123,7 @@ class SlotPool:
                 self._looking = None
 
     def give_back(self, name: str, served: bool = True) -> None:
-        """The call has ended; or was not `served`: it was not made, or the engine did not take it."""
+        """Return a slot. `served` is false when the call was not made or the engine refused it."""
         self._taken[name] -= 1
         if not self._taken[name]:
             del self._taken[name]
@@ -132,13 +133,13 @@ class SlotPool:
         self._serve_waiting()
 
     def heard(self, name: str, ongoing: int) -> None:
-        """An engine has taken a call, and has so many now."""
+        """Record that an engine has accepted a call and has `ongoing` calls now."""
         self._others[name] = (max(ongoing - self._taken[name], 0), _now())
         self._full.pop(name, None)
         self._serve_waiting()
 
     def full(self, name: str) -> None:
-        """An engine has refused a call for want of slots."""
+        """Record that an engine has refused a call because all its slots are taken."""
         now = _now()
         known = self._full.setdefault(name, FullReplica(now + REFUSED_S))
         if known.asked:  # else this call was on its way with others
@@ -147,7 +148,7 @@ class SlotPool:
             known.ask_at = now + known.wait_s
 
     def leaving(self, name: str) -> None:
-        """An engine takes no more calls, ever."""
+        """Record that an engine accepts no more calls."""
         self._leaving.add(name)
 
     def _ongoing(self, name: str) -> int:
@@ -189,7 +190,7 @@ class SlotPool:
                 logger.exception("cannot look for slots; trying again")
 
     def _forget(self) -> None:
-        """What is known of engines that are gone."""
+        """Forget the state of replicas that no longer run."""
         here = self._look().keys()
         self._leaving &= here
         for known in (self._others, self._full):

@@ -1,1 +1,1 @@
-"""Serves one request: both legs, retries, the resumed stream."""
+"""Serving of one client request: dispatch of both legs, retries, resumed streams."""

@@ -1,4 +1,5 @@
-"""A request's answer in the router: decode's, and where decode dies in the middle of it, the next one's."""
+"""The answer to a client request; a stream continues on another replica when its decode engine
+dies."""
 
 from collections import deque
 from collections.abc import AsyncGenerator
@@ -17,11 +18,12 @@ from actors.telemetry.router_metrics import RouterMetrics
 from connectors.errors import TandemError
 
 MOST_BYTES = 2**16
-"""From so much on, what has come of a stream is sent on, though more is there: joining it would cost ever more."""
+"""Size above which buffered stream data is sent even though more is ready: joining more would cost
+more than it saves."""
 
 
 class Answer:
-    """Decode's answer, opened: its first bytes are there, so the handover is done."""
+    """Decode's answer, whose first bytes have arrived: the handover is complete."""
 
     def __init__(self, attempts: Dispatcher, attempt: Attempt, metrics: RouterMetrics) -> None:
         self.start = attempt.opened.start
@@ -30,52 +32,54 @@ class Answer:
         self._attempts = attempts
         self._attempt = attempt
         self._first = attempt
-        """The one that the first bytes come from; another may go on with the stream."""
+        """The attempt that produced the first bytes; another attempt may continue the stream."""
         self._metrics = metrics
 
     @property
     def route(self) -> str:
-        """`remote` when another engine computed the prompt, `local` when decode did."""
+        """Return `remote` when a prefill engine computed the prompt, `local` when decode did."""
         return "remote" if self.local_reason is None else "local"
 
     @property
     def explanation(self) -> str | None:
-        """What was decided and from which numbers, where the client has asked for it."""
+        """Routing decision and its inputs as JSON, if the client asked for them."""
         return self._first.decision.explain() if self._attempts.request.explain else None
 
     @property
     def left_s(self) -> float:
-        """How long it may still take."""
+        """Remaining time of the request, in seconds."""
         return self._attempts.timing.left_s
 
     @property
     def pair(self) -> Pair:
-        """The replicas that its first bytes come from."""
+        """Replicas that produced the first bytes."""
         return self._first.pair
 
     @cached_property
     def breakdown(self) -> LatencyBreakdown:
-        """Where the time to the answer's first bytes went; to be asked for when they are there, and best when it is
-        `accounted` for. It stays as it was when it was first asked for."""
+        """Latency breakdown up to the first bytes. Complete once `accounted`; computed at the first
+        access and then kept."""
         return keep(self._attempts.timestamps(self._first))
 
     @property
     def accounted(self) -> bool:
-        """Whether nobody will say more of where the time went. Decode has, with its first bytes."""
+        """Whether no further timings will arrive. Decode's timings arrive with its first bytes."""
         return self._first.prefill is None or self._first.prefill.accounted
 
     async def account(self, at_most_s: float) -> None:
-        """Wait until it is `accounted` for: prefill's word may come a little later than decode's first token."""
+        """Wait until the answer is `accounted`: prefill's timings may arrive a little after
+        decode's first token."""
         if self._first.prefill is not None:
             await self._first.prefill.account(at_most_s)
 
     async def body(self) -> AsyncGenerator[bytes, None]:
-        """The body as it comes: of a stream whole events, of another answer all at once.
+        """Yield the body: whole events of a stream, or any other answer at once.
 
-        `start` and `local_reason` are certain when the first item is there: a stream whose engine dies before its
-        first event may become another engine's answer, with a status of its own. One that dies later goes on with
-        another engine. Raises DeadlineError once the request's time is over; CannotResumeError, UnavailableError or
-        OverloadedError when decode has died and the stream cannot go on.
+        `start` and `local_reason` are final once the first item has been yielded: if the engine
+        dies before its first event, another engine's answer, with its own status, may replace the
+        stream. After the first event the stream continues on another engine. Raises DeadlineError
+        when the request's time is over; CannotResumeError, UnavailableError or OverloadedError when
+        decode has died and the stream cannot continue.
         """
         stream = EventStream()
         replay_log: list[TokenGroup] = []
@@ -125,14 +129,14 @@ class Answer:
         yield b"".join(_bytes_of(item) for item in self._attempt.opened.items)
 
     async def close(self) -> None:
-        """End what still runs of the request."""
+        """End the calls of the request that still run."""
         await self._attempt.close()
 
     async def _next(self) -> Any:
         return await self._attempt.decode.next(self._attempts.limits.silence_timeout_s, self._attempts.timing.ends_at)
 
     async def _resume(self, error: UnavailableError, stream: EventStream, replay_log: list[TokenGroup]) -> None:
-        """Open the stream on another decode replica, where it has been told to repeat `replay_log`."""
+        """Reopen the stream on another decode replica, which repeats `replay_log` first."""
         outcome = "failed"
         try:
             if stream.sent == 0:

@@ -1,4 +1,4 @@
-"""A client's request as the router serves it, and how long that may take."""
+"""A validated client request, and the time that it may take."""
 
 import asyncio
 import time
@@ -21,36 +21,36 @@ class ClientRequest:
     raw: bytes
     body: Mapping[str, Any]
     session: str | None = None
-    """Requests of one session go to the same decode replica."""
+    """Session id; requests of one session go to the same decode replica."""
     explain: bool = False
-    """Whether the client wants to know what was decided and why, and where the time went."""
+    """Whether the client asked for the routing decision and the latency breakdown."""
     arrived_at: float = field(default_factory=time.monotonic)
     read_at: float = field(default_factory=time.monotonic)
-    """When its head, and when the whole of its body was there; on the monotonic clock."""
+    """Monotonic times at which the headers and the whole body had arrived."""
 
     @cached_property
     def prompt(self) -> Prompt:
-        """What decides which cached prefixes fit."""
+        """Passages of the prompt, from which cached prefixes are found."""
         return read_prompt(self.body)
 
     @cached_property
     def fields(self) -> Mapping[str, Any]:
-        """The body's fields as the client wrote them; what decides is read from `body`."""
+        """Fields of the body as the client wrote them. Decisions use `body`."""
         return as_written(self.raw, self.body)
 
     @property
     def request_id(self) -> str:
-        """The client's X-Request-Id, or the one that both legs carry instead."""
+        """The client's X-Request-Id, or the id that both legs carry instead."""
         return dict(self.headers).get(b"x-request-id", b"").decode("latin-1")
 
 
 class RequestTimer:
-    """How long ago a request came, and how long it may still take. `arrived_at` is on the monotonic clock."""
+    """Age of a request and its remaining time. `arrived_at` is on the monotonic clock."""
 
     def __init__(self, timeout_s: float, arrived_at: float) -> None:
         self._began_at = asyncio.get_running_loop().time() - (time.monotonic() - arrived_at)
         self.ends_at = self._began_at + timeout_s
-        """On the loop's clock."""
+        """Deadline on the event loop's clock."""
 
     @property
     def age_s(self) -> float:

@@ -1,4 +1,5 @@
-"""Opens calls for one request, on one replica after another, until a decode replica begins to answer."""
+"""Dispatch of one request: calls to one replica after another until a decode replica starts to
+answer."""
 
 import asyncio
 import logging
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Fleet:
-    """What a request needs of the router: both roles, who decides, and how to give up a transfer by its id."""
+    """The router's engines and routing state, as one request uses them."""
 
     prefill: EnginePool
     decode: EnginePool
@@ -42,7 +43,7 @@ class Fleet:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A decode call that has begun to answer; `close` ends it and the prefill leg beside it."""
+    """A decode call that has started to answer; `close` ends it and its prefill leg."""
 
     opened: Opened
     decode: Leg
@@ -52,7 +53,7 @@ class Attempt:
     prefill: PrefillLeg | None
     began_at: float
     slots_at: float
-    """When it began, and when it had slots for its legs."""
+    """Times at which the attempt began and at which it had slots for its legs."""
     pair: Pair
 
     @property
@@ -60,8 +61,8 @@ class Attempt:
         return self.decision.reason if self.decision.local else None
 
     def release(self) -> None:
-        """Give prefill back, whose part is done when decode has answered. Not before the client has the first bytes:
-        waking another process takes time."""
+        """Release prefill once decode has answered. Call it after the first bytes are sent: waking
+        another process takes time."""
         if self.prefill is not None:
             timings = self.decode.timestamps.timings
             had_kv = timings is not None and timings.kv_ended_s is not None and not timings.kv_failed
@@ -72,11 +73,12 @@ class Attempt:
 
 
 class Dispatcher:
-    """One request's tries. A replica that failed it is not asked again; an id of a transfer is used once.
+    """The attempts of one request. A replica that failed the request is not tried again; a transfer
+    id is used once.
 
-    A prefill leg that breaks is tried on another replica, then decode computes the prompt itself. A decode leg that
-    breaks is tried on another replica; there are `limits.attempts` tries of each, of decode in a row without a new
-    byte for the client.
+    A failed prefill leg is retried on another replica, then decode computes the prompt itself. A
+    failed decode leg is retried on another replica. Each leg has `limits.attempts` attempts; a new
+    byte for the client resets decode's count.
     """
 
     def __init__(self, request: ClientRequest, limits: RouterLimits, timing: RequestTimer, fleet: Fleet) -> None:
@@ -88,18 +90,19 @@ class Dispatcher:
         self._failed_prefill: set[str] = set()
         self._failed_decode: set[str] = set()
         self._suspect_decode: set[str] = set()
-        """Silent, but it may have been the transfer that hung: asked again when there is no other."""
+        """Replicas that timed out, perhaps because of the transfer: tried again only when there is
+        no other."""
         self._decode_replica: str | None = None
         self._decode_tries = 0
         self._last_error: UnavailableError | None = None
         self._refused_at: dict[RoleName, float] = {}
-        """When, since the last answer, an engine of a role refused the request for the first time."""
+        """Time of the first refusal by an engine of each role since the last answer."""
         self._began_at: float | None = None
 
     async def open(self, replay_log: ReplayLog = ()) -> Attempt:
-        """A call that has begun to answer, which another engine has answered as far as `replay_log` says.
+        """Open a call that has started to answer, continuing after `replay_log`.
 
-        Raises OverloadedError, UnavailableError or DeadlineError when no decode replica gives an answer.
+        Raises OverloadedError, UnavailableError or DeadlineError when no decode replica answers.
         """
         self._refused_at.clear()
         async with deadline(self.timing.left_s, "the request"):
@@ -113,7 +116,7 @@ class Dispatcher:
                     self.decode_failed(error)
 
     def timestamps(self, attempt: Attempt) -> RequestTimestamps:
-        """The request's times until `attempt`, one of these, was answered."""
+        """Return the request's timestamps up to the answer of `attempt`."""
         assert self._began_at is not None, "there was an attempt"
         return RequestTimestamps(
             arrived_at=self.request.arrived_at,
@@ -127,7 +130,7 @@ class Dispatcher:
         )
 
     def decode_failed(self, error: UnavailableError) -> None:
-        """Leave the replica that was asked last; raises `error` when there is nothing more to try."""
+        """Exclude the replica of the last attempt; raises `error` when no attempt is left."""
         if self._decode_replica is None:
             raise self._last_error or error
         self._failed_decode.add(self._decode_replica)
@@ -141,7 +144,7 @@ class Dispatcher:
         self._fleet.metrics.retries.labels("decode", "unavailable").inc()
 
     def got_further(self) -> None:
-        """The client has something new: failures from here on are another row."""
+        """Reset the count of failed decode attempts: the client has received new bytes."""
         self._decode_tries = 0
 
     async def _open_once(self, replay_log: ReplayLog) -> Attempt:
@@ -162,7 +165,7 @@ class Dispatcher:
         return await self._serve_alone(replay_log, decision)
 
     def _refused_for_s(self, role: RoleName) -> float:
-        """How long it has been going on that engines of `role` refuse the request."""
+        """Return for how long engines of `role` have refused the request, in seconds."""
         return time.monotonic() - self._refused_at.setdefault(role, time.monotonic())
 
     def _decide(self) -> Decision:
@@ -170,7 +173,8 @@ class Dispatcher:
         return self._fleet.feedback.decide(self.request, self._local_reason, self._failed_prefill, failed_decode)
 
     async def _try_split(self, replay_log: ReplayLog, decision: Decision) -> tuple[Attempt | None, str | None]:
-        """Dispatch both legs; without an attempt, how the prefill leg broke, if there was one."""
+        """Dispatch both legs. Return the attempt, or None and the outcome of the failed prefill
+        leg, if there was one."""
         async with AsyncExitStack() as legs:
             began_at = self._begin()
             feedback = self._fleet.feedback.begin(self.request, decision)
@@ -234,7 +238,7 @@ class Dispatcher:
             return Attempt(opened, decode, decision, feedback, legs.pop_all(), *timed), None
 
     async def _serve_alone(self, replay_log: ReplayLog, decision: Decision) -> Attempt:
-        """The request as the client sent it, on a decode replica."""
+        """Send the request as the client wrote it to a decode replica."""
         async with AsyncExitStack() as legs:
             began_at = self._begin()
             feedback = self._fleet.feedback.begin(self.request, decision)
@@ -251,20 +255,20 @@ class Dispatcher:
             return Attempt(opened, decode, decision, feedback, legs.pop_all(), *timed)
 
     def _dispatch_decode(self, legs: AsyncExitStack, slot: Slot, call: Call) -> Leg:
-        """The call, which ends with `legs`."""
+        """Open the call to decode; it ends when `legs` unwinds."""
         decode = Leg("decode", self._fleet.decode.dispatch(slot, call))
         legs.callback(decode.close)
         return decode
 
     def _begin(self) -> float:
-        """A try begins now."""
+        """Return the time at which an attempt begins."""
         now = time.monotonic()
         if self._began_at is None:
             self._began_at = now
         return now
 
     async def _heard(self, decode: Leg, waited_for: set[asyncio.Future[Any]]) -> bool:
-        """Wait for the first of these; False where decode gives no sign of life for `silence_timeout_s` instead."""
+        """Wait for the first of these; False when decode sends nothing for `silence_timeout_s`."""
         now = asyncio.get_running_loop().time
         began_at = now()
         while (left_s := max(began_at, decode.heard_at) + self.limits.silence_timeout_s - now()) > 0:
@@ -276,8 +280,11 @@ class Dispatcher:
     async def _choose_pair(
         self, stack: AsyncExitStack, prefill_stack: AsyncExitStack, decision: Decision
     ) -> tuple[Slot, Slot | None]:
-        """Slots on a decode and on a prefill replica; None for the latter when none is free in time. A slot with
-        prefill is not held while decode has none: others could use it."""
+        """Take slots on a decode and a prefill replica; None for prefill when no slot is free in
+        time.
+
+        The prefill slot is taken last, so that a request waiting for decode does not hold it.
+        """
         decode = await self._choose_decode(stack, decision)
         fleet = self._fleet
         try:
@@ -321,7 +328,7 @@ class Dispatcher:
 
 
 async def _end(task: asyncio.Task[Any]) -> None:
-    """Cancel `task` if it still runs, and wait for its end; its result has been taken or is not wanted."""
+    """Cancel `task` if it still runs, and wait for its end. Its result is not used."""
     task.cancel()
     await asyncio.wait({task})
     if not task.cancelled():

@@ -1,7 +1,7 @@
-"""A stream of server-sent events as the client gets it, whichever engine it comes from. Pure.
+"""The server-sent events of one answer, across the engines that produce it. Pure.
 
-Only whole events are passed on, and they are counted. When another engine begins the stream anew, the events
-that the client has are left out, and the rest keeps the `created` of the first one.
+Only whole events are passed on and counted. When another engine restarts the stream, events that
+the client already has are dropped, and the rest keeps the first stream's `created`.
 """
 
 import re
@@ -9,17 +9,17 @@ import re
 END = b"\n\n"
 DONE = b"data: [DONE]"
 LAST_RESPONSE_EVENTS = (b"event: response.completed\n", b"event: response.failed\n", b"event: error\n")
-"""How the last event of a stream of the Responses API begins: it has no other end mark."""
+"""Prefixes of the last event of a Responses API stream, which has no other end mark."""
 CREATED = re.compile(rb'"created":\d+')
-"""As vLLM writes it; within a string the quotes would be escaped."""
+"""The field as vLLM writes it; within a string its quotes would be escaped."""
 
 
 class EventStream:
-    """`feed` it bytes and send what it returns."""
+    """Splits bytes into events; send to the client what `feed` returns."""
 
     def __init__(self) -> None:
         self.sent = 0
-        """Events that have been passed on; comments (`: ping`) do not count."""
+        """Number of events passed on. Comments (`: ping`) do not count."""
         self.done = False
         """Whether the end mark has been passed on."""
         self._partial = b""
@@ -28,13 +28,13 @@ class EventStream:
         self._restarted = False
 
     def restart(self) -> None:
-        """What is fed from now on begins with the first event again."""
+        """Expect the stream to start again with its first event."""
         self._partial = b""
         self._seen = 0
         self._restarted = True
 
     def feed(self, data: bytes) -> bytes:
-        """The whole events that `data` completes and the client does not have."""
+        """Return the whole events that `data` completes and the client does not have yet."""
         *events, self._partial = (self._partial + data).split(END)
         return b"".join(self._new(event) for event in events)
 

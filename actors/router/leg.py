@@ -1,4 +1,4 @@
-"""One leg of a request: a call to an engine, and its end."""
+"""One leg of a request: a call to an engine, with its timeouts and timestamps."""
 
 import asyncio
 import time
@@ -17,7 +17,8 @@ from actors.telemetry.latency_breakdown import LegTimestamps
 from connectors.errors import TandemError
 
 ACCEPT_S = 5.0
-"""How long it may take to learn whether an engine has a call that is to end; normally milliseconds."""
+"""Timeout for learning whether an engine has accepted a call that is being closed. Normally takes
+milliseconds."""
 
 
 class deadline:
@@ -43,14 +44,15 @@ class deadline:
 
 
 class Items(Protocol):
-    """A running call (`actors.engine_pool.engines.EngineCall`)."""
+    """A running call (`EngineCall` in `engine_pool/engines.py`)."""
 
     sent_at: float
-    """Before its first byte left, on the monotonic clock: the engine may have it before the sender goes on."""
+    """Monotonic time before the first byte was sent: the engine may receive it before the sender's
+    task continues."""
 
     @property
     def waits(self) -> bool:
-        """Whether the next item that is no `Heartbeat` is still to come."""
+        """Whether an item other than a heartbeat is still to arrive."""
 
     async def __anext__(self) -> Any: ...
 
@@ -59,7 +61,7 @@ class Items(Protocol):
 
 @dataclass(frozen=True)
 class Opened:
-    """A response whose body has begun, with the items that have come: of a stream the first, else all."""
+    """A response whose body has started: the first item of a stream, else all items."""
 
     start: ResponseStart
     items: list[StreamChunk | bytes]
@@ -71,15 +73,15 @@ class Leg:
     def __init__(self, role: str, response: Items) -> None:
         self.role = role
         self.heard_at = asyncio.get_running_loop().time()
-        """When the engine gave its last sign of life."""
+        """Time of the engine's last item, on the event loop's clock."""
         self._response = response
         self._answered_at: float | None = None
         self._timings: EngineTimings | None = None
         self._taken: bool | None = None
-        """Whether the engine has the call, as far as it has said so."""
+        """Whether the engine has accepted the call; None until it has replied."""
 
     async def start(self, silence_s: float | None = None) -> ResponseStart:
-        """The response's status and headers."""
+        """Return the response's status and headers."""
         await self.taken(silence_s)
         item = await self.next(silence_s)
         if not isinstance(item, ResponseStart):
@@ -88,7 +90,7 @@ class Leg:
         return item
 
     async def taken(self, silence_s: float | None = None) -> None:
-        """Wait until the engine has the call; RefusedError where it does not take it."""
+        """Wait until the engine has accepted the call; raises RefusedError when it does not."""
         if self._taken is None:
             try:
                 self._taken = await self.next(silence_s) is not None
@@ -99,8 +101,8 @@ class Leg:
     async def open(self, silence_s: float | None = None, to_first_token: bool = False) -> Opened:
         """Wait for the first bytes of a stream, or for the whole body of another response.
 
-        Not all that a stream begins with says that the engine has the prompt: with `to_first_token`, wait on for
-        the bytes that came with a token.
+        Some streams start with events that do not show that the engine has the prompt: with
+        `to_first_token`, wait for the bytes that came with a token.
         """
         start = await self.start(silence_s)
         items: list[StreamChunk | bytes] = []
@@ -113,7 +115,8 @@ class Leg:
 
     @property
     def timestamps(self) -> LegTimestamps:
-        """When the call was sent and answered, as far as it was, and what its engine says of that time."""
+        """Times at which the call was sent and answered, and the engine's own timings if it has
+        sent them."""
         answered_at = time.monotonic() if self._answered_at is None else self._answered_at
         return LegTimestamps(self._response.sent_at, answered_at, self._timings)
 
@@ -127,8 +130,11 @@ class Leg:
         self._timings = timings or self._timings
 
     async def next(self, silence_s: float | None = None, until: float | None = None) -> Any:
-        """The next item, or None after the last. UnavailableError after `silence_s` without a sign of life,
-        DeadlineError at `until`, on the loop's clock."""
+        """Return the next item, or None after the last.
+
+        Raises UnavailableError when the engine sends nothing for `silence_s`, DeadlineError at
+        `until` (event loop's clock).
+        """
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -143,7 +149,7 @@ class Leg:
                 return item
 
     async def _within(self, silence_s: float | None, until: float | None) -> Any:
-        """The next item, in time."""
+        """Return the next item, or raise when a timeout expires."""
         now = asyncio.get_running_loop().time()
         ends = [at for at in (None if silence_s is None else now + silence_s, until) if at is not None]
         try:
@@ -160,13 +166,14 @@ class Leg:
         return UnavailableError(f"the {self.role} engine gave no sign of life for {silence_s:g} s")
 
     async def accepted(self) -> bool:
-        """Whether a replica has the call; waits for it at most ACCEPT_S. Nobody else reads the leg by then."""
+        """Return whether a replica has accepted the call. Waits at most ACCEPT_S; no other task
+        reads the leg then."""
         with suppress(TandemError):
             await self.taken(ACCEPT_S)
         return self._taken is True
 
     def close(self) -> None:
-        """Cancel the call if it still runs: the engine aborts it."""
+        """Cancel the call if it still runs; the engine aborts the request."""
         self._response.cancel()
 
 
@@ -179,9 +186,10 @@ async def choose(
     prefer: Sequence[str] = (),
     registry: ReplicaRegistry | None = None,
 ) -> Slot:
-    """Take a slot on a replica of `role` that is not one to `avoid`, held until `stack` unwinds; bounded.
+    """Take a slot on a replica of `role` within `timeout_s`; it is given back when `stack` unwinds.
 
-    The first of `prefer` that has a slot is taken, else the least busy. `registry` gets to know the role's replicas.
+    Prefers the first free replica of `prefer`, else the least busy, and never one of `avoid`.
+    `registry` receives the source of the replica list.
     """
     try:
         async with deadline(timeout_s, f"waiting for a free {role} replica"):

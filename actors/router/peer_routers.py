@@ -1,4 +1,4 @@
-"""The other replicas of the router: what all of them say together, whichever of them is asked."""
+"""Metrics and status of all router replicas, whichever of them is asked."""
 
 import asyncio
 import time
@@ -15,27 +15,28 @@ from actors.router.single_flight import SingleFlight
 from actors.telemetry.recent_requests import newest_of
 
 STATUS_AGE_S = 1.0
-"""How old a status may be: many open pages cost the engines no more than one."""
+"""Maximum age of a status, so that many open pages cost the engines no more than one."""
 
 RECENT_SHOWN = 60
-"""Requests in a status."""
+"""Number of recent requests in a status."""
 
 RouterMetricsText = tuple[str, str]
-"""A router replica's id and its exposition."""
+"""Replica id and Prometheus exposition of one router replica."""
 
 
 class RouterReplica(Router):
-    """A router that knows its colleagues. Its deployment's handle reaches `own_metrics` and `own_status`."""
+    """A router that queries its peers. The deployment's handle reaches `own_metrics` and
+    `own_status`."""
 
     _colleagues: DeploymentHandle | None = None
     _status: SingleFlight[dict[str, Any]] | None = None
 
     async def own_metrics(self) -> RouterMetricsText:
-        """This replica's."""
+        """Return this replica's exposition."""
         return _own_id(), generate_latest(self.metrics.registry).decode()
 
     async def own_status(self) -> dict[str, Any]:
-        """What this replica alone knows."""
+        """Return the part of the status that only this replica knows."""
         return {
             "replica": _own_id(),
             "ongoing": int(self.metrics.value("tandem_ongoing_requests")),
@@ -46,13 +47,13 @@ class RouterReplica(Router):
         }
 
     async def router_metrics(self) -> list[RouterMetricsText]:
-        """Of all router replicas that answer in time; of this one in any case."""
+        """Return the expositions of this replica and of all peers that answer in time."""
         own = await self.own_metrics()
         others = dict(await self._ask_colleagues("own_metrics")) | dict([own])
         return sorted(others.items())
 
     async def status(self) -> dict[str, Any]:
-        """The whole service, at most `STATUS_AGE_S` old."""
+        """Return the status of the whole service, at most `STATUS_AGE_S` old."""
         if self._status is None:
             self._status = SingleFlight(self._ask_for_status, STATUS_AGE_S)
         return await self._status()

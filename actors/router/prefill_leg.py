@@ -1,4 +1,4 @@
-"""The prefill leg's life in the router: watched from its dispatch to the end of the handover."""
+"""The prefill leg of a request, from its dispatch to the end of the handover."""
 
 import asyncio
 import logging
@@ -15,25 +15,29 @@ logger = logging.getLogger(__name__)
 
 
 BROKEN = frozenset({"refused", "rejected", "failed", "late"})
-"""Outcomes after which no KV, or not all of it, comes from this leg. `refused`: the engine takes no more calls;
-`rejected`: it has found the request to be a bad one."""
+"""Outcomes after which the leg delivers no KV, or not all of it.
+
+`refused`: the engine accepts no more calls. `rejected`: the engine found the request invalid.
+"""
 
 Discard = Callable[[str], Awaitable[None]]
-"""Tells the prefill replicas that nobody will fetch a transfer's KV; bounded, and does not raise."""
+"""Tells the prefill replicas that a transfer's KV will not be fetched; bounded, does not raise."""
 
 Prefilled = Callable[[object], None]
-"""Is told that the prompt is computed (None), and then the body of the answer, if there is one."""
+"""Called with None when the prompt is computed, then with the body of the answer if there is one."""
 
 
 class PrefillLeg:
-    """Owns the task that reads the leg. `answered` is done when the prompt is computed, `broken` when the leg ends
-    before its time.
+    """Owns the task that reads the leg. `answered` is set when the prompt is computed, `broken`
+    when the leg fails.
 
-    A broken leg does not fail the request: while decode has not begun to answer, the router tries another prefill
-    replica, or asks decode to serve it alone, which is sooner than decode's connector can learn of it.
+    A failed leg does not fail the request. Until decode starts to answer, the router retries on
+    another prefill replica or asks decode to serve the request alone, sooner than decode's
+    connector can detect the failure.
 
-    A leg that ends before its handover may leave finished KV behind that no decode engine has heard of: decode has
-    refused the request, or the client left before decode's engine had it. So it is discarded before the leg is closed.
+    A leg that ends before its handover may leave finished KV that no decode engine knows of: decode
+    has refused the request, or the client disconnected before decode received it. So the KV is
+    discarded before the leg is closed.
     """
 
     def __init__(
@@ -46,7 +50,7 @@ class PrefillLeg:
         prefilled: Prefilled,
         slot: AsyncExitStack,
     ) -> None:
-        """Gives `slot` back when the leg has ended."""
+        """Start to read `leg`. `slot` is given back when the leg has ended."""
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._leg = leg
@@ -58,47 +62,47 @@ class PrefillLeg:
         self._slot = slot
         self._holds_kv = True
         self._told_all = False
-        """Whether the body of its answer has come: nothing more is wanted of it."""
+        """Whether the body of the answer has arrived."""
         self._ending: asyncio.Task[None] | None = None
         self._task = asyncio.create_task(self._watch(), name=f"prefill-leg-{transfer_id}")
 
     @property
     def timestamps(self) -> LegTimestamps:
-        """Without timings until prefill has answered."""
+        """Timestamps of the leg; without engine timings until prefill has answered."""
         return self._leg.timestamps
 
     @property
     def accounted(self) -> bool:
-        """Whether prefill has answered, or will not any more."""
+        """Whether prefill has answered or can no longer answer."""
         return self.answered.done() or self._task.done()
 
     async def account(self, at_most_s: float) -> None:
-        """Wait until it is `accounted`, or for `at_most_s`."""
+        """Wait until the leg is `accounted`, at most `at_most_s`."""
         waited_for: set[asyncio.Future[None]] = {self.answered, self._task}
         await asyncio.wait(waited_for, timeout=at_most_s, return_when=asyncio.FIRST_COMPLETED)
 
     def delivered(self) -> None:
-        """The handover is done: nothing is held here for decode any more."""
+        """Mark the handover as complete: no KV is held for decode any more."""
         self._holds_kv = False
 
     def release(self, answers_soon: bool) -> None:
-        """The leg need not count as ongoing any more, if its KV has been `delivered`.
+        """End the leg if its KV has been `delivered`, so that it no longer counts as ongoing.
 
-        On a busy machine decode's first token overtakes prefill's answer. That has the times and the number of tokens
-        from which costs are learnt, so the leg ends when it is there, or with the request. But where it does not answer
-        soon, as decode has done without its KV, it is aborted.
+        On a busy machine decode's first token overtakes prefill's answer, which has the timings and
+        token counts that routing learns from. So with `answers_soon` the leg ends with that answer
+        or with the request; else it is aborted now.
         """
         if not self._holds_kv and (self._told_all or not answers_soon):
             self._task.cancel()
             self._end()
 
     async def close(self) -> None:
-        """End the leg wherever it is; a prefill that still runs is aborted."""
+        """End the leg in any state; a prefill that still runs is aborted."""
         self._task.cancel()
         await asyncio.wait({self._task, self._end()})
 
     def _end(self) -> asyncio.Task[None]:
-        """The leg's end, once, in a task of its own: whoever waits for it may be cancelled."""
+        """Start the leg's end, once, in its own task: the task that waits for it may be cancelled."""
         if self._ending is None:
             self._ending = asyncio.create_task(self._end_leg(), name=f"prefill-leg-ends-{self._transfer_id}")
         return self._ending

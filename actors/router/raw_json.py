@@ -1,7 +1,8 @@
-"""The fields of a request's body, each as its client wrote it, to be written again beside others.
+"""Fields of a JSON body kept as the client wrote them, so that a leg can be written without
+encoding the prompt again.
 
-A request's legs differ from the request by a few short fields. Its prompt, which may be long, is neither written anew
-for each of them nor changed: an engine reads the same numbers and texts as without a router.
+The legs differ from the client's request in a few short fields. A long prompt is copied, not parsed
+and encoded anew, so that the engine reads the same numbers and strings as without a router.
 """
 
 import json
@@ -15,7 +16,8 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def as_written(raw: bytes, body: Mapping[str, Any]) -> dict[str, Any]:
-    """`body`, which is what Python reads in `raw`, with values that `write` writes as they stand there."""
+    """Return the fields of `body`, which was parsed from `raw`, with values that `write` copies
+    unchanged."""
     try:
         return _DECODER.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -23,7 +25,7 @@ def as_written(raw: bytes, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(fields: Mapping[str, Any]) -> bytes:
-    """A JSON object with these fields: all of a body `as_written`, or some, and others."""
+    """Return a JSON object of these fields, which may mix values of `as_written` and plain ones."""
     if any(isinstance(value, msgspec.Raw) for value in fields.values()):
         return _ENCODER.encode(fields)
     return json.dumps(fields).encode()

@@ -1,7 +1,7 @@
-"""Shapes a client's request into its two legs. Pure: dictionaries in, dictionaries out.
+"""Derives the two legs from a client's request. Pure: dictionaries in, dictionaries out.
 
-The decode leg is the client's request. The prefill leg asks for the same prompt and one token, without
-whatever concerns only the output. Both carry the same single-use transfer id.
+The decode leg is the client's request. The prefill leg has the same prompt, asks for one token, and
+omits fields that concern only the output. Both carry the same single-use transfer id.
 """
 
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ OUTPUT_ONLY = frozenset(
         "top_p",
     }
 )
-"""Fields that change what is generated and not the prompt: left out of the prefill leg."""
+"""Fields that change the output and not the prompt; omitted from the prefill leg."""
 
 
 ONE_TOKEN: Mapping[Endpoint, Body] = {
@@ -49,13 +49,14 @@ ONE_TOKEN: Mapping[Endpoint, Body] = {
     "/v1/chat/completions": {"n": 1, "max_tokens": 1, "max_completion_tokens": 1},
     "/v1/responses": {"max_output_tokens": 1, "store": False},
 }
-"""What makes a request a prefill leg, by endpoint."""
+"""Fields that limit a prefill leg to one token, by endpoint."""
 
 
 def why_local(endpoint: Endpoint, body: Body) -> str | None:
-    """The reason why decode must serve the whole request, or None when prefill can be apart.
+    """Return why decode must serve the whole request, or None when prefill can run on another
+    engine.
 
-    A body of the wrong shape is left to decode as well: vLLM's own validation answers it.
+    A body of the wrong shape goes to decode as well, so that vLLM's own validation answers it.
     """
     if endpoint in ("/tokenize", "/detokenize"):
         return "tokens_only"
@@ -77,7 +78,7 @@ def why_local(endpoint: Endpoint, body: Body) -> str | None:
 
 
 def why_not_resumable(endpoint: Endpoint, body: Body) -> str | None:
-    """The reason why another engine cannot go on with this request's stream, or None when it can."""
+    """Return why another engine cannot continue this request's stream, or None when it can."""
     if endpoint == "/v1/responses":
         return "ids of its own"  # of its items: each engine draws its own
     if body.get("n") not in (None, 1):
@@ -117,7 +118,7 @@ def _why_local_response(body: Body) -> str | None:
 
 
 def prefill_leg(endpoint: Endpoint, body: Body, transfer_id: str) -> dict[str, Any]:
-    """The request for the prefill engine: the same prompt, one token, KV to be handed over."""
+    """Return the body for the prefill engine: the same prompt, one token, KV kept for a transfer."""
     leg = {field: value for field, value in body.items() if field not in OUTPUT_ONLY}
     leg |= {"stream": False, "temperature": 0.0, **ONE_TOKEN[endpoint]}
     leg[TRANSFER_FIELD] = {
@@ -129,7 +130,7 @@ def prefill_leg(endpoint: Endpoint, body: Body, transfer_id: str) -> dict[str, A
 
 
 def decode_leg(body: Body, transfer_id: str, producer: ProducerAddress) -> dict[str, Any]:
-    """The request for the decode engine: the client's own, with the KV to wait for."""
+    """Return the body for the decode engine: the client's own, and the transfer to wait for."""
     params = {
         "do_remote_prefill": True,
         "do_remote_decode": False,

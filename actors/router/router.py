@@ -20,7 +20,8 @@ from configs.settings import RoleName, RouterLimits
 
 
 class Router:
-    """Knows the engines of both roles. `answer` opens a request; closing it ends both legs."""
+    """Serves requests with the engines of both roles. `answer` opens a request; closing it ends
+    both legs."""
 
     def __init__(self, limits: RouterLimits, prefill: EnginePool, decode: EnginePool) -> None:
         self.limits = limits
@@ -33,18 +34,18 @@ class Router:
         self.recent = RecentRequests()
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Serve's hook: new deadlines, limits and routing for the requests that come from now on."""
+        """Apply new deadlines, limits and routing to later requests; Serve's hook."""
         self.limits = RouterLimits.model_validate(user_config)
         self._feedback.reconfigure(self.limits.routing)
 
     @property
     def ongoing(self) -> int:
-        """Number of requests that are being served."""
+        """Number of requests being served."""
         return self._ongoing
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
-        """Count a request while it is here; raises OverloadedError when there are too many."""
+        """Count a request while it is served; raises OverloadedError above `max_ongoing_requests`."""
         if self._ongoing >= self.limits.max_ongoing_requests:
             raise OverloadedError(f"{self._ongoing} requests are being served, which is the limit")
         self._ongoing += 1
@@ -56,9 +57,9 @@ class Router:
 
     @asynccontextmanager
     async def answer(self, request: ClientRequest) -> AsyncGenerator[Answer, None]:
-        """Serve `request`. Leaving the context closes whatever still runs of it on either engine.
+        """Serve `request`. Leaving the context ends the calls that still run on either engine.
 
-        Raises OverloadedError, UnavailableError or DeadlineError when decode gives no answer.
+        Raises OverloadedError, UnavailableError or DeadlineError when decode does not answer.
         """
         attempts = Dispatcher(
             request, self.limits, RequestTimer(self.limits.request_timeout_s, request.arrived_at), self._fleet
@@ -71,15 +72,15 @@ class Router:
 
     @property
     def slots_taken(self) -> dict[RoleName, int]:
-        """Slots with engines of each role that requests of this router have."""
+        """Number of slots that this router holds on engines of each role."""
         return {role: engines.slots_taken for role, engines in self._roles.items()}
 
     async def close(self) -> None:
-        """End the connections to the engines."""
+        """Close the connections to the engines."""
         await asyncio.gather(*(engines.close() for engines in self._roles.values()))
 
     async def ask_decode(self, method: str, path: str, headers: Headers) -> tuple[ResponseStart, bytes]:
-        """Decode's answer to a request without a body."""
+        """Send a request without a body to a decode replica, and return its answer."""
         async with AsyncExitStack() as stack, deadline(self.limits.replica_timeout_s, f"{method} {path}"):
             slot = await choose(stack, "decode", self._decode, self.limits.replica_timeout_s)
             leg = Leg("decode", self._decode.dispatch(slot, Call(method, path, headers)))
@@ -90,14 +91,15 @@ class Router:
             return start, body
 
     async def healthy(self) -> dict[RoleName, int]:
-        """How many replicas of each role answer within `health_timeout_s`."""
+        """Return how many replicas of each role answer within `health_timeout_s`."""
         answers = await asyncio.gather(
             *(self._ask_all(role, "ping", self.limits.health_timeout_s) for role in self._roles)
         )
         return {role: len(replies) for role, replies in zip(self._roles, answers, strict=True)}
 
     async def engine_metrics(self) -> list[tuple[RoleName, str, str]]:
-        """(role, replica, exposition) of every replica that answers within `metrics_timeout_s`."""
+        """Return (role, replica, exposition) of each replica that answers within
+        `metrics_timeout_s`."""
         answers = await asyncio.gather(
             *(self._ask_all(role, "metrics", self.limits.metrics_timeout_s) for role in self._roles)
         )
@@ -105,17 +107,19 @@ class Router:
         return [(role, replica, text) for role, replies in pairs for replica, text in replies]
 
     async def engine_status(self) -> list[dict[str, Any]]:
-        """What every engine replica that answers within `metrics_timeout_s` says of itself."""
+        """Return the status of each engine replica that answers within `metrics_timeout_s`."""
         answers = await asyncio.gather(
             *(self._ask_all(role, "status", self.limits.metrics_timeout_s) for role in self._roles)
         )
         return [status for replies in answers for status in replies]
 
     async def _discard(self, transfer_id: str) -> None:
-        """Have the prefill replica that holds this transfer give its KV back; where that fails, its lease will."""
+        """Ask the prefill replica that holds this transfer to free its KV; if that fails, the KV's
+        lease expires."""
         self.metrics.discards.inc()
         await self._ask_all("prefill", "discard", self.limits.health_timeout_s, transfer_id)
 
     async def _ask_all(self, role: RoleName, method: str, timeout_s: float, *arguments: object) -> list[Any]:
-        """What the replicas of `role` return from `method`; those that fail or are late are left out."""
+        """Return the results of `method` on the replicas of `role`, without those that fail or are
+        late."""
         return await ask_all(role, self._roles[role], method, timeout_s, *arguments)

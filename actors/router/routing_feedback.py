@@ -1,4 +1,5 @@
-"""The planner at work in a router: the clock, the fleet, and what becomes of each request."""
+"""Connects the routing policy to a router: supplies time and replica lists, and reports what became
+of each request."""
 
 import asyncio
 import json
@@ -22,11 +23,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LEARN_DELAY_S = 0.01
-"""What requests have shown of costs is counted so much later, all of it together, and not while a first token waits."""
+"""Delay after which measured costs are applied, all together, so that no first token waits for it."""
 
 
 class Deferred:
-    """Does what is given to it a moment later."""
+    """Runs callables together after LEARN_DELAY_S."""
 
     def __init__(self) -> None:
         self._given: list[Callable[[], None]] = []
@@ -46,8 +47,11 @@ class Deferred:
 
 
 class AttemptFeedback:
-    """One try at a request: both legs, or decode's alone. It counts from the decision on, before slots are reserved:
-    requests that come at the same time must know of each other. `sent` before anything else, `ended` in any case."""
+    """Reports one attempt to the policy: both legs, or decode alone.
+
+    It counts from the decision, before slots are taken: concurrent requests must see each other.
+    Call `sent` first and `ended` in any case.
+    """
 
     def __init__(self, planner: Planner, prompt: Prompt, decision: Decision) -> None:
         self._planner = planner
@@ -60,7 +64,7 @@ class AttemptFeedback:
         self._prefilled_at: float | None = None
 
     def sent(self, decode: str, prefill: str | None) -> None:
-        """The legs are on their way to these replicas, whichever were meant to have them."""
+        """Report the replicas that the legs were sent to."""
         if self._inflight is not None:
             if (self._inflight.decode, self._inflight.prefill) == (decode, prefill):
                 return
@@ -68,38 +72,39 @@ class AttemptFeedback:
         self._inflight = self._planner.begin(self._prompt, decode, prefill, _now())
 
     def prefilled(self, body: object) -> None:
-        """The prompt is computed (None), or the prefill leg's body is there: its usage has the number of tokens."""
+        """Report that the prompt is computed (None), or the body of prefill's answer, whose usage
+        has the token count."""
         if self._prefilled_at is None:
             self._prefilled_at = _now()
         if body is not None:
             self._tell_prefilled(_prompt_tokens(body))
 
     def opened(self, streams: bool) -> None:
-        """Decode has begun to answer. Of an answer that is not a stream, nobody knows when it had its first token."""
+        """Report that decode has started to answer. Only a stream shows when the first token came."""
         self._answered = True
         self._tell_prefilled()
         if streams and self._inflight is not None:
             self._planner.opened(self._inflight, _now())
 
     def passed_on(self, item: object) -> None:
-        """The client gets `item` of decode's answer."""
+        """Count the tokens of an item that is passed on to the client."""
         if isinstance(item, StreamChunk):
             self._tokens += sum(map(len, item.groups))
 
     def ended(self) -> None:
-        """Nothing runs any more."""
+        """Report the end of the attempt."""
         self._tell_prefilled()
         if self._inflight is not None:
             self._planner.ended(self._inflight, _now(), self._tokens, broken=not self._answered)
 
     def _tell_prefilled(self, prompt_tokens: int | None = None) -> None:
-        """Once, with the number of tokens if it has come in time."""
+        """Report the prompt once, with its token count if that has arrived."""
         if self._prefilled_at is not None and self._inflight is not None:
             self._planner.prefilled(self._inflight, self._prefilled_at, prompt_tokens)
 
 
 class RoutingFeedback:
-    """Decides where requests go, and follows them."""
+    """Decides where requests go, and reports their outcome to the policy."""
 
     def __init__(self, settings: RoutingSettings, metrics: RouterMetrics) -> None:
         self.prefill = ReplicaRegistry()
@@ -108,7 +113,7 @@ class RoutingFeedback:
         self._metrics = metrics
 
     def reconfigure(self, settings: RoutingSettings) -> None:
-        """For the requests that come from now on."""
+        """Apply new settings to later requests."""
         self._planner.reconfigure(settings)
 
     def decide(
@@ -118,7 +123,8 @@ class RoutingFeedback:
         failed_prefill: AbstractSet[str],
         failed_decode: AbstractSet[str],
     ) -> Decision:
-        """Where `request` goes; `whole` says why decode must serve all of it, if it must."""
+        """Return where `request` goes; `whole` is the reason why decode must serve all of it, if
+        there is one."""
         decision = self._planner.decide(
             request.prompt,
             self.prefill.look(),
@@ -135,11 +141,11 @@ class RoutingFeedback:
         return decision
 
     def failed(self, replica: str) -> None:
-        """A call to `replica` broke off there."""
+        """Report that a call to `replica` failed."""
         self._planner.failed(replica, _now())
 
     def begin(self, request: "ClientRequest", decision: Decision) -> AttemptFeedback:
-        """A try at `request` where it was decided to go."""
+        """Start an attempt at `request` as decided."""
         return AttemptFeedback(self._planner, request.prompt, decision)
 
 
@@ -148,7 +154,7 @@ def _now() -> float:
 
 
 def _prompt_tokens(answer: object) -> int | None:
-    """From a completion's usage; None where there is none."""
+    """Return the prompt's token count from a completion's usage, or None."""
     if not isinstance(answer, bytes):
         return None
     try:

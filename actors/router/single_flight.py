@@ -1,4 +1,4 @@
-"""One answer for all who ask at about the same time."""
+"""One result for callers that ask at about the same time."""
 
 import asyncio
 import time
@@ -9,7 +9,7 @@ Answer = TypeVar("Answer")
 
 
 class SingleFlight(Generic[Answer]):
-    """Call it for an answer that was made at most `age_s` ago; those who come while one is made wait for that one."""
+    """Returns a result at most `age_s` old; concurrent callers wait for the same call."""
 
     def __init__(self, make: Callable[[], Awaitable[Answer]], age_s: float) -> None:
         self._make = make
@@ -18,7 +18,7 @@ class SingleFlight(Generic[Answer]):
         self._made: tuple[float, Answer] | None = None
 
     async def __call__(self) -> Answer:
-        """Raises what making it raises; that is not kept."""
+        """Return the result. Raises what the call raises; errors are not kept."""
         async with self._lock:
             if self._made is None or time.monotonic() - self._made[0] > self._age_s:
                 answer = await self._make()
