@@ -1,4 +1,4 @@
-"""What a role's replicas answer to a question that goes to all of them, each waited for on its own."""
+"""Calls to all replicas of a role at once, each with its own timeout."""
 
 import asyncio
 import logging
@@ -12,21 +12,22 @@ from actors.upstream.ray_private import replica_results
 logger = logging.getLogger(__name__)
 
 LOG_EVERY_S = 30.0
-"""`/health` is asked every second or so while the engines start, and fails each time for the same reason."""
+"""Interval between log lines of one failure: `/health` asks about once a second while engines
+start."""
 
 _logged_at: dict[tuple[str, str], float] = {}
-"""By role and method; there are a handful of each."""
+"""Time of the last log line by role and method."""
 
 
 class Role(Protocol):
-    """Whose replicas can all be asked: Serve's handle, or `actors.engine_pool.engines.Engines`."""
+    """Anything that broadcasts: a Serve handle, or `EnginePool` in `engine_pool/engines.py`."""
 
     def broadcast(self, method: str, /, *arguments: object) -> DeploymentBroadcastResponse:
         """Call a method of all replicas."""
 
 
 async def ask_all(role: str, handle: Role, method: str, timeout_s: float, *arguments: object) -> list[Any]:
-    """What the replicas behind `handle` return from `method`; those that fail or are late are left out."""
+    """Return the results of `method` on all replicas; leave out those that fail or are late."""
     try:
         return await replies_of(role, method, handle.broadcast(method, *arguments), timeout_s)
     except Exception as error:  # the caller goes on without them
@@ -38,9 +39,10 @@ async def ask_all(role: str, handle: Role, method: str, timeout_s: float, *argum
 
 
 async def replies_of(role: str, method: str, asked: DeploymentBroadcastResponse, timeout_s: float) -> list[Any]:
-    """The replies that come within `timeout_s`; replicas that fail or are late are logged and left out.
+    """Return the results that arrive within `timeout_s`; log replicas that fail or are late.
 
-    Raises what Serve raises where no replica can be asked, TimeoutError where it does not say in time which there are.
+    Raises Serve's error when no replica can be called, TimeoutError when Serve does not list the
+    replicas in time.
     """
     until = asyncio.get_running_loop().time() + timeout_s
     async with asyncio.timeout_at(until):

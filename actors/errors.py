@@ -1,4 +1,4 @@
-"""Errors of requests and of engines, as routers and engines raise them."""
+"""Errors of requests and engines."""
 
 from connectors.errors import TandemError
 
@@ -8,28 +8,29 @@ class OverloadedError(TandemError):
 
 
 class UnavailableError(TandemError):
-    """No replica of a role can answer: none is running, or the one that was asked has died."""
+    """No replica of a role can answer: none is running, or the replica has died."""
 
 
 class RefusedError(TandemError):
-    """The engine that was asked takes no more calls, for now or ever: another one may, or the same a little later."""
+    """The engine accepts no more calls, for now or for good. Another engine may, or the same one
+    later."""
 
 
 class DeadlineError(TandemError):
-    """A wait came to its deadline."""
+    """A wait has reached its deadline."""
 
 
 class EngineDownError(TandemError):
-    """The engine behind an actor has died; Serve replaces the replica."""
+    """The engine of an actor has died; Serve replaces the replica."""
 
 
 class EngineError(TandemError):
-    """A call failed in an engine's process, with an error that is none of the client's."""
+    """A call failed in an engine's process for a reason other than the client's request."""
 
 
 class CannotResumeError(TandemError):
-    """An answer that was cut off cannot be continued exactly; the message says why."""
+    """An interrupted answer cannot be continued exactly; the message gives the reason."""
 
 
 class EngineStartError(TandemError):
-    """An engine that did not start, or started but cannot serve its role."""
+    """An engine did not start, or cannot serve its role."""

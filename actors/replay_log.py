@@ -1,8 +1,8 @@
-"""What a streamed answer consists of so far, so that another engine can go on with it.
+"""Record of a streamed answer, from which another engine can continue it.
 
-The engine records the token ids of every step that it hands to vLLM's serving layer as one *group*; the groups
-travel to the router with the bytes that the serving layer made of them. A call that carries such a replay_log makes
-its engine emit exactly these groups again, and then go on. Pure but for the context variable and the timestamps.
+The engine records the token ids of each step that it passes to vLLM's serving layer as one *group*.
+Groups travel to the router with the bytes that the serving layer made of them. An engine whose call
+has a replay log first emits exactly these groups, then continues.
 """
 
 from collections import deque
@@ -17,28 +17,28 @@ from actors.telemetry.timestamps import CallTimestamps
 
 @dataclass
 class ServedCall:
-    """One call while its engine serves it: what to emit again, and what is recorded for the router."""
+    """One call while its engine serves it: the groups to repeat, and those recorded for the router."""
 
     replay: ReplayLog = ()
     problem: CannotResumeError | None = None
     taken: Callable[[], None] = lambda: None
-    """To be called when the serving layer has done with an output."""
+    """Called when the serving layer has processed an output."""
     timestamps: CallTimestamps = field(default_factory=CallTimestamps)
     _new: deque[TokenGroup] = field(default_factory=deque)
     _began: bool = False
 
     def begin(self) -> bool:
-        """Whether this is the call's first generation; only that one is recorded."""
+        """Return whether this is the call's first generation; only that one is recorded."""
         first, self._began = not self._began, True
         return first
 
     def record(self, tokens: Sequence[int]) -> None:
-        """Note a group, before the serving layer sees it."""
+        """Record a group before the serving layer sees it."""
         if tokens:
             self._new.append(tuple(tokens))
 
     def chunk(self, body: bytes) -> bytes | StreamChunk:
-        """`body` with what has been recorded since the last chunk."""
+        """Return `body` with the groups recorded since the last chunk."""
         timings = self.timestamps.tell()
         if not self._new and timings is None:
             return body
@@ -47,17 +47,18 @@ class ServedCall:
         return StreamChunk(body, groups, timings)
 
     def fail(self, why: str) -> CannotResumeError:
-        """Note, and return, why the call cannot go on as it should."""
+        """Record and return the error with which the call cannot continue."""
         self.problem = CannotResumeError(why)
         return self.problem
 
     def check(self) -> None:
-        """Raise what `fail` has noted: vLLM's serving layer would make an answer of it."""
+        """Raise the error that `fail` has recorded: vLLM's serving layer would turn it into an
+        answer."""
         if self.problem is not None:
             raise self.problem
 
     def context(self) -> Context:
-        """A context in which `SERVED_CALL` is this call."""
+        """Return a context in which `SERVED_CALL` is this call."""
         context = copy_context()
         context.run(SERVED_CALL.set, self)
         return context

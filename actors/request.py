@@ -1,4 +1,4 @@
-"""What routers and engines hand to each other: a call, and the items of its answer."""
+"""Calls from routers to engines, and the items of their answers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,12 +15,12 @@ TokenGroup = tuple[int, ...]
 ReplayLog = tuple[TokenGroup, ...]
 
 TRANSFER_FIELD = "kv_transfer_params"
-"""The field of a request body that the router alone may set."""
+"""Field of a request body that only the router may set."""
 
 
 @dataclass(frozen=True)
 class ProducerAddress:
-    """Where a prefill engine's workers are reached, as its connector describes itself."""
+    """Network address of a prefill engine's workers, from its connector."""
 
     remote_engine_id: str
     remote_host: str
@@ -29,7 +29,8 @@ class ProducerAddress:
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> "ProducerAddress":
-        """From a connector's reply; KeyError, TypeError or ValueError if it is not a description."""
+        """Return the address in a connector's reply. Raises KeyError, TypeError or ValueError if
+        there is none."""
         return cls(
             remote_engine_id=str(params["remote_engine_id"]),
             remote_host=str(params["remote_host"]),
@@ -40,7 +41,7 @@ class ProducerAddress:
 
 @dataclass(frozen=True)
 class Call:
-    """An HTTP request on its way to an engine, and what of its answer another engine has already streamed."""
+    """An HTTP request to an engine, and the part of its answer that another engine has streamed."""
 
     method: str
     path: str
@@ -51,7 +52,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Accepted:
-    """The first item of every call: `replica` has it, as one of so many."""
+    """First item of each call: `replica` has accepted it, as one of `ongoing` calls."""
 
     replica: str
     ongoing: int = 1
@@ -59,36 +60,38 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The engine has answered a question since the item before: it lives, whatever keeps this call waiting."""
+    """The engine core has answered since the previous item: the engine is alive, whatever delays
+    this call."""
 
 
 @dataclass(frozen=True)
 class EngineTimings:
-    """What an engine says of one call. Seconds since the call reached it, on its host's monotonic clock."""
+    """An engine's timings of one call: seconds since the call arrived, on its host's monotonic
+    clock."""
 
     queued_s: float
-    """It is on its way to the engine's scheduler."""
+    """The request is sent to the engine's scheduler."""
     scheduled_s: float
-    """The first step that computes it begins."""
+    """The first step that computes the request begins."""
     first_token_s: float
-    """That step, or the last of the prompt's steps, has ended."""
+    """The prompt's last step has ended."""
     answered_s: float
-    """The first bytes of the answer leave; of an answer that is not streamed, the whole."""
+    """The first bytes of the answer are sent; of an answer that is not streamed, all bytes."""
     kv_asked_s: float | None = None
-    """There were blocks for KV from elsewhere, and it was asked for; None where none was wanted."""
+    """Blocks are allocated and KV is requested from another engine; None if no KV was requested."""
     kv_ended_s: float | None = None
-    """All of it had arrived, or it was known that it will not."""
+    """All KV has arrived, or the transfer has failed."""
     kv_failed: bool = False
 
 
 @dataclass(frozen=True)
 class ResponseStart:
-    """The first item of every response."""
+    """First item of each response."""
 
     status: int
     headers: Headers
     timings: EngineTimings | None = None
-    """Of an answer that is not a stream: it begins when all of it has been generated."""
+    """Timings of an answer that is not streamed: it starts when all of it has been generated."""
 
     @property
     def streams(self) -> bool:
@@ -100,9 +103,9 @@ class ResponseStart:
 
 @dataclass(frozen=True)
 class StreamChunk:
-    """Bytes of a response body, and the groups of tokens that were generated since the chunk before."""
+    """Bytes of a response body, and the groups of tokens generated since the previous chunk."""
 
     body: bytes
     groups: ReplayLog
     timings: EngineTimings | None = None
-    """Of a stream's first token, with the chunk that has it."""
+    """Timings of a stream's first token, in the chunk that has it."""

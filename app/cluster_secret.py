@@ -1,4 +1,4 @@
-"""The secret that the engines of this service share, where the operator has not set one."""
+"""The secret shared by the engines of this service when the operator has not set one."""
 
 import secrets
 
@@ -11,16 +11,18 @@ KEY = b"peer-secret"
 
 
 def fallback_secret(settings: ServiceSettings) -> SecretStr:
-    """What engines share that find no secret of the operator's in their own environment: the one that the build finds
-    in its own, or else the Ray cluster's."""
+    """Return the secret for engines without one in their own environment.
+
+    It is the secret in the environment of the build, or else the Ray cluster's.
+    """
     return settings.transfer.operators_secret() or SecretStr(cluster_secret())
 
 
 def cluster_secret() -> str:
-    """Made once in the life of a Ray cluster and kept in its control store.
+    """Return a secret made once in the life of a Ray cluster and kept in its control store.
 
-    Serve builds the application again whenever its `args` change, and old replicas serve beside new ones for a
-    while: with a secret made at each build, the two would not talk.
+    Serve builds the application again when its `args` change, and old replicas serve beside new
+    ones for a while: with a secret per build they could not authenticate each other.
     """
     fresh = secrets.token_hex(32)
     if not ray_private.store_connected():

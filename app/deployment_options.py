@@ -1,10 +1,10 @@
-"""What an engine's replica asks Ray for, in the words of Serve's deployment options: pure.
+"""Serve's deployment options for an engine replica: its resources and placement. Pure.
 
-executor  a replica is
-mp        an actor with all GPUs of its engine: the ranks are processes of the actor, hence on its node
-ray       a placement group with a GPU for each rank, on as few nodes as have room; the actor is beside the first rank
+    executor  a replica is
+    mp        an actor with all GPUs of its engine: the ranks are processes of the actor, on its node
+    ray       a placement group with a GPU per rank, on as few nodes as possible; the actor is beside the first rank
 
-Where a replica of the first kind goes is Serve's to say: spread, or packed onto nodes that are in use.
+Serve chooses the nodes of `mp` replicas: spread, or packed onto nodes in use.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from configs.settings import RoleSettings
 
 
 def placed(role: RoleSettings, runtime_env: dict[str, Any]) -> dict[str, Any]:
-    """The options of `role`'s deployment that say what a replica asks for and where it may go."""
+    """Return the options of `role`'s deployment for resources and placement."""
     actor = {"num_cpus": role.num_cpus, "resources": role.resources, "runtime_env": runtime_env}
     if role.executor == "mp":
         return {
@@ -30,7 +30,7 @@ def placed(role: RoleSettings, runtime_env: dict[str, Any]) -> dict[str, Any]:
 
 
 def bundles(role: RoleSettings) -> list[dict[str, float]]:
-    """A bundle for each rank, the first with what the actor asks for."""
+    """Return one bundle per rank; the first includes the actor's resources."""
     return [
         {"CPU": role.num_cpus, **role.resources, "GPU": 1.0},
         *({"GPU": 1.0} for _ in range(role.tensor_parallel_size - 1)),

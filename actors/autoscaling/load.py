@@ -1,7 +1,7 @@
-"""What an engine's load is, from what it gets done: pure, times are handed in.
+"""Measures the load of an engine from its finished work. Pure: callers pass the time.
 
-Means are over the last seconds, older ones count less and less (`WINDOW_S`). The rate of prompt tokens is a mean over
-the last busy seconds: an engine that is idle keeps the rate that it had.
+Means are exponential with a window of `WINDOW_S`. The rate of prompt tokens is a mean over busy
+time, so an idle engine keeps its last rate.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ WINDOW_S = 15.0
 
 @dataclass
 class Fading:
-    """A sum in which what was added `age_s` ago counts exp(-age_s / window_s)."""
+    """A sum in which an amount added `age_s` ago counts exp(-age_s / window_s)."""
 
     window_s: float
     total: float = 0.0
@@ -27,7 +27,7 @@ class Fading:
 
 
 class LoadMeter:
-    """Counts prompts and tokens of one engine that began at `began_s`."""
+    """Counts prompts and tokens of one engine that started at `began_s`."""
 
     def __init__(self, began_s: float, window_s: float = WINDOW_S) -> None:
         self._began_s = began_s
@@ -43,7 +43,8 @@ class LoadMeter:
         self._prompts = Fading(window_s)
 
     def prompt(self, tokens: int, computing_s: float, now_s: float) -> None:
-        """The first token of a prompt of `tokens` came now, `computing_s` after the engine had begun with it."""
+        """Count a prompt of `tokens` whose first token came now, `computing_s` after its
+        computation began."""
         self._prompt_tokens.add(tokens, now_s)
         # Prompts are computed beside each other: time counts once.
         busy_s = max(now_s - max(now_s - computing_s, self._busy_until_s), 0.0)
@@ -54,12 +55,12 @@ class LoadMeter:
         self._busy_s.add(busy_s, self._busy_clock_s)
 
     def tokens(self, gap_s: float, now_s: float, count: float = 1) -> None:
-        """So many sequences got a token each, `gap_s` after the one before."""
+        """Count one token of `count` sequences, each `gap_s` after its previous one."""
         self._token_gaps_s.add(gap_s * count, now_s)
         self._tokens.add(count, now_s)
 
     def read(self, now_s: float) -> dict[str, float]:
-        """By the names of PrefillLoad's and DecodeLoad's fields; one that has not been measured yet is left out."""
+        """Return the measured fields of PrefillLoad or DecodeLoad, by name."""
         # A window that is as long as the engine is old has not yet seen as much as a full one.
         window_s = self._window_s * (1 - exp(-max(now_s - self._began_s, 1e-3) / self._window_s))
         busy_s, prompts = self._busy_s.value(self._busy_clock_s), self._prompts.value(self._busy_clock_s)

@@ -1,4 +1,5 @@
-"""The application's autoscaling policy for Serve; `replica_counts` decides the number of replicas of each role.
+"""The application's autoscaling policy for Serve; `replica_counts.py` decides the number of
+replicas of each role.
 
 In a Serve config file, beside `args`, with an autoscaling_config as `replicas` of both roles:
 
@@ -6,8 +7,8 @@ In a Serve config file, beside `args`, with an autoscaling_config as `replicas` 
       policy_function: actors.autoscaling.policy:ScaleTogether
       policy_kwargs: {tpot_s: 0.04}
 
-Serve (2.60) aggregates each metric over `look_back_period_s`, calls this ten times a second, and applies the delays,
-factors and bounds of each role's autoscaling_config to what it returns.
+Serve (2.60) aggregates each metric over `look_back_period_s`, calls the policy ten times a second,
+and applies the delays, factors and bounds of each role's autoscaling_config to the result.
 """
 
 import logging
@@ -34,23 +35,25 @@ POLICY = "actors.autoscaling.policy:ScaleTogether"
 """The policy's name in a Serve config file."""
 
 ROLE_POLICY = "actors.autoscaling.policy:ScaleByOngoing"
-"""The policy of a role that is scaled without it."""
+"""The policy of a role that is scaled on its own."""
 
 LoadT = TypeVar("LoadT", PrefillLoad, DecodeLoad)
 
 
 class ScaleTogether:
-    """Scales the deployments Prefill and Decode of one application; any other deployment is left alone."""
+    """Scales the deployments Prefill and Decode of one application and leaves other deployments
+    alone."""
 
     def __init__(self, **policy_kwargs: Any) -> None:
-        """Raises SettingsError naming a key that is not one of ScalingSettings'."""
+        """Read the settings; raises SettingsError naming an unknown key."""
         self._settings = parse_scaling(policy_kwargs)
         self._decided: tuple[int, int] | None = None
 
     def __call__(self, contexts: Mapping[Any, AutoscalingContext]) -> tuple[dict[Any, int], dict[Any, dict[str, Any]]]:
-        """Serve's hook: wanted replicas by deployment id, and no state beyond Serve's own.
+        """Return wanted replicas by deployment id, and no state; Serve's hook.
 
-        An exception here would stop the controller's care for all applications, so what is missing changes nothing.
+        An exception would stop the controller's work for all applications, so missing metrics
+        change nothing.
         """
         by_name = {context.deployment_name: (key, context) for key, context in contexts.items()}
         if "Prefill" not in by_name or "Decode" not in by_name:
@@ -70,11 +73,16 @@ class ScaleTogether:
 
 
 class ScaleByOngoing:
-    """For one deployment, where the application has no policy of its own: as many replicas as it takes for each to have
-    `target_ongoing_requests`. Serve's default does the same with what it counts itself, and no request passes by it."""
+    """Scales one deployment to `target_ongoing_requests` per replica, without a policy of the
+    application.
+
+    Serve's default policy does the same with its own count of requests, which is zero here:
+    requests bypass Serve.
+    """
 
     def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-        """Serve's hook: wanted replicas, and no state. Before any replica has reported, what there is will do."""
+        """Return wanted replicas, and no state; Serve's hook. Keeps the present number until a
+        replica has reported."""
         ongoing = _metric(context, "ongoing")
         if not ongoing or context.config is None:
             return context.target_num_replicas, {}
@@ -83,18 +91,18 @@ class ScaleByOngoing:
 
 
 def _queued(context: AutoscalingContext) -> float:
-    """Requests that wait in routers, which tell it to every engine that they call."""
+    """Return the number of requests that wait in routers, as routers report it to engines."""
     return max(_metric(context, "queued"), default=0.0)
 
 
 def _metric(context: AutoscalingContext, name: str) -> list[float]:
-    """Of the running replicas that have reported it."""
+    """Return the metric of each running replica that has reported it."""
     reported = (context.aggregated_metrics or {}).get(name, {})
     return [float(reported[one]) for one in context.running_replicas if one in reported]
 
 
 def _loads(context: AutoscalingContext, kind: type[LoadT]) -> list[LoadT]:
-    """One for each running replica that has reported."""
+    """Return the load of each running replica that has reported."""
     names = [field.name for field in fields(kind)]
     by_name = {name: (context.aggregated_metrics or {}).get(name, {}) for name in names}
     replicas = [one for one in context.running_replicas if any(one in values for values in by_name.values())]

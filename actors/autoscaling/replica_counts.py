@@ -1,11 +1,11 @@
-"""How many engines of each role are wanted: pure, from what each replica says of its load.
+"""Number of engines of each role, from the load of each replica. Pure.
 
-    need        engines that the load would keep as busy as the settings say, a fraction
-    settle      whole engines; those that are there stay while they are nearly right (hysteresis)
+    need        engines that would be as busy as the settings demand, a fraction
+    settle      whole engines, with hysteresis
     together    both roles: neither starves the other, neither grows past what the other can match
 
-A need comes from the load itself, not from a correction of the number of engines: engines that are still starting
-neither count as help nor make it ask for more.
+A need comes from the load itself, not from a correction of the number of engines, so engines that
+are still starting change nothing.
 """
 
 from collections.abc import Sequence
@@ -15,41 +15,42 @@ from math import ceil, floor, isfinite
 from configs.settings import ScalingSettings
 
 _TINY = 1e-9
-"""Less than any share of an engine that counts: what divisions leave over must not make one more."""
+"""Tolerance for rounding errors of divisions, which must not add an engine."""
 
 
 @dataclass(frozen=True)
 class PrefillLoad:
-    """One prefill replica, over the last seconds. Prompt tokens count in full, also those found in its prefix cache."""
+    """Load of one prefill replica over the last seconds. Prompt tokens include those found in its
+    prefix cache."""
 
     queued_tokens: float = 0.0
-    """Of the prompts that it has and whose first token it has not given."""
+    """Tokens of prompts that it holds without a first token yet."""
     tokens_per_s: float = 0.0
-    """What it got done."""
+    """Rate of computed prompt tokens."""
     tokens_per_busy_s: float = 0.0
-    """The same, over the time in which it had a prompt to compute: its rate. 0: not measured yet."""
+    """The same rate over busy time; 0 until it is measured."""
     prompt_tokens: float = 0.0
-    """Mean length of a prompt; 0: none yet."""
+    """Mean length of a prompt; 0 before the first one."""
 
 
 @dataclass(frozen=True)
 class DecodeLoad:
-    """One decode replica, over the last seconds."""
+    """Load of one decode replica over the last seconds."""
 
     kv_use: float = 0.0
-    """Fraction of its KV cache in use."""
+    """Fraction of the KV cache in use."""
     running: float = 0.0
     waiting: float = 0.0
-    """Requests that have no place in its KV cache yet."""
+    """Requests without blocks in the KV cache."""
     tpot_s: float = 0.0
-    """Mean time between two tokens of a sequence; 0: none yet."""
+    """Mean time between two tokens of a sequence; 0 before the first one."""
     decoding: float = 0.0
-    """Mean number of sequences in which tokens were written: below 1 it was idle for a part of the time."""
+    """Mean number of decoding sequences; below 1 when it was idle for part of the time."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """How many replicas of a role there may be, and how many Serve has been asked for."""
+    """Limits of the replicas of a role, and the number last requested from Serve."""
 
     lowest: int
     highest: int
@@ -60,9 +61,10 @@ class Bounds:
 
 
 def prefill_need(loads: Sequence[PrefillLoad], queued_requests: float, settings: ScalingSettings) -> float | None:
-    """Engines for the prompts that come and for those that wait; None while no rate has been measured.
+    """Return the engines needed for arriving and waiting prompts; None until a rate is measured.
 
-    `queued_requests` wait in routers, where their length is not known: they count as prompts of mean length.
+    The length of `queued_requests`, which wait in routers, is unknown: they count as prompts of
+    mean length.
     """
     rates = [load.tokens_per_busy_s for load in loads if load.tokens_per_busy_s > 0]
     if not rates:
@@ -75,10 +77,12 @@ def prefill_need(loads: Sequence[PrefillLoad], queued_requests: float, settings:
 
 
 def decode_need(loads: Sequence[DecodeLoad], queued_requests: float, settings: ScalingSettings) -> float | None:
-    """Engines for the KV of what runs and waits, or for the speed that it is to have: whichever asks for more.
+    """Return the engines needed for KV, or for the token rate, whichever is more; None without a
+    report.
 
-    None while no replica says anything. The time between tokens is taken to be proportional to the sequences on an
-    engine, which errs towards too many engines above `tpot_s` and too few given back below it: it never falls to zero.
+    The time between tokens is taken to be proportional to the sequences on an engine. That errs
+    towards too many engines above `tpot_s`, and towards removing too few below it: the time never
+    falls to zero.
     """
     if not loads:
         return None
@@ -95,7 +99,8 @@ def decode_need(loads: Sequence[DecodeLoad], queued_requests: float, settings: S
 
 
 def settle(need: float | None, bounds: Bounds, settings: ScalingSettings) -> int:
-    """Whole engines within the bounds: more as soon as `need` asks, fewer only when it would allow for `slack` more."""
+    """Return whole engines within the bounds: more as soon as `need` asks, fewer only with `slack`
+    to spare."""
     if need is None or not isfinite(need):
         return bounds.clip(bounds.current)
     up, down = ceil(need - _TINY), ceil(need * (1 + settings.slack) - _TINY)
@@ -107,9 +112,9 @@ def settle(need: float | None, bounds: Bounds, settings: ScalingSettings) -> int
 def together(
     prefill_wanted: int, decode_wanted: int, prefill: Bounds, decode: Bounds, settings: ScalingSettings
 ) -> tuple[int, int]:
-    """Both numbers with the ratio kept: the role that is behind is raised, as far as its bounds let it.
+    """Return both numbers with the ratio kept: raise the role that is behind, within its bounds.
 
-    Where they do not, the other role is held to what the bound one can match, as more of it would stand idle.
+    If its bounds prevent that, hold the other role to what it can match: more engines would idle.
     """
     fewest, most = settings.fewest_prefill_per_decode, settings.most_prefill_per_decode
     p = max(prefill_wanted, prefill.clip(ceil(decode_wanted * fewest - _TINY)))

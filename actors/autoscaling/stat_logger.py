@@ -1,4 +1,4 @@
-"""Reads an engine's load from what vLLM tells its stat loggers after every step. Imports vLLM."""
+"""Feeds vLLM's statistics of each step to a `LoadMeter`. Imports vLLM."""
 
 import time
 from typing import Any
@@ -11,7 +11,7 @@ from actors.autoscaling.load import LoadMeter
 
 
 class LoadLogger(StatLoggerBase):
-    """One of vLLM's stat loggers: keeps the load of its engine."""
+    """Keeps the load of its engine; one of vLLM's stat loggers."""
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         self._load = LoadMeter(time.monotonic())
@@ -21,7 +21,7 @@ class LoadLogger(StatLoggerBase):
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
-        """vLLM's hook, after each step."""
+        """Count the results of one step; vLLM's hook."""
         now_s = time.monotonic()
         if scheduler_stats is not None:
             self._running, self._waiting = scheduler_stats.num_running_reqs, scheduler_stats.num_waiting_reqs
@@ -35,10 +35,10 @@ class LoadLogger(StatLoggerBase):
                 self._load.tokens(gap_s, now_s)
 
     def log_engine_initialized(self) -> None:
-        """vLLM's hook; nothing to say."""
+        """Do nothing; vLLM's hook."""
 
     def read(self, llm: AsyncLLM) -> dict[str, float]:
-        """The load of `llm`, which this logger was given to: names are those of PrefillLoad and DecodeLoad."""
+        """Return the load of `llm` by the names of PrefillLoad's and DecodeLoad's fields."""
         requests = llm.output_processor.request_states.values()
         # vLLM says nothing more once the last request was aborted: what it said before is not so any more.
         idle = not requests

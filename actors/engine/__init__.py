@@ -1,1 +1,1 @@
-"""The prefill and decode deployments around one vLLM engine each."""
+"""The Prefill and Decode deployments, each around one vLLM engine."""

@@ -1,4 +1,4 @@
-"""From settings to the arguments of one vLLM engine, with names checked against the installed vLLM."""
+"""Arguments of one vLLM engine from the settings, with names checked against the installed vLLM."""
 
 import ast
 import dataclasses
@@ -21,27 +21,30 @@ OWNED = {
     # The address that a prefill replica gives is that of one engine core; with several, KV would wait in another.
     "data_parallel_size": "set `replicas` of the role",
 }
-"""Engine arguments that have a setting of their own, and where."""
+"""Engine arguments that have a setting of their own, and which."""
 
 CPU_DEFAULTS = {"dtype": "float32", "enforce_eager": True, "worker_cls": "actors.upstream.vllm_cpu_worker.CpuWorker"}
-"""What an engine without a GPU starts with unless the settings say otherwise."""
+"""Default arguments of an engine without a GPU."""
 
 
 @cache
 def engine_argument_names() -> frozenset[str]:
-    """Names that vLLM's AsyncEngineArgs takes."""
+    """Return the names that vLLM's AsyncEngineArgs accepts."""
     return _fields("vllm.engine.arg_utils", "AsyncEngineArgs")
 
 
 @cache
 def frontend_argument_names() -> frozenset[str]:
-    """Names that vLLM's OpenAI layer takes."""
+    """Return the names that vLLM's OpenAI layer accepts."""
     return _fields("vllm.entrypoints.launchers.cli_args", "FrontendArgs")
 
 
 def _fields(module: str, name: str) -> frozenset[str]:
-    """Fields of a dataclass of vLLM's, from its source: importing it takes 8 s of CPU time, once in the launcher and
-    once more where Serve builds the application. Imports it where the source has another form."""
+    """Return the fields of one of vLLM's dataclasses, read from its source.
+
+    Importing the module takes 8 s of CPU time, in the launcher and again where Serve builds the
+    application. The module is imported only when its source has another form.
+    """
     names = fields_in_source(_source(module), name)
     if names is None:
         names = {field.name for field in dataclasses.fields(getattr(importlib.import_module(module), name))}
@@ -49,7 +52,8 @@ def _fields(module: str, name: str) -> frozenset[str]:
 
 
 def _source(module: str) -> str:
-    """The text of a module, without importing the packages above it as `importlib.util.find_spec` would."""
+    """Return the text of a module without importing its parent packages, as
+    `importlib.util.find_spec` would."""
     top, *rest = module.split(".")
     spec = importlib.util.find_spec(top)
     if spec is None or not spec.submodule_search_locations:
@@ -59,8 +63,10 @@ def _source(module: str) -> str:
 
 
 def fields_in_source(source: str, name: str) -> set[str] | None:
-    """Annotated fields of the dataclass `name` and of its bases in the same module; None where a base or the class
-    itself is not in it."""
+    """Return the annotated fields of dataclass `name` and of its bases in the same module.
+
+    None when the class or one of its bases is not in `source`.
+    """
     classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
     if name not in classes:
         return None
@@ -79,7 +85,7 @@ def fields_in_source(source: str, name: str) -> set[str] | None:
 
 
 def check_arguments(settings: ServiceSettings) -> None:
-    """Raise SettingsError naming what vLLM, Ray or Serve would refuse, or not know and ignore."""
+    """Raise SettingsError for each setting that vLLM, Ray or Serve would refuse or silently ignore."""
     engine, frontend = engine_argument_names(), frontend_argument_names()
     problems = [
         *_unknown("engine", settings.engine, engine),
@@ -113,7 +119,7 @@ def _not_among(given: Iterable[str], known: Collection[str], where: str, whose: 
 
 
 def _bad_selector(where: str, deployment: PlacementSettings) -> list[str]:
-    """Ray's own rules for labels, by way of Serve's schema."""
+    """Return the violations of Ray's rules for labels, checked by Serve's schema."""
     from pydantic import ValidationError
     from ray.serve.schema import RayActorOptionsSchema
 
@@ -125,7 +131,8 @@ def _bad_selector(where: str, deployment: PlacementSettings) -> list[str]:
 
 
 def _bad_autoscaling(where: str, role: RoleSettings) -> list[str]:
-    """Serve's own rules for autoscaling_config, and no key that it would ignore."""
+    """Return the violations of Serve's rules for autoscaling_config, and the keys that Serve would
+    ignore."""
     from pydantic import ValidationError
     from ray.serve.config import AutoscalingConfig
 
@@ -142,7 +149,7 @@ def _bad_autoscaling(where: str, role: RoleSettings) -> list[str]:
 
 
 def engine_arguments(settings: ServiceSettings, role: RoleName) -> dict[str, Any]:
-    """Keyword arguments of AsyncEngineArgs for `role`, without the KV connector."""
+    """Return the keyword arguments of AsyncEngineArgs for `role`, without the KV connector."""
     own = settings.role(role)
     defaults = {} if own.num_gpus else CPU_DEFAULTS
     # Elsewhere `mp` is vLLM's own choice.
@@ -159,7 +166,7 @@ def engine_arguments(settings: ServiceSettings, role: RoleName) -> dict[str, Any
 
 
 def engine_environment(settings: ServiceSettings, role: RoleName) -> dict[str, str]:
-    """Environment variables of the actor of `role`; its engine processes inherit them."""
+    """Return environment variables for the actor of `role`; its engine processes inherit them."""
     own = settings.role(role)
     environment = {"VLLM_NO_USAGE_STATS": "1"}
     if not own.num_gpus:

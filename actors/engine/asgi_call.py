@@ -1,8 +1,8 @@
 """Runs one HTTP request through an ASGI application in this process.
 
-The engine actor hosts vLLM's own FastAPI application without a socket of its own: a request comes through the actor's
-door (`actors.rpc.server`) and its response goes back as a `ResponseStart` followed by bytes. Closing or cancelling
-the generator is the client's disconnect.
+The engine actor hosts vLLM's FastAPI application without a socket. Requests arrive at the actor's
+RPC server; the response goes back as a `ResponseStart` followed by bytes. Closing or cancelling the
+generator is the client's disconnect.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ Message = MutableMapping[str, Any]
 AsgiApp = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Any]
 
 ALIVE = "tandem.alive"
-"""The type of a message that is none of ASGI's: the heartbeat's."""
+"""Type of a message that ASGI does not have: a heartbeat of the engine."""
 
 
 async def call_asgi(
@@ -28,11 +28,12 @@ async def call_asgi(
     context: Context | None = None,
     heartbeats: HeartbeatMonitor | None = None,
 ) -> AsyncGenerator[ResponseStart | bytes | Heartbeat, None]:
-    """Yield the response's start, then its body; bytes that pile up between two reads go out as one item. Between them,
-    an `Heartbeat` for each beat of `heartbeats`.
+    """Yield the start of the response, then its body, and a `Heartbeat` for each one of
+    `heartbeats`.
 
-    The application runs in `context`, or in a copy of the caller's. When the reader goes away first, it sees
-    `http.disconnect` and has `disconnect_s` seconds to end by itself before it is cancelled.
+    Bytes that arrive between two reads are joined. The application runs in `context`, or in a copy
+    of the caller's. If the reader leaves first, the application receives `http.disconnect` and is
+    cancelled after `disconnect_s` seconds.
     """
     outbox: asyncio.Queue[Message | None] = asyncio.Queue()
     disconnected = asyncio.Event()
@@ -76,7 +77,7 @@ async def call_asgi(
 
 
 def _ready_body(outbox: asyncio.Queue[Message | None]) -> bytes:
-    """The body bytes that wait in `outbox`; the end mark stays in it."""
+    """Return the body bytes queued in `outbox`; the end mark stays queued."""
     ready = b""
     while not outbox.empty():
         message = outbox.get_nowait()

@@ -1,4 +1,4 @@
-"""The Decode deployment: takes KV over from prefill engines and generates, or serves a request alone."""
+"""The Decode deployment: receives KV from prefill engines and generates, or serves a request alone."""
 
 import asyncio
 import logging
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class Decode(EngineActor):
-    """An engine in the role of the consumer."""
+    """An engine in the consumer role."""
 
     role: RoleName = "decode"
 
@@ -39,17 +39,18 @@ class Decode(EngineActor):
         await super().__del__()
 
     async def meet(self, probes: Mapping[str, ProbeParams]) -> None:
-        """A prefill replica that is about to be ready has computed a probe for each decode replica."""
+        """Fetch the probe that a starting prefill replica has computed for this replica."""
         if self.replica in probes:
             await self._fetch(probes[self.replica])
 
     @property
     def met(self) -> frozenset[str]:
-        """Ids of the prefill engines that this one has met."""
+        """Ids of the prefill engines with which a probe has succeeded."""
         return frozenset(self._met)
 
     async def look_around(self) -> None:
-        """Meet the prefill replicas that have come since, all at once: one that is out of reach takes all its time."""
+        """Fetch a probe from each new prefill replica, concurrently: an unreachable one takes the
+        whole timeout."""
         probes = [probe for probe in await self._prefill.ask("introduce", frozenset(self._met)) if probe]
         fetches = await asyncio.gather(*map(self._fetch, probes), return_exceptions=True)
         for probe, problem in zip(probes, fetches, strict=True):

@@ -1,4 +1,4 @@
-"""What the prefill and the decode actors have in common: one engine, called as an HTTP application."""
+"""Base of the Prefill and Decode deployments: one engine, called as an HTTP application."""
 
 import logging
 from collections.abc import AsyncGenerator
@@ -24,20 +24,20 @@ logger = logging.getLogger(__name__)
 CallItem = Accepted | Heartbeat | ResponseStart | StreamChunk | bytes
 
 FIRST_REQUEST_TIMEOUT_S = 120.0
-"""For the first request of an engine's life, which may compile and page in."""
+"""Timeout of an engine's first request, which may compile kernels and fault in pages."""
 
 
 class EngineActor:
-    """Hosts one engine. Subclasses name the role."""
+    """Hosts one engine. Subclasses set the role."""
 
     role: RoleName
 
     # Serve awaits it.
     async def __init__(self, settings: ServiceSettings, fallback_secret: SecretStr) -> None:  # type: ignore[misc]
-        """Start the engine; Serve calls the replica ready after this.
+        """Start the engine; Serve marks the replica ready when this returns.
 
-        Serve builds the application in a task on any node, which need not have the environment that the operator has
-        given to the nodes of this role: the secret that is set here counts before `fallback_secret`.
+        Serve may build the application on any node, without the environment variables of this
+        role's nodes. So a secret set here takes precedence over `fallback_secret`.
         """
         settings = settings.with_secret(fallback_secret)
         self.replica = serve.get_replica_context().replica_id.unique_id
@@ -49,7 +49,7 @@ class EngineActor:
             await self._prepare(settings)
 
     async def _prepare(self, settings: ServiceSettings) -> None:
-        """Do what the role needs before the replica is ready."""
+        """Prepare the role before the replica is ready."""
 
     async def _open_rpc_server(self, settings: RoleSettings) -> None:
         self._rpc_server = RpcServer(self.serve_request, settings.max_ongoing_requests)
@@ -62,37 +62,38 @@ class EngineActor:
         self._replica_metadata = replica_metadata(address, settings.max_queued_requests)
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Serve's hook, when the replica is ready: what routers are to know of it."""
+        """Return the replica's metadata for routers; Serve's hook once the replica is ready."""
         return self._replica_metadata
 
     async def serve_request(self, request: RpcRequest) -> AsyncGenerator[CallItem, None]:
-        """Answer what came in by the door."""
+        """Answer a request of the RPC server."""
         async with aclosing(self.call(request.call)) as answer:
             async for item in answer:
                 yield item
 
     async def call(self, call: Call) -> AsyncGenerator[CallItem, None]:
-        """Serve `call` with this engine; closing the generator aborts the request in it."""
+        """Serve `call` with this engine; closing the generator aborts the request in the engine."""
         yield Accepted(self.replica, self._rpc_server.ongoing)
         async with aclosing(self.engine.serve(call)) as answer:
             async for item in answer:
                 yield item
 
     async def metrics(self) -> tuple[str, str]:
-        """This replica's id and its Prometheus exposition: vLLM's metrics and the connector's."""
+        """Return this replica's id and its Prometheus exposition, with vLLM's and the connector's
+        metrics."""
         from prometheus_client import REGISTRY, generate_latest
 
         return self.replica, generate_latest(REGISTRY).decode()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Serve's hook: this replica's load, for the autoscaling policy. Called only where replicas are scaled."""
+        """Return the load for the autoscaling policy; Serve's hook, called only for scaled roles."""
         return self.engine.load() | {
             "ongoing": float(self._rpc_server.ongoing),
             "queued": float(self._rpc_server.queued()),
         }
 
     async def status(self) -> dict[str, Any]:
-        """What the status page shows of this replica."""
+        """Return this replica's part of the status page."""
         from prometheus_client import REGISTRY
 
         return {
@@ -104,16 +105,16 @@ class EngineActor:
         }
 
     async def ping(self) -> str:
-        """This replica's id, if its engine is alive."""
+        """Return this replica's id if its engine is alive."""
         await self.engine.check_health()
         return self.replica
 
     async def check_health(self) -> None:
-        """Serve's health check: a replica whose engine died is replaced."""
+        """Raise if the engine has died; Serve then replaces the replica."""
         await self.engine.check_health()
 
     async def __del__(self) -> None:
-        """Serve's hook at the end of a replica's life (awaited by Serve, not by the collector)."""
+        """End the replica; Serve's hook, awaited by Serve."""
         if hasattr(self, "_rpc_server"):  # not if it never started
             await self._rpc_server.drain()
             await self._rpc_server.close()

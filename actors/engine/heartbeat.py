@@ -1,9 +1,9 @@
-"""Is there life in an engine that says nothing?
+"""Heartbeats that tell a busy engine from a hung one.
 
-A request may wait for minutes in the queue of an engine that is busy, or has preempted it: that is no reason to give
-the engine up. Its core answers questions between two steps, so it is asked one every `BEAT_S` while calls are open.
-Each answer is passed on to all of them, and whoever waits for one hears that the engine lives; a core that is stopped,
-or whose workers are, answers nothing.
+A request may wait for minutes in the queue of a busy engine, or be preempted. While calls are open,
+the actor sends the engine core a no-op request every `BEAT_S`, which the core answers between two
+steps, and passes each answer on to all open calls. A stopped core, or one whose workers are
+stopped, does not answer.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class HeartbeatMonitor:
-    """`ask` puts a question to the engine's core; its answer does not matter, only that there is one."""
+    """Calls `ask` periodically; the result of the call does not matter."""
 
     def __init__(self, ask: Callable[[], Awaitable[object]], every_s: float = BEAT_S) -> None:
         self._ask = ask
@@ -27,7 +27,7 @@ class HeartbeatMonitor:
 
     @contextmanager
     def subscribed(self, beat: Callable[[], None]) -> Iterator[None]:
-        """Call `beat` after every answer of the core, until the block ends."""
+        """Call `beat` after each answer of the engine core, until the block ends."""
         self._listeners.add(beat)
         if self._asking is None:
             self._asking = asyncio.create_task(self._ask_forever(), name="heartbeats")

@@ -1,9 +1,10 @@
-"""Which prefill engines have ended with their hosts: Ray's word, for the connector of a decode engine.
+"""Detects the loss of nodes with prefill engines, for the connector of a decode engine.
 
-A decode engine keeps blocks that a prefill engine may still write to. A process that has ended on a host that lives
-is found out by the connector itself; a host that answers nothing proves nothing. Ray declares such a node dead, and a
-node that has lost Ray's head ends itself with all its actors in bounded time (docs/decisions/0015): `node_lost_s` after
-the one the other is true. An engine's id begins with its node's, so that nobody need remember who ran where.
+A decode engine keeps blocks that a prefill engine may still write to. The connector detects that a
+process has ended on a reachable host; an unreachable host proves nothing. Ray marks such a node
+dead, and a node that has lost the head ends itself and its actors within a bounded time. So writes
+are presumed stopped `node_lost_s` after Ray marks the node dead (docs/decisions/0015). An engine id
+begins with its node's id, so that no table of engines by node is needed.
 """
 
 import asyncio
@@ -20,18 +21,19 @@ POLL_S = 2.0
 
 
 def new_engine_id() -> str:
-    """An id for an engine of this process's Ray node, if it has one: new at every call."""
+    """Return a new engine id, which begins with the id of this process's Ray node if there is one."""
     node = engines_of(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else ""
     return node + uuid.uuid4().hex
 
 
 def engines_of(node_id: str) -> str:
-    """What the ids of a node's engines begin with."""
+    """Return the prefix of the ids of all engines on a node."""
     return f"{node_id}."
 
 
 class LostNodes:
-    """What Ray's node table says, over time. Nodes that were dead before the first look have never met our engine."""
+    """History of Ray's node table. Nodes that were dead at the start never had contact with this
+    engine."""
 
     def __init__(self, dead: Iterable[str], gone_s: float) -> None:
         self._gone_s = gone_s
@@ -39,7 +41,7 @@ class LostNodes:
         self._since: dict[str, float] = {}
 
     def look(self, dead: Iterable[str], now: float) -> list[str]:
-        """Nodes that have been dead for `gone_s`, until each is `told`."""
+        """Return the nodes that have been dead for `gone_s` and were not passed to `told`."""
         for node_id in set(dead) - self._told:
             self._since.setdefault(node_id, now)
         return [node_id for node_id, since in self._since.items() if now - since >= self._gone_s]
@@ -50,8 +52,10 @@ class LostNodes:
 
 
 async def dead_nodes_now() -> list[str]:
-    """The nodes that are dead now; to be asked before an engine meets any other. None where Ray does not say: then
-    the watch tells of all of them, which does no harm."""
+    """Return the nodes that are dead now. Call this before the engine contacts any other.
+
+    Empty when Ray does not answer; `watch_nodes` then reports all dead nodes, which is harmless.
+    """
     try:
         return await asyncio.to_thread(_dead_nodes)
     except Exception:
@@ -60,9 +64,10 @@ async def dead_nodes_now() -> list[str]:
 
 
 async def watch_nodes(tell: Callable[[str], Awaitable[None]], gone_s: float, dead_before: Iterable[str]) -> None:
-    """Until cancelled: `tell` what the ids of engines begin with whose node has been dead for `gone_s`.
+    """Call `tell` with the engine id prefix of each node that has been dead for `gone_s`, until
+    cancelled.
 
-    `dead_before` are the nodes of which no engine can have been met (`dead_nodes_now`).
+    `dead_before` are nodes whose engines cannot have had contact with this one (`dead_nodes_now`).
     """
     hosts = LostNodes(dead_before, gone_s)
     while True:

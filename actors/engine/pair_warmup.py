@@ -1,8 +1,9 @@
-"""Pairs of engines meet before they get traffic: first contact and first write happen on a probe of a few tokens.
+"""Warm-up of engine pairs: the first contact and the first write use a probe of a few tokens, not a
+client's request.
 
-A new prefill replica meets the decode replicas that run before Serve calls it ready, and a new decode replica the
-prefill replicas. Where both start at once neither finds the other; decode then looks around every `LOOK_EVERY_S`.
-A pair that does not meet meets at its first request, which waits for it.
+Before Serve marks a new replica ready, it exchanges a probe with each running replica of the other
+role. When both start at once, neither finds the other; decode then looks for new prefill replicas
+every `LOOK_EVERY_S`. A pair without warm-up makes contact at its first request, which is slower.
 """
 
 import asyncio
@@ -21,34 +22,36 @@ from configs.settings import RoleName, TransferSettings
 logger = logging.getLogger(__name__)
 
 ProbeParams = Mapping[str, Any]
-"""`kv_transfer_params` with which a decode engine fetches a probe's KV."""
+"""`kv_transfer_params` with which a decode engine fetches the KV of a probe."""
 
 FETCH_MARGIN_S = 10.0
-"""For what a probe costs beside its handshake: its prompt, its KV, or the prompt again where no KV comes."""
+"""Time for a probe besides the handshake: its prompt, its KV, or computing the prompt again when
+the transfer fails."""
 
 ASK_MARGIN_S = 5.0
-"""For Serve's calls between replicas."""
+"""Time for Serve's calls between replicas."""
 
 LOOK_EVERY_S = 5.0
-"""Between two looks of a decode replica for prefill replicas that it has not met."""
+"""Interval at which a decode replica looks for new prefill replicas."""
 
 
 def meet_s(transfer: TransferSettings) -> float:
-    """How long one probe may take: a handshake that fails says why before this ends."""
+    """Return the timeout of one probe, long enough for a failing handshake to report its reason."""
     return transfer.handshake_s + FETCH_MARGIN_S
 
 
 class PeerReplicas:
-    """The replicas of the other role, asked all at once; each may take `meet_s` for its answer."""
+    """Calls all replicas of the other role at once, each with a timeout of `meet_s`."""
 
     def __init__(self, role: RoleName, meet_s: float, handle: DeploymentHandle | None = None) -> None:
-        """`handle` is the role's; without one, Serve is asked for it when it is needed first."""
+        """Use `handle` for the role, or get it from Serve at the first call."""
         self.role = role
         self.ask_s = meet_s + ASK_MARGIN_S
         self._handle = handle
 
     async def ask(self, method: str, *arguments: object) -> list[Any]:
-        """The answers of the replicas that run and answer in time; none where there is no replica yet."""
+        """Return the results of the replicas that answer in time; empty when there is no replica
+        yet."""
         try:
             if self._handle is None:
                 self._handle = serve.get_deployment_handle(self.role.capitalize(), _check_exists=False)
@@ -61,7 +64,7 @@ class PeerReplicas:
 
 
 async def every(seconds: float, work: Any) -> None:
-    """Call the coroutine function `work` for ever; what it raises is logged and does not end it."""
+    """Call the coroutine function `work` periodically; log its exceptions and continue."""
     while True:
         await asyncio.sleep(seconds)
         try:

@@ -1,4 +1,4 @@
-"""The Prefill deployment: computes prompts and hands their KV to decode engines."""
+"""The Prefill deployment: computes prompts and hands their KV over to decode engines."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Collection
@@ -14,7 +14,7 @@ from configs.settings import RoleName, ServiceSettings
 
 
 class Prefill(EngineActor):
-    """An engine in the role of the producer."""
+    """An engine in the producer role."""
 
     role: RoleName = "prefill"
 
@@ -25,11 +25,11 @@ class Prefill(EngineActor):
         await self._meet_decode()
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Also where this engine's workers are reached."""
+        """Return the replica's metadata with the address of its producer."""
         return super().record_replica_metadata() | {"producer": asdict(self._producer)}
 
     async def serve_request(self, request: RpcRequest) -> AsyncGenerator[CallItem, None]:
-        """Answer what came in by the door: a prefill leg, or a request that is not split."""
+        """Answer a request of the RPC server: a prefill leg, or a request that is not split."""
         if request.transfer_id is None:
             answer = self.call(request.call)
         else:
@@ -39,10 +39,11 @@ class Prefill(EngineActor):
                 yield item
 
     async def call_and_hold(self, call: Call, transfer_id: str, hold_s: float) -> AsyncGenerator[CallItem, None]:
-        """Like `call`, but the request counts as ongoing until the caller cancels it, at most `hold_s` more.
+        """Serve `call` and count it as ongoing until the caller cancels it, at most `hold_s` after
+        the answer.
 
-        The engine has answered before its KV has arrived: a replica that is told to stop must wait for
-        the handover, and an autoscaler must see the load.
+        The engine answers before its KV has arrived: a stopping replica must wait for the handover,
+        and the autoscaler must count the load.
         """
         self._held.add(transfer_id)
         try:
@@ -54,13 +55,14 @@ class Prefill(EngineActor):
             self._held.discard(transfer_id)
 
     async def introduce(self, known: Collection[str]) -> dict[str, Any] | None:
-        """A probe for a decode replica that has met the engines of `known`; None where this one is among them."""
+        """Return a probe for a decode replica that has met the engines in `known`; None if this
+        engine is one of them."""
         if self._producer.remote_engine_id in known:
             return None
         return await self.engine.produce_probe(self._meet_s)
 
     async def _meet_decode(self) -> None:
-        """Let the decode replicas that run fetch a probe each, before this one is ready."""
+        """Have each running decode replica fetch a probe before this replica is ready."""
         decode = PeerReplicas("decode", self._meet_s)
         replicas = await decode.ask("ping")
         probes = {replica: await self.engine.produce_probe(self._meet_s) for replica in replicas}
@@ -68,6 +70,6 @@ class Prefill(EngineActor):
             await decode.ask("meet", probes)
 
     async def discard(self, transfer_id: str) -> None:
-        """Give back the KV of a call that is held here; a transfer of another replica's is none of ours."""
+        """Free the KV of a call that this replica holds; ignore the transfers of other replicas."""
         if transfer_id in self._held:
             await self.engine.discard(transfer_id)

@@ -1,6 +1,7 @@
-"""Reads an engine's log for the stage of its start and the cause of a failed one: pure.
+"""Reads an engine's log for the stage of its start and the cause of a failure. Pure.
 
-vLLM reports neither to the process that starts an engine: the engine core and its workers only log them.
+vLLM reports neither to the process that starts an engine: the engine core and its workers only log
+them.
 """
 
 import re
@@ -16,12 +17,12 @@ STAGE_MESSAGES: dict[str, Stage] = {
     "Starting to load model ": "loading weights",  # vllm/v1/worker/{cpu,gpu}_model_runner.py, load_model
     "KV cache size: ": "KV cache",  # vllm/v1/core/kv_cache_utils.py
 }
-"""vLLM's log messages at the beginning of a stage. A test looks them up in the installed vLLM."""
+"""vLLM's log messages at the beginning of each stage. A test looks them up in the installed vLLM."""
 
 MAX_CAUSE_LINES = 8
 
 _WRAPPERS = ("Engine core initialization failed", "WorkerProc initialization failed", "Executor failed")
-"""Errors of vLLM's that only point to the log of another process."""
+"""vLLM's errors that only refer to the log of another process."""
 
 # "(EngineCore pid=1) ERROR 01-31 12:00:00 [core.py:1] text"; warnings and Ray's own lines have other forms.
 _RECORD = re.compile(r"^\((?P<process>[^)]*pid=\d+)\) (?P<level>[A-Z]+) (?P<when>[\d-]+ [\d:]+) \[(?P<where>[^]]*)\] ?")
@@ -47,10 +48,12 @@ class _Record:
 
 
 def root_cause(log: str) -> str | None:
-    """Return the exception that made the engine fail, as its last lines of traceback have it, or None.
+    """Return the exception that made the engine fail, from the last lines of its traceback, or
+    None.
 
-    The first process that logs an exception is the one that failed: a worker before the engine core, the engine core
-    before the process that started it. Of chained exceptions the last counts, which says most about its context.
+    The first process that logs an exception is the one that failed: a worker before the engine
+    core, the engine core before the process that started it. Of chained exceptions the last one is
+    returned.
     """
     for record in _error_records(log.splitlines()):
         cause = _last_exception(record.lines)

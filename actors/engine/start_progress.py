@@ -1,7 +1,7 @@
-"""Reports an engine's start to the launcher (`app/run.py`), through the key-value store of the Ray cluster.
+"""Reports an engine's start to the launcher (`app/run.py`) through Ray's control store.
 
-An actor in its constructor cannot be called, and its node need not be the launcher's. Nothing is written unless a
-launcher watches.
+An actor in its constructor cannot be called, and its node may not be the launcher's. Nothing is
+written unless a launcher watches.
 """
 
 import contextlib
@@ -21,16 +21,17 @@ from actors.upstream import ray_private
 logger = logging.getLogger(__name__)
 
 WATCHED = b"start"
-"""Exists while a launcher watches the start."""
+"""Key that exists while a launcher watches the start."""
 PREFIX = b"start/"
 
 POLL_S = 0.25
 MAX_LOG_BYTES = 4 << 20
-"""Of the end of a log, where a cause is looked for."""
+"""Size of the end of a log that is searched for a cause."""
 
 
 class StartProgress:
-    """Context of an engine's start: reports its stages, and raises EngineStartError with the cause where it fails."""
+    """Context of an engine's start: reports its stages, and raises EngineStartError with the cause
+    of a failure."""
 
     def __init__(self, role: str, replica: str) -> None:
         self._role = role
@@ -63,16 +64,16 @@ class StartProgress:
 
     @property
     def log(self) -> str:
-        """The engine's log on this node; the other stream's is beside it."""
+        """Path of the engine's log on this node; the other stream's log is beside it."""
         return str(self._logs[-1].with_name(f"{self._role}-{self._replica}.out")) if self._logs else ""
 
     def _cause(self, error: Exception) -> str:
-        """The error of the process that failed first, else the one that was raised here."""
+        """Return the error of the process that failed first, else the one raised here."""
         texts = [_tail(path, self._begins[path]) for path in self._logs]
         return next(filter(None, map(root_cause, texts)), None) or f"{type(error).__name__}: {error}"
 
     def _follow(self) -> None:
-        """Put stages as the log shows them."""
+        """Report stages as they appear in the log."""
         with contextlib.ExitStack() as stack:
             files = []
             for path in self._logs:
@@ -99,25 +100,27 @@ class StartProgress:
 
 
 class StartWatch:
-    """The launcher's end. `open` before the application is deployed, `close` when its start has ended."""
+    """The launcher's side: `open` before the application is deployed, `close` when its start has
+    ended."""
 
     def open(self) -> None:
         ray_private.store_put(WATCHED, b"")
 
     def reports(self) -> dict[str, dict[str, Any]]:
-        """What engines have reported, by role and replica."""
+        """Return the reports of engines, by role and replica."""
         keys = ray_private.store_keys(PREFIX)
         values = {key: ray_private.store_get(key) for key in keys}
         return {key.removeprefix(PREFIX).decode(): json.loads(value) for key, value in values.items() if value}
 
     def close(self) -> None:
-        """Remove all that was reported; engines that start later report nothing."""
+        """Delete all reports; engines that start later report nothing."""
         ray_private.store_delete(WATCHED)
         ray_private.store_delete(PREFIX, by_prefix=True)
 
 
 def _own_logs() -> list[Path]:
-    """The files that Ray redirects this process's output to, which the engine's processes inherit."""
+    """Return the files to which Ray redirects this process's output; the engine's processes inherit
+    them."""
     logs = []
     for stream in (2, 1):
         path = Path(os.readlink(f"/proc/self/fd/{stream}"))
@@ -127,7 +130,7 @@ def _own_logs() -> list[Path]:
 
 
 def _link(logs: list[Path], name: str) -> None:
-    """Name the logs of a replica: Ray names them by worker and process only."""
+    """Link the logs under the replica's name: Ray names them by worker and process."""
     for path in logs:
         with contextlib.suppress(OSError):
             path.with_name(f"{name}{path.suffix}").symlink_to(path.name)

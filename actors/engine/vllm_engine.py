@@ -1,6 +1,6 @@
-"""One vLLM engine inside an actor, with vLLM's own OpenAI application in front of it.
+"""One vLLM engine inside an actor, behind vLLM's own OpenAI application.
 
-Imports vLLM only when an engine starts, so that the router and the builder stay light.
+vLLM is imported only when an engine starts, so that the router and the builder start fast.
 """
 
 import argparse
@@ -37,12 +37,12 @@ CONNECTOR_MODULE = "connectors.vllm_hma.connector"
 KV_ROLES: dict[RoleName, str] = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 PROBE_TOKENS = [0, 1]
-"""Any two token ids: every vocabulary has them."""
+"""Token ids of a probe; every vocabulary has them."""
 
 
 @dataclass
 class StopFlag:
-    """What vLLM's error handlers expect of the HTTP server: a flag that asks it to stop."""
+    """The `should_exit` flag that vLLM's error handlers set on the HTTP server."""
 
     should_exit: bool = False
 
@@ -71,7 +71,7 @@ class VllmEngine:
 
     @classmethod
     async def start(cls, settings: ServiceSettings, role: RoleName, node_ip: str) -> "VllmEngine":
-        """Start the engine's processes and vLLM's OpenAI application (tens of seconds)."""
+        """Start the engine's processes and vLLM's OpenAI application; takes tens of seconds."""
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
@@ -119,10 +119,11 @@ class VllmEngine:
         return cls(llm, app, stop_flag, stack, cannot_resume, load, supervisor)
 
     async def serve(self, call: Call) -> AsyncGenerator[ResponseStart | bytes | StreamChunk | Heartbeat, None]:
-        """Run `call` through vLLM's application; closing the generator aborts the request in the engine.
+        """Run `call` through vLLM's application; closing the generator aborts the request in the
+        engine.
 
-        Raises EngineDownError when the engine dies, CannotResumeError when it cannot go on with `call.replay_log`:
-        vLLM would make an answer of either.
+        Raises EngineDownError when the engine dies and CannotResumeError when it cannot continue
+        `call.replay_log`; vLLM would turn either into an answer.
         """
         if call.replay_log and self._cannot_resume is not None:
             raise CannotResumeError(self._cannot_resume)
@@ -150,7 +151,8 @@ class VllmEngine:
             yield refusal
 
     async def describe_producer(self, timeout_s: float) -> ProducerAddress:
-        """Ask the connector where this engine's workers are reached, by way of a one-token request."""
+        """Return the address of this engine's workers, from the connector's answer to a one-token
+        request."""
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=1, extra_args={TRANSFER_FIELD: {"do_remote_decode": True, "describe": True}})
@@ -163,20 +165,22 @@ class VllmEngine:
             ) from error
 
     async def produce_probe(self, timeout_s: float) -> dict[str, Any]:
-        """Compute a prompt of a few tokens and hold its KV; the parameters with which decode fetches it."""
+        """Compute a prompt of a few tokens and hold its KV; return the parameters with which decode
+        fetches it."""
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=1, extra_args={TRANSFER_FIELD: {"do_remote_decode": True}})
         return await self._probe(params, timeout_s) or {}
 
     async def consume_probe(self, params: Mapping[str, Any], timeout_s: float) -> None:
-        """Fetch a probe's KV from the engine that holds it. Where that fails, the probe is computed here."""
+        """Fetch a probe's KV from the engine that holds it; if that fails, the probe is computed
+        here."""
         from vllm import SamplingParams
 
         await self._probe(SamplingParams(max_tokens=1, extra_args={TRANSFER_FIELD: dict(params)}), timeout_s)
 
     async def _probe(self, params: Any, timeout_s: float) -> dict[str, Any] | None:
-        """Run one short request; what the connector says of it."""
+        """Run one short request and return the connector's parameters."""
         found = None
         async with asyncio.timeout(timeout_s):
             request_id = f"probe-{uuid.uuid4().hex}"
@@ -185,30 +189,31 @@ class VllmEngine:
         return found
 
     async def discard(self, transfer_id: str) -> None:
-        """Tell the connector that nobody will fetch this transfer's KV. Costs no forward."""
+        """Tell the connector that no engine will fetch this transfer's KV. Runs no forward pass."""
         await self._llm.notify_kv_transfer_request_rejected(
             f"discard-{uuid.uuid4().hex}",
             {"do_remote_decode": True, "transfer_id": transfer_id, "discard": True},
         )
 
     async def lose(self, engines: str) -> None:
-        """Tell the connector that the engines whose ids begin with `engines` have ended. Costs no forward."""
+        """Tell the connector that all engines with this id prefix have ended. Runs no forward pass."""
         await self._llm.notify_kv_transfer_request_rejected(
             f"lose-{uuid.uuid4().hex}", {"engines_lost": engines, "supervisor": self._supervisor}
         )
 
     def load(self) -> dict[str, float]:
-        """What an autoscaling policy needs to know, by the names of `replica_counts`; empty where nothing scales."""
+        """Return the fields of PrefillLoad or DecodeLoad; empty when the role is not scaled."""
         return self._load.read(self._llm) if self._load is not None else {}
 
     async def warm_up(self, timeout_s: float) -> None:
-        """Run one short request, so that the first client does not pay for the first step."""
+        """Run one short request, so that the first client does not wait for the first step."""
         from vllm import SamplingParams
 
         await self._probe(SamplingParams(max_tokens=1), timeout_s)
 
     def describe(self) -> dict[str, Any]:
-        """What stays the same as long as the engine runs: its id in transfers, its model and its ranks."""
+        """Return the engine's constants: its id in transfers, its model and its tensor-parallel
+        size."""
         config = self._llm.vllm_config
         return {
             # As the connector composes it.
@@ -222,7 +227,7 @@ class VllmEngine:
         return self._stop_flag.should_exit or self._llm.errored
 
     async def check_health(self) -> None:
-        """Raise EngineDownError when the engine cannot serve any more."""
+        """Raise EngineDownError when the engine can no longer serve."""
         if self.dead:
             raise EngineDownError("the vLLM engine of this actor has died; its log says why")
 
@@ -249,9 +254,9 @@ def _refusal(error: Exception) -> bytes | None:
 
 
 def kv_transfer_config(settings: ServiceSettings, role: RoleName, node_ip: str, supervisor: str) -> Any:
-    """vLLM's KVTransferConfig for our connector, with a fresh engine id: the incarnation.
+    """Return vLLM's KVTransferConfig for our connector, with a new engine id: the incarnation.
 
-    Who knows `supervisor` is believed that engines have ended.
+    The connector trusts a report of lost engines only with the same `supervisor`.
     """
     from vllm.config import KVTransferConfig
 
@@ -266,7 +271,8 @@ def kv_transfer_config(settings: ServiceSettings, role: RoleName, node_ip: str, 
 
 
 def _frontend_namespace(engine_args: Any, frontend: dict[str, Any]) -> argparse.Namespace:
-    """What vLLM's application expects from its command line: its defaults, our engine's, our frontend's."""
+    """Return the arguments that vLLM's application expects: its defaults, the engine's and
+    `frontend`."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.entrypoints.openai.models.protocol import LoRAModulePath
     from vllm.utils.argparse_utils import FlexibleArgumentParser

@@ -1,1 +1,2 @@
-"""Where a request goes: decode alone or a pair of engines, from what similar work has cost. No I/O, clock or Ray."""
+"""Decides whether decode serves a request alone or a pair of engines does, from measured costs. No
+I/O, clock or Ray."""

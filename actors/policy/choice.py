@@ -1,4 +1,4 @@
-"""The choice among a request's options, by the policy that is set. Pure."""
+"""The choice among a request's options under the configured policy. Pure."""
 
 from __future__ import annotations
 
@@ -12,27 +12,30 @@ from actors.policy.options import Options
 from configs.settings import RoutingSettings
 
 FAILING_S = 5.0
-"""A replica whose call has just broken off looks idle. Until Serve has found out about it, others go first."""
+"""Time for which a replica ranks last after a failed call: it looks idle until Serve detects its
+failure."""
 
 Key = Callable[[Estimate], tuple[float, ...]]
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What narrows the choice: `whole` is why decode must do all of a request, if it must; `session` names a replica.
+    """Constraints of the choice. `whole` is the reason why decode must serve all of the request, or
+    None.
 
-    `prefill_known` is false until it is known which prefill replicas run.
+    `session` prefers one replica. `prefill_known` is false until the running prefill replicas are
+    known.
     """
 
     whole: str | None = None
     session: str | None = None
     prefill_known: bool = True
     prefill_failed: bool = False
-    """Whether a prefill replica has failed this request already."""
+    """Whether a prefill replica has already failed this request."""
 
 
 def score(settings: RoutingSettings, estimate: Estimate) -> float:
-    """What an option costs all together, in seconds to a first token."""
+    """Return the total cost of an option in seconds of time to first token."""
     return (
         estimate.ttft_s
         + settings.decode_weight * estimate.decoding_s
@@ -41,7 +44,7 @@ def score(settings: RoutingSettings, estimate: Estimate) -> float:
 
 
 def choose(settings: RoutingSettings, options: Options, asked: Asked) -> Decision:
-    """Where the request goes. All replicas that may take it are ranked: the first may have no place by then."""
+    """Return the decision. It ranks all usable replicas: the first may have no free slot."""
     key = _key(settings, options, asked.session)
     local = sorted(options.local, key=key)
     remote = sorted(options.remote, key=key) if asked.whole is None else []
@@ -81,7 +84,7 @@ def _route(
 
 
 def _key(settings: RoutingSettings, options: Options, session: str | None) -> Key:
-    """What the policy sorts options by. A session's decode replica comes before all others."""
+    """Return the sort key of the policy. A session's decode replica comes first."""
 
     def affinity(decode: str) -> float:
         # The highest hash wins: every router finds the same replica, and one that comes or goes moves few sessions.

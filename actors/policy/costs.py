@@ -1,8 +1,10 @@
-"""What prefills, handovers, prefills on decode and decode steps cost on each engine: assumed, then measured.
+"""Costs of prefill, handover, prefill on decode and decode steps on each engine: assumed first,
+then measured.
 
-A prefill's parts are an overhead, the new tokens, and each new token's attention to what comes before it. On decode
-the same work also waits for the running streams' share of each step. A handover is what the client waits for once its
-prompt is computed: an overhead, the KV that was not hidden behind the computation, and the running streams' step.
+A prefill costs an overhead, its new tokens, and their attention to earlier tokens. On decode the
+same work also waits for the share of each step that running streams take. A handover is the wait
+after the prompt is computed: an overhead, KV that was not hidden behind the computation, and one
+step of the running streams.
 """
 
 from __future__ import annotations
@@ -14,17 +16,18 @@ from actors.policy.estimates import Components, Level, Regression
 from configs.settings import RoutingSettings
 
 ATTENTION_TOKENS = 32_768.0
-"""Assumed: at this context a token's attention costs as much as the rest of it."""
+"""Assumed context length at which a token's attention costs as much as the rest of it."""
 
 BUSY_STREAMS = 64.0
-"""Assumed: so many streams double a decode step, and the cost of a token prefilled among them."""
+"""Assumed number of streams that doubles a decode step, and the cost of a token prefilled among
+them."""
 
 ENGINE_FADES_SHARE = 0.1
-"""An engine's own factor fades so much faster than its role's costs."""
+"""Factor by which an engine's own cost fades faster than its role's costs."""
 
 
 class _Cost:
-    """A role's costs and each member's own factor on them."""
+    """Costs of a role, and a factor for each of its members."""
 
     def __init__(self, parts: int, fades_s: float) -> None:
         self.role = Regression(parts, fades_s)
@@ -47,7 +50,7 @@ class _Cost:
 
 
 class Costs:
-    """Estimates for every engine and pair, all in seconds; tokens are counted after what is cached."""
+    """Estimates for each engine and pair, in seconds. Token counts exclude cached tokens."""
 
     def __init__(self, settings: RoutingSettings) -> None:
         self.settings = settings
@@ -57,7 +60,7 @@ class Costs:
         self._step = _Cost(3, settings.fades_s)
 
     def prefill_parts(self, new_tokens: int, held_tokens: int) -> Components:
-        """Of a prompt's `new_tokens` after `held_tokens`, on a prefill engine."""
+        """Return the cost parts of computing `new_tokens` after `held_tokens` on a prefill engine."""
         token_s = 1 / self.settings.assumed_prefill_tokens_per_s
         context_tokens = held_tokens + new_tokens / 2
         return (
@@ -67,18 +70,21 @@ class Costs:
         )
 
     def local_parts(self, new_tokens: int, held_tokens: int, streams: int, now: float) -> Components:
-        """The same on a decode engine with `streams`: assumed from what prefill engines have shown."""
+        """Return the same on a decode engine with `streams`, derived from what prefill engines have
+        shown."""
         usual = self._prefill.role.parts(self.prefill_parts(new_tokens, held_tokens), now)
         return (*usual, usual[1] * streams / BUSY_STREAMS)
 
     def handover_parts(self, moved_tokens: int, streams: int) -> Components:
-        """Of a computed prompt to a decode engine with `streams`."""
+        """Return the cost parts of handing a computed prompt over to a decode engine with
+        `streams`."""
         assumed = self.settings
         step_s = assumed.assumed_step_s * streams / BUSY_STREAMS
         return assumed.assumed_handover_s, moved_tokens / assumed.assumed_transfer_tokens_per_s, step_s
 
     def step_parts(self, streams: float, prefilled_tokens: float, now: float) -> Components:
-        """Of one step of a decode engine with `streams` that also computes `prefilled_tokens` of a prompt."""
+        """Return the cost parts of a decode step with `streams` that also computes
+        `prefilled_tokens`."""
         step_s = self.settings.assumed_step_s
         # Most are asked for without: a decision for each decode engine, twice.
         token_s = self._local.role.parts(self.local_parts(1, 0, 0, now), now)[1] if prefilled_tokens else 0.0
@@ -109,7 +115,7 @@ class Costs:
         self._step.observe(engine, parts, measured_s, now)
 
     def keep_only(self, prefill: Iterable[str], decode: Iterable[str]) -> None:
-        """Forget what was measured of single engines that are gone."""
+        """Forget measurements of engines that no longer run."""
         prefill, decode = set(prefill), set(decode)
         self._prefill.keep_only(set(prefill))
         self._local.keep_only(set(decode))

@@ -1,4 +1,4 @@
-"""What was decided for one request, and from which numbers."""
+"""The decision for one request and the numbers behind it."""
 
 from __future__ import annotations
 
@@ -6,41 +6,43 @@ import json
 from dataclasses import dataclass
 
 CHEAPER = "cheaper"
-"""The least cost of all options that there were."""
+"""Lowest cost of all options."""
 
 SHORT = "short_uncached"
 """Fewer uncached tokens than `local_below_tokens`."""
 
 NO_PREFILL = "no_prefill"
-"""No prefill replica is running, or none took the request in time."""
+"""No prefill replica is running, or none accepted the request in time."""
 
 PREFILL_FAILED = "prefill_failed"
-"""Local: prefill legs of this request have broken before decode's first byte, and there is none to try."""
+"""Local: prefill legs of this request failed before decode's first byte, and no replica is left to
+try."""
 
 POLICY = "policy"
-"""The policy set does not weigh local against remote."""
+"""The policy does not compare local with remote."""
 
 UNSEEN = "unseen"
-"""Remote: it is not known yet which replicas there are, so Serve chooses the least busy of each role."""
+"""Remote: the running replicas are not known yet, so the least busy of each role serve the request."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """One option's expected seconds. `prefill` None: decode computes the prompt itself."""
+    """Expected seconds of one option. `prefill` is None when decode computes the prompt itself."""
 
     decode: str
     prefill: str | None
     uncached_tokens: int
-    """What is to be computed, there or here."""
+    """Tokens to be computed, on either engine."""
     moved_tokens: int
     queue_s: float
     compute_s: float
     handover_s: float
-    """From the computed prompt to the first token: what of the transfer is not hidden, and decode's step."""
+    """From the computed prompt to the first token: the exposed part of the transfer, and decode's
+    step."""
     decoding_s: float
-    """All of the answer but its first token."""
+    """Time for the answer after its first token."""
     interference_s: float
-    """Summed over other streams: how much longer they take for this one."""
+    """Delay of other streams, summed."""
 
     @property
     def ttft_s(self) -> float:
@@ -49,7 +51,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Decision:
-    """Where to send a request: replicas of each role, best first."""
+    """Destination of a request: replicas of each role, best first."""
 
     route: str
     reason: str
@@ -59,14 +61,14 @@ class Decision:
     prefill: tuple[str, ...] = ()
     chosen: Estimate | None = None
     other: Estimate | None = None
-    """The best option of the other route."""
+    """Best option of the other route."""
 
     @property
     def local(self) -> bool:
         return self.route == "local"
 
     def explain(self) -> str:
-        """Compact JSON for people and scripts; seconds to the microsecond."""
+        """Return the decision as compact JSON; seconds to the microsecond."""
         told: dict[str, object] = {
             "route": self.route,
             "reason": self.reason,

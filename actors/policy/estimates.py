@@ -1,8 +1,8 @@
-"""What work costs, learnt from what it has cost: forgets, returns to what was assumed, and is hard to mislead.
+"""Learns costs from measurements; forgets old ones and resists outliers.
 
-`Regression` learns how a cost is made up, for all engines of a role; `Level` how much dearer one engine, or one pair,
-is than its role. Both count in ratios, as costs range over decades, and both fade with time: an engine that was found
-dear while it was ill, and got no work since, is tried again.
+`Regression` learns the parts of a cost for all engines of a role. `Level` learns how much dearer
+one engine or pair is than its role. Both use ratios, because costs range over decades, and both
+fade with time: an engine that was slow for a while and received no work since is tried again.
 """
 
 from __future__ import annotations
@@ -12,34 +12,33 @@ import math
 import numpy as np
 
 ASSUMED_WEIGHT = 0.1
-"""What is assumed counts as much as this many measurements."""
+"""Weight of the assumption, in measurements."""
 
 MEMORY = 50.0
-"""Measurements after which an older one counts 1/e."""
+"""Number of measurements after which an older one counts 1/e."""
 
 TRUSTED = 3.0
-"""From this many measurements on, one that is off by more than OUTLIER counts as if it were off by OUTLIER."""
+"""Number of measurements from which outliers are clipped to OUTLIER."""
 
 OUTLIER = 4.0
 
 FIT_EVERY_S = 0.1
-"""Measurements that come sooner after a fit wait for the next: fitting takes longer than all else that a request has
-the planner do."""
+"""Minimum interval between fits: a fit takes longer than the planner's other work for a request."""
 
 FEW = 10.0
-"""Until there are so many, each is fitted at once."""
+"""Number of measurements up to which each is fitted at once."""
 
 MOST_WAITING = 50
-"""From so many on, they are fitted however soon it is."""
+"""Number of waiting measurements that are fitted regardless of the interval."""
 
 LEAST_S = 1e-6
 
 Components = tuple[float, ...]
-"""Seconds that each part of a cost is assumed to take."""
+"""Assumed seconds of each part of a cost."""
 
 
 class Level:
-    """A factor on what is assumed: the geometric mean of the measured ratios, fading over `fades_s`."""
+    """Factor on an assumed cost: geometric mean of measured ratios, fading over `fades_s`."""
 
     def __init__(self, fades_s: float) -> None:
         self._fades_s = fades_s
@@ -48,19 +47,19 @@ class Level:
         self._at = 0.0
 
     def fade(self, now: float) -> float:
-        """What a measurement of the last time counts now."""
+        """Return the present weight of the last measurements."""
         return math.exp(-max(now - self._at, 0.0) / self._fades_s)
 
     def count(self, now: float) -> float:
-        """How many measurements of today this is worth."""
+        """Return the number of present measurements that this is worth."""
         return self._count * self.fade(now)
 
     def factor(self, now: float) -> float:
-        """What to multiply an assumed cost with: one where nothing has been measured for long."""
+        """Return the factor; 1 without recent measurements."""
         return math.exp(self._mean * self._share(now))
 
     def observe(self, assumed_s: float, measured_s: float, now: float) -> float:
-        """Learn from a measurement; returns it as far as it was believed: an outlier is cut down."""
+        """Learn from a measurement; return it after clipping."""
         count = self.count(now)
         ratio = math.log(max(measured_s, LEAST_S) / max(assumed_s, LEAST_S))
         if count >= TRUSTED:
@@ -77,13 +76,14 @@ class Level:
 
 
 class Regression:
-    """Factors on each part of a cost: ridge regression of relative errors towards one common factor.
+    """Factors of each part of a cost: ridge regression of relative errors towards one common
+    factor.
 
-    What is observed counts at the next fit, which is at most FIT_EVERY_S away.
+    An observation counts from the next fit on, at most FIT_EVERY_S later.
     """
 
     RIDGE = 0.3
-    """How strongly the parts are held to the common factor, in measurements."""
+    """Strength of the ridge, in measurements."""
 
     def __init__(self, parts: int, fades_s: float) -> None:
         self._level = Level(fades_s)
@@ -91,20 +91,20 @@ class Regression:
         self._products = np.zeros(parts)
         self._factors = np.ones(parts)
         self._waiting: list[tuple[float, Components, float]] = []
-        """Measurements to be fitted: what older ones count beside them, shares, and the ratio to be explained."""
+        """Measurements to be fitted: weight of older ones, shares of the parts, and measured ratio."""
         self._fitted_at = -math.inf
         self._common = 1.0
-        """The common factor at the last measurement, in terms of which all are kept."""
+        """Common factor at the last measurement; all sums are relative to it."""
         # A decision asks for the same factors many times.
         self._asked_at: float | None = None
         self._answer: tuple[float, ...] = ()
 
     def count(self, now: float) -> float:
-        """How many measurements of today this is worth."""
+        """Return the number of present measurements that this is worth."""
         return self._level.count(now)
 
     def factors(self, now: float) -> tuple[float, ...]:
-        """For each part: one where nothing has been measured for long."""
+        """Return the factor of each part; 1 without recent measurements."""
         if now != self._asked_at:
             if self._waiting and now - self._fitted_at >= FIT_EVERY_S:
                 self.fit(now)
@@ -115,15 +115,15 @@ class Regression:
         return self._answer
 
     def parts(self, assumed: Components, now: float) -> Components:
-        """Seconds of each part of work whose parts are assumed to take `assumed`."""
+        """Return the seconds of each part of work with the assumed parts `assumed`."""
         return tuple(factor * part for factor, part in zip(self.factors(now), assumed, strict=True))
 
     def predict(self, assumed: Components, now: float) -> float:
-        """Seconds for such work."""
+        """Return the seconds of such work."""
         return sum(self.parts(assumed, now))
 
     def observe(self, assumed: Components, measured_s: float, now: float) -> None:
-        """Learn that work whose parts were assumed to take `assumed` took `measured_s`. No work teaches nothing."""
+        """Learn that work with the assumed parts took `measured_s`. Zero work is ignored."""
         if sum(assumed) < LEAST_S:
             return
         kept = (1 - 1 / MEMORY) * self._level.fade(now)
@@ -145,7 +145,7 @@ class Regression:
         return len(self._waiting)
 
     def fit(self, now: float) -> None:
-        """Count all measurements that wait."""
+        """Fit all waiting measurements."""
         if not self._waiting:
             return
         kept, shares, ratios = (np.array(column) for column in zip(*self._waiting, strict=True))
@@ -159,7 +159,8 @@ class Regression:
         self._fitted_at = now
 
     def _solve(self, common: float) -> np.ndarray:
-        """Factors that fit best, none below zero: a part that would be is left out, and the others are fitted anew."""
+        """Return the best factors, none below zero: negative ones are fixed at zero and the others
+        fitted again."""
         squares, products = self._squares.copy(), self._products.copy()
         # The second keeps the matrix regular where costs have changed by many powers of ten.
         pull = max(self.RIDGE / common**2, 1e-9 * float(squares.trace()))

@@ -1,4 +1,4 @@
-"""One request on its way: what was sent where, and when what had happened."""
+"""One request in flight: its replicas and the times of its stages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from actors.policy.prompts import Prompt
 
 @dataclass
 class InflightRequest:
-    """A request's legs on a decode replica and, unless decode computes the prompt, on a prefill replica."""
+    """A request's legs on a decode replica and, unless decode computes the prompt, a prefill
+    replica."""
 
     key: int
     prompt: Prompt = field(repr=False)
@@ -17,13 +18,13 @@ class InflightRequest:
     prefill: str | None
     prompt_tokens: int
     held_tokens: int
-    """By the engine that computes the prompt."""
+    """Tokens cached on the engine that computes the prompt."""
     decode_held_tokens: int
     streams: int
-    """Beside it on decode, when it was sent."""
+    """Number of other streams on decode when the request was sent."""
     began_at: float
     added: dict[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
-    """For each engine the pieces of the prompt that it holds only if this goes well."""
+    """Prefix pieces that each engine holds only if the request succeeds."""
     prefilled_at: float | None = None
     opened_at: float | None = None
     opened_stream_seconds: float = 0.0

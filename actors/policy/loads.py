@@ -1,4 +1,4 @@
-"""What one engine has been sent and has not finished: prompts that wait their turn, and streams that run."""
+"""Unfinished work that this router sent to one engine: queued prompts and running streams."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from actors.policy.estimates import Components
 
 OVERRUN_SHARE = 0.1
-"""Work that takes longer than it should is expected to take so much of its age still: whoever is stuck looks busier."""
+"""Share of its age that overdue work is expected to take still, so that a stuck engine looks
+busier."""
 
 TOGETHER_SHARE = 0.2
-"""What ends sooner after the work before it than this share of its cost was computed along with that."""
+"""Share of its cost below which work that ends soon after other work counts as computed along with
+it."""
 
 
 @dataclass
@@ -21,7 +23,7 @@ class _Work:
 
 
 class PromptQueue:
-    """Prompts that an engine computes, first come first served. Keys are whatever the caller tells them apart by."""
+    """Prompts of one engine, first come, first served, by a key of the caller."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[int, _Work] = OrderedDict()
@@ -33,14 +35,15 @@ class PromptQueue:
         return len(self._waiting)
 
     def add(self, key: int, parts: Components, seconds: float, now: float) -> None:
-        """`seconds` is what this work should take once its turn has come; `parts` is what to learn from."""
+        """Add work that takes `seconds` once its turn has come; `parts` are the cost parts to learn
+        from."""
         if not self._waiting:
             self._busy_since = now
             self._unmeasured, self._unmeasured_s = (), 0.0
         self._waiting[key] = _Work(parts, seconds)
 
     def wait_s(self, now: float) -> float:
-        """Until all of it is done."""
+        """Return the time until all of it is done."""
         if not self._waiting:
             return 0.0
         age_s = max(now - self._busy_since, 0.0)
@@ -49,9 +52,10 @@ class PromptQueue:
         return max(first_s - age_s, age_s * OVERRUN_SHARE) + rest_s
 
     def finish(self, key: int, now: float, parts: Components | None = None) -> tuple[Components, float] | None:
-        """Work has ended well; what it was (`parts`, if better known by now), and the seconds that it alone took.
+        """Remove finished work. Return its parts and the seconds that it alone took.
 
-        None where that cannot be told yet: it was computed along with other work, and is counted with what ends next.
+        None while that is unknown: work computed along with other work is counted with what ends
+        next.
         """
         work = self._waiting.get(key)
         if work is None:
@@ -72,7 +76,7 @@ class PromptQueue:
         return total, elapsed_s
 
     def drop(self, key: int, now: float) -> None:
-        """Work that will not be done, or not here."""
+        """Remove work that will not be done here."""
         if key in self._waiting:
             if next(iter(self._waiting)) == key:
                 self._busy_since = now
@@ -81,23 +85,23 @@ class PromptQueue:
 
 
 class EngineLoad:
-    """One engine as this router has loaded it."""
+    """The load that this router has put on one engine."""
 
     def __init__(self) -> None:
         self.prompts = PromptQueue()
         self.calls: set[int] = set()
-        """All that this router has open here."""
+        """Keys of all open calls."""
         self.streams: set[int] = set()
-        """Of those the ones that generate."""
+        """Keys of the calls that generate."""
         self.computed_tokens = 0
-        """Of prompts that were computed here among streams, ever."""
+        """Total prompt tokens computed among streams."""
         self.failed_at: float | None = None
-        """When a call broke off here last."""
+        """Time of the last failed call."""
         self._stream_seconds = 0.0
         self._at = 0.0
 
     def stream_seconds(self, now: float) -> float:
-        """The sum of the times that all streams have run."""
+        """Return the summed running time of all streams."""
         self._stream_seconds += len(self.streams) * max(now - self._at, 0.0)
         self._at = max(now, self._at)
         return self._stream_seconds

@@ -1,4 +1,4 @@
-"""All ways to serve one request, and what each is expected to cost."""
+"""All ways to serve one request, with the expected cost of each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOTHING = EngineLoad()
 
 @dataclass(frozen=True)
 class Options:
-    """The replicas that may be chosen with their ongoing requests, in the order that decides between equals."""
+    """Candidate replicas with their ongoing requests; their order decides between equals."""
 
     prompt_tokens: int
     answer_tokens: int
@@ -29,15 +29,16 @@ class Options:
     now: float = 0.0
 
     def ongoing_decode(self, decode: str) -> int:
-        """Requests: those that Serve knows of, or this router's, of which Serve may not know yet."""
+        """Return the ongoing requests of a decode replica, as Serve or this router counts them,
+        whichever is more."""
         return max(self.decode[decode], len(self._decode_load(decode).calls))
 
     def ongoing_prefill(self, prefill: str) -> int:
-        """The same of a prefill replica; none where there is no such one."""
+        """Return the ongoing requests of a prefill replica; 0 when it does not exist."""
         return max(self.prefill.get(prefill, 0), len(self.prefill_loads.get(prefill, NOTHING).calls))
 
     def streams(self, decode: str) -> int:
-        """Streams beside this one: this router's, and as many of others as Serve knows of more."""
+        """Return the number of other streams: this router's, plus what Serve counts beyond those."""
         load = self._decode_load(decode)
         return len(load.streams) + max(self.decode[decode] - len(load.calls), 0)
 
@@ -46,12 +47,12 @@ class Options:
 
     @cached_property
     def local(self) -> list[Estimate]:
-        """Decode alone, for each decode replica."""
+        """Return the option of each decode replica alone."""
         return [self._local(decode) for decode in self.decode]
 
     @cached_property
     def remote(self) -> list[Estimate]:
-        """Every pair."""
+        """Return the option of each pair."""
         prefills = [(prefill, *self._prefill(prefill)) for prefill in self.prefill]
         decodes = [(decode, *self._decode(decode)) for decode in self.decode]
         pairs = []
@@ -65,7 +66,8 @@ class Options:
 
     @cached_property
     def _decoding(self) -> dict[str, tuple[float, float]]:
-        """For each decode replica: seconds of this answer after its first token, and what it adds to others there."""
+        """Return, for each decode replica, the seconds after the first token and the delay of other
+        streams."""
         return {decode: self._decoding_on(decode) for decode in self.decode}
 
     def _local(self, decode: str) -> Estimate:

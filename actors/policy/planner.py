@@ -1,7 +1,8 @@
-"""Decides for each request, and learns from what becomes of it. `now` is any clock that does not go back.
+"""Decides for each request and learns from its outcome. `now` is any monotonic clock.
 
-The caller says what happens: `begin` when the legs are sent, `prefilled`, `opened` with the first bytes of a stream,
-and `ended` in any case. What a request that broke off has not shown is not learnt.
+The caller reports events: `begin` when the legs are sent, `prefilled`, `opened` with the first
+bytes of a stream, and `ended` in any case. Stages that a failed request did not reach are not
+learnt from.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from actors.policy.prompts import ID_BYTES, PIECE_BYTES, Passage, Prompt
 from configs.settings import RoutingSettings
 
 ASSUMED_TOKENS = 256.0
-"""What is assumed of bytes per token counts as much as so many tokens."""
+"""Weight of the assumed bytes per token, in tokens."""
 
 REMEMBERED_TOKENS = 100_000.0
-"""Prompt tokens after which older ones count 1/e for bytes per token."""
+"""Number of prompt tokens after which older ones count 1/e for bytes per token."""
 
 REMEMBERED_ANSWERS = 50.0
 
 Defer = Callable[[Callable[[], None]], None]
-"""Does a thing when there is time."""
+"""Runs a callable when there is time."""
 
 
 def _at_once(do: Callable[[], None]) -> None:
@@ -39,10 +40,10 @@ def _at_once(do: Callable[[], None]) -> None:
 
 
 class Planner:
-    """The router's knowledge of its fleet.
+    """A router's knowledge of its engines.
 
-    What it decides from is of two kinds: what runs where it knows as soon as it is told, what things cost it learns
-    `later`, as that takes longer and an answer waits for whoever tells it.
+    Running work is known as soon as it is reported. Costs are learnt through `later`, because that
+    takes longer and the caller delays an answer.
     """
 
     settings: RoutingSettings
@@ -58,7 +59,8 @@ class Planner:
         self._turn = 0
 
     def reconfigure(self, settings: RoutingSettings) -> None:
-        """From now on; what has been measured is forgotten only if it was in terms of other assumptions."""
+        """Apply new settings. Measurements are forgotten only if they are relative to other
+        assumptions."""
         if _assumptions(settings) == _assumptions(self.settings):
             self.settings = settings
             self._costs.settings = settings
@@ -86,10 +88,11 @@ class Planner:
         avoid: AbstractSet[str] = frozenset(),
         prefill_failed: bool = False,
     ) -> Decision:
-        """Where to send `prompt`, given each role's running replicas and their ongoing requests (None: not known yet).
+        """Decide where to send `prompt`, given each role's running replicas and their ongoing
+        requests (None: unknown).
 
-        `whole` says why decode must do all of it, if it must; replicas to `avoid` are not chosen; `prefill_failed`:
-        a prefill replica has failed this request.
+        `whole` is the reason why decode must serve all of it, or None. Replicas in `avoid` are not
+        chosen. `prefill_failed` tells that a prefill replica has failed this request.
         """
         self._turn += 1
         if prefill is not None and decode is not None:
@@ -110,7 +113,8 @@ class Planner:
         return choose(self.settings, options, Asked(whole, session, prefill is not None, prefill_failed))
 
     def begin(self, prompt: Prompt, decode: str, prefill: str | None, now: float) -> InflightRequest:
-        """The legs are sent, to these replicas; `prefill` None: decode computes the prompt."""
+        """Record that the legs are sent to these replicas; `prefill` None: decode computes the
+        prompt."""
         held, decode_held = self._held(prefill or decode, prompt), self._held(decode, prompt)
         load = self._decode[decode]
         tokens = self.prompt_tokens(prompt)
@@ -131,7 +135,7 @@ class Planner:
         return inflight
 
     def prefilled(self, inflight: InflightRequest, now: float, prompt_tokens: int | None = None) -> None:
-        """The prefill engine has answered, and has counted so many tokens."""
+        """Record that the prefill engine has answered, with its token count."""
         if inflight.prefill is None or inflight.prefilled_at is not None or inflight.over:
             return
         inflight.prefilled_at = now
@@ -142,7 +146,7 @@ class Planner:
             self._later(partial(self._costs.observe_prefill, inflight.prefill, *shown, now))
 
     def opened(self, inflight: InflightRequest, now: float) -> None:
-        """The first token of a stream is here."""
+        """Record the first token of a stream."""
         if inflight.opened_at is not None or inflight.over:
             return
         load = self._decode[inflight.decode]
@@ -160,7 +164,8 @@ class Planner:
         inflight.opened_computed_tokens = load.computed_tokens
 
     def ended(self, inflight: InflightRequest, now: float, answer_tokens: int = 0, broken: bool = False) -> None:
-        """Nothing runs of the legs any more; `answer_tokens` were streamed. `broken`: decode gave no answer."""
+        """Record the end of the legs, with `answer_tokens` streamed. `broken`: decode gave no
+        answer."""
         if inflight.over:
             return
         if inflight.prefill is not None and inflight.prefilled_at is None:
@@ -185,21 +190,21 @@ class Planner:
         inflight.over = True
 
     def failed(self, engine: str, now: float) -> None:
-        """A call to `engine` broke off there, and not because its client had left."""
+        """Record that a call to `engine` failed, for another reason than the client's disconnect."""
         for loads in (self._prefill, self._decode):
             if engine in loads:
                 loads[engine].failed_at = now
 
     def engines(self) -> dict[str, int]:
-        """How much is known: engines of each role with a past or a load, and pieces of prefixes."""
+        """Return the number of known engines of each role, and of prefix pieces."""
         return {"prefill": len(self._prefill), "decode": len(self._decode), "pieces": self._prefixes.size()}
 
     def prompt_tokens(self, prompt: Prompt) -> int:
-        """As far as can be told without tokenizing; at least one."""
+        """Return the estimated number of prompt tokens, at least 1."""
         return max(sum(self._tokens(one, len(one.data)) for one in prompt.passages), 1)
 
     def answer_tokens(self, prompt: Prompt) -> int:
-        """What answers are expected to have: as many as others of late, or what the client allows."""
+        """Return the expected number of answer tokens: the recent mean, or the client's limit."""
         most = prompt.most_answer_tokens
         each = self._answer_tokens if most is None else min(self._answer_tokens, most)
         return max(round(each * prompt.answers), 1)
@@ -216,7 +221,8 @@ class Planner:
         return self._costs.local_parts(inflight.new_tokens, inflight.held_tokens, inflight.streams, now)
 
     def _held(self, engine: str, prompt: Prompt) -> int:
-        """Tokens of `prompt` that `engine` need not compute or be sent; never all of a passage."""
+        """Return the tokens of `prompt` that `engine` need neither compute nor receive; never all
+        of a passage."""
         found = 0
         for passage in prompt.passages:
             held = self._prefixes.held(engine, passage)
@@ -228,7 +234,7 @@ class Planner:
         return round(data_bytes / (ID_BYTES if passage.ids else self._text_bytes / self._text_tokens))
 
     def _count_tokens(self, inflight: InflightRequest, prompt_tokens: int) -> None:
-        """Put the engine's own count in the place of the estimate, and learn how long a token of text is."""
+        """Replace the estimate with the engine's count, and learn the length of a token of text."""
         passages = inflight.prompt.passages
         if len(passages) == 1 and not passages[0].ids and passages[0].data and prompt_tokens > 0:
             kept = max(1 - prompt_tokens / REMEMBERED_TOKENS, 0.0)
@@ -240,7 +246,7 @@ class Planner:
         inflight.decode_held_tokens = round(inflight.decode_held_tokens * share)
 
     def _forget_others(self, prefill: AbstractSet[str], decode: AbstractSet[str]) -> None:
-        """Engines that are gone; a request that is still open there ends in an empty place."""
+        """Forget engines that no longer run and have no open request."""
         if self._prefill.keys() <= prefill and self._decode.keys() <= decode:
             return
         for loads, running in ((self._prefill, prefill), (self._decode, decode)):
@@ -251,7 +257,7 @@ class Planner:
 
 
 def _running(replicas: Mapping[str, int] | None, avoid: AbstractSet[str], turn: int) -> dict[str, int]:
-    """Those that may be chosen; who is first among equals changes with `turn`."""
+    """Return the candidates; `turn` rotates equal ones."""
     names = sorted((replicas or {}).keys() - avoid)
     first = turn % len(names) if names else 0
     return {name: (replicas or {})[name] for name in names[first:] + names[:first]}

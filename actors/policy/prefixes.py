@@ -1,8 +1,4 @@
-"""Which engine holds how much of a prompt, as far as a router can know that has sent it there.
-
-An approximate tree in bounded memory. Every node is the hash of a prefix, so that a set of hashes for each engine is
-the tree. The oldest are forgotten first, of one prompt its end before its beginning, as vLLM does with its blocks.
-"""
+"""Prefixes of prompts that each engine holds, as far as one router knows from its own requests."""
 
 from __future__ import annotations
 
@@ -16,12 +12,14 @@ import xxhash
 from actors.policy.prompts import PIECE_BYTES, Passage
 
 ENDS_KEPT = 8
-"""Ends of prompts that are remembered after one piece: conversations that share a system prompt differ only there."""
+"""Number of prompt ends kept after one piece: conversations with the same system prompt differ only
+there."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """The beginning of a passage that an engine holds: `data_bytes` of it, then an answer of `answer_tokens`."""
+    """The beginning of a passage that an engine holds: `data_bytes` of it, then an answer of
+    `answer_tokens`."""
 
     data_bytes: int = 0
     answer_tokens: int = 0
@@ -29,7 +27,7 @@ class Held:
 
 @dataclass(frozen=True)
 class _End:
-    """A prompt that ended within a piece, and how long its answer was."""
+    """A prompt that ended within a piece, and the length of its answer."""
 
     tail_bytes: int
     digest: int
@@ -37,7 +35,8 @@ class _End:
 
 
 class _Tree:
-    """What one engine holds. The least lately used is first; a piece's value are the prompts that ended after it."""
+    """Prefixes of one engine, least recently used first; a piece maps to the prompts that ended
+    after it."""
 
     def __init__(self) -> None:
         self.pieces: OrderedDict[int, tuple[_End, ...]] = OrderedDict()
@@ -76,43 +75,43 @@ class _Tree:
 
 
 class Prefixes:
-    """What each engine holds, each at most `most_pieces`."""
+    """Prefixes of each engine, at most `most_pieces` each."""
 
     def __init__(self, most_pieces: int) -> None:
         self.most_pieces = most_pieces
         self._trees: dict[str, _Tree] = {}
 
     def held(self, engine: str, passage: Passage) -> Held:
-        """The longest prefix of `passage` that `engine` is known to hold."""
+        """Return the longest prefix of `passage` that `engine` is known to hold."""
         tree = self._trees.get(engine)
         return tree.held(passage) if tree else Held()
 
     def snapshot(self) -> dict[str, frozenset[int]]:
-        """Return the pieces that each engine holds; a copy."""
+        """Return a copy of the pieces that each engine holds."""
         return {engine: frozenset(tree.pieces) for engine, tree in self._trees.items()}
 
     def add(self, engine: str, passage: Passage) -> tuple[int, ...]:
-        """`engine` is to compute or to receive all of `passage`; returns the pieces that it did not hold."""
+        """Record that `engine` will hold all of `passage`; return the pieces that are new to it."""
         return self._trees.setdefault(engine, _Tree()).add(passage, self.most_pieces)
 
     def drop(self, engine: str, pieces: Iterable[int]) -> None:
-        """`engine` has not got these after all. What others have had of it since is forgotten, too."""
+        """Remove pieces that `engine` did not receive, also for other requests that use them."""
         if engine in self._trees:
             for piece in pieces:
                 self._trees[engine].pieces.pop(piece, None)
 
     def add_answer(self, engine: str, passage: Passage, tokens: int) -> None:
-        """`engine` has gone on from `passage` with `tokens` more, which a longer prompt will show."""
+        """Record that `engine` has continued `passage` with `tokens` more."""
         if engine in self._trees:
             self._trees[engine].add_end(passage, tokens)
 
     def keep_only(self, engines: set[str]) -> None:
-        """Forget engines that are gone."""
+        """Forget engines that no longer run."""
         for engine in self._trees.keys() - engines:
             del self._trees[engine]
 
     def size(self) -> int:
-        """Pieces remembered, of all engines."""
+        """Return the number of pieces of all engines."""
         return sum(len(tree.pieces) for tree in self._trees.values())
 
 

@@ -1,7 +1,8 @@
-"""What of a request's body decides which cached prefixes fit it: chained hashes of fixed-size pieces of its prompts.
+"""Prompts of a request as chained hashes of fixed-size pieces, which select cached prefixes.
 
-Nothing is tokenized here. Text counts in bytes, whose number per token is measured; token ids count four bytes each.
-A chat's bytes are those of its messages one after the other, so that a conversation's next turn begins with this one's.
+Nothing is tokenized. Text is measured in bytes, with a measured number of bytes per token; a token
+id counts as four bytes. The bytes of a chat are those of its messages in order, so that the next
+turn extends this one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import xxhash
 
 PIECE_BYTES = 256
-"""About 64 tokens: what is held of a prompt is known to this precision."""
+"""About 64 tokens: the resolution at which cached prefixes are known."""
 
 ID_BYTES = 4
 
@@ -25,7 +26,8 @@ _END_OF_MESSAGE = b"\x1f"
 
 @dataclass(frozen=True)
 class Passage:
-    """One prompt. `pieces[i]` is a hash of its first `i + 1` pieces and of `seed`, what else selects a cache."""
+    """One prompt. `pieces[i]` hashes its first `i + 1` pieces and `seed`, which stands for all else
+    that selects a cache."""
 
     data: bytes = field(repr=False)
     ids: bool
@@ -34,22 +36,22 @@ class Passage:
 
     @property
     def tail(self) -> bytes:
-        """What is left after the last whole piece."""
+        """Bytes after the last whole piece."""
         return self.data[len(self.pieces) * PIECE_BYTES :]
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """All prompts of one request; no passage where the body has none that can be read."""
+    """All prompts of one request; no passage when the body has no readable prompt."""
 
     passages: tuple[Passage, ...] = ()
     answers: int = 1
     most_answer_tokens: int | None = None
-    """What the client allows for each answer."""
+    """Limit of each answer set by the client."""
 
 
 def read_prompt(body: Mapping[str, Any]) -> Prompt:
-    """The prompts of a request's body, whatever its shape: what no engine would take has no passages."""
+    """Return the prompts of a request's body. Bodies that no engine accepts have no passages."""
     seed = _seed(body)
     most = body.get("max_completion_tokens")
     most = body.get("max_tokens") if most is None else most
@@ -63,7 +65,7 @@ def read_prompt(body: Mapping[str, Any]) -> Prompt:
 
 
 def passage(data: bytes, ids: bool, seed: int) -> Passage:
-    """A prompt with its pieces hashed, each together with all before it."""
+    """Return a prompt with its pieces hashed, each with all pieces before it."""
     pieces, before = [], seed
     for end in range(PIECE_BYTES, len(data) + 1, PIECE_BYTES):
         before = xxhash.xxh3_64_intdigest(data[end - PIECE_BYTES : end], before)
@@ -100,7 +102,8 @@ def _message(message: Any) -> bytes:
 
 
 def _seed(body: Mapping[str, Any]) -> int:
-    """Engines share nothing between models or adapters, salts, or what a template puts before the messages."""
+    """Return a hash of what separates caches: model or adapter, salt, and what a template puts
+    before messages."""
     named = {key: body[key] for key in ("model", "cache_salt", "tools", "chat_template", "documents") if body.get(key)}
     return xxhash.xxh3_64_intdigest(_json(named)) if named else 0
 

@@ -1,1 +1,1 @@
-"""The connections between routers and engines, apart from Ray Serve."""
+"""The connections between routers and engines, independent of Ray Serve."""

@@ -1,4 +1,4 @@
-"""A router's connections to engines' doors. Each carries one call at a time, and is kept for the next."""
+"""A router's connections to engines. Each carries one call at a time and is kept for the next."""
 
 import asyncio
 from collections import defaultdict, deque
@@ -10,33 +10,33 @@ from actors.rpc.address import RpcAddress, enable_keepalive
 from actors.rpc.messages import RpcCancel, RpcEnd, RpcHello, RpcProtocolError, RpcRequest, Unpacker, pack
 
 CONNECT_S = 5.0
-"""How long a host may take to accept a connection; normally less than a millisecond."""
+"""Timeout of a TCP connect; normally less than a millisecond."""
 
 IDLE_CONNECTION_S = 60.0
-"""How long a connection is kept for the next call."""
+"""Time after which an idle connection is closed."""
 
 END_S = 20.0
-"""How long a call that is cancelled may take to end in its engine until its connection is closed."""
+"""Timeout for a cancelled call to end in its engine, after which its connection is closed."""
 
 UNREAD_BYTES = 2**20
-"""What may have come of an answer that is not read, before the engine is left to wait."""
+"""Size of an unread answer above which the engine is paused."""
 
 
 class Listener(Protocol):
-    """Who makes a call."""
+    """The receiver of a call's items."""
 
     @property
     def wanted(self) -> bool:
-        """Whether it still wants the call: connecting takes time."""
+        """Whether the call is still needed once a connection is made."""
 
     def began(self, connection: "Connection") -> None:
-        """The call is made by `connection`, until it is over."""
+        """Note that `connection` carries the call."""
 
     def came(self, item: Any) -> None:
-        """The next item."""
+        """Receive the next item."""
 
     def over(self, lost: str | None) -> None:
-        """There are no more; `lost` says why where the call was not answered to its end."""
+        """Note the end of the call; `lost` is the reason when its answer is incomplete."""
 
 
 class Connection(asyncio.Protocol):
@@ -53,14 +53,14 @@ class Connection(asyncio.Protocol):
         self._paused = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Asyncio's hook."""
+        """Send the key; asyncio's hook."""
         self._transport = cast(asyncio.Transport, transport)
         self._pool.made(self)
         enable_keepalive(transport.get_extra_info("socket"))
         self._transport.write(pack(RpcHello(self._address.key)))
 
     def data_received(self, data: bytes) -> None:
-        """Asyncio's hook."""
+        """Deliver items to the call; asyncio's hook."""
         try:
             for item in self._unpacker.feed(data):
                 if self._listener is None:
@@ -74,7 +74,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Asyncio's hook."""
+        """End the call; asyncio's hook."""
         self._stop_timer()
         self._pool.lost(self._address, self)
         listener, self._listener = self._listener, None
@@ -82,7 +82,7 @@ class Connection(asyncio.Protocol):
             listener.over(self._broken or f"the connection is gone{f': {error!r}' if error else ''}")
 
     def call(self, request: RpcRequest, listener: Listener) -> None:
-        """Make the next call; `listener` hears of it until it is over."""
+        """Send the next call; `listener` receives its items."""
         if self._transport.is_closing():
             listener.over("the connection is gone")
             return
@@ -93,12 +93,12 @@ class Connection(asyncio.Protocol):
         listener.began(self)
 
     def rest(self) -> None:
-        """Be there for the next call, for a while."""
+        """Return to the pool until `IDLE_CONNECTION_S` has passed."""
         self._timer = asyncio.get_running_loop().call_later(IDLE_CONNECTION_S, self._transport.close)
         self._pool.free(self._address, self)
 
     def cancel(self) -> None:
-        """Nobody wants the rest of the call; its listener hears no more of it."""
+        """Cancel the call; its listener receives nothing more."""
         if self._listener is not None:
             self._listener = _NOBODY
             self._transport.write(pack(RpcCancel(self._requests)))
@@ -106,18 +106,18 @@ class Connection(asyncio.Protocol):
             self._timer = asyncio.get_running_loop().call_later(END_S, self._transport.abort)
 
     def pause(self) -> None:
-        """Have the engine wait."""
+        """Stop reading, which pauses the engine."""
         self._paused = True
         self._transport.pause_reading()
 
     def resume(self) -> None:
-        """Have it go on."""
+        """Read again."""
         if self._paused:
             self._paused = False
             self._transport.resume_reading()
 
     def close(self) -> None:
-        """A call that is made by it fails."""
+        """Close the connection; its call fails."""
         self._transport.abort()
 
     def _ended(self, listener: Listener) -> None:
@@ -134,7 +134,7 @@ class Connection(asyncio.Protocol):
 
 
 class _Nobody:
-    """Hears what comes of a call after it was cancelled."""
+    """Discards the items of a cancelled call."""
 
     wanted = False
 
@@ -150,14 +150,14 @@ _NOBODY = _Nobody()
 
 @dataclass(frozen=True, slots=True)
 class ConnectionsSnapshot:
-    """Number of a router's connections to the engines of one role, and how many of them carry no call; a copy."""
+    """Number of connections to the engines of one role, and number of idle ones."""
 
     open: int
     idle: int
 
 
 class ConnectionPool:
-    """Those of a router to the engines of one role."""
+    """A router's connections to the engines of one role."""
 
     def __init__(self) -> None:
         self._free: defaultdict[RpcAddress, deque[Connection]] = defaultdict(deque)
@@ -165,7 +165,7 @@ class ConnectionPool:
         self._making: set[asyncio.Task[None]] = set()
 
     def call(self, address: RpcAddress, request: RpcRequest, listener: Listener) -> None:
-        """Make a call over a connection that is free, else over a new one; `listener` hears what becomes of it."""
+        """Send a call over an idle or a new connection; `listener` receives its items."""
         free = self._free.get(address)
         if free:
             free.pop().call(request, listener)
@@ -175,15 +175,15 @@ class ConnectionPool:
         making.add_done_callback(partial(self._made_or_not, listener))
 
     def made(self, connection: Connection) -> None:
-        """It is connected."""
+        """Add a new connection."""
         self._all.add(connection)
 
     def free(self, address: RpcAddress, connection: Connection) -> None:
-        """It has no call."""
+        """Add an idle connection."""
         self._free[address].append(connection)
 
     def lost(self, address: RpcAddress, connection: Connection) -> None:
-        """It is no connection any more."""
+        """Remove a closed connection."""
         self._all.discard(connection)
         free = self._free.get(address, deque())
         if connection in free:
@@ -192,14 +192,14 @@ class ConnectionPool:
             self._free.pop(address, None)  # engines come and go for months
 
     def close(self) -> None:
-        """End all."""
+        """Close all connections."""
         for making in self._making:
             making.cancel()
         for connection in list(self._all):
             connection.close()
 
     def snapshot(self) -> ConnectionsSnapshot:
-        """Return how many connections there are now."""
+        """Return the number of connections."""
         return ConnectionsSnapshot(len(self._all), sum(map(len, self._free.values())))
 
     def _made_or_not(self, listener: Listener, making: asyncio.Task[None]) -> None:

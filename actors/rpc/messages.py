@@ -1,7 +1,7 @@
-"""What a router and an engine's server say to each other, as bytes.
+"""Messages between a router and an engine, and their encoding.
 
-A router says hello with the server's key, then sends one request at a time; the server answers with items and an end.
-Each of these is msgpack with its kind and length before it, as several may come in one read, or a part of one.
+A router authenticates with the server's key, then sends one request at a time. The server answers
+with items and an end. Each message is msgpack after a header with its kind and length.
 """
 
 import struct
@@ -14,42 +14,43 @@ import msgspec
 from actors.request import Accepted, Call, Heartbeat, ResponseStart, StreamChunk
 
 HEAD = struct.Struct(">BI")
-"""Kind and length."""
+"""Header: kind and length."""
 
 
 @dataclass(frozen=True)
 class RpcHello:
-    """The first of all, from who calls."""
+    """First message of a connection."""
 
     key: str
 
 
 @dataclass(frozen=True)
 class RpcRequest:
-    """One call, and what the router says beside it."""
+    """One call, and the state of the router that sends it."""
 
     call: Call
     router: str
-    """Who asks; a router that is started again is another."""
+    """Id of the router; a restarted router has a new one."""
     queued: int
-    """Requests that wait in that router for a place with an engine of this role."""
+    """Number of requests that wait in that router for a slot on an engine of this role."""
     transfer_id: str | None = None
-    """Of a prefill leg, which is to count as ongoing until it is cancelled, at most `hold_s` after its end."""
+    """Transfer of a prefill leg, which counts as ongoing until it is cancelled, at most `hold_s`
+    after its end."""
     hold_s: float = 0.0
     maybe_full: bool = False
-    """The engine may well have no place for it, and the router waits to hear of that."""
+    """Whether the router expects that the engine may be full and waits for its reply."""
 
 
 @dataclass(frozen=True)
 class RpcCancel:
-    """The router wants no more of its `number`-th request. It may cross the answer's end."""
+    """Cancels the router's `number`-th request; may cross the end of its answer."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class RpcFailure:
-    """Why there is no answer, or no more of it."""
+    """Reason why the answer is missing or incomplete."""
 
     kind: Literal["full", "leaving", "engine_down", "cannot_resume", "stranger", "error"]
     message: str
@@ -57,14 +58,14 @@ class RpcFailure:
 
 @dataclass(frozen=True)
 class RpcBody:
-    """A piece of an answer's body, of which nothing else is known."""
+    """Piece of an answer's body without tokens or timings."""
 
     data: bytes
 
 
 @dataclass(frozen=True)
 class RpcEnd:
-    """There is no more of this answer; the next request may come."""
+    """End of the answer; the next request may follow."""
 
 
 KINDS: tuple[type, ...] = (
@@ -85,25 +86,25 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 class RpcProtocolError(ValueError):
-    """Bytes that say nothing that a router or a server would."""
+    """Bytes that are no valid message at this point."""
 
 
 def pack(item: Any) -> bytes:
-    """One of KINDS; plain bytes are a piece of an answer's body."""
+    """Return a message of one of KINDS as bytes; plain bytes become an RpcBody."""
     item = RpcBody(item) if isinstance(item, bytes) else item
     payload = _ENCODER.encode(item)
     return HEAD.pack(_NUMBER[type(item)], len(payload)) + payload
 
 
 class Unpacker:
-    """What was packed, out of bytes that come in any pieces. `most_bytes`: what one of them may have."""
+    """Decodes messages from a stream of bytes; `most_bytes` limits the size of one message."""
 
     def __init__(self, most_bytes: int | None = None) -> None:
         self.most_bytes = most_bytes
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """What `data` completes; raises RpcProtocolError."""
+        """Yield the messages that `data` completes. Raises RpcProtocolError."""
         self._rest += data
         at = 0
         while len(self._rest) - at >= HEAD.size:

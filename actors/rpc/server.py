@@ -1,8 +1,8 @@
-"""An engine's server: where it takes calls from routers, apart from Serve.
+"""An engine's RPC server, where routers send their calls without Serve.
 
-A call is one request, its answer a stream of items (`messages.py`). A connection that is closed is a call that is over,
-so a router that dies leaves nothing behind here. A caller knows the server's key, which is drawn anew for each engine
-and is told to routers by Serve's controller.
+A call is one request, answered by a stream of items (`messages.py`). A closed connection ends its
+call, so a router that dies leaves nothing behind. Clients authenticate with a key that is drawn for
+each engine and reaches routers through Serve's controller.
 """
 
 import asyncio
@@ -23,25 +23,26 @@ from actors.rpc.server_connection import ServerConnection
 logger = logging.getLogger(__name__)
 
 UNREAD_S = 120.0
-"""How long a router may take nothing of what is sent to it. Longer than it gives its clients (`http_server.py`): a
-client that does not read must not look like an engine that has died."""
+"""Timeout for a router that acknowledges nothing. Longer than the one for the router's clients
+(`http_server.py`), so that a slow client does not look like a dead engine."""
 
 PATIENCE_S = 0.1
-"""How long a call waits here for a place. A call's end, seen by its router, takes a moment to be one here."""
+"""Wait for a slot before a call is refused. A router sees the end of a call shortly before the
+engine does."""
 
 CUT_OFF_S = 1.0
-"""How long calls that are cancelled at a server's end may take to end."""
+"""Timeout for cancelled calls to end when the server closes."""
 
 REMEMBERED_S = 10.0
-"""How long a router's queue is taken to be as it said."""
+"""Time for which a router's reported queue length is believed."""
 
 MOST_ROUTERS = 64
-"""Routers whose queues are remembered."""
+"""Number of routers whose queue lengths are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class RpcServerSnapshot:
-    """Open `connections`, and the `routers` whose queues are remembered; a copy."""
+    """Number of open connections, and ids of the routers with a known queue length."""
 
     connections: int
     routers: frozenset[str]
@@ -51,7 +52,7 @@ class RpcServer:
     """`open` it when the engine can serve; `close` it before the engine ends."""
 
     def __init__(self, serve: Callable[[RpcRequest], AsyncGenerator[Any, None]], slots: int) -> None:
-        """`serve` answers a request; of those there are at most `slots` at a time."""
+        """Answer requests with `serve`, at most `slots` at a time."""
         self._serve = serve
         self._slots = slots
         self._key = secrets.token_hex()
@@ -65,7 +66,7 @@ class RpcServer:
         self.ongoing = 0
 
     async def open(self, host: str, port: int) -> RpcAddress:
-        """Listen on `host`, an address of this node; port 0 is any free one. OSError where that cannot be."""
+        """Listen on `host`, an address of this node; port 0 is any free port. Raises OSError."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=1024)
         enable_keepalive(listener, UNREAD_S)
@@ -76,22 +77,23 @@ class RpcServer:
         return RpcAddress(host, listener.getsockname()[1], self._key)
 
     def queued(self) -> int:
-        """Requests that wait for an engine of this role, as the routers that call here have said lately."""
+        """Return the number of requests that wait for engines of this role, as routers reported
+        recently."""
         oldest = time.monotonic() - REMEMBERED_S
         self._queued = {router: told for router, told in self._queued.items() if told[1] > oldest}
         return sum(queued for queued, _ in self._queued.values())
 
     def snapshot(self) -> RpcServerSnapshot:
-        """Return who is connected and known now."""
+        """Return the connections and the known routers."""
         return RpcServerSnapshot(len(self._connections), frozenset(self._queued))
 
     async def drain(self) -> None:
-        """Refuse what comes from now on, and wait for the calls that run."""
+        """Refuse new calls, and wait for the ones that run."""
         self._leaving = True
         await self._nobody.wait()
 
     async def close(self) -> None:
-        """Listen no more; calls that still run are cancelled."""
+        """Stop listening and cancel the calls that still run."""
         self._leaving = True
         if self._server is not None:
             self._server.close()
@@ -113,7 +115,7 @@ class RpcServer:
                 self._nobody.set()
 
     def _told(self, request: RpcRequest, now: float) -> None:
-        """Routers say with each call how many requests wait in them."""
+        """Store the queue length that a router reports with each call."""
         self._queued.pop(request.router, None)
         self._queued[request.router] = (request.queued, now)
         if len(self._queued) > MOST_ROUTERS:
@@ -146,5 +148,5 @@ class RpcServer:
 
 
 def replica_metadata(address: RpcAddress, places_to_wait: int, **more: Any) -> dict[str, Any]:
-    """What Serve tells routers of an engine: its server, and how many requests may wait in a router for one like it."""
+    """Return the metadata of a replica for routers: its RPC address, and the limit of their queues."""
     return {"rpc": asdict(address), "queue": places_to_wait, **more}

@@ -1,4 +1,4 @@
-"""A router's connection, at an engine's server: one request after the other, each answered to its end."""
+"""One router's connection at an engine's RPC server: requests are answered one after the other."""
 
 import asyncio
 import hmac
@@ -12,23 +12,25 @@ from actors.rpc.messages import RpcCancel, RpcEnd, RpcFailure, RpcHello, RpcProt
 logger = logging.getLogger(__name__)
 
 HELLO_S = 5.0
-"""How long who connects may take to say who it is."""
+"""Timeout for a new connection to authenticate."""
 
 HELLO_BYTES = 1024
-"""What it may send until then; a request may be of any size: routers have a limit of their own for bodies."""
+"""Size limit before authentication. Later requests have none: routers limit the size of bodies."""
 
 LINGER_S = 0.002
-"""How long small news wait for what follows, to be sent with it, unless the router waits for them: each wakes it."""
+"""Delay of small items, to send them with the next one unless the router waits for them: each
+message wakes it."""
 
 Serve = Callable[[RpcRequest, "ServerConnection"], Coroutine[Any, Any, None]]
-"""Answers a request by what it sends to the connection; cancelled when nobody wants the answer any more."""
+"""Answers a request by sending items on the connection; cancelled when the router no longer needs
+the answer."""
 
 
 class ServerConnection(asyncio.Protocol):
-    """Made for each connection. Who does not know `key`, or says what no router would, is let go."""
+    """Made for each connection; closes it when the key is wrong or a message is invalid."""
 
     def __init__(self, key: str, serve: Serve, connections: set["ServerConnection"]) -> None:
-        """It is in `connections` while it is connected."""
+        """Be in `connections` while connected."""
         self._key = key.encode()
         self._serve = serve
         self._connections = connections
@@ -44,13 +46,13 @@ class ServerConnection(asyncio.Protocol):
         self._lingering: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Asyncio's hook."""
+        """Start the timeout for authentication; asyncio's hook."""
         self._transport = cast(asyncio.Transport, transport)
         self._connections.add(self)
         self._patience = asyncio.get_running_loop().call_later(HELLO_S, self._send_away, "it has said nothing")
 
     def data_received(self, data: bytes) -> None:
-        """Asyncio's hook."""
+        """Handle complete messages; asyncio's hook."""
         try:
             for said in self._unpacker.feed(data):
                 self._hear(said)
@@ -58,7 +60,7 @@ class ServerConnection(asyncio.Protocol):
             self._send_away(str(error))
 
     def connection_lost(self, _: Exception | None) -> None:
-        """Asyncio's hook: who is gone wants no answer."""
+        """Cancel the call; asyncio's hook."""
         self._patience.cancel()
         self._connections.discard(self)
         self._can_write.set()
@@ -67,17 +69,17 @@ class ServerConnection(asyncio.Protocol):
         self._give_up()
 
     def pause_writing(self) -> None:
-        """Asyncio's hook: the router does not read as fast as it is answered."""
+        """Stop sending: the router reads too slowly. Asyncio's hook."""
         self._can_write.clear()
 
     def resume_writing(self) -> None:
-        """Asyncio's hook."""
+        """Send again; asyncio's hook."""
         self._can_write.set()
 
     async def send(self, item: Any) -> None:
-        """The next item of the answer. Waits while what was sent before is not taken.
+        """Send the next item of the answer. Waits while earlier items are unread.
 
-        That the call is here, and how its response begins, goes with what comes next, or LINGER_S later.
+        `Accepted` and the start of the response are sent with the next item, or after LINGER_S.
         """
         if isinstance(item, Accepted | ResponseStart) and not self._doubtful:
             self._hold(item)
@@ -87,7 +89,7 @@ class ServerConnection(asyncio.Protocol):
             await self._can_write.wait()
 
     async def close(self, within_s: float) -> None:
-        """Let it go, and what is being answered end."""
+        """Close the connection and wait for its call to end."""
         self._transport.abort()
         self._give_up()
         if self._call is not None:
@@ -131,13 +133,14 @@ class ServerConnection(asyncio.Protocol):
                 raise RpcProtocolError(f"no router says {type(said).__name__} here")
 
     def _give_up(self) -> None:
-        """Once: what ends a call in its engine takes time, and is not to be cut off itself."""
+        """Cancel the call once: a second cancellation would interrupt the abort in the engine."""
         if self._call is not None and self._wanted:
             self._wanted = False
             self._call.cancel()
 
     def _answered(self, call: asyncio.Task[None]) -> None:
-        """However it ended; a call that was cancelled may never have begun."""
+        """Send the end of the answer, however the call ended; a cancelled call may never have
+        started."""
         self._call = None
         if not call.cancelled() and (error := call.exception()) is not None:
             logger.error("a call failed", exc_info=error)

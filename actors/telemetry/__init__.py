@@ -1,1 +1,1 @@
-"""Metrics, the latency breakdown, and recent requests."""
+"""Metrics, latency breakdown, recent requests."""

@@ -1,4 +1,4 @@
-"""What one engine is doing, out of the metrics that vLLM and the connector keep in its actor's process."""
+"""State of one engine, from the metrics of vLLM and the connector in its actor's process."""
 
 from dataclasses import dataclass
 
@@ -16,33 +16,33 @@ NAMES = (
     "vllm:tandem_kv_pair_bytes_total",
     "vllm:tandem_kv_pair_seconds_total",
 )
-"""What is read; asking for these costs less than for all."""
+"""Metrics that are read; asking for these is cheaper than asking for all."""
 
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """Numbers of this moment; those of vLLM are as old as its last step."""
+    """Current numbers of one engine; vLLM's are as old as its last step."""
 
     running: int
     """Requests in the scheduler's batch."""
     waiting: int
-    """Requests that wait for a place in it, or for KV."""
+    """Requests that wait for a slot in the batch or for KV."""
     cache_usage: float
-    """Of the KV cache's blocks, from 0 to 1."""
+    """Fraction of the KV cache in use."""
     transfers: dict[str, int]
-    """Under way, by stage; only stages that have some."""
+    """Transfers under way, by stage; stages without any are left out."""
     quarantined: int
     """Requests whose blocks cannot be freed yet."""
     sent_bytes: int
-    """Of KV, since the engine started."""
+    """KV sent since the engine started."""
     recomputed: int
-    """Requests whose KV did not come, since the engine started."""
+    """Requests whose transfer failed, since the engine started."""
     pairs: dict[str, tuple[int, float]]
-    """For each engine that KV was sent to: bytes, and seconds in which writes were under way, since the start."""
+    """Bytes sent to each engine, and seconds in which writes were under way, since the start."""
 
 
 def read_status(registry: CollectorRegistry) -> EngineStatus:
-    """The load of the engine whose metrics are in `registry`."""
+    """Return the status of the engine whose metrics are in `registry`."""
     numbers: dict[str, float] = {}
     transfers: dict[str, int] = {}
     sent: dict[str, list[float]] = {}

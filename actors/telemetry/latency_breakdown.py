@@ -1,16 +1,17 @@
-"""Where the time to a request's first token went. Pure: timestamps in, a partition of the interval out.
+"""Latency breakdown: the parts of the time to a request's first token. Pure.
 
-The interval goes from a request's arrival in the router to the first byte of its answer, on the router's clock. What an
-engine has measured comes as durations since the call reached it, on the clock of its own host, and is never compared
-with another host's clock. It is laid into the time between the router's sending of the call and the answer's
-arrival: what the engine did not account for is the way there and back, half of it each. So a boundary between two parts
-is off by at most half of the time on the way, and the sum of the parts is the total, whatever the clocks say.
+The interval goes from a request's arrival in the router to the first byte of its answer, on the
+router's clock. An engine reports durations since the call arrived, on its own host's clock; clocks
+of two hosts are never compared. The engine's durations are placed between the time at which the
+router sent the call and the time of the answer; the rest is the network, half of it each way. So a
+boundary between two parts is off by at most half of the network time, and the parts always sum to
+the total.
 
-Both legs run at once, so each moment is given to the one that the first token waits for:
+Both legs run at once, so each moment belongs to the leg that the first token waits for:
 
-    before prefill has computed the prompt      what prefill is doing (unless decode has all KV already)
+    before prefill has computed the prompt      prefill's activity (unless decode has all KV already)
     after that, and while decode waits for KV   `transfer`: the part of the transfer that prefill did not hide
-    otherwise                                   what decode is doing
+    otherwise                                   decode's activity
 """
 
 from bisect import bisect_right
@@ -38,29 +39,29 @@ Part = Literal[
 ]
 """What the first token waited for.
 
-body            the client's sending of the request's body
-router          reading the request, deciding, shaping the legs
-retries         legs that broke, before those that answered were begun
-slot_wait       a free slot on a replica of each role
-hops            between router and engines, both ways
-frontend        vLLM's serving layer: template and tokenizer before, detokenizer and response after
-prefill_queue   prefill's scheduler
-prefill         computing the prompt (of a local request: on decode, with the first token)
-transfer        KV that was still to come when the prompt was computed
-decode_queue    decode's scheduler: until there are blocks for the KV, and from its arrival to the next step
-first_step      decode's first step
-recompute       decode's first step where it had to compute the prompt, because the KV did not come
-generation      the rest of an answer that is not streamed
-unexplained     an engine said nothing of its time, or not in time
+    body            upload of the request's body
+    router          reading the request, deciding, writing the legs
+    retries         attempts that failed before the one that answered
+    slot_wait       a free slot on a replica of each role
+    hops            network between router and engines, both ways
+    frontend        vLLM's serving layer: template and tokenizer before, detokenizer and response after
+    prefill_queue   prefill's scheduler
+    prefill         computing the prompt (of a local request: on decode, with the first token)
+    transfer        KV that had not arrived when the prompt was computed
+    decode_queue    decode's scheduler: until blocks are free, and from the KV's arrival to the next step
+    first_step      decode's first step
+    recompute       decode's first step when the transfer failed and decode computed the prompt
+    generation      the rest of an answer that is not streamed
+    unexplained     an engine did not report its timings, or not in time
 """
 
 PARTS: tuple[Part, ...] = get_args(Part)
-"""In the order in which a request meets them."""
+"""All parts, in the order in which a request passes them."""
 
 
 @dataclass(frozen=True)
 class LegTimestamps:
-    """One leg on the router's clock, in seconds, and what its engine says of it; None where it said nothing."""
+    """Times of one leg on the router's clock, in seconds, and its engine's timings if reported."""
 
     sent_at: float
     answered_at: float
@@ -69,26 +70,27 @@ class LegTimestamps:
 
 @dataclass(frozen=True)
 class RequestTimestamps:
-    """A request on the router's clock, in seconds. `decode.answered_at` is the first byte of the answer."""
+    """Times of a request on the router's clock, in seconds. `decode.answered_at` is the first byte
+    of the answer."""
 
     arrived_at: float
     read_at: float
-    """The body is there."""
+    """The body has arrived."""
     tried_at: float
-    """The first try begins."""
+    """The first attempt begins."""
     retried_at: float
-    """The try that answered begins; the same as `tried_at` when it was the first."""
+    """The attempt that answered begins."""
     slots_at: float
-    """There are places for its legs."""
+    """The legs have slots."""
     decode: LegTimestamps
     prefill: LegTimestamps | None
-    """None for a local request; without timings where its answer had not come by then."""
+    """None for a local request; without timings if prefill had not answered by then."""
     streams: bool
 
 
 @dataclass(frozen=True)
 class Span:
-    """What the first token waited for from `begin_s` to `end_s`, counted from the request's arrival."""
+    """What the first token waited for from `begin_s` to `end_s` after the request's arrival."""
 
     part: Part
     begin_s: float
@@ -115,11 +117,11 @@ class LatencyBreakdown:
 
 
 Chain = list[tuple[float, Part | None]]
-"""What goes on until each time, in order; None stands for decode's wait for KV."""
+"""Activity until each time, in order; None stands for decode's wait for KV."""
 
 
 def keep(timestamps: RequestTimestamps) -> LatencyBreakdown:
-    """The breakdown of a request whose answer has begun."""
+    """Return the breakdown of a request whose answer has started."""
     legs = [leg for leg in (timestamps.prefill, timestamps.decode) if leg is not None]
     before: Chain = [
         (timestamps.read_at, "body"),
@@ -167,7 +169,7 @@ def _decode_chain(timestamps: RequestTimestamps) -> Chain:
 
 
 def _prefill_chain(leg: LegTimestamps, timings: EngineTimings) -> Chain:
-    """Until the prompt is computed."""
+    """Return the activity of prefill until the prompt is computed."""
     reached_at = _reached_at(leg, timings)
     return [
         (reached_at, "hops"),
@@ -178,7 +180,8 @@ def _prefill_chain(leg: LegTimestamps, timings: EngineTimings) -> Chain:
 
 
 def _reached_at(leg: LegTimestamps, timings: EngineTimings) -> float:
-    """When the call reached its engine: half of the time on the way is the way there."""
+    """Return when the call arrived at its engine, taking half of the network time for the way
+    there."""
     on_the_way_s = max(leg.answered_at - leg.sent_at - timings.answered_s, 0.0)
     return leg.sent_at + on_the_way_s / 2
 
@@ -201,12 +204,12 @@ def _partition(
 
 
 def _monotonic(chain: Chain, start: float) -> Chain:
-    """The same with times that do not go back, as they might where a clock drifts."""
+    """Return the chain with times that never decrease, as they might when a clock drifts."""
     latest = start
     return [(latest := max(latest, until), part) for until, part in chain]
 
 
 def _at(chain: Chain, moment: float) -> Part | None:
-    """What goes on at `moment`; the last thing where it is later than all."""
+    """Return the activity at `moment`; the last one when it is later than all."""
     place = bisect_right(chain, moment, key=lambda entry: entry[0])
     return chain[min(place, len(chain) - 1)][1]

@@ -1,4 +1,4 @@
-"""The last requests of one router replica, for the status page: bounded, and nothing of what was said in them."""
+"""Recent requests of one router replica for the status page: bounded, without prompts or answers."""
 
 import time
 from collections import deque
@@ -9,15 +9,15 @@ from typing import Any
 from actors.telemetry.latency_breakdown import LatencyBreakdown
 
 KEPT = 200
-"""Requests that a router replica remembers; about 2 KB each."""
+"""Number of requests that a router replica keeps; about 2 KB each."""
 
 MAX_ID_CHARACTERS = 80
-"""Of a request's id, which clients may choose."""
+"""Length limit of request ids, which clients may choose."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The replicas that served a request; no prefill replica where decode did it alone."""
+    """Replicas that served a request; `prefill` is None when decode served it alone."""
 
     prefill: str | None
     decode: str
@@ -25,11 +25,11 @@ class Pair:
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """One request whose answer has begun."""
+    """One request whose answer has started."""
 
     request_id: str
     began_at: float
-    """Unix time of its arrival, by this host's clock."""
+    """Unix time of arrival by this host's clock."""
     endpoint: str
     route: str
     reason: str | None
@@ -39,14 +39,14 @@ class RequestRecord:
     breakdown: LatencyBreakdown
 
     def describe(self) -> dict[str, Any]:
-        """For JSON; times in milliseconds."""
+        """Return the record as JSON values, times in milliseconds."""
         spans = [[span.part, round(span.begin_s * 1e3, 3), round(span.end_s * 1e3, 3)] for span in self.breakdown.spans]
         own = {name: value for name, value in vars(self).items() if name not in ("pair", "breakdown")}
         return {**own, **asdict(self.pair), "total_ms": round(self.breakdown.total_s * 1e3, 3), "spans_ms": spans}
 
 
 class RecentRequests:
-    """The newest `KEPT` records; older ones are forgotten."""
+    """The newest `KEPT` records."""
 
     def __init__(self, kept: int = KEPT) -> None:
         self._records: deque[RequestRecord] = deque(maxlen=kept)
@@ -55,15 +55,15 @@ class RecentRequests:
         self._records.append(record)
 
     def newest(self, most: int) -> list[dict[str, Any]]:
-        """At most so many, described, the newest first."""
+        """Return at most `most` records, newest first."""
         return [record.describe() for record in reversed(self._records)][:most]
 
 
 def now_unix(monotonic_at: float) -> float:
-    """The Unix time of a moment on this process's monotonic clock."""
+    """Return the Unix time of a moment on this process's monotonic clock."""
     return time.time() - (time.monotonic() - monotonic_at)
 
 
 def newest_of(lists: Iterable[Iterable[dict[str, Any]]], most: int) -> list[dict[str, Any]]:
-    """Several routers' records as one list, the newest first."""
+    """Return the records of several routers as one list, newest first."""
     return sorted((one for some in lists for one in some), key=lambda one: -one["began_at"])[:most]

@@ -1,17 +1,17 @@
-"""What the router counts, in a registry of its own."""
+"""The router's metrics, in their own registry."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from actors.telemetry.latency_breakdown import LatencyBreakdown
 
 FALLBACKS = frozenset({"no_prefill", "prefill_failed"})
-"""Reasons for a local request that was to be remote."""
+"""Reasons of local requests that should have been remote."""
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
 class RouterMetrics:
-    """The router's counters; `registry` is what /metrics exposes of them."""
+    """The router's metrics; `/metrics` exposes `registry`."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -83,16 +83,16 @@ class RouterMetrics:
         )
 
     def keep(self, route: str, breakdown: LatencyBreakdown) -> None:
-        """Observe one request's breakdown."""
+        """Observe the breakdown of one request."""
         for part, seconds in breakdown.parts.items():
             self.breakdown.labels(route, part).observe(seconds)
 
     def value(self, name: str, **labels: str) -> float:
-        """One series' value; 0 where there is none yet."""
+        """Return the value of one series; 0 when it does not exist yet."""
         return self.registry.get_sample_value(name, labels) or 0.0
 
     def counts(self) -> dict[str, int]:
-        """Since this router started: requests by route and reason, and what went wrong."""
+        """Return counts since this router started: requests by route and reason, and failures."""
         counts: dict[str, int] = {"remote": 0, "local": 0, "fallback": 0, "refused": 0, "left": 0}
         for sample in next(iter(self.requests.collect())).samples:
             if sample.name.endswith("_total"):

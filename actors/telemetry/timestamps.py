@@ -1,4 +1,4 @@
-"""Takes one call's times in the engine's actor, which shares its host's monotonic clock with the engine."""
+"""Timings of one call in the engine's actor, which shares the engine's monotonic clock."""
 
 import time
 from collections.abc import Mapping
@@ -8,7 +8,8 @@ from typing import Any
 from actors.request import EngineTimings
 
 Arrival = tuple[float, float, bool]
-"""When KV from elsewhere was asked for, when that ended, and whether it failed; on the host's monotonic clock."""
+"""Times at which KV was requested and at which its transfer ended, and whether it failed; host's
+monotonic clock."""
 
 
 @dataclass(frozen=True)
@@ -20,33 +21,38 @@ class _FirstToken:
 
 
 class CallTimestamps:
-    """Begins when the call reaches the actor; `timings` are known with the first token, and told once."""
+    """Starts when the call arrives at the actor. `tell` returns the timings once, with the first
+    token."""
 
     def __init__(self) -> None:
         self.request_id: str | None = None
-        """The engine's own id of the call's request; of several, the first."""
+        """The engine's id of the call's request; of several, the first."""
         self._handed_at: float | None = None
         self._began_at = time.monotonic()
         self._first: _FirstToken | None = None
         self._told = False
 
     def handed(self, request_id: str) -> None:
-        """The request goes to the engine's process now, which takes it from its inbox between two steps: the wait there
-        is one for the scheduler, which dates the request later."""
+        """Note that the request is sent to the engine's process.
+
+        The engine core takes it between two steps. That wait counts as scheduling, which vLLM's own
+        timestamp misses.
+        """
         self.request_id = request_id
         self._handed_at = time.monotonic()
 
     def first_token(self, stats: Any, arrival: Arrival | None) -> None:
-        """Note what vLLM's RequestStateStats say with the first output; later ones count for nothing.
+        """Note vLLM's RequestStateStats of the first output; later ones are ignored.
 
-        Without statistics (`disable_log_stats`) there is nothing to note.
+        Without statistics (`disable_log_stats`) nothing is noted.
         """
         if self._first is None and stats is not None and stats.queued_ts and stats.scheduled_ts:
             queued_at = self._handed_at or stats.queued_ts
             self._first = _FirstToken(queued_at, stats.scheduled_ts, stats.first_token_ts, arrival)
 
     def tell(self) -> EngineTimings | None:
-        """The timings for the answer that leaves now; None before the first token, and after the first time."""
+        """Return the timings for the answer that is sent now; None before the first token and after
+        the first time."""
         first = self._first
         if first is None or self._told:
             return None
@@ -64,21 +70,22 @@ class CallTimestamps:
 
 
 class KvArrivals:
-    """When the KV of running requests arrived, out of the connector's statistics. Others' are not kept."""
+    """Arrival times of the KV of running requests, from the connector's statistics."""
 
     def __init__(self) -> None:
         self._found: dict[str, Arrival | None] = {}
 
     def expect(self, request_id: str) -> None:
-        """Keep what is said of this request until `take`."""
+        """Keep the arrival of this request until `take`."""
         self._found[request_id] = None
 
     def take(self, request_id: str | None) -> Arrival | None:
-        """What is known; nothing is kept of it."""
+        """Return and forget the arrival."""
         return None if request_id is None else self._found.pop(request_id, None)
 
     def observe(self, connector_stats: Mapping[str, Any] | None) -> None:
-        """What the connector reports of one step (`TandemStats.data`); another connector's says nothing of arrivals."""
+        """Read the connector's report of one step (`TandemStats.data`); other connectors report no
+        arrivals."""
         for request_id, (asked_at, ended_at, failed) in ((connector_stats or {}).get("arrivals") or {}).items():
             if request_id in self._found:
                 self._found[request_id] = (asked_at, ended_at, bool(failed))

@@ -1,4 +1,7 @@
-"""Ray's control store, log directory and replica results, which have no public client in Ray 2.60."""
+"""Ray's control store, log directory and replica results, for which Ray 2.60 has no public API.
+
+Source: https://github.com/ray-project/ray/blob/ray-2.60.0/python/ray/experimental/internal_kv.py
+"""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,8 @@
-"""Uvicorn's HTTP protocol, with bounds on what comes before a request is anybody's: its head.
+"""Limits the size and arrival time of request headers.
 
-Uvicorn bounds neither a head's bytes nor its time: a client without a key could fill the router's memory with one
-header, and hold a connection for ever with half of one, or with nothing.
+Uvicorn limits neither: a client without a key could fill the router's memory with one header, or
+hold a connection forever with half of one. Source:
+https://github.com/encode/uvicorn/blob/0.54.0/uvicorn/protocols/http/httptools_impl.py
 """
 
 import asyncio
@@ -10,21 +11,21 @@ from http import HTTPStatus
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Of a request line and its headers, or of what comes after a body."""
+"""Size limit of a request line and its headers, or of trailers after a body."""
 
 HEAD_S = 30.0
-"""How long a client may take for a head, from its connection or the head's first byte."""
+"""Timeout for headers, from the connection or their first byte."""
 
 
 class HeadTooLargeError(Exception):
-    """Ends the parser's work: uvicorn takes it for a request that cannot be read."""
+    """Stops the parser; uvicorn treats it as an unreadable request."""
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """A connection. While no answer is under way, uvicorn's keep-alive timer runs, or the head's.
+    """A connection with limits. While no answer is under way, uvicorn's keep-alive timer or the
+    header timer runs.
 
-    Heads, and what the parser has not made out yet, are held in memory: no more than `MAX_HEAD_BYTES` of them, and what
-    one read brings.
+    At most `MAX_HEAD_BYTES` and one read of unparsed bytes are held in memory.
     """
 
     _in_head = False
@@ -32,7 +33,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _head_timer: asyncio.TimerHandle | None = None
 
     _unread_bytes = 0
-    """That have come since the end of a head, or the last of a body."""
+    """Bytes received since the last complete header or body chunk."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -75,11 +76,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Uvicorn's answer to what its parser refuses."""
+        """Refuse a request that uvicorn's parser rejects."""
         self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE if self._too_large else HTTPStatus.BAD_REQUEST, msg)
 
     def _refuse(self, status: HTTPStatus, message: str = "") -> None:
-        """Close the connection, with an answer where the client cannot take it for part of another one."""
+        """Close the connection, with an answer unless the client could take it for part of another
+        one."""
         between = self._is_answering() and (self._in_head or self.pipeline or self.cycle.response_started)
         if not between:
             body = (message or f"{status.phrase}.").encode()

@@ -1,4 +1,7 @@
-"""Uvicorn's server inside an actor: on a listener that several processes share, without signals."""
+"""Uvicorn inside an actor: on a listener shared by several processes, without signal handlers.
+
+Source: https://github.com/encode/uvicorn/blob/0.54.0/uvicorn/server.py
+"""
 
 import asyncio
 import logging
@@ -12,24 +15,25 @@ import uvicorn
 logger = logging.getLogger(__name__)
 
 FIRST_BYTES_S = 1.0
-"""How long connections that were taken last may take for their requests to begin."""
+"""Timeout for requests to start on connections accepted during the shutdown."""
 
 LOOKS = 50
-"""At whether they have."""
+"""Number of checks during that time."""
 
 
 class Server(uvicorn.Server):
-    """Uvicorn in a process that has a main program of its own, on one listener that it shares with other processes."""
+    """Uvicorn's server in a process whose signals belong to Ray, on a shared listener."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are Ray's."""
+        """Leave signal handlers as they are: they are Ray's."""
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, but for the connections that wait for this process to take them: the kernel, which has given
-        them to it and not to another, would reset them with the listener; and but for those whose request is on its
-        way."""
+        """Accept queued connections before closing the listener; the kernel would reset them.
+
+        Then wait for requests that are on their way. Uvicorn would close both kinds at once.
+        """
         taken = [connection for listener in sockets or () for connection in _waiting(listener)]
         for server in self.servers:
             server.close()
@@ -52,12 +56,12 @@ class Server(uvicorn.Server):
 
 
 def _is_new(connection: Any) -> bool:
-    """Whether no request has come yet: uvicorn would close it at once."""
+    """Return whether a connection has not received a request yet: uvicorn would close it at once."""
     return getattr(connection, "cycle", None) is None
 
 
 def _waiting(listener: socket.socket) -> Iterator[socket.socket]:
-    """The connections that have been made to `listener` and not been taken yet."""
+    """Yield the connections in the listener's backlog."""
     with suppress(BlockingIOError):
         while True:
             connection, _ = listener.accept()

@@ -1,7 +1,9 @@
-"""What a client is told of its prompt's cached tokens, where another engine has computed the prompt.
+"""Corrects the cached-token count of a prompt that another engine computed.
 
-To vLLM's scheduler, KV that arrives is like KV that is in the cache. To the client it is not: one engine would have
-computed it.
+vLLM's scheduler counts received KV as cached tokens. Clients expect what one engine would report:
+tokens that were computed for this request are not cached. AsyncLLM takes no output processor from
+outside, so its class is replaced. Source:
+https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/engine/output_processor.py
 """
 
 from typing import Any
@@ -12,14 +14,15 @@ from vllm.v1.metrics.stats import PrefillStats
 
 
 class CachedTokenCounts(OutputProcessor):
-    """Counts a prompt's tokens that came from another engine as computed and, where they fill blocks, as cached now."""
+    """Counts prompt tokens received from another engine as computed and, in whole blocks, as newly
+    cached."""
 
     block_tokens: int | None
-    """Of the prefix cache; None where there is none."""
+    """Block size of the prefix cache in tokens; None without a prefix cache."""
 
     @classmethod
     def take_over(cls, processor: OutputProcessor, block_tokens: int | None) -> None:
-        """Make a `CachedTokenCounts` of the processor that AsyncLLM has made, which takes none from outside."""
+        """Change the class of the processor that AsyncLLM made."""
         processor.__class__ = cls
         processor.block_tokens = block_tokens
 
@@ -36,7 +39,7 @@ class CachedTokenCounts(OutputProcessor):
 
 
 def newly_cached(stats: PrefillStats, block_tokens: int | None) -> int:
-    """Prompt tokens in whole blocks that were not in the cache before."""
+    """Return the prompt tokens in whole blocks that were not cached before."""
     if block_tokens is None:
         return 0
     return max(0, stats.num_prompt_tokens // block_tokens * block_tokens - stats.num_local_cached_tokens)

@@ -1,7 +1,9 @@
-"""Find models that vLLM's CPU kernels cannot run in a dtype: before an engine spends minutes on its start.
+"""Finds models that vLLM's CPU kernels cannot run in a dtype, before an engine spends minutes on
+its start.
 
-vLLM 0.32 chooses some CPU kernels by model and CPU, not by dtype, so that an engine fails while it loads weights or
-at its first step: `vllm/platforms/cpu.py` (MLA) and `vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py`.
+vLLM 0.32 selects some CPU kernels by model and CPU, not by dtype, so that an engine fails while it
+loads weights or at its first step: `vllm/platforms/cpu.py` (MLA) and
+`vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py`.
 """
 
 from dataclasses import dataclass
@@ -12,7 +14,8 @@ if TYPE_CHECKING:
 
 BFLOAT16 = "bfloat16"
 REFERENCE_MLA = "CPU_MLA"
-"""vLLM's MLA backend for all CPUs and dtypes; an explicit `attention_backend` keeps it where AMX is present."""
+"""vLLM's MLA backend for all CPUs and dtypes; an explicit `attention_backend` selects it on CPUs
+with AMX."""
 
 GATED_DELTA_NET_MODELS = ("qwen3_next", "qwen3_5")
 """Prefixes of the `model_type` of models whose layers call `cpu_gdn_attention_core`."""
@@ -20,21 +23,21 @@ GATED_DELTA_NET_MODELS = ("qwen3_next", "qwen3_5")
 
 @dataclass(frozen=True)
 class CpuFeatures:
-    """Instruction sets by which vLLM chooses kernels that are limited to a dtype."""
+    """Instruction sets that select kernels with a limited dtype."""
 
     amx: bool
 
 
 @dataclass(frozen=True)
 class Layers:
-    """Kinds of layers that have a CPU kernel limited to a dtype: latent attention and gated delta net."""
+    """Kinds of layers whose CPU kernel is limited to a dtype: latent attention and gated delta net."""
 
     mla: bool = False
     gated_delta_net: bool = False
 
 
 def cpu_features() -> CpuFeatures:
-    """Features of this machine, as vLLM detects them (imports torch)."""
+    """Return the features of this machine as vLLM detects them (imports torch)."""
     import torch
 
     return CpuFeatures(amx=torch.cpu._is_amx_tile_supported())  # noqa: SLF001 (the function that vLLM asks)
@@ -52,9 +55,10 @@ class KernelProblem:
 
 
 def cpu_problem(layers: Layers, features: CpuFeatures, dtype: str, backend: str | None) -> KernelProblem | None:
-    """Return what keeps vLLM from running these layers, or None.
+    """Return what prevents vLLM from running these layers, or None.
 
-    `dtype` is torch's name of the resolved dtype, not `auto`; `backend` is vLLM's name of an explicit backend.
+    `dtype` is torch's name of the resolved dtype, not `auto`; `backend` is vLLM's name of an
+    explicit backend.
     """
     if dtype == BFLOAT16:
         return None
@@ -68,14 +72,15 @@ def cpu_problem(layers: Layers, features: CpuFeatures, dtype: str, backend: str 
 
 
 def layers_of(text_config: Any, mla: bool) -> Layers:
-    """Return the kinds of layers in a model's Hugging Face text configuration; `mla` is vLLM's own answer."""
+    """Return the kinds of layers of a Hugging Face text configuration; `mla` is vLLM's own answer."""
     model_type = str(getattr(text_config, "model_type", ""))
     linear = "linear_attention" in (getattr(text_config, "layer_types", None) or ())
     return Layers(mla=mla, gated_delta_net=linear and model_type.startswith(GATED_DELTA_NET_MODELS))
 
 
 def model_problem(model: "ModelConfig", backend: Any, features: CpuFeatures) -> KernelProblem | None:
-    """Return the problem of an engine without a GPU, or None; `backend` is vLLM's enum, its name, or None."""
+    """Return the problem of an engine without a GPU, or None; `backend` is vLLM's enum, its name,
+    or None."""
     dtype = str(model.dtype).removeprefix("torch.")
     return cpu_problem(
         layers_of(model.hf_text_config, model.use_mla), features, dtype, getattr(backend, "name", backend)

@@ -1,11 +1,13 @@
-"""vLLM's CPU worker, with seeds that survive a prompt longer than one step.
+"""vLLM's CPU worker, with seeds that work for prompts longer than one step.
 
-vLLM samples in every step of a prompt and throws the result away in all but the last. With a seed, it then turns the
-request's random generator back by an offset (``GPUModelRunner._bookkeeping_sync``), which PyTorch's generators on the
-CPU do not have: they raise, the engine dies, and with it everybody's requests. Here a generator's whole state is kept
-before a sample that will be thrown away, and put back after it.
+vLLM samples in every step of a prompt and discards the result in all but the last. For a seeded
+request it then rewinds the generator by an offset (`GPUModelRunner._bookkeeping_sync`), which
+PyTorch's CPU generators do not support: they raise, and the engine dies. This worker saves a
+generator's state before a discarded sample and restores it after it.
 
-Engines without a GPU are started with this worker (``arguments.py``): ``worker_cls`` is vLLM's own argument for it.
+Engines without a GPU use this worker (`engine/arguments.py`) through vLLM's own argument
+`worker_cls`. Source:
+https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/worker/gpu_model_runner.py
 """
 
 from typing import Any
@@ -16,7 +18,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 
 class RewindingModelRunner(CPUModelRunner):
-    """Turns generators back by their states instead of by offsets."""
+    """Restores generators from their state instead of by an offset."""
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
         generators = self.input_batch.generators
@@ -36,13 +38,14 @@ class RewindingModelRunner(CPUModelRunner):
             generators.update(hidden)
 
     def _discarded(self) -> list[int]:
-        """Rows of the batch whose sample is thrown away: their prompts go on in the next step."""
+        """Return the rows of the batch whose sample is discarded: their prompts continue in the
+        next step."""
         rows: list[int] = np.flatnonzero(self.discard_request_mask.np[: self.input_batch.num_reqs]).tolist()
         return rows
 
 
 class CpuWorker(cpu_worker.CPUWorker):
-    """vLLM's, with the runner above."""
+    """vLLM's CPU worker with the runner above."""
 
     def init_device(self) -> None:
         # It makes a runner of whatever class has this name in its module, in a process of its own.

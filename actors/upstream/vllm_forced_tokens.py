@@ -1,7 +1,7 @@
 """Logits processors that make a request emit given tokens first, for both of vLLM's model runners.
 
-All that depends on the order of steps goes on as if the tokens had been drawn: a seeded generator advances
-once a step, penalties and grammars see the tokens, raw logprobs are those of the model.
+State that depends on the order of steps advances as if the tokens had been sampled: a seeded
+generator advances once a step, penalties and grammars see the tokens, raw logprobs are the model's.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProc
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
 FORCED_TOKENS = "tandem_forced_tokens"
-"""The key of SamplingParams.extra_args with the tokens to emit first."""
+"""Key of SamplingParams.extra_args with the tokens to emit first."""
 
 
 def forced_tokens(params: SamplingParams) -> list[int]:
@@ -22,13 +22,13 @@ def forced_tokens(params: SamplingParams) -> list[int]:
 
 
 def force(logits: torch.Tensor, row: int, token: int) -> None:
-    """Leave `token` as the only one that can be drawn from `row`."""
+    """Leave `token` as the only one that can be sampled from `row`."""
     logits[row] = -torch.inf
     logits[row, token] = 0.0
 
 
 class ForcedTokens(LogitsProcessor):
-    """For the V1 model runner: a request's row moves, and its output so far comes as a list."""
+    """For the V1 model runner: a request's row moves, and its output is a list."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._rows: dict[int, tuple[list[int], list[int]]] = {}
@@ -51,7 +51,7 @@ class ForcedTokens(LogitsProcessor):
 
 
 class ForcedTokensV2(LogitsProcessorV2):
-    """For the V2 model runner: a request keeps its slot, and lengths are counted with the prompt."""
+    """For the V2 model runner: a request keeps its row, and lengths include the prompt."""
 
     def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState) -> None:
         self._prompt_len = req_states.prompt_len

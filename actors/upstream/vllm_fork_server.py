@@ -1,12 +1,15 @@
-"""Lets an engine without a GPU fork its engine core and workers from one process that has imported vLLM.
+"""Lets an engine without a GPU fork its engine core and workers from one process that has imported
+vLLM.
 
-vLLM spawns them inside a Ray actor and on its CPU platform (`_maybe_force_spawn` in vllm/utils/system_utils.py,
-`check_and_update_config` in vllm/platforms/cpu.py): each imports torch and vLLM anew, 8 s of CPU time per process.
-Neither a Ray actor nor an engine core, which have threads, can be forked. Python's fork server has none: it starts
-where vLLM would spawn the engine core, with the same environment, and the engine core's workers come from it, too.
+vLLM spawns them inside a Ray actor and on its CPU platform (`_maybe_force_spawn` in
+vllm/utils/system_utils.py, `check_and_update_config` in vllm/platforms/cpu.py): each imports torch
+and vLLM again, 8 s of CPU time per process. A Ray actor or an engine core has threads and cannot be
+forked. Python's fork server has none. It starts where vLLM would spawn the engine core, with the
+same environment; the engine core's workers come from it as well.
 
-Engines with a GPU are left alone, as CUDA does not survive a fork. So are engines that compile, and engines whose
-workers are bound to cores: vLLM passes both settings in variables that libraries read when they are loaded.
+Engines with a GPU are unaffected, because CUDA does not survive a fork. So are engines that
+compile, and engines whose workers are bound to cores: vLLM passes both settings in variables that
+libraries read when they are loaded.
 """
 
 import importlib
@@ -26,20 +29,21 @@ USERS = ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor")
 """vLLM's modules that start processes, each with `get_mp_context` of vllm/utils/system_utils.py."""
 
 LOADED_ONCE = ("LD_PRELOAD", "OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "PYTHONPATH")
-"""Variables that are read when a process or a library is loaded."""
+"""Environment variables that are read when a process or a library is loaded."""
 
 _started_with: dict[str, str | None] = {}
 
 
 def may_fork(settings: ServiceSettings, role: RoleName, arguments: Mapping[str, Any]) -> bool:
-    """Whether the processes of this engine can be forked; `arguments` are those of AsyncEngineArgs."""
+    """Return whether the processes of this engine can be forked; `arguments` are those of
+    AsyncEngineArgs."""
     own = settings.role(role)
     eager = bool(arguments.get("enforce_eager"))
     return own.executor == "mp" and not own.num_gpus and eager and settings.cpu.threads_bind == "nobind"
 
 
 def use_fork_server() -> None:
-    """Have vLLM start processes from the fork server. Where vLLM is not the one this was written for, it spawns."""
+    """Make vLLM start processes from the fork server. If vLLM has changed, it spawns them."""
     try:
         modules = [importlib.import_module(name) for name in USERS]
         originals = {module.get_mp_context for module in modules}
@@ -61,10 +65,12 @@ def use_fork_server() -> None:
 
 
 def stay_with_this_server() -> None:
-    """Called in the fork server: the processes that it forks ask it for theirs, too.
+    """Make forked processes use this fork server for their own processes; called in the fork
+    server.
 
-    In Python they start a server of their own (`ForkServer.ensure_running` in Lib/multiprocessing/forkserver.py),
-    although they have this one's address. A Python without that method costs time only.
+    Python would start another one (`ForkServer.ensure_running` in
+    Lib/multiprocessing/forkserver.py), although they have this one's address. A Python without that
+    method only costs time.
     """
     server: Any = multiprocessing.forkserver._forkserver  # noqa: SLF001 (set by Python, read by nobody else)
     if hasattr(server, "ensure_running") and hasattr(server, "_forkserver_address"):
@@ -72,7 +78,8 @@ def stay_with_this_server() -> None:
 
 
 def _context(original: Callable[[], BaseContext]) -> BaseContext:
-    """The fork server's context, started at the first call; vLLM's own where the environment has changed since."""
+    """Return the fork server's context; vLLM's own when the environment has changed since the
+    server started."""
     spawning = original()  # it also tells processes where Ray is
     now = {name: os.environ.get(name) for name in LOADED_ONCE}
     if not _started_with:
@@ -84,7 +91,7 @@ def _context(original: Callable[[], BaseContext]) -> BaseContext:
 
 
 class _Variables:
-    """The environment, put in place where it is unpickled."""
+    """The environment, applied when it is unpickled."""
 
     def __init__(self, values: Mapping[str, str]) -> None:
         self._values = dict(values)
@@ -100,7 +107,8 @@ def _set_environment(values: Mapping[str, str]) -> None:
 
 
 class InheritingProcess(ForkServerProcess):
-    """Has the environment of the process that starts it, as a spawned process has: a forked one has the server's."""
+    """Has the environment of the process that starts it, like a spawned process; a forked one has
+    the server's."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Unpickled in this order: the environment is there when the arguments are, which may import modules.

@@ -1,6 +1,6 @@
-"""What the fork server of an engine without a GPU imports before it forks (`fork_server.py`).
+"""Imports of the fork server of an engine without a GPU (`vllm_fork_server.py`).
 
-Imports only: a thread or a CUDA context that started here would not survive the fork.
+Imports only: a thread or a CUDA context started here would not survive the fork.
 """
 
 from vllm.utils.system_utils import set_process_title

@@ -1,7 +1,9 @@
-"""vLLM's AsyncLLM, recording what it streams and able to stream a record again.
+"""vLLM's AsyncLLM, which records its streams and can repeat a recorded one.
 
-A resumed call runs through vLLM's own serving layer from its first token: detokenizer, stop strings, parsers,
-logprobs and usage rebuild their state from the same outputs, in the same groups, as in the call that was cut off.
+A resumed call runs through vLLM's serving layer from its first token: detokenizer, stop strings,
+parsers, logprobs and usage rebuild their state from the same outputs, in the same groups, as in the
+interrupted call. Source:
+https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/engine/async_llm.py
 """
 
 from collections import deque
@@ -26,7 +28,7 @@ from actors.upstream.vllm_sendable import check_sendable
 
 
 def why_not_replayable(config: VllmConfig) -> str | None:
-    """The reason why an engine of this configuration cannot repeat given tokens, or None when it can."""
+    """Return why an engine of this configuration cannot repeat given tokens, or None when it can."""
     if config.speculative_config is not None:
         return "vLLM takes no custom logits processor beside speculative decoding"
     if config.model_config.return_sampling_mask:
@@ -35,17 +37,18 @@ def why_not_replayable(config: VllmConfig) -> str | None:
 
 
 def make_replayable(config: VllmConfig) -> None:
-    """Have the engine load the processor that repeats tokens, after those that it loads anyway."""
+    """Add the logits processor that repeats tokens to the engine's own."""
     name = "ForcedTokensV2" if config.use_v2_model_runner else "ForcedTokens"
     own = [*(config.model_config.logits_processors or ()), f"actors.upstream.vllm_forced_tokens:{name}"]
     config.model_config.logits_processors = own
 
 
 class ReplayCollector:
-    """Stands before a request's collector and hands it one group of the replay_log at a time, then all that comes.
+    """Passes outputs to a request's collector: one group of the replay log at a time, then all that
+    arrive.
 
-    The collector merges what its reader has not taken yet; how much depends on timing. So the next group waits
-    until the reader has `released` the one before.
+    The collector merges outputs that its reader has not taken yet, which depends on timing. So each
+    group waits until the reader has `released` the one before.
     """
 
     def __init__(self, collector: RequestOutputCollector, served: ServedCall) -> None:
@@ -56,7 +59,7 @@ class ReplayCollector:
         self._held = False
 
     def put(self, output: Any) -> None:
-        """vLLM's side: an output of one step, or an error."""
+        """Receive the output of one step or an error; called by vLLM."""
         if not isinstance(output, RequestOutput):
             self._collector.put(output)
             return
@@ -64,7 +67,7 @@ class ReplayCollector:
         self._advance()
 
     def release(self) -> None:
-        """The reader's side: it has done with what it took."""
+        """Pass on the next group; called by the reader when it has processed an output."""
         self._held = False
         self._advance()
 
@@ -95,7 +98,7 @@ class ReplayCollector:
 
 
 class KvArrivalsLogger(StatLoggerBase):
-    """Where vLLM brings the statistics of every step; outputs of the requests that they are of come after them."""
+    """Receives the statistics of each step, before the outputs of the same requests."""
 
     def __init__(self, arrivals: KvArrivals) -> None:
         self._arrivals = arrivals
@@ -105,18 +108,19 @@ class KvArrivalsLogger(StatLoggerBase):
             self._arrivals.observe(scheduler_stats.kv_connector_stats)
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say."""
+        """Do nothing; vLLM's hook."""
 
 
 def _always(logger: StatLoggerBase) -> StatLoggerFactory:
-    """As vLLM wants a logger: something that makes one for a configuration."""
+    """Return a factory of `logger`, the form in which vLLM takes loggers."""
     return lambda *_: logger
 
 
 class ReplayingLLM(AsyncLLM):
-    """Generate as AsyncLLM does; record the streamed answer of a `ServedCall`, or emit a recorded one again.
+    """Generates as AsyncLLM does; records the streamed answer of a `ServedCall`, or repeats a
+    recorded one.
 
-    The call's timestamps is told of its first token.
+    The timestamps of the call receive its first token.
     """
 
     arrivals: KvArrivals
@@ -125,9 +129,9 @@ class ReplayingLLM(AsyncLLM):
     def start(
         cls, config: VllmConfig, engine_args: AsyncEngineArgs, load: StatLoggerBase | None = None
     ) -> "ReplayingLLM":
-        """Start the engine. Unless `disable_log_stats` is set, it learns when KV from elsewhere arrives.
+        """Start the engine. Unless `disable_log_stats` is set, it records when KV arrives.
 
-        `load` is told of every step, too.
+        `load` receives the statistics of each step.
         """
         arrivals = KvArrivals()
         loggers = [] if load is None else [load]
@@ -178,7 +182,8 @@ class ReplayingLLM(AsyncLLM):
                 self.arrivals.take(timestamps.request_id)
 
     def _forced(self, params: SamplingParams, served: ServedCall | None) -> SamplingParams:
-        """`params` with the tokens that the call must repeat; such a field from a client counts for nothing."""
+        """Return `params` with the tokens that the call must repeat; a client's own such field is
+        ignored."""
         replayed = [token for group in served.replay for token in group] if served else []
         if (
             served

@@ -1,7 +1,8 @@
-"""What vLLM's application takes from a client and cannot hand to its engine's process.
+"""Refuses request values that vLLM's application accepts but cannot send to its engine core.
 
-JSON has integers of any size and halves of surrogate pairs; msgpack, in which vLLM's processes talk, has neither. vLLM
-finds that out when the request is half registered, and answers 500.
+JSON has integers of any size and lone surrogates; msgpack, which vLLM's processes use, has neither.
+vLLM detects that when the request is half registered and answers 500. Source:
+https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/serial_utils.py
 """
 
 from collections.abc import Mapping
@@ -16,8 +17,10 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=lambda _: None)
 
 
 def check_sendable(prompt: Any, params: SamplingParams, options: Mapping[str, Any]) -> None:
-    """Raise vLLM's error of a bad request where a number or a text in it cannot be sent. The prompt itself is token ids
-    by now, and checked by vLLM."""
+    """Raise vLLM's validation error for a number or string that cannot be sent.
+
+    The prompt itself is token ids by now, which vLLM has checked.
+    """
     salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
     try:
         _ENCODER.encode((salt, params, options))

@@ -1,4 +1,5 @@
-"""`python -m app.doctor [--config FILE] [--skip CHECK …]`: exit status 0 where all is well, 1 where it is not."""
+"""`python -m app.doctor [--config FILE] [--skip CHECK …]`: exit status 0 if all checks pass, 1 if
+one fails."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def examine(path: Path, skip: Iterable[str] = ()) -> Iterable[Finding]:
-    """The findings of all checks, as they come. Without a usable configuration, the rest checks for the default one."""
+    """Yield the findings of all checks. Without a usable configuration, later checks use the
+    default one."""
     left_out = set(skip)
     if "python" not in left_out:
         yield from check_python()

@@ -1,4 +1,4 @@
-"""Is the configuration valid, and can this machine read its model and run it?"""
+"""Checks of the configuration, and of the model on this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIRST_BYTES = 4096
 
 
 def check_config(path: Path) -> tuple[list[Finding], dict[str, Any], ServiceSettings]:
-    """The findings; the Serve config and the settings in it, or defaults where it cannot be used."""
+    """Return the findings, the Serve config, and its settings; defaults if the file cannot be used."""
     try:
         config, settings = read(path)
     except SettingsError as error:
@@ -28,7 +28,8 @@ def check_config(path: Path) -> tuple[list[Finding], dict[str, Any], ServiceSett
 
 
 def check_readable(settings: ServiceSettings) -> Iterator[Finding]:
-    """A directory: every file that vLLM needs of it. A hub id: the hub, or its cache, has it."""
+    """Check that all files of a local model are readable, or that the hub or its cache has the
+    model."""
     try:
         check_model(settings)
     except SettingsError as error:
@@ -55,7 +56,7 @@ def _directory(folder: Path) -> Iterator[Finding]:
 
 
 def _unreadable(path: Path) -> str | None:
-    """Why a file of a checkpoint cannot be used, as far as its first bytes tell."""
+    """Return why a checkpoint file cannot be used, as far as its first bytes show."""
     try:
         with path.open("rb") as file:
             head = file.read(FIRST_BYTES)
@@ -98,9 +99,9 @@ def _hub(model: str) -> Iterator[Finding]:
 
 
 def check_kernels(settings: ServiceSettings) -> Iterator[Finding]:
-    """vLLM's kernels for this CPU run the model in the dtype of each role without GPUs.
+    """Check that vLLM's CPU kernels can run the model in the dtype of each role without GPUs.
 
-    Says nothing of a model whose configuration is not on this machine: `check_readable` reports that.
+    Skips a model whose configuration is not on this machine; `check_readable` reports that.
     """
     if not _has_configuration(settings.model_path):
         return

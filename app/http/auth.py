@@ -1,7 +1,7 @@
-"""Who may use the service, and how much of it at once: API keys before everything else that looks at a request.
+"""API keys and the request limit of each key, checked before any other part looks at a request.
 
-As in vLLM, `/health` and `/metrics` are open: probes and scrapers carry no keys. So is the status page, which says
-nothing by itself: what it shows it asks for with a key that its reader types.
+As in vLLM, `/health` and `/metrics` need no key: probes and scrapers have none. Neither does the
+status page, whose HTML has no data: it requests data with the key that its reader enters.
 """
 
 import hashlib
@@ -27,12 +27,13 @@ REFUSED = ("refused", "")
 
 
 def digest(key: str) -> bytes:
-    """What is kept and compared instead of a key; digests are of one length, so comparing them tells nothing."""
+    """Return the digest that is stored and compared instead of a key. Digests have one length,
+    which hides the key's."""
     return hashlib.sha256(key.encode()).digest()
 
 
 def digests(keys: Iterable[SecretStr]) -> tuple[bytes, ...]:
-    """Those of `keys`, each once."""
+    """Return the distinct digests of `keys`."""
     return tuple(sorted({digest(key.get_secret_value()) for key in keys}))
 
 
@@ -43,12 +44,12 @@ class PerKeyLimiter:
         self._taken: Counter[Hashable] = Counter()
 
     def snapshot(self) -> dict[Hashable, int]:
-        """Return how many each key has now; a copy."""
+        """Return a copy of the number of requests of each key."""
         return dict(self._taken)
 
     @contextmanager
     def taken(self, key: Hashable, most: int) -> Iterator[None]:
-        """Hold one of `most` places; raises OverloadedError when `key` has that many already."""
+        """Hold one of `most` slots of `key`; raises OverloadedError when all are taken."""
         if self._taken[key] >= most:
             raise OverloadedError(f"{self._taken[key]} requests of this API key are being served, which is its limit")
         self._taken[key] += 1
@@ -61,7 +62,7 @@ class PerKeyLimiter:
 
 
 class Authenticated:
-    """ASGI middleware. Without keys, everybody may come in."""
+    """ASGI middleware that checks API keys; without keys, it admits all requests."""
 
     def __init__(self, app: ASGIApp, router: Router, digests: Sequence[bytes]) -> None:
         self._app = app
@@ -86,11 +87,12 @@ class Authenticated:
             await self._refuse(error_response(error, limits.retry_after_s))(scope, receive, send)
 
     def requests_by_key(self) -> dict[Hashable, int]:
-        """Return how many requests each key's digest has here now."""
+        """Return the number of requests of each key's digest."""
         return self._limiter.snapshot()
 
     def _known_key(self, authorization: str) -> bytes | None:
-        """The digest of the key in the header. All keys are compared, whichever fits."""
+        """Return the digest of the key in the header, or None. Compares all keys, to take the same
+        time for each."""
         scheme, _, given = authorization.partition(" ")
         offered = digest(given)
         found = [known for known in self._digests if hmac.compare_digest(known, offered)]
@@ -102,7 +104,7 @@ class Authenticated:
 
 
 def unauthorized() -> JSONResponse:
-    """Says nothing of which part was wrong."""
+    """Return a 401 response that does not tell which part was wrong."""
     message = "a valid API key is needed: send `Authorization: Bearer KEY`"
     return JSONResponse(
         error_body(HTTPStatus.UNAUTHORIZED, message),

@@ -1,4 +1,4 @@
-"""Errors as OpenAI clients expect them, and which of ours becomes which status."""
+"""Errors in OpenAI's form, and the HTTP status of each."""
 
 import json
 from http import HTTPStatus
@@ -21,14 +21,14 @@ ERROR_TYPES = {
     HTTPStatus.SERVICE_UNAVAILABLE: "ServiceUnavailableError",
     HTTPStatus.GATEWAY_TIMEOUT: "TimeoutError",
 }
-"""The `type` of an error by its status; the names are vLLM's where vLLM has one."""
+"""The `type` of an error by status; the names are vLLM's where it has one."""
 
 
 class BadRequestError(Exception):
-    """The client's request is refused before any engine sees it. `param` names the field."""
+    """The request is refused before an engine receives it. `param` names the field."""
 
     kind: str | None = None
-    """The error's `type`, where that does not follow from the status."""
+    """The error's `type` if it does not follow from the status."""
 
     def __init__(self, message: str, param: str | None = None, status: int = HTTPStatus.BAD_REQUEST) -> None:
         super().__init__(message)
@@ -37,19 +37,20 @@ class BadRequestError(Exception):
 
 
 class MalformedError(BadRequestError):
-    """What is no request of any kind; vLLM's framework refuses such bodies under a type of its own, and so do we."""
+    """A malformed request. vLLM's framework reports these with a type of its own, and so does this
+    service."""
 
     kind = HTTPStatus.BAD_REQUEST.phrase
 
 
 def error_body(status: HTTPStatus, message: str, param: str | None = None, kind: str | None = None) -> dict[str, Any]:
-    """`{"error": ...}` in OpenAI's form."""
+    """Return `{"error": ...}` in OpenAI's form."""
     kind = kind or ERROR_TYPES.get(status, status.phrase)
     return {"error": {"message": message, "type": kind, "param": param, "code": int(status)}}
 
 
 def status_of(error: Exception) -> HTTPStatus:
-    """The status that says what `error` means to a client."""
+    """Return the HTTP status of `error`."""
     match error:
         case BadRequestError():
             return error.status
@@ -64,14 +65,14 @@ def status_of(error: Exception) -> HTTPStatus:
 
 
 def message_of(error: Exception) -> str:
-    """What a client may read of `error`: nothing of what only the log should have."""
+    """Return the message for the client, without details that belong in the log only."""
     if status_of(error) is HTTPStatus.INTERNAL_SERVER_ERROR:
         return "internal error; the router's log has the details"
     return str(error)
 
 
 def error_response(error: Exception, retry_after_s: int) -> JSONResponse:
-    """The response for `error`; one that a client may try again says when."""
+    """Return the response for `error`, with Retry-After if the client may retry."""
     status = status_of(error)
     headers = {}
     if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
@@ -81,7 +82,7 @@ def error_response(error: Exception, retry_after_s: int) -> JSONResponse:
 
 
 def error_event(error: Exception, endpoint: Endpoint = "/v1/completions") -> bytes:
-    """A server-sent event for an error after the first byte, and the end of the stream, in the endpoint's form."""
+    """Return a server-sent event for an error after the first byte, and the end of the stream."""
     body = error_body(status_of(error), message_of(error))
     if endpoint == "/v1/responses":
         said = {"type": "error", "code": body["error"]["type"], "message": body["error"]["message"], "param": None}

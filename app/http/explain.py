@@ -1,7 +1,9 @@
-"""What is told of one request: to the client that asks when its answer begins, and then to who watches the service.
+"""Reports on one request: to the client in response headers, then to metrics, status page and
+traces.
 
-`x-tandem-explain: 1` in; out come `x-tandem-decision`, what was decided and from which numbers, and `Server-Timing`,
-where the time went: the W3C's header for this purpose, which browsers' developer tools draw and any client can split.
+The client asks with `x-tandem-explain: 1`. It receives `x-tandem-decision`, the routing decision
+and its inputs, and `Server-Timing`, the latency breakdown in W3C form, which browsers' developer
+tools display.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,26 +23,29 @@ DECISION_HEADER = b"x-tandem-decision"
 TIMING_HEADER = b"server-timing"
 
 ACCOUNT_S = 0.5
-"""How long the first bytes wait for prefill's word, for a client that wants to know where the time went. It is normally
-there before them; on a busy machine it may come milliseconds later."""
+"""Maximum wait for prefill's timings before the first bytes are sent to a client that asked for
+them.
+
+They normally arrive earlier; on a busy machine they may be milliseconds late.
+"""
 
 RawHeaders = Iterable[tuple[bytes, bytes]]
 
 
 def wants_explanation(headers: RawHeaders) -> bool:
-    """Whether a request's headers ask for it; names come in lower case, as ASGI has them."""
+    """Return whether the request's headers ask for a report; ASGI's header names are lower case."""
     return any(name == EXPLAIN_HEADER and value.strip().lower() in {b"1", b"true"} for name, value in headers)
 
 
 def server_timing(breakdown: LatencyBreakdown) -> tuple[bytes, bytes]:
-    """The header with every part of the breakdown, and their sum, in milliseconds to the microsecond."""
+    """Return the Server-Timing header: each part of the breakdown and their sum, in milliseconds."""
     entries = [*breakdown.parts.items(), ("total", breakdown.total_s)]
     return TIMING_HEADER, ", ".join(f"{name};dur={seconds * 1000:.3f}" for name, seconds in entries).encode()
 
 
 @dataclass
 class Observer:
-    """Watches one request. `request` is the one to serve."""
+    """Reports on one request. `request` is the one to serve."""
 
     router: Router
     request: ClientRequest
@@ -50,7 +55,7 @@ class Observer:
     @classmethod
     @contextmanager
     def of(cls, router: Router, request: ClientRequest, traces: Traces | None) -> "Iterator[Observer]":
-        """Watch while the context lasts; how it ends is how the request ended."""
+        """Observe while the context lasts; its end is the end of the request."""
         trace = traces.begin(request) if traces is not None else None
         error: BaseException | None = None
         try:
@@ -63,15 +68,18 @@ class Observer:
                 trace.end(error)
 
     async def told(self, answer: Answer) -> RawHeaders:
-        """The first bytes of the answer are there: what the client has asked to be told."""
+        """Return the response headers that the client asked for; the answer's first bytes have
+        arrived."""
         if answer.explanation is None or answer.start.status >= HTTPStatus.BAD_REQUEST:
             return ()
         await answer.account(ACCOUNT_S)
         return (DECISION_HEADER, answer.explanation.encode()), server_timing(answer.breakdown)
 
     def keep(self, answer: Answer, over: bool = False) -> None:
-        """Keep the breakdown of an answer whose first bytes have been sent (the client does not wait for it): once,
-        when all is known of it or the answer is `over`."""
+        """Keep the breakdown of an answer, once: when it is complete or the answer is `over`.
+
+        Call this after the first bytes are sent, so that the client does not wait for it.
+        """
         if self.kept or not (over or answer.accounted):
             return
         self.kept = True

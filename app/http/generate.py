@@ -1,4 +1,5 @@
-"""The generating routes as an ASGI endpoint: relays bytes as they come and watches for the client's leaving."""
+"""The generating routes as an ASGI endpoint: relays bytes as they arrive and watches for the
+client's disconnect."""
 
 import asyncio
 import logging
@@ -28,33 +29,33 @@ from connectors.errors import TandemError
 logger = logging.getLogger(__name__)
 
 LAST_WORD_S = 5.0
-"""How long a client may take to let the end of its stream be sent."""
+"""Timeout for a slow client to receive the end of its stream."""
 
 RELAYED_HEADERS = frozenset({b"content-type", b"content-length", b"x-request-id"})
-"""Response headers of the decode engine that reach the client."""
+"""Response headers of the decode engine that are passed on."""
 
 ROUTE_HEADER = b"x-tandem-route"
 LOCAL_REASON_HEADER = b"x-tandem-local-reason"
 
 REFUSED = "refused"
-"""The `route` of a request that was refused, by the router or an engine, in the metrics."""
+"""The `route` of a refused request in the metrics."""
 
 LEFT = "left"
-"""The `route` of a request whose client was gone before its answer began."""
+"""The `route` of a request whose client disconnected before its answer started."""
 
 CLIENT_CLOSED_REQUEST = 499
-"""The `status` of such a request: nobody was there to be sent one. No standard names it; proxies log this number."""
+"""The `status` of such a request in the metrics; not standardized, but logged by common proxies."""
 
 
 class Tally:
-    """Counts one request in the metrics, once, whatever becomes of it."""
+    """Counts one request in the metrics exactly once."""
 
     def __init__(self, metrics: RouterMetrics) -> None:
         self._metrics = metrics
         self._counted = False
 
     def count(self, route: str, reason: str | None, status: int) -> None:
-        """The request was served, refused or left in this way. Not counted where it has been already."""
+        """Count the request, unless it has been counted."""
         if not self._counted:
             self._counted = True
             self._metrics.requests.labels(route, reason or "", status).inc()
@@ -88,7 +89,7 @@ class Generate:
             tally.count(LEFT, None, CLIENT_CLOSED_REQUEST)
 
     async def _read(self, request: Request) -> ClientRequest:
-        """A body that never ends must not keep its place among the admitted for ever."""
+        """Read the request within `body_timeout_s`: an endless body must not hold a slot forever."""
         limits = self._router.limits
         try:
             async with asyncio.timeout(limits.body_timeout_s):
@@ -112,8 +113,11 @@ class Generate:
             raise
 
     async def _send(self, answer: Answer, observer: Observer, tally: Tally, send: Send) -> None:
-        """Send `answer` to the client. Nothing is sent before its first byte is there, so until then an
-        error can have a status of its own."""
+        """Send `answer` to the client.
+
+        Nothing is sent before its first byte has arrived, so that an earlier error can have its own
+        status.
+        """
         async with aclosing(answer.body()) as body:
             head = await anext(body)
             if answer.start.streams:
@@ -137,7 +141,7 @@ class Generate:
     async def _send_rest(
         self, events: AsyncGenerator[bytes, None], answer: Answer, observer: Observer, send: Send
     ) -> None:
-        """Also a client that takes what it is sent, but slowly, has its places no longer than a request may take."""
+        """Send the rest of a stream within the request's time, also to a client that reads slowly."""
         last = b""
         try:
             async with deadline(answer.left_s, "sending the answer"):
@@ -166,11 +170,11 @@ def _response_headers(answer: Answer) -> list[tuple[bytes, bytes]]:
 
 
 async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work`, and cancel it when the client goes away; either way it has ended when this returns.
+    """Run `work`, and cancel it when the client disconnects; it has ended when this returns.
 
-    `work` runs in a context of its own, which makes its calls nobody's children for Ray. Otherwise Ray would
-    cancel each of them with the request, at once and wherever it is; a reservation of a replica's place
-    that is cancelled on its way back is never given back. Here only their owner cancels them.
+    `work` runs in an empty context, so that Ray does not take its calls for children of the
+    request. Ray would cancel children with the request, wherever they are, and a replica's slot
+    reserved by such a call would leak. Here only their owner cancels them.
     """
     working = asyncio.create_task(work, context=Context())
     leaving = asyncio.create_task(_disconnected(receive))

@@ -1,7 +1,8 @@
-"""The router's own HTTP server: clients reach the router itself, not Ray Serve's proxy and through it the router.
+"""The router's own HTTP server, so that requests do not pass through Ray Serve's proxy.
 
-All routers of a service on one node share the port: the kernel gives each new connection to one of them. So a router
-can be replaced while its successor already takes connections, and no other program can take the port by mistake.
+All routers of a service on one node share the port: the kernel gives each new connection to one of
+them. So a router can be replaced while its successor already accepts connections, and no other
+program can take the port by mistake.
 """
 
 import asyncio
@@ -28,34 +29,34 @@ from connectors.errors import ConfigurationError
 logger = logging.getLogger(__name__)
 
 SERVICE_PATH = "/tandem/service"
-"""Says to which service a router belongs, to whoever wants to share its port."""
+"""Path that returns the id of the service, for routers that want to share the port."""
 
 KEEP_ALIVE_S = 90
-"""How long a connection may idle; clients and load balancers should give theirs up sooner."""
+"""Timeout of idle connections; clients and load balancers should use a shorter one."""
 
 BACKLOG = 2048
-"""Connections that may wait for the router to take them."""
+"""Number of connections in the listener's backlog."""
 
 UNREAD_S = 30.0
-"""How long a client may take nothing of what is sent to it, or its host be gone; then its request ends."""
+"""Timeout for a client that acknowledges nothing; its request is then cancelled."""
 
 
 SETTLES_S = 1.0
-"""How long routers that start or end at the same time may be in each other's way at the port."""
+"""Time for which starting and stopping routers may block each other at the port."""
 
 ASK_S = 5.0
-"""How long whoever has the port may take to say which service it is."""
+"""Timeout for the present owner of the port to return its service id."""
 
 
 class PortTakenError(ConfigurationError):
-    """Something else than a router of this service listens on the port."""
+    """Another program or service listens on the port."""
 
 
 class HttpServer:
     """`open` it once, `close` it at the end."""
 
     def __init__(self, app: ASGIApp, host: str, port: int, leave_s: float = 1.0, service: str | None = None) -> None:
-        """`service` names the one that it belongs to; by default the Serve application of this process."""
+        """`service` is the id of the service; by default this process's Serve application."""
         self._app = app
         self._where = (host, port)
         self._leave_s = leave_s
@@ -65,7 +66,8 @@ class HttpServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Raises PortTakenError, or another ConfigurationError where the address is none of this node's."""
+        """Listen. Raises PortTakenError, or another ConfigurationError when the address is not this
+        node's."""
         give_up_at = time.monotonic() + SETTLES_S
         while True:
             try:
@@ -91,10 +93,10 @@ class HttpServer:
         logger.info("the router listens on %s:%d", *self._where)
 
     async def close(self) -> None:
-        """Returns when the last answer has been sent.
+        """Stop accepting connections; returns when the last answer has been sent.
 
-        For `leave_s` clients are told to make their next request over a new connection, which may be another
-        router's; then no connection is taken any more, and those without a request are closed.
+        For `leave_s` clients are told to use a new connection, which may reach another router. Then
+        the listener closes, and so do connections without a request.
         """
         if self._server is not None and self._serving is not None:
             self._leaving = True
@@ -113,7 +115,7 @@ class HttpServer:
         await send({"type": "http.response.body", "body": self._service.encode()})
 
     def _last(self, send: Send) -> Send:
-        """`send`, which tells the client where this is its connection's last answer."""
+        """Return `send` with `connection: close` added while the server is stopping."""
 
         async def tell(message: Message) -> None:
             if self._leaving and message["type"] == "http.response.start":
@@ -147,7 +149,7 @@ class HttpServer:
 
 
 def this_service() -> str:
-    """A name that no other service has: of this Serve application, on this Ray cluster."""
+    """Return an id of this Serve application on this Ray cluster."""
     context = ray.get_runtime_context()
     application = serve.get_replica_context().app_name
     return hashlib.sha256(f"{context.gcs_address} {application}".encode()).hexdigest()

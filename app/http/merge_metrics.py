@@ -1,7 +1,7 @@
-"""One Prometheus exposition out of many processes', labelled by role and replica.
+"""Merges the Prometheus expositions of several processes, labelled by role and replica.
 
-The lines are sorted and labelled as text. To read every number and label, and write them again, took 40 ms for each
-engine, in which the router's streams stood still.
+Lines are sorted and labelled as text: parsing and formatting each number took 40 ms per engine,
+during which the router's streams stood still.
 """
 
 import re
@@ -14,24 +14,24 @@ Source = tuple[str, str, str]
 """Role, replica id and the exposition of one process."""
 
 SUFFIXES = {"summary": ("", "_count", "_sum"), "histogram": ("_bucket", "_count", "_sum")}
-"""What the samples of a family are called, beyond its name; those of other types as the family."""
+"""Suffixes of the sample names of a family, by type; none for other types."""
 
 SINCE = "_created"
-"""Ends the names of families that say when a series began: one more line for each, which nobody needs."""
+"""Suffix of families with creation times, which are left out."""
 
 LABEL = re.compile(r'[\s,]*(\w+)\s*=\s*("(?:[^"\\]|\\.)*")')
 
 
 @dataclass
 class Family:
-    """HELP and TYPE as the first process that has them says, and the samples of all, each a line."""
+    """HELP and TYPE of the first process that has them, and the sample lines of all."""
 
     declared: dict[str, str] = field(default_factory=dict)
     samples: list[str] = field(default_factory=list)
 
 
 def merge(sources: Iterable[Source]) -> str:
-    """All samples of `sources` under their families, each with the labels `role` and `replica`."""
+    """Return all samples of `sources` by family, with the labels `role` and `replica`."""
     families: dict[str, Family] = {}
     for role, replica, text in sources:
         _add(families, f'role="{_escaped(role)}",replica="{_escaped(replica)}"', text)
@@ -59,7 +59,7 @@ def _add(families: dict[str, Family], origin: str, text: str) -> None:
 
 
 def _labelled(line: str, origin: str) -> tuple[str, str]:
-    """A sample's name, and its line with the labels `origin`."""
+    """Return a sample's name, and its line with the labels `origin` added."""
     head, brace, rest = line.partition("{")
     if not brace:
         name, _, value = line.replace("\t", " ").partition(" ")
@@ -72,7 +72,7 @@ def _labelled(line: str, origin: str) -> tuple[str, str]:
 
 
 def _without_origin(rest: str) -> str:
-    """The labels and the value of a sample, without the labels that say where it comes from: the router knows."""
+    """Return the labels and value of a sample without `role` and `replica`, which the router sets."""
     kept, end = [], 0
     while label := LABEL.match(rest, end):
         if label[1] not in ("role", "replica"):

@@ -1,4 +1,4 @@
-"""From an HTTP request to a `ClientRequest`: the little that is checked before an engine sees it."""
+"""Makes a `ClientRequest` of an HTTP request, with the few checks that come before an engine's own."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from actors.router.client_request import ClientRequest
 from app.http.errors import BadRequestError, MalformedError
 
 MAX_DEPTH = 64
-"""Lists and objects within each other in a body; JSON schemas of tools nest a dozen."""
+"""Maximum nesting of lists and objects in a body; JSON schemas of tools nest about a dozen deep."""
 
 DRAWN_ID = re.compile(rb"[0-9a-f]{8}(-?[0-9a-f]{4}){3}-?[0-9a-f]{12}")
 
@@ -30,13 +30,14 @@ FORWARDED_HEADERS = frozenset(
         b"x-vllm-priority",
     }
 )
-"""Request headers that reach the engines."""
+"""Request headers that are passed on to the engines."""
 
 
 async def read_request(
     request: Request, endpoint: Endpoint, max_body_bytes: int, max_prompts: int = 2**31
 ) -> ClientRequest:
-    """Read and check a request; raises BadRequestError, or ClientDisconnect when the client goes away."""
+    """Read and check a request. Raises BadRequestError, or ClientDisconnect when the client
+    disconnects."""
     arrived_at = time.monotonic()
     raw = await _read_body(request, max_body_bytes)
     read_at = time.monotonic()
@@ -47,21 +48,22 @@ async def read_request(
 
 
 def forwarded_headers(request: Request) -> Headers:
-    """The headers for both legs; both carry the same X-Request-Id, a fresh one if the client sent none."""
+    """Return the headers of both legs. They share an X-Request-Id, a new one if the client sent
+    none."""
     given = {name: value for name, value in request.headers.raw if name in FORWARDED_HEADERS}
     given.setdefault(b"x-request-id", uuid.uuid4().hex.encode())
     return tuple(given.items())
 
 
 def _named(headers: Headers, body: Mapping[str, Any]) -> Headers:
-    """For vLLM, a name in the body counts where the header has none; a UUID there is Serve's or ours."""
+    """Remove a generated X-Request-Id if the body names the request: vLLM prefers the header."""
     if not isinstance(body.get("request_id"), str):
         return headers
     return tuple((name, value) for name, value in headers if name != b"x-request-id" or not DRAWN_ID.fullmatch(value))
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
-    """The body as an object without a field that only the router may set."""
+    """Return the body as an object. Raises BadRequestError for fields that only the router may set."""
     if not raw:
         raise MalformedError("there is no body", "body")
     try:
@@ -90,9 +92,9 @@ def parse_body(raw: bytes) -> dict[str, Any]:
 
 
 def check_prompts(body: Mapping[str, Any], most: int) -> None:
-    """Raise BadRequestError where more answers are wanted at once than one request may have: prompts times `n`.
+    """Raise BadRequestError if prompts times `n` exceed `most`.
 
-    Whatever else is wrong with either is for decode's engine to say.
+    Other errors in either field are left to decode's engine.
     """
     prompts = max(_several(body.get("prompt")), _several(body.get("prompt_embeds")))
     copies = body.get("n")
@@ -106,13 +108,13 @@ def check_prompts(body: Mapping[str, Any], most: int) -> None:
 
 
 def _several(prompt: Any) -> int:
-    """How many prompts a `prompt` field holds; a list of token ids is one."""
+    """Return the number of prompts in a `prompt` field; a list of token ids is one."""
     several = isinstance(prompt, list) and any(isinstance(one, str | list) for one in prompt[:1])
     return len(prompt) if several else 1
 
 
 def _check_depth(body: dict[str, Any]) -> None:
-    """What nests deeper than any request does would break whoever walks through it later, here or in an engine."""
+    """Refuse bodies that nest too deep for recursive code here or in an engine."""
     level: list[Any] = [body]
     for _ in range(MAX_DEPTH + 1):
         inner = (one for outer in level for one in (outer.values() if isinstance(outer, dict) else outer))

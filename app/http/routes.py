@@ -1,4 +1,5 @@
-"""The HTTP surface: OpenAI's routes, /health and /metrics, as one ASGI application over the router."""
+"""The HTTP interface: OpenAI's routes, `/health` and `/metrics`, as one ASGI application over the
+router."""
 
 import asyncio
 import logging
@@ -28,11 +29,12 @@ from configs.settings import RoleName
 logger = logging.getLogger(__name__)
 
 OPEN_AGE_S = 1.0
-"""How old the answers of /health and /metrics may be, which are open: anybody could keep all engines busy with them."""
+"""Maximum age of `/health` and `/metrics`, which need no key: without it, anyone could keep all
+engines busy."""
 
 
 def build_http(router: RouterReplica, key_digests: Sequence[bytes] = (), traces: Traces | None = None) -> ASGIApp:
-    """The application that serves `router`, to the holders of these keys if there are any."""
+    """Return the application for `router`; if there are keys, only their holders may use it."""
 
     async def from_decode(request: Request) -> Response:
         path = request.url.path.removeprefix(request.scope.get("root_path", ""))
@@ -81,7 +83,7 @@ def build_http(router: RouterReplica, key_digests: Sequence[bytes] = (), traces:
 
 
 async def refuse_route(request: Request, error: Exception) -> Response:
-    """Starlette's own refusals (no such path, wrong method) in OpenAI's form."""
+    """Return Starlette's own refusals (no such path, wrong method) in OpenAI's form."""
     if not isinstance(error, HTTPException):
         raise error
     status = HTTPStatus(error.status_code)

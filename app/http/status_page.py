@@ -1,4 +1,4 @@
-"""The status page: one HTML file without anything from elsewhere, which asks `/tandem/status` for what it shows."""
+"""The status page: one self-contained HTML file that requests its data from `/tandem/status`."""
 
 import base64
 import hashlib
@@ -11,12 +11,13 @@ PAGE = Path(__file__).parent / "status.html"
 
 @cache
 def status_page() -> str:
-    """The file's text."""
+    """Return the text of the file."""
     return PAGE.read_text(encoding="utf-8")
 
 
 def _policy() -> str:
-    """Only what stands in the page may run or style it, and it may talk only to where it came from."""
+    """Return a policy that allows only the page's own script and style, and requests to its own
+    origin."""
     text = status_page()
     script, style = (_hash_of(text, tag) for tag in ("script", "style"))
     return (

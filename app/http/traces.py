@@ -1,8 +1,8 @@
-"""OpenTelemetry: a span for each request and one for each part of its breakdown, in the client's trace if it has one.
+"""OpenTelemetry spans: one per request and one per part of its latency breakdown.
 
-The engines get the request's span as their parent, so the spans that vLLM makes of them are in the same trace. Spans
-are dated from the breakdown, soon after the answer begins: until then a traced request costs one span.
-SDK and exporter are imported only where an endpoint is set.
+They belong to the client's trace if it has one. Engines receive the request's span as their parent,
+so vLLM's spans are in the same trace. The parts are dated soon after the answer starts: until then
+a traced request costs one span. SDK and exporter are imported only when an endpoint is set.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ PROPAGATED = ("traceparent", "tracestate")
 
 
 class RequestTrace:
-    """One request's span; `end` it in any case."""
+    """Span of one request; `end` it in any case."""
 
     def __init__(self, tracer: Tracer, request: ClientRequest) -> None:
         self._tracer = tracer
@@ -34,14 +34,14 @@ class RequestTrace:
         )
         self._context = set_span_in_context(self._span)
         self.request = replace(request, headers=self._forwarded(request.headers))
-        """The request as the engines get it: this span is the parent of theirs."""
+        """The request for the engines, with this span as their parent."""
 
     def refused(self, status: int) -> None:
-        """Decode refuses the request."""
+        """Record that decode refused the request."""
         self._span.set_attribute("http.response.status_code", status)
 
     def answered(self, record: RequestRecord) -> None:
-        """The answer has begun: date its parts."""
+        """Add the spans of the parts; the answer has started."""
         self._span.set_attribute("http.response.status_code", record.status)
         self._span.set_attribute("tandem.route", record.route)
         self._span.set_attribute("tandem.decode", record.pair.decode)
@@ -54,7 +54,7 @@ class RequestTrace:
             span.end(self._at_ns(part.end_s))
 
     def end(self, error: BaseException | None = None) -> None:
-        """The answer has ended, well or not."""
+        """End the span, with `error` if the request failed."""
         if error is not None:
             self._span.set_status(Status(StatusCode.ERROR, type(error).__name__))
         self._span.end()
@@ -70,7 +70,7 @@ class RequestTrace:
 
 
 class Traces:
-    """Makes the spans of this router, and sends them in the background."""
+    """Makes the spans of this router and sends them in the background."""
 
     def __init__(self, endpoint: str) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -87,7 +87,7 @@ class Traces:
         return RequestTrace(self._tracer, request)
 
     def flush(self) -> None:
-        """Send what waits to be sent; blocks."""
+        """Send queued spans; blocks."""
         self._provider.force_flush()
 
 
