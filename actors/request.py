@@ -95,7 +95,7 @@ class ResponseStart:
 
     @property
     def streams(self) -> bool:
-        """Whether the body is a stream of server-sent events."""
+        """True if the body is a stream of server-sent events."""
         return any(
             name.lower() == b"content-type" and value.startswith(b"text/event-stream") for name, value in self.headers
         )

@@ -61,7 +61,7 @@ class EngineCall:
 
     @property
     def wanted(self) -> bool:
-        """Whether the call has not been cancelled."""
+        """True until the call is cancelled."""
         return not self._is_over
 
     @property
@@ -71,7 +71,7 @@ class EngineCall:
 
     @property
     def waits(self) -> bool:
-        """Whether an item other than a heartbeat is still to arrive."""
+        """True while an item other than a heartbeat is still to arrive."""
         return not self._is_over and all(isinstance(item, Heartbeat) for item in self._items)
 
     def began(self, connection: Connection) -> None:

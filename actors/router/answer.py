@@ -63,7 +63,7 @@ class Answer:
 
     @property
     def accounted(self) -> bool:
-        """Whether no further timings will arrive. Decode's timings arrive with its first bytes."""
+        """True when no further timings will arrive. Decode's timings arrive with its first bytes."""
         return self._first.prefill is None or self._first.prefill.accounted
 
     async def account(self, at_most_s: float) -> None:

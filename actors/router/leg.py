@@ -52,7 +52,7 @@ class Items(Protocol):
 
     @property
     def waits(self) -> bool:
-        """Whether an item other than a heartbeat is still to arrive."""
+        """True while an item other than a heartbeat is still to arrive."""
 
     async def __anext__(self) -> Any: ...
 
@@ -122,7 +122,7 @@ class Leg:
 
     @property
     def waits(self) -> bool:
-        """Whether `next` may have to wait."""
+        """True if `next` may have to wait."""
         return self._response.waits
 
     def _answered(self, timings: EngineTimings | None) -> None:

@@ -73,7 +73,7 @@ class PrefillLeg:
 
     @property
     def accounted(self) -> bool:
-        """Whether prefill has answered or can no longer answer."""
+        """True when prefill has answered or can no longer answer."""
         return self.answered.done() or self._task.done()
 
     async def account(self, at_most_s: float) -> None:

@@ -27,7 +27,7 @@ class Listener(Protocol):
 
     @property
     def wanted(self) -> bool:
-        """Whether the call is still needed once a connection is made."""
+        """True while the call is still needed; connecting takes time."""
 
     def began(self, connection: "Connection") -> None:
         """Note that `connection` carries the call."""

@@ -90,7 +90,7 @@ class RequestTimestamps:
 
 @dataclass(frozen=True)
 class Span:
-    """What the first token waited for from `begin_s` to `end_s` after the request's arrival."""
+    """One part of the first token's wait, from `begin_s` to `end_s` after the request's arrival."""
 
     part: Part
     begin_s: float

@@ -28,7 +28,7 @@ def force(logits: torch.Tensor, row: int, token: int) -> None:
 
 
 class ForcedTokens(LogitsProcessor):
-    """For the V1 model runner: a request's row moves, and its output is a list."""
+    """Processor for the V1 model runner: a request's row moves, and its output is a list."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._rows: dict[int, tuple[list[int], list[int]]] = {}
@@ -51,7 +51,7 @@ class ForcedTokens(LogitsProcessor):
 
 
 class ForcedTokensV2(LogitsProcessorV2):
-    """For the V2 model runner: a request keeps its row, and lengths include the prompt."""
+    """Processor for the V2 model runner: a request keeps its row, and lengths include the prompt."""
 
     def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState) -> None:
         self._prompt_len = req_states.prompt_len
