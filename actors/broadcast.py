@@ -30,7 +30,7 @@ async def ask_all(role: str, handle: Role, method: str, timeout_s: float, *argum
     """Return the results of `method` on all replicas; leave out those that fail or are late."""
     try:
         return await replies_of(role, method, handle.broadcast(method, *arguments), timeout_s)
-    except Exception as error:  # the caller goes on without them
+    except Exception as error:  # the caller continues without these replicas
         now = time.monotonic()
         if now - _logged_at.get((role, method), -LOG_EVERY_S) >= LOG_EVERY_S:
             _logged_at[role, method] = now

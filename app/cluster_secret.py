@@ -26,8 +26,8 @@ def cluster_secret() -> str:
     """
     fresh = secrets.token_hex(32)
     if not ray_private.store_connected():
-        return fresh  # `serve build` only wants to know the deployments' names
-    # Two builds at once agree: the first one's is kept.
+        return fresh  # `serve build` only needs the deployments' names
+    # The first of two concurrent builds wins.
     ray_private.store_put(KEY, fresh, overwrite=False)
     kept = ray_private.store_get(KEY)
     assert kept is not None, "the key was just put"

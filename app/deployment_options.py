@@ -21,7 +21,8 @@ def placed(role: RoleSettings, runtime_env: dict[str, Any]) -> dict[str, Any]:
             "max_replicas_per_node": role.max_replicas_per_node,
         }
     return {
-        # The GPUs are the ranks', and labels the bundles': an actor goes where its group is.
+        # The ranks own the GPUs and the bundles have the labels: the actor follows its placement
+        # group.
         "ray_actor_options": actor | {"num_gpus": 0.0},
         "placement_group_bundles": bundles(role),
         "placement_group_strategy": "PACK",

@@ -62,7 +62,8 @@ class HttpRouter(RouterReplica):
     ) -> None:
         """`listen` is the host, port and `leave_s` of the router's own HTTP server, or None."""
         super().__init__(limits, EnginePool(prefill), EnginePool(decode))
-        # Serve builds the application in a task on any node, and keys may be in the environment of routers only.
+        # Serve may build the application on any node; keys may be in the environment of routers
+        # only.
         traces = Traces(otlp_traces_endpoint) if otlp_traces_endpoint else None
         self._surface = build_http(self, (*key_digests, *digests(AuthSettings().operators_keys())), traces)
         self._front = HttpServer(self._surface, *listen) if listen else None

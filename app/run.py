@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         return serve_until_stopped(config, settings, options.address, screen)
-    except Stop:  # before the application was deployed; Ray ends its cluster with this process
+    except Stop:  # not deployed yet; Ray ends its cluster with this process
         return 0
 
 
@@ -274,11 +274,11 @@ def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, clust
     where = {"address": "local", "include_dashboard": False} if cluster is None else {"address": cluster}
     try:
         ray.init(**where, **options)
-    except Exception as error:  # of many types: a node that times out, an address nobody listens at, another release
+    except Exception as error:  # of many types: a node that times out, a wrong address, another release
         screen.error(str(StartFailure("Ray did not start:", f"{type(error).__name__}: {error}", RAY_LOGS)))
         return 1
     screen.stage("Ray: started" if cluster is None else f"Ray: joined the cluster at {cluster}")
-    stop_on_signals()  # Ray has put a handler of its own in their place, which prints a stack trace
+    stop_on_signals()  # Ray has installed a handler that prints a stack trace
     from actors.upstream.ray_private import log_directory
 
     logs = log_directory()
@@ -382,7 +382,7 @@ class Watcher:
             while not self._stopped.wait(POLL_S) and not self._look():
                 pass
         finally:
-            with contextlib.suppress(Exception):  # the cluster may be gone by now
+            with contextlib.suppress(Exception):  # the cluster may be gone
                 self._watch.close()
 
     def _look(self) -> bool:

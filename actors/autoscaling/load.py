@@ -35,7 +35,7 @@ class LoadMeter:
         self._prompt_tokens = Fading(window_s)
         self._token_gaps_s = Fading(window_s)
         self._tokens = Fading(window_s)
-        # On a clock that stands still while no prompt is computed.
+        # A clock that stands still while no prompt is computed.
         self._busy_clock_s = 0.0
         self._busy_until_s = began_s
         self._tokens_while_busy = Fading(window_s)
@@ -46,7 +46,7 @@ class LoadMeter:
         """Count a prompt of `tokens` whose first token came now, `computing_s` after its
         computation began."""
         self._prompt_tokens.add(tokens, now_s)
-        # Prompts are computed beside each other: time counts once.
+        # Prompts are computed concurrently: time counts once.
         busy_s = max(now_s - max(now_s - computing_s, self._busy_until_s), 0.0)
         self._busy_until_s = max(now_s, self._busy_until_s)
         self._busy_clock_s += busy_s
@@ -61,7 +61,7 @@ class LoadMeter:
 
     def read(self, now_s: float) -> dict[str, float]:
         """Return the measured fields of PrefillLoad or DecodeLoad, by name."""
-        # A window that is as long as the engine is old has not yet seen as much as a full one.
+        # Correct for a window that is longer than the engine's age.
         window_s = self._window_s * (1 - exp(-max(now_s - self._began_s, 1e-3) / self._window_s))
         busy_s, prompts = self._busy_s.value(self._busy_clock_s), self._prompts.value(self._busy_clock_s)
         while_busy = self._tokens_while_busy.value(self._busy_clock_s)

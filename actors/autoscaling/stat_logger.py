@@ -28,8 +28,8 @@ class LoadLogger(StatLoggerBase):
             self._kv_use = scheduler_stats.kv_cache_usage
         if iteration_stats is not None:
             for request in iteration_stats.finished_requests:
-                if request.prefill_time > 0:  # or it ended before its first token
-                    # Seen when the request ends: on a prefill engine that is its first token.
+                if request.prefill_time > 0:  # else it ended before its first token
+                    # Reported when the request ends: on a prefill engine that is its first token.
                     self._load.prompt(request.num_prompt_tokens, request.prefill_time, now_s)
             for gap_s in iteration_stats.inter_token_latencies_iter:
                 self._load.tokens(gap_s, now_s)
@@ -40,7 +40,8 @@ class LoadLogger(StatLoggerBase):
     def read(self, llm: AsyncLLM) -> dict[str, float]:
         """Return the load of `llm` by the names of PrefillLoad's and DecodeLoad's fields."""
         requests = llm.output_processor.request_states.values()
-        # vLLM says nothing more once the last request was aborted: what it said before is not so any more.
+        # After the last request is aborted vLLM reports no further step, so its last numbers are
+        # stale.
         idle = not requests
         return self._load.read(time.monotonic()) | {
             "queued_tokens": float(sum(one.prompt_len for one in requests if one.is_prefilling)),

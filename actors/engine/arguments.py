@@ -18,7 +18,8 @@ OWNED = {
     "tensor_parallel_size": "set `tensor_parallel_size` of the role",
     "distributed_executor_backend": "set `executor` of the role",
     "kv_transfer_config": "set `transfer` of the service",
-    # The address that a prefill replica gives is that of one engine core; with several, KV would wait in another.
+    # A prefill replica publishes the address of one engine core; with several, KV may be in
+    # another.
     "data_parallel_size": "set `replicas` of the role",
 }
 """Engine arguments that have a setting of their own, and which."""
@@ -143,7 +144,7 @@ def _bad_autoscaling(where: str, role: RoleSettings) -> list[str]:
         AutoscalingConfig(**role.replicas)
     except ValidationError as error:
         return [*unknown, *(f"{where}.replicas: {problem['msg']}" for problem in error.errors())]
-    # Nobody would ask Serve for the first engine: requests wait in routers, where it does not see them.
+    # Serve sees no requests waiting in routers, so it would never start the first replica.
     none = [key for key in ("min_replicas", "initial_replicas") if role.replicas.get(key) == 0]
     return [*unknown, *(f"{where}.replicas.{key}: must be at least 1" for key in none)]
 
@@ -152,7 +153,7 @@ def engine_arguments(settings: ServiceSettings, role: RoleName) -> dict[str, Any
     """Return the keyword arguments of AsyncEngineArgs for `role`, without the KV connector."""
     own = settings.role(role)
     defaults = {} if own.num_gpus else CPU_DEFAULTS
-    # Elsewhere `mp` is vLLM's own choice.
+    # On several nodes `mp` is vLLM's own choice.
     executor = {"distributed_executor_backend": "ray"} if own.executor == "ray" else {}
     return {
         **defaults,
@@ -172,7 +173,8 @@ def engine_environment(settings: ServiceSettings, role: RoleName) -> dict[str, s
     if not own.num_gpus:
         environment |= settings.cpu.environment()
         if engine_arguments(settings, role).get("enforce_eager"):
-            # vLLM's sampler compiles a helper at the first request with logprobs, for many seconds.
+            # vLLM's sampler compiles a helper at the first request with logprobs, which takes many
+            # seconds.
             environment["TORCHDYNAMO_DISABLE"] = "1"
     if Path(settings.model_path).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"

@@ -91,7 +91,8 @@ def _ready_body(outbox: asyncio.Queue[Message | None]) -> bytes:
 def _scope(call: Call) -> Message:
     return {
         "type": "http",
-        # From 2.4 on, Starlette learns of a disconnect from `send` alone, which is too late here.
+        # From spec version 2.4 on, Starlette detects a disconnect only in `send`, which is too late
+        # here.
         "asgi": {"version": "3.0", "spec_version": "2.3"},
         "http_version": "1.1",
         "method": call.method,

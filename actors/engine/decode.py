@@ -19,7 +19,7 @@ class Decode(EngineActor):
 
     async def _prepare(self, settings: ServiceSettings) -> None:
         await self.engine.warm_up(FIRST_REQUEST_TIMEOUT_S)
-        # Before any prefill engine is met: nodes that are dead by then are none of ours.
+        # Before the first contact with a prefill engine: nodes that are dead now do not matter.
         dead = await dead_nodes_now()
         lost = watch_nodes(self.engine.lose, settings.transfer.node_lost_s, dead)
         self._tasks = [asyncio.create_task(lost, name="watches-hosts")]
@@ -31,7 +31,7 @@ class Decode(EngineActor):
         self._tasks.append(asyncio.create_task(looking, name="meets-prefill-replicas"))
 
     async def __del__(self) -> None:
-        # First of all the calls end: until then prefill engines are met, and lost.
+        # Drain calls first: until then prefill engines still appear and are lost.
         if hasattr(self, "_rpc_server"):
             await self._rpc_server.drain()
         for task in getattr(self, "_tasks", ()):
@@ -55,7 +55,7 @@ class Decode(EngineActor):
         fetches = await asyncio.gather(*map(self._fetch, probes), return_exceptions=True)
         for probe, problem in zip(probes, fetches, strict=True):
             if isinstance(problem, TimeoutError):
-                # Its requests will be computed here; that is no reason not to serve, or not to meet the others.
+                # Requests of this pair will be recomputed here; serve, and warm up the other pairs.
                 logger.warning("prefill engine %s cannot be met", probe.get("remote_engine_id"))
             elif problem is not None:
                 raise problem

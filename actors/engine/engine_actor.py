@@ -115,7 +115,7 @@ class EngineActor:
 
     async def __del__(self) -> None:
         """End the replica; Serve's hook, awaited by Serve."""
-        if hasattr(self, "_rpc_server"):  # not if it never started
+        if hasattr(self, "_rpc_server"):  # not set if the start failed
             await self._rpc_server.drain()
             await self._rpc_server.close()
         if hasattr(self, "engine"):

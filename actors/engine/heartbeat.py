@@ -45,7 +45,7 @@ class HeartbeatMonitor:
             try:
                 await self._ask()
             except Exception as error:
-                # The calls themselves will say more of an engine that has died.
+                # The calls themselves report the failure of an engine.
                 logger.warning("the engine's core cannot be asked: %r", error)
                 continue
             for beat in tuple(self._listeners):

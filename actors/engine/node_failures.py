@@ -78,7 +78,7 @@ async def watch_nodes(tell: Callable[[str], Awaitable[None]], gone_s: float, dea
                 hosts.told(node_id)
                 logger.warning("node %s is dead: its prefill engines write no more", node_id)
         except Exception:
-            # Ray's head or the engine; whoever serves requests will say more of either.
+            # The Ray head or the engine has failed; requests report either in more detail.
             logger.exception("cannot tell which hosts are lost; trying again")
         await asyncio.sleep(POLL_S)
 

@@ -58,7 +58,7 @@ class PeerReplicas:
             return await replies_of(self.role, method, self._handle.broadcast(method, *arguments), self.ask_s)
         except (RayError, RayServeException, TimeoutError) as error:
             logger.debug("nobody met: %r", error)
-        except Exception as error:  # engines that have not met serve nevertheless
+        except Exception as error:  # warm-up is optional
             logger.warning("no %s replica can be asked to %s: %r", self.role, method, error)
         return []
 

@@ -24,7 +24,7 @@ MAX_CAUSE_LINES = 8
 _WRAPPERS = ("Engine core initialization failed", "WorkerProc initialization failed", "Executor failed")
 """vLLM's errors that only refer to the log of another process."""
 
-# "(EngineCore pid=1) ERROR 01-31 12:00:00 [core.py:1] text"; warnings and Ray's own lines have other forms.
+# "(EngineCore pid=1) ERROR 01-31 12:00:00 [core.py:1] text"; warnings and Ray's lines differ.
 _RECORD = re.compile(r"^\((?P<process>[^)]*pid=\d+)\) (?P<level>[A-Z]+) (?P<when>[\d-]+ [\d:]+) \[(?P<where>[^]]*)\] ?")
 _EXCEPTION = re.compile(
     r"^[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt|Warning|Timeout)\b(: |$)|^[a-z_][\w.]*\.[A-Z]\w*: "

@@ -95,7 +95,7 @@ class StartProgress:
             if ray_private.store_exists(WATCHED):
                 key = PREFIX + f"{self._role}/{self._replica}".encode()
                 ray_private.store_put(key, json.dumps(report).encode())
-        except Exception as problem:  # an engine that cannot report serves nevertheless
+        except Exception as problem:  # reports are optional
             logger.warning("the start of this engine cannot be reported: %r", problem)
 
 

@@ -107,7 +107,7 @@ class VllmEngine:
             tasks = await llm.get_supported_tasks()
             level = logging.getLogger().level
             app = build_app(namespace, tasks, llm.model_config)
-            # A package that vLLM's application imports silences the warnings of all others.
+            # A package imported by vLLM's application raises the root logger's level.
             logging.getLogger().setLevel(level)
             await init_app_state(llm, app.state, namespace, tasks)
             stop_flag = StopFlag()
@@ -216,7 +216,7 @@ class VllmEngine:
         size."""
         config = self._llm.vllm_config
         return {
-            # As the connector composes it.
+            # Composed as in the connector.
             "engine_id": f"{config.kv_transfer_config.engine_id}.{config.instance_id}",
             "model": config.model_config.served_model_name,
             "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
@@ -244,7 +244,7 @@ def _refusal(error: Exception) -> bytes | None:
     """
     from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
-    # Starlette's own error about a response that had begun hides it.
+    # Starlette's error about a started response hides the cause.
     cause = error.__cause__ if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception) else error
     found = create_error_response(cause).error
     if found.code >= HTTPStatus.INTERNAL_SERVER_ERROR:
@@ -282,7 +282,7 @@ def _frontend_namespace(engine_args: Any, frontend: dict[str, Any]) -> argparse.
         setattr(namespace, field.name, getattr(engine_args, field.name))
     for name, value in frontend.items():
         setattr(namespace, name, value)
-    # The parser would have made these of the command line's JSON.
+    # The command-line parser would have converted the JSON.
     modules = namespace.lora_modules or ()
     namespace.lora_modules = [LoRAModulePath(**one) if isinstance(one, dict) else one for one in modules] or None
     return namespace

@@ -79,7 +79,7 @@ def engines_of(deployment: Hashable) -> dict[str, EngineReplica]:
     known = _LISTS.get(deployment)
     if known is None:
         return {}
-    # A replica of a release that has no doors, which is being replaced, is none of ours.
+    # Skip replicas of another release without an RPC server; they are being replaced.
     return {
         name: EngineReplica(RpcAddress(**said["rpc"]), said["slots"], said["queue"], said)
         for name, said in known().items()

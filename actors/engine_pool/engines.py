@@ -150,7 +150,8 @@ class EnginePool:
     """The engines of one role."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
-        # Options start Serve's updates of what runs, where a plain handle waits for its first call.
+        # A handle with options receives Serve's updates at once; a plain one only after its first
+        # call.
         self._handle = handle.options()
         self._slots = SlotPool(lambda: engines_of(handle.deployment_id))
         self._router = uuid.uuid4().hex
@@ -176,7 +177,7 @@ class EnginePool:
             except BaseException:
                 self._slots.give_back(name, served=False)
                 raise
-            self._slots.give_back(name, served=False)  # it has gone since it was chosen
+            self._slots.give_back(name, served=False)  # the replica has gone since it was chosen
 
     def give_back(self, slot: Slot) -> None:
         """Return a slot after its call has ended or was not made."""

@@ -26,7 +26,7 @@ class DiscoveryRouter(FIFOMixin, RequestRouter):
         return [list(candidate_replicas)]
 
     def _said(self) -> dict[str, Mapping[str, Any]]:
-        # Serve may keep it in a thread of its own.
+        # Serve may update the replicas in another thread.
         replicas = list(self.curr_replicas.items())
         return {
             name.unique_id: {**replica.replica_metadata, "slots": replica.max_ongoing_requests}

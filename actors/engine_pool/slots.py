@@ -104,7 +104,7 @@ class SlotPool:
             return waiting.slot.result()
         most = max((engine.queue for engine in self._look().values()), default=None)
         self._waiting.append(waiting)
-        self._serve_waiting()  # those before it may wait for other engines
+        self._serve_waiting()  # earlier requests may wait for other engines
         try:
             if not waiting.slot.done() and most is not None and len(self._waiting) > most:
                 raise OverloadedError(f"{len(self._waiting) - 1} requests wait for an engine, which is the limit")
@@ -142,7 +142,7 @@ class SlotPool:
         """Record that an engine has refused a call because all its slots are taken."""
         now = _now()
         known = self._full.setdefault(name, FullReplica(now + REFUSED_S))
-        if known.asked:  # else this call was on its way with others
+        if known.asked:  # else the call was sent before the replica was believed full
             known.asked = False
             known.wait_s = min(2 * known.wait_s, MOST_REFUSED_S)
             known.ask_at = now + known.wait_s

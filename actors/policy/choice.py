@@ -87,7 +87,7 @@ def _key(settings: RoutingSettings, options: Options, session: str | None) -> Ke
     """Return the sort key of the policy. A session's decode replica comes first."""
 
     def affinity(decode: str) -> float:
-        # The highest hash wins: every router finds the same replica, and one that comes or goes moves few sessions.
+        # Highest hash wins: all routers choose the same replica, and scaling moves few sessions.
         return -float(xxhash.xxh3_64_intdigest(f"{session}\0{decode}".encode())) if session is not None else 0.0
 
     def failing(one: Estimate) -> bool:

@@ -40,7 +40,7 @@ class _Cost:
         return self._members[member].factor(now) if member in self._members else 1.0
 
     def observe(self, member: object, assumed: Components, measured_s: float, now: float) -> None:
-        # The role learns what a usual member would have taken, or each member's own factor would count twice.
+        # The role learns the cost of an average member, or a member's own factor would count twice.
         self.role.observe(assumed, measured_s / self.factor(member, now), now)
         self._members[member].observe(self.role.predict(assumed, now), measured_s, now)
 
@@ -86,7 +86,7 @@ class Costs:
         """Return the cost parts of a decode step with `streams` that also computes
         `prefilled_tokens`."""
         step_s = self.settings.assumed_step_s
-        # Most are asked for without: a decision for each decode engine, twice.
+        # Usually called without prefilled tokens: twice per decision for each decode engine.
         token_s = self._local.role.parts(self.local_parts(1, 0, 0, now), now)[1] if prefilled_tokens else 0.0
         return step_s, step_s * streams / BUSY_STREAMS, prefilled_tokens * token_s
 

@@ -95,7 +95,7 @@ class Regression:
         self._fitted_at = -math.inf
         self._common = 1.0
         """Common factor at the last measurement; all sums are relative to it."""
-        # A decision asks for the same factors many times.
+        # One decision asks for the same factors many times.
         self._asked_at: float | None = None
         self._answer: tuple[float, ...] = ()
 
@@ -149,7 +149,7 @@ class Regression:
         if not self._waiting:
             return
         kept, shares, ratios = (np.array(column) for column in zip(*self._waiting, strict=True))
-        # What each counts beside those after it; the first entry is for all before.
+        # Weight of each against later ones; the first entry is for all earlier measurements.
         weights = np.cumprod(np.append(1.0, kept[::-1]))[::-1]
         weighted = shares.T * weights[1:]
         self._squares = self._squares * weights[0] + weighted @ shares
@@ -162,7 +162,7 @@ class Regression:
         """Return the best factors, none below zero: negative ones are fixed at zero and the others
         fitted again."""
         squares, products = self._squares.copy(), self._products.copy()
-        # The second keeps the matrix regular where costs have changed by many powers of ten.
+        # The second term keeps the matrix regular when costs have changed by many powers of ten.
         pull = max(self.RIDGE / common**2, 1e-9 * float(squares.trace()))
         squares.flat[:: len(products) + 1] += pull
         products += pull * common

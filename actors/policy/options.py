@@ -85,7 +85,7 @@ class Options:
         compute_s = self.costs.prefill_s(prefill, self.costs.prefill_parts(new, held), self.now)
         load = self.prefill_loads.get(prefill, NOTHING)
         others = max(self.prefill[prefill] - len(load.calls), 0)
-        # What other routers have sent there is not known better than by its number.
+        # Requests of other routers are known only by their number.
         return new, load.prompts.wait_s(self.now) + others * compute_s, compute_s
 
     def _decode(self, decode: str) -> tuple[int, tuple[float, ...], float, float]:

@@ -50,7 +50,7 @@ class _Tree:
         for end in pieces.get(before, ()):
             tail = passage.data[at : at + end.tail_bytes]
             longer = at + end.tail_bytes >= found.data_bytes
-            # The answer is in the prompt only if something follows.
+            # The prompt contains the answer only if something follows.
             if longer and len(passage.data) > at + end.tail_bytes and _digest(tail, before) == end.digest:
                 found = Held(at + end.tail_bytes, end.answer_tokens)
         return found
@@ -59,7 +59,7 @@ class _Tree:
         known = [piece for piece in passage.pieces if piece in self.pieces]
         new = tuple(piece for piece in passage.pieces if piece not in self.pieces)
         self.pieces.update((piece, ()) for piece in reversed(new))
-        deque(map(self.pieces.move_to_end, reversed(known)), maxlen=0)  # thousands of pieces for a long prompt
+        deque(map(self.pieces.move_to_end, reversed(known)), maxlen=0)  # a long prompt has thousands of pieces
         while len(self.pieces) > most:
             self.pieces.popitem(last=False)
         return new
@@ -67,7 +67,7 @@ class _Tree:
     def add_end(self, passage: Passage, answer_tokens: int) -> None:
         before = passage.pieces[-1] if passage.pieces else passage.seed
         if passage.pieces and before not in self.pieces:
-            return  # forgotten meanwhile
+            return  # evicted meanwhile
         tail = passage.tail
         end = _End(len(tail), _digest(tail, before), answer_tokens)
         others = [one for one in self.pieces.get(before, ()) if (one.tail_bytes, one.digest) != (len(tail), end.digest)]

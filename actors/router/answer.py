@@ -93,20 +93,21 @@ class Answer:
                 while (item := items.popleft() if items else await self._next()) is not None:
                     self._attempt.feedback.passed_on(item)
                     if isinstance(item, StreamChunk):
-                        # An engine that took over repeats first what is known.
+                        # The engine that took over first repeats the replay log.
                         repeated = min(known, len(item.groups))
                         known -= repeated
                         replay_log += item.groups[repeated:]
                     sent = stream.sent
                     events = comments + stream.feed(_bytes_of(item))
                     if stream.sent == 0:
-                        comments = events  # not an answer yet
+                        comments = events  # comments alone are no answer yet
                         continue
                     comments = b""
                     if stream.sent > sent:
                         self._attempts.got_further()
                     ready += events
-                    # What has come together goes on together: under pressure, when less for each token counts.
+                    # Join data that is ready at once: under load this reduces the cost of each
+                    # token.
                     if ready and (sent == 0 or self._attempt.decode.waits or len(ready) >= MOST_BYTES):
                         yield ready
                         ready = b""
@@ -140,7 +141,7 @@ class Answer:
         outcome = "failed"
         try:
             if stream.sent == 0:
-                replay_log.clear()  # the client has nothing: any answer will do
+                replay_log.clear()  # the client has received nothing: any answer will do
             else:
                 _check_resumable(self._attempts.request, replay_log)
             self._attempts.decode_failed(error)

@@ -192,7 +192,8 @@ class Dispatcher:
             decode_call = self._call(decode_leg(body, transfer_id, producer), replay_log)
             decode: Leg | None = None
             if decode_slot.maybe_full:
-                # A prompt computed for an engine that refuses it would keep others waiting, again and again.
+                # Do not compute a prompt for an engine that refuses the call: that would delay
+                # others repeatedly.
                 decode = self._dispatch_decode(legs, decode_slot, decode_call)
                 await decode.taken(self.limits.silence_timeout_s)
             feedback.sent(decode_slot.replica_id, prefill_slot.replica_id)
@@ -215,7 +216,7 @@ class Dispatcher:
             legs.push_async_callback(_end, opening)
             first: set[asyncio.Future[Any]] = {opening, prefill.broken, prefill.answered}
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-            # From here on decode has what it waited for: it may be slow, but not silent.
+            # Prefill has answered, so decode has its KV: it may be slow, but not silent.
             if not await self._heard(decode, {opening, prefill.broken}):
                 silence_s = self.limits.silence_timeout_s
                 logger.warning("decode gave no sign of life for %g s after its prompt was computed", silence_s)

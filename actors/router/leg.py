@@ -138,7 +138,8 @@ class Leg:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                # Most tokens are there when they are asked for, several at a time: a timer for each would cost more.
+                # Most tokens are ready when they are read, several at a time; a timer for each
+                # would be costly.
                 item = await (self._within(silence_s, until) if self._response.waits else anext(self._response))
             except StopAsyncIteration:
                 return None

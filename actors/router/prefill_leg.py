@@ -144,7 +144,8 @@ class PrefillLeg:
         finally:
             self._metrics.prefill_legs.labels(outcome).inc()
             if outcome in {"refused", "rejected", "failed"}:
-                # Nothing, or a replica that is gone; if not, its lease ends. Decode need not wait for a broadcast.
+                # No KV exists, or its replica is gone, or its lease ends it. Decode need not wait
+                # for a broadcast.
                 self._holds_kv = False
             if outcome in BROKEN and not self.broken.done():
                 self.broken.set_result(outcome)
@@ -156,7 +157,7 @@ class PrefillLeg:
             self._prefilled(None)
             return "done"
         body = await self._leg.next()
-        level = logging.WARNING if start.status >= 500 else logging.INFO  # decode refuses a bad request too
+        level = logging.WARNING if start.status >= 500 else logging.INFO  # decode refuses an invalid request as well
         logger.log(level, "prefill of transfer %s: HTTP %d %r", self._transfer_id, start.status, body)
-        # An engine that refuses for its own sake says nothing of the request: another one may take it.
+        # A server error does not show that the request is invalid: another engine may accept it.
         return "failed" if start.status >= 500 else "rejected"

@@ -21,7 +21,7 @@ def as_written(raw: bytes, body: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return _DECODER.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return dict(body)  # it is stricter than Python, and than the engines' servers: of NaN, UTF-16, half surrogates
+        return dict(body)  # msgspec refuses NaN, UTF-16 and lone surrogates, which Python and the engines accept
 
 
 def write(fields: Mapping[str, Any]) -> bytes:

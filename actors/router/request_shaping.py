@@ -80,7 +80,7 @@ def why_local(endpoint: Endpoint, body: Body) -> str | None:
 def why_not_resumable(endpoint: Endpoint, body: Body) -> str | None:
     """Return why another engine cannot continue this request's stream, or None when it can."""
     if endpoint == "/v1/responses":
-        return "ids of its own"  # of its items: each engine draws its own
+        return "ids of its own"  # each engine draws its own ids of output items
     if body.get("n") not in (None, 1):
         return "n > 1"
     prompt = body.get("prompt")
@@ -109,10 +109,10 @@ def _why_local_prompt(prompt: Any) -> str | None:
 def _why_local_response(body: Body) -> str | None:
     for field in ("background", "previous_response_id"):
         if body.get(field):
-            return field  # what is stored is stored in one engine
+            return field  # stored responses are in one engine
     tools = body.get("tools")
     if isinstance(tools, list) and any(not isinstance(tool, dict) or tool.get("type") != "function" for tool in tools):
-        return "tools_of_the_server"  # the engine calls them itself, and goes on with a prompt of its own
+        return "tools_of_the_server"  # the engine calls the tools itself and continues with another prompt
     given = body.get("input")
     return None if isinstance(given, str) or (isinstance(given, list) and given) else "malformed"
 

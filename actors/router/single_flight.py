@@ -22,6 +22,7 @@ class SingleFlight(Generic[Answer]):
         async with self._lock:
             if self._made is None or time.monotonic() - self._made[0] > self._age_s:
                 answer = await self._make()
-                # Counted from its end: else those who waited for one that took long would each make another.
+                # Age counts from the call's end: else callers that waited for a slow call would
+                # each make another.
                 self._made = time.monotonic(), answer
             return self._made[1]

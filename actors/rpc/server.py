@@ -119,7 +119,7 @@ class RpcServer:
         self._queued.pop(request.router, None)
         self._queued[request.router] = (request.queued, now)
         if len(self._queued) > MOST_ROUTERS:
-            del self._queued[next(iter(self._queued))]  # that has been silent longest
+            del self._queued[next(iter(self._queued))]  # the router that has been silent longest
 
     async def _refusal(self) -> RpcFailure | None:
         with suppress(TimeoutError):

@@ -191,7 +191,8 @@ def _partition(
 ) -> tuple[Span, ...]:
     sent_at = before[-1][0]
     waits = [until for until, part in decode if part is None]
-    # Once all KV is there, prefill is no longer waited for: the token that it draws is nobody's.
+    # Once all KV has arrived, the first token no longer waits for prefill, whose own token is
+    # unused.
     prefill_to = min(prefill[-1][0], waits[-1]) if prefill and waits else start
     timestamps = {prefill_to, *(until for chain in (before, prefill, decode) for until, _ in chain)}
     spans: list[Span] = []

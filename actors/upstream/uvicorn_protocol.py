@@ -46,12 +46,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._unread_bytes += len(data)
         super().data_received(data)
-        if self not in self.connections or self.transport.is_closing():  # the first: it is a WebSocket's now
+        if self not in self.connections or self.transport.is_closing():  # the connection may have become a WebSocket's
             return
         if self._unread_bytes > MAX_HEAD_BYTES:
             self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
         elif self._head_timer is None and not self._is_answering():
-            # Whatever it was that came, if only an empty line, it has stopped uvicorn's timer.
+            # Any byte, even of an empty line, has stopped uvicorn's keep-alive timer.
             self._start_head_timer()
 
     def on_message_begin(self) -> None:
@@ -108,7 +108,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _head_is_late(self) -> None:
         if self._is_answering():
-            # The client, or uvicorn's flow control, may wait for the answer before, which has bounds of its own.
+            # The client or uvicorn's flow control may wait for the previous answer, which has its
+            # own timeouts.
             self._start_head_timer()
         elif self._in_head:
             self._refuse(HTTPStatus.REQUEST_TIMEOUT)

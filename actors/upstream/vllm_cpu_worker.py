@@ -30,7 +30,7 @@ class RewindingModelRunner(CPUModelRunner):
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
         generators = self.input_batch.generators
-        # What has been turned back already is out of the way for as long as vLLM would turn it back.
+        # Hide the restored generators while vLLM would rewind them.
         hidden = {index: generators.pop(index) for index in self._discarded() if index in generators}
         try:
             return super()._bookkeeping_sync(*args, **kwargs)
@@ -48,6 +48,7 @@ class CpuWorker(cpu_worker.CPUWorker):
     """vLLM's CPU worker with the runner above."""
 
     def init_device(self) -> None:
-        # It makes a runner of whatever class has this name in its module, in a process of its own.
+        # vLLM makes a runner of the class with this name in its module; the worker has its own
+        # process.
         cpu_worker.CPUModelRunner = RewindingModelRunner
         super().init_device()

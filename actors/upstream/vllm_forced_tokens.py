@@ -64,7 +64,7 @@ class ForcedTokensV2(LogitsProcessorV2):
         return bool(forced)
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
-        # Without speculative decoding, which vLLM refuses beside custom processors, a row is a request.
+        # A row is a request: vLLM refuses custom processors together with speculative decoding.
         for row, slot in enumerate(ctx.idx_mapping_np.tolist() if self._slots else ()):
             forced = self._slots.get(slot, ())
             position = int(ctx.seq_lens_upper_bound_np[row]) - int(self._prompt_len.np[slot])

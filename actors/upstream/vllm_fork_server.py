@@ -80,7 +80,7 @@ def stay_with_this_server() -> None:
 def _context(original: Callable[[], BaseContext]) -> BaseContext:
     """Return the fork server's context; vLLM's own when the environment has changed since the
     server started."""
-    spawning = original()  # it also tells processes where Ray is
+    spawning = original()  # also sets variables with Ray's address
     now = {name: os.environ.get(name) for name in LOADED_ONCE}
     if not _started_with:
         _started_with.update(now)
@@ -111,7 +111,8 @@ class InheritingProcess(ForkServerProcess):
     the server's."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Unpickled in this order: the environment is there when the arguments are, which may import modules.
+        # Unpickled in this order: the environment is set before the arguments, which may import
+        # modules.
         return _process, (_Variables(os.environ), type(self), self.__dict__)
 
 

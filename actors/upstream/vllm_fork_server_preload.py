@@ -13,5 +13,6 @@ from connectors.vllm_hma import connector  # noqa: F401
 
 use_fork_server()
 stay_with_this_server()
-# Here, because setproctitle must find the memory of the title before the environment changes, as it does after a fork.
+# Done here because setproctitle must find the title's memory before the environment changes, as it
+# does after a fork.
 set_process_title("ForkServer")

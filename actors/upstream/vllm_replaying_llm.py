@@ -135,7 +135,7 @@ class ReplayingLLM(AsyncLLM):
         """
         arrivals = KvArrivals()
         loggers = [] if load is None else [load]
-        # With a logger, vLLM would keep statistics that nobody wants.
+        # With a logger, vLLM would keep statistics that are not used.
         if not engine_args.disable_log_stats:
             loggers.append(KvArrivalsLogger(arrivals))
         llm = cls.from_vllm_config(

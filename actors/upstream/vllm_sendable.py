@@ -12,7 +12,7 @@ import msgspec
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
-# What is neither a number nor a text, vLLM sends in ways of its own.
+# vLLM encodes values other than numbers and strings in its own ways.
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=lambda _: None)
 
 

@@ -87,7 +87,7 @@ def _hub(model: str) -> Iterator[Finding]:
         return
     try:
         HfApi().model_info(model, timeout=10)
-    except Exception as error:  # whatever the network and the hub can answer with
+    except Exception as error:  # anything that the network or the hub may raise
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         yield Finding(
             "model",
@@ -125,7 +125,7 @@ def _kernels(settings: ServiceSettings, role: RoleName) -> Finding:
     try:
         arguments = AsyncEngineArgs(**engine_arguments(settings, role))
         model = arguments.create_model_config()
-    except Exception as error:  # whatever vLLM and transformers raise for a model or an argument that they refuse
+    except Exception as error:  # anything that vLLM and transformers raise when they refuse a model or an argument
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         return Finding(
             "kernels", f"{role}: vLLM refuses the model: {reason}", "change `model` or the engine's arguments"

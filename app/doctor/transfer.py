@@ -32,7 +32,7 @@ def check_transfer(settings: ServiceSettings) -> Iterator[Finding]:
     report = json.loads(lines[-1])
     plugins = report.get("plugins", [])
     missing = [one for one in backends if plugins and one not in plugins]
-    if missing:  # NIXL itself only warns where it has another one of them
+    if missing:  # NIXL itself only warns about another release
         remedy = f"set transfer.backends to some of {', '.join(plugins)}"
         yield Finding("transfer", f"NIXL has no back end {', '.join(missing)}", remedy)
         return

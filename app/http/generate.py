@@ -107,7 +107,7 @@ class Generate:
                 await self._send(answer, observer, tally, send)
                 complete = True
         except asyncio.CancelledError:
-            # Also after the last byte, when Serve's proxy has the answer and ends the request.
+            # Serve's proxy also cancels after the last byte, when it has the answer.
             if not complete:
                 self._router.metrics.disconnects.inc()
             raise
@@ -149,11 +149,11 @@ class Generate:
                     await send({"type": "http.response.body", "body": some, "more_body": True})
                     observer.keep(answer)
         except Exception as error:
-            # The response has begun: whatever happens now can only be said in it.
+            # The response has started, so the error can only be sent in its body.
             self._router.metrics.broken_streams.inc()
             logger.warning("a stream broke off: %s", error, exc_info=not isinstance(error, TandemError))
             last = error_event(error, self._endpoint)
-        # Where not even that is taken, the server closes the connection, as the response is not whole.
+        # If the client does not read even that, the server closes the connection.
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORD_S):
                 await send({"type": "http.response.body", "body": last, "more_body": False})
@@ -162,7 +162,7 @@ class Generate:
 def _response_headers(answer: Answer) -> list[tuple[bytes, bytes]]:
     headers = [(name, value) for name, value in answer.start.headers if name in RELAYED_HEADERS]
     if answer.start.status >= HTTPStatus.BAD_REQUEST:
-        return headers  # nothing was computed anywhere
+        return headers  # nothing was computed
     headers.append((ROUTE_HEADER, answer.route.encode()))
     if answer.local_reason is not None:
         headers.append((LOCAL_REASON_HEADER, answer.local_reason.encode()))

@@ -108,7 +108,7 @@ class HttpServer:
         if scope["type"] != "http" or scope["path"] != SERVICE_PATH:
             await self._app(scope, receive, self._last(send))
             return
-        # Also for load balancers: one that leaves is to get no more connections.
+        # Load balancers use this as well: a stopping router must receive no new connections.
         status = HTTPStatus.SERVICE_UNAVAILABLE if self._leaving else HTTPStatus.OK
         headers = [(b"content-type", b"text/plain"), (b"connection", b"close")]
         await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -139,7 +139,7 @@ class HttpServer:
             try:
                 reply = opener.open(f"http://{address}:{port}{SERVICE_PATH}", timeout=ASK_S)
             except HTTPError as error:
-                reply = error  # one that leaves
+                reply = error  # a router that is stopping
             with reply:
                 found = reply.read(1000).decode(errors="replace")
         except (OSError, HTTPException) as error:

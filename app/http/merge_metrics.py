@@ -42,7 +42,7 @@ def merge(sources: Iterable[Source]) -> str:
 
 def _add(families: dict[str, Family], origin: str, text: str) -> None:
     family, current, names = Family(), "", frozenset[str]()
-    for raw in text.split("\n"):  # and not at what else Python takes for a line's end: values may hold it
+    for raw in text.split("\n"):  # not `splitlines`: label values may contain other line separators
         line = raw.strip()
         if line.startswith("#"):
             mark, keyword, name, *rest = (*line.split(None, 3), "", "", "")

@@ -81,7 +81,7 @@ def parse_body(raw: bytes) -> dict[str, Any]:
         )
     structured = body.get("structured_outputs")
     if structured is not None and not isinstance(structured, dict):
-        # vLLM asks anything else for its keys, and answers 500.
+        # vLLM would take the keys of any other value, and answer 500.
         raise MalformedError("structured_outputs must be an object", "body.structured_outputs")
     extra = body.get("vllm_xargs")
     if isinstance(extra, dict) and TRANSFER_FIELD in extra:

@@ -78,7 +78,7 @@ class Traces:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        # Sampling and everything else is the SDK's: its environment variables (OTEL_TRACES_SAMPLER, ...) hold.
+        # Sampling is configured by the SDK's environment variables (OTEL_TRACES_SAMPLER, ...).
         self._provider = TracerProvider(resource=Resource.create({SERVICE_NAME: "tandem-router"}))
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
         self._tracer: Any = self._provider.get_tracer("tandem")
