@@ -245,9 +245,9 @@ def test_the_time_to_the_first_token_is_accounted_for(http, more, most, none):
 
 def test_nobody_is_told_who_has_not_asked(http):
     """The header costs a client that does not want it nothing; the histograms have its request all the same."""
-    before = metric(http, "tandem_ledger_seconds_count", route="remote", part="first_step")
+    before = metric(http, "tandem_latency_breakdown_seconds_count", route="remote", part="first_step")
     assert "server-timing" not in http.post("/v1/completions", json=completion("abc")).headers
-    assert metric(http, "tandem_ledger_seconds_count", route="remote", part="first_step") == before + 1
+    assert metric(http, "tandem_latency_breakdown_seconds_count", route="remote", part="first_step") == before + 1
 
 
 @pytest.mark.parametrize(

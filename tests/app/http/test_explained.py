@@ -34,7 +34,7 @@ async def ask(engines: Engines, client: Client) -> dict[str, float]:
     await http(client.scope, client.receive, client.send)
     assert (client.status, client.ended) == (200, True)
     await at_rest(engines.prefill, engines.decode)
-    name, labels = "tandem_ledger_seconds_count", {"route": "remote"}
+    name, labels = "tandem_latency_breakdown_seconds_count", {"route": "remote"}
     return {part: counted(router, name, part=part, **labels) for part in ("prefill", "unexplained", "first_step")}
 
 
