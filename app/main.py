@@ -66,9 +66,9 @@ class HttpRouter(RouterReplica):
         # only.
         traces = Traces(otlp_traces_endpoint) if otlp_traces_endpoint else None
         self._surface = build_http(self, (*key_digests, *digests(AuthSettings().operators_keys())), traces)
-        self._front = HttpServer(self._surface, *listen) if listen else None
-        if self._front is not None:
-            await self._front.open()
+        self._http_server = HttpServer(self._surface, *listen) if listen else None
+        if self._http_server is not None:
+            await self._http_server.open()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the ASGI application of this replica; Serve's hook."""
@@ -77,8 +77,8 @@ class HttpRouter(RouterReplica):
     async def __del__(self) -> None:
         """Close the server and the router; Serve's hook once no request of its proxies runs."""
         try:
-            if (front := getattr(self, "_front", None)) is not None:
-                await front.close()
+            if (server := getattr(self, "_http_server", None)) is not None:
+                await server.close()
         finally:
             await self.close()
 

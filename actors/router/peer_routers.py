@@ -28,7 +28,7 @@ class RouterReplica(Router):
     """A router that queries its peers. The deployment's handle reaches `own_metrics` and
     `own_status`."""
 
-    _colleagues: DeploymentHandle | None = None
+    _peers: DeploymentHandle | None = None
     _status: SingleFlight[dict[str, Any]] | None = None
 
     async def own_metrics(self) -> RouterMetricsText:
@@ -49,7 +49,7 @@ class RouterReplica(Router):
     async def router_metrics(self) -> list[RouterMetricsText]:
         """Return the expositions of this replica and of all peers that answer in time."""
         own = await self.own_metrics()
-        others = dict(await self._ask_colleagues("own_metrics")) | dict([own])
+        others = dict(await self._ask_peers("own_metrics")) | dict([own])
         return sorted(others.items())
 
     async def status(self) -> dict[str, Any]:
@@ -59,10 +59,10 @@ class RouterReplica(Router):
         return await self._status()
 
     async def _ask_for_status(self) -> dict[str, Any]:
-        own, engines, colleagues = await asyncio.gather(
-            self.own_status(), self.engine_status(), self._ask_colleagues("own_status")
+        own, engines, peers = await asyncio.gather(
+            self.own_status(), self.engine_status(), self._ask_peers("own_status")
         )
-        routers = {status["replica"]: status for status in (*colleagues, own)}
+        routers = {status["replica"]: status for status in (*peers, own)}
         recent = newest_of((status["recent"] for status in routers.values()), RECENT_SHOWN)
         return {
             "at": time.time(),
@@ -71,11 +71,11 @@ class RouterReplica(Router):
             "recent": recent,
         }
 
-    async def _ask_colleagues(self, method: str) -> list[Any]:
-        if self._colleagues is None:
+    async def _ask_peers(self, method: str) -> list[Any]:
+        if self._peers is None:
             replica = serve.get_replica_context()
-            self._colleagues = serve.get_deployment_handle(replica.deployment, replica.app_name)
-        return await ask_all("router", self._colleagues, method, self.limits.metrics_timeout_s)
+            self._peers = serve.get_deployment_handle(replica.deployment, replica.app_name)
+        return await ask_all("router", self._peers, method, self.limits.metrics_timeout_s)
 
 
 def _own_id() -> str:

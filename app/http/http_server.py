@@ -89,7 +89,7 @@ class HttpServer:
             timeout_keep_alive=KEEP_ALIVE_S,
         )
         self._server = Server(config)
-        self._serving = asyncio.create_task(self._server.serve([listener]), name="front")
+        self._serving = asyncio.create_task(self._server.serve([listener]), name="http-server")
         logger.info("the router listens on %s:%d", *self._where)
 
     async def close(self) -> None:

@@ -13,12 +13,12 @@ from actors.engine_pool.slots import SlotPool
 from actors.errors import OverloadedError
 from actors.rpc.address import RpcAddress
 
-DOOR = RpcAddress("127.0.0.1", 1, "key")
+RPC = RpcAddress("127.0.0.1", 1, "key")
 
 
 def engines(queue: int = 100, **slots: int) -> dict[str, EngineReplica]:
     """By name, with so many slots each."""
-    return {name: EngineReplica(DOOR, count, queue, {}) for name, count in slots.items()}
+    return {name: EngineReplica(RPC, count, queue, {}) for name, count in slots.items()}
 
 
 async def soon(*tasks: asyncio.Task[str]) -> list[str | None]:

@@ -1,4 +1,4 @@
-"""What routers and doors say, as bytes: what comes out is what went in, in whatever pieces it comes."""
+"""Messages as bytes: what comes out is what went in, in whatever pieces it comes."""
 
 from __future__ import annotations
 
