@@ -34,7 +34,7 @@ async def ask_all(role: str, handle: Role, method: str, timeout_s: float, *argum
         now = time.monotonic()
         if now - _logged_at.get((role, method), -LOG_EVERY_S) >= LOG_EVERY_S:
             _logged_at[role, method] = now
-            logger.warning("%s: no %s replica can be asked: %r", method, role, error)
+            logger.warning("%s: cannot call %s replicas: %r", method, role, error)
         return []
 
 
@@ -51,7 +51,7 @@ async def replies_of(role: str, method: str, asked: DeploymentBroadcastResponse,
     replies = await asyncio.gather(*waiting, return_exceptions=True)
     for reply in replies:
         if isinstance(reply, TimeoutError):
-            logger.warning("%s: a %s replica gave no answer in %g s", method, role, timeout_s)
+            logger.warning("%s: a %s replica did not answer within %g s", method, role, timeout_s)
         elif isinstance(reply, BaseException):
             logger.warning("%s failed on a %s replica: %r", method, role, reply)
     return [reply for reply in replies if not isinstance(reply, BaseException)]

@@ -227,7 +227,7 @@ def check_policy(policy: dict[str, Any], settings: ServiceSettings) -> None:
     roles: tuple[RoleName, ...] = ("prefill", "decode")
     fixed = [name for name in roles if not settings.role(name).scaled]
     if fixed:
-        lines = [f"{name}.replicas: must be an autoscaling_config, or {POLICY} has nothing to choose" for name in fixed]
+        lines = [f"{name}.replicas: must be an autoscaling_configfor {POLICY} to scale it" for name in fixed]
         raise SettingsError("\n".join(lines))
     try:
         parse_scaling(policy.get("policy_kwargs") or {})

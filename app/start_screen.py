@@ -32,7 +32,7 @@ class StartFailure:
     log: str
 
     def __str__(self) -> str:
-        lines = self.error.strip().splitlines() or ["no reason is known"]
+        lines = self.error.strip().splitlines() or ["the cause is unknown"]
         return "\n".join([f"tandem: {self.what}", *lines[:MAX_ERROR_LINES], f"tandem: full log: {self.log}"])
 
 

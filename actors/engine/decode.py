@@ -56,11 +56,11 @@ class Decode(EngineActor):
         for probe, problem in zip(probes, fetches, strict=True):
             if isinstance(problem, TimeoutError):
                 # Requests of this pair will be recomputed here; serve, and warm up the other pairs.
-                logger.warning("prefill engine %s cannot be met", probe.get("remote_engine_id"))
+                logger.warning("warm-up with prefill engine %s timed out", probe.get("remote_engine_id"))
             elif problem is not None:
                 raise problem
 
     async def _fetch(self, probe: ProbeParams) -> None:
         await self.engine.consume_probe(probe, self._meet_s)
         self._met.add(probe["remote_engine_id"])
-        logger.info("met prefill engine %s", probe["remote_engine_id"])
+        logger.info("warmed up the pair with prefill engine %s", probe["remote_engine_id"])

@@ -58,7 +58,7 @@ class EngineActor:
             address = await self._rpc_server.open(host, settings.rpc_port)
         except OSError as error:
             where = f"{self.role}.rpc_host, rpc_port: {host}:{settings.rpc_port}"
-            raise EngineStartError(f"{where} cannot be listened on: {error}") from error
+            raise EngineStartError(f"{where} cannot be used: {error}") from error
         self._replica_metadata = replica_metadata(address, settings.max_queued_requests)
 
     def record_replica_metadata(self) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class HeartbeatMonitor:
                 await self._ask()
             except Exception as error:
                 # The calls themselves report the failure of an engine.
-                logger.warning("the engine's core cannot be asked: %r", error)
+                logger.warning("the engine core does not answer: %r", error)
                 continue
             for beat in tuple(self._listeners):
                 beat()

@@ -59,7 +59,7 @@ async def dead_nodes_now() -> list[str]:
     try:
         return await asyncio.to_thread(_dead_nodes)
     except Exception:
-        logger.exception("cannot tell which hosts were lost before this engine started")
+        logger.exception("Ray does not list its dead nodes; the watch will report all of them")
         return []
 
 
@@ -76,10 +76,10 @@ async def watch_nodes(tell: Callable[[str], Awaitable[None]], gone_s: float, dea
             for node_id in hosts.look(dead, time.monotonic()):
                 await tell(engines_of(node_id))
                 hosts.told(node_id)
-                logger.warning("node %s is dead: its prefill engines write no more", node_id)
+                logger.warning("node %s is lost: writes of its prefill engines are presumed stopped", node_id)
         except Exception:
             # The Ray head or the engine has failed; requests report either in more detail.
-            logger.exception("cannot tell which hosts are lost; trying again")
+            logger.exception("cannot check for lost nodes; trying again")
         await asyncio.sleep(POLL_S)
 
 

@@ -57,9 +57,9 @@ class PeerReplicas:
                 self._handle = serve.get_deployment_handle(self.role.capitalize(), _check_exists=False)
             return await replies_of(self.role, method, self._handle.broadcast(method, *arguments), self.ask_s)
         except (RayError, RayServeException, TimeoutError) as error:
-            logger.debug("nobody met: %r", error)
+            logger.debug("no replica to warm up with: %r", error)
         except Exception as error:  # warm-up is optional
-            logger.warning("no %s replica can be asked to %s: %r", self.role, method, error)
+            logger.warning("cannot call %s replicas (%s): %r", self.role, method, error)
         return []
 
 
@@ -70,4 +70,4 @@ async def every(seconds: float, work: Any) -> None:
         try:
             await work()
         except Exception:
-            logger.exception("looking for new replicas failed")
+            logger.exception("cannot look for new replicas; trying again")

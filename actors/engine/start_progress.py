@@ -96,7 +96,7 @@ class StartProgress:
                 key = PREFIX + f"{self._role}/{self._replica}".encode()
                 ray_private.store_put(key, json.dumps(report).encode())
         except Exception as problem:  # reports are optional
-            logger.warning("the start of this engine cannot be reported: %r", problem)
+            logger.warning("cannot report the start of this engine: %r", problem)
 
 
 class StartWatch:

@@ -97,7 +97,7 @@ class VllmEngine:
         if cannot_resume is None:
             make_replayable(config)
         else:
-            logger.info("this engine cannot go on with streams of another: %s", cannot_resume)
+            logger.info("this engine cannot continue streams of other engines: %s", cannot_resume)
         stack = AsyncExitStack()
         load = LoadLogger(config) if settings.role(role).scaled else None
         llm = ReplayingLLM.start(config, engine_args, load)

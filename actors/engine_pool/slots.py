@@ -107,7 +107,9 @@ class SlotPool:
         self._serve_waiting()  # earlier requests may wait for other engines
         try:
             if not waiting.slot.done() and most is not None and len(self._waiting) > most:
-                raise OverloadedError(f"{len(self._waiting) - 1} requests wait for an engine, which is the limit")
+                raise OverloadedError(
+                    f"{len(self._waiting) - 1} requests are waiting for an engine, which is the limit; retry later"
+                )
             if self._looking is None:
                 self._looking = asyncio.create_task(self._look_again(), name="looks-for-slots")
             return await waiting.slot
@@ -187,7 +189,7 @@ class SlotPool:
             try:
                 self._serve_waiting()
             except Exception:
-                logger.exception("cannot look for slots; trying again")
+                logger.exception("cannot grant slots to waiting requests; trying again")
 
     def _forget(self) -> None:
         """Forget the state of replicas that no longer run."""

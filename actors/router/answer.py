@@ -152,7 +152,7 @@ class Answer:
                 self._first = self._attempt
                 self.start, self.local_reason = start, self._attempt.local_reason
             elif not start.streams:
-                raise CannotResumeError(f"the engine that was to go on with a stream answered HTTP {start.status}")
+                raise CannotResumeError(f"the engine that should continue the stream answered HTTP {start.status}")
             stream.restart()
             outcome = "resumed"
         except CannotResumeError:
@@ -164,9 +164,11 @@ class Answer:
 
 def _check_resumable(request: ClientRequest, replay_log: list[TokenGroup]) -> None:
     if reason := why_not_resumable(request.endpoint, request.body):
-        raise CannotResumeError(f"the decode engine has died, and a stream with {reason} cannot go on elsewhere")
+        raise CannotResumeError(
+            f"the decode engine has died, and a stream with {reason} cannot be continued on another engine"
+        )
     if not replay_log:
-        raise CannotResumeError("the decode engine has died, and has kept no record of the stream")
+        raise CannotResumeError("the decode engine has died without a record of the stream")
 
 
 def _bytes_of(item: Any) -> bytes:

@@ -111,13 +111,13 @@ class Dispatcher:
                     return await self._open_once(replay_log)
                 except RefusedError as error:
                     if self._refused_for_s("decode") > self.limits.replica_timeout_s:
-                        raise OverloadedError(f"no decode engine has taken the request: {error}") from error
+                        raise OverloadedError(f"no decode engine has accepted the request: {error}") from error
                 except UnavailableError as error:
                     self.decode_failed(error)
 
     def timestamps(self, attempt: Attempt) -> RequestTimestamps:
         """Return the request's timestamps up to the answer of `attempt`."""
-        assert self._began_at is not None, "there was an attempt"
+        assert self._began_at is not None, "`open` has been called"
         return RequestTimestamps(
             arrived_at=self.request.arrived_at,
             read_at=self.request.read_at,
@@ -219,7 +219,7 @@ class Dispatcher:
             # Prefill has answered, so decode has its KV: it may be slow, but not silent.
             if not await self._heard(decode, {opening, prefill.broken}):
                 silence_s = self.limits.silence_timeout_s
-                logger.warning("decode gave no sign of life for %g s after its prompt was computed", silence_s)
+                logger.warning("decode sent nothing for %g s after the prompt was computed", silence_s)
                 self._failed_prefill.add(prefill_slot.replica_id)
                 self._suspect_decode.add(decode_slot.replica_id)
                 return None, "silent"

@@ -85,7 +85,7 @@ class Leg:
         await self.taken(silence_s)
         item = await self.next(silence_s)
         if not isinstance(item, ResponseStart):
-            raise UnavailableError(f"the {self.role} engine ended a request without an answer")
+            raise UnavailableError(f"the {self.role} engine ended a request without a response")
         self._answered(item.timings)
         return item
 
@@ -160,11 +160,13 @@ class Leg:
             if not bound.expired():
                 raise
             if until is not None and bound.when() == until:
-                raise DeadlineError(f"the answer of the {self.role} engine has not ended in time") from None
+                raise DeadlineError(
+                    f"the {self.role} engine's answer did not end before the request's deadline"
+                ) from None
             raise self._silent(silence_s) from None
 
     def _silent(self, silence_s: float | None) -> UnavailableError:
-        return UnavailableError(f"the {self.role} engine gave no sign of life for {silence_s:g} s")
+        return UnavailableError(f"the {self.role} engine sent nothing for {silence_s:g} s")
 
     async def accepted(self) -> bool:
         """Return whether a replica has accepted the call. Waits at most ACCEPT_S; no other task

@@ -112,7 +112,7 @@ class PrefillLeg:
             if self._holds_kv and await self._leg.accepted():
                 await self._discard(self._transfer_id)
         except Exception:
-            logger.exception("transfer %s cannot be discarded: its lease will end it", self._transfer_id)
+            logger.exception("cannot discard transfer %s; its lease will expire", self._transfer_id)
         finally:
             self._leg.close()
             await self._slot.aclose()

@@ -80,7 +80,7 @@ def why_local(endpoint: Endpoint, body: Body) -> str | None:
 def why_not_resumable(endpoint: Endpoint, body: Body) -> str | None:
     """Return why another engine cannot continue this request's stream, or None when it can."""
     if endpoint == "/v1/responses":
-        return "ids of its own"  # each engine draws its own ids of output items
+        return "engine-specific ids"  # each engine draws its own ids of output items
     if body.get("n") not in (None, 1):
         return "n > 1"
     prompt = body.get("prompt")
@@ -90,7 +90,7 @@ def why_not_resumable(endpoint: Endpoint, body: Body) -> str | None:
         and len(prompt) > 1
         and not isinstance(prompt[0], int)
     ):
-        return "several prompts"
+        return "multiple prompts"
     return None
 
 

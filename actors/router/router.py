@@ -47,7 +47,7 @@ class Router:
     def admitted(self) -> Iterator[None]:
         """Count a request while it is served; raises OverloadedError above `max_ongoing_requests`."""
         if self._ongoing >= self.limits.max_ongoing_requests:
-            raise OverloadedError(f"{self._ongoing} requests are being served, which is the limit")
+            raise OverloadedError(f"this router is serving {self._ongoing} requests, which is its limit; retry later")
         self._ongoing += 1
         try:
             with self.metrics.ongoing.track_inprogress():

@@ -43,7 +43,7 @@ class Deferred:
             try:
                 do()
             except Exception:
-                logger.exception("something could not be learnt")
+                logger.exception("cannot apply measured costs")
 
 
 class AttemptFeedback:

@@ -64,13 +64,13 @@ class Connection(asyncio.Protocol):
         try:
             for item in self._unpacker.feed(data):
                 if self._listener is None:
-                    raise RpcProtocolError(f"{type(item).__name__} where there is no call")
+                    raise RpcProtocolError(f"{type(item).__name__} outside a call")
                 if isinstance(item, RpcEnd):
                     self._ended(self._listener)
                 else:
                     self._listener.came(item)
         except RpcProtocolError as error:
-            self._broken = f"what it says cannot be read: {error}"
+            self._broken = f"invalid message: {error}"
             self._transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -79,12 +79,12 @@ class Connection(asyncio.Protocol):
         self._pool.lost(self._address, self)
         listener, self._listener = self._listener, None
         if listener is not None:
-            listener.over(self._broken or f"the connection is gone{f': {error!r}' if error else ''}")
+            listener.over(self._broken or f"the connection was lost{f': {error!r}' if error else ''}")
 
     def call(self, request: RpcRequest, listener: Listener) -> None:
         """Send the next call; `listener` receives its items."""
         if self._transport.is_closing():
-            listener.over("the connection is gone")
+            listener.over("the connection was lost")
             return
         self._stop_timer()
         self._requests += 1
@@ -205,9 +205,9 @@ class ConnectionPool:
     def _made_or_not(self, listener: Listener, making: asyncio.Task[None]) -> None:
         self._making.discard(making)
         if making.cancelled():
-            listener.over("it was not connected to in time")
+            listener.over("connecting timed out")
         elif (error := making.exception()) is not None:
-            listener.over(f"it was not connected to: {error!r}")
+            listener.over(f"cannot connect: {error!r}")
 
     async def _call_anew(self, address: RpcAddress, request: RpcRequest, listener: Listener) -> None:
         loop = asyncio.get_running_loop()
@@ -217,7 +217,7 @@ class ConnectionPool:
                     lambda: Connection(self, address), address.host, address.port
                 )
         except (OSError, TimeoutError) as error:
-            listener.over(f"it takes no connection: {error!r}")
+            listener.over(f"cannot connect: {error!r}")
             return
         if listener.wanted:
             connection.call(request, listener)

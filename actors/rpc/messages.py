@@ -111,15 +111,15 @@ class Unpacker:
             kind, length = HEAD.unpack_from(self._rest, at)
             end = at + HEAD.size + length
             if kind >= len(KINDS):
-                raise RpcProtocolError(f"nothing has the kind {kind}")
+                raise RpcProtocolError(f"unknown message kind {kind}")
             if self.most_bytes is not None and length > self.most_bytes:
-                raise RpcProtocolError(f"{length} bytes, where {self.most_bytes} are the most")
+                raise RpcProtocolError(f"message of {length} bytes; the limit is {self.most_bytes}")
             if len(self._rest) < end:
                 break
             try:
                 item = _DECODERS[kind].decode(self._rest[at + HEAD.size : end])
             except msgspec.MsgspecError as error:
-                raise RpcProtocolError(f"not a {KINDS[kind].__name__}: {error}") from None
+                raise RpcProtocolError(f"invalid {KINDS[kind].__name__}: {error}") from None
             yield item.data if isinstance(item, RpcBody) else item
             at = end
         del self._rest[:at]

@@ -128,9 +128,9 @@ class RpcServer:
                     self._freed.clear()
                     await self._freed.wait()
         if self._leaving:
-            return RpcFailure("leaving", "this engine is being stopped")
+            return RpcFailure("leaving", "this engine is stopping")
         if self.ongoing >= self._slots:
-            return RpcFailure("full", f"this engine has {self.ongoing} requests, which is its limit")
+            return RpcFailure("full", f"this engine is serving {self.ongoing} requests, which is its limit")
         return None
 
     async def _serve_order(self, request: RpcRequest, connection: ServerConnection) -> None:

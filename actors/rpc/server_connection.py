@@ -49,7 +49,9 @@ class ServerConnection(asyncio.Protocol):
         """Start the timeout for authentication; asyncio's hook."""
         self._transport = cast(asyncio.Transport, transport)
         self._connections.add(self)
-        self._patience = asyncio.get_running_loop().call_later(HELLO_S, self._send_away, "it has said nothing")
+        self._patience = asyncio.get_running_loop().call_later(
+            HELLO_S, self._send_away, "it did not authenticate in time"
+        )
 
     def data_received(self, data: bytes) -> None:
         """Handle complete messages; asyncio's hook."""
@@ -116,7 +118,7 @@ class ServerConnection(asyncio.Protocol):
         match said:
             case RpcHello(key) if not self._known:
                 if not hmac.compare_digest(key.encode(), self._key):
-                    raise RpcProtocolError("this server has another key")
+                    raise RpcProtocolError("wrong key")
                 self._known = True
                 self._patience.cancel()
                 self._unpacker.most_bytes = None
@@ -130,7 +132,7 @@ class ServerConnection(asyncio.Protocol):
                 if number == self._requests:
                     self._give_up()
             case _:
-                raise RpcProtocolError(f"no router says {type(said).__name__} here")
+                raise RpcProtocolError(f"unexpected {type(said).__name__}")
 
     def _give_up(self) -> None:
         """Cancel the call once: a second cancellation would interrupt the abort in the engine."""
@@ -147,6 +149,6 @@ class ServerConnection(asyncio.Protocol):
         self._write(RpcEnd())
 
     def _send_away(self, why: str) -> None:
-        logger.warning("a connection is sent away: %s", why)
+        logger.warning("closing a router's connection: %s", why)
         self._write(RpcFailure("stranger", why))
         self._transport.close()

@@ -17,46 +17,45 @@ class RouterMetrics:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "tandem_requests",
-            "Requests, each once, by the way they were served (remote: prefill apart, local: decode alone, refused, "
-            "left: the client was gone before its answer began), the reason for a local one, and the HTTP status "
-            "(499 for those that left).",
+            "Requests by route (remote: prefill on another engine, local: decode alone, refused, left: the "
+            "client disconnected before its answer started), reason of a local one, and HTTP status (499 for left).",
             ["route", "reason", "status"],
             registry=self.registry,
         )
         self.decisions = Counter(
             "tandem_decisions",
-            "Decisions by route and reason; a request that is tried again is decided on again.",
+            "Routing decisions by route and reason; each attempt counts.",
             ["route", "reason"],
             registry=self.registry,
         )
         self.prefill_legs = Counter(
             "tandem_prefill_legs",
-            "Prefill legs by their end: done, refused (the engine takes no more calls), rejected (the request is a bad "
-            "one), failed, late, or cancelled.",
+            "Prefill legs by outcome: done, refused (the engine accepts no more calls), rejected (invalid "
+            "request), failed, late, or cancelled.",
             ["outcome"],
             registry=self.registry,
         )
         self.discards = Counter(
             "tandem_discards",
-            "Transfers that were given up because decode did not take them over.",
+            "Transfers discarded because decode did not fetch them.",
             registry=self.registry,
         )
         self.disconnects = Counter(
             "tandem_client_disconnects",
-            "Requests whose client went away before the end of its answer.",
+            "Requests whose client disconnected before the end of its answer.",
             registry=self.registry,
         )
         self.retries = Counter(
             "tandem_retries",
-            "Legs that were sent to another replica: prefill legs that failed, were late or left decode silent; decode "
+            "Legs retried on another replica: prefill legs that failed, were late or left decode silent; decode "
             "legs whose engine became unavailable.",
             ["leg", "reason"],
             registry=self.registry,
         )
         self.resumed_streams = Counter(
             "tandem_resumed_streams",
-            "Streams whose decode engine died: resumed on another, failed (no engine in time), or refused (they "
-            "could not go on exactly); the latter two ended with an error event.",
+            "Streams whose decode engine died: resumed on another, failed (no engine in time), or refused (no "
+            "exact continuation); the latter two ended with an error event.",
             ["outcome"],
             registry=self.registry,
         )
@@ -68,15 +67,15 @@ class RouterMetrics:
         self.ongoing = Gauge("tandem_ongoing_requests", "Requests in the router.", registry=self.registry)
         self.first_byte = Histogram(
             "tandem_first_byte_seconds",
-            "From a request's arrival in the router to the first byte of its answer's body.",
+            "Time from a request's arrival in the router to the first byte of its answer's body.",
             ["route"],
             buckets=SECONDS,
             registry=self.registry,
         )
         self.breakdown = Histogram(
             "tandem_latency_breakdown_seconds",
-            "Where the time to the first byte of an answer went, by route and part (docs/observing.md). The parts of "
-            "a request add up to the time from its arrival to that byte; parts that it does not have are not observed.",
+            "Parts of the time to the first byte of an answer, by route (docs/observing.md). The parts of a request "
+            "sum to the time from its arrival to that byte; absent parts are not observed.",
             ["route", "part"],
             buckets=SECONDS,
             registry=self.registry,

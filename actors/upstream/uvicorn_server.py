@@ -42,7 +42,7 @@ class Server(uvicorn.Server):
             try:
                 await loop.connect_accepted_socket(self._protocol, connection)
             except OSError as error:
-                logger.info("a client was gone before its connection was taken: %s", error)
+                logger.info("a client disconnected before its connection was accepted: %s", error)
                 connection.close()
         for _ in range(LOOKS):
             if not any(_is_new(connection) for connection in self.server_state.connections):

@@ -48,10 +48,10 @@ def use_fork_server() -> None:
         modules = [importlib.import_module(name) for name in USERS]
         originals = {module.get_mp_context for module in modules}
     except (ImportError, AttributeError) as error:
-        logger.warning("engine processes are spawned, which takes longer: vLLM has changed: %r", error)
+        logger.warning("spawning engine processes, which is slower: vLLM has changed: %r", error)
         return
     if len(originals) != 1:
-        logger.warning("engine processes are spawned, which takes longer: vLLM has several contexts to start them")
+        logger.warning("spawning engine processes, which is slower: vLLM uses several contexts to start them")
         return
     (original,) = originals
     if getattr(original, "__module__", None) == __name__:

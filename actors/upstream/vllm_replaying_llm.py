@@ -30,9 +30,9 @@ from actors.upstream.vllm_sendable import check_sendable
 def why_not_replayable(config: VllmConfig) -> str | None:
     """Return why an engine of this configuration cannot repeat given tokens, or None when it can."""
     if config.speculative_config is not None:
-        return "vLLM takes no custom logits processor beside speculative decoding"
+        return "vLLM allows no custom logits processor with speculative decoding"
     if config.model_config.return_sampling_mask:
-        return "vLLM takes no custom logits processor beside return_sampling_mask"
+        return "vLLM allows no custom logits processor with return_sampling_mask"
     return None
 
 
@@ -87,7 +87,9 @@ class ReplayCollector:
                 return
             if tuple(tokens) != group or (ended and len(self._groups) > 1):
                 self._waiting.clear()
-                self._collector.put(self._served.fail("the engine that took over did not repeat what had been sent"))
+                self._collector.put(
+                    self._served.fail("the engine that took over did not repeat the tokens that had been sent")
+                )
                 return
             merged = self._waiting.popleft()
             for _ in range(taken - 1):
@@ -191,7 +193,9 @@ class ReplayingLLM(AsyncLLM):
             and params.logprobs is not None
             and self.model_config.logprobs_mode.startswith("processed")
         ):
-            raise served.fail("the engine's logprobs_mode makes logprobs of what is drawn, not of the model")
+            raise served.fail(
+                "the engine's logprobs_mode computes logprobs after sampling parameters, which a repeated token changes"
+            )
         extra = {key: value for key, value in (params.extra_args or {}).items() if key != FORCED_TOKENS}
         if not replayed and extra == (params.extra_args or {}):
             return params

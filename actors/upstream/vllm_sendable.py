@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+from msgspec import structs
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
@@ -24,5 +25,17 @@ def check_sendable(prompt: Any, params: SamplingParams, options: Mapping[str, An
     salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
     try:
         _ENCODER.encode((salt, params, options))
-    except (OverflowError, UnicodeEncodeError) as error:
-        raise VLLMValidationError(f"a value in the request is none that an engine can be given: {error}") from None
+    except (OverflowError, UnicodeEncodeError):
+        raise _error({"cache_salt": salt, **structs.asdict(params), **options}) from None
+
+
+def _error(values: Mapping[str, Any]) -> VLLMValidationError:
+    """Return the error that names the first value that cannot be sent."""
+    for name, value in values.items():
+        try:
+            _ENCODER.encode(value)
+        except OverflowError:
+            return VLLMValidationError(f"`{name}` must fit in a 64-bit integer.", parameter=name)
+        except UnicodeEncodeError:
+            return VLLMValidationError(f"`{name}` must not contain lone surrogates.", parameter=name)
+    return VLLMValidationError("A number or string in the request cannot be encoded.")

@@ -22,7 +22,7 @@ def check_config(path: Path) -> tuple[list[Finding], dict[str, Any], ServiceSett
     try:
         config, settings = read(path)
     except SettingsError as error:
-        remedy = "mend the file; docs/configuration.md lists every key"
+        remedy = "correct the file; docs/configuration.md lists every key"
         return [Finding("config", f"{path}: {line}", remedy) for line in str(error).splitlines()], {}, ServiceSettings()
     return [Finding("config", f"{path} is valid")], config, settings
 
@@ -49,10 +49,12 @@ def _directory(folder: Path) -> Iterator[Finding]:
     ]
     if unreadable:
         yield Finding(
-            "model", f"{folder}: {'; '.join(unreadable)}", "make the files whole, and readable for the user that serves"
+            "model",
+            f"{folder}: {'; '.join(unreadable)}",
+            "copy the files again, and make them readable for the user that serves",
         )
         return
-    yield Finding("model", f"{folder}: {len(weights)} files of weights can be read")
+    yield Finding("model", f"{folder}: {len(weights)} weight files are readable")
 
 
 def _unreadable(path: Path) -> str | None:
@@ -67,7 +69,7 @@ def _unreadable(path: Path) -> str | None:
     if path.suffix == ".safetensors":
         header_bytes = int.from_bytes(head[:8], "little")
         if len(head) < 8 or 8 + header_bytes > path.stat().st_size:
-            return "is cut short"
+            return "is truncated"
     if path.name == "config.json":
         try:
             json.loads(path.read_bytes())
@@ -83,7 +85,11 @@ def _hub(model: str) -> Iterator[Finding]:
         yield Finding("model", f"{model} is in this machine's hub cache")
         return
     if constants.HF_HUB_OFFLINE:
-        yield Finding("model", f"{model} is not in the hub cache, and HF_HUB_OFFLINE is set", "fetch it, or unset it")
+        yield Finding(
+            "model",
+            f"{model} is not in the hub cache, and HF_HUB_OFFLINE is set",
+            "download the model, or unset HF_HUB_OFFLINE",
+        )
         return
     try:
         HfApi().model_info(model, timeout=10)
@@ -91,11 +97,11 @@ def _hub(model: str) -> Iterator[Finding]:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         yield Finding(
             "model",
-            f"{model}: the hub does not give it: {reason}",
+            f"{model}: cannot be fetched from the hub: {reason}",
             "check the name, the network and HF_TOKEN, or use a path",
         )
         return
-    yield Finding("model", f"{model} can be had from the hub")
+    yield Finding("model", f"{model} is available on the hub")
 
 
 def check_kernels(settings: ServiceSettings) -> Iterator[Finding]:

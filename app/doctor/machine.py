@@ -62,7 +62,7 @@ def check_libraries(settings: ServiceSettings) -> Iterator[Finding]:
     except OSError as error:
         yield Finding("libraries", str(error), "install it; in Debian and Ubuntu: libnuma1")
         return
-    yield Finding("libraries", f"{NUMA} is there")
+    yield Finding("libraries", f"{NUMA} is installed")
 
 
 def check_gpus(settings: ServiceSettings) -> Iterator[Finding]:
@@ -131,7 +131,7 @@ def _port(host: str, port: int, setting: str) -> Finding:
 def _port_range(text: str) -> Finding:
     low, _, high = text.partition("-")
     if not (low.isdigit() and high.isdigit() and int(low) <= int(high) < 65536):
-        return Finding("ports", f"UCX_TCP_PORT_RANGE {text!r} is no range", "write it as 20000-20999")
+        return Finding("ports", f"UCX_TCP_PORT_RANGE {text!r}is not a range", "write it as 20000-20999")
     free = sum(_port("0.0.0.0", port, "").ok for port in range(int(low), int(high) + 1))
     few = "" if free >= 2 else "widen UCX_TCP_PORT_RANGE: each worker takes one for each network interface"
     return Finding("ports", f"UCX_TCP_PORT_RANGE {text}: {free} are free", few)
@@ -152,7 +152,11 @@ def check_ucx_devices(settings: ServiceSettings, rdma: Path = RDMA, network: Pat
             name = device.partition(":")[0]
             if name not in ("all", *devices, *interfaces):
                 remedy = f"use one of {', '.join([*devices, *interfaces])}, or leave it to UCX"
-                yield Finding("ucx devices", f"{role}: UCX is to use {device}, which is not here", remedy)
+                yield Finding(
+                    "ucx devices",
+                    f"{role}: UCX is configured to use {device}, which this machine does not have",
+                    remedy,
+                )
         transports = environment.get("UCX_TLS", "").split(",")
         asked = [one for one in transports if one in RDMA_TRANSPORTS]
         if asked and "tcp" not in transports and not devices:

@@ -51,7 +51,9 @@ class PerKeyLimiter:
     def taken(self, key: Hashable, most: int) -> Iterator[None]:
         """Hold one of `most` slots of `key`; raises OverloadedError when all are taken."""
         if self._taken[key] >= most:
-            raise OverloadedError(f"{self._taken[key]} requests of this API key are being served, which is its limit")
+            raise OverloadedError(
+                f"{self._taken[key]}requests of this API key are being served, which is its limit; retry later"
+            )
         self._taken[key] += 1
         try:
             yield
@@ -105,7 +107,7 @@ class Authenticated:
 
 def unauthorized() -> JSONResponse:
     """Return a 401 response that does not tell which part was wrong."""
-    message = "a valid API key is needed: send `Authorization: Bearer KEY`"
+    message = "a valid API key is required: send `Authorization: Bearer KEY`"
     return JSONResponse(
         error_body(HTTPStatus.UNAUTHORIZED, message),
         status_code=HTTPStatus.UNAUTHORIZED,

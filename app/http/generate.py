@@ -151,7 +151,7 @@ class Generate:
         except Exception as error:
             # The response has started, so the error can only be sent in its body.
             self._router.metrics.broken_streams.inc()
-            logger.warning("a stream broke off: %s", error, exc_info=not isinstance(error, TandemError))
+            logger.warning("a stream was interrupted: %s", error, exc_info=not isinstance(error, TandemError))
             last = error_event(error, self._endpoint)
         # If the client does not read even that, the server closes the connection.
         with suppress(TimeoutError):

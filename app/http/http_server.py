@@ -132,7 +132,7 @@ class HttpServer:
         except OSError as error:
             where = f"router.http_host, http_port: {host}:{port}"
             if error.errno != errno.EADDRINUSE:
-                raise ConfigurationError(f"{where} cannot be listened on: {error}") from error
+                raise ConfigurationError(f"{where} cannot be used: {error}") from error
         try:
             address = f"[{host}]" if ":" in host else host.replace("0.0.0.0", "127.0.0.1")
             opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -143,9 +143,9 @@ class HttpServer:
             with reply:
                 found = reply.read(1000).decode(errors="replace")
         except (OSError, HTTPException) as error:
-            raise PortTakenError(f"{where} is taken by another program, which says: {error!r}") from error
+            raise PortTakenError(f"{where} is in use by another program, which answers: {error!r}") from error
         if found != self._service:
-            raise PortTakenError(f"{where} is taken by another program or service")
+            raise PortTakenError(f"{where} is in use by another program or service")
 
 
 def this_service() -> str:

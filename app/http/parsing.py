@@ -65,7 +65,7 @@ def _named(headers: Headers, body: Mapping[str, Any]) -> Headers:
 def parse_body(raw: bytes) -> dict[str, Any]:
     """Return the body as an object. Raises BadRequestError for fields that only the router may set."""
     if not raw:
-        raise MalformedError("there is no body", "body")
+        raise MalformedError("the body is empty", "body")
     try:
         body = json.loads(raw)
     except json.JSONDecodeError as error:

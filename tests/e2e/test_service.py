@@ -304,7 +304,12 @@ def test_options_of_the_output_are_decodes_alone(http, more):
         ("/v1/completions", completion("a", temperature=-3), 400, "temperature"),
         ("/v1/completions", completion("!" * 3000), 400, "context length"),
         ("/v1/completions", completion([5, 10**9]), 400, "vocabulary"),
-        ("/v1/completions", completion("a") | {"stream_interval": 2**64}, 400, "none that an engine"),
+        (
+            "/v1/completions",
+            completion("a") | {"stream_interval": 2**64},
+            400,
+            "`stream_interval` must fit in a 64-bit integer",
+        ),
         ("/v1/completions", completion("a") | {"vllm_xargs": {"x": "\ud800"}}, 400, "surrogate"),
         ("/v1/chat/completions", {"model": MODEL, "messages": TURN, "stop": "\ud800"}, 400, "surrogate"),
         ("/v1/completions", completion("a") | {"cache_salt": "\ud800"}, 400, "cache_salt"),

@@ -70,13 +70,13 @@ def test_a_client_cannot_force_tokens(runner: asyncio.Runner, engine: VllmEngine
     runner.run(run())
 
 
-@pytest.mark.parametrize("more", [{"n": 2}, {"prompt": ["a", "b"]}], ids=["n", "several prompts"])
+@pytest.mark.parametrize("more", [{"n": 2}, {"prompt": ["a", "b"]}], ids=["n", "multiple prompts"])
 def test_what_cannot_go_on_exactly_is_refused(runner: asyncio.Runner, engine: VllmEngine, more: dict) -> None:
     """By name."""
 
     async def run() -> None:
         endpoint, body = completion(ignore_eos=True, temperature=1.0, **more)
-        with pytest.raises(CannotResumeError, match="cannot go on elsewhere"):
+        with pytest.raises(CannotResumeError, match="cannot be continued on another engine"):
             await stream(engine, endpoint, body, dies_at=0)
 
     runner.run(run())

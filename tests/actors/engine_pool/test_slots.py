@@ -70,7 +70,7 @@ async def test_too_many_wait() -> None:
     await here.take()
     waiting = asyncio.create_task(here.take())
     await asyncio.sleep(0)
-    with pytest.raises(OverloadedError, match="1 requests wait"):
+    with pytest.raises(OverloadedError, match="1 requests are waiting"):
         await here.take()
     here.give_back("a")
     assert await waiting == "a"

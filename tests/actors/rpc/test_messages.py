@@ -68,7 +68,7 @@ def test_an_item_that_is_not_whole() -> None:
 def test_what_is_too_large_is_refused_before_it_has_come() -> None:
     """Of whom nothing is known, no more is kept than may be said."""
     assert list(Unpacker(9).feed(pack(RpcCancel(1)))) == [RpcCancel(1)]
-    with pytest.raises(RpcProtocolError, match="9 are the most"):
+    with pytest.raises(RpcProtocolError, match="the limit is 9"):
         list(Unpacker(9).feed(HEAD.pack(8, 10)))
 
 

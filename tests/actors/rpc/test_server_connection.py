@@ -45,7 +45,7 @@ async def test_who_says_nothing_is_let_go(world: World, monkeypatch: pytest.Monk
     monkeypatch.setattr(server_connection, "HELLO_S", 0.2)
     async with Stranger(world) as router, Stranger(world) as silent:
         router.say(RpcHello(world.address.key))
-        assert await silent.heard() == RpcFailure("stranger", "it has said nothing")
+        assert await silent.heard() == RpcFailure("stranger", "it did not authenticate in time")
         assert await silent.heard() is None
         router.say(RpcRequest(CALL, "router", 0))
         assert joined(await router.answer()) == joined(ITEMS)

@@ -14,20 +14,22 @@ HALF = "\ud800"
 
 
 @pytest.mark.parametrize(
-    ("prompt", "params", "options"),
+    ("prompt", "params", "options", "message"),
     [
-        ({}, {"stop": [HALF]}, {}),
-        ({}, {"stream_interval": 2**64}, {}),
-        ({}, {"extra_args": {"deep": [{"er": HALF}]}}, {}),
-        ({}, {"extra_args": {HALF: 1}}, {}),
-        ({"cache_salt": HALF}, {}, {}),
-        ({}, {}, {"priority": -(2**63) - 1}),
-        ({}, {}, {"trace_headers": {"traceparent": HALF}}),
+        ({}, {"stop": [HALF]}, {}, "`stop` must not contain lone surrogates"),
+        ({}, {"stream_interval": 2**64}, {}, "`stream_interval` must fit in a 64-bit integer"),
+        ({}, {"extra_args": {"deep": [{"er": HALF}]}}, {}, "`extra_args` must not contain lone surrogates"),
+        ({}, {"extra_args": {HALF: 1}}, {}, "`extra_args` must not contain lone surrogates"),
+        ({"cache_salt": HALF}, {}, {}, "`cache_salt` must not contain lone surrogates"),
+        ({}, {}, {"priority": -(2**63) - 1}, "`priority` must fit in a 64-bit integer"),
+        ({}, {}, {"trace_headers": {"traceparent": HALF}}, "`trace_headers` must not contain lone"),
     ],
 )
-def test_what_cannot_be_sent_is_the_clients_mistake(prompt: Any, params: dict[str, Any], options: Any) -> None:
+def test_what_cannot_be_sent_is_refused_by_name(
+    prompt: Any, params: dict[str, Any], options: Any, message: str
+) -> None:
     """It is found before anything is registered."""
-    with pytest.raises(VLLMValidationError, match="none that an engine can be given"):
+    with pytest.raises(VLLMValidationError, match=message):
         check_sendable(prompt, SamplingParams(**params), options)
 
 

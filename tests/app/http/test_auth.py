@@ -246,7 +246,7 @@ def test_a_variable_without_a_key_lets_nobody_in(monkeypatch):
     """Somebody wanted keys: everybody must not come in because they were lost on the way."""
     for listed in (",", " ", "\n", " , "):
         monkeypatch.setenv(API_KEYS_VARIABLE, listed)
-        with pytest.raises(SettingsError, match="holds no key"):
+        with pytest.raises(SettingsError, match="contains no key"):
             AuthSettings().operators_keys()
     monkeypatch.setenv(API_KEYS_VARIABLE, "")
     assert AuthSettings().operators_keys() == ()

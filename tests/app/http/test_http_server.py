@@ -199,7 +199,7 @@ async def test_routers_that_start_together() -> None:
 
 async def test_an_address_of_another_machine() -> None:
     """Is refused by its name."""
-    with pytest.raises(ConfigurationError, match=r"192.0.2.77:80.*cannot be listened on"):
+    with pytest.raises(ConfigurationError, match=r"192.0.2.77:80.*cannot be used"):
         await HttpServer(Behind("one").app, "192.0.2.77", 80, LEAVE_S, "ours").open()
 
 

@@ -16,7 +16,7 @@ from app.http.parsing import forwarded_headers, parse_body, read_request
 @pytest.mark.parametrize(
     ("raw", "message", "param"),
     [
-        (b"", "there is no body", "body"),
+        (b"", "the body is empty", "body"),
         (b"{", "not valid JSON", "body.1"),
         (b"\xff\xfe{}", "not valid JSON", "body.0"),
         (b"[" * 100_000, "not valid JSON", "body"),

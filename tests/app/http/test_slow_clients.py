@@ -56,4 +56,4 @@ async def test_a_slow_client_has_its_places_no_longer_than_a_request_may_take(
     assert client.ended == told
     if told:
         assert client.status == 200
-        assert b"sending the answer" in client.pieces[-1] or b"has not ended in time" in client.pieces[-1]
+        assert b"sending the answer" in client.pieces[-1] or b"did not end before" in client.pieces[-1]
