@@ -5,7 +5,7 @@ tries them.
 other way (docs/decisions/0108).
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import groupby
@@ -27,24 +27,6 @@ class EngineReplica:
     """All metadata of the replica."""
 
 
-class ReplicaRegistry:
-    """Running replicas of one role. Empty until the pool's first request: Serve reports replicas
-    only then."""
-
-    def __init__(self) -> None:
-        self._look: Callable[[], Mapping[str, int]] | None = None
-
-    def attach(self, look: Callable[[], Mapping[str, int]]) -> None:
-        """Set the source of the replica list. Other threads call `look` than the one that updates
-        the list."""
-        self._look = look
-
-    def look(self) -> Mapping[str, int] | None:
-        """Return the ongoing requests of each running replica, by replica id; None while the list
-        is unknown."""
-        return None if self._look is None else self._look()
-
-
 def rank(
     ongoing: Mapping[str, int], turn: int, avoid: AbstractSet[str] = frozenset(), prefer: Sequence[str] = ()
 ) -> list[str]:
@@ -62,26 +44,21 @@ def rank(
     return ranked
 
 
-Replicas = Callable[[], Mapping[str, Mapping[str, Any]]]
-"""Metadata of each running replica, with its `slots`, by replica id."""
-
-_LISTS: dict[Hashable, Replicas] = {}
+_PUBLISHED: dict[Hashable, Mapping[str, EngineReplica]] = {}
 
 
-def register(deployment: Hashable, replicas: Replicas) -> None:
-    """Set the source of the replicas of one deployment."""
-    _LISTS[deployment] = replicas
+def publish(deployment: Hashable, metadata: Mapping[str, Mapping[str, Any]]) -> None:
+    """Replace the running replicas of a deployment by those with this metadata, by replica id.
 
-
-def engines_of(deployment: Hashable) -> dict[str, EngineReplica]:
-    """Return the running replicas of one deployment by replica id, as far as Serve has told this
-    process."""
-    known = _LISTS.get(deployment)
-    if known is None:
-        return {}
-    # Skip replicas of another release without an RPC server; they are being replaced.
-    return {
-        name: EngineReplica(RpcAddress(**said["rpc"]), said["slots"], said["queue"], said)
-        for name, said in known().items()
-        if "rpc" in said
+    Replicas of another release without an RPC server are left out; they are being replaced.
+    """
+    _PUBLISHED[deployment] = {
+        name: EngineReplica(RpcAddress(**one["rpc"]), one["slots"], one["queue"], one)
+        for name, one in metadata.items()
+        if "rpc" in one
     }
+
+
+def replicas_of(deployment: Hashable) -> Mapping[str, EngineReplica] | None:
+    """Return the running replicas of a deployment by replica id; None until Serve has reported them."""
+    return _PUBLISHED.get(deployment)

@@ -16,7 +16,7 @@ from typing import Any
 
 from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
 
-from actors.engine_pool.discovery import ReplicaRegistry, engines_of
+from actors.engine_pool.discovery import replicas_of
 from actors.engine_pool.slots import SlotPool
 from actors.errors import CannotResumeError, EngineDownError, EngineError, RefusedError
 from actors.request import Accepted, Call, Heartbeat, StreamChunk
@@ -153,25 +153,21 @@ class EnginePool:
         # A handle with options receives Serve's updates at once; a plain one only after its first
         # call.
         self._handle = handle.options()
-        self._slots = SlotPool(lambda: engines_of(handle.deployment_id))
+        self._slots = SlotPool(lambda: replicas_of(handle.deployment_id) or {})
         self._router = uuid.uuid4().hex
         self._pool = ConnectionPool()
 
-    async def take(
-        self, avoid: AbstractSet[str] = frozenset(), prefer: Sequence[str] = (), registry: ReplicaRegistry | None = None
-    ) -> Slot:
+    async def take(self, avoid: AbstractSet[str] = frozenset(), prefer: Sequence[str] = ()) -> Slot:
         """Take a slot on a replica that is not in `avoid`: the first free one of `prefer`, else the
         least busy.
 
-        Waits until it is cancelled. Give the slot back with `give_back`. `registry` receives the
-        source of the replica list. Raises OverloadedError when too many requests wait.
+        Waits until it is cancelled. Give the slot back with `give_back`. Raises OverloadedError
+        when too many requests wait.
         """
-        if registry is not None:
-            registry.attach(self._slots.ongoing)
         while True:
             name = await self._slots.take(avoid, prefer)
             try:
-                engine = engines_of(self._handle.deployment_id).get(name)
+                engine = (replicas_of(self._handle.deployment_id) or {}).get(name)
                 if engine is not None:
                     return Slot(name, engine.address, engine.metadata, self._slots.maybe_full(name))
             except BaseException:
@@ -193,6 +189,11 @@ class EnginePool:
         running = EngineCall(slot, self._slots)
         self._pool.call(slot.address, order, running)
         return running
+
+    def ongoing(self) -> Mapping[str, int] | None:
+        """Return the ongoing requests of each replica that accepts calls; None until Serve has
+        reported the replicas."""
+        return None if replicas_of(self._handle.deployment_id) is None else self._slots.ongoing()
 
     def has_engines(self) -> bool:
         """Return whether any engine accepts calls."""

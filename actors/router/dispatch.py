@@ -296,7 +296,6 @@ class Dispatcher:
                 self.limits.prefill_wait_s,
                 self._failed_prefill,
                 decision.prefill,
-                fleet.feedback.prefill,
             )
         except TandemError as error:
             logger.warning("serving a request on decode alone: %s", error)
@@ -314,7 +313,6 @@ class Dispatcher:
                 self.limits.replica_timeout_s,
                 avoid,
                 decision.decode,
-                self._fleet.feedback.decode,
             )
         except DeadlineError as error:
             if self._suspect_decode:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
-from actors.engine_pool.discovery import ReplicaRegistry
 from actors.engine_pool.engines import EnginePool, Slot
 from actors.errors import DeadlineError, EngineDownError, UnavailableError
 from actors.request import EngineTimings, Heartbeat, ResponseStart, StreamChunk
@@ -187,16 +186,15 @@ async def choose(
     timeout_s: float,
     avoid: AbstractSet[str] = frozenset(),
     prefer: Sequence[str] = (),
-    registry: ReplicaRegistry | None = None,
 ) -> Slot:
     """Take a slot on a replica of `role` within `timeout_s`; it is given back when `stack` unwinds.
 
     Prefers the first free replica of `prefer`, else the least busy, and never one of `avoid`.
-    `registry` receives the source of the replica list.
+
     """
     try:
         async with deadline(timeout_s, f"waiting for a free {role} replica"):
-            slot = await engines.take(avoid, prefer, registry)
+            slot = await engines.take(avoid, prefer)
     except DeadlineError as error:
         if engines.has_engines():
             raise

@@ -28,7 +28,7 @@ class Router:
         self.metrics = RouterMetrics()
         self._roles: dict[RoleName, EnginePool] = {"prefill": prefill, "decode": decode}
         self._decode = decode
-        self._feedback = RoutingFeedback(limits.routing, self.metrics)
+        self._feedback = RoutingFeedback(limits.routing, self.metrics, prefill.ongoing, decode.ongoing)
         self._fleet = Fleet(prefill, decode, self.metrics, self._feedback, self._discard)
         self._ongoing = 0
         self.recent = RecentRequests()

@@ -4,11 +4,10 @@ of each request."""
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
-from actors.engine_pool.discovery import ReplicaRegistry
 from actors.policy.decision import Decision
 from actors.policy.inflight import InflightRequest
 from actors.policy.planner import Planner
@@ -103,12 +102,16 @@ class AttemptFeedback:
             self._planner.prefilled(self._inflight, self._prefilled_at, prompt_tokens)
 
 
+Ongoing = Callable[[], Mapping[str, int] | None]
+"""Returns the ongoing requests of each replica of a role; None while the replicas are unknown."""
+
+
 class RoutingFeedback:
     """Decides where requests go, and reports their outcome to the policy."""
 
-    def __init__(self, settings: RoutingSettings, metrics: RouterMetrics) -> None:
-        self.prefill = ReplicaRegistry()
-        self.decode = ReplicaRegistry()
+    def __init__(self, settings: RoutingSettings, metrics: RouterMetrics, prefill: Ongoing, decode: Ongoing) -> None:
+        self._prefill = prefill
+        self._decode = decode
         self._planner = Planner(settings, Deferred())
         self._metrics = metrics
 
@@ -127,8 +130,8 @@ class RoutingFeedback:
         there is one."""
         decision = self._planner.decide(
             request.prompt,
-            self.prefill.look(),
-            self.decode.look(),
+            self._prefill(),
+            self._decode(),
             _now(),
             whole=whole,
             session=request.session,

@@ -63,7 +63,7 @@ class Engine(Instant):
         await self._open_rpc_server(RoleSettings(max_ongoing_requests=SLOTS, rpc_host="127.0.0.1"))
         stack.push_async_callback(self._rpc_server.close)
         metadata = {self.replica: {**self.record_replica_metadata(), "slots": SLOTS}}
-        discovery.register(self.role, lambda: metadata)
+        discovery.publish(self.role, metadata)
         handle: Any = SimpleNamespace(deployment_id=self.role)
         handle.options = lambda: handle
         pool = EnginePool(handle)

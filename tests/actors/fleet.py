@@ -16,7 +16,6 @@ from typing import Any
 
 from ray.serve.handle import DeploymentBroadcastResponse
 
-from actors.engine_pool.discovery import ReplicaRegistry
 from actors.errors import EngineDownError
 from actors.request import Accepted, Call, Heartbeat
 from actors.router.router import Router
@@ -143,12 +142,10 @@ class Handle:
         self.silent = False
         """Whether Serve cannot reach anybody."""
         self._turn = 0
+        self._known = False
 
-    async def take(
-        self, avoid: Iterable[str] = (), prefer: Sequence[str] = (), registry: ReplicaRegistry | None = None
-    ) -> Place:
-        if registry is not None:
-            registry.attach(lambda: {replica.name: 0 for replica in self.replicas})
+    async def take(self, avoid: Iterable[str] = (), prefer: Sequence[str] = ()) -> Place:
+        self._known = True
         free = [replica for replica in self.replicas if replica.name not in avoid]
         await asyncio.sleep(0)
         if not free:
@@ -163,6 +160,10 @@ class Handle:
 
     def dispatch(self, slot: Place, call: Call, *_: Any) -> Response:
         return Response(self, slot, call)
+
+    def ongoing(self) -> dict[str, int] | None:
+        """As of a pool whose replicas become known with the first request."""
+        return {replica.name: 0 for replica in self.replicas} if self._known else None
 
     def has_engines(self) -> bool:
         return bool(self.replicas)

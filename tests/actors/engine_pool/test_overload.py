@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import pytest
@@ -80,7 +79,7 @@ class Service:
                 f"{role} 0": {**replica_metadata(await server.open("127.0.0.1", 0), 100, **METADATA), "slots": slots}
             }
             stack.push_async_callback(server.close)
-            discovery.register(role, partial(dict, said))
+            discovery.publish(role, said)
 
     def router(self, stack: AsyncExitStack) -> tuple[Router, Handle]:
         handles: list[Any] = [Handle("prefill"), Handle("decode")]
