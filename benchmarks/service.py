@@ -34,9 +34,10 @@ import yaml
 from benchmarks.report import ratios, summary, write
 from testing.environment import ENVIRONMENT
 from testing.models import VOCABULARY, benchmark_gemma3
+from testing.ports import free_port
 from testing.processes import Processes, free_cores
 from testing.sequential_proxy import PRODUCE
-from testing.service_process import ServiceProcess, free_port
+from testing.service_process import ServiceProcess
 from testing.vllm_server import start_vllm, stop, wait_until_up
 
 ANSWER_TOKENS = 8

@@ -17,6 +17,7 @@ from vllm.v1.executor import multiproc_executor  # noqa: F401
 from vllm.v1.worker import cpu_worker  # noqa: F401
 
 import connectors.vllm_hma.connector  # noqa: F401
+from testing.ports import give_vllm_these_ports
 
 torch.set_num_threads(1)
 torch._dynamo.config.disable = True  # noqa: SLF001 (torch has no public name for it)
@@ -26,6 +27,7 @@ environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"
 # (vllm/distributed/device_communicators/shm_broadcast.py).
 assert inspect.signature(SpinCondition).parameters["busy_loop_s"].default == 1, "SpinCondition has changed"
 SpinCondition.__init__.__defaults__ = (0.01,)
+give_vllm_these_ports()
 
 
 def main() -> None:

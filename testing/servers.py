@@ -20,6 +20,7 @@ from pathlib import Path
 import httpx
 import psutil
 
+from actors.start_log import root_cause
 from app.demo.paths import MODEL_DIR
 from testing import fork_server
 from testing.processes import free_cores
@@ -91,7 +92,12 @@ class Server:
                 if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
                     return
             time.sleep(0.1)
-        raise RuntimeError(f"{self.name} does not answer:\n{self.log.read_text(errors='replace')[-3000:]}")
+        raise self.start_failure()
+
+    def start_failure(self) -> RuntimeError:
+        """Return an error with what made the server fail: its own exception, or the end of its log."""
+        log = self.log.read_text(errors="replace")
+        return RuntimeError(f"{self.name} does not start: {root_cause(log) or log[-3000:]} (see {self.log})")
 
     @property
     def has_ended(self) -> bool:

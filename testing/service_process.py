@@ -3,7 +3,6 @@
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,8 @@ from pathlib import Path
 
 import psutil
 import yaml
+
+from testing.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 START_TIMEOUT_S = 400.0
@@ -27,13 +28,6 @@ def _stop_with_parent() -> None:
     """Interrupt the service when the thread that has started it ends, however it ends."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background job
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
-
-
-def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @dataclass

@@ -14,7 +14,8 @@ from pathlib import Path
 import httpx
 import psutil
 
-from testing.service_process import ROOT, free_port
+from testing.ports import free_port
+from testing.service_process import ROOT
 
 POLL_S = 0.25
 """Between two questions to a process that starts, which tells nobody when it is up."""

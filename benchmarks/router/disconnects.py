@@ -34,7 +34,7 @@ from app.http.routes import OPEN_AGE_S
 from benchmarks.report import write
 from benchmarks.router.load import body
 from benchmarks.router.service import running
-from testing.service_process import free_port
+from testing.ports import free_port
 
 TOKENS = 8
 PACE_MS = 5.0

@@ -5,7 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from testing.service_process import ROOT, free_port, write_config
+from testing.ports import free_port
+from testing.service_process import ROOT, write_config
 
 FAILING_VLLM = """
 import sys

@@ -13,8 +13,8 @@ import pytest
 
 from app.demo.facts import make_prompt
 from connectors.vllm_hma.trace import read_trace
+from testing.ports import free_port
 from testing.servers import Server
-from testing.service_process import free_port
 from testing.vllm_server import start_module, stop, wait_until_up
 
 pytestmark = pytest.mark.engine

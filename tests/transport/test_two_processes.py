@@ -103,12 +103,13 @@ def test_poll_waits_for_the_last_byte() -> None:
 
 
 def reached(pipe: Connection) -> None:
-    """Is there all the time, and says what it heard first."""
+    """Is there all the time, and reports the first message of each connection."""
     os.environ["UCX_TLS"] = "tcp,self"
     from connectors.transport.nixl import NixlTransport
 
     transport = NixlTransport("theirs/0", devices=("lo",))
     pipe.send(transport.metadata())
+    pipe.send(first_messages(transport))
     pipe.send(first_messages(transport))
 
 
@@ -123,6 +124,11 @@ def cut_off(pipe: Connection) -> None:
 
     transport = NixlTransport("ours/0", devices=("lo",))
     transport.add_peer(pipe.recv())
+    transport.notify("theirs/0", b"first contact")
+    # UCX connects in the background and needs files for that: the limit comes after the peer has heard this process.
+    while not pipe.poll(0.001):
+        transport.notifications()
+    pipe.recv()
     most, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # no socket can be made
     with pytest.raises(TransportError, match=r"theirs/0.*cannot be connected to"):
@@ -150,6 +156,9 @@ def test_a_peer_out_of_reach_is_not_forgotten() -> None:
     try:
         assert to_reached[0].poll(TIMEOUT_S)
         to_cut_off[0].send(to_reached[0].recv())
+        assert to_reached[0].poll(TIMEOUT_S)
+        assert to_reached[0].recv() == [("ours/0", b"first contact")]
+        to_cut_off[0].send(None)
         assert to_reached[0].poll(TIMEOUT_S)
         assert to_reached[0].recv() == [("ours/0", b"here again")]
         to_cut_off[0].send(None)

@@ -21,7 +21,7 @@ from actors.upstream import uvicorn_protocol
 from app.http import http_server
 from app.http.http_server import SERVICE_PATH, HttpServer, PortTakenError
 from connectors.errors import ConfigurationError
-from testing.service_process import free_port
+from testing.ports import free_port
 
 HOST = "127.0.0.1"
 LEAVE_S = 0.5

@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 
 from configs.settings import DEMO_SERVED_NAME
-from testing.service_process import ServiceProcess, free_port, write_config
+from testing.ports import free_port
+from testing.service_process import ServiceProcess, write_config
 from testing.vllm_server import start_module, stop, wait_until_up
 from tests.campaigns.differential.model import lora_adapter, thinking_model
 

@@ -27,7 +27,7 @@ from typing import Any
 import httpx
 
 from testing import servers
-from testing.service_process import free_port
+from testing.ports import free_port
 from tests.campaigns.faults.lane import START_S, Lane
 from tests.campaigns.faults.presets import Connector, connector
 from tests.campaigns.faults.questions import Questions, known

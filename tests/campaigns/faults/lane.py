@@ -20,8 +20,8 @@ from typing import Any
 import httpx
 
 from connectors.vllm_hma.trace import read_trace
+from testing.ports import free_port
 from testing.servers import MODEL, POOL_BLOCKS, Server
-from testing.service_process import free_port
 from tests.campaigns.faults import references
 from tests.campaigns.faults.judge import Case, Outcome, Pool, findings, judge, late
 from tests.campaigns.faults.phases import seen
@@ -89,7 +89,7 @@ class Lane:
                     server.find_members()
                     return
             await asyncio.sleep(0.1)
-        raise RuntimeError(f"{server.name} does not start:\n{server.log.read_text(errors='replace')[-3000:]}")
+        raise server.start_failure()
 
     async def _describe(self) -> dict[str, Any]:
         params = {"do_remote_decode": True, "describe": True}

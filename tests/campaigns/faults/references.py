@@ -9,7 +9,7 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from testing.service_process import free_port
+from testing.ports import free_port
 from tests.campaigns.faults.trips import Question, Router, Trip
 
 Params = dict[str, Any]

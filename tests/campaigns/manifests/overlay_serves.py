@@ -25,7 +25,8 @@ import httpx
 import psutil
 
 from configs.settings import API_KEYS_VARIABLE, PEER_SECRET_VARIABLE
-from testing.service_process import ROOT, free_port
+from testing.ports import free_port
+from testing.service_process import ROOT
 from tests.k8s.kuberay import environment
 from tests.k8s.kustomize import render
 from tests.k8s.quantity import amount

@@ -23,8 +23,8 @@ from typing import Any
 import httpx
 
 from app.demo.facts import make_prompt
+from testing.ports import free_port
 from testing.servers import Server
-from testing.service_process import free_port
 from testing.vllm_server import start_module, stop, wait_until_up
 
 FACTS = (2, 20)

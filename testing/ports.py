@@ -1,0 +1,52 @@
+"""Ports for servers of tests, which no other process takes between the choice and the bind.
+
+A port that the kernel picks (``bind`` to 0) is soon some outgoing connection's: it comes from the same range. These
+come from below that range, and a counter shared by all processes of the machine hands each out once in a long while.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import inspect
+import os
+import socket
+import tempfile
+from pathlib import Path
+
+FIRST, AFTER_LAST = 20_000, 32_000
+"""Between the ports of Ray's workers (10002 to 19999) and the kernel's ephemeral ports (from 32768)."""
+
+_COUNTER = Path(tempfile.gettempdir()) / f"tandem-test-ports-{os.getuid()}"
+
+
+def free_port() -> int:
+    """Return a TCP port that nothing listens on and that no other caller was given lately."""
+    with _COUNTER.open("a+") as counter:
+        fcntl.flock(counter, fcntl.LOCK_EX)
+        counter.seek(0)
+        port = int(counter.read() or FIRST)
+        for _ in range(FIRST, AFTER_LAST):
+            port = port + 1 if port + 1 < AFTER_LAST else FIRST
+            if _is_free(port):
+                counter.truncate(0)
+                counter.write(str(port))
+                return port
+    raise RuntimeError(f"every TCP port from {FIRST} to {AFTER_LAST - 1} is in use")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def give_vllm_these_ports() -> None:
+    """Make vLLM choose the ports of its process groups here, too (vllm/utils/network_utils.py)."""
+    from vllm.utils import network_utils
+
+    assert list(inspect.signature(network_utils._get_open_port).parameters) == ["start_port", "max_attempts"]  # noqa: SLF001
+    network_utils._get_open_port = lambda start_port=None, max_attempts=None: free_port()  # noqa: SLF001
