@@ -30,7 +30,7 @@ from app.http.routes import build_http
 from benchmarks.router.engine import WHERE, complete
 from benchmarks.router.service import SLOTS, Instant, NoLLM
 from configs.settings import RoleName, RoleSettings, RouterLimits, RoutingSettings
-from testing.service_process import free_port
+from testing.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = tuple(f"{ROOT}/{package}/" for package in ("app", "actors"))
