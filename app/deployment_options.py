@@ -12,7 +12,7 @@ from typing import Any
 from configs.settings import RoleSettings
 
 
-def placed(role: RoleSettings, runtime_env: dict[str, Any]) -> dict[str, Any]:
+def deployment_options(role: RoleSettings, runtime_env: dict[str, Any]) -> dict[str, Any]:
     """Return the options of `role`'s deployment for resources and placement."""
     actor = {"num_cpus": role.num_cpus, "resources": role.resources, "runtime_env": runtime_env}
     if role.executor == "mp":

@@ -22,7 +22,7 @@ from actors.engine_pool.engines import EnginePool
 from actors.engine_pool.serve_discovery import DiscoveryRouter
 from actors.router.peer_routers import RouterReplica
 from app.cluster_secret import fallback_secret
-from app.deployment_options import placed
+from app.deployment_options import deployment_options
 from app.http.auth import digests
 from app.http.http_server import HttpServer
 from app.http.routes import build_http
@@ -134,7 +134,7 @@ def deploy_engine(actor: type, role: RoleName, settings: ServiceSettings, secret
         graceful_shutdown_wait_loop_s=ENGINE_DRAIN_POLL_S,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         max_constructor_retry_count=own.start_attempts,
-        **placed(own, {"env_vars": engine_environment(settings, role)}),
+        **deployment_options(own, {"env_vars": engine_environment(settings, role)}),
         **scaling,
     )
     return deployment.bind(settings, secret)

@@ -3,7 +3,7 @@ client's request.
 
 Before Serve marks a new replica ready, it exchanges a probe with each running replica of the other
 role. When both start at once, neither finds the other; decode then looks for new prefill replicas
-every `LOOK_EVERY_S`. A pair without warm-up makes contact at its first request, which is slower.
+every `WARM_UP_INTERVAL_S`. A pair without warm-up makes contact at its first request, which is slower.
 """
 
 import asyncio
@@ -28,25 +28,25 @@ FETCH_MARGIN_S = 10.0
 """Time for a probe besides the handshake: its prompt, its KV, or computing the prompt again when
 the transfer fails."""
 
-ASK_MARGIN_S = 5.0
+CALL_MARGIN_S = 5.0
 """Time for Serve's calls between replicas."""
 
-LOOK_EVERY_S = 5.0
+WARM_UP_INTERVAL_S = 5.0
 """Interval at which a decode replica looks for new prefill replicas."""
 
 
-def meet_s(transfer: TransferSettings) -> float:
+def probe_timeout_s(transfer: TransferSettings) -> float:
     """Return the timeout of one probe, long enough for a failing handshake to report its reason."""
     return transfer.handshake_s + FETCH_MARGIN_S
 
 
 class PeerReplicas:
-    """Calls all replicas of the other role at once, each with a timeout of `meet_s`."""
+    """Calls all replicas of the other role at once, each with a timeout of `probe_timeout_s`."""
 
-    def __init__(self, role: RoleName, meet_s: float, handle: DeploymentHandle | None = None) -> None:
+    def __init__(self, role: RoleName, probe_timeout_s: float, handle: DeploymentHandle | None = None) -> None:
         """Use `handle` for the role, or get it from Serve at the first call."""
         self.role = role
-        self.ask_s = meet_s + ASK_MARGIN_S
+        self.timeout_s = probe_timeout_s + CALL_MARGIN_S
         self._handle = handle
 
     async def ask(self, method: str, *arguments: object) -> list[Any]:
@@ -55,7 +55,7 @@ class PeerReplicas:
         try:
             if self._handle is None:
                 self._handle = serve.get_deployment_handle(self.role.capitalize(), _check_exists=False)
-            return await replies_of(self.role, method, self._handle.broadcast(method, *arguments), self.ask_s)
+            return await replies_of(self.role, method, self._handle.broadcast(method, *arguments), self.timeout_s)
         except (RayError, RayServeException, TimeoutError) as error:
             logger.debug("no replica to warm up with: %r", error)
         except Exception as error:  # warm-up is optional

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from actors.engine.engine_actor import FIRST_REQUEST_TIMEOUT_S, CallItem, EngineActor
-from actors.engine.pair_warmup import PeerReplicas, meet_s
+from actors.engine.pair_warmup import PeerReplicas, probe_timeout_s
 from actors.request import Call, ProducerAddress
 from actors.rpc.messages import RpcRequest
 from configs.settings import RoleName, ServiceSettings
@@ -20,9 +20,9 @@ class Prefill(EngineActor):
 
     async def _prepare(self, settings: ServiceSettings) -> None:
         self._held: set[str] = set()
-        self._meet_s = meet_s(settings.transfer)
+        self._probe_s = probe_timeout_s(settings.transfer)
         self._producer: ProducerAddress = await self.engine.describe_producer(FIRST_REQUEST_TIMEOUT_S)
-        await self._meet_decode()
+        await self._warm_up_pairs()
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Return the replica's metadata with the address of its producer."""
@@ -54,20 +54,20 @@ class Prefill(EngineActor):
         finally:
             self._held.discard(transfer_id)
 
-    async def introduce(self, known: Collection[str]) -> dict[str, Any] | None:
+    async def probe_for(self, known: Collection[str]) -> dict[str, Any] | None:
         """Return a probe for a decode replica that has met the engines in `known`; None if this
         engine is one of them."""
         if self._producer.remote_engine_id in known:
             return None
-        return await self.engine.produce_probe(self._meet_s)
+        return await self.engine.produce_probe(self._probe_s)
 
-    async def _meet_decode(self) -> None:
+    async def _warm_up_pairs(self) -> None:
         """Have each running decode replica fetch a probe before this replica is ready."""
-        decode = PeerReplicas("decode", self._meet_s)
+        decode = PeerReplicas("decode", self._probe_s)
         replicas = await decode.ask("ping")
-        probes = {replica: await self.engine.produce_probe(self._meet_s) for replica in replicas}
+        probes = {replica: await self.engine.produce_probe(self._probe_s) for replica in replicas}
         if probes:
-            await decode.ask("meet", probes)
+            await decode.ask("fetch_probes", probes)
 
     async def discard(self, transfer_id: str) -> None:
         """Free the KV of a call that this replica holds; ignore the transfers of other replicas."""

@@ -212,5 +212,5 @@ def _monotonic(chain: Chain, start: float) -> Chain:
 
 def _at(chain: Chain, moment: float) -> Part | None:
     """Return the activity at `moment`; the last one when it is later than all."""
-    place = bisect_right(chain, moment, key=lambda entry: entry[0])
-    return chain[min(place, len(chain) - 1)][1]
+    index = bisect_right(chain, moment, key=lambda entry: entry[0])
+    return chain[min(index, len(chain) - 1)][1]

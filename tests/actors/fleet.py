@@ -38,7 +38,7 @@ class Replica:
 
 
 @dataclass(frozen=True)
-class Place:
+class FakeSlot:
     replica: Replica
     metadata: dict[str, Any]
     maybe_full: bool = False
@@ -58,7 +58,7 @@ class _Items(asyncio.Queue[Any]):
 class Response:
     """A running call, read item by item."""
 
-    def __init__(self, handle: Handle, slot: Place, call: Call) -> None:
+    def __init__(self, handle: Handle, slot: FakeSlot, call: Call) -> None:
         self._handle = handle
         self.sent_at = time.monotonic()
         self._items = _Items()
@@ -144,7 +144,7 @@ class Handle:
         self._turn = 0
         self._known = False
 
-    async def take(self, avoid: Iterable[str] = (), prefer: Sequence[str] = ()) -> Place:
+    async def take(self, avoid: Iterable[str] = (), prefer: Sequence[str] = ()) -> FakeSlot:
         self._known = True
         free = [replica for replica in self.replicas if replica.name not in avoid]
         await asyncio.sleep(0)
@@ -153,12 +153,12 @@ class Handle:
         self._turn += 1
         self.taken += 1
         preferred = [one for name in prefer for one in free if one.name == name and not self.in_order]
-        return Place((preferred or [free[-1 if self.in_order else self._turn % len(free)]])[0], METADATA)
+        return FakeSlot((preferred or [free[-1 if self.in_order else self._turn % len(free)]])[0], METADATA)
 
-    def give_back(self, slot: Place) -> None:
+    def give_back(self, slot: FakeSlot) -> None:
         self.taken -= 1
 
-    def dispatch(self, slot: Place, call: Call, *_: Any) -> Response:
+    def dispatch(self, slot: FakeSlot, call: Call, *_: Any) -> Response:
         return Response(self, slot, call)
 
     def ongoing(self) -> dict[str, int] | None:

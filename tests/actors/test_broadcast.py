@@ -16,7 +16,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
 
 from actors.broadcast import ask_all
-from actors.engine.pair_warmup import ASK_MARGIN_S, PeerReplicas
+from actors.engine.pair_warmup import CALL_MARGIN_S, PeerReplicas
 from tests.actors.fleet import Reply, broadcast
 
 BOUND_S = 0.3
@@ -38,7 +38,7 @@ async def ask_from_router(sent: Callable[[], DeploymentBroadcastResponse]) -> li
 
 
 async def ask_from_engine(sent: Callable[[], DeploymentBroadcastResponse]) -> list[Any]:
-    role = PeerReplicas("decode", BOUND_S - ASK_MARGIN_S, cast(DeploymentHandle, Replicas(sent)))
+    role = PeerReplicas("decode", BOUND_S - CALL_MARGIN_S, cast(DeploymentHandle, Replicas(sent)))
     return await role.ask("ping")
 
 

@@ -14,7 +14,7 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.engine.arguments import engine_arguments
-from app.deployment_options import bundles, placed
+from app.deployment_options import bundles, deployment_options
 from app.main import deploy_engine
 from configs.settings import RoleName, ServiceSettings, SettingsError, parse_settings
 
@@ -31,15 +31,15 @@ def test_a_rank_has_a_bundle_and_the_first_the_actor() -> None:
     """A GPU each; CPUs and custom resources are the actor's."""
     role = settings(executor="ray", num_gpus=3, tensor_parallel_size=3, resources={"fast": 1}).prefill
     assert bundles(role) == [{"CPU": 1, "GPU": 1, "fast": 1}, {"GPU": 1}, {"GPU": 1}]
-    assert placed(role, {})["ray_actor_options"]["num_gpus"] == 0
+    assert deployment_options(role, {})["ray_actor_options"]["num_gpus"] == 0
 
 
 def test_labels_go_where_the_decision_is_made() -> None:
     """On the actor, or on every bundle of its group."""
     selector = {"x": "y"}
-    alone = placed(settings(label_selector=selector).prefill, {})
+    alone = deployment_options(settings(label_selector=selector).prefill, {})
     assert alone["ray_actor_options"]["label_selector"] == selector
-    group = placed(settings(label_selector=selector, executor="ray", num_gpus=1).prefill, {})
+    group = deployment_options(settings(label_selector=selector, executor="ray", num_gpus=1).prefill, {})
     assert group["placement_group_bundle_label_selector"] == [selector]
 
 

@@ -18,7 +18,7 @@ import httpx
 import openai
 import pytest
 
-from actors.engine.pair_warmup import LOOK_EVERY_S, meet_s
+from actors.engine.pair_warmup import WARM_UP_INTERVAL_S, probe_timeout_s
 from app.demo.facts import RecallPrompt, exact, make_prompt
 from app.http.routes import OPEN_AGE_S
 from configs.settings import TransferSettings
@@ -121,7 +121,7 @@ def test_health_and_models(http):
 
 def test_the_engines_have_met_before_the_first_request(http):
     """Whichever replica came second has fetched a probe's KV: no client waits for first contact."""
-    give_up_at = time.monotonic() + 2 * LOOK_EVERY_S + meet_s(TransferSettings())
+    give_up_at = time.monotonic() + 2 * WARM_UP_INTERVAL_S + probe_timeout_s(TransferSettings())
     while not metric(http, "vllm:tandem_kv_requests_total", role="decode", outcome="received"):
         assert time.monotonic() < give_up_at
         time.sleep(0.5)

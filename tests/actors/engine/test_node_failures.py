@@ -89,7 +89,7 @@ async def test_a_node_that_dies_right_after_the_first_look_is_told(ray_says, mon
         async def lose(self, engines: str) -> None:
             told.put_nowait(engines)
 
-    async def look_around(self: Decode) -> None:
+    async def warm_up_new_pairs(self: Decode) -> None:
         assert len(ray_says) == 1, "an engine is met before Ray was asked which nodes are dead already"
 
     class Unended(Decode):
@@ -99,7 +99,7 @@ async def test_a_node_that_dies_right_after_the_first_look_is_told(ray_says, mon
     monkeypatch.setattr(engine_actor, "VllmEngine", Engine)
     monkeypatch.setattr(engine_actor.serve, "get_replica_context", lambda: SimpleNamespace(replica_id=ReplicaID()))
     monkeypatch.setattr(engine_actor.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
-    monkeypatch.setattr(Decode, "look_around", look_around)
+    monkeypatch.setattr(Decode, "warm_up_new_pairs", warm_up_new_pairs)
     decode = Unended.__new__(Unended)
     await Unended.__init__(decode, parse_settings({"transfer": {"node_lost_s": 0.001}}), SecretStr("x" * 16))
     assert await asyncio.wait_for(told.get(), 10) == "met."
