@@ -39,7 +39,7 @@ class ServedCall:
 
     def chunk(self, body: bytes) -> bytes | StreamChunk:
         """Return `body` with the groups recorded since the last chunk."""
-        timings = self.timestamps.tell()
+        timings = self.timestamps.take_timings()
         if not self._new and timings is None:
             return body
         groups = tuple(self._new)

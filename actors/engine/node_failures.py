@@ -37,17 +37,17 @@ class LostNodes:
 
     def __init__(self, dead: Iterable[str], gone_s: float) -> None:
         self._gone_s = gone_s
-        self._told = set(dead)
+        self._reported = set(dead)
         self._since: dict[str, float] = {}
 
     def look(self, dead: Iterable[str], now: float) -> list[str]:
         """Return the nodes that have been dead for `gone_s` and were not passed to `told`."""
-        for node_id in set(dead) - self._told:
+        for node_id in set(dead) - self._reported:
             self._since.setdefault(node_id, now)
         return [node_id for node_id, since in self._since.items() if now - since >= self._gone_s]
 
-    def told(self, node_id: str) -> None:
-        self._told.add(node_id)
+    def reported(self, node_id: str) -> None:
+        self._reported.add(node_id)
         del self._since[node_id]
 
 
@@ -69,13 +69,13 @@ async def watch_nodes(tell: Callable[[str], Awaitable[None]], gone_s: float, dea
 
     `dead_before` are nodes whose engines cannot have had contact with this one (`dead_nodes_now`).
     """
-    hosts = LostNodes(dead_before, gone_s)
+    nodes = LostNodes(dead_before, gone_s)
     while True:
         try:
             dead = await asyncio.to_thread(_dead_nodes)
-            for node_id in hosts.look(dead, time.monotonic()):
+            for node_id in nodes.look(dead, time.monotonic()):
                 await tell(engines_of(node_id))
-                hosts.told(node_id)
+                nodes.reported(node_id)
                 logger.warning("node %s is lost: writes of its prefill engines are presumed stopped", node_id)
         except Exception:
             # The Ray head or the engine has failed; requests report either in more detail.

@@ -140,7 +140,7 @@ class VllmEngine:
                         case bytes():
                             yield served.chunk(item)
                         case ResponseStart(streams=False):
-                            yield replace(item, timings=served.timestamps.tell())
+                            yield replace(item, timings=served.timestamps.take_timings())
                         case _:
                             streams = streams or isinstance(item, ResponseStart)
                             yield item

@@ -74,11 +74,11 @@ class EngineCall:
         """True while an item other than a heartbeat is still to arrive."""
         return not self._is_over and all(isinstance(item, Heartbeat) for item in self._items)
 
-    def began(self, connection: Connection) -> None:
+    def started(self, connection: Connection) -> None:
         """Keep the connection, to cancel the call on it."""
         self._connection = connection
 
-    def came(self, item: Any) -> None:
+    def received(self, item: Any) -> None:
         """Queue an item; pause the connection above `UNREAD_BYTES`."""
         self._items.append(item)
         self._unread_bytes += _bytes(item)
@@ -86,7 +86,7 @@ class EngineCall:
             self._connection.pause()
         self._news.set()
 
-    def over(self, lost: str | None) -> None:
+    def ended(self, lost: str | None) -> None:
         """Mark the call as ended; `lost` is the reason when its answer is incomplete."""
         self._connection = None
         self._is_over = True
@@ -109,7 +109,7 @@ class EngineCall:
             raise self._error(item)
         if isinstance(item, Accepted):
             self._slot.served = True
-            self._slots.heard(self._slot.replica_id, item.ongoing)
+            self._slots.record_accepted(self._slot.replica_id, item.ongoing)
         return item
 
     def cancel(self) -> None:
@@ -117,15 +117,15 @@ class EngineCall:
         if self._connection is not None:
             self._connection.cancel()
         if not self._is_over:
-            self.over("the call was cancelled")
+            self.ended("the call was cancelled")
 
     def _error(self, failure: RpcFailure) -> TandemError:
         match failure.kind:
             case "full":
-                self._slots.full(self._slot.replica_id)
+                self._slots.record_full(self._slot.replica_id)
                 return RefusedError(failure.message)
             case "leaving":
-                self._slots.leaving(self._slot.replica_id)
+                self._slots.record_leaving(self._slot.replica_id)
                 return RefusedError(failure.message)
             case "engine_down" | "stranger":
                 return EngineDownError(f"{self._slot.replica_id}: {failure.message}")

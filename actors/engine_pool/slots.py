@@ -134,13 +134,13 @@ class SlotPool:
             full.ask_at = _now() if served else full.ask_at
         self._serve_waiting()
 
-    def heard(self, name: str, ongoing: int) -> None:
+    def record_accepted(self, name: str, ongoing: int) -> None:
         """Record that an engine has accepted a call and has `ongoing` calls now."""
         self._others[name] = (max(ongoing - self._taken[name], 0), _now())
         self._full.pop(name, None)
         self._serve_waiting()
 
-    def full(self, name: str) -> None:
+    def record_full(self, name: str) -> None:
         """Record that an engine has refused a call because all its slots are taken."""
         now = _now()
         known = self._full.setdefault(name, FullReplica(now + REFUSED_S))
@@ -149,7 +149,7 @@ class SlotPool:
             known.wait_s = min(2 * known.wait_s, MOST_REFUSED_S)
             known.ask_at = now + known.wait_s
 
-    def leaving(self, name: str) -> None:
+    def record_leaving(self, name: str) -> None:
         """Record that an engine accepts no more calls."""
         self._leaving.add(name)
 

@@ -12,7 +12,7 @@ from actors.router.client_request import ClientRequest
 from actors.router.dispatch import Attempt, Dispatcher
 from actors.router.event_stream import EventStream
 from actors.router.request_shaping import why_not_resumable
-from actors.telemetry.latency_breakdown import LatencyBreakdown, keep
+from actors.telemetry.latency_breakdown import LatencyBreakdown, break_down
 from actors.telemetry.recent_requests import Pair
 from actors.telemetry.router_metrics import RouterMetrics
 from connectors.errors import TandemError
@@ -59,7 +59,7 @@ class Answer:
     def breakdown(self) -> LatencyBreakdown:
         """Latency breakdown up to the first bytes. Complete once `accounted`; computed at the first
         access and then kept."""
-        return keep(self._attempts.timestamps(self._first))
+        return break_down(self._attempts.timestamps(self._first))
 
     @property
     def accounted(self) -> bool:
@@ -104,7 +104,7 @@ class Answer:
                         continue
                     comments = b""
                     if stream.sent > sent:
-                        self._attempts.got_further()
+                        self._attempts.reset_failures()
                     ready += events
                     # Join data that is ready at once: under load this reduces the cost of each
                     # token.

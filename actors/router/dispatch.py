@@ -143,7 +143,7 @@ class Dispatcher:
         logger.warning("trying a request on another decode replica: %s", error)
         self._fleet.metrics.retries.labels("decode", "unavailable").inc()
 
-    def got_further(self) -> None:
+    def reset_failures(self) -> None:
         """Reset the count of failed decode attempts: the client has received new bytes."""
         self._decode_tries = 0
 
@@ -217,7 +217,7 @@ class Dispatcher:
             first: set[asyncio.Future[Any]] = {opening, prefill.broken, prefill.answered}
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             # Prefill has answered, so decode has its KV: it may be slow, but not silent.
-            if not await self._heard(decode, {opening, prefill.broken}):
+            if not await self._decode_is_alive(decode, {opening, prefill.broken}):
                 silence_s = self.limits.silence_timeout_s
                 logger.warning("decode sent nothing for %g s after the prompt was computed", silence_s)
                 self._failed_prefill.add(prefill_slot.replica_id)
@@ -268,7 +268,7 @@ class Dispatcher:
             self._began_at = now
         return now
 
-    async def _heard(self, decode: Leg, waited_for: set[asyncio.Future[Any]]) -> bool:
+    async def _decode_is_alive(self, decode: Leg, waited_for: set[asyncio.Future[Any]]) -> bool:
         """Wait for the first of these; False when decode sends nothing for `silence_timeout_s`."""
         now = asyncio.get_running_loop().time
         began_at = now()

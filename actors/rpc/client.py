@@ -29,13 +29,13 @@ class Listener(Protocol):
     def wanted(self) -> bool:
         """True while the call is still needed; connecting takes time."""
 
-    def began(self, connection: "Connection") -> None:
+    def started(self, connection: "Connection") -> None:
         """Note that `connection` carries the call."""
 
-    def came(self, item: Any) -> None:
+    def received(self, item: Any) -> None:
         """Receive the next item."""
 
-    def over(self, lost: str | None) -> None:
+    def ended(self, lost: str | None) -> None:
         """Note the end of the call; `lost` is the reason when its answer is incomplete."""
 
 
@@ -68,7 +68,7 @@ class Connection(asyncio.Protocol):
                 if isinstance(item, RpcEnd):
                     self._ended(self._listener)
                 else:
-                    self._listener.came(item)
+                    self._listener.received(item)
         except RpcProtocolError as error:
             self._broken = f"invalid message: {error}"
             self._transport.abort()
@@ -79,18 +79,18 @@ class Connection(asyncio.Protocol):
         self._pool.lost(self._address, self)
         listener, self._listener = self._listener, None
         if listener is not None:
-            listener.over(self._broken or f"the connection was lost{f': {error!r}' if error else ''}")
+            listener.ended(self._broken or f"the connection was lost{f': {error!r}' if error else ''}")
 
     def call(self, request: RpcRequest, listener: Listener) -> None:
         """Send the next call; `listener` receives its items."""
         if self._transport.is_closing():
-            listener.over("the connection was lost")
+            listener.ended("the connection was lost")
             return
         self._stop_timer()
         self._requests += 1
         self._listener = listener
         self._transport.write(pack(request))
-        listener.began(self)
+        listener.started(self)
 
     def rest(self) -> None:
         """Return to the pool until `IDLE_CONNECTION_S` has passed."""
@@ -125,7 +125,7 @@ class Connection(asyncio.Protocol):
         self._stop_timer()
         self.resume()
         self.rest()
-        listener.over(None)
+        listener.ended(None)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -138,11 +138,11 @@ class _Nobody:
 
     wanted = False
 
-    def began(self, connection: Connection) -> None: ...
+    def started(self, connection: Connection) -> None: ...
 
-    def came(self, item: Any) -> None: ...
+    def received(self, item: Any) -> None: ...
 
-    def over(self, lost: str | None) -> None: ...
+    def ended(self, lost: str | None) -> None: ...
 
 
 _NOBODY = _Nobody()
@@ -205,9 +205,9 @@ class ConnectionPool:
     def _made_or_not(self, listener: Listener, making: asyncio.Task[None]) -> None:
         self._making.discard(making)
         if making.cancelled():
-            listener.over("connecting timed out")
+            listener.ended("connecting timed out")
         elif (error := making.exception()) is not None:
-            listener.over(f"cannot connect: {error!r}")
+            listener.ended(f"cannot connect: {error!r}")
 
     async def _call_anew(self, address: RpcAddress, request: RpcRequest, listener: Listener) -> None:
         loop = asyncio.get_running_loop()
@@ -217,7 +217,7 @@ class ConnectionPool:
                     lambda: Connection(self, address), address.host, address.port
                 )
         except (OSError, TimeoutError) as error:
-            listener.over(f"cannot connect: {error!r}")
+            listener.ended(f"cannot connect: {error!r}")
             return
         if listener.wanted:
             connection.call(request, listener)

@@ -26,7 +26,7 @@ UNREAD_S = 120.0
 """Timeout for a router that acknowledges nothing. Longer than the one for the router's clients
 (`http_server.py`), so that a slow client does not look like a dead engine."""
 
-PATIENCE_S = 0.1
+SLOT_WAIT_S = 0.1
 """Wait for a slot before a call is refused. A router sees the end of a call shortly before the
 engine does."""
 
@@ -61,8 +61,8 @@ class RpcServer:
         self._leaving = False
         self._queued: dict[str, tuple[int, float]] = {}
         self._freed = asyncio.Event()
-        self._nobody = asyncio.Event()
-        self._nobody.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
         self.ongoing = 0
 
     async def open(self, host: str, port: int) -> RpcAddress:
@@ -90,7 +90,7 @@ class RpcServer:
     async def drain(self) -> None:
         """Refuse new calls, and wait for the ones that run."""
         self._leaving = True
-        await self._nobody.wait()
+        await self._idle.wait()
 
     async def close(self) -> None:
         """Stop listening and cancel the calls that still run."""
@@ -100,21 +100,21 @@ class RpcServer:
         await asyncio.gather(*(connection.close(CUT_OFF_S) for connection in list(self._connections)))
 
     async def _answer(self, request: RpcRequest, connection: ServerConnection) -> None:
-        self._told(request, time.monotonic())
+        self._record_queue(request, time.monotonic())
         if refusal := await self._refusal():
             await connection.send(refusal)
             return
         self.ongoing += 1
-        self._nobody.clear()
+        self._idle.clear()
         try:
             await self._serve_order(request, connection)
         finally:
             self.ongoing -= 1
             self._freed.set()
             if not self.ongoing:
-                self._nobody.set()
+                self._idle.set()
 
-    def _told(self, request: RpcRequest, now: float) -> None:
+    def _record_queue(self, request: RpcRequest, now: float) -> None:
         """Store the queue length that a router reports with each call."""
         self._queued.pop(request.router, None)
         self._queued[request.router] = (request.queued, now)
@@ -123,7 +123,7 @@ class RpcServer:
 
     async def _refusal(self) -> RpcFailure | None:
         with suppress(TimeoutError):
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(SLOT_WAIT_S):
                 while self.ongoing >= self._slots and not self._leaving:
                     self._freed.clear()
                     await self._freed.wait()

@@ -35,11 +35,11 @@ class ServerConnection(asyncio.Protocol):
         self._serve = serve
         self._connections = connections
         self._unpacker = Unpacker(HELLO_BYTES)
-        self._known = False
+        self._authenticated = False
         self._requests = 0
         self._call: asyncio.Task[None] | None = None
         self._wanted = False
-        self._doubtful = False
+        self._expects_refusal = False
         self._can_write = asyncio.Event()
         self._can_write.set()
         self._held = b""
@@ -49,26 +49,26 @@ class ServerConnection(asyncio.Protocol):
         """Start the timeout for authentication; asyncio's hook."""
         self._transport = cast(asyncio.Transport, transport)
         self._connections.add(self)
-        self._patience = asyncio.get_running_loop().call_later(
-            HELLO_S, self._send_away, "it did not authenticate in time"
+        self._authentication_timer = asyncio.get_running_loop().call_later(
+            HELLO_S, self._reject, "it did not authenticate in time"
         )
 
     def data_received(self, data: bytes) -> None:
         """Handle complete messages; asyncio's hook."""
         try:
-            for said in self._unpacker.feed(data):
-                self._hear(said)
+            for message in self._unpacker.feed(data):
+                self._handle(message)
         except RpcProtocolError as error:
-            self._send_away(str(error))
+            self._reject(str(error))
 
     def connection_lost(self, _: Exception | None) -> None:
         """Cancel the call; asyncio's hook."""
-        self._patience.cancel()
+        self._authentication_timer.cancel()
         self._connections.discard(self)
         self._can_write.set()
         if self._lingering is not None:
             self._lingering.cancel()
-        self._give_up()
+        self._cancel_call()
 
     def pause_writing(self) -> None:
         """Stop sending: the router reads too slowly. Asyncio's hook."""
@@ -83,7 +83,7 @@ class ServerConnection(asyncio.Protocol):
 
         `Accepted` and the start of the response are sent with the next item, or after LINGER_S.
         """
-        if isinstance(item, Accepted | ResponseStart) and not self._doubtful:
+        if isinstance(item, Accepted | ResponseStart) and not self._expects_refusal:
             self._hold(item)
         else:
             self._write(item)
@@ -93,7 +93,7 @@ class ServerConnection(asyncio.Protocol):
     async def close(self, within_s: float) -> None:
         """Close the connection and wait for its call to end."""
         self._transport.abort()
-        self._give_up()
+        self._cancel_call()
         if self._call is not None:
             await asyncio.wait({self._call}, timeout=within_s)
 
@@ -114,27 +114,27 @@ class ServerConnection(asyncio.Protocol):
         if not self._transport.is_closing():  # else the call is about to be cancelled
             self._transport.write(held)
 
-    def _hear(self, said: Any) -> None:
-        match said:
-            case RpcHello(key) if not self._known:
+    def _handle(self, message: Any) -> None:
+        match message:
+            case RpcHello(key) if not self._authenticated:
                 if not hmac.compare_digest(key.encode(), self._key):
                     raise RpcProtocolError("wrong key")
-                self._known = True
-                self._patience.cancel()
+                self._authenticated = True
+                self._authentication_timer.cancel()
                 self._unpacker.most_bytes = None
-            case RpcRequest() if self._known and self._call is None:
+            case RpcRequest() if self._authenticated and self._call is None:
                 self._requests += 1
                 self._wanted = True
-                self._doubtful = said.maybe_full
-                self._call = asyncio.create_task(self._serve(said, self), name="answers-a-call")
+                self._expects_refusal = message.maybe_full
+                self._call = asyncio.create_task(self._serve(message, self), name="answers-a-call")
                 self._call.add_done_callback(self._answered)
-            case RpcCancel(number) if self._known:
+            case RpcCancel(number) if self._authenticated:
                 if number == self._requests:
-                    self._give_up()
+                    self._cancel_call()
             case _:
-                raise RpcProtocolError(f"unexpected {type(said).__name__}")
+                raise RpcProtocolError(f"unexpected {type(message).__name__}")
 
-    def _give_up(self) -> None:
+    def _cancel_call(self) -> None:
         """Cancel the call once: a second cancellation would interrupt the abort in the engine."""
         if self._call is not None and self._wanted:
             self._wanted = False
@@ -148,7 +148,7 @@ class ServerConnection(asyncio.Protocol):
             logger.error("a call failed", exc_info=error)
         self._write(RpcEnd())
 
-    def _send_away(self, why: str) -> None:
+    def _reject(self, why: str) -> None:
         logger.warning("closing a router's connection: %s", why)
         self._write(RpcFailure("stranger", why))
         self._transport.close()

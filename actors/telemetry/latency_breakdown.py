@@ -120,7 +120,7 @@ Chain = list[tuple[float, Part | None]]
 """Activity until each time, in order; None stands for decode's wait for KV."""
 
 
-def keep(timestamps: RequestTimestamps) -> LatencyBreakdown:
+def break_down(timestamps: RequestTimestamps) -> LatencyBreakdown:
     """Return the breakdown of a request whose answer has started."""
     legs = [leg for leg in (timestamps.prefill, timestamps.decode) if leg is not None]
     before: Chain = [

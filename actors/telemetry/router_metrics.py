@@ -81,7 +81,7 @@ class RouterMetrics:
             registry=self.registry,
         )
 
-    def keep(self, route: str, breakdown: LatencyBreakdown) -> None:
+    def observe_breakdown(self, route: str, breakdown: LatencyBreakdown) -> None:
         """Observe the breakdown of one request."""
         for part, seconds in breakdown.parts.items():
             self.breakdown.labels(route, part).observe(seconds)

@@ -27,19 +27,19 @@ class CallTimestamps:
     def __init__(self) -> None:
         self.request_id: str | None = None
         """The engine's id of the call's request; of several, the first."""
-        self._handed_at: float | None = None
+        self._sent_at: float | None = None
         self._began_at = time.monotonic()
         self._first: _FirstToken | None = None
-        self._told = False
+        self._taken = False
 
-    def handed(self, request_id: str) -> None:
+    def sent_to_engine(self, request_id: str) -> None:
         """Note that the request is sent to the engine's process.
 
         The engine core takes it between two steps. That wait counts as scheduling, which vLLM's own
         timestamp misses.
         """
         self.request_id = request_id
-        self._handed_at = time.monotonic()
+        self._sent_at = time.monotonic()
 
     def first_token(self, stats: Any, arrival: Arrival | None) -> None:
         """Note vLLM's RequestStateStats of the first output; later ones are ignored.
@@ -47,16 +47,16 @@ class CallTimestamps:
         Without statistics (`disable_log_stats`) nothing is noted.
         """
         if self._first is None and stats is not None and stats.queued_ts and stats.scheduled_ts:
-            queued_at = self._handed_at or stats.queued_ts
+            queued_at = self._sent_at or stats.queued_ts
             self._first = _FirstToken(queued_at, stats.scheduled_ts, stats.first_token_ts, arrival)
 
-    def tell(self) -> EngineTimings | None:
+    def take_timings(self) -> EngineTimings | None:
         """Return the timings for the answer that is sent now; None before the first token and after
         the first time."""
         first = self._first
-        if first is None or self._told:
+        if first is None or self._taken:
             return None
-        self._told = True
+        self._taken = True
         asked_at, ended_at, failed = first.arrival or (None, None, False)
         return EngineTimings(
             queued_s=first.queued_at - self._began_at,

@@ -206,7 +206,7 @@ class ReplayingLLM(AsyncLLM):
     async def _add_request(self, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any) -> None:
         served = SERVED_CALL.get()
         if served is not None and served.timestamps.request_id is None:
-            served.timestamps.handed(request.request_id)
+            served.timestamps.sent_to_engine(request.request_id)
             self.arrivals.expect(request.request_id)
         if served is not None and served.replay:
             queue = ReplayCollector(queue, served)

@@ -67,7 +67,7 @@ class Observer:
             if trace is not None:
                 trace.end(error)
 
-    async def told(self, answer: Answer) -> RawHeaders:
+    async def response_headers(self, answer: Answer) -> RawHeaders:
         """Return the response headers that the client asked for; the answer's first bytes have
         arrived."""
         if answer.explanation is None or answer.start.status >= HTTPStatus.BAD_REQUEST:
@@ -99,7 +99,7 @@ class Observer:
             pair=answer.pair,
             breakdown=answer.breakdown,
         )
-        self.router.metrics.keep(answer.route, answer.breakdown)
+        self.router.metrics.observe_breakdown(answer.route, answer.breakdown)
         self.router.recent.add(record)
         if self.trace is not None:
             self.trace.answered(record)

@@ -133,7 +133,7 @@ class Generate:
         status = answer.start.status
         route, reason = (REFUSED, None) if status >= HTTPStatus.BAD_REQUEST else (answer.route, answer.local_reason)
         tally.count(route, reason, status)
-        headers = [*_response_headers(answer), *await observer.told(answer)]
+        headers = [*_response_headers(answer), *await observer.response_headers(answer)]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": head, "more_body": answer.start.streams})
         observer.keep(answer)

@@ -19,10 +19,10 @@ def test_a_node_is_lost_some_time_after_it_is_dead():
     assert lost.look(["a", "b"], 109.9) == []
     assert lost.look(["a", "b"], 110) == ["a"]
     assert lost.look(["a", "b"], 111) == ["a"]
-    lost.told("a")
+    lost.reported("a")
     assert lost.look(["a", "b"], 119) == []
     assert lost.look(["a", "b"], 119.9) == ["b"]
-    lost.told("b")
+    lost.reported("b")
     assert lost.look(["a", "b"], 1000) == []
 
 
@@ -104,7 +104,7 @@ async def test_a_node_that_dies_right_after_the_first_look_is_told(ray_says, mon
     await Unended.__init__(decode, parse_settings({"transfer": {"node_lost_s": 0.001}}), SecretStr("x" * 16))
     assert await asyncio.wait_for(told.get(), 10) == "met."
     for task in asyncio.all_tasks():
-        if task.get_name() in ("watches-hosts", "meets-prefill-replicas"):
+        if task.get_name() in ("watches-nodes", "meets-prefill-replicas"):
             task.cancel()
     assert told.empty()
 

@@ -93,14 +93,14 @@ async def test_an_engine_that_comes_later() -> None:
 async def test_an_engine_that_refuses() -> None:
     """Is left alone for a moment where it is full, for ever where it is leaving."""
     here = SlotPool(lambda: engines(a=5, b=5))
-    here.full("a")
+    here.record_full("a")
     assert [await here.take(prefer=["a"]) for _ in range(3)] == ["b"] * 3
     await here.take(prefer=["b"])
     await here.take(prefer=["b"])
     await asyncio.sleep(module.REFUSED_S * 1.5)
     assert await here.take(prefer=["a"]) == "a"
     here.give_back("b")
-    here.leaving("a")
+    here.record_leaving("a")
     assert await here.take(prefer=["a"]) == "b"
     assert "a" not in here.ongoing()
 
@@ -111,9 +111,9 @@ async def test_a_full_engine_is_asked_by_one_request_at_a_time(monkeypatch: pyte
     monkeypatch.setattr(module, "_now", lambda: now)
     here = SlotPool(lambda: engines(a=5))
     assert [await here.take(), await here.take()] == ["a", "a"]
-    here.heard("a", 2)
+    here.record_accepted("a", 2)
     assert not here.maybe_full("a")
-    here.full("a")  # as another call found
+    here.record_full("a")  # as another call found
     for wait_s in (0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0):
         waiting = [asyncio.create_task(here.take()) for _ in range(2)]
         now += wait_s * 0.99
@@ -125,14 +125,14 @@ async def test_a_full_engine_is_asked_by_one_request_at_a_time(monkeypatch: pyte
         await asyncio.sleep(1.5 * module.LOOK_AGAIN_S)
         assert await soon(*waiting) == ["a", None], "one asks, however long its answer takes"
         assert here.maybe_full("a")
-        here.full("a")
+        here.record_full("a")
         here.give_back("a", served=False)
         waiting[1].cancel()
     waiting = [asyncio.create_task(here.take()) for _ in range(2)]
     assert await soon(*waiting) == [None, None]
     here.give_back("a")
     assert await soon(*waiting) == ["a", None], "one asks"
-    here.heard("a", 2)
+    here.record_accepted("a", 2)
     assert await soon(*waiting) == ["a", "a"], "and has found that there are slots"
 
 
@@ -141,7 +141,7 @@ async def test_who_asks_a_full_engine_and_leaves_is_followed(monkeypatch: pytest
     now = 100.0
     monkeypatch.setattr(module, "_now", lambda: now)
     here = SlotPool(lambda: engines(a=5))
-    here.full("a")
+    here.record_full("a")
     now += 1.0
     assert await here.take() == "a"
     here.give_back("a", served=False)
@@ -156,18 +156,18 @@ async def test_places_of_other_routers_are_theirs() -> None:
     """As many requests go to an engine as it has slots that nobody else is known to have."""
     here = SlotPool(lambda: engines(a=5))
     await here.take()
-    here.heard("a", 4)
+    here.record_accepted("a", 4)
     waiting = [asyncio.create_task(here.take()) for _ in range(3)]
     assert await soon(*waiting) == ["a", "a", None], "the second asks whether that is still so"
     assert here.maybe_full("a")
-    here.heard("a", 3)
+    here.record_accepted("a", 3)
     assert await soon(*waiting) == ["a", "a", "a"]
 
 
 async def test_a_full_engine_is_nobodys_choice_while_another_has_places() -> None:
     """Whoever would be preferred: asking costs time."""
     here = SlotPool(lambda: engines(a=5, b=5))
-    here.full("a")
+    here.record_full("a")
     await asyncio.sleep(module.REFUSED_S * 1.5)
     assert await here.take(prefer=["a"]) == "b"
 
@@ -176,7 +176,7 @@ async def test_calls_of_other_routers_count() -> None:
     """As the engine has said, until that is old."""
     here = SlotPool(lambda: engines(a=9, b=9))
     await here.take(prefer=["a"])
-    here.heard("a", 4)
+    here.record_accepted("a", 4)
     assert here.ongoing() == {"a": 4, "b": 0}
     here.give_back("a")
     assert here.ongoing() == {"a": 3, "b": 0}
@@ -189,9 +189,9 @@ async def test_what_is_known_of_engines_that_are_gone_is_forgotten() -> None:
     for turn in range(50):
         name = f"engine {turn}"
         found |= engines(**{name: 5})
-        here.heard(name, 2)
-        here.full(name)
-        here.leaving(name)
+        here.record_accepted(name, 2)
+        here.record_full(name)
+        here.record_leaving(name)
         del found[name]
         here.give_back(await here.take())
     assert here.snapshot() == module.SlotPoolSnapshot(frozenset(), frozenset(), frozenset())

@@ -51,7 +51,7 @@ class Engines:
         self._computed.set()
         watch.first_token(stats, None)
         await self.stage("prefill's answer")
-        yield ResponseStart(200, JSON, watch.tell())
+        yield ResponseStart(200, JSON, watch.take_timings())
         yield b"{}"
         await asyncio.sleep(60)
 
@@ -70,12 +70,12 @@ class Engines:
         watch.first_token(stats, arrival)
         if not body.get("stream"):
             await self.stage("generation")
-            yield ResponseStart(200, JSON, watch.tell())
+            yield ResponseStart(200, JSON, watch.take_timings())
             yield b"{}"
             return
         yield ResponseStart(200, EVENTS)
         await self.stage("detokenizer")
-        timings = watch.tell()
+        timings = watch.take_timings()
         await self.stage("hop from decode")
         yield StreamChunk(event(1, index=0, text="a", finish_reason=None), ((1,),), timings)
         await self.stage("streaming")

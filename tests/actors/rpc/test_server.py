@@ -182,7 +182,7 @@ async def test_a_sign_of_life_is_nothing_to_wait_for(world: World) -> None:
     call = EngineCall(await world.engines.take(), SlotPool(dict))
     assert call.waits
     for item in (Heartbeat(), b"first", Heartbeat(), b"second", Heartbeat()):
-        call.came(item)
+        call.received(item)
     for said, waits in (
         (Heartbeat(), False),
         (b"first", False),
@@ -191,7 +191,7 @@ async def test_a_sign_of_life_is_nothing_to_wait_for(world: World) -> None:
         (Heartbeat(), True),
     ):
         assert (await call.__anext__(), call.waits) == (said, waits)
-    call.over(None)
+    call.ended(None)
     assert not call.waits
 
 

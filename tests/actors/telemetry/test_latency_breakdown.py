@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.request import EngineTimings
-from actors.telemetry.latency_breakdown import PARTS, LegTimestamps, RequestTimestamps, keep
+from actors.telemetry.latency_breakdown import PARTS, LegTimestamps, RequestTimestamps, break_down
 
 PREFILL = EngineTimings(queued_s=2, scheduled_s=5, first_token_s=45, answered_s=46)
 DECODE = EngineTimings(
@@ -56,7 +56,7 @@ def on_decode(**more: Any) -> RequestTimestamps:
 
 def test_a_remote_request():
     """Every part, by hand."""
-    breakdown = keep(REMOTE)
+    breakdown = break_down(REMOTE)
     assert breakdown.parts == REMOTE_PARTS
     assert breakdown.total_s == sum(REMOTE_PARTS.values()) == 82
     assert [(span.part, span.begin_s, span.end_s) for span in breakdown.spans] == [
@@ -80,7 +80,7 @@ def test_a_local_request_has_fewer_parts():
     """Decode's first step computes the prompt as well."""
     timings = EngineTimings(queued_s=1, scheduled_s=4, first_token_s=50, answered_s=52)
     timestamps = replace(REMOTE, prefill=None, decode=LegTimestamps(1010, 1066, timings))
-    assert keep(timestamps).parts == {
+    assert break_down(timestamps).parts == {
         "body": 1,
         "router": 5,
         "slot_wait": 4,
@@ -93,32 +93,32 @@ def test_a_local_request_has_fewer_parts():
 
 def test_an_answer_that_is_not_streamed_is_generated_first():
     """What follows the first token is a part of its own."""
-    parts = keep(replace(REMOTE, streams=False)).parts
+    parts = break_down(replace(REMOTE, streams=False)).parts
     assert parts == {**REMOTE_PARTS, "frontend": 2, "generation": 1}
 
 
 def test_broken_tries_are_not_the_routers_time():
     """From the first try to the one that answered."""
-    parts = keep(replace(REMOTE, tried_at=1002)).parts
+    parts = break_down(replace(REMOTE, tried_at=1002)).parts
     assert parts == {**REMOTE_PARTS, "router": 4, "retries": 1}
 
 
 def test_kv_that_was_there_before_prefill_had_its_token():
     """Prefill draws a token that nobody needs: what decode does meanwhile is what counts."""
-    parts = keep(on_decode(kv_ended_s=41)).parts  # at 1054; prefill ends at 1056
+    parts = break_down(on_decode(kv_ended_s=41)).parts  # at 1054; prefill ends at 1056
     assert "transfer" not in parts
     assert (parts["prefill"], parts["decode_queue"]) == (38, 15)
 
 
 def test_decode_without_room_is_not_a_slow_transfer():
     """The prompt was computed at 1056, and decode had blocks for it at 1060 only."""
-    parts = keep(on_decode(kv_asked_s=47)).parts
+    parts = break_down(on_decode(kv_asked_s=47)).parts
     assert (parts["prefill"], parts["decode_queue"], parts["transfer"]) == (40, 4 + 4, 5)
 
 
 def test_decode_that_wants_no_kv_does_not_wait_for_prefill():
     """It holds the whole prefix: prefill's time is nobody's."""
-    parts = keep(on_decode(kv_asked_s=None, kv_ended_s=None)).parts
+    parts = break_down(on_decode(kv_asked_s=None, kv_ended_s=None)).parts
     assert parts == {
         "body": 1,
         "router": 5,
@@ -132,14 +132,14 @@ def test_decode_that_wants_no_kv_does_not_wait_for_prefill():
 
 def test_a_recomputed_prompt_is_not_a_step():
     """Its KV did not come."""
-    parts = keep(on_decode(kv_failed=True)).parts
+    parts = break_down(on_decode(kv_failed=True)).parts
     assert parts == {**{part: s for part, s in REMOTE_PARTS.items() if part != "first_step"}, "recompute": 10}
 
 
 def test_an_engine_that_says_nothing():
     """Its time is not made up."""
     silent_prefill = replace(REMOTE, prefill=LegTimestamps(1010, 1082, None))
-    assert keep(silent_prefill).parts == {
+    assert break_down(silent_prefill).parts == {
         "body": 1,
         "router": 5,
         "slot_wait": 4,
@@ -150,7 +150,7 @@ def test_an_engine_that_says_nothing():
         "first_step": 10,
     }
     silent_decode = replace(REMOTE, decode=LegTimestamps(1011, 1082, None))
-    assert keep(silent_decode).parts == {"body": 1, "router": 5, "slot_wait": 4, "unexplained": 72}
+    assert break_down(silent_decode).parts == {"body": 1, "router": 5, "slot_wait": 4, "unexplained": 72}
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_an_engine_that_says_nothing():
 def test_seven_seconds_more_are_seen_where_they_are_spent(timestamps, part):
     """Everything after the stage is seven seconds later; nothing else has changed."""
     later = shift(timestamps, 7) if timestamps.prefill != REMOTE.prefill else timestamps
-    assert keep(later).parts == {**REMOTE_PARTS, part: REMOTE_PARTS[part] + 7}
+    assert break_down(later).parts == {**REMOTE_PARTS, part: REMOTE_PARTS[part] + 7}
 
 
 def shift(timestamps: RequestTimestamps, seconds: float) -> RequestTimestamps:
@@ -195,7 +195,7 @@ def late(**by_s: float) -> EngineTimings:
 def test_seven_seconds_more_on_decode(timings, part):
     """The same for what decode measures."""
     timestamps = replace(REMOTE, decode=LegTimestamps(1011, 1089, timings))
-    assert keep(timestamps).parts == {**REMOTE_PARTS, part: REMOTE_PARTS[part] + 7}
+    assert break_down(timestamps).parts == {**REMOTE_PARTS, part: REMOTE_PARTS[part] + 7}
 
 
 moments = st.floats(0, 100, allow_nan=False)
@@ -222,7 +222,7 @@ def any_marks(draw: Any) -> RequestTimestamps:
 @given(any_marks())
 def test_the_parts_are_the_total_whatever_the_marks(timestamps):
     """No gap, no overlap, nothing negative, each part in its place."""
-    breakdown = keep(timestamps)
+    breakdown = break_down(timestamps)
     total_s = max(timestamps.decode.answered_at - timestamps.arrived_at, 0)
     assert breakdown.total_s == pytest.approx(total_s, abs=1e-9)
     assert sum(breakdown.parts.values()) == pytest.approx(total_s, abs=1e-9)

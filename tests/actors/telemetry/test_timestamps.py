@@ -20,7 +20,7 @@ def test_seconds_since_the_call_came() -> None:
     watch = CallTimestamps()
     now = time.monotonic()
     watch.first_token(stats(now + 10), (now + 11, now + 12, True))
-    told = watch.tell()
+    told = watch.take_timings()
     assert told is not None
     assert 10 <= told.queued_s < 11
     assert told.kv_asked_s == told.scheduled_s
@@ -33,9 +33,9 @@ def test_seconds_since_the_call_came() -> None:
 def test_a_request_waits_from_when_it_is_handed_over() -> None:
     """vLLM's core dates it when it takes it from its inbox, which may be a long step later."""
     watch = CallTimestamps()
-    watch.handed("r")
+    watch.sent_to_engine("r")
     watch.first_token(stats(time.monotonic() + 10), None)
-    told = watch.tell()
+    told = watch.take_timings()
     assert told is not None
     assert told.queued_s < 1
     assert told.scheduled_s > 10
@@ -62,4 +62,4 @@ def test_an_engine_without_statistics_tells_nothing() -> None:
     for nothing in (None, RequestStateStats()):
         watch = CallTimestamps()
         watch.first_token(nothing, None)
-        assert watch.tell() is None
+        assert watch.take_timings() is None

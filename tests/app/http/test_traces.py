@@ -15,7 +15,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from actors.router.client_request import ClientRequest
 from actors.telemetry.recent_requests import Pair, RequestRecord, now_unix
 from app.http.traces import Traces
-from tests.actors.telemetry.test_latency_breakdown import REMOTE, keep
+from tests.actors.telemetry.test_latency_breakdown import REMOTE, break_down
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 CLIENTS_SPAN = "00f067aa0ba902b7"
@@ -68,7 +68,7 @@ def request(*headers: tuple[bytes, bytes]) -> ClientRequest:
 
 def record(wanted: ClientRequest) -> RequestRecord:
     began_at, pair = now_unix(wanted.arrived_at), Pair("p", "d")
-    return RequestRecord("r1", began_at, wanted.endpoint, "remote", None, 200, True, pair, keep(REMOTE))
+    return RequestRecord("r1", began_at, wanted.endpoint, "remote", None, 200, True, pair, break_down(REMOTE))
 
 
 def test_a_requests_parts_join_the_clients_trace(collector: Collector) -> None:
@@ -82,7 +82,7 @@ def test_a_requests_parts_join_the_clients_trace(collector: Collector) -> None:
     (root,) = (span for span in collector.spans if span.name == "POST /v1/completions")
     assert (root.trace_id.hex(), root.parent_span_id.hex()) == (TRACE_ID, CLIENTS_SPAN)
     parts = [span for span in collector.spans if span is not root]
-    assert [span.name for span in parts] == [span.part for span in keep(REMOTE).spans]
+    assert [span.name for span in parts] == [span.part for span in break_down(REMOTE).spans]
     assert {span.parent_span_id for span in parts} == {root.span_id}
     assert parts[0].start_time_unix_nano == root.start_time_unix_nano
     for before, after in pairwise(parts):
