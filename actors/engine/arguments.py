@@ -105,7 +105,7 @@ def check_arguments(settings: ServiceSettings) -> None:
 
 
 def _unknown(where: str, given: Mapping[str, Any], known: Collection[str]) -> list[str]:
-    owned = [f"{where}.{key}: not an engine argument of yours to set; {OWNED[key]}" for key in given if key in OWNED]
+    owned = [f"{where}.{key}: cannot be set here; {OWNED[key]}" for key in given if key in OWNED]
     return owned + _not_among([key for key in given if key not in OWNED], known, where, "vLLM")
 
 

@@ -48,7 +48,7 @@ BODY = {
 class Engine(Instant):
     """An instant engine outside Ray."""
 
-    def __init__(self, role: RoleName) -> None:  # type: ignore[misc]
+    def __init__(self, role: RoleName) -> None:
         llm: Any = NoLLM()
         application = Starlette(routes=[Route("/v1/chat/completions", complete, methods=["POST"])])
         self.role, self.replica, self.running = role, f"{role} 0", 0

@@ -80,11 +80,14 @@ def test_every_wrong_key_is_named_at_once():
             "engine.max_modle_len: vLLM has no such argument; did you mean max_model_len?",
         ),
         ({"decode": {"engine": {"qqq": 1}}}, "decode.engine.qqq: vLLM has no such argument"),
-        ({"prefill": {"engine": {"tensor_parallel_size": 2}}}, "prefill.engine.tensor_parallel_size: not here"),
-        ({"engine": {"kv_transfer_config": {}}}, "engine.kv_transfer_config: not here; set `transfer`"),
+        (
+            {"prefill": {"engine": {"tensor_parallel_size": 2}}},
+            "prefill.engine.tensor_parallel_size: cannot be set here",
+        ),
+        ({"engine": {"kv_transfer_config": {}}}, "engine.kv_transfer_config: cannot be set here; set `transfer`"),
         (
             {"decode": {"engine": {"data_parallel_size": 2}}},
-            "decode.engine.data_parallel_size: not here; set `replicas`",
+            "decode.engine.data_parallel_size: cannot be set here; set `replicas`",
         ),
         ({"decode": {"frontend": {"tool_parser": "x"}}}, "decode.frontend.tool_parser: vLLM has no such argument"),
         ({"decode": {"label_selector": {"tandem/role": "a b"}}}, "decode.label_selector: .*Invalid label selector"),
