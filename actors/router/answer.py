@@ -26,7 +26,7 @@ class Answer:
     """Decode's answer, whose first bytes have arrived: the handover is complete."""
 
     def __init__(self, attempts: Dispatcher, attempt: Attempt, metrics: RouterMetrics) -> None:
-        self.start = attempt.opened.start
+        self.start = attempt.start
         self.local_reason = attempt.local_reason
         self.first_byte_s = attempts.timing.age_s
         self._attempts = attempts
@@ -85,13 +85,13 @@ class Answer:
         replay_log: list[TokenGroup] = []
         comments = b""
         ready = b""
-        while self._attempt.opened.start.streams:
+        while self._attempt.start.streams:
             known = len(replay_log)
             released = False
             try:
-                items = deque(self._attempt.opened.items)
+                items = deque(self._attempt.items)
                 while (item := items.popleft() if items else await self._next()) is not None:
-                    self._attempt.feedback.passed_on(item)
+                    self._attempt.passed_on(item)
                     if isinstance(item, StreamChunk):
                         # The engine that took over first repeats the replay log.
                         repeated = min(known, len(item.groups))
@@ -127,7 +127,7 @@ class Answer:
             if stream.done:
                 return
             await self._resume(error, stream, replay_log)
-        yield b"".join(_bytes_of(item) for item in self._attempt.opened.items)
+        yield b"".join(_bytes_of(item) for item in self._attempt.items)
 
     async def close(self) -> None:
         """End the calls of the request that still run."""
@@ -147,7 +147,7 @@ class Answer:
             self._attempts.decode_failed(error)
             await self._attempt.close()
             self._attempt = await self._attempts.open(tuple(replay_log))
-            start = self._attempt.opened.start
+            start = self._attempt.start
             if stream.sent == 0:
                 self._first = self._attempt
                 self.start, self.local_reason = start, self._attempt.local_reason

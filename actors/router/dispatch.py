@@ -2,6 +2,7 @@
 answer."""
 
 import asyncio
+import json
 import logging
 import time
 import uuid
@@ -9,18 +10,21 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Self
 
 from actors.engine_pool.engines import EnginePool, Slot
 from actors.errors import DeadlineError, OverloadedError, RefusedError, UnavailableError
 from actors.policy.decision import NO_PREFILL, PREFILL_FAILED, Decision
-from actors.request import Call, ProducerAddress, ReplayLog
+from actors.policy.inflight import InflightRequest
+from actors.policy.planner import Planner
+from actors.policy.prompts import Prompt
+from actors.request import Call, ProducerAddress, ReplayLog, ResponseStart, StreamChunk
 from actors.router.client_request import ClientRequest, RequestTimer
-from actors.router.leg import Leg, Opened, choose, deadline
+from actors.router.leg import Leg, Response, choose, deadline
 from actors.router.prefill_leg import PrefillLeg
 from actors.router.raw_json import write
 from actors.router.request_shaping import decode_leg, prefill_leg, why_local
-from actors.router.routing_feedback import AttemptFeedback, RoutingFeedback
+from actors.router.routing_feedback import RoutingFeedback
 from actors.telemetry.latency_breakdown import RequestTimestamps
 from actors.telemetry.recent_requests import Pair
 from actors.telemetry.router_metrics import RouterMetrics
@@ -41,24 +45,83 @@ class Fleet:
     discard: Callable[[str], Awaitable[None]]
 
 
-@dataclass(frozen=True)
 class Attempt:
-    """A decode call that has started to answer; `close` ends it and its prefill leg."""
+    """One attempt at a request: both legs, or decode alone.
 
-    opened: Opened
+    Leaving its context ends its calls unless decode has started to answer; then `close` does. The
+    attempt counts from the decision, before slots are taken: concurrent requests must see each
+    other.
+    """
+
+    start: ResponseStart
+    items: list[StreamChunk | bytes]
     decode: Leg
-    decision: Decision
-    feedback: AttemptFeedback
-    legs: AsyncExitStack
-    prefill: PrefillLeg | None
-    began_at: float
-    slots_at: float
-    """Times at which the attempt began and at which it had slots for its legs."""
     pair: Pair
+
+    def __init__(self, planner: Planner, prompt: Prompt, decision: Decision) -> None:
+        self.decision = decision
+        self.prefill: PrefillLeg | None = None
+        self.began_at = self.slots_at = time.monotonic()
+        """Times at which the attempt began and at which it had slots for its legs."""
+        self.legs = AsyncExitStack()
+        self._planner = planner
+        self._prompt = prompt
+        self._inflight: InflightRequest | None = None
+        self._prefilled_at: float | None = None
+        self._is_open = False
+        self._answered = False
+        self._tokens = 0
+        if decision.decode:
+            self.sent(decision.decode[0], next(iter(decision.prefill), None))
+        self.legs.callback(self._end)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if not self._is_open:
+            await self.close()
 
     @property
     def local_reason(self) -> str | None:
+        """Reason of the routing decision if decode served the request alone."""
         return self.decision.reason if self.decision.local else None
+
+    def sent(self, decode: str, prefill: str | None) -> None:
+        """Report the replicas that the legs are sent to."""
+        self.pair = Pair(prefill, decode)
+        if self._inflight is not None:
+            if (self._inflight.decode, self._inflight.prefill) == (decode, prefill):
+                return
+            self._planner.ended(self._inflight, _now(), broken=True)
+        self._inflight = self._planner.begin(self._prompt, decode, prefill, _now())
+
+    def prefilled(self, body: object) -> None:
+        """Report that the prompt is computed (None), or the body of prefill's answer, whose usage
+        has the token count."""
+        if self._prefilled_at is None:
+            self._prefilled_at = _now()
+        if body is not None:
+            self._report_prefilled(_prompt_tokens(body))
+
+    def opened(self, response: Response) -> Self:
+        """Keep the calls: decode has started to answer. Only a stream shows when its first token
+        came."""
+        self.start, self.items = response
+        self._is_open = True
+        if self.start.status < HTTPStatus.BAD_REQUEST:
+            if self.prefill is not None:
+                self.prefill.delivered()
+            self._answered = True
+            self._report_prefilled()
+            if self.start.streams and self._inflight is not None:
+                self._planner.opened(self._inflight, _now())
+        return self
+
+    def passed_on(self, item: object) -> None:
+        """Count the tokens of an item that is passed on to the client."""
+        if isinstance(item, StreamChunk):
+            self._tokens += sum(map(len, item.groups))
 
     def release(self) -> None:
         """Release prefill once decode has answered. Call it after the first bytes are sent: waking
@@ -69,7 +132,18 @@ class Attempt:
             self.prefill.release(answers_soon=had_kv)
 
     async def close(self) -> None:
+        """End the calls that still run."""
         await self.legs.aclose()
+
+    def _end(self) -> None:
+        self._report_prefilled()
+        if self._inflight is not None:
+            self._planner.ended(self._inflight, _now(), self._tokens, broken=not self._answered)
+
+    def _report_prefilled(self, prompt_tokens: int | None = None) -> None:
+        """Report the prompt once, with its token count if that has arrived."""
+        if self._prefilled_at is not None and self._inflight is not None:
+            self._planner.prefilled(self._inflight, self._prefilled_at, prompt_tokens)
 
 
 class Dispatcher:
@@ -126,7 +200,7 @@ class Dispatcher:
             slots_at=attempt.slots_at,
             decode=attempt.decode.timestamps,
             prefill=None if attempt.prefill is None else attempt.prefill.timestamps,
-            streams=attempt.opened.start.streams,
+            streams=attempt.start.streams,
         )
 
     def decode_failed(self, error: UnavailableError) -> None:
@@ -175,13 +249,11 @@ class Dispatcher:
     async def _try_split(self, replay_log: ReplayLog, decision: Decision) -> tuple[Attempt | None, str | None]:
         """Dispatch both legs. Return the attempt, or None and the outcome of the failed prefill
         leg, if there was one."""
-        async with AsyncExitStack() as legs:
-            began_at = self._begin()
-            feedback = self._fleet.feedback.begin(self.request, decision)
-            legs.callback(feedback.ended)
+        async with self._begin(decision) as attempt:
+            legs = attempt.legs
             prefill_legs = await legs.enter_async_context(AsyncExitStack())
             decode_slot, prefill_slot = await self._choose_pair(legs, prefill_legs, decision)
-            slots_at = time.monotonic()
+            attempt.slots_at = time.monotonic()
             if prefill_slot is None:
                 self._local_reason = PREFILL_FAILED if self._failed_prefill else NO_PREFILL
                 return None, None
@@ -190,14 +262,13 @@ class Dispatcher:
             body = self.request.fields
             prefill_call = self._call(prefill_leg(self.request.endpoint, body, transfer_id))
             decode_call = self._call(decode_leg(body, transfer_id, producer), replay_log)
-            decode: Leg | None = None
             if decode_slot.maybe_full:
                 # Do not compute a prompt for an engine that refuses the call: that would delay
                 # others repeatedly.
-                decode = self._dispatch_decode(legs, decode_slot, decode_call)
-                await decode.taken(self.limits.silence_timeout_s)
-            feedback.sent(decode_slot.replica_id, prefill_slot.replica_id)
-            prefill = PrefillLeg(
+                attempt.decode = self._dispatch_decode(legs, decode_slot, decode_call)
+                await attempt.decode.taken(self.limits.silence_timeout_s)
+            attempt.sent(decode_slot.replica_id, prefill_slot.replica_id)
+            attempt.prefill = prefill = PrefillLeg(
                 Leg(
                     "prefill",
                     self._fleet.prefill.dispatch(prefill_slot, prefill_call, transfer_id, self.timing.left_s),
@@ -206,18 +277,18 @@ class Dispatcher:
                 self.limits.prefill_timeout_s,
                 self._fleet.metrics,
                 self._fleet.discard,
-                feedback.prefilled,
+                attempt.prefilled,
                 prefill_legs.pop_all(),
             )
             legs.push_async_callback(prefill.close)
-            if decode is None:
-                decode = self._dispatch_decode(legs, decode_slot, decode_call)
-            opening = asyncio.create_task(decode.open(to_first_token=True), name=f"decode-opens-{transfer_id}")
+            if not decode_slot.maybe_full:
+                attempt.decode = self._dispatch_decode(legs, decode_slot, decode_call)
+            opening = asyncio.create_task(attempt.decode.open(to_first_token=True), name=f"decode-opens-{transfer_id}")
             legs.push_async_callback(_end, opening)
             first: set[asyncio.Future[Any]] = {opening, prefill.broken, prefill.answered}
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             # Prefill has answered, so decode has its KV: it may be slow, but not silent.
-            if not await self._decode_is_alive(decode, {opening, prefill.broken}):
+            if not await self._decode_is_alive(attempt.decode, {opening, prefill.broken}):
                 silence_s = self.limits.silence_timeout_s
                 logger.warning("decode sent nothing for %g s after the prompt was computed", silence_s)
                 self._failed_prefill.add(prefill_slot.replica_id)
@@ -230,30 +301,17 @@ class Dispatcher:
                 if broken not in ("refused", "rejected"):
                     self._fleet.feedback.failed(prefill_slot.replica_id)
                 return None, broken
-            opened = await opening
-            if opened.start.status < HTTPStatus.BAD_REQUEST:
-                prefill.delivered()
-                feedback.opened(opened.start.streams)
-            pair = Pair(prefill_slot.replica_id, decode_slot.replica_id)
-            timed = (prefill, began_at, slots_at, pair)
-            return Attempt(opened, decode, decision, feedback, legs.pop_all(), *timed), None
+            return attempt.opened(await opening), None
 
     async def _serve_alone(self, replay_log: ReplayLog, decision: Decision) -> Attempt:
         """Send the request as the client wrote it to a decode replica."""
-        async with AsyncExitStack() as legs:
-            began_at = self._begin()
-            feedback = self._fleet.feedback.begin(self.request, decision)
-            legs.callback(feedback.ended)
-            slot = await self._choose_decode(legs, decision)
-            slots_at = time.monotonic()
-            feedback.sent(slot.replica_id, None)
+        async with self._begin(decision) as attempt:
+            slot = await self._choose_decode(attempt.legs, decision)
+            attempt.slots_at = time.monotonic()
+            attempt.sent(slot.replica_id, None)
             call = Call("POST", self.request.endpoint, self.request.headers, self.request.raw, replay_log)
-            decode = self._dispatch_decode(legs, slot, call)
-            opened = await decode.open(self.limits.silence_timeout_s)
-            if opened.start.status < HTTPStatus.BAD_REQUEST:
-                feedback.opened(opened.start.streams)
-            timed = (None, began_at, slots_at, Pair(None, slot.replica_id))
-            return Attempt(opened, decode, decision, feedback, legs.pop_all(), *timed)
+            attempt.decode = self._dispatch_decode(attempt.legs, slot, call)
+            return attempt.opened(await attempt.decode.open(self.limits.silence_timeout_s))
 
     def _dispatch_decode(self, legs: AsyncExitStack, slot: Slot, call: Call) -> Leg:
         """Open the call to decode; it ends when `legs` unwinds."""
@@ -261,12 +319,11 @@ class Dispatcher:
         legs.callback(decode.close)
         return decode
 
-    def _begin(self) -> float:
-        """Return the time at which an attempt begins."""
-        now = time.monotonic()
+    def _begin(self, decision: Decision) -> Attempt:
+        attempt = Attempt(self._fleet.feedback.planner, self.request.prompt, decision)
         if self._began_at is None:
-            self._began_at = now
-        return now
+            self._began_at = attempt.began_at
+        return attempt
 
     async def _decode_is_alive(self, decode: Leg, waited_for: set[asyncio.Future[Any]]) -> bool:
         """Wait for the first of these; False when decode sends nothing for `silence_timeout_s`."""
@@ -332,3 +389,18 @@ async def _end(task: asyncio.Task[Any]) -> None:
     await asyncio.wait({task})
     if not task.cancelled():
         task.exception()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _prompt_tokens(answer: object) -> int | None:
+    """Return the prompt's token count from a completion's usage, or None."""
+    if not isinstance(answer, bytes):
+        return None
+    try:
+        tokens = json.loads(answer)["usage"]["prompt_tokens"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return tokens if type(tokens) is int and tokens > 0 else None

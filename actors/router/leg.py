@@ -5,7 +5,6 @@ import time
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -42,6 +41,10 @@ class deadline:
             raise DeadlineError(f"{self._what} took longer than {self._seconds:g} s") from None
 
 
+Response = tuple[ResponseStart, list[StreamChunk | bytes]]
+"""A response whose body has started, and its items: the first one of a stream, else all."""
+
+
 class Items(Protocol):
     """A running call (`EngineCall` in `engine_pool/engines.py`)."""
 
@@ -56,14 +59,6 @@ class Items(Protocol):
     async def __anext__(self) -> Any: ...
 
     def cancel(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A response whose body has started: the first item of a stream, else all items."""
-
-    start: ResponseStart
-    items: list[StreamChunk | bytes]
 
 
 class Leg:
@@ -97,7 +92,7 @@ class Leg:
                 self._taken = False
                 raise
 
-    async def open(self, silence_s: float | None = None, to_first_token: bool = False) -> Opened:
+    async def open(self, silence_s: float | None = None, to_first_token: bool = False) -> Response:
         """Wait for the first bytes of a stream, or for the whole body of another response.
 
         Some streams start with events that do not show that the engine has the prompt: with
@@ -110,7 +105,7 @@ class Leg:
             if start.streams and (isinstance(item, StreamChunk) or not to_first_token):
                 break
         self._answered(items[-1].timings if items and isinstance(items[-1], StreamChunk) else None)
-        return Opened(start, items)
+        return start, items
 
     @property
     def timestamps(self) -> LegTimestamps:
