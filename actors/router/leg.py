@@ -2,10 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AsyncExitStack, suppress
-from types import TracebackType
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, Protocol
 
 from actors.engine_pool.engines import EnginePool, Slot
@@ -19,26 +18,14 @@ ACCEPT_S = 5.0
 milliseconds."""
 
 
-class deadline:
+@asynccontextmanager
+async def deadline(seconds: float, what: str) -> AsyncGenerator[None, None]:
     """Raise DeadlineError when the block takes longer than `seconds`."""
-
-    def __init__(self, seconds: float, what: str) -> None:
-        self._seconds = seconds
-        self._what = what
-
-    async def __aenter__(self) -> None:
-        self._timeout = asyncio.timeout(self._seconds)
-        await self._timeout.__aenter__()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            await self._timeout.__aexit__(kind, error, trace)
-            if isinstance(error, TimeoutError):
-                raise error
-        except TimeoutError:
-            raise DeadlineError(f"{self._what} took longer than {self._seconds:g} s") from None
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise DeadlineError(f"{what} took longer than {seconds:g} s") from None
 
 
 Response = tuple[ResponseStart, list[StreamChunk | bytes]]
