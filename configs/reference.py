@@ -5,6 +5,7 @@ A test compares the committed page with what this prints.
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 from pydantic import BaseModel
@@ -26,37 +27,44 @@ _INTRODUCTION = """# Configuration reference
 
 <!-- Written by `python -m configs.reference`; do not edit by hand. -->
 
-A configuration is a Ray Serve config file; these are the keys of `args` under Tandem's application. Unknown keys
-and values out of range stop the start with a message that names them. Times are seconds (`_s`), sizes bytes (`_bytes`)
-or GiB (`_gib`). The files in `configs/` are complete examples.
+A configuration is a Ray Serve config file. These are the keys of `args` under Tandem's application.
+Unknown keys and values out of range stop the start with a message that names them. Times are in
+seconds (`_s`), sizes in bytes (`_bytes`) or GiB (`_gib`). The files in `configs/` are complete
+examples.
 """
 
 _SECTIONS: tuple[tuple[str, type[BaseModel], str], ...] = (
     ("The service", ServiceSettings, "`args:`"),
-    ("`prefill` and `decode`", RoleSettings, "One set for each role. `engine` here overrides `engine` of the service."),
-    ("`transfer`", TransferSettings, "How engines find each other, and the deadlines of a transfer."),
+    (
+        "`prefill` and `decode`",
+        RoleSettings,
+        "One set of keys per role. `engine` here overrides `engine` of the service.",
+    ),
+    (
+        "`transfer`",
+        TransferSettings,
+        "The KV connector: how engines reach each other, and the deadlines of a transfer ([protocol](protocol.md)).",
+    ),
     (
         "`router`",
         RouterSettings,
-        "All but `replicas`, `num_cpus`, `label_selector`, `placement` and `otlp_traces_endpoint` can be changed while "
-        "the service runs, through Serve's `user_config` of the `Router` deployment.",
+        "The keys from `request_timeout_s` on change at run time through Serve's `user_config` of the `Router` "
+        "deployment; a change of the others replaces the routers.",
     ),
     (
         "`router.routing`",
         RoutingSettings,
-        "Decode alone or a pair, and which; changed live like the router's deadlines. How it is decided: "
-        "[routing.md](routing.md).",
+        "Which engines serve a request ([routing](routing.md)). These keys change at run time too.",
     ),
     ("`auth`", AuthSettings, "API keys."),
     ("`cpu`", CpuSettings, "For roles without `num_gpus`."),
     (
         "`autoscaling_policy`",
         ScalingSettings,
-        "Not in `args` but beside it, where Serve looks for the policy of an application: `autoscaling_policy: "
-        "{policy_function: actors.autoscaling.policy:ScaleTogether, policy_kwargs: {...}}`, and these are its "
-        "`policy_kwargs`. Bounds and delays are those of each role's `replicas` (`min_replicas`, `max_replicas`, "
-        "`look_back_period_s`, `upscale_delay_s`, `downscale_delay_s`). Without the policy, `replicas` is fixed, or "
-        "Serve's own policy scales each role for itself. [Scaling](scaling.md) compares the two.",
+        "A key beside `args`: `autoscaling_policy: {policy_function: actors.autoscaling.policy:ScaleTogether, "
+        "policy_kwargs: {...}}`. The table lists its `policy_kwargs`. Bounds and delays are those of each role's "
+        "`replicas` (`min_replicas`, `max_replicas`, `look_back_period_s`, `upscale_delay_s`, `downscale_delay_s`). "
+        "Without this policy, each role is fixed or scaled separately ([scaling](scaling.md)).",
     ),
 )
 
@@ -65,7 +73,8 @@ def reference() -> str:
     """The page, as Markdown."""
     parts = [_INTRODUCTION]
     for title, model, text in _SECTIONS:
-        parts.append(f"## {title}\n\n{text}\n\n| key | default | meaning |\n|---|---|---|")
+        wrapped = textwrap.fill(text, 100, break_on_hyphens=False)
+        parts.append(f"## {title}\n\n{wrapped}\n\n| key | default | meaning |\n|---|---|---|")
         parts.append("\n".join(_row(name, field) for name, field in _fields(model).items()) + "\n")
     return "\n".join(parts)
 

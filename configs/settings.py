@@ -57,12 +57,12 @@ class PlacementSettings(Frozen):
     """Which Ray nodes (on Kubernetes: pods) may hold a deployment's replicas."""
 
     label_selector: dict[str, str] = Field(
-        default_factory=dict, description="labels that a Ray node must have, such as `tandem/role: prefill`"
+        default_factory=dict, description="labels that a Ray node must have, for example `tandem/role: prefill`"
     )
     placement: Literal["any", "apart"] = Field(
         "any",
-        description="any: wherever there is room, spread over Ray nodes, or packed where Serve's controller has "
-        "RAY_SERVE_USE_PACK_SCHEDULING_STRATEGY=1; apart: at most one replica of this deployment on a node",
+        description="any: spread over Ray nodes, or packed if Serve's controller has "
+        "RAY_SERVE_USE_PACK_SCHEDULING_STRATEGY=1; apart: at most one replica of this deployment per node",
     )
 
     @property
@@ -89,61 +89,64 @@ class TransferSettings(Frozen):
     """The KV connector's settings: its `kv_connector_extra_config`, under the connector's own names."""
 
     side_channel_host: str | None = Field(
-        None, description="interface where prefill engines answer peers; unset: the address of the node"
+        None, description="interface of the side channel; unset: the address of the node"
     )
-    side_channel_port: int = Field(0, ge=0, le=65535, description="0: any free port")
-    advertise_host: str = Field("", description="how peers reach side_channel_host, where that is 0.0.0.0")
+    side_channel_port: int = Field(0, ge=0, le=65535, description="port of the side channel; 0: any free port")
+    advertise_host: str = Field(
+        "", description="address under which peers reach the side channel, if side_channel_host is 0.0.0.0"
+    )
     secret: SecretStr | None = Field(
         None,
         min_length=MIN_SECRET_CHARACTERS,
-        description="what all engines that exchange KV know and nobody else, at least 16 characters; better set in "
-        f"the environment variable `{PEER_SECRET_VARIABLE}`, as Ray Serve logs `args`; unset: one of the Ray cluster's "
-        "own",
+        description="secret of all engines that exchange KV, at least 16 characters; prefer the environment variable "
+        f"`{PEER_SECRET_VARIABLE}`, because Ray Serve logs `args`; unset: generated for the Ray cluster",
     )
-    backends: list[str] = Field(["UCX"], min_length=1, description="NIXL back ends")
+    backends: list[str] = Field(["UCX"], min_length=1, description="NIXL backends")
     devices: list[str] = Field(
         [],
-        description="network devices that UCX may use and listen on, in its words (`mlx5_0:1`, `eth0`); none given: "
-        "all where the node has RDMA devices, else the interface that has side_channel_host as its address",
+        description="network devices that UCX may use and listen on, by UCX's names (`mlx5_0:1`, `eth0`); empty: all "
+        "if the node has RDMA devices, else the interface with the address side_channel_host",
     )
     integrity: Literal["auto", "full", "off"] = Field(
         "auto",
-        description="full: decode compares digests of all KV that it fetches before it runs the request; off; "
-        "auto: full where both KV caches lie in host memory, off elsewhere",
+        description="full: decode compares digests of all bytes moved before it runs the request; off: no digests; "
+        "auto: full if both KV caches are in host memory, else off",
     )
     streaming: Literal["auto", "chunk", "layer"] = Field(
         "auto",
-        description="chunk: KV leaves when a chunk of the prompt is computed; layer: that of the last chunk layer by "
-        "layer; auto: whichever of the two has cost less so far",
+        description="chunk: KV leaves after each chunk of the prompt; layer: the last chunk also leaves layer by "
+        "layer; auto: the cheaper of the two, as measured",
     )
-    trace_path: str = Field("", description="append a JSON line per transfer event to this file")
-    handshake_s: Seconds = Field(30.0, description="first contact between two engines")
-    progress_s: Seconds = Field(30.0, description="longest wait without hearing anything of a transfer")
+    trace_path: str = Field("", description="file to which each transfer event is appended as a JSON line; empty: none")
+    handshake_s: Seconds = Field(30.0, description="deadline of first contact between two engines")
+    progress_s: Seconds = Field(30.0, description="longest silence of a transfer before the consumer cancels it")
     cancel_s: Seconds = Field(
         5.0,
-        description="between two Cancels that the producer has not answered; after the first, the request is computed "
-        "in other blocks, and its own are in quarantine",
+        description="wait for the answer to a cancellation; then the request is computed in other blocks, its own are"
+        " in quarantine, and the cancellation is repeated",
     )
-    lease_s: Seconds = Field(60.0, description="how long finished blocks wait for a decode engine to ask")
-    alive_s: Seconds = Field(5.0, description="how often a producer that waits its turn says so")
+    lease_s: Seconds = Field(60.0, description="time for which prefill holds finished blocks for an offer of decode")
+    alive_s: Seconds = Field(
+        5.0, description="interval of the heartbeat of a queued or computing transfer; at most half of progress_s"
+    )
     step_s: Seconds = Field(
         300.0,
-        description="a prefill engine that has work and ends no step for so long no longer says that it is alive, and "
-        "decode computes what it waits for; not less than `VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS` (300), after which vLLM "
-        "itself ends an engine: a first step that compiles, or a long chunk, must not cost a transfer",
+        description="time without a finished step after which a prefill engine with work stops its heartbeat, so that "
+        "decode computes the prompt; set it no lower than `VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS` (300), after which vLLM "
+        "ends an engine",
     )
     fence_s: Seconds = Field(
-        2.0, description="a preempted prefill waits for writes in flight until this long after they were posted"
+        2.0, description="time that writes in flight of a preempted prefill request get to finish, in host memory"
     )
     forget_s: float = Field(
         3600.0,
         ge=1800.0,
         allow_inf_nan=False,
-        description="how long prefill remembers a decode worker that says nothing, and keeps its connection; decode "
-        "half as long a prefill engine that it does not use",
+        description="silence after which prefill forgets a decode worker and closes its connection; decode forgets an "
+        "unused prefill engine after half of it",
     )
     node_lost_s: Seconds = Field(
-        300.0, description="from Ray's word that a prefill engine's node is dead until its process is taken for ended"
+        300.0, description="grace period after Ray marks a node dead before its engines' writes are presumed stopped"
     )
 
     @model_validator(mode="after")
@@ -177,101 +180,101 @@ class RoutingSettings(Frozen):
 
     policy: Literal["cost", "least_load", "round_robin", "always_remote", "never_remote"] = Field(
         "cost",
-        description="cost: wherever the estimated costs are least, decode alone or one of the pairs; always_remote, "
-        "never_remote: the same with one of the two ruled out; least_load, round_robin: always a pair where there is "
-        "one, each role by itself",
+        description="cost: the cheapest of decode alone and all pairs; always_remote: the cheapest pair; never_remote: "
+        "the cheapest decode replica; least_load, round_robin: a pair if there is one, each role separately",
     )
     local_below_tokens: int = Field(
-        32, ge=0, description="policy cost: a prompt with fewer uncached tokens is decode's without further thought"
+        32, ge=0, description="policy cost: decode computes prompts with fewer uncached tokens"
     )
     decode_weight: float = Field(
         1.0,
         ge=0,
         allow_inf_nan=False,
-        description="what a second of this answer's decoding counts, where one to its first token counts 1",
+        description="weight of a second of decoding, relative to a second before the first token",
     )
     interference_weight: float = Field(
         1.0,
         ge=0,
         allow_inf_nan=False,
-        description="what a second counts by which this request holds up another's stream",
+        description="weight of a second by which this request delays other streams",
     )
     session_header: str = Field(
         "x-session-id",
         pattern="^[a-z0-9-]+$",
-        description="requests with the same value of this header go to the same decode replica while it can take them",
+        description="requests with the same value of this header go to the same decode replica while it has a slot",
     )
     prefix_tokens_per_engine: int = Field(
-        1_000_000, ge=0, description="prompt tokens that the router takes an engine to keep cached; 0: none"
+        1_000_000, ge=0, description="prompt tokens that the router assumes to be cached per engine; 0: none"
     )
-    fades_s: Seconds = Field(600.0, description="time in which what has been measured loses most of its weight")
-    assumed_prefill_overhead_s: Seconds = Field(0.02, description="before anything is measured: a prefill of no tokens")
-    assumed_prefill_tokens_per_s: Positive = Field(10_000.0, description="the same: uncached prompt tokens")
-    assumed_handover_s: Seconds = Field(
-        0.02, description="the same: from computed KV to decode's first token, no tokens moved"
+    fades_s: Seconds = Field(600.0, description="time in which a measurement loses most of its weight")
+    assumed_prefill_overhead_s: Seconds = Field(
+        0.02, description="assumed until measured: duration of a prefill without tokens"
     )
+    assumed_prefill_tokens_per_s: Positive = Field(
+        10_000.0, description="assumed until measured: rate of uncached prompt tokens"
+    )
+    assumed_handover_s: Seconds = Field(0.02, description="assumed until measured: handover without tokens to move")
     assumed_transfer_tokens_per_s: Positive = Field(
-        200_000.0, description="the same: tokens' KV moved after the prompt was computed"
+        200_000.0, description="assumed until measured: rate at which tokens' KV moves after the prompt was computed"
     )
-    assumed_step_s: Seconds = Field(0.02, description="the same: one decode step")
-    assumed_bytes_per_token: Positive = Field(4.0, description="the same: bytes of text")
-    assumed_answer_tokens: int = Field(128, ge=1, description="the same: tokens of an answer")
+    assumed_step_s: Seconds = Field(0.02, description="assumed until measured: duration of a decode step")
+    assumed_bytes_per_token: Positive = Field(4.0, description="assumed until measured: bytes of text per token")
+    assumed_answer_tokens: int = Field(128, ge=1, description="assumed until measured: tokens of an answer")
 
 
 class RouterLimits(Frozen):
     """The router's deadlines and limits; Serve's `user_config` changes them while it runs."""
 
-    request_timeout_s: Seconds = Field(600.0, description="from a request's arrival to its last byte")
-    body_timeout_s: Seconds = Field(30.0, description="from a request's arrival to the end of its body")
-    prefill_timeout_s: Seconds = Field(120.0, description="from a prefill leg's start to its answer")
-    replica_timeout_s: Seconds = Field(10.0, description="wait for a decode replica with a free place")
-    prefill_wait_s: Seconds = Field(1.0, description="the same for prefill; then decode serves alone")
-    attempts: int = Field(
-        3, ge=1, description="replicas of each role that a request may try when one after the other breaks"
+    request_timeout_s: Seconds = Field(600.0, description="deadline from a request's arrival to its last byte")
+    body_timeout_s: Seconds = Field(30.0, description="deadline from a request's arrival to the end of its body")
+    prefill_timeout_s: Seconds = Field(120.0, description="deadline from a prefill leg's start to its answer")
+    replica_timeout_s: Seconds = Field(10.0, description="longest wait for a slot on a decode replica")
+    prefill_wait_s: Seconds = Field(
+        1.0, description="longest wait for a slot on a prefill replica; then decode serves the request alone"
     )
+    attempts: int = Field(3, ge=1, description="replicas of each role that a request may try when they fail")
     silence_timeout_s: Seconds = Field(
         60.0,
         ge=3 * BEAT_S,
-        description="longest time without a sign of life of a decode engine that has a request; then another goes on. "
-        f"Engines give one every {BEAT_S:g} s, between two steps, also for requests that wait in their queue",
+        description="longest silence of a decode engine with an open request; then another engine takes over. Engines "
+        f"send a heartbeat every {BEAT_S:g} s, between two steps, also for queued requests",
     )
-    health_timeout_s: Seconds = Field(5.0, description="wait for the engines' answers to /health")
-    metrics_timeout_s: Seconds = Field(5.0, description="wait for the engines' answers to /metrics")
-    retry_after_s: int = Field(1, ge=1, description="Retry-After of refusals under overload")
-    max_ongoing_requests: int = Field(256, ge=1, description="requests in one router replica; more get 429")
-    max_body_bytes: int = Field(8 * 2**20, ge=1, description="largest request body")
-    max_prompts: int = Field(128, ge=1, description="prompts in one request, each counted `n` times")
+    health_timeout_s: Seconds = Field(5.0, description="longest wait for the engines' answers to /health")
+    metrics_timeout_s: Seconds = Field(5.0, description="longest wait for the engines' answers to /metrics")
+    retry_after_s: int = Field(1, ge=1, description="`Retry-After` of 429 and 503 responses, in seconds")
+    max_ongoing_requests: int = Field(256, ge=1, description="requests in one router replica; further ones get 429")
+    max_body_bytes: int = Field(8 * 2**20, ge=1, description="largest request body; larger ones get 413")
+    max_prompts: int = Field(128, ge=1, description="largest number of prompts times `n` in one request")
     max_ongoing_requests_per_key: int = Field(
-        256, ge=1, description="requests of one API key in one router replica; more get 429"
+        256, ge=1, description="requests of one API key in one router replica; further ones get 429"
     )
-    routing: RoutingSettings = Field(RoutingSettings(), description="where a request goes")
+    routing: RoutingSettings = Field(RoutingSettings(), description="routing policy")
 
 
 class RouterSettings(RouterLimits, PlacementSettings):
     """The Router deployment."""
 
-    replicas: int = Field(1, ge=1, description="how many routers")
+    replicas: int = Field(1, ge=1, description="number of router replicas")
     http_port: int | None = Field(
         None,
         ge=1,
         le=65535,
-        description="where each router answers clients itself, on its node; routers on one node share it. Unset: only "
-        "Ray Serve's proxy answers (`http_options`), which adds more than ten milliseconds to a request and one or "
-        "more to a token (docs/router-cost.md)",
+        description="port on which each router answers clients; routers on one node share it. Unset: only Ray Serve's "
+        "proxy answers (`http_options`), which is slower (docs/router-cost.md)",
     )
     leave_s: Seconds = Field(
         1.0,
-        description="how long a router that is to end goes on answering there, tells its clients to come back over new "
-        "connections, and load balancers (`/tandem/service`: 503) that they lead elsewhere; give these time to notice",
+        description="time for which a stopping router still accepts connections on `http_port`, asks clients to "
+        "reconnect, and returns 503 on `/tandem/service`; longer than a load balancer's check interval",
     )
-    http_host: str = Field("127.0.0.1", description="the interface of `http_port`; `0.0.0.0`: all of the node's")
-    num_cpus: float = Field(0.1, ge=0, description="what the actor asks of Ray")
+    http_host: str = Field("127.0.0.1", description="interface of `http_port`; `0.0.0.0`: all interfaces of the node")
+    num_cpus: float = Field(0.1, ge=0, description="CPUs that the actor requests of Ray")
     resources: dict[str, float] = Field(default_factory=dict, description="custom Ray resources")
-    drain_s: Seconds = Field(30.0, description="how long a stopping router may finish its requests")
+    drain_s: Seconds = Field(30.0, description="time for which a stopping router may finish its requests")
     otlp_traces_endpoint: str | None = Field(
         None,
-        description="where OpenTelemetry spans are sent (OTLP over HTTP), such as `http://collector:4318/v1/traces`; "
-        "unset: none are made. The engine argument of the same name is vLLM's, for the engines' own spans",
+        description="OTLP/HTTP endpoint of the router's spans, for example `http://collector:4318/v1/traces`; unset: "
+        "no spans. The engine argument of the same name is vLLM's, for the engines' own spans",
     )
 
     def limits(self) -> RouterLimits:
@@ -283,8 +286,8 @@ class AuthSettings(Frozen):
 
     api_keys: tuple[SecretStr, ...] = Field(
         (),
-        description="send one of these as `Authorization: Bearer KEY`, but for /, /health and /metrics; better "
-        f"set in the environment variable `{API_KEYS_VARIABLE}`, separated by commas; none: everybody may use it",
+        description="accepted keys (`Authorization: Bearer KEY`); prefer the environment variable "
+        f"`{API_KEYS_VARIABLE}`, separated by commas; none: no authentication. /, /health and /metrics need no key",
     )
 
     @field_validator("api_keys")
@@ -303,9 +306,7 @@ class AuthSettings(Frozen):
         except ValueError as error:
             raise SettingsError(f"{API_KEYS_VARIABLE}: {error}") from None
         if listed and not found:
-            raise SettingsError(
-                f"{API_KEYS_VARIABLE}: is set, but contains no key; unset it to allow requests without one"
-            )
+            raise SettingsError(f"{API_KEYS_VARIABLE}: is set, but holds no key; unset it to let everybody in")
         return (*self.api_keys, *map(SecretStr, found))
 
 
@@ -327,30 +328,40 @@ class RoleSettings(PlacementSettings):
     """The Prefill or the Decode deployment."""
 
     replicas: int | dict[str, Any] = Field(
-        1, description="a count, or Serve's autoscaling_config (below: one policy for both roles)"
+        1,
+        description="a number, or Serve's `autoscaling_config`; `autoscaling_policy` (below) scales both roles "
+        "together",
     )
-    tensor_parallel_size: int = Field(1, ge=1, description="ranks of one engine; the roles may differ")
+    tensor_parallel_size: int = Field(1, ge=1, description="number of ranks of one engine; the roles may differ")
     executor: Literal["mp", "ray"] = Field(
         "mp",
-        description="mp: ranks are processes of the actor, on one node; ray: Ray actors with a GPU each, on as few "
-        "nodes as have room, for engines larger than a node",
+        description="mp: ranks are processes of the actor, on one node; ray: ranks are Ray actors with one GPU each, "
+        "on as few nodes as have room, for engines larger than a node",
     )
     engine: dict[str, Any] = Field(default_factory=dict, description="vLLM engine arguments of this role")
     frontend: dict[str, Any] = Field(
-        default_factory=dict, description="arguments of vLLM's OpenAI layer, such as tool_call_parser"
+        default_factory=dict,
+        description="arguments of vLLM's OpenAI layer, for example tool_call_parser; set them on both roles",
     )
-    num_cpus: float = Field(0.5, ge=0, description="what the actor asks of Ray")
-    num_gpus: float = Field(0, ge=0, description="what the actor asks of Ray; 0 runs on the CPU")
+    num_cpus: float = Field(0.5, ge=0, description="CPUs that the actor requests of Ray")
+    num_gpus: float = Field(0, ge=0, description="GPUs that the actor requests of Ray; 0: run on the CPU")
     resources: dict[str, float] = Field(default_factory=dict, description="custom Ray resources")
-    environment: dict[str, str] = Field(default_factory=dict, description="environment of the actor and its engine")
-    max_ongoing_requests: int = Field(64, ge=1, description="requests in one replica")
-    max_queued_requests: int = Field(128, ge=0, description="requests that wait in a router for a replica")
-    rpc_host: str | None = Field(
-        None, description="interface where an engine answers routers; unset: the address of the node"
+    environment: dict[str, str] = Field(
+        default_factory=dict, description="environment variables of the actor and its engine"
     )
-    rpc_port: int = Field(0, ge=0, le=65535, description="the same: its port; 0: any free port")
-    start_attempts: int = Field(3, ge=1, description="failed starts after which the service gives up")
-    drain_s: Seconds = Field(30.0, description="how long a stopping replica may finish its requests")
+    max_ongoing_requests: int = Field(64, ge=1, description="slots of one replica")
+    max_queued_requests: int = Field(
+        128,
+        ge=0,
+        description="requests that may wait in one router for a slot of this role; further ones get 429 (decode) or "
+        "are served by decode alone (prefill)",
+    )
+    rpc_host: str | None = Field(
+        None, description="interface of an engine's RPC server, which routers call; unset: the address of the node"
+    )
+    rpc_port: int = Field(0, ge=0, le=65535, description="port of an engine's RPC server; 0: any free port")
+    start_attempts: int = Field(3, ge=1, description="failed starts after which the deployment fails")
+    drain_s: Seconds = Field(30.0, description="time for which a stopping replica may finish its requests")
 
     @model_validator(mode="after")
     def _ranks_have_gpus_to_themselves(self) -> "RoleSettings":
@@ -381,23 +392,29 @@ class ScalingSettings(Frozen):
     """How the application's autoscaling policy scales both roles: its `policy_kwargs`, not a part of `args`."""
 
     prefill_busy: float = Field(
-        0.7, gt=0, le=1, description="fraction of the time that prefill engines are to compute, at their measured rate"
+        0.7, gt=0, le=1, description="target fraction of time in which prefill engines compute, at their measured rate"
     )
-    catch_up_s: Seconds = Field(10.0, description="time in which the prompt tokens that wait are to be computed, too")
-    kv_use: float = Field(0.7, gt=0, le=1, description="fraction of decode engines' KV cache that is to be in use")
+    catch_up_s: Seconds = Field(10.0, description="time in which queued prompt tokens should be computed")
+    kv_use: float = Field(0.7, gt=0, le=1, description="target fraction of decode engines' KV cache in use")
     tpot_s: Seconds | None = Field(
         None,
-        description="mean time between tokens that decode engines are held to, a little below the objective; unset: "
-        "only their KV cache counts",
+        description="target for the mean time per output token on decode engines, well below the objective; unset: "
+        "only the KV cache counts",
     )
     slack: float = Field(
-        0.15, ge=0, lt=1, description="an engine is given back when the others would suffice for this much more"
+        0.15, ge=0, lt=1, description="an engine is removed if the others would suffice for this much more load"
     )
     fewest_prefill_per_decode: float = Field(
-        0.25, gt=0, allow_inf_nan=False, description="where there are fewer, prefill engines are added"
+        0.25,
+        gt=0,
+        allow_inf_nan=False,
+        description="fewest prefill engines per decode engine; below it prefill engines are added",
     )
     most_prefill_per_decode: float = Field(
-        4.0, gt=0, allow_inf_nan=False, description="where there are more, decode engines are added"
+        4.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="most prefill engines per decode engine; above it decode engines are added",
     )
 
     @model_validator(mode="after")
@@ -410,15 +427,15 @@ class ScalingSettings(Frozen):
 class ServiceSettings(Frozen):
     """Everything `app.main:build` takes."""
 
-    model: str = Field(DEMO_MODEL, min_length=1, description="a path, a hub id, or `demo`")
-    served_model_name: str | None = Field(None, description="the name clients use; unset: `model`, or `tandem-demo`")
+    model: str = Field(DEMO_MODEL, min_length=1, description="a path, a hub id, or `demo` (the embedded model)")
+    served_model_name: str | None = Field(None, description="model name in the API; unset: `model`, or `tandem-demo`")
     engine: dict[str, Any] = Field(default_factory=dict, description="vLLM engine arguments of both roles")
-    prefill: RoleSettings = Field(RoleSettings(), description="the engines that read prompts")
-    decode: RoleSettings = Field(RoleSettings(), description="the engines that write answers")
+    prefill: RoleSettings = Field(RoleSettings(), description="the Prefill deployment")
+    decode: RoleSettings = Field(RoleSettings(), description="the Decode deployment")
     transfer: TransferSettings = Field(TransferSettings(), description="the KV connector")
-    router: RouterSettings = Field(RouterSettings(), description="the HTTP side")
-    auth: AuthSettings = Field(AuthSettings(), description="who may use the HTTP side")
-    cpu: CpuSettings = Field(CpuSettings(), description="engines without a GPU")
+    router: RouterSettings = Field(RouterSettings(), description="the Router deployment")
+    auth: AuthSettings = Field(AuthSettings(), description="API keys")
+    cpu: CpuSettings = Field(CpuSettings(), description="engines without a GPU; ignored by roles with `num_gpus`")
 
     @model_validator(mode="after")
     def _one_engine_to_a_port(self) -> "ServiceSettings":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -54,8 +55,8 @@ def tables(document: dict[str, Any]) -> str:
 def _regrets(document: dict[str, Any]) -> str:
     lines = [
         "### Regret against the oracle\n",
-        "Of the mean time to the last token, which the oracle minimizes, and the seeds' range; then of TTFT and TPOT",
-        "on their own, which may be below zero; last the fixed threshold that does best on this load.\n",
+        "Regret in the mean time to the last token, which the oracle minimizes, with the range over seeds;",
+        "in mean TTFT and TPOT, which may be negative; and that of the best fixed threshold on this load.\n",
         "| load | last token | seeds | TTFT | TPOT | best threshold's last token |",
         "|---|---|---|---|---|---|",
     ]
@@ -74,7 +75,7 @@ def _regrets(document: dict[str, Any]) -> str:
 def _prefixes(document: dict[str, Any]) -> str:
     lines = [
         "### Cached prefixes\n",
-        "Prompt tokens that nobody computed, and mean TTFT. The second row knows costs and loads and no prefixes.\n",
+        "Share of prompt tokens found in a cache, and mean TTFT. `cost, no prefixes` ignores prefixes.\n",
         "| load | policy | cached | TTFT (ms) | over round robin |",
         "|---|---|---|---|---|",
     ]
@@ -91,9 +92,9 @@ def _prefixes(document: dict[str, Any]) -> str:
 
 def _first_tokens(document: dict[str, Any]) -> str:
     lines = [
-        "### First tokens alone\n",
-        "Both weights set to 0, against an oracle that cares for first tokens alone (seed 1).\n",
-        "| load | TTFT (ms) | that oracle's | regret |",
+        "### TTFT alone\n",
+        "Both weights 0, against an oracle that minimizes TTFT (seed 1).\n",
+        "| load | TTFT (ms) | oracle's TTFT (ms) | regret |",
         "|---|---|---|---|",
     ]
     for load in document["loads"]:
@@ -105,7 +106,7 @@ def _first_tokens(document: dict[str, Any]) -> str:
 def _policies(load: dict[str, Any]) -> str:
     lines = [
         f"### {load['name'].capitalize()}\n",
-        f"{load['description']} {load['requests']} requests, {load['fleet']}.\n",
+        textwrap.fill(f"{load['description']} {load['requests']} requests, {load['fleet']}.", 100) + "\n",
         "| policy | TTFT (ms) | p99 | TPOT (ms) | p99 | last token (ms) | cached | remote |",
         "|---|---|---|---|---|---|---|---|",
     ]

@@ -1,6 +1,6 @@
 """Both roles' handles in this process: replicas that are generators, and books of what the router has taken.
 
-The router's side is the real one. `Handle` keeps the contract of `actors.engine_pool.engines.EnginePool`: a slot is held
+The router's side is the real one. `Handle` keeps the contract of `EnginePool`: a slot is held
 while its context is open, a call runs until it ends or is cancelled.
 """
 

@@ -68,14 +68,14 @@ _LOOKS_S = 6.0
 _TANDEM_BOUND_S = _TANDEM["handshake_s"] + 2 * _TANDEM["cancel_s"] + _LOOKS_S + COMPUTING_S
 _NIXL_LEASE_S = 8
 _NIXL_SETTINGS = (
-    f"kv_load_failure_policy fail, as its usage guide's commands have it; kv_lease_duration {_NIXL_LEASE_S} s (default "
-    "30) and so a heartbeat every second, that leases end within the campaign; its workers' pinning to one core "
+    f"kv_load_failure_policy fail, as in its usage guide; kv_lease_duration {_NIXL_LEASE_S} s (default "
+    "30), hence a heartbeat every second, so that leases end within the campaign; its workers' core pinning "
     "undone; everything else at its default"
 )
 
 
 def _nixl(name: str, connector: str, policy: str = "fail", **extra: Any) -> Connector:
-    settings = _NIXL_SETTINGS.replace("policy fail, as its usage guide's commands have it", f"policy {policy}")
+    settings = _NIXL_SETTINGS.replace("policy fail, as in its usage guide", f"policy {policy}")
     return Connector(
         name,
         {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,28 +17,32 @@ from tests.campaigns.faults.presets import PRESETS
 from tests.campaigns.faults.trips import ANSWER_TOKENS
 
 OUTCOMES = ("right", "refused", "cancelled", "wrong", "hang")
-HEAD = """# What {names} {do} under faults
+HEAD = """# {title} under faults
 
-Made by `python -m tests.campaigns.faults.report` from `{source}`; do not edit.
+<!-- Written by `python -m tests.campaigns.faults.report` from `{source}`; do not edit by hand. -->
 
-A seeded campaign (`make faults`) against stock vLLM OpenAI servers on vLLM's **CPU** build: one prefill and one decode
-engine with the same model (`app/demo/model`, which recalls facts of its prompt, so that wrong KV shows as a wrong
-answer) and one connector, no router that hides anything. The campaign's driver sends both legs as a plain sequential
-proxy does, several requests at a time; with Tandem half of the requests go to both engines at once. It tells how a
-connector ends what was under way when something broke. It says nothing about speed, GPUs, or RDMA.
+A seeded campaign injects faults into stock vLLM OpenAI servers on vLLM's **CPU** build: one prefill
+and one decode engine with the same model (`app/demo/model`, which recalls facts of its prompt, so
+wrong KV shows as a wrong answer) and one connector, without a router that hides failures. The
+driver sends both legs as a sequential proxy does, several requests at a time; with Tandem half of
+the requests go to both engines at once.
 
-- **right**: the whole text of a plain engine without any connector, greedy, {tokens} tokens.
-- **refused**: an error, or a stream that breaks off; what was streamed before is right. Requests whose server was
-  killed can end no better here: a router's retries are not under test.
-- **cancelled**: the driver closed the connection, or never sent the decode leg.
-- **wrong**: any text that the plain engine would not have said.
-- **hang**: the decode leg was not over within the bound (which stands still while the decode server is stopped).
-- **engine died**: an engine that the campaign had not killed, or had killed and started again, does not run.
-- **leak**: a block pool (vLLM's gauge, asked after a tiny request) not back at its baseline when leases and deadlines
-  were long over and the dead had been replaced. **late**: back after more than {at_once:g} s.
-- **probe**: two requests through both engines afterwards.
+Command: `make faults`. Machine: two x86-64 cores, no GPU. It shows how a connector ends the work in
+progress when something fails. It does not show speed, GPUs or RDMA.
 
-A promise is *kept* where nothing was wrong, hung, died, leaked, and the probe was right.
+| outcome | means |
+|---|---|
+| right | the complete text of an engine without a connector, greedy, {tokens} tokens |
+| refused | an error, or a stream cut off after correct text; without a router a killed server allows no other |
+| cancelled | the driver closed the connection, or never sent the decode leg |
+| wrong | any text that an engine without a connector would not have produced |
+| hang | the decode leg was not over within the limit, which excludes the time in which the decode server was stopped |
+| engine died | an engine that the campaign had not killed, or had restarted, does not run |
+| leak | a block pool (vLLM's gauge) above its baseline after all leases and deadlines, with dead engines replaced |
+| late | a block pool at its baseline after more than {at_once:g} s |
+| probe | two requests through both engines afterwards |
+
+A promise is *kept* if nothing was wrong, hung, died or leaked, and the probe was right.
 """
 
 
@@ -137,14 +142,13 @@ def page(source: str, results: dict[str, dict[str, Any]], reading: str = "") -> 
     versions = sorted({", ".join(f"{k} {v}" for k, v in case["versions"].items()) for case in cases})
     runs = _by(cases, "connector", "tp", "seed")
     settings = [
-        f"- {name}: {PRESETS[name].settings}. Bound of a decode leg: {PRESETS[name].bound_s:g} s; blocks may be"
+        f"- {name}: {PRESETS[name].settings}. Limit of a decode leg: {PRESETS[name].bound_s:g} s; blocks may be"
         f" held for {PRESETS[name].held_s:g} s."
         for name in names
         if name in PRESETS
     ]
     head = HEAD.format(
-        names=" and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names),
-        do="do" if len(names) > 1 else "does",
+        title=" and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names),
         source=source,
         tokens=ANSWER_TOKENS,
         at_once=AT_ONCE_S,
@@ -153,18 +157,19 @@ def page(source: str, results: dict[str, dict[str, Any]], reading: str = "") -> 
         f"- Versions: {'; '.join(versions)}. Measured on {', '.join(sorted({case['on'] for case in cases}))}.",
         "- Campaigns: "
         + "; ".join(f"{name} TP {tp} seed {seed}, {len(some)} faults" for (name, tp, seed), some in runs.items())
-        + f". {away} more did not apply: the connector's parameters have nothing of the kind to alter.",
-        "- Play one again: `python -m tests.campaigns.faults.campaign --connector NAME --tp P:D --seed S --only INDEX`."
-        " The seed fixes the fault, its moment and the prompts; what else the machine does, it does not.",
+        + f". {away} more did not apply, because the connector has no such parameter to alter.",
+        "- Repeat one: `python -m tests.campaigns.faults.campaign --connector NAME --tp P:D --seed S --only INDEX`."
+        " The seed fixes the fault, its moment and the prompts, but not the machine's scheduling.",
         f"- Servers: chunks of 256 tokens, blocks of 32, a pool of {POOL_BLOCKS} blocks (so that a freed block is soon"
         " another request's), prefix cache off, float32, eager mode. They are forked from a process that has imported"
-        " vLLM, and wait 10 ms instead of 1 s in a loop for their next step. Several pairs, and other work, shared two"
-        " cores: every bound allows for it.",
+        " vLLM, and poll for their next step every 10 ms instead of every second. Several pairs and other work shared"
+        " two cores; every limit allows for that.",
         *settings,
     ]
     parts = [head, _summary(cases), "", "## By fault\n", _kinds(cases), ""]
     parts += [reading, ""] if reading else []
-    parts += ["## Conditions\n", *conditions, "", "## By phase\n", _phases(cases), "", "## Every finding\n"]
+    wrapped = [textwrap.fill(line, 100, subsequent_indent="  ", break_on_hyphens=False) for line in conditions]
+    parts += ["## Conditions\n", *wrapped, "", "## By phase\n", _phases(cases), "", "## Every finding\n"]
     return "\n".join([*parts, _findings(cases)]) + "\n"
 
 

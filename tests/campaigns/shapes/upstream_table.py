@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -25,46 +26,57 @@ KINDS = {
     "llama_1_kv_head": "full attention, 1 KV head",
     "llama_2_kv_heads": "full attention, 2 KV heads",
 }
-HEAD = """# What Tandem and vLLM's NixlConnector answer to the same shapes
+HEAD = """# Upstream shapes: Tandem and NixlConnector
 
-Made by `make upstream-shapes` from `benchmarks/results/upstream_shapes.json`; do not edit.
+<!-- Written by `make upstream-shapes` from `benchmarks/results/upstream_shapes.json`; do not edit. -->
 
-Every row is one pair of engines on vLLM's **CPU** build with a tiny model of random weights, made on the spot. It says
-which shapes a connector's code accepts and whether the answers are right there. It says nothing about speed, about
-GPUs, where vLLM has other attention backends and cache layouts, or about load: requests are sent one at a time.
+Every row is one pair of engines on vLLM's **CPU** build with a tiny model of random weights,
+created for the run. It shows which cache shapes a connector accepts and whether the answers are right. It
+does not show speed, load (requests are sent one at a time), or GPUs, where vLLM has other attention
+backends and cache layouts.
 
-- **works**: all answers are those of the decode engine alone (greedy tokens, and the first token's logprob within
-  1e-4, or 0.3 for bfloat16), and KV came from the other engine for every prompt of more than one token.
-- **wrong**: an answer came, and it is not that of the decode engine alone.
-- **recomputes**: the answers are right, but for some prompts no KV moved.
-- **refuses**: an engine does not start, or the requests end with an error; both engines live.
-- **crashes**: an engine is dead.
-- **hangs**: no answer within the time limit.
-- **-**: not measured.
+| verdict | means |
+|---|---|
+| works | all answers equal those of the decode engine alone, and KV moved for every prompt of more than one token |
+| wrong | an answer differs from that of the decode engine alone |
+| recomputes | the answers are right, but for some prompts no KV moved |
+| refuses | an engine does not start, or the requests end with an error; both engines live |
+| crashes | an engine is dead |
+| hangs | no answer within the time limit |
+| - | not measured |
+
+Answers are equal if their greedy tokens are, and the first token's logprobs within 1e-4 (0.3 for
+bfloat16).
+
+## Results
 """
 
-READING = """## Where these answers come from
+READING = """## Causes
 
-Read in vLLM 0.32.0's source, not measured unless it says so; paths are below `vllm/`.
+From vLLM 0.32.0's source, not measured unless stated. Paths are below `vllm/`.
 
-- *wrong* with a sliding window, at TP 1 → 1 too, and only at prompts of 159 and 479 tokens: of the lengths sent those
-  are the two where the window's far edge meets a block's (a window of 128 tokens, blocks of 32). The consumer's blocks
-  are allocated for n computed tokens (`v1/core/single_type_kv_cache_manager.py`, `get_num_skipped_tokens`), and then
-  token n - 1 is computed again (`v1/core/sched/scheduler.py`, `_update_waiting_for_remote_kv`), whose window begins one
-  token earlier: in a block that was never fetched. One token of 128 is lost, so the answer is off by little:
-  with gpt-oss by 1.2e-4, just above the tolerance, where Tandem's TP 1 → 1 is off by 0.
-  Models with a state are spared: for them the last token is left out (`_prefill_backoff` in `nixl/base_scheduler.py`).
-- *crashes* with chunked attention at 256 tokens, the only length sent that is a multiple of the chunk (128).
-- *wrong* for Falcon-H1 with one state group where ranks differ in number: every rank holds the one group whole
-  (`mamba_utils.py`, `extra_groups_for_head_shards`), and the connector cuts it as it cuts the heads
-  (`ssm_conv_transfer_utils.py`).
-- *wrong* where decode's blocks are larger: CPU's attention keeps a block's keys before its values (`platforms/cpu.py`),
-  so that two blocks of 32 laid side by side are not one of 64. Other attention backends lay their blocks out otherwise;
-  this row is the one most likely to be different on a GPU.
-- *wrong* for LFM2 (TP 1 → 1 and 2 → 2) cannot be told from vLLM here: on this build one engine without any connector
-  disagrees with itself. The logprob of a prompt's second token, and that of the first token after the prompt and its
-  first token, are up to 0.09 apart (measured at TP 1; Falcon-H1: 5e-6). Tandem has decode compute the last prompt
-  token, which then goes the way of a decode step, and the reference computes it with the rest of the prompt.
+- *wrong* with a sliding window, also at TP 1 → 1, and only at prompts of 159 and 479 tokens: of the
+  lengths sent, only for those two does the window's far edge meet a block's edge (a window of 128
+  tokens, blocks of 32). The consumer's blocks are allocated for n computed tokens
+  (`v1/core/single_type_kv_cache_manager.py`, `get_num_skipped_tokens`). Then token n - 1 is
+  computed again (`v1/core/sched/scheduler.py`, `_update_waiting_for_remote_kv`), and its window begins one
+  token earlier, in a block that was never fetched. One token of 128 is lost, so the answer differs
+  by little: with gpt-oss by 1.2e-4, just above the tolerance, where Tandem's TP 1 → 1 differs by 0.
+  Models with a state are not affected, because the last token is left out for them
+  (`_prefill_backoff` in `nixl/base_scheduler.py`).
+- *crashes* with chunked attention at 256 tokens, the only length sent that is a multiple of the
+  chunk (128).
+- *wrong* for Falcon-H1 with one state group where the numbers of ranks differ: every rank holds the
+  whole group (`mamba_utils.py`, `extra_groups_for_head_shards`), and the connector cuts it like the
+  heads (`ssm_conv_transfer_utils.py`).
+- *wrong* where decode's blocks are larger: CPU attention keeps a block's keys before its values
+  (`platforms/cpu.py`), so two adjacent blocks of 32 are not one of 64. Other attention backends lay
+  out their blocks differently; this row is the most likely to differ on a GPU.
+- *wrong* for LFM2 (TP 1 → 1 and 2 → 2) cannot be attributed: on this build one engine without a
+  connector disagrees with itself. The logprob of a prompt's second token, and that of the first
+  token after the prompt and its first token, differ by up to 0.09 (measured at TP 1; Falcon-H1: 5e-6).
+  Tandem's decode computes the last prompt token in a decode step; the reference computes it with
+  the rest of the prompt.
 """
 
 
@@ -121,7 +133,7 @@ def page(results: dict[str, Any]) -> str:
         "NixlConnector: roles `kv_producer` and `kv_consumer`, everything else at its default: pull mode,"
         " `kv_load_failure_policy` fail, LBHNC layout, UCX. `VLLM_SSM_CONV_STATE_LAYOUT` is what vLLM's CPU platform"
         " chooses for it (DS). Its workers pin themselves to the machine's last core; they are given all cores back."
-        " With the policy recompute, what ends with an error here may be recomputed instead.",
+        " With the policy recompute, requests that end with an error here may be recomputed instead.",
         "Tandem: `kv_load_failure_policy` recompute, which hides no failure here: a prompt without moved KV is not"
         " counted as moved.",
         "Engines are forked from one process that has imported vLLM, where vLLM's CPU platform would spawn them; one"
@@ -138,7 +150,10 @@ def page(results: dict[str, Any]) -> str:
             " where it was run: the same models, arguments and comparison, more prompts, three of four sent to both"
             " engines at once, engines spawned."
         )
-    return "\n".join([*parts, "## Conditions\n", *(f"- {condition}" for condition in conditions)]) + "\n"
+    wrapped = (
+        textwrap.fill(f"- {condition}", 100, subsequent_indent="  ", break_on_hyphens=False) for condition in conditions
+    )
+    return "\n".join([*parts, "## Conditions\n", *wrapped]) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,72 @@
+"""Links between Markdown pages, and the limits of the pages' form."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [
+    Path(line)
+    for line in subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+]
+LINK = re.compile(r"(?<!`)\[(?:[^\]]|\n)*?\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+GENERATED_TEXT = "tests/campaigns/faults/reading.md"
+"""A part of docs/faults.md, whose links are relative to that page."""
+
+
+@cache
+def anchors(path: Path) -> frozenset[str]:
+    """GitHub's anchors of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", path.read_text()), re.MULTILINE)
+    return frozenset(re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings)
+
+
+def broken_links(page: Path, folder: Path) -> list[str]:
+    """Relative links of `page` that lead nowhere; they are relative to `folder`."""
+    broken = []
+    for target in LINK.findall(FENCE.sub("", page.read_text())):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (folder / name).resolve() if name else page
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            broken.append(target)
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    """Each names a file of the project and, after `#`, one of its headings."""
+    folder = ROOT / "docs" if str(page) == GENERATED_TEXT else (ROOT / page).parent
+    assert broken_links(ROOT / page, folder) == []
+
+
+def test_a_broken_link_is_found(tmp_path: Path) -> None:
+    """A missing file, a missing heading and a good link, in one page."""
+    page = tmp_path / "page.md"
+    page.write_text("# One heading\n\n[a](missing.md) [b](page.md#no-heading) [c](#one-heading) [d](page.md)\n")
+    assert broken_links(page, tmp_path) == ["missing.md", "page.md#no-heading"]
+
+
+def test_every_page_is_in_the_index() -> None:
+    """docs/README.md links each page of docs/, and docs/decisions/README.md each decision."""
+    for folder in (ROOT / "docs", ROOT / "docs" / "decisions"):
+        index = (folder / "README.md").read_text()
+        assert [page.name for page in folder.glob("*.md") if page.name != "README.md" and page.name not in index] == []
+
+
+def test_the_readme_is_short() -> None:
+    """A newcomer reads it in a few minutes."""
+    assert len((ROOT / "README.md").read_text().split()) <= 800
