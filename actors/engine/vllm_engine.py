@@ -232,15 +232,17 @@ class VllmEngine:
             raise EngineDownError("the vLLM engine of this actor has died; its log says why")
 
     async def close(self) -> None:
-        """End the engine's processes; requests in flight fail, and none of them with an answer of vLLM's."""
+        """End the engine's processes; requests in flight fail with EngineDownError."""
         self._stop_flag.should_exit = True
         await self._stack.aclose()
 
 
 def _refusal(error: Exception) -> bytes | None:
-    """The event for a bad request that vLLM's application has found bad only within its stream; None for other errors.
+    """Return the event for a request that vLLM refuses only after its stream has started; None for
+    other errors.
 
-    Its completions and chats say so themselves; its Responses API lets the exception through: the connection breaks.
+    vLLM's completions and chats send such an event themselves. Its Responses API raises, which
+    would break the connection.
     """
     from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 

@@ -100,7 +100,7 @@ class Connection(asyncio.Protocol):
     def cancel(self) -> None:
         """Cancel the call; its listener receives nothing more."""
         if self._listener is not None:
-            self._listener = _NOBODY
+            self._listener = _DISCARD
             self._transport.write(pack(RpcCancel(self._requests)))
             self.resume()
             self._timer = asyncio.get_running_loop().call_later(END_S, self._transport.abort)
@@ -133,7 +133,7 @@ class Connection(asyncio.Protocol):
             self._timer = None
 
 
-class _Nobody:
+class _Discard:
     """Discards the items of a cancelled call."""
 
     wanted = False
@@ -145,7 +145,7 @@ class _Nobody:
     def ended(self, lost: str | None) -> None: ...
 
 
-_NOBODY = _Nobody()
+_DISCARD = _Discard()
 
 
 @dataclass(frozen=True, slots=True)
