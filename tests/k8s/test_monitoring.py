@@ -45,7 +45,7 @@ def emitted() -> dict[str, Labels]:
             router.requests.labels(route, reason, status).inc()
         router.first_byte.labels(route).observe(1)
     for route in ("remote", "local"):
-        router.keep(route, LatencyBreakdown((Span("prefill", 0.0, 1.0),)))
+        router.observe_breakdown(route, LatencyBreakdown((Span("prefill", 0.0, 1.0),)))
     for outcome in OUTCOMES:
         router.prefill_legs.labels(outcome).inc()
     engine = vllm_exposition()
