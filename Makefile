@@ -26,7 +26,7 @@ BUDGET_S ?= 600
 # A process for each of two cores: a third one makes engines start slower than it gains.
 PARALLEL ?= -n 2 --dist loadscope --no-loadscope-reorder
 # Tests that only compute. They run in one process that takes what engines leave of the two cores.
-PURE = tests/planning tests/protocol tests/placement tests/configs tests/k8s tests/differential benchmarks
+PURE = tests/planning tests/protocol tests/actors/policy tests/configs tests/k8s tests/differential benchmarks
 CPU_FEATURES ?=
 FABRICS ?=
 SEED ?= 1
@@ -99,10 +99,10 @@ endif
 test-all: $(STAMP) ## Run every campaign that decides a release, and write one report (hours; resumable): ONLY="identity fuzz"
 	$(BIN)/python -m tests.campaigns $(if $(ONLY),--only $(ONLY))
 
-CHECK = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+CHECK = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(BIN)/mypy
 
 .PHONY: check
-check: $(STAMP) ## Lint, formatting and types
+check: $(STAMP) ## Lint, formatting, layers and types
 	$(CHECK)
 
 .PHONY: doctor
@@ -234,9 +234,9 @@ stopped-rank: $(STAMP) ## Stop a rank of a real prefill engine in mid-write, kil
 gpu-check: ## Check transport, fences, digests and layers on this machine's NVIDIA GPU, with or without vLLM: GPU_PYTHON=python3
 	@$(GPU_PYTHON) -m tests.campaigns.gpu
 
-.PHONY: ledger
-ledger: $(STAMP) ## Delays in a service with real engines, and where its ledger has them: OUT=build/ledger
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaigns.service.ledger_delays --out $(if $(filter file,$(origin OUT)),build/ledger,$(OUT)).json
+.PHONY: latency-breakdown
+latency-breakdown: $(STAMP) ## Delay a service with real engines, and compare its latency breakdown: OUT=build/latency_breakdown
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaigns.service.latency_delays --out $(if $(filter file,$(origin OUT)),build/latency_breakdown,$(OUT)).json
 
 .PHONY: corruption
 corruption: $(STAMP) ## Damage 6,000 transfers in six ways, and believe 10,000 clean ones
@@ -283,9 +283,9 @@ schedules: $(STAMP) ## Random schedules of larger transfers, random steps of vLL
 
 .PHONY: demo-eval
 demo-eval: $(STAMP) ## Measure the demo model's recall on held-out prompts
-	$(BIN)/python -m app.demo.evaluate
+	$(BIN)/python -m benchmarks.demo_model.evaluate
 
 .PHONY: clean
 clean: ## Remove caches and build outputs, not the environments
-	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build *.egg-info .pytest_cache .import_linter_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +

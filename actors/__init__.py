@@ -1,1 +1,1 @@
-"""Ray Serve deployments: the router and the actors that host the prefill and decode engines."""
+"""Ray Serve deployments: the router, and the actors that host prefill and decode engines."""

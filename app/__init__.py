@@ -1,1 +1,2 @@
-"""The HTTP service: builds the Ray Serve application and holds the embedded demo model."""
+"""The service: the Ray Serve application, its HTTP interface and launcher, and the embedded demo
+model."""

@@ -14,39 +14,41 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
-from actors.announced import Announced
-from actors.arguments import check_arguments, engine_environment
-from actors.colleagues import RouterReplica
-from actors.decode import Decode
-from actors.engines import Engines
-from actors.prefill import Prefill
-from actors.scaling_policy import ROLE_POLICY
-from app.auth import digests
-from app.bundles import placed
-from app.front import Front
-from app.openai import build_http
-from app.peer_secret import fallback_secret
-from app.traces import Traces
+from actors.autoscaling.policy import ROLE_POLICY
+from actors.engine.arguments import check_arguments, engine_environment
+from actors.engine.decode import Decode
+from actors.engine.prefill import Prefill
+from actors.engine_pool.engines import EnginePool
+from actors.engine_pool.serve_discovery import DiscoveryRouter
+from actors.router.peer_routers import RouterReplica
+from app.cluster_secret import fallback_secret
+from app.deployment_options import deployment_options
+from app.http.auth import digests
+from app.http.http_server import HttpServer
+from app.http.routes import build_http
+from app.http.traces import Traces
 from configs.settings import AuthSettings, RoleName, RouterLimits, RouterSettings, ServiceSettings
 
 ROUTER_SURPLUS_REQUESTS = 64
-"""Places in a router replica beyond its own limit: those requests get a 429 with a reason at once."""
+"""Requests that a router accepts beyond its limit, to answer them with 429 and a reason at once."""
 
 ROUTER_ENVIRONMENT = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
-"""One event loop for Serve's part of a router and ours, which blocks it for a body's parsing at most: handing each
-message from thread to thread cost a fifth of a router's time (`docs/router-cost.md`)."""
+"""Runs Serve's part of a router on our event loop. Passing each message between threads took a
+fifth of a router's time (`docs/router-cost.md`)."""
 
 HEALTH_CHECK_PERIOD_S = 2.0
-"""Serve replaces a replica after three failed checks: a dead engine is out of service in 6 s."""
+"""Period of health checks; Serve replaces a replica after three failures, so a dead engine is out
+of service in 6 s."""
 
 ENGINE_DRAIN_POLL_S = 0.2
-"""Serve waits this long before it looks for requests of its own in a replica that is to stop. Requests do not pass
-through Serve (decision 108): the RPC server waits for them. Serve's default of 2 s would only delay every stop."""
+"""Interval at which Serve checks whether a stopping replica has requests of its own. Requests do
+not pass through Serve (docs/decisions/0108), and the RPC server waits for them, so Serve's default
+of 2 s would only delay each stop."""
 
 
 @serve.ingress()
 class HttpRouter(RouterReplica):
-    """The router with its HTTP surface: the ingress of the application."""
+    """The router with its HTTP interface: the ingress of the application."""
 
     # Serve awaits it.
     async def __init__(  # type: ignore[misc]
@@ -58,30 +60,31 @@ class HttpRouter(RouterReplica):
         otlp_traces_endpoint: str | None = None,
         listen: tuple[str, int, float] | None = None,
     ) -> None:
-        """`listen` is where the router answers clients itself, if it does, and how long it takes leave of them."""
-        super().__init__(limits, Engines(prefill), Engines(decode))
-        # Serve builds the application in a task on any node, and keys may be in the environment of routers only.
+        """`listen` is the host, port and `leave_s` of the router's own HTTP server, or None."""
+        super().__init__(limits, EnginePool(prefill), EnginePool(decode))
+        # Serve may build the application on any node; keys may be in the environment of routers
+        # only.
         traces = Traces(otlp_traces_endpoint) if otlp_traces_endpoint else None
         self._surface = build_http(self, (*key_digests, *digests(AuthSettings().operators_keys())), traces)
-        self._front = Front(self._surface, *listen) if listen else None
-        if self._front is not None:
-            await self._front.open()
+        self._http_server = HttpServer(self._surface, *listen) if listen else None
+        if self._http_server is not None:
+            await self._http_server.open()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Serve's hook: the ASGI application of this replica."""
+        """Return the ASGI application of this replica; Serve's hook."""
         return self._surface
 
     async def __del__(self) -> None:
-        """Serve's hook at the end of a replica's life, when no request from its proxies runs any more."""
+        """Close the server and the router; Serve's hook once no request of its proxies runs."""
         try:
-            if (front := getattr(self, "_front", None)) is not None:
-                await front.close()
+            if (server := getattr(self, "_http_server", None)) is not None:
+                await server.close()
         finally:
             await self.close()
 
 
 def build(args: ServiceSettings) -> serve.Application:
-    """The application for `args`; raises SettingsError naming a key that cannot be used."""
+    """Return the application for `args`. Raises SettingsError naming a setting that cannot be used."""
     check_arguments(args)
     secret = fallback_secret(args)
     prefill = deploy_engine(Prefill, "prefill", args, secret)
@@ -95,7 +98,7 @@ def build(args: ServiceSettings) -> serve.Application:
 
 
 def router_deployment(settings: RouterSettings) -> serve.Deployment:
-    """The deployment of the router, to be bound to what `HttpRouter` takes."""
+    """Return the router's deployment, to be bound to the arguments of `HttpRouter`."""
     return serve.deployment(
         HttpRouter,
         name="Router",
@@ -114,7 +117,8 @@ def router_deployment(settings: RouterSettings) -> serve.Deployment:
 
 
 def deploy_engine(actor: type, role: RoleName, settings: ServiceSettings, secret: SecretStr) -> serve.Application:
-    """The deployment of `role` with `actor` as its class, bound to the settings and the secret to fall back to."""
+    """Return the deployment of `role` with class `actor`, bound to the settings and the fallback
+    secret."""
     own = settings.role(role)
     scaling: dict[str, Any] = (
         {"num_replicas": own.replicas}
@@ -125,19 +129,19 @@ def deploy_engine(actor: type, role: RoleName, settings: ServiceSettings, secret
         actor,
         name=role.capitalize(),
         max_ongoing_requests=own.max_ongoing_requests,
-        request_router_config=RequestRouterConfig(request_router_class=Announced),
+        request_router_config=RequestRouterConfig(request_router_class=DiscoveryRouter),
         graceful_shutdown_timeout_s=own.drain_s,
         graceful_shutdown_wait_loop_s=ENGINE_DRAIN_POLL_S,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         max_constructor_retry_count=own.start_attempts,
-        **placed(own, {"env_vars": engine_environment(settings, role)}),
+        **deployment_options(own, {"env_vars": engine_environment(settings, role)}),
         **scaling,
     )
     return deployment.bind(settings, secret)
 
 
 def __getattr__(name: str) -> serve.Application:
-    """`app`, the service with default settings: made when asked for, as only `serve build` needs it."""
+    """Return `app`, the service with default settings, made on demand: only `serve build` needs it."""
     if name == "app":
         return build(ServiceSettings())
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

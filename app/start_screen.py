@@ -1,13 +1,13 @@
-"""Chooses what the launcher prints while the engines start: pure, and few lines however many replicas there are."""
+"""Selects what the launcher prints while engines start: few lines for any number of replicas. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from actors.start_log import STAGES
+from actors.engine.start_log import STAGES
 from configs.settings import RoleName, ServiceSettings
 
 FIRST_REMINDER_S = 30.0
-"""After this long without a new stage, one line says what is awaited; the next ones after twice as long each."""
+"""Time without a new stage after which one line says what is awaited; doubles with each line."""
 
 MAX_ERROR_LINES = 12
 LABEL_WIDTH = 66
@@ -15,7 +15,7 @@ LABEL_WIDTH = 66
 
 @dataclass(frozen=True)
 class EngineReport:
-    """What one engine has reported of its start (`actors/start_progress.py`)."""
+    """One engine's report of its start (`actors/engine/start_progress.py`)."""
 
     role: str
     stage: str
@@ -25,24 +25,24 @@ class EngineReport:
 
 @dataclass(frozen=True)
 class StartFailure:
-    """Why a start failed, for the end of the screen."""
+    """Cause of a failed start, for the end of the output."""
 
     what: str
     error: str
     log: str
 
     def __str__(self) -> str:
-        lines = self.error.strip().splitlines() or ["no reason is known"]
+        lines = self.error.strip().splitlines() or ["the cause is unknown"]
         return "\n".join([f"tandem: {self.what}", *lines[:MAX_ERROR_LINES], f"tandem: full log: {self.log}"])
 
 
 def stage_line(text: str, elapsed_s: float) -> str:
-    """A line of the start: what has been reached, and the time since the launcher began."""
+    """Return a line with a stage and the time since the launcher began."""
     return f"tandem: {text:<{LABEL_WIDTH}} {elapsed_s:6.1f} s"
 
 
 def replicas_at_start(settings: ServiceSettings) -> dict[RoleName, int]:
-    """Number of replicas of each role that Serve starts first."""
+    """Return the number of replicas of each role that Serve starts first."""
     roles: tuple[RoleName, ...] = ("prefill", "decode")
     return {role: _initial(settings.role(role).replicas) for role in roles}
 
@@ -63,8 +63,10 @@ class EngineStages:
         self._reminder_s = FIRST_REMINDER_S
 
     def advance(self, reports: Iterable[EngineReport], elapsed_s: float, waiting_for: str = "") -> list[str]:
-        """Return the lines to print now: stages reached since the last call, or a reminder. `waiting_for` is Serve's
-        own description of what the engines need."""
+        """Return the lines to print now: stages reached since the last call, or a reminder.
+
+        `waiting_for` is Serve's description of the missing resources.
+        """
         reports = list(reports)
         lines = []
         for role, replicas in self._replicas.items():
@@ -93,7 +95,8 @@ class EngineStages:
 
 
 def failure_of(reports: Iterable[EngineReport], messages: Mapping[str, str], logs: str) -> StartFailure:
-    """The failure to print. `messages` are Serve's, by what failed; `logs` is the directory of all logs."""
+    """Return the failure to print. `messages` are Serve's, by what failed; `logs` is the directory
+    of all logs."""
     for report in reports:
         if report.error is not None:
             return StartFailure(f"{report.role} engine did not start:", report.error, report.log or logs)
@@ -102,7 +105,8 @@ def failure_of(reports: Iterable[EngineReport], messages: Mapping[str, str], log
 
 
 def last_error(message: str) -> str:
-    """The exception at the end of a message of Serve's, which begins with a traceback of many lines."""
+    """Return the exception at the end of one of Serve's messages, which begins with a long
+    traceback."""
     lines = message.rstrip().splitlines()
     indented = [number for number, line in enumerate(lines) if line.startswith((" ", "\t"))]
     end = lines[indented[-1] + 1 :] if indented and indented[-1] + 1 < len(lines) else lines[-1:]

@@ -61,7 +61,7 @@ _SECTIONS: tuple[tuple[str, type[BaseModel], str], ...] = (
     (
         "`autoscaling_policy`",
         ScalingSettings,
-        "A key beside `args`: `autoscaling_policy: {policy_function: actors.scaling_policy:ScaleTogether, "
+        "A key beside `args`: `autoscaling_policy: {policy_function: actors.autoscaling.policy:ScaleTogether, "
         "policy_kwargs: {...}}`. The table lists its `policy_kwargs`. Bounds and delays are those of each role's "
         "`replicas` (`min_replicas`, `max_replicas`, `look_back_period_s`, `upscale_delay_s`, `downscale_delay_s`). "
         "Without this policy, each role is fixed or scaled separately ([scaling](scaling.md)).",

@@ -1,7 +1,7 @@
 """What an operator may set: one frozen model for the whole service, read from a Serve config file's `args`.
 
 Unknown keys and values out of range are refused by name. Times are in seconds (`_s`), sizes in bytes
-(`_bytes`) or GiB (`_gib`). Engine arguments are handed to vLLM as they are; `actors.arguments` checks
+(`_bytes`) or GiB (`_gib`). Engine arguments are handed to vLLM as they are; `actors.engine.arguments` checks
 their names against the installed vLLM.
 """
 
@@ -145,7 +145,7 @@ class TransferSettings(Frozen):
         description="silence after which prefill forgets a decode worker and closes its connection; decode forgets an "
         "unused prefill engine after half of it",
     )
-    host_gone_s: Seconds = Field(
+    node_lost_s: Seconds = Field(
         300.0, description="grace period after Ray marks a node dead before its engines' writes are presumed stopped"
     )
 
@@ -157,7 +157,7 @@ class TransferSettings(Frozen):
 
     def connector_config(self, node_ip: str) -> dict[str, Any]:
         """`kv_connector_extra_config` on a node with the address `node_ip`."""
-        return self.model_dump(exclude={"host_gone_s"}) | {
+        return self.model_dump(exclude={"node_lost_s"}) | {
             "side_channel_host": self.side_channel_host or node_ip,
             "secret": HiddenText(self.secret.get_secret_value() if self.secret is not None else ""),
         }
@@ -356,10 +356,10 @@ class RoleSettings(PlacementSettings):
         description="requests that may wait in one router for a slot of this role; further ones get 429 (decode) or "
         "are served by decode alone (prefill)",
     )
-    door_host: str | None = Field(
+    rpc_host: str | None = Field(
         None, description="interface of an engine's RPC server, which routers call; unset: the address of the node"
     )
-    door_port: int = Field(0, ge=0, le=65535, description="port of an engine's RPC server; 0: any free port")
+    rpc_port: int = Field(0, ge=0, le=65535, description="port of an engine's RPC server; 0: any free port")
     start_attempts: int = Field(3, ge=1, description="failed starts after which the deployment fails")
     drain_s: Seconds = Field(30.0, description="time for which a stopping replica may finish its requests")
 
@@ -440,7 +440,7 @@ class ServiceSettings(Frozen):
     @model_validator(mode="after")
     def _one_engine_to_a_port(self) -> "ServiceSettings":
         for name, role in (("prefill", self.prefill), ("decode", self.decode)):
-            fixed = {"transfer.side_channel_port": self.transfer.side_channel_port, f"{name}.door_port": role.door_port}
+            fixed = {"transfer.side_channel_port": self.transfer.side_channel_port, f"{name}.rpc_port": role.rpc_port}
             for setting, port in fixed.items():
                 if port and role.replicas != 1 and role.placement != "apart":
                     raise ValueError(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from actors.handoff import Endpoint
+from actors.request import Endpoint
 
 MODEL = "tandem-demo"
 PROMPT = "mira=427\nkelo=093\ntiba=618\nkelo?"

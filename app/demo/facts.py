@@ -19,19 +19,19 @@ _HEADS = ("ba", "de", "fi", "go", "hu", "ja", "ke", "li", "mi", "no", "pu", "ra"
 _TAILS = ("ba", "co", "da", "fe", "ka", "lo", "ma", "ne", "pi", "ra", "ro", "su", "ta", "vi", "xo", "zi")
 
 NAMES = tuple(head + tail for head in _HEADS for tail in _TAILS)
-"""The 256 names facts are about; each is one token."""
+"""The 256 names used in facts; each is one token."""
 
 VALUE_DIGITS = 3
 """Digits, and so tokens, in every value."""
 
 SEPARATORS = ("\n", " ", ";")
-"""What may stand between two facts; one prompt uses one of them throughout."""
+"""Separators between facts; one prompt uses one of them throughout."""
 
 FACT_TOKENS = 1 + 1 + VALUE_DIGITS + 1
 """Tokens of one fact: name, `=`, digits, separator."""
 
 _FRAME_TOKENS = 1 + 2
-"""Tokens of a completion prompt beside its facts: the leading <bos>, and the question's name and `?`."""
+"""Tokens of a completion prompt besides its facts: <bos>, the question's name and `?`."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class RecallPrompt:
-    """Facts with distinct names, and the index of the one asked for."""
+    """Facts with distinct names, and the index of the fact that is asked for."""
 
     facts: tuple[Fact, ...]
     asked: int
@@ -55,7 +55,7 @@ class RecallPrompt:
 
     @property
     def facts_text(self) -> str:
-        """Every fact, each followed by the separator: the part that prompts with other questions share."""
+        """All facts, each followed by the separator: the prefix shared with other questions."""
         return "".join(f"{fact}{self.separator}" for fact in self.facts)
 
     @property
@@ -74,12 +74,12 @@ class RecallPrompt:
 
     @property
     def answer(self) -> str:
-        """The one right completion."""
+        """The one correct completion."""
         return self.facts[self.asked].value
 
     @property
     def distance_facts(self) -> int:
-        """How many facts stand between the one asked for and the question."""
+        """Number of facts between the one asked for and the question."""
         return len(self.facts) - 1 - self.asked
 
 
@@ -104,28 +104,30 @@ def prompt_tokens(fact_count: int) -> int:
 
 
 def fact_count_for(tokens: int) -> int:
-    """The most facts whose completion prompt takes at most `tokens` tokens; at least 1."""
+    """Largest number of facts whose completion prompt has at most `tokens` tokens; at least 1."""
     return min(max((tokens - _FRAME_TOKENS) // FACT_TOKENS, 1), len(NAMES))
 
 
 def distance_tokens(distance_facts: int) -> int:
-    """Tokens from the asked fact's name to the question's `?`, the first position that must recall it.
+    """Tokens from the asked fact's name to the question's `?`, the first position that must recall
+    it.
 
-    Every token of the fact is inside a sliding window of w positions when this is less than w.
+    All tokens of the fact are inside a sliding window of w positions when this is less than w.
     """
     return (distance_facts + 1) * FACT_TOKENS + 1
 
 
 def exact(prompt: RecallPrompt, completion: str) -> bool:
-    """Whether `completion`, special tokens left out, is the right answer and nothing else.
+    """Return whether `completion`, without special tokens, is exactly the correct answer.
 
-    A chat's reply states the whole fact, `name=value`; a completion the value alone. Either is right.
+    A chat's reply states the whole fact, `name=value`; a completion the value alone. Either is
+    correct.
     """
     return completion.strip().removeprefix(f"{prompt.question_name}=") == prompt.answer
 
 
 def accuracy(outcomes: Sequence[bool]) -> float:
-    """Share of true outcomes, 0 to 1; 0 for none."""
+    """Return the fraction of true outcomes; 0 for none."""
     return sum(outcomes) / len(outcomes) if outcomes else 0.0
 
 

@@ -1,4 +1,4 @@
-"""Where the committed demo checkpoint lies."""
+"""Path of the committed demo checkpoint."""
 
 from pathlib import Path
 

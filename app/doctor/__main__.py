@@ -1,4 +1,5 @@
-"""`python -m app.doctor [--config FILE] [--skip CHECK …]`: exit status 0 where all is well, 1 where it is not."""
+"""`python -m app.doctor [--config FILE] [--skip CHECK …]`: exit status 0 if all checks pass, 1 if
+one fails."""
 
 from __future__ import annotations
 
@@ -35,12 +36,13 @@ def main(argv: list[str] | None = None) -> int:
     for finding in examine(options.config, options.skip):
         print(finding, flush=True)
         failed += not finding.ok
-    print(f"tandem: {f'{failed} things to mend' if failed else 'this machine can serve'}")
+    print(f"tandem: {f'{failed} checks failed' if failed else 'this machine can serve'}")
     return 1 if failed else 0
 
 
 def examine(path: Path, skip: Iterable[str] = ()) -> Iterable[Finding]:
-    """The findings of all checks, as they come. Without a usable configuration, the rest checks for the default one."""
+    """Yield the findings of all checks. Without a usable configuration, later checks use the
+    default one."""
     left_out = set(skip)
     if "python" not in left_out:
         yield from check_python()

@@ -1,4 +1,4 @@
-"""Is the configuration valid, and can this machine read its model and run it?"""
+"""Checks of the configuration, and of the model on this machine."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from actors.arguments import engine_arguments
-from actors.cpu_kernels import cpu_features, model_problem
+from actors.engine.arguments import engine_arguments
+from actors.upstream.vllm_cpu_kernels import cpu_features, model_problem
 from app.doctor.finding import Finding
 from app.run import check_model, read
 from configs.settings import RoleName, ServiceSettings, SettingsError
@@ -18,17 +18,18 @@ FIRST_BYTES = 4096
 
 
 def check_config(path: Path) -> tuple[list[Finding], dict[str, Any], ServiceSettings]:
-    """The findings; the Serve config and the settings in it, or defaults where it cannot be used."""
+    """Return the findings, the Serve config, and its settings; defaults if the file cannot be used."""
     try:
         config, settings = read(path)
     except SettingsError as error:
-        remedy = "mend the file; docs/configuration.md lists every key"
+        remedy = "correct the file; docs/configuration.md lists every key"
         return [Finding("config", f"{path}: {line}", remedy) for line in str(error).splitlines()], {}, ServiceSettings()
     return [Finding("config", f"{path} is valid")], config, settings
 
 
 def check_readable(settings: ServiceSettings) -> Iterator[Finding]:
-    """A directory: every file that vLLM needs of it. A hub id: the hub, or its cache, has it."""
+    """Check that all files of a local model are readable, or that the hub or its cache has the
+    model."""
     try:
         check_model(settings)
     except SettingsError as error:
@@ -48,14 +49,16 @@ def _directory(folder: Path) -> Iterator[Finding]:
     ]
     if unreadable:
         yield Finding(
-            "model", f"{folder}: {'; '.join(unreadable)}", "make the files whole, and readable for the user that serves"
+            "model",
+            f"{folder}: {'; '.join(unreadable)}",
+            "copy the files again, and make them readable for the user that serves",
         )
         return
-    yield Finding("model", f"{folder}: {len(weights)} files of weights can be read")
+    yield Finding("model", f"{folder}: {len(weights)} weight files are readable")
 
 
 def _unreadable(path: Path) -> str | None:
-    """Why a file of a checkpoint cannot be used, as far as its first bytes tell."""
+    """Return why a checkpoint file cannot be used, as far as its first bytes show."""
     try:
         with path.open("rb") as file:
             head = file.read(FIRST_BYTES)
@@ -66,7 +69,7 @@ def _unreadable(path: Path) -> str | None:
     if path.suffix == ".safetensors":
         header_bytes = int.from_bytes(head[:8], "little")
         if len(head) < 8 or 8 + header_bytes > path.stat().st_size:
-            return "is cut short"
+            return "is truncated"
     if path.name == "config.json":
         try:
             json.loads(path.read_bytes())
@@ -82,25 +85,29 @@ def _hub(model: str) -> Iterator[Finding]:
         yield Finding("model", f"{model} is in this machine's hub cache")
         return
     if constants.HF_HUB_OFFLINE:
-        yield Finding("model", f"{model} is not in the hub cache, and HF_HUB_OFFLINE is set", "fetch it, or unset it")
+        yield Finding(
+            "model",
+            f"{model} is not in the hub cache, and HF_HUB_OFFLINE is set",
+            "download the model, or unset HF_HUB_OFFLINE",
+        )
         return
     try:
         HfApi().model_info(model, timeout=10)
-    except Exception as error:  # whatever the network and the hub can answer with
+    except Exception as error:  # anything that the network or the hub may raise
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         yield Finding(
             "model",
-            f"{model}: the hub does not give it: {reason}",
+            f"{model}: cannot be fetched from the hub: {reason}",
             "check the name, the network and HF_TOKEN, or use a path",
         )
         return
-    yield Finding("model", f"{model} can be had from the hub")
+    yield Finding("model", f"{model} is available on the hub")
 
 
 def check_kernels(settings: ServiceSettings) -> Iterator[Finding]:
-    """vLLM's kernels for this CPU run the model in the dtype of each role without GPUs.
+    """Check that vLLM's CPU kernels can run the model in the dtype of each role without GPUs.
 
-    Says nothing of a model whose configuration is not on this machine: `check_readable` reports that.
+    Skips a model whose configuration is not on this machine; `check_readable` reports that.
     """
     if not _has_configuration(settings.model_path):
         return
@@ -124,7 +131,7 @@ def _kernels(settings: ServiceSettings, role: RoleName) -> Finding:
     try:
         arguments = AsyncEngineArgs(**engine_arguments(settings, role))
         model = arguments.create_model_config()
-    except Exception as error:  # whatever vLLM and transformers raise for a model or an argument that they refuse
+    except Exception as error:  # anything that vLLM and transformers raise when they refuse a model or an argument
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         return Finding(
             "kernels", f"{role}: vLLM refuses the model: {reason}", "change `model` or the engine's arguments"

@@ -1,11 +1,12 @@
-"""What a check has found."""
+"""The result of a check."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. `remedy` says what to do and is there exactly when something is wrong."""
+    """One line of the report. `remedy` says what to do; it is set exactly when the check has
+    failed."""
 
     check: str
     what: str

@@ -1,4 +1,4 @@
-"""Python and its packages, GPUs, shared memory, ports and network devices of this machine."""
+"""Checks of Python packages, GPUs, shared memory, ports and network devices."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ PACKAGES: dict[str, tuple[tuple[str, ...], str]] = {
     "Ray": (("ray",), "2.60.0"),
     "NIXL": (("nixl",), "1.5.1"),
 }
-"""What Tandem is written against: the distributions that may hold it, and the version."""
+"""Required version of each library, and the distributions that may contain it."""
 
 RAY_STORE_BYTES = 75 * 2**20
-"""The least that Ray's object store starts with."""
+"""Minimum size of Ray's object store."""
 
 ENGINE_QUEUE_BYTES = 160 * 2**20
-"""What vLLM keeps in shared memory to talk to an engine's workers: ten chunks of 16 MiB."""
+"""Shared memory with which vLLM communicates with an engine's workers: ten chunks of 16 MiB."""
 
 RAY_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
-"""The longest name of a Unix socket that Ray makes below its temporary directory; the last number is a process id."""
+"""Longest name of a Unix socket below Ray's temporary directory; the last number is a process id."""
 
 UNIX_SOCKET_BYTES = 107
 """Linux's limit on the path of a Unix socket."""
@@ -54,7 +54,7 @@ def check_python() -> Iterator[Finding]:
 
 
 def check_libraries(settings: ServiceSettings) -> Iterator[Finding]:
-    """What vLLM's CPU kernels load from the system; a GPU engine does without."""
+    """Check the system libraries that vLLM's CPU kernels load; GPU engines do not need them."""
     if settings.prefill.num_gpus and settings.decode.num_gpus:
         return
     try:
@@ -62,11 +62,11 @@ def check_libraries(settings: ServiceSettings) -> Iterator[Finding]:
     except OSError as error:
         yield Finding("libraries", str(error), "install it; in Debian and Ubuntu: libnuma1")
         return
-    yield Finding("libraries", f"{NUMA} is there")
+    yield Finding("libraries", f"{NUMA} is installed")
 
 
 def check_gpus(settings: ServiceSettings) -> Iterator[Finding]:
-    """Only where a role asks for any."""
+    """Check the GPUs, if a role requests any."""
     wanted = max(settings.prefill.num_gpus, settings.decode.num_gpus)
     if not wanted:
         return
@@ -78,7 +78,7 @@ def check_gpus(settings: ServiceSettings) -> Iterator[Finding]:
 
 
 def check_shared_memory(settings: ServiceSettings, path: str = "/dev/shm") -> Iterator[Finding]:
-    """Ray and vLLM keep what processes share in it; containers have 64 MiB unless told otherwise."""
+    """Check the size of shared memory for Ray and vLLM; containers have 64 MiB by default."""
     needed = RAY_STORE_BYTES + 2 * ENGINE_QUEUE_BYTES
     state = os.statvfs(path)
     free = state.f_bavail * state.f_frsize
@@ -89,17 +89,17 @@ def check_shared_memory(settings: ServiceSettings, path: str = "/dev/shm") -> It
 
 
 def ray_temporary_directory() -> str:
-    """Where a Ray cluster of this machine keeps its sockets and logs."""
+    """Return the directory for sockets and logs of a Ray cluster on this machine."""
     return os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
 
 
 def longest_temporary_directory() -> int:
-    """Bytes in the longest path with which Ray can make its sockets."""
+    """Return the maximum length in bytes of a directory for Ray's sockets."""
     return UNIX_SOCKET_BYTES - len(RAY_SOCKET)
 
 
 def check_temporary_directory() -> Iterator[Finding]:
-    """Ray cannot start where the paths of its Unix sockets are too long."""
+    """Check that the paths of Ray's Unix sockets are short enough."""
     folder, limit = ray_temporary_directory(), longest_temporary_directory()
     fits = len(os.fsencode(folder)) <= limit
     remedy = "" if fits else "set RAY_TMPDIR to a shorter path, such as /tmp"
@@ -107,7 +107,7 @@ def check_temporary_directory() -> Iterator[Finding]:
 
 
 def check_ports(config: Mapping[str, Any], settings: ServiceSettings) -> Iterator[Finding]:
-    """Those that the configuration fixes are free."""
+    """Check that the configured ports are free."""
     if config.get("proxy_location") != "Disabled":
         http = config.get("http_options") or {}
         yield _port(http.get("host", "127.0.0.1"), http.get("port", 8000), "http_options.port")
@@ -131,14 +131,14 @@ def _port(host: str, port: int, setting: str) -> Finding:
 def _port_range(text: str) -> Finding:
     low, _, high = text.partition("-")
     if not (low.isdigit() and high.isdigit() and int(low) <= int(high) < 65536):
-        return Finding("ports", f"UCX_TCP_PORT_RANGE {text!r} is no range", "write it as 20000-20999")
+        return Finding("ports", f"UCX_TCP_PORT_RANGE {text!r}is not a range", "write it as 20000-20999")
     free = sum(_port("0.0.0.0", port, "").ok for port in range(int(low), int(high) + 1))
     few = "" if free >= 2 else "widen UCX_TCP_PORT_RANGE: each worker takes one for each network interface"
     return Finding("ports", f"UCX_TCP_PORT_RANGE {text}: {free} are free", few)
 
 
 def check_ucx_devices(settings: ServiceSettings, rdma: Path = RDMA, network: Path = NETWORK) -> Iterator[Finding]:
-    """RDMA devices, the memory that they may pin, and what the UCX settings name."""
+    """Check RDMA devices, the memory limit for pinning, and the devices named in UCX settings."""
     devices = sorted(path.name for path in rdma.iterdir()) if rdma.is_dir() else []
     interfaces = sorted(path.name for path in network.iterdir()) if network.is_dir() else []
     yield Finding("ucx devices", f"RDMA: {', '.join(devices) or 'none'}; network: {', '.join(interfaces)}")
@@ -152,7 +152,11 @@ def check_ucx_devices(settings: ServiceSettings, rdma: Path = RDMA, network: Pat
             name = device.partition(":")[0]
             if name not in ("all", *devices, *interfaces):
                 remedy = f"use one of {', '.join([*devices, *interfaces])}, or leave it to UCX"
-                yield Finding("ucx devices", f"{role}: UCX is to use {device}, which is not here", remedy)
+                yield Finding(
+                    "ucx devices",
+                    f"{role}: UCX is configured to use {device}, which this machine does not have",
+                    remedy,
+                )
         transports = environment.get("UCX_TLS", "").split(",")
         asked = [one for one in transports if one in RDMA_TRANSPORTS]
         if asked and "tcp" not in transports and not devices:
@@ -161,7 +165,7 @@ def check_ucx_devices(settings: ServiceSettings, rdma: Path = RDMA, network: Pat
 
 
 def ucx_environment(own: Mapping[str, str]) -> dict[str, str]:
-    """UCX's variables as a role's processes see them."""
+    """Return UCX's variables as the processes of a role see them."""
     return {name: value for name, value in (os.environ | dict(own)).items() if name.startswith("UCX_")}
 
 

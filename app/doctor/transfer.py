@@ -1,4 +1,4 @@
-"""Do NIXL's back ends start, and do bytes get from one process to another?"""
+"""Checks that NIXL's back ends start and move bytes between two processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ LONGEST_S = 300.0
 
 
 def check_transfer(settings: ServiceSettings) -> Iterator[Finding]:
-    """A transfer between two processes, with each role's environment, apart from this one: UCX may end a process."""
+    """Transfer between two processes with each role's environment, outside this one: UCX may end a
+    process."""
     backends = settings.transfer.backends
     command = [
         sys.executable, "-m", "connectors.transport.selftest", "--backends", ",".join(backends),
@@ -31,7 +32,7 @@ def check_transfer(settings: ServiceSettings) -> Iterator[Finding]:
     report = json.loads(lines[-1])
     plugins = report.get("plugins", [])
     missing = [one for one in backends if plugins and one not in plugins]
-    if missing:  # NIXL itself only warns where it has another one of them
+    if missing:  # NIXL itself only warns about another release
         remedy = f"set transfer.backends to some of {', '.join(plugins)}"
         yield Finding("transfer", f"NIXL has no back end {', '.join(missing)}", remedy)
         return

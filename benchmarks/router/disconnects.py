@@ -7,7 +7,7 @@ its answer comes, or after some of its tokens; or it reads to the end. Afterward
 
     - every request is in the router's counters once: as served, or as left; those of clients that have seen a part of
       their answer as served
-    - nothing runs or is held anywhere: calls in both actors, transfers, places with either
+    - nothing runs or is held anywhere: calls in both actors, transfers, slots with either
     - the actors' resident memory at the end is that at half-time, but for FLAT
 
 The exit status says whether all that holds.
@@ -30,7 +30,7 @@ from typing import Any
 import httpx
 import psutil
 
-from app.openai import OPEN_AGE_S
+from app.http.routes import OPEN_AGE_S
 from benchmarks.report import write
 from benchmarks.router.load import body
 from benchmarks.router.service import running
@@ -150,8 +150,8 @@ def settled(url: str) -> dict[str, Any]:
         left = {
             "ongoing in the router": counted(url)["ongoing_requests"],
             "calls in the actors": sum(engine["running"] for engine in engines),
-            "places given by the router": sum(sum(one["places_taken"].values()) for one in routers),
-            "places at the doors": sum(engine["ongoing"] for engine in engines),
+            "slots given by the router": sum(sum(one["slots_taken"].values()) for one in routers),
+            "slots taken at the engines": sum(engine["ongoing"] for engine in engines),
             "transfers held": sum(engine["held"] for engine in engines),
         }
         if not any(left.values()) or time.monotonic() > give_up_at:

@@ -23,8 +23,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from actors.handoff import TRANSFER_FIELD
-from actors.journal import SERVED
+from actors.replay_log import SERVED_CALL
+from actors.request import TRANSFER_FIELD
 
 MODEL = "instant"
 WHERE = {"remote_engine_id": "instant", "remote_host": "127.0.0.1", "remote_port": 1, "tp_size": 1}
@@ -75,7 +75,7 @@ def whole(tokens: int) -> dict[str, Any]:
 async def events(tokens: int, pace_s: float) -> AsyncGenerator[bytes, None]:
     """`tokens` events, the n-th at `n * pace_s`; what is late is made up for."""
     begin = time.monotonic()
-    served = SERVED.get()  # inside one of Tandem's actors: what the router is told of the tokens
+    served = SERVED_CALL.get()  # inside one of Tandem's actors: what the router is told of the tokens
     for number in range(tokens):
         if number:
             # Even an instant engine gives its loop a turn after each token, as vLLM's does.

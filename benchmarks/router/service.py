@@ -2,7 +2,7 @@
 
     python -m benchmarks.router.service --port 8000 [--proxy-port 8001]
 
-Only vLLM is missing: `actors.hosting`, `actors.engine` and all that is before them are what serves people.
+Only vLLM is missing: the deployments, the router and the HTTP server are those of the product.
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from actors.announced import Announced
-from actors.asgi_call import Call
-from actors.engine import Engine, StopFlag
-from actors.handoff import Producer
-from actors.hosting import CallItem
-from actors.prefill import Prefill
+from actors.engine.engine_actor import CallItem
+from actors.engine.prefill import Prefill
+from actors.engine.vllm_engine import StopFlag, VllmEngine
+from actors.engine_pool.serve_discovery import DiscoveryRouter
+from actors.request import Call, ProducerAddress
 from app.main import router_deployment
 from app.run import interrupt_on_signals
 from benchmarks.router.engine import WHERE, instant
 from configs.settings import RoleName, RoleSettings, RouterSettings, RoutingSettings
 
 READY = "instant engines: ready"
-PLACES = 512
+SLOTS = 512
 """Requests that an engine takes at once, more than any arm is asked."""
 
 
 class NoLLM:
-    """What `actors.engine` asks of vLLM's engine apart from its application."""
+    """What `actors.engine.vllm_engine` asks of vLLM's engine apart from its application."""
 
     errored = False
 
@@ -54,10 +53,10 @@ class Instant(Prefill):
         self.replica = serve.get_replica_context().replica_id.unique_id
         self.running = 0
         self._held = set()
-        self._producer = Producer.from_params(WHERE)
+        self._producer = ProducerAddress.from_params(WHERE)
         llm: Any = NoLLM()
-        self.engine = Engine(llm, instant(), StopFlag(), AsyncExitStack(), "nothing to replay", None, "nobody")
-        await self._open_door(RoleSettings(max_ongoing_requests=PLACES, door_host="127.0.0.1"))
+        self.engine = VllmEngine(llm, instant(), StopFlag(), AsyncExitStack(), "nothing to replay", None, "nobody")
+        await self._open_rpc_server(RoleSettings(max_ongoing_requests=SLOTS, rpc_host="127.0.0.1"))
 
     async def call(self, call: Call) -> AsyncGenerator[CallItem, None]:
         """Counted while it runs."""
@@ -70,8 +69,8 @@ class Instant(Prefill):
             self.running -= 1
 
     async def status(self) -> dict[str, Any]:
-        """What is left here: calls that run, places that are taken, and transfers that are held."""
-        left = {"running": self.running, "ongoing": self._door.ongoing, "held": len(self._held)}
+        """What is left here: calls that run, slots that are taken, and transfers that are held."""
+        left = {"running": self.running, "ongoing": self._rpc_server.ongoing, "held": len(self._held)}
         return {"role": self.role, "replica": self.replica, "host": "127.0.0.1", **left}
 
 
@@ -79,8 +78,8 @@ def deploy(port: int) -> None:
     """Run the application on the Ray cluster of this process, the router as users have it: it answers on `port`."""
     actor = serve.deployment(Instant).options(
         ray_actor_options={"num_cpus": 0.1},
-        request_router_config=RequestRouterConfig(request_router_class=Announced),
-        max_ongoing_requests=PLACES,
+        request_router_config=RequestRouterConfig(request_router_class=DiscoveryRouter),
+        max_ongoing_requests=SLOTS,
     )
     settings = RouterSettings(routing=RoutingSettings(policy="always_remote"))
     prefill, decode = actor.options(name="Prefill"), actor.options(name="Decode")

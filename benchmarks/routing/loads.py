@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from actors.placement.prompts import Prompt, passage
+from actors.policy.prompts import Prompt, passage
 from benchmarks.routing.machine import BLOCK_TOKENS, CPU, GPU, Hardware
 
 TEXT_BYTES_PER_TOKEN = 4.3

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from actors.placement.planner import Planner
-from actors.placement.trip import Trip
+from actors.policy.inflight import InflightRequest
+from actors.policy.planner import Planner
 from benchmarks.routing.fleet import Fleet, Route
 from benchmarks.routing.loads import Request
 from configs.settings import RoutingSettings
@@ -14,24 +14,24 @@ class Ours:
 
     def __init__(self, settings: RoutingSettings) -> None:
         self._planner = Planner(settings)
-        self._trips: dict[int, Trip] = {}
+        self._inflight: dict[int, InflightRequest] = {}
 
     def route(self, request: Request, fleet: Fleet) -> Route:
         prefill = {f"p{n}": 0 for n in range(len(fleet.prefill))}
         decode = {f"d{n}": 0 for n in range(len(fleet.decode))}
         decision = self._planner.decide(request.seen, prefill, decode, fleet.now)
         chosen = next(iter(decision.prefill), None)
-        self._trips[request.number] = self._planner.begin(request.seen, decision.decode[0], chosen, fleet.now)
+        self._inflight[request.number] = self._planner.begin(request.seen, decision.decode[0], chosen, fleet.now)
         return Route(int(decision.decode[0][1:]), None if chosen is None else int(chosen[1:]))
 
     def saw(self, what: str, request: Request, fleet: Fleet) -> None:
-        trip = self._trips[request.number]
+        inflight = self._inflight[request.number]
         if what == "prefilled":
-            self._planner.prefilled(trip, fleet.now, request.prompt_tokens)
+            self._planner.prefilled(inflight, fleet.now, request.prompt_tokens)
         elif what == "first":
-            self._planner.opened(trip, fleet.now)
+            self._planner.opened(inflight, fleet.now)
         elif what == "done":
-            self._planner.ended(self._trips.pop(request.number), fleet.now, request.answer_tokens)
+            self._planner.ended(self._inflight.pop(request.number), fleet.now, request.answer_tokens)
 
 
 class Counting:

@@ -23,7 +23,7 @@ FOLDER = Path(benchmarks.routing.__path__[0])
 def test_the_truth_is_not_what_the_policy_thinks(name):
     """No cost model, no loads, no prefix index: of the policy's code only the form in which it is told of prompts."""
     ours = {module for module in imported(FOLDER / f"{name}.py") if module.startswith(("actors", "configs"))}
-    assert ours <= ({"actors.placement.prompts"} if name == "loads" else set())
+    assert ours <= ({"actors.policy.prompts"} if name == "loads" else set())
 
 
 @pytest.mark.parametrize("make", LOADS, ids=lambda make: make.__name__)

@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from actors.scaling_policy import POLICY
+from actors.autoscaling.policy import POLICY
 from benchmarks.report import write
 from benchmarks.scaling.autoscaler import Policy
 from benchmarks.scaling.loads import Load, from_file, synthetic

@@ -1,4 +1,4 @@
-"""Models of a prefill and a decode engine. Times are seconds of the simulation; loads are measured by `actors.load`.
+"""Models of a prefill and a decode engine. Times are simulated seconds; `actors.autoscaling.load` measures loads.
 
 Left out: preemption (a request waits until its prompt and answer fit), prefix caches, chunks of several prompts in a
 step, prompts that decode computes itself, the network (a constant), failures.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from actors.load import EngineLoad
+from actors.autoscaling.load import LoadMeter
 from benchmarks.scaling.loads import Arrival
 
 
@@ -61,10 +61,10 @@ class Replica:
     ready_s: float
     machine: Machine
     stopping: bool = False
-    load: EngineLoad = field(init=False)
+    load: LoadMeter = field(init=False)
 
     def __post_init__(self) -> None:
-        self.load = EngineLoad(self.ready_s)
+        self.load = LoadMeter(self.ready_s)
 
     @property
     def ongoing(self) -> int:

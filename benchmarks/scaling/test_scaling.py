@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from actors.scaling_policy import POLICY
+from actors.autoscaling.policy import POLICY
 from benchmarks.scaling.autoscaler import Autoscaler, Clock, Policy, simulated_time
 from benchmarks.scaling.engines import DecodeReplica, Machine, PrefillReplica, Request
 from benchmarks.scaling.loads import Arrival, Load, from_file, synthetic

@@ -7,12 +7,10 @@ import json
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from actors.asgi_call import Call, ResponseStart
-from actors.attempts import ClientRequest
-from actors.engine import EngineDownError
-from actors.handoff import TRANSFER_FIELD
-from actors.journal import Chunk, Group
-from actors.router import Router
+from actors.errors import EngineDownError
+from actors.request import TRANSFER_FIELD, Call, ResponseStart, StreamChunk, TokenGroup
+from actors.router.client_request import ClientRequest
+from actors.router.router import Router
 from configs.settings import RouterLimits, RoutingSettings
 from tests.actors.fleet import Handle, Replica, router_of
 
@@ -34,9 +32,9 @@ def event(created: int, usage: dict[str, int] | None = None, **choice: Any) -> b
     return f"data: {json.dumps(body, separators=(',', ':'))}\n\n".encode()
 
 
-def groups_of(sizes: list[int], journal: tuple[Group, ...]) -> list[Group]:
-    """The tokens 0 to 39 as `journal` has them, then in groups of `sizes`, in turn."""
-    groups = list(journal)
+def groups_of(sizes: list[int], replay_log: tuple[TokenGroup, ...]) -> list[TokenGroup]:
+    """The tokens 0 to 39 as `replay_log` has them, then in groups of `sizes`, in turn."""
+    groups = list(replay_log)
     while (begin := sum(map(len, groups))) < TOKENS:
         size = sizes[len(groups) % len(sizes)]
         groups.append(tuple(range(begin, min(begin + size, TOKENS))))
@@ -44,7 +42,7 @@ def groups_of(sizes: list[int], journal: tuple[Group, ...]) -> list[Group]:
 
 
 def engine(created: int, sizes: list[int], dies_after: int | None = None, half: bool = False) -> Any:
-    """A decode engine that streams forty tokens, one event for a group, and repeats a journal first.
+    """A decode engine that streams forty tokens, one event for a group, and repeats a replay_log first.
 
     It dies when it has sent `dies_after` tokens, `half`: in the middle of the event after them.
     """
@@ -53,16 +51,16 @@ def engine(created: int, sizes: list[int], dies_after: int | None = None, half: 
         yield ResponseStart(200, EVENTS)
         yield b": ping\n\n"
         sent = 0
-        for group in groups_of(sizes, call.journal):
+        for group in groups_of(sizes, call.replay_log):
             text = "".join(f"<{token}>" for token in group)
             data = b"" if sent else event(created, index=0, role="assistant", text="")
             data += event(created, index=0, text=text, finish_reason="length" if TOKENS - 1 in group else None)
             if dies_after is not None and sent + len(group) > dies_after:
                 if half:
-                    yield Chunk(data[: len(data) // 2], (group,))
+                    yield StreamChunk(data[: len(data) // 2], (group,))
                 raise EngineDownError("killed")
             sent += len(group)
-            yield Chunk(data, (group,))
+            yield StreamChunk(data, (group,))
         yield event(created, usage={"completion_tokens": sent}) + b"data: [DONE]\n\n"
 
     return serve

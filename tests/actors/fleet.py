@@ -1,7 +1,7 @@
 """Both roles' handles in this process: replicas that are generators, and books of what the router has taken.
 
-The router's side is the real one. `Handle` keeps the contract of `actors.engines.Engines`: a place is held while its
-context is open, a call runs until it ends or is cancelled.
+The router's side is the real one. `Handle` keeps the contract of `EnginePool`: a slot is held
+while its context is open, a call runs until it ends or is cancelled.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from typing import Any
 
 from ray.serve.handle import DeploymentBroadcastResponse
 
-from actors.asgi_call import Accepted, Alive, Call
-from actors.engine import EngineDownError
-from actors.router import Router
-from actors.routing import Roster
+from actors.errors import EngineDownError
+from actors.request import Accepted, Call, Heartbeat
+from actors.router.router import Router
 from configs.settings import RouterLimits
 
 Serve = Callable[[Call, int], AsyncGenerator[Any, None]]
@@ -39,10 +38,10 @@ class Replica:
 
 
 @dataclass(frozen=True)
-class Place:
+class FakeSlot:
     replica: Replica
     metadata: dict[str, Any]
-    doubtful: bool = False
+    maybe_full: bool = False
 
     @property
     def replica_id(self) -> str:
@@ -53,17 +52,17 @@ class _Items(asyncio.Queue[Any]):
     """Items that were not read yet."""
 
     def only_signs_of_life(self) -> bool:
-        return all(isinstance(item, Alive) for item in self._queue)  # type: ignore[attr-defined]
+        return all(isinstance(item, Heartbeat) for item in self._queue)  # type: ignore[attr-defined]
 
 
 class Response:
     """A running call, read item by item."""
 
-    def __init__(self, handle: Handle, place: Place, call: Call) -> None:
+    def __init__(self, handle: Handle, slot: FakeSlot, call: Call) -> None:
         self._handle = handle
         self.sent_at = time.monotonic()
         self._items = _Items()
-        self._task = asyncio.create_task(self._run(place.replica, call), name=f"call to {place.replica_id}")
+        self._task = asyncio.create_task(self._run(slot.replica, call), name=f"call to {slot.replica_id}")
         handle.running += 1
         self._task.add_done_callback(self._ended)
 
@@ -129,7 +128,7 @@ def broadcast(
 
 
 class Handle:
-    """A role's handle. `taken` places and `running` calls are zero when nobody uses it."""
+    """A role's handle. `taken` slots and `running` calls are zero when nobody uses it."""
 
     def __init__(self, replicas: Iterable[Replica]) -> None:
         self.replicas = list(replicas)
@@ -143,10 +142,10 @@ class Handle:
         self.silent = False
         """Whether Serve cannot reach anybody."""
         self._turn = 0
+        self._known = False
 
-    async def take(self, avoid: Iterable[str] = (), prefer: Sequence[str] = (), roster: Roster | None = None) -> Place:
-        if roster is not None:
-            roster.attach(lambda: {replica.name: 0 for replica in self.replicas})
+    async def take(self, avoid: Iterable[str] = (), prefer: Sequence[str] = ()) -> FakeSlot:
+        self._known = True
         free = [replica for replica in self.replicas if replica.name not in avoid]
         await asyncio.sleep(0)
         if not free:
@@ -154,13 +153,17 @@ class Handle:
         self._turn += 1
         self.taken += 1
         preferred = [one for name in prefer for one in free if one.name == name and not self.in_order]
-        return Place((preferred or [free[-1 if self.in_order else self._turn % len(free)]])[0], METADATA)
+        return FakeSlot((preferred or [free[-1 if self.in_order else self._turn % len(free)]])[0], METADATA)
 
-    def give_back(self, place: Place) -> None:
+    def give_back(self, slot: FakeSlot) -> None:
         self.taken -= 1
 
-    def dispatch(self, place: Place, call: Call, *_: Any) -> Response:
-        return Response(self, place, call)
+    def dispatch(self, slot: FakeSlot, call: Call, *_: Any) -> Response:
+        return Response(self, slot, call)
+
+    def ongoing(self) -> dict[str, int] | None:
+        """As of a pool whose replicas become known with the first request."""
+        return {replica.name: 0 for replica in self.replicas} if self._known else None
 
     def has_engines(self) -> bool:
         return bool(self.replicas)
@@ -184,7 +187,7 @@ def router_of(limits: RouterLimits, *handles: Handle) -> Router:
 
 
 async def at_rest(*handles: Handle) -> None:
-    """Nothing that the router took is left: no place, no call, no task."""
+    """Nothing that the router took is left: no slot, no call, no task."""
     async with asyncio.timeout(20):
         while True:
             if not any(handle.taken or handle.running for handle in handles) and len(asyncio.all_tasks()) == 1:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from actors.cpu_kernels import CpuFeatures
+from actors.upstream.vllm_cpu_kernels import CpuFeatures
 from app.doctor import configuration, machine
 from app.doctor.__main__ import main
 from app.doctor.configuration import check_readable
@@ -101,7 +101,7 @@ def test_a_transfer_that_cannot_work(
         ({"model": "/nowhere/at/all"}, "model .* there is no config.json in '/nowhere/at/all'"),
         ({"decode": {"environment": {"UCX_NET_DEVICES": "mlx5_77:1"}}}, "ucx devices .* decode: .* mlx5_77:1"),
         ({"model": "/nowhere", "transfer": {"devices": ["lo"]}}, "model .* '/nowhere'"),
-        ({"prefill": {"environment": {"UCX_TCP_PORT_RANGE": "2000"}}}, "ports .* '2000' is no range"),
+        ({"prefill": {"environment": {"UCX_TCP_PORT_RANGE": "2000"}}}, "ports .* '2000'is not a range"),
     ],
 )
 def test_a_configuration_that_does_not_fit_the_machine(
@@ -146,7 +146,7 @@ def test_a_model_that_cannot_be_read(checkpoint: Path) -> None:
     (finding,) = check_readable(parse_settings({"model": str(checkpoint)}))
     assert finding.ok
     weights.write_bytes(whole[:100])
-    assert f"{weights.name}: is cut short" in model_problem(checkpoint)
+    assert f"{weights.name}: is truncated" in model_problem(checkpoint)
     weights.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n")
     assert f"{weights.name}: is a pointer of Git LFS" in model_problem(checkpoint)
     weights.unlink()

@@ -127,7 +127,7 @@ def test_an_operators_own_options_of_the_router_stay() -> None:
 
 
 SCALED = {"min_replicas": 1, "max_replicas": 2}
-POLICY = {"policy_function": "actors.scaling_policy:ScaleTogether", "policy_kwargs": {"tpot_s": 0.05}}
+POLICY = {"policy_function": "actors.autoscaling.policy:ScaleTogether", "policy_kwargs": {"tpot_s": 0.05}}
 
 
 def scaled(folder: Path, policy: Mapping[str, object], **roles: object) -> Path:

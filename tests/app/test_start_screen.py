@@ -91,4 +91,4 @@ def test_without_an_engines_report_serves_message_is_the_error() -> None:
 
 def test_a_message_without_a_traceback() -> None:
     assert last_error("Deploying failed: no room") == "Deploying failed: no room"
-    assert "no reason is known" in str(failure_of([], {"service": ""}, "/logs"))
+    assert "the cause is unknown" in str(failure_of([], {"service": ""}, "/logs"))

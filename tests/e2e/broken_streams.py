@@ -11,12 +11,11 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from actors.arguments import engine_environment
-from actors.asgi_call import Call, ResponseStart
-from actors.attempts import ClientRequest
-from actors.engine import Engine, EngineDownError
-from actors.handoff import Endpoint
-from actors.journal import Chunk
+from actors.engine.arguments import engine_environment
+from actors.engine.vllm_engine import VllmEngine
+from actors.errors import EngineDownError
+from actors.request import Call, Endpoint, ResponseStart, StreamChunk
+from actors.router.client_request import ClientRequest
 from configs.settings import RouterLimits, ServiceSettings
 from testing.streams import FRONTEND
 from tests.actors.fleet import Handle, Replica, router_of
@@ -29,13 +28,13 @@ LIMITS = RouterLimits(request_timeout_s=60, prefill_wait_s=0.01)
 HEADERS = ((b"content-type", b"application/json"), (b"x-request-id", b"the-same"))
 
 
-async def start_decode() -> Engine:
+async def start_decode() -> VllmEngine:
     """The demo model's decode engine, as the Decode actor starts it."""
     os.environ.update(engine_environment(SETTINGS, "decode"))
-    return await Engine.start(SETTINGS, "decode", "127.0.0.1")
+    return await VllmEngine.start(SETTINGS, "decode", "127.0.0.1")
 
 
-async def stream(engine: Engine, endpoint: Endpoint, body: dict[str, Any], dies_at: int | None = None) -> bytes:
+async def stream(engine: VllmEngine, endpoint: Endpoint, body: dict[str, Any], dies_at: int | None = None) -> bytes:
     """The stream as a client gets it, where the first engine dies when `dies_at` tokens have been sent."""
 
     async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
@@ -48,7 +47,7 @@ async def stream(engine: Engine, endpoint: Endpoint, body: dict[str, Any], dies_
         async with aclosing(engine.serve(call)) as items:
             async for item in items:
                 yield item
-                tokens += sum(map(len, item.groups)) if isinstance(item, Chunk) else 0
+                tokens += sum(map(len, item.groups)) if isinstance(item, StreamChunk) else 0
                 if dies_at is not None and tokens >= dies_at and not isinstance(item, ResponseStart):
                     raise EngineDownError("as if killed")
 

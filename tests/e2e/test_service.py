@@ -18,9 +18,9 @@ import httpx
 import openai
 import pytest
 
-from actors.acquaintance import LOOK_EVERY_S, meet_s
+from actors.engine.pair_warmup import WARM_UP_INTERVAL_S, probe_timeout_s
 from app.demo.facts import RecallPrompt, exact, make_prompt
-from app.openai import OPEN_AGE_S
+from app.http.routes import OPEN_AGE_S
 from configs.settings import TransferSettings
 from connectors.protocol.cards import PROTOCOL_VERSION
 from testing.service_process import ROOT, ServiceProcess, write_config
@@ -121,7 +121,7 @@ def test_health_and_models(http):
 
 def test_the_engines_have_met_before_the_first_request(http):
     """Whichever replica came second has fetched a probe's KV: no client waits for first contact."""
-    give_up_at = time.monotonic() + 2 * LOOK_EVERY_S + meet_s(TransferSettings())
+    give_up_at = time.monotonic() + 2 * WARM_UP_INTERVAL_S + probe_timeout_s(TransferSettings())
     while not metric(http, "vllm:tandem_kv_requests_total", role="decode", outcome="received"):
         assert time.monotonic() < give_up_at
         time.sleep(0.5)
@@ -237,7 +237,7 @@ def test_the_time_to_the_first_token_is_accounted_for(http, more, most, none):
         parts = server_timing(reply)
     total = parts.pop("total")
     assert sum(parts.values()) == pytest.approx(total, abs=1)
-    assert most | {"router", "placing", "hops", "frontend"} <= parts.keys()
+    assert most | {"router", "slot_wait", "hops", "frontend"} <= parts.keys()
     assert not parts.keys() & (none | {"unexplained", "retries", "recompute"})
     assert 0 < total <= waited_ms
     assert parts["prefill"] > 0
@@ -245,9 +245,9 @@ def test_the_time_to_the_first_token_is_accounted_for(http, more, most, none):
 
 def test_nobody_is_told_who_has_not_asked(http):
     """The header costs a client that does not want it nothing; the histograms have its request all the same."""
-    before = metric(http, "tandem_ledger_seconds_count", route="remote", part="first_step")
+    before = metric(http, "tandem_latency_breakdown_seconds_count", route="remote", part="first_step")
     assert "server-timing" not in http.post("/v1/completions", json=completion("abc")).headers
-    assert metric(http, "tandem_ledger_seconds_count", route="remote", part="first_step") == before + 1
+    assert metric(http, "tandem_latency_breakdown_seconds_count", route="remote", part="first_step") == before + 1
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,12 @@ def test_options_of_the_output_are_decodes_alone(http, more):
         ("/v1/completions", completion("a", temperature=-3), 400, "temperature"),
         ("/v1/completions", completion("!" * 3000), 400, "context length"),
         ("/v1/completions", completion([5, 10**9]), 400, "vocabulary"),
-        ("/v1/completions", completion("a") | {"stream_interval": 2**64}, 400, "none that an engine"),
+        (
+            "/v1/completions",
+            completion("a") | {"stream_interval": 2**64},
+            400,
+            "`stream_interval` must fit in a 64-bit integer",
+        ),
         ("/v1/completions", completion("a") | {"vllm_xargs": {"x": "\ud800"}}, 400, "surrogate"),
         ("/v1/chat/completions", {"model": MODEL, "messages": TURN, "stop": "\ud800"}, 400, "surrogate"),
         ("/v1/completions", completion("a") | {"cache_salt": "\ud800"}, 400, "cache_salt"),

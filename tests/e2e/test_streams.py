@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from actors.engine import Engine
-from actors.journal import CannotResumeError
+from actors.engine.vllm_engine import VllmEngine
+from actors.errors import CannotResumeError
 from testing.sse import said
 from testing.streams import KINDS, completion
 from tests.e2e.broken_streams import start_decode, stream
@@ -30,14 +30,14 @@ def runner() -> Iterator[asyncio.Runner]:
 
 
 @pytest.fixture(scope="module")
-def engine(runner: asyncio.Runner) -> Iterator[Engine]:
+def engine(runner: asyncio.Runner) -> Iterator[VllmEngine]:
     engine = runner.run(start_decode())
     yield engine
     runner.run(engine.close())
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stream_goes_on_as_if_nothing_was(runner: asyncio.Runner, engine: Engine, kind: str) -> None:
+def test_a_stream_goes_on_as_if_nothing_was(runner: asyncio.Runner, engine: VllmEngine, kind: str) -> None:
     """Text, logprobs, token ids, tool calls, finish reason and usage."""
 
     async def run() -> None:
@@ -48,7 +48,7 @@ def test_a_stream_goes_on_as_if_nothing_was(runner: asyncio.Runner, engine: Engi
     runner.run(run())
 
 
-def test_a_stream_without_a_seed_keeps_what_was_sent(runner: asyncio.Runner, engine: Engine) -> None:
+def test_a_stream_without_a_seed_keeps_what_was_sent(runner: asyncio.Runner, engine: VllmEngine) -> None:
     """What follows is drawn anew; what was sent is not."""
 
     async def run() -> None:
@@ -59,7 +59,7 @@ def test_a_stream_without_a_seed_keeps_what_was_sent(runner: asyncio.Runner, eng
     runner.run(run())
 
 
-def test_a_client_cannot_force_tokens(runner: asyncio.Runner, engine: Engine) -> None:
+def test_a_client_cannot_force_tokens(runner: asyncio.Runner, engine: VllmEngine) -> None:
     """The field is the engine's own."""
 
     async def run() -> None:
@@ -70,13 +70,13 @@ def test_a_client_cannot_force_tokens(runner: asyncio.Runner, engine: Engine) ->
     runner.run(run())
 
 
-@pytest.mark.parametrize("more", [{"n": 2}, {"prompt": ["a", "b"]}], ids=["n", "several prompts"])
-def test_what_cannot_go_on_exactly_is_refused(runner: asyncio.Runner, engine: Engine, more: dict) -> None:
+@pytest.mark.parametrize("more", [{"n": 2}, {"prompt": ["a", "b"]}], ids=["n", "multiple prompts"])
+def test_what_cannot_go_on_exactly_is_refused(runner: asyncio.Runner, engine: VllmEngine, more: dict) -> None:
     """By name."""
 
     async def run() -> None:
         endpoint, body = completion(ignore_eos=True, temperature=1.0, **more)
-        with pytest.raises(CannotResumeError, match="cannot go on elsewhere"):
+        with pytest.raises(CannotResumeError, match="cannot be continued on another engine"):
             await stream(engine, endpoint, body, dies_at=0)
 
     runner.run(run())

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from actors.fields import as_written, write
-from actors.handoff import Endpoint, Producer, decode_leg, prefill_leg, why_local
-from app.client_request import check_prompts, parse_body
-from app.http_errors import BadRequestError
+from actors.request import Endpoint, ProducerAddress
+from actors.router.raw_json import as_written, write
+from actors.router.request_shaping import decode_leg, prefill_leg, why_local
+from app.http.errors import BadRequestError
+from app.http.parsing import check_prompts, parse_body
 from tests.campaigns.fuzz.requests import CHAT, COMPLETIONS, Requests, fields
 
-PRODUCER = Producer("engine", "127.0.0.1", 1, 1)
+PRODUCER = ProducerAddress("engine", "127.0.0.1", 1, 1)
 ENDPOINTS: dict[str, Endpoint] = {COMPLETIONS: COMPLETIONS, CHAT: CHAT}
 
 

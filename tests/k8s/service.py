@@ -10,7 +10,7 @@ from typing import Any
 
 from ray._private.ray_constants import RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
 
-from app.front import SERVICE_PATH
+from app.http.http_server import SERVICE_PATH
 from app.run import load
 from configs.settings import PlacementSettings, RoleSettings, ServiceSettings, SettingsError
 from tests.k8s.kuberay import environment
@@ -204,9 +204,9 @@ def _ports(group: dict[str, Any], settings: ServiceSettings) -> Iterator[str]:
             f"{settings.transfer.side_channel_port}"
         )
     for role in ("prefill", "decode"):
-        if group in groups_for(settings.role(role), [group]) and declared.get("door") != settings.role(role).door_port:
+        if group in groups_for(settings.role(role), [group]) and declared.get("rpc") != settings.role(role).rpc_port:
             yield (
-                f"{name}: port `door` is {declared.get('door')}, but {role}.door_port {settings.role(role).door_port}: "
+                f"{name}: port `rpc` is {declared.get('rpc')}, but {role}.rpc_port {settings.role(role).rpc_port}: "
                 "it must be fixed, or no NetworkPolicy can name it"
             )
     variables = environment(group)

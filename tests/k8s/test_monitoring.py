@@ -13,12 +13,12 @@ import pytest
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.ledger import Ledger, Span
-from actors.placement.decision import NO_PREFILL, PREFILL_FAILED
-from actors.prefill_leg import BROKEN
-from actors.router_metrics import RouterMetrics
-from app.generate import REFUSED
-from app.metrics import merge
+from actors.policy.decision import NO_PREFILL, PREFILL_FAILED
+from actors.router.prefill_leg import BROKEN
+from actors.telemetry.latency_breakdown import LatencyBreakdown, Span
+from actors.telemetry.router_metrics import RouterMetrics
+from app.http.generate import REFUSED
+from app.http.merge_metrics import merge
 from tests.k8s.check import ROOT, only
 from tests.k8s.kustomize import render
 
@@ -45,7 +45,7 @@ def emitted() -> dict[str, Labels]:
             router.requests.labels(route, reason, status).inc()
         router.first_byte.labels(route).observe(1)
     for route in ("remote", "local"):
-        router.keep(route, Ledger((Span("prefill", 0.0, 1.0),)))
+        router.observe_breakdown(route, LatencyBreakdown((Span("prefill", 0.0, 1.0),)))
     for outcome in OUTCOMES:
         router.prefill_legs.labels(outcome).inc()
     engine = vllm_exposition()

@@ -10,7 +10,7 @@ from tests.k8s.network import Pod, allowed
 
 RAY = (6379, 6380, 6381, 6382, 6383, 8265, 10010, 10999, 52365)
 SIDE_CHANNEL, NIXL, HTTP, RAY_METRICS, REDIS = 5600, (20000, 20999), 8000, 8080, 6379
-DOOR, ROUTER = 5700, 8100
+RPC, ROUTER = 5700, 8100
 OTHERS = (22, 443, 5601, 5701, 6384, 8001, 8101, 9000, 10001, 11000, 19999, 21000, 35000)
 NODES = ("head", "router", "prefill", "decode")
 
@@ -45,9 +45,9 @@ def test_between_the_services_own_pods(policies: list[Manifest], tandem: dict[st
     """The whole table: every pair of pods, every port that is used and some that are not."""
     wanted = {(a, b, port) for a in NODES for b in NODES for port in RAY}
     wanted |= {("decode", "prefill", SIDE_CHANNEL), ("head", "redis", REDIS)}
-    wanted |= {("router", "prefill", DOOR), ("router", "decode", DOOR)}
+    wanted |= {("router", "prefill", RPC), ("router", "decode", RPC)}
     wanted |= {(a, b, port) for a, b in (("decode", "prefill"), ("prefill", "decode")) for port in NIXL}
-    ports = {*RAY, SIDE_CHANNEL, DOOR, *NIXL, HTTP, ROUTER, RAY_METRICS, REDIS, *OTHERS}
+    ports = {*RAY, SIDE_CHANNEL, RPC, *NIXL, HTTP, ROUTER, RAY_METRICS, REDIS, *OTHERS}
     found = {
         (a, b, port)
         for a, source in tandem.items()
@@ -69,7 +69,7 @@ def test_dns_and_nothing_else_of_it(policies: list[Manifest], tandem: dict[str, 
 
 def test_who_may_come_in(policies: list[Manifest], tandem: dict[str, Pod]) -> None:
     """Clients to the proxies and the routers, the operator to the head; nobody else, nowhere else."""
-    ports = {HTTP, ROUTER, DOOR, *RAY, SIDE_CHANNEL, *NIXL, REDIS, *OTHERS}
+    ports = {HTTP, ROUTER, RPC, *RAY, SIDE_CHANNEL, *NIXL, REDIS, *OTHERS}
     for stranger in (OUTSIDE, IN_CLUSTER):
         assert not any(allowed(policies, stranger, pod, port) for pod in tandem.values() for port in ports)
     for client in (CLIENT, INGRESS):

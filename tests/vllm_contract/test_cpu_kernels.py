@@ -1,4 +1,4 @@
-"""What vLLM's choice of CPU kernels depends on, as `actors/cpu_kernels.py` has it."""
+"""What vLLM's choice of CPU kernels depends on, as `actors/upstream/vllm_cpu_kernels.py` has it."""
 
 from __future__ import annotations
 

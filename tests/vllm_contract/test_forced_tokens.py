@@ -12,7 +12,7 @@ from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 
-from actors.forced_tokens import FORCED_TOKENS, ForcedTokens, ForcedTokensV2
+from actors.upstream.vllm_forced_tokens import FORCED_TOKENS, ForcedTokens, ForcedTokensV2
 
 VOCABULARY = 8
 

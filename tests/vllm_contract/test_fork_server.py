@@ -13,8 +13,8 @@ import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import FrontendArgs
 
-from actors.arguments import engine_argument_names, engine_arguments, fields_in_source, frontend_argument_names
-from actors.fork_server import USERS, may_fork, use_fork_server
+from actors.engine.arguments import engine_argument_names, engine_arguments, fields_in_source, frontend_argument_names
+from actors.upstream.vllm_fork_server import USERS, may_fork, use_fork_server
 from configs.settings import RoleName, parse_settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,7 +53,7 @@ if __name__ == "__main__":
 
 def test_processes_have_their_parents_environment_and_one_server(tmp_path: Path) -> None:
     """As spawned ones have; those that a forked process starts come from the same server."""
-    (tmp_path / "preloaded.py").write_text("from actors.fork_server import *; stay_with_this_server()")
+    (tmp_path / "preloaded.py").write_text("from actors.upstream.vllm_fork_server import *; stay_with_this_server()")
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     run = subprocess.run(

@@ -20,7 +20,7 @@ def peer(name: str) -> Peer:
 
 
 def full(busy: AbstractSet[str] = frozenset()) -> Guests:
-    """Places for three: a and b have said hello, c has offered."""
+    """SlotPool for three: a and b have said hello, c has offered."""
     table = Guests(lambda one: one.incarnation in busy, most=3)
     for name in "abc":
         assert table.admit(peer(name)) is None

@@ -11,7 +11,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 from vllm.v1.metrics.loggers import PerEngineStatLoggerAdapter
 from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats, SchedulerStats
 
-from actors.stat_logger import LoadLogger
+from actors.autoscaling.stat_logger import LoadLogger
 
 
 def request(name: str, tokens: int, prefilling: bool) -> RequestState:

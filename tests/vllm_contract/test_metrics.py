@@ -12,7 +12,7 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
-from actors.stopwatch import Arrivals
+from actors.telemetry.timestamps import KvArrivals
 from connectors.protocol.limits import TransferLimits
 from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.metrics import ARRIVALS_KEPT, PEERS_KEPT, RankTally, TandemPromMetrics, TandemStats
@@ -163,7 +163,7 @@ def test_kv_has_arrived_when_the_last_rank_has_it() -> None:
     assert first is not None
     assert second is not None
     carried = msgspec.msgpack.decode(msgspec.msgpack.encode(first.aggregate(second).to_dict()))
-    arrivals = Arrivals()
+    arrivals = KvArrivals()
     for request_id in ("r", "s", "never"):
         arrivals.expect(request_id)
     arrivals.observe(carried)

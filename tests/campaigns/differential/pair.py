@@ -34,7 +34,7 @@ ENGINE: dict[str, Any] = {
 }
 SINGLE: dict[str, Any] = {"max_num_batched_tokens": 8192}
 """What the single server has otherwise: no prompt takes it two steps. vLLM's CPU worker dies of a
-seeded one that does (our engines do not: `actors/cpu_worker.py`)."""
+seeded one that does (our engines do not: `actors/upstream/vllm_cpu_worker.py`)."""
 
 FRONTEND: dict[str, Any] = {
     "enable_prompt_tokens_details": True,

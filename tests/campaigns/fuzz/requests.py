@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from actors.handoff import Endpoint
+from actors.request import Endpoint
 
 MODEL = "tandem-demo"
 COMPLETIONS: Endpoint = "/v1/completions"

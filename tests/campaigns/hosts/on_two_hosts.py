@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from app.demo.facts import RecallPrompt, exact, make_prompt
-from app.openai import OPEN_AGE_S
+from app.http.routes import OPEN_AGE_S
 from testing.service_process import write_config
 from tests.campaigns.hosts.two_hosts import BACK, TwoHosts, two_hosts
 
@@ -35,7 +35,7 @@ BOUND_S = REQUEST_TIMEOUT_S + 10
 IDLE_TIMEOUT_S = 60.0
 LOST_TIMEOUT_S = 180.0
 
-TRANSFER = {"progress_s": 15.0, "alive_s": 2.0, "cancel_s": 2.0, "host_gone_s": 60.0}
+TRANSFER = {"progress_s": 15.0, "alive_s": 2.0, "cancel_s": 2.0, "node_lost_s": 60.0}
 ROUTER = {"request_timeout_s": REQUEST_TIMEOUT_S, "prefill_timeout_s": 25.0}
 RAY = {
     # GCS: a node is dead after so many checks without an answer. It must survive CUT_S.
@@ -43,7 +43,7 @@ RAY = {
     "RAY_health_check_timeout_ms": "5000",
     "RAY_health_check_failure_threshold": "4",
     # A node: a connection that carries nothing for so long is broken, and without GCS for so long it ends itself. Until
-    # then its engines may write, so host_gone_s must be longer than the two, less what GCS itself takes.
+    # then its engines may write, so node_lost_s must be longer than the two, less what GCS itself takes.
     "RAY_grpc_client_keepalive_timeout_ms": "10000",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "8",
 }

@@ -17,7 +17,7 @@ _TIMEOUT_S = 10.0
 
 
 @contextlib.contextmanager
-def door(pid: int, address: str, port: int) -> Iterator[int]:
+def forwarded_port(pid: int, address: str, port: int) -> Iterator[int]:
     """Lead to ``address:port`` as the process ``pid`` sees it; the port to go through."""
 
     class Handler(socketserver.BaseRequestHandler):

@@ -24,7 +24,7 @@ from pathlib import Path
 from app.run import CURL, DEMO_PROMPT, interrupt_on_signals
 from configs.settings import DEMO_SERVED_NAME
 from tests.campaigns.hosts.hosts import Host, Switch, hosts
-from tests.campaigns.hosts.port_forward import door
+from tests.campaigns.hosts.port_forward import forwarded_port
 
 FRONT, BACK = "decode", "prefill"
 """The host with Ray's head, the router and decode, and the one with prefill."""
@@ -105,7 +105,7 @@ def two_hosts(config: Path, rate: str, **ray: str) -> Iterator[TwoHosts]:
     try:
         with hosts([FRONT, BACK], rate) as switch:
             front = switch.hosts[FRONT]
-            with door(front.pid, front.address, HTTP_PORT) as port:
+            with forwarded_port(front.pid, front.address, HTTP_PORT) as port:
                 service = TwoHosts(switch, config, folder, f"http://127.0.0.1:{port}", ray)
                 service.start()
                 yield service

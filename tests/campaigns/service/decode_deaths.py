@@ -24,7 +24,7 @@ from typing import Any, Literal
 import httpx
 import psutil
 
-from app.openai import OPEN_AGE_S
+from app.http.routes import OPEN_AGE_S
 from testing.service_process import ServiceProcess, write_config
 from testing.sse import said
 from testing.streams import FRONTEND, KINDS, TOKENS

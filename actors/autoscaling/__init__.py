@@ -1,0 +1,1 @@
+"""The load of engines, and the number of replicas that it needs."""

@@ -1,0 +1,74 @@
+"""Measures the load of an engine from its finished work. Pure: callers pass the time.
+
+Means are exponential with a window of `WINDOW_S`. The rate of prompt tokens is a mean over busy
+time, so an idle engine keeps its last rate.
+"""
+
+from dataclasses import dataclass
+from math import exp
+
+WINDOW_S = 15.0
+
+
+@dataclass
+class Fading:
+    """A sum in which an amount added `age_s` ago counts exp(-age_s / window_s)."""
+
+    window_s: float
+    total: float = 0.0
+    at_s: float = 0.0
+
+    def add(self, amount: float, now_s: float) -> None:
+        self.total = self.value(now_s) + amount
+        self.at_s = max(self.at_s, now_s)
+
+    def value(self, now_s: float) -> float:
+        return self.total * exp(-max(now_s - self.at_s, 0.0) / self.window_s)
+
+
+class LoadMeter:
+    """Counts prompts and tokens of one engine that started at `began_s`."""
+
+    def __init__(self, began_s: float, window_s: float = WINDOW_S) -> None:
+        self._began_s = began_s
+        self._window_s = window_s
+        self._prompt_tokens = Fading(window_s)
+        self._token_gaps_s = Fading(window_s)
+        self._tokens = Fading(window_s)
+        # A clock that stands still while no prompt is computed.
+        self._busy_clock_s = 0.0
+        self._busy_until_s = began_s
+        self._tokens_while_busy = Fading(window_s)
+        self._busy_s = Fading(window_s)
+        self._prompts = Fading(window_s)
+
+    def prompt(self, tokens: int, computing_s: float, now_s: float) -> None:
+        """Count a prompt of `tokens` whose first token came now, `computing_s` after its
+        computation began."""
+        self._prompt_tokens.add(tokens, now_s)
+        # Prompts are computed concurrently: time counts once.
+        busy_s = max(now_s - max(now_s - computing_s, self._busy_until_s), 0.0)
+        self._busy_until_s = max(now_s, self._busy_until_s)
+        self._busy_clock_s += busy_s
+        self._tokens_while_busy.add(tokens, self._busy_clock_s)
+        self._prompts.add(1, self._busy_clock_s)
+        self._busy_s.add(busy_s, self._busy_clock_s)
+
+    def tokens(self, gap_s: float, now_s: float, count: float = 1) -> None:
+        """Count one token of `count` sequences, each `gap_s` after its previous one."""
+        self._token_gaps_s.add(gap_s * count, now_s)
+        self._tokens.add(count, now_s)
+
+    def read(self, now_s: float) -> dict[str, float]:
+        """Return the measured fields of PrefillLoad or DecodeLoad, by name."""
+        # Correct for a window that is longer than the engine's age.
+        window_s = self._window_s * (1 - exp(-max(now_s - self._began_s, 1e-3) / self._window_s))
+        busy_s, prompts = self._busy_s.value(self._busy_clock_s), self._prompts.value(self._busy_clock_s)
+        while_busy = self._tokens_while_busy.value(self._busy_clock_s)
+        tokens, gaps_s = self._tokens.value(now_s), self._token_gaps_s.value(now_s)
+        load = {"tokens_per_s": self._prompt_tokens.value(now_s) / window_s, "decoding": gaps_s / window_s}
+        if busy_s > 0:
+            load |= {"tokens_per_busy_s": while_busy / busy_s, "prompt_tokens": while_busy / prompts}
+        if tokens > 0:
+            load["tpot_s"] = gaps_s / tokens
+        return load

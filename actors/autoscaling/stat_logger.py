@@ -1,0 +1,51 @@
+"""Feeds vLLM's statistics of each step to a `LoadMeter`. Imports vLLM."""
+
+import time
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from actors.autoscaling.load import LoadMeter
+
+
+class LoadLogger(StatLoggerBase):
+    """Keeps the load of its engine; one of vLLM's stat loggers."""
+
+    def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
+        self._load = LoadMeter(time.monotonic())
+        self._running = self._waiting = 0
+        self._kv_use = 0.0
+
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+    ) -> None:
+        """Count the results of one step; vLLM's hook."""
+        now_s = time.monotonic()
+        if scheduler_stats is not None:
+            self._running, self._waiting = scheduler_stats.num_running_reqs, scheduler_stats.num_waiting_reqs
+            self._kv_use = scheduler_stats.kv_cache_usage
+        if iteration_stats is not None:
+            for request in iteration_stats.finished_requests:
+                if request.prefill_time > 0:  # else it ended before its first token
+                    # Reported when the request ends: on a prefill engine that is its first token.
+                    self._load.prompt(request.num_prompt_tokens, request.prefill_time, now_s)
+            for gap_s in iteration_stats.inter_token_latencies_iter:
+                self._load.tokens(gap_s, now_s)
+
+    def log_engine_initialized(self) -> None:
+        """Do nothing; vLLM's hook."""
+
+    def read(self, llm: AsyncLLM) -> dict[str, float]:
+        """Return the load of `llm` by the names of PrefillLoad's and DecodeLoad's fields."""
+        requests = llm.output_processor.request_states.values()
+        # After the last request is aborted vLLM reports no further step, so its last numbers are
+        # stale.
+        idle = not requests
+        return self._load.read(time.monotonic()) | {
+            "queued_tokens": float(sum(one.prompt_len for one in requests if one.is_prefilling)),
+            "running": 0.0 if idle else float(self._running),
+            "waiting": 0.0 if idle else float(self._waiting),
+            "kv_use": 0.0 if idle else float(self._kv_use),
+        }

@@ -1,0 +1,62 @@
+"""Calls to all replicas of a role at once, each with its own timeout."""
+
+import asyncio
+import logging
+import time
+from typing import Any, Protocol
+
+from ray.serve.handle import DeploymentBroadcastResponse
+
+from actors.upstream.ray_private import replica_results
+
+logger = logging.getLogger(__name__)
+
+LOG_EVERY_S = 30.0
+"""Interval between log lines of one failure: `/health` asks about once a second while engines
+start."""
+
+_logged_at: dict[tuple[str, str], float] = {}
+"""Time of the last log line by role and method."""
+
+
+class Role(Protocol):
+    """Anything that broadcasts: a Serve handle, or `EnginePool` in `engine_pool/engines.py`."""
+
+    def broadcast(self, method: str, /, *arguments: object) -> DeploymentBroadcastResponse:
+        """Call a method of all replicas."""
+
+
+async def ask_all(role: str, handle: Role, method: str, timeout_s: float, *arguments: object) -> list[Any]:
+    """Return the results of `method` on all replicas; leave out those that fail or are late."""
+    try:
+        return await replies_of(role, method, handle.broadcast(method, *arguments), timeout_s)
+    except Exception as error:  # the caller continues without these replicas
+        now = time.monotonic()
+        if now - _logged_at.get((role, method), -LOG_EVERY_S) >= LOG_EVERY_S:
+            _logged_at[role, method] = now
+            logger.warning("%s: cannot call %s replicas: %r", method, role, error)
+        return []
+
+
+async def replies_of(role: str, method: str, asked: DeploymentBroadcastResponse, timeout_s: float) -> list[Any]:
+    """Return the results that arrive within `timeout_s`; log replicas that fail or are late.
+
+    Raises Serve's error when no replica can be called, TimeoutError when Serve does not list the
+    replicas in time.
+    """
+    until = asyncio.get_running_loop().time() + timeout_s
+    async with asyncio.timeout_at(until):
+        replicas = await replica_results(asked)
+    waiting = (_reply(replica, until) for replica in replicas)
+    replies = await asyncio.gather(*waiting, return_exceptions=True)
+    for reply in replies:
+        if isinstance(reply, TimeoutError):
+            logger.warning("%s: a %s replica did not answer within %g s", method, role, timeout_s)
+        elif isinstance(reply, BaseException):
+            logger.warning("%s failed on a %s replica: %r", method, role, reply)
+    return [reply for reply in replies if not isinstance(reply, BaseException)]
+
+
+async def _reply(replica: Any, until: float) -> Any:
+    async with asyncio.timeout_at(until):
+        return await replica.get_async()

@@ -1,0 +1,1 @@
+"""The Prefill and Decode deployments, each around one vLLM engine."""

@@ -1,0 +1,181 @@
+"""Arguments of one vLLM engine from the settings, with names checked against the installed vLLM."""
+
+import ast
+import dataclasses
+import difflib
+import importlib
+import importlib.util
+from collections.abc import Collection, Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from configs.settings import PlacementSettings, RoleName, RoleSettings, ServiceSettings, SettingsError
+
+OWNED = {
+    "model": "set `model` of the service",
+    "served_model_name": "set `served_model_name` of the service",
+    "tensor_parallel_size": "set `tensor_parallel_size` of the role",
+    "distributed_executor_backend": "set `executor` of the role",
+    "kv_transfer_config": "set `transfer` of the service",
+    # A prefill replica publishes the address of one engine core; with several, KV may be in
+    # another.
+    "data_parallel_size": "set `replicas` of the role",
+}
+"""Engine arguments that have a setting of their own, and which."""
+
+CPU_DEFAULTS = {"dtype": "float32", "enforce_eager": True, "worker_cls": "actors.upstream.vllm_cpu_worker.CpuWorker"}
+"""Default arguments of an engine without a GPU."""
+
+
+@cache
+def engine_argument_names() -> frozenset[str]:
+    """Return the names that vLLM's AsyncEngineArgs accepts."""
+    return _fields("vllm.engine.arg_utils", "AsyncEngineArgs")
+
+
+@cache
+def frontend_argument_names() -> frozenset[str]:
+    """Return the names that vLLM's OpenAI layer accepts."""
+    return _fields("vllm.entrypoints.launchers.cli_args", "FrontendArgs")
+
+
+def _fields(module: str, name: str) -> frozenset[str]:
+    """Return the fields of one of vLLM's dataclasses, read from its source.
+
+    Importing the module takes 8 s of CPU time, in the launcher and again where Serve builds the
+    application. The module is imported only when its source has another form.
+    """
+    names = fields_in_source(_source(module), name)
+    if names is None:
+        names = {field.name for field in dataclasses.fields(getattr(importlib.import_module(module), name))}
+    return frozenset(field for field in names if not field.startswith("_"))
+
+
+def _source(module: str) -> str:
+    """Return the text of a module without importing its parent packages, as
+    `importlib.util.find_spec` would."""
+    top, *rest = module.split(".")
+    spec = importlib.util.find_spec(top)
+    if spec is None or not spec.submodule_search_locations:
+        raise SettingsError(f"{top} is not installed: run `make install`")
+    path = Path(spec.submodule_search_locations[0]).joinpath(*rest).with_suffix(".py")
+    return path.read_text() if path.is_file() else ""
+
+
+def fields_in_source(source: str, name: str) -> set[str] | None:
+    """Return the annotated fields of dataclass `name` and of its bases in the same module.
+
+    None when the class or one of its bases is not in `source`.
+    """
+    classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+    if name not in classes:
+        return None
+    found: set[str] = set()
+    for base in classes[name].bases:
+        inherited = fields_in_source(source, base.id) if isinstance(base, ast.Name) else None
+        if inherited is None:
+            return None
+        found |= inherited
+    for node in classes[name].body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            annotation = ast.unparse(node.annotation)
+            if "ClassVar" not in annotation and "InitVar" not in annotation:
+                found.add(node.target.id)
+    return found
+
+
+def check_arguments(settings: ServiceSettings) -> None:
+    """Raise SettingsError for each setting that vLLM, Ray or Serve would refuse or silently ignore."""
+    engine, frontend = engine_argument_names(), frontend_argument_names()
+    problems = [
+        *_unknown("engine", settings.engine, engine),
+        *_unknown("prefill.engine", settings.prefill.engine, engine),
+        *_unknown("decode.engine", settings.decode.engine, engine),
+        *_unknown("prefill.frontend", settings.prefill.frontend, frontend),
+        *_unknown("decode.frontend", settings.decode.frontend, frontend),
+        *_bad_selector("prefill", settings.prefill),
+        *_bad_selector("decode", settings.decode),
+        *_bad_selector("router", settings.router),
+        *_bad_autoscaling("prefill", settings.prefill),
+        *_bad_autoscaling("decode", settings.decode),
+    ]
+    if problems:
+        raise SettingsError("\n".join(problems))
+
+
+def _unknown(where: str, given: Mapping[str, Any], known: Collection[str]) -> list[str]:
+    owned = [f"{where}.{key}: cannot be set here; {OWNED[key]}" for key in given if key in OWNED]
+    return owned + _not_among([key for key in given if key not in OWNED], known, where, "vLLM")
+
+
+def _not_among(given: Iterable[str], known: Collection[str], where: str, whose: str) -> list[str]:
+    problems = []
+    for key in given:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            problems.append(f"{where}.{key}: {whose} has no such argument{hint}")
+    return problems
+
+
+def _bad_selector(where: str, deployment: PlacementSettings) -> list[str]:
+    """Return the violations of Ray's rules for labels, checked by Serve's schema."""
+    from pydantic import ValidationError
+    from ray.serve.schema import RayActorOptionsSchema
+
+    try:
+        RayActorOptionsSchema(label_selector=deployment.label_selector)
+    except ValidationError as error:
+        return [f"{where}.label_selector: {error.errors()[0]['msg']}"]
+    return []
+
+
+def _bad_autoscaling(where: str, role: RoleSettings) -> list[str]:
+    """Return the violations of Serve's rules for autoscaling_config, and the keys that Serve would
+    ignore."""
+    from pydantic import ValidationError
+    from ray.serve.config import AutoscalingConfig
+
+    if isinstance(role.replicas, int):
+        return []
+    unknown = _not_among(role.replicas, AutoscalingConfig.model_fields, f"{where}.replicas", "Ray Serve")
+    try:
+        AutoscalingConfig(**role.replicas)
+    except ValidationError as error:
+        return [*unknown, *(f"{where}.replicas: {problem['msg']}" for problem in error.errors())]
+    # Serve sees no requests waiting in routers, so it would never start the first replica.
+    none = [key for key in ("min_replicas", "initial_replicas") if role.replicas.get(key) == 0]
+    return [*unknown, *(f"{where}.replicas.{key}: must be at least 1" for key in none)]
+
+
+def engine_arguments(settings: ServiceSettings, role: RoleName) -> dict[str, Any]:
+    """Return the keyword arguments of AsyncEngineArgs for `role`, without the KV connector."""
+    own = settings.role(role)
+    defaults = {} if own.num_gpus else CPU_DEFAULTS
+    # On several nodes `mp` is vLLM's own choice.
+    executor = {"distributed_executor_backend": "ray"} if own.executor == "ray" else {}
+    return {
+        **defaults,
+        **settings.engine,
+        **own.engine,
+        **executor,
+        "model": settings.model_path,
+        "served_model_name": [settings.model_name],
+        "tensor_parallel_size": own.tensor_parallel_size,
+    }
+
+
+def engine_environment(settings: ServiceSettings, role: RoleName) -> dict[str, str]:
+    """Return environment variables for the actor of `role`; its engine processes inherit them."""
+    own = settings.role(role)
+    environment = {"VLLM_NO_USAGE_STATS": "1"}
+    if not own.num_gpus:
+        environment |= settings.cpu.environment()
+        if engine_arguments(settings, role).get("enforce_eager"):
+            # vLLM's sampler compiles a helper at the first request with logprobs, which takes many
+            # seconds.
+            environment["TORCHDYNAMO_DISABLE"] = "1"
+    if Path(settings.model_path).is_dir():
+        environment["HF_HUB_OFFLINE"] = "1"
+    return environment | own.environment

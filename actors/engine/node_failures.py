@@ -1,0 +1,87 @@
+"""Detects the loss of nodes with prefill engines, for the connector of a decode engine.
+
+A decode engine keeps blocks that a prefill engine may still write to. The connector detects that a
+process has ended on a reachable host; an unreachable host proves nothing. Ray marks such a node
+dead, and a node that has lost the head ends itself and its actors within a bounded time. So writes
+are presumed stopped `node_lost_s` after Ray marks the node dead (docs/decisions/0015). An engine id
+begins with its node's id, so that no table of engines by node is needed.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterable
+
+import ray
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 2.0
+
+
+def new_engine_id() -> str:
+    """Return a new engine id, which begins with the id of this process's Ray node if there is one."""
+    node = engines_of(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else ""
+    return node + uuid.uuid4().hex
+
+
+def engines_of(node_id: str) -> str:
+    """Return the prefix of the ids of all engines on a node."""
+    return f"{node_id}."
+
+
+class LostNodes:
+    """History of Ray's node table. Nodes that were dead at the start never had contact with this
+    engine."""
+
+    def __init__(self, dead: Iterable[str], gone_s: float) -> None:
+        self._gone_s = gone_s
+        self._reported = set(dead)
+        self._since: dict[str, float] = {}
+
+    def look(self, dead: Iterable[str], now: float) -> list[str]:
+        """Return the nodes that have been dead for `gone_s` and were not passed to `told`."""
+        for node_id in set(dead) - self._reported:
+            self._since.setdefault(node_id, now)
+        return [node_id for node_id, since in self._since.items() if now - since >= self._gone_s]
+
+    def reported(self, node_id: str) -> None:
+        self._reported.add(node_id)
+        del self._since[node_id]
+
+
+async def dead_nodes_now() -> list[str]:
+    """Return the nodes that are dead now. Call this before the engine contacts any other.
+
+    Empty when Ray does not answer; `watch_nodes` then reports all dead nodes, which is harmless.
+    """
+    try:
+        return await asyncio.to_thread(_dead_nodes)
+    except Exception:
+        logger.exception("Ray does not list its dead nodes; the watch will report all of them")
+        return []
+
+
+async def watch_nodes(tell: Callable[[str], Awaitable[None]], gone_s: float, dead_before: Iterable[str]) -> None:
+    """Call `tell` with the engine id prefix of each node that has been dead for `gone_s`, until
+    cancelled.
+
+    `dead_before` are nodes whose engines cannot have had contact with this one (`dead_nodes_now`).
+    """
+    nodes = LostNodes(dead_before, gone_s)
+    while True:
+        try:
+            dead = await asyncio.to_thread(_dead_nodes)
+            for node_id in nodes.look(dead, time.monotonic()):
+                await tell(engines_of(node_id))
+                nodes.reported(node_id)
+                logger.warning("node %s is lost: writes of its prefill engines are presumed stopped", node_id)
+        except Exception:
+            # The Ray head or the engine has failed; requests report either in more detail.
+            logger.exception("cannot check for lost nodes; trying again")
+        await asyncio.sleep(POLL_S)
+
+
+def _dead_nodes() -> list[str]:
+    return [node["NodeID"] for node in ray.nodes() if not node["Alive"]]

@@ -1,0 +1,73 @@
+"""Warm-up of engine pairs: the first contact and the first write use a probe of a few tokens, not a
+client's request.
+
+Before Serve marks a new replica ready, it exchanges a probe with each running replica of the other
+role. When both start at once, neither finds the other; decode then looks for new prefill replicas
+every `WARM_UP_INTERVAL_S`. A pair without warm-up makes contact at its first request, which is slower.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from actors.broadcast import replies_of
+from configs.settings import RoleName, TransferSettings
+
+logger = logging.getLogger(__name__)
+
+ProbeParams = Mapping[str, Any]
+"""`kv_transfer_params` with which a decode engine fetches the KV of a probe."""
+
+FETCH_MARGIN_S = 10.0
+"""Time for a probe besides the handshake: its prompt, its KV, or computing the prompt again when
+the transfer fails."""
+
+CALL_MARGIN_S = 5.0
+"""Time for Serve's calls between replicas."""
+
+WARM_UP_INTERVAL_S = 5.0
+"""Interval at which a decode replica looks for new prefill replicas."""
+
+
+def probe_timeout_s(transfer: TransferSettings) -> float:
+    """Return the timeout of one probe, long enough for a failing handshake to report its reason."""
+    return transfer.handshake_s + FETCH_MARGIN_S
+
+
+class PeerReplicas:
+    """Calls all replicas of the other role at once, each with a timeout of `probe_timeout_s`."""
+
+    def __init__(self, role: RoleName, probe_timeout_s: float, handle: DeploymentHandle | None = None) -> None:
+        """Use `handle` for the role, or get it from Serve at the first call."""
+        self.role = role
+        self.timeout_s = probe_timeout_s + CALL_MARGIN_S
+        self._handle = handle
+
+    async def ask(self, method: str, *arguments: object) -> list[Any]:
+        """Return the results of the replicas that answer in time; empty when there is no replica
+        yet."""
+        try:
+            if self._handle is None:
+                self._handle = serve.get_deployment_handle(self.role.capitalize(), _check_exists=False)
+            return await replies_of(self.role, method, self._handle.broadcast(method, *arguments), self.timeout_s)
+        except (RayError, RayServeException, TimeoutError) as error:
+            logger.debug("no replica to warm up with: %r", error)
+        except Exception as error:  # warm-up is optional
+            logger.warning("cannot call %s replicas (%s): %r", self.role, method, error)
+        return []
+
+
+async def every(seconds: float, work: Any) -> None:
+    """Call the coroutine function `work` periodically; log its exceptions and continue."""
+    while True:
+        await asyncio.sleep(seconds)
+        try:
+            await work()
+        except Exception:
+            logger.exception("cannot look for new replicas; trying again")

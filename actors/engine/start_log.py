@@ -1,0 +1,92 @@
+"""Reads an engine's log for the stage of its start and the cause of a failure. Pure.
+
+vLLM reports neither to the process that starts an engine: the engine core and its workers only log
+them.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Stage = Literal["importing vLLM", "engine core", "loading weights", "KV cache", "ready"]
+STAGES: tuple[Stage, ...] = ("importing vLLM", "engine core", "loading weights", "KV cache", "ready")
+
+STAGE_MESSAGES: dict[str, Stage] = {
+    "Initializing a V1 LLM engine": "engine core",  # vllm/v1/engine/core.py
+    "Starting to load model ": "loading weights",  # vllm/v1/worker/{cpu,gpu}_model_runner.py, load_model
+    "KV cache size: ": "KV cache",  # vllm/v1/core/kv_cache_utils.py
+}
+"""vLLM's log messages at the beginning of each stage. A test looks them up in the installed vLLM."""
+
+MAX_CAUSE_LINES = 8
+
+_WRAPPERS = ("Engine core initialization failed", "WorkerProc initialization failed", "Executor failed")
+"""vLLM's errors that only refer to the log of another process."""
+
+# "(EngineCore pid=1) ERROR 01-31 12:00:00 [core.py:1] text"; warnings and Ray's lines differ.
+_RECORD = re.compile(r"^\((?P<process>[^)]*pid=\d+)\) (?P<level>[A-Z]+) (?P<when>[\d-]+ [\d:]+) \[(?P<where>[^]]*)\] ?")
+_EXCEPTION = re.compile(
+    r"^[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt|Warning|Timeout)\b(: |$)|^[a-z_][\w.]*\.[A-Z]\w*: "
+)
+
+
+def stage_of(line: str) -> Stage | None:
+    """Return the stage that begins with this line of the log, or None."""
+    for message, stage in STAGE_MESSAGES.items():
+        if message in line:
+            return stage
+    return None
+
+
+@dataclass
+class _Record:
+    """Lines that one process logged with one call."""
+
+    key: tuple[str, str, str]
+    lines: list[str]
+
+
+def root_cause(log: str) -> str | None:
+    """Return the exception that made the engine fail, from the last lines of its traceback, or
+    None.
+
+    The first process that logs an exception is the one that failed: a worker before the engine
+    core, the engine core before the process that started it. Of chained exceptions the last one is
+    returned.
+    """
+    for record in _error_records(log.splitlines()):
+        cause = _last_exception(record.lines)
+        if cause is not None and not any(wrapper in cause for wrapper in _WRAPPERS):
+            return cause
+    return None
+
+
+def _error_records(lines: Iterable[str]) -> list[_Record]:
+    records: list[_Record] = []
+    latest: dict[str, _Record] = {}
+    for line in lines:
+        found = _RECORD.match(line)
+        if found is None or found["level"] not in ("ERROR", "CRITICAL"):
+            continue
+        key = (found["process"], found["level"], found["where"])
+        record = latest.get(found["process"])
+        # Lines of several processes alternate; a second traceback of a process is another record.
+        if record is None or record.key != key:
+            record = _Record(key, [])
+            latest[found["process"]] = record
+            records.append(record)
+        record.lines.append(line[found.end() :])
+    return records
+
+
+def _last_exception(lines: list[str]) -> str | None:
+    starts = [number for number, line in enumerate(lines) if _EXCEPTION.match(line)]
+    if not starts:
+        return None
+    message: list[str] = []
+    for line in lines[starts[-1] :]:
+        if line.startswith("Traceback ") or len(message) == MAX_CAUSE_LINES:
+            break
+        message.append(line.rstrip())
+    return "\n".join(message).rstrip()

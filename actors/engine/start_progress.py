@@ -1,0 +1,142 @@
+"""Reports an engine's start to the launcher (`app/run.py`) through Ray's control store.
+
+An actor in its constructor cannot be called, and its node may not be the launcher's. Nothing is
+written unless a launcher watches.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import stat
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from actors.engine.start_log import STAGES, Stage, root_cause, stage_of
+from actors.errors import EngineStartError
+from actors.upstream import ray_private
+
+logger = logging.getLogger(__name__)
+
+WATCHED = b"start"
+"""Key that exists while a launcher watches the start."""
+PREFIX = b"start/"
+
+POLL_S = 0.25
+MAX_LOG_BYTES = 4 << 20
+"""Size of the end of a log that is searched for a cause."""
+
+
+class StartProgress:
+    """Context of an engine's start: reports its stages, and raises EngineStartError with the cause
+    of a failure."""
+
+    def __init__(self, role: str, replica: str) -> None:
+        self._role = role
+        self._replica = replica
+        self._logs = _own_logs()
+        self._begins = {path: path.stat().st_size for path in self._logs}
+        self._stage: Stage = STAGES[0]
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="start-progress", daemon=True)
+
+    def __enter__(self) -> "StartProgress":
+        _link(self._logs, f"{self._role}-{self._replica}")
+        self._put()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+        if error is None:
+            self._stage = "ready"
+            self._put()
+        elif isinstance(error, Exception):
+            cause = self._cause(error)
+            self._put(error=cause)
+            where = f"\nfull log: {self.log}" if self._logs else ""
+            raise EngineStartError(f"the {self._role} engine did not start: {cause}{where}") from error
+
+    @property
+    def log(self) -> str:
+        """Path of the engine's log on this node; the other stream's log is beside it."""
+        return str(self._logs[-1].with_name(f"{self._role}-{self._replica}.out")) if self._logs else ""
+
+    def _cause(self, error: Exception) -> str:
+        """Return the error of the process that failed first, else the one raised here."""
+        texts = [_tail(path, self._begins[path]) for path in self._logs]
+        return next(filter(None, map(root_cause, texts)), None) or f"{type(error).__name__}: {error}"
+
+    def _follow(self) -> None:
+        """Report stages as they appear in the log."""
+        with contextlib.ExitStack() as stack:
+            files = []
+            for path in self._logs:
+                file = stack.enter_context(path.open(errors="replace"))
+                file.seek(self._begins[path])
+                files.append(file)
+            while not self._ended.wait(POLL_S):
+                for file in files:
+                    for line in file:
+                        stage = stage_of(line)
+                        # Several ranks log the same stage.
+                        if stage is not None and STAGES.index(stage) > STAGES.index(self._stage):
+                            self._stage = stage
+                            self._put()
+
+    def _put(self, error: str | None = None) -> None:
+        report = {"role": self._role, "stage": self._stage, "error": error, "log": self.log}
+        try:
+            if ray_private.store_exists(WATCHED):
+                key = PREFIX + f"{self._role}/{self._replica}".encode()
+                ray_private.store_put(key, json.dumps(report).encode())
+        except Exception as problem:  # reports are optional
+            logger.warning("cannot report the start of this engine: %r", problem)
+
+
+class StartWatch:
+    """The launcher's side: `open` before the application is deployed, `close` when its start has
+    ended."""
+
+    def open(self) -> None:
+        ray_private.store_put(WATCHED, b"")
+
+    def reports(self) -> dict[str, dict[str, Any]]:
+        """Return the reports of engines, by role and replica."""
+        keys = ray_private.store_keys(PREFIX)
+        values = {key: ray_private.store_get(key) for key in keys}
+        return {key.removeprefix(PREFIX).decode(): json.loads(value) for key, value in values.items() if value}
+
+    def close(self) -> None:
+        """Delete all reports; engines that start later report nothing."""
+        ray_private.store_delete(WATCHED)
+        ray_private.store_delete(PREFIX, by_prefix=True)
+
+
+def _own_logs() -> list[Path]:
+    """Return the files to which Ray redirects this process's output; the engine's processes inherit
+    them."""
+    logs = []
+    for stream in (2, 1):
+        path = Path(os.readlink(f"/proc/self/fd/{stream}"))
+        if stat.S_ISREG(os.fstat(stream).st_mode) and path.exists():
+            logs.append(path)
+    return logs
+
+
+def _link(logs: list[Path], name: str) -> None:
+    """Link the logs under the replica's name: Ray names them by worker and process."""
+    for path in logs:
+        with contextlib.suppress(OSError):
+            path.with_name(f"{name}{path.suffix}").symlink_to(path.name)
+
+
+def _tail(path: Path, begin: int) -> str:
+    with path.open("rb") as file:
+        file.seek(max(begin, path.stat().st_size - MAX_LOG_BYTES))
+        return file.read().decode(errors="replace")

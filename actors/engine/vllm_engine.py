@@ -1,0 +1,290 @@
+"""One vLLM engine inside an actor, behind vLLM's own OpenAI application.
+
+vLLM is imported only when an engine starts, so that the router and the builder start fast.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import secrets
+import uuid
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, fields, replace
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from actors.engine.arguments import engine_arguments
+from actors.engine.asgi_call import AsgiApp, call_asgi
+from actors.engine.heartbeat import HeartbeatMonitor
+from actors.engine.node_failures import new_engine_id
+from actors.errors import CannotResumeError, EngineDownError, EngineStartError
+from actors.replay_log import ServedCall
+from actors.request import TRANSFER_FIELD, Call, Heartbeat, ProducerAddress, ResponseStart, StreamChunk
+from actors.upstream.vllm_cpu_kernels import cpu_features, model_problem
+from actors.upstream.vllm_fork_server import may_fork, use_fork_server
+from configs.settings import HiddenText, RoleName, ServiceSettings
+
+if TYPE_CHECKING:
+    from actors.autoscaling.stat_logger import LoadLogger
+    from actors.upstream.vllm_replaying_llm import ReplayingLLM
+
+logger = logging.getLogger(__name__)
+
+CONNECTOR = "TandemConnector"
+CONNECTOR_MODULE = "connectors.vllm_hma.connector"
+KV_ROLES: dict[RoleName, str] = {"prefill": "kv_producer", "decode": "kv_consumer"}
+
+PROBE_TOKENS = [0, 1]
+"""Token ids of a probe; every vocabulary has them."""
+
+
+@dataclass
+class StopFlag:
+    """The `should_exit` flag that vLLM's error handlers set on the HTTP server."""
+
+    should_exit: bool = False
+
+
+class VllmEngine:
+    """A running engine. `start` makes one, `close` ends its processes."""
+
+    def __init__(
+        self,
+        llm: "ReplayingLLM",
+        app: AsgiApp,
+        stop_flag: StopFlag,
+        stack: AsyncExitStack,
+        cannot_resume: str | None,
+        load: "LoadLogger | None",
+        supervisor: str,
+    ) -> None:
+        self._llm = llm
+        self._load = load
+        self._app = app
+        self._cannot_resume = cannot_resume
+        self._stop_flag = stop_flag
+        self._stack = stack
+        self._heartbeats = HeartbeatMonitor(llm.is_sleeping)
+        self._supervisor = supervisor
+
+    @classmethod
+    async def start(cls, settings: ServiceSettings, role: RoleName, node_ip: str) -> "VllmEngine":
+        """Start the engine's processes and vLLM's OpenAI application; takes tens of seconds."""
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+        from vllm.entrypoints.launchers.app import build_app
+        from vllm.usage.usage_lib import UsageContext
+
+        from actors.autoscaling.stat_logger import LoadLogger
+        from actors.upstream.vllm_replaying_llm import ReplayingLLM, make_replayable, why_not_replayable
+
+        supervisor = secrets.token_hex()
+        arguments = engine_arguments(settings, role)
+        if may_fork(settings, role, arguments):
+            use_fork_server()
+        engine_args = AsyncEngineArgs(
+            **arguments,
+            kv_transfer_config=kv_transfer_config(settings, role, node_ip, supervisor),
+        )
+        config = engine_args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        if not settings.role(role).num_gpus:
+            problem = model_problem(config.model_config, config.attention_config.backend, cpu_features())
+            if problem is not None:
+                raise EngineStartError(str(problem))
+        cannot_resume = "prefill engines do not stream" if role == "prefill" else why_not_replayable(config)
+        if cannot_resume is None:
+            make_replayable(config)
+        else:
+            logger.info("this engine cannot continue streams of other engines: %s", cannot_resume)
+        stack = AsyncExitStack()
+        load = LoadLogger(config) if settings.role(role).scaled else None
+        llm = ReplayingLLM.start(config, engine_args, load)
+        stack.callback(llm.shutdown)
+        try:
+            namespace = _frontend_namespace(engine_args, settings.role(role).frontend)
+            tasks = await llm.get_supported_tasks()
+            level = logging.getLogger().level
+            app = build_app(namespace, tasks, llm.model_config)
+            # A package imported by vLLM's application raises the root logger's level.
+            logging.getLogger().setLevel(level)
+            await init_app_state(llm, app.state, namespace, tasks)
+            stop_flag = StopFlag()
+            app.state.server = stop_flag
+            await stack.enter_async_context(app.router.lifespan_context(app))
+        except BaseException:
+            await stack.aclose()
+            raise
+        return cls(llm, app, stop_flag, stack, cannot_resume, load, supervisor)
+
+    async def serve(self, call: Call) -> AsyncGenerator[ResponseStart | bytes | StreamChunk | Heartbeat, None]:
+        """Run `call` through vLLM's application; closing the generator aborts the request in the
+        engine.
+
+        Raises EngineDownError when the engine dies and CannotResumeError when it cannot continue
+        `call.replay_log`; vLLM would turn either into an answer.
+        """
+        if call.replay_log and self._cannot_resume is not None:
+            raise CannotResumeError(self._cannot_resume)
+        served = ServedCall(replay=call.replay_log)
+        streams = False
+        try:
+            async with aclosing(
+                call_asgi(self._app, call, context=served.context(), heartbeats=self._heartbeats)
+            ) as answer:
+                async for item in answer:
+                    await self.check_health()
+                    served.check()
+                    match item:
+                        case bytes():
+                            yield served.chunk(item)
+                        case ResponseStart(streams=False):
+                            yield replace(item, timings=served.timestamps.take_timings())
+                        case _:
+                            streams = streams or isinstance(item, ResponseStart)
+                            yield item
+        except Exception as error:
+            refusal = _refusal(error) if streams else None
+            if refusal is None:
+                raise
+            yield refusal
+
+    async def describe_producer(self, timeout_s: float) -> ProducerAddress:
+        """Return the address of this engine's workers, from the connector's answer to a one-token
+        request."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, extra_args={TRANSFER_FIELD: {"do_remote_decode": True, "describe": True}})
+        described = await self._probe(params, timeout_s)
+        try:
+            return ProducerAddress.from_params(described or {})
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineStartError(
+                f"{CONNECTOR} answered a `describe` request with {described!r}, which is not an address: {error!r}"
+            ) from error
+
+    async def produce_probe(self, timeout_s: float) -> dict[str, Any]:
+        """Compute a prompt of a few tokens and hold its KV; return the parameters with which decode
+        fetches it."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, extra_args={TRANSFER_FIELD: {"do_remote_decode": True}})
+        return await self._probe(params, timeout_s) or {}
+
+    async def consume_probe(self, params: Mapping[str, Any], timeout_s: float) -> None:
+        """Fetch a probe's KV from the engine that holds it; if that fails, the probe is computed
+        here."""
+        from vllm import SamplingParams
+
+        await self._probe(SamplingParams(max_tokens=1, extra_args={TRANSFER_FIELD: dict(params)}), timeout_s)
+
+    async def _probe(self, params: Any, timeout_s: float) -> dict[str, Any] | None:
+        """Run one short request and return the connector's parameters."""
+        found = None
+        async with asyncio.timeout(timeout_s):
+            request_id = f"probe-{uuid.uuid4().hex}"
+            async for output in self._llm.generate({"prompt_token_ids": PROBE_TOKENS}, params, request_id=request_id):
+                found = output.kv_transfer_params
+        return found
+
+    async def discard(self, transfer_id: str) -> None:
+        """Tell the connector that no engine will fetch this transfer's KV. Runs no forward pass."""
+        await self._llm.notify_kv_transfer_request_rejected(
+            f"discard-{uuid.uuid4().hex}",
+            {"do_remote_decode": True, "transfer_id": transfer_id, "discard": True},
+        )
+
+    async def lose(self, engines: str) -> None:
+        """Tell the connector that all engines with this id prefix have ended. Runs no forward pass."""
+        await self._llm.notify_kv_transfer_request_rejected(
+            f"lose-{uuid.uuid4().hex}", {"engines_lost": engines, "supervisor": self._supervisor}
+        )
+
+    def load(self) -> dict[str, float]:
+        """Return the fields of PrefillLoad or DecodeLoad; empty when the role is not scaled."""
+        return self._load.read(self._llm) if self._load is not None else {}
+
+    async def warm_up(self, timeout_s: float) -> None:
+        """Run one short request, so that the first client does not wait for the first step."""
+        from vllm import SamplingParams
+
+        await self._probe(SamplingParams(max_tokens=1), timeout_s)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the engine's constants: its id in transfers, its model and its tensor-parallel
+        size."""
+        config = self._llm.vllm_config
+        return {
+            # Composed as in the connector.
+            "engine_id": f"{config.kv_transfer_config.engine_id}.{config.instance_id}",
+            "model": config.model_config.served_model_name,
+            "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
+        }
+
+    @property
+    def dead(self) -> bool:
+        return self._stop_flag.should_exit or self._llm.errored
+
+    async def check_health(self) -> None:
+        """Raise EngineDownError when the engine can no longer serve."""
+        if self.dead:
+            raise EngineDownError("the vLLM engine of this actor has died; its log says why")
+
+    async def close(self) -> None:
+        """End the engine's processes; requests in flight fail with EngineDownError."""
+        self._stop_flag.should_exit = True
+        await self._stack.aclose()
+
+
+def _refusal(error: Exception) -> bytes | None:
+    """Return the event for a request that vLLM refuses only after its stream has started; None for
+    other errors.
+
+    vLLM's completions and chats send such an event themselves. Its Responses API raises, which
+    would break the connection.
+    """
+    from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+
+    # Starlette's error about a started response hides the cause.
+    cause = error.__cause__ if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception) else error
+    found = create_error_response(cause).error
+    if found.code >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        return None
+    said = {"type": "error", "code": found.type, "message": found.message, "param": found.param}
+    return f"event: error\ndata: {json.dumps(said)}\n\n".encode()
+
+
+def kv_transfer_config(settings: ServiceSettings, role: RoleName, node_ip: str, supervisor: str) -> Any:
+    """Return vLLM's KVTransferConfig for our connector, with a new engine id: the incarnation.
+
+    The connector trusts a report of lost engines only with the same `supervisor`.
+    """
+    from vllm.config import KVTransferConfig
+
+    return KVTransferConfig(
+        kv_connector=CONNECTOR,
+        kv_connector_module_path=CONNECTOR_MODULE,
+        kv_role=KV_ROLES[role],
+        kv_load_failure_policy="recompute",
+        engine_id=new_engine_id(),
+        kv_connector_extra_config=settings.transfer.connector_config(node_ip) | {"supervisor": HiddenText(supervisor)},
+    )
+
+
+def _frontend_namespace(engine_args: Any, frontend: dict[str, Any]) -> argparse.Namespace:
+    """Return the arguments that vLLM's application expects: its defaults, the engine's and
+    `frontend`."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.entrypoints.openai.models.protocol import LoRAModulePath
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    for field in fields(engine_args):
+        setattr(namespace, field.name, getattr(engine_args, field.name))
+    for name, value in frontend.items():
+        setattr(namespace, name, value)
+    # The command-line parser would have converted the JSON.
+    modules = namespace.lora_modules or ()
+    namespace.lora_modules = [LoRAModulePath(**one) if isinstance(one, dict) else one for one in modules] or None
+    return namespace

@@ -1,0 +1,204 @@
+"""Slots of one router on the engines of one role, granted first come, first served.
+
+A slot is permission to make one call. The engine enforces its own limit and refuses calls above it:
+other routers use the same engine, and this router knows their load only from the engine's replies.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+
+from actors.engine_pool.discovery import EngineReplica, rank
+from actors.errors import OverloadedError
+
+logger = logging.getLogger(__name__)
+
+REFUSED_S = 0.05
+"""Initial back-off after an engine refused a call because all its slots were taken. Doubles with
+each refusal."""
+
+MOST_REFUSED_S = 1.0
+
+LOOK_AGAIN_S = 0.05
+"""Interval between retries of waiting requests: for new engines, and for full engines whose
+back-off has ended."""
+
+REMEMBERED_S = 5.0
+"""How long the load that an engine reported for other routers is believed."""
+
+
+@dataclass(eq=False)
+class SlotWaiter:
+    """A request waiting for a slot."""
+
+    avoid: AbstractSet[str]
+    prefer: Sequence[str]
+    slot: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+@dataclass
+class FullReplica:
+    """A replica believed full. One request at a time may probe it, with back-off."""
+
+    ask_at: float
+    wait_s: float = REFUSED_S
+    asked: bool = False
+    """A request is probing the replica and has no answer yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPoolSnapshot:
+    """Copy of the ids of replicas with a known state: `loaded` by other routers, `full`, or
+    `leaving` for good."""
+
+    loaded: frozenset[str]
+    full: frozenset[str]
+    leaving: frozenset[str]
+
+
+class SlotPool:
+    """Grants slots on the replicas that `look` returns, by replica id."""
+
+    def __init__(self, look: Callable[[], Mapping[str, EngineReplica]]) -> None:
+        self._look = look
+        self._taken: Counter[str] = Counter()
+        self._others: dict[str, tuple[int, float]] = {}
+        self._full: dict[str, FullReplica] = {}
+        self._leaving: set[str] = set()
+        self._waiting: list[SlotWaiter] = []
+        self._looking: asyncio.Task[None] | None = None
+        self._turn = 0
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def taken(self) -> int:
+        """Number of slots in use."""
+        return self._taken.total()
+
+    def snapshot(self) -> SlotPoolSnapshot:
+        """Return a copy of the known states of replicas."""
+        return SlotPoolSnapshot(frozenset(self._others), frozenset(self._full), frozenset(self._leaving))
+
+    def ongoing(self) -> dict[str, int]:
+        """Return the known number of ongoing calls of each replica that accepts calls."""
+        return {name: self._ongoing(name) for name in self._look() if name not in self._leaving}
+
+    def maybe_full(self, name: str) -> bool:
+        """Return whether the replica may refuse a call although a slot was granted."""
+        return name in self._full
+
+    async def take(self, avoid: AbstractSet[str] = frozenset(), prefer: Sequence[str] = ()) -> str:
+        """Take a slot on a replica that is not in `avoid`, and return the replica's id. Waits until
+        it is cancelled.
+
+        Raises OverloadedError when the queue is full.
+        """
+        waiting = SlotWaiter(avoid, prefer)
+        if not self._waiting and self._grant(waiting):
+            return waiting.slot.result()
+        most = max((engine.queue for engine in self._look().values()), default=None)
+        self._waiting.append(waiting)
+        self._serve_waiting()  # earlier requests may wait for other engines
+        try:
+            if not waiting.slot.done() and most is not None and len(self._waiting) > most:
+                raise OverloadedError(
+                    f"{len(self._waiting) - 1} requests are waiting for an engine, which is the limit; retry later"
+                )
+            if self._looking is None:
+                self._looking = asyncio.create_task(self._look_again(), name="looks-for-slots")
+            return await waiting.slot
+        except asyncio.CancelledError:
+            if waiting.slot.done() and not waiting.slot.cancelled():
+                self.give_back(waiting.slot.result(), served=False)
+            raise
+        finally:
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+            if not self._waiting and self._looking is not None:
+                self._looking.cancel()
+                self._looking = None
+
+    def give_back(self, name: str, served: bool = True) -> None:
+        """Return a slot. `served` is false when the call was not made or the engine refused it."""
+        self._taken[name] -= 1
+        if not self._taken[name]:
+            del self._taken[name]
+        if (full := self._full.get(name)) is not None:
+            full.asked = False
+            full.ask_at = _now() if served else full.ask_at
+        self._serve_waiting()
+
+    def record_accepted(self, name: str, ongoing: int) -> None:
+        """Record that an engine has accepted a call and has `ongoing` calls now."""
+        self._others[name] = (max(ongoing - self._taken[name], 0), _now())
+        self._full.pop(name, None)
+        self._serve_waiting()
+
+    def record_full(self, name: str) -> None:
+        """Record that an engine has refused a call because all its slots are taken."""
+        now = _now()
+        known = self._full.setdefault(name, FullReplica(now + REFUSED_S))
+        if known.asked:  # else the call was sent before the replica was believed full
+            known.asked = False
+            known.wait_s = min(2 * known.wait_s, MOST_REFUSED_S)
+            known.ask_at = now + known.wait_s
+
+    def record_leaving(self, name: str) -> None:
+        """Record that an engine accepts no more calls."""
+        self._leaving.add(name)
+
+    def _ongoing(self, name: str) -> int:
+        others, said_at = self._others.get(name, (0, 0.0))
+        return self._taken[name] + (others if _now() - said_at < REMEMBERED_S else 0)
+
+    def _grant(self, waiting: SlotWaiter) -> bool:
+        self._forget()
+        engines, now = self._look(), _now()
+        self._turn += 1
+        ranked = rank(self.ongoing(), self._turn, waiting.avoid, waiting.prefer)
+        ranked = [name for name in ranked if self._taken[name] < engines[name].slots]
+        for name in ranked:
+            if name not in self._full and self._ongoing(name) < engines[name].slots:
+                return self._give(waiting, name)
+        for name in ranked:
+            full = self._full.setdefault(name, FullReplica(now))
+            if full.ask_at <= now and not full.asked:
+                full.ask_at, full.asked = now + full.wait_s, True
+                return self._give(waiting, name)
+        return False
+
+    def _give(self, waiting: SlotWaiter, name: str) -> bool:
+        self._taken[name] += 1
+        waiting.slot.set_result(name)
+        return True
+
+    def _serve_waiting(self) -> None:
+        for waiting in [one for one in self._waiting if not one.slot.done()]:
+            if self._grant(waiting):
+                self._waiting.remove(waiting)
+
+    async def _look_again(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_AGAIN_S)
+            try:
+                self._serve_waiting()
+            except Exception:
+                logger.exception("cannot grant slots to waiting requests; trying again")
+
+    def _forget(self) -> None:
+        """Forget the state of replicas that no longer run."""
+        here = self._look().keys()
+        self._leaving &= here
+        for known in (self._others, self._full):
+            for name in known.keys() - here:
+                del known[name]
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

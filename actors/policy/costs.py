@@ -1,0 +1,123 @@
+"""Costs of prefill, handover, prefill on decode and decode steps on each engine: assumed first,
+then measured.
+
+A prefill costs an overhead, its new tokens, and their attention to earlier tokens. On decode the
+same work also waits for the share of each step that running streams take. A handover is the wait
+after the prompt is computed: an overhead, KV that was not hidden behind the computation, and one
+step of the running streams.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from actors.policy.estimates import Components, Level, Regression
+from configs.settings import RoutingSettings
+
+ATTENTION_TOKENS = 32_768.0
+"""Assumed context length at which a token's attention costs as much as the rest of it."""
+
+BUSY_STREAMS = 64.0
+"""Assumed number of streams that doubles a decode step, and the cost of a token prefilled among
+them."""
+
+ENGINE_FADES_SHARE = 0.1
+"""Factor by which an engine's own cost fades faster than its role's costs."""
+
+
+class _Cost:
+    """Costs of a role, and a factor for each of its members."""
+
+    def __init__(self, parts: int, fades_s: float) -> None:
+        self.role = Regression(parts, fades_s)
+        self._members: defaultdict[object, Level] = defaultdict(lambda: Level(fades_s * ENGINE_FADES_SHARE))
+
+    def predict(self, member: object, assumed: Components, now: float) -> float:
+        return self.role.predict(assumed, now) * self.factor(member, now)
+
+    def factor(self, member: object, now: float) -> float:
+        return self._members[member].factor(now) if member in self._members else 1.0
+
+    def observe(self, member: object, assumed: Components, measured_s: float, now: float) -> None:
+        # The role learns the cost of an average member, or a member's own factor would count twice.
+        self.role.observe(assumed, measured_s / self.factor(member, now), now)
+        self._members[member].observe(self.role.predict(assumed, now), measured_s, now)
+
+    def keep_only(self, members: set[object]) -> None:
+        for gone in self._members.keys() - members:
+            del self._members[gone]
+
+
+class Costs:
+    """Estimates for each engine and pair, in seconds. Token counts exclude cached tokens."""
+
+    def __init__(self, settings: RoutingSettings) -> None:
+        self.settings = settings
+        self._prefill = _Cost(3, settings.fades_s)
+        self._local = _Cost(4, settings.fades_s)
+        self._handover = _Cost(3, settings.fades_s)
+        self._step = _Cost(3, settings.fades_s)
+
+    def prefill_parts(self, new_tokens: int, held_tokens: int) -> Components:
+        """Return the cost parts of computing `new_tokens` after `held_tokens` on a prefill engine."""
+        token_s = 1 / self.settings.assumed_prefill_tokens_per_s
+        context_tokens = held_tokens + new_tokens / 2
+        return (
+            self.settings.assumed_prefill_overhead_s,
+            new_tokens * token_s,
+            new_tokens * token_s * context_tokens / ATTENTION_TOKENS,
+        )
+
+    def local_parts(self, new_tokens: int, held_tokens: int, streams: int, now: float) -> Components:
+        """Return the same on a decode engine with `streams`, derived from what prefill engines have
+        shown."""
+        usual = self._prefill.role.parts(self.prefill_parts(new_tokens, held_tokens), now)
+        return (*usual, usual[1] * streams / BUSY_STREAMS)
+
+    def handover_parts(self, moved_tokens: int, streams: int) -> Components:
+        """Return the cost parts of handing a computed prompt over to a decode engine with
+        `streams`."""
+        assumed = self.settings
+        step_s = assumed.assumed_step_s * streams / BUSY_STREAMS
+        return assumed.assumed_handover_s, moved_tokens / assumed.assumed_transfer_tokens_per_s, step_s
+
+    def step_parts(self, streams: float, prefilled_tokens: float, now: float) -> Components:
+        """Return the cost parts of a decode step with `streams` that also computes
+        `prefilled_tokens`."""
+        step_s = self.settings.assumed_step_s
+        # Usually called without prefilled tokens: twice per decision for each decode engine.
+        token_s = self._local.role.parts(self.local_parts(1, 0, 0, now), now)[1] if prefilled_tokens else 0.0
+        return step_s, step_s * streams / BUSY_STREAMS, prefilled_tokens * token_s
+
+    def prefill_s(self, engine: str, parts: Components, now: float) -> float:
+        return self._prefill.predict(engine, parts, now)
+
+    def local_s(self, engine: str, parts: Components, now: float) -> float:
+        return self._local.predict(engine, parts, now)
+
+    def handover_s(self, pair: tuple[str, str], parts: Components, now: float) -> float:
+        return self._handover.predict(pair, parts, now)
+
+    def step_s(self, engine: str, parts: Components, now: float) -> float:
+        return self._step.predict(engine, parts, now)
+
+    def observe_prefill(self, engine: str, parts: Components, measured_s: float, now: float) -> None:
+        self._prefill.observe(engine, parts, measured_s, now)
+
+    def observe_local(self, engine: str, parts: Components, measured_s: float, now: float) -> None:
+        self._local.observe(engine, parts, measured_s, now)
+
+    def observe_handover(self, pair: tuple[str, str], parts: Components, measured_s: float, now: float) -> None:
+        self._handover.observe(pair, parts, measured_s, now)
+
+    def observe_step(self, engine: str, parts: Components, measured_s: float, now: float) -> None:
+        self._step.observe(engine, parts, measured_s, now)
+
+    def keep_only(self, prefill: Iterable[str], decode: Iterable[str]) -> None:
+        """Forget measurements of engines that no longer run."""
+        prefill, decode = set(prefill), set(decode)
+        self._prefill.keep_only(set(prefill))
+        self._local.keep_only(set(decode))
+        self._step.keep_only(set(decode))
+        self._handover.keep_only({(p, d) for p in prefill for d in decode})

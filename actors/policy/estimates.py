@@ -1,0 +1,175 @@
+"""Learns costs from measurements; forgets old ones and resists outliers.
+
+`Regression` learns the parts of a cost for all engines of a role. `Level` learns how much dearer
+one engine or pair is than its role. Both use ratios, because costs range over decades, and both
+fade with time: an engine that was slow for a while and received no work since is tried again.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+ASSUMED_WEIGHT = 0.1
+"""Weight of the assumption, in measurements."""
+
+MEMORY = 50.0
+"""Number of measurements after which an older one counts 1/e."""
+
+TRUSTED = 3.0
+"""Number of measurements from which outliers are clipped to OUTLIER."""
+
+OUTLIER = 4.0
+
+FIT_EVERY_S = 0.1
+"""Minimum interval between fits: a fit takes longer than the planner's other work for a request."""
+
+FEW = 10.0
+"""Number of measurements up to which each is fitted at once."""
+
+MOST_WAITING = 50
+"""Number of waiting measurements that are fitted regardless of the interval."""
+
+LEAST_S = 1e-6
+
+Components = tuple[float, ...]
+"""Assumed seconds of each part of a cost."""
+
+
+class Level:
+    """Factor on an assumed cost: geometric mean of measured ratios, fading over `fades_s`."""
+
+    def __init__(self, fades_s: float) -> None:
+        self._fades_s = fades_s
+        self._mean = 0.0
+        self._count = 0.0
+        self._at = 0.0
+
+    def fade(self, now: float) -> float:
+        """Return the present weight of the last measurements."""
+        return math.exp(-max(now - self._at, 0.0) / self._fades_s)
+
+    def count(self, now: float) -> float:
+        """Return the number of present measurements that this is worth."""
+        return self._count * self.fade(now)
+
+    def factor(self, now: float) -> float:
+        """Return the factor; 1 without recent measurements."""
+        return math.exp(self._mean * self._share(now))
+
+    def observe(self, assumed_s: float, measured_s: float, now: float) -> float:
+        """Learn from a measurement; return it after clipping."""
+        count = self.count(now)
+        ratio = math.log(max(measured_s, LEAST_S) / max(assumed_s, LEAST_S))
+        if count >= TRUSTED:
+            ratio = min(max(ratio, self._mean - math.log(OUTLIER)), self._mean + math.log(OUTLIER))
+        kept = count * (1 - 1 / MEMORY)
+        self._mean = (self._mean * kept + ratio) / (kept + 1)
+        self._count = kept + 1
+        self._at = max(now, self._at)
+        return max(assumed_s, LEAST_S) * math.exp(ratio)
+
+    def _share(self, now: float) -> float:
+        count = self.count(now)
+        return count / (count + ASSUMED_WEIGHT)
+
+
+class Regression:
+    """Factors of each part of a cost: ridge regression of relative errors towards one common
+    factor.
+
+    An observation counts from the next fit on, at most FIT_EVERY_S later.
+    """
+
+    RIDGE = 0.3
+    """Strength of the ridge, in measurements."""
+
+    def __init__(self, parts: int, fades_s: float) -> None:
+        self._level = Level(fades_s)
+        self._squares = np.zeros((parts, parts))
+        self._products = np.zeros(parts)
+        self._factors = np.ones(parts)
+        self._waiting: list[tuple[float, Components, float]] = []
+        """Measurements to be fitted: weight of older ones, shares of the parts, and measured ratio."""
+        self._fitted_at = -math.inf
+        self._common = 1.0
+        """Common factor at the last measurement; all sums are relative to it."""
+        # One decision asks for the same factors many times.
+        self._asked_at: float | None = None
+        self._answer: tuple[float, ...] = ()
+
+    def count(self, now: float) -> float:
+        """Return the number of present measurements that this is worth."""
+        return self._level.count(now)
+
+    def factors(self, now: float) -> tuple[float, ...]:
+        """Return the factor of each part; 1 without recent measurements."""
+        if now != self._asked_at:
+            if self._waiting and now - self._fitted_at >= FIT_EVERY_S:
+                self.fit(now)
+            count = self.count(now)
+            share = count / (count + ASSUMED_WEIGHT)
+            self._answer = tuple(1 + (factor - 1) * share for factor in self._factors.tolist())
+            self._asked_at = now
+        return self._answer
+
+    def parts(self, assumed: Components, now: float) -> Components:
+        """Return the seconds of each part of work with the assumed parts `assumed`."""
+        return tuple(factor * part for factor, part in zip(self.factors(now), assumed, strict=True))
+
+    def predict(self, assumed: Components, now: float) -> float:
+        """Return the seconds of such work."""
+        return sum(self.parts(assumed, now))
+
+    def observe(self, assumed: Components, measured_s: float, now: float) -> None:
+        """Learn that work with the assumed parts took `measured_s`. Zero work is ignored."""
+        if sum(assumed) < LEAST_S:
+            return
+        kept = (1 - 1 / MEMORY) * self._level.fade(now)
+        if self.count(now) >= TRUSTED:
+            expected_s = max(self.predict(assumed, now), LEAST_S)
+            measured_s = min(max(measured_s, expected_s / OUTLIER), expected_s * OUTLIER)
+        believed_s = self._level.observe(sum(assumed), measured_s, now)
+        common = self._common = self._level.factor(now)
+        scale_s = max(sum(assumed), LEAST_S) * common
+        self._waiting.append((kept, tuple(part / scale_s for part in assumed), believed_s / scale_s))
+        due = now - self._fitted_at >= FIT_EVERY_S or len(self._waiting) >= MOST_WAITING
+        if due or self._level.count(now) <= FEW:
+            self.fit(now)
+        self._asked_at = None
+
+    @property
+    def waiting(self) -> int:
+        """Number of measurements that are not fitted yet."""
+        return len(self._waiting)
+
+    def fit(self, now: float) -> None:
+        """Fit all waiting measurements."""
+        if not self._waiting:
+            return
+        kept, shares, ratios = (np.array(column) for column in zip(*self._waiting, strict=True))
+        # Weight of each against later ones; the first entry is for all earlier measurements.
+        weights = np.cumprod(np.append(1.0, kept[::-1]))[::-1]
+        weighted = shares.T * weights[1:]
+        self._squares = self._squares * weights[0] + weighted @ shares
+        self._products = self._products * weights[0] + weighted @ ratios
+        self._factors = self._solve(self._common)
+        self._waiting.clear()
+        self._fitted_at = now
+
+    def _solve(self, common: float) -> np.ndarray:
+        """Return the best factors, none below zero: negative ones are fixed at zero and the others
+        fitted again."""
+        squares, products = self._squares.copy(), self._products.copy()
+        # The second term keeps the matrix regular when costs have changed by many powers of ten.
+        pull = max(self.RIDGE / common**2, 1e-9 * float(squares.trace()))
+        squares.flat[:: len(products) + 1] += pull
+        products += pull * common
+        free = np.ones(len(products), dtype=bool)
+        factors = np.linalg.solve(squares, products)
+        while not (factors >= 0).all():
+            free &= factors > 0
+            factors = np.zeros(len(products))
+            factors[free] = np.linalg.solve(squares[np.ix_(free, free)], products[free])
+        return factors

@@ -1,0 +1,119 @@
+"""Unfinished work that this router sent to one engine: queued prompts and running streams."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from actors.policy.estimates import Components
+
+OVERRUN_SHARE = 0.1
+"""Share of its age that overdue work is expected to take still, so that a stuck engine looks
+busier."""
+
+TOGETHER_SHARE = 0.2
+"""Share of its cost below which work that ends soon after other work counts as computed along with
+it."""
+
+
+@dataclass
+class _Work:
+    parts: Components
+    seconds: float
+
+
+class PromptQueue:
+    """Prompts of one engine, first come, first served, by a key of the caller."""
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[int, _Work] = OrderedDict()
+        self._busy_since = 0.0
+        self._unmeasured: Components = ()
+        self._unmeasured_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, key: int, parts: Components, seconds: float, now: float) -> None:
+        """Add work that takes `seconds` once its turn has come; `parts` are the cost parts to learn
+        from."""
+        if not self._waiting:
+            self._busy_since = now
+            self._unmeasured, self._unmeasured_s = (), 0.0
+        self._waiting[key] = _Work(parts, seconds)
+
+    def wait_s(self, now: float) -> float:
+        """Return the time until all of it is done."""
+        if not self._waiting:
+            return 0.0
+        age_s = max(now - self._busy_since, 0.0)
+        first_s = next(iter(self._waiting.values())).seconds
+        rest_s = sum(work.seconds for work in self._waiting.values()) - first_s
+        return max(first_s - age_s, age_s * OVERRUN_SHARE) + rest_s
+
+    def finish(self, key: int, now: float, parts: Components | None = None) -> tuple[Components, float] | None:
+        """Remove finished work. Return its parts and the seconds that it alone took.
+
+        None while that is unknown: work computed along with other work is counted with what ends
+        next.
+        """
+        work = self._waiting.get(key)
+        if work is None:
+            return None
+        first = next(iter(self._waiting)) == key
+        del self._waiting[key]
+        total = _sum(self._unmeasured, parts or work.parts)
+        seconds = self._unmeasured_s + work.seconds
+        elapsed_s = now - self._busy_since
+        if not first or elapsed_s < seconds * TOGETHER_SHARE:
+            if self._waiting:
+                self._unmeasured, self._unmeasured_s = total, seconds
+                return None
+            if elapsed_s <= 0:
+                return None
+        self._unmeasured, self._unmeasured_s = (), 0.0
+        self._busy_since = now
+        return total, elapsed_s
+
+    def drop(self, key: int, now: float) -> None:
+        """Remove work that will not be done here."""
+        if key in self._waiting:
+            if next(iter(self._waiting)) == key:
+                self._busy_since = now
+                self._unmeasured, self._unmeasured_s = (), 0.0
+            del self._waiting[key]
+
+
+class EngineLoad:
+    """The load that this router has put on one engine."""
+
+    def __init__(self) -> None:
+        self.prompts = PromptQueue()
+        self.calls: set[int] = set()
+        """Keys of all open calls."""
+        self.streams: set[int] = set()
+        """Keys of the calls that generate."""
+        self.computed_tokens = 0
+        """Total prompt tokens computed among streams."""
+        self.failed_at: float | None = None
+        """Time of the last failed call."""
+        self._stream_seconds = 0.0
+        self._at = 0.0
+
+    def stream_seconds(self, now: float) -> float:
+        """Return the summed running time of all streams."""
+        self._stream_seconds += len(self.streams) * max(now - self._at, 0.0)
+        self._at = max(now, self._at)
+        return self._stream_seconds
+
+    def streams_begin(self, key: int, now: float) -> None:
+        self.stream_seconds(now)
+        self.streams.add(key)
+
+    def streams_end(self, key: int, now: float) -> None:
+        self.stream_seconds(now)
+        self.streams.discard(key)
+
+
+def _sum(first: Components, second: Components) -> Components:
+    return tuple(a + b for a, b in zip(first, second, strict=True)) if first else second

@@ -1,0 +1,102 @@
+"""All ways to serve one request, with the expected cost of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from actors.policy.costs import Costs
+from actors.policy.decision import Estimate
+from actors.policy.loads import EngineLoad
+
+NOTHING = EngineLoad()
+
+
+@dataclass(frozen=True)
+class Options:
+    """Candidate replicas with their ongoing requests; their order decides between equals."""
+
+    prompt_tokens: int
+    answer_tokens: int
+    decode: Mapping[str, int]
+    prefill: Mapping[str, int]
+    decode_held: Mapping[str, int]
+    prefill_held: Mapping[str, int]
+    decode_loads: Mapping[str, EngineLoad] = field(repr=False)
+    prefill_loads: Mapping[str, EngineLoad] = field(repr=False)
+    costs: Costs = field(repr=False)
+    now: float = 0.0
+
+    def ongoing_decode(self, decode: str) -> int:
+        """Return the ongoing requests of a decode replica, as Serve or this router counts them,
+        whichever is more."""
+        return max(self.decode[decode], len(self._decode_load(decode).calls))
+
+    def ongoing_prefill(self, prefill: str) -> int:
+        """Return the ongoing requests of a prefill replica; 0 when it does not exist."""
+        return max(self.prefill.get(prefill, 0), len(self.prefill_loads.get(prefill, NOTHING).calls))
+
+    def streams(self, decode: str) -> int:
+        """Return the number of other streams: this router's, plus what Serve counts beyond those."""
+        load = self._decode_load(decode)
+        return len(load.streams) + max(self.decode[decode] - len(load.calls), 0)
+
+    def uncached(self, decode: str) -> int:
+        return self.prompt_tokens - self.decode_held[decode]
+
+    @cached_property
+    def local(self) -> list[Estimate]:
+        """Return the option of each decode replica alone."""
+        return [self._local(decode) for decode in self.decode]
+
+    @cached_property
+    def remote(self) -> list[Estimate]:
+        """Return the option of each pair."""
+        prefills = [(prefill, *self._prefill(prefill)) for prefill in self.prefill]
+        decodes = [(decode, *self._decode(decode)) for decode in self.decode]
+        pairs = []
+        for decode, moved, parts, decoding_s, interference_s in decodes:
+            for prefill, new, queue_s, compute_s in prefills:
+                handover_s = self.costs.handover_s((prefill, decode), parts, self.now)
+                pairs.append(
+                    Estimate(decode, prefill, new, moved, queue_s, compute_s, handover_s, decoding_s, interference_s)
+                )
+        return pairs
+
+    @cached_property
+    def _decoding(self) -> dict[str, tuple[float, float]]:
+        """Return, for each decode replica, the seconds after the first token and the delay of other
+        streams."""
+        return {decode: self._decoding_on(decode) for decode in self.decode}
+
+    def _local(self, decode: str) -> Estimate:
+        new, held, streams = self.uncached(decode), self.decode_held[decode], self.streams(decode)
+        parts = self.costs.local_parts(new, held, streams, self.now)
+        compute_s = self.costs.local_s(decode, parts, self.now)
+        decoding_s, interference_s = self._decoding[decode]
+        queue_s = self._decode_load(decode).prompts.wait_s(self.now)
+        held_up_s = interference_s + streams * compute_s
+        return Estimate(decode, None, new, 0, queue_s, compute_s, 0.0, decoding_s, held_up_s)
+
+    def _prefill(self, prefill: str) -> tuple[int, float, float]:
+        held = self.prefill_held[prefill]
+        new = self.prompt_tokens - held
+        compute_s = self.costs.prefill_s(prefill, self.costs.prefill_parts(new, held), self.now)
+        load = self.prefill_loads.get(prefill, NOTHING)
+        others = max(self.prefill[prefill] - len(load.calls), 0)
+        # Requests of other routers are known only by their number.
+        return new, load.prompts.wait_s(self.now) + others * compute_s, compute_s
+
+    def _decode(self, decode: str) -> tuple[int, tuple[float, ...], float, float]:
+        moved = self.uncached(decode)
+        return moved, self.costs.handover_parts(moved, self.streams(decode)), *self._decoding[decode]
+
+    def _decoding_on(self, decode: str) -> tuple[float, float]:
+        streams, costs = self.streams(decode), self.costs
+        with_it = costs.step_s(decode, costs.step_parts(streams + 1, 0.0, self.now), self.now)
+        without = costs.step_s(decode, costs.step_parts(streams, 0.0, self.now), self.now)
+        return (self.answer_tokens - 1) * with_it, self.answer_tokens * streams * (with_it - without)
+
+    def _decode_load(self, decode: str) -> EngineLoad:
+        return self.decode_loads.get(decode, NOTHING)

@@ -1,0 +1,271 @@
+"""Decides for each request and learns from its outcome. `now` is any monotonic clock.
+
+The caller reports events: `begin` when the legs are sent, `prefilled`, `opened` with the first
+bytes of a stream, and `ended` in any case. Stages that a failed request did not reach are not
+learnt from.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
+from functools import partial
+from itertools import count
+
+from actors.policy.choice import Asked, choose
+from actors.policy.costs import Costs
+from actors.policy.decision import Decision
+from actors.policy.inflight import InflightRequest
+from actors.policy.loads import EngineLoad
+from actors.policy.options import Options
+from actors.policy.prefixes import Prefixes
+from actors.policy.prompts import ID_BYTES, PIECE_BYTES, Passage, Prompt
+from configs.settings import RoutingSettings
+
+ASSUMED_TOKENS = 256.0
+"""Weight of the assumed bytes per token, in tokens."""
+
+REMEMBERED_TOKENS = 100_000.0
+"""Number of prompt tokens after which older ones count 1/e for bytes per token."""
+
+REMEMBERED_ANSWERS = 50.0
+
+Defer = Callable[[Callable[[], None]], None]
+"""Runs a callable when there is time."""
+
+
+def _at_once(do: Callable[[], None]) -> None:
+    do()
+
+
+class Planner:
+    """A router's knowledge of its engines.
+
+    Running work is known as soon as it is reported. Costs are learnt through `later`, because that
+    takes longer and the caller delays an answer.
+    """
+
+    settings: RoutingSettings
+    _costs: Costs
+
+    def __init__(self, settings: RoutingSettings, later: Defer = _at_once) -> None:
+        self._later = later
+        self._begin_anew(settings)
+        self._prefill: defaultdict[str, EngineLoad] = defaultdict(EngineLoad)
+        self._decode: defaultdict[str, EngineLoad] = defaultdict(EngineLoad)
+        self._prefixes = Prefixes(_pieces(settings))
+        self._keys = count()
+        self._turn = 0
+
+    def reconfigure(self, settings: RoutingSettings) -> None:
+        """Apply new settings. Measurements are forgotten only if they are relative to other
+        assumptions."""
+        if _assumptions(settings) == _assumptions(self.settings):
+            self.settings = settings
+            self._costs.settings = settings
+        else:
+            self._begin_anew(settings)
+        self._prefixes.most_pieces = _pieces(settings)
+
+    def _begin_anew(self, settings: RoutingSettings) -> None:
+        self.settings = settings
+        self._costs = Costs(settings)
+        self._text_bytes = settings.assumed_bytes_per_token * ASSUMED_TOKENS
+        self._text_tokens = ASSUMED_TOKENS
+        self._answer_tokens = float(settings.assumed_answer_tokens)
+        self._answers = 1.0
+
+    def decide(
+        self,
+        prompt: Prompt,
+        prefill: Mapping[str, int] | None,
+        decode: Mapping[str, int] | None,
+        now: float,
+        *,
+        whole: str | None = None,
+        session: str | None = None,
+        avoid: AbstractSet[str] = frozenset(),
+        prefill_failed: bool = False,
+    ) -> Decision:
+        """Decide where to send `prompt`, given each role's running replicas and their ongoing
+        requests (None: unknown).
+
+        `whole` is the reason why decode must serve all of it, or None. Replicas in `avoid` are not
+        chosen. `prefill_failed` tells that a prefill replica has failed this request.
+        """
+        self._turn += 1
+        if prefill is not None and decode is not None:
+            self._forget_others(prefill.keys(), decode.keys())
+        tokens = self.prompt_tokens(prompt)
+        options = Options(
+            prompt_tokens=tokens,
+            answer_tokens=self.answer_tokens(prompt),
+            decode=_running(decode, avoid, self._turn),
+            prefill=_running(prefill, avoid, self._turn),
+            decode_held={engine: self._held(engine, prompt) for engine in decode or ()},
+            prefill_held={engine: self._held(engine, prompt) for engine in (prefill or () if whole is None else ())},
+            decode_loads=self._decode,
+            prefill_loads=self._prefill,
+            costs=self._costs,
+            now=now,
+        )
+        return choose(self.settings, options, Asked(whole, session, prefill is not None, prefill_failed))
+
+    def begin(self, prompt: Prompt, decode: str, prefill: str | None, now: float) -> InflightRequest:
+        """Record that the legs are sent to these replicas; `prefill` None: decode computes the
+        prompt."""
+        held, decode_held = self._held(prefill or decode, prompt), self._held(decode, prompt)
+        load = self._decode[decode]
+        tokens = self.prompt_tokens(prompt)
+        inflight = InflightRequest(
+            next(self._keys), prompt, decode, prefill, tokens, held, decode_held, len(load.streams), now
+        )
+        load.calls.add(inflight.key)
+        if prefill is None:
+            parts = self._local_parts(inflight, now)
+            load.prompts.add(inflight.key, parts, self._costs.local_s(decode, parts, now), now)
+        else:
+            parts = self._costs.prefill_parts(inflight.new_tokens, held)
+            self._prefill[prefill].calls.add(inflight.key)
+            self._prefill[prefill].prompts.add(inflight.key, parts, self._costs.prefill_s(prefill, parts, now), now)
+        for engine in filter(None, (decode, prefill)):
+            new = [piece for passage in prompt.passages for piece in self._prefixes.add(engine, passage)]
+            inflight.added[engine] = tuple(new)
+        return inflight
+
+    def prefilled(self, inflight: InflightRequest, now: float, prompt_tokens: int | None = None) -> None:
+        """Record that the prefill engine has answered, with its token count."""
+        if inflight.prefill is None or inflight.prefilled_at is not None or inflight.over:
+            return
+        inflight.prefilled_at = now
+        if prompt_tokens is not None:
+            self._count_tokens(inflight, prompt_tokens)
+        parts = self._costs.prefill_parts(inflight.new_tokens, inflight.held_tokens)
+        if shown := self._prefill[inflight.prefill].prompts.finish(inflight.key, now, parts):
+            self._later(partial(self._costs.observe_prefill, inflight.prefill, *shown, now))
+
+    def opened(self, inflight: InflightRequest, now: float) -> None:
+        """Record the first token of a stream."""
+        if inflight.opened_at is not None or inflight.over:
+            return
+        load = self._decode[inflight.decode]
+        if inflight.prefill is None:
+            if shown := load.prompts.finish(inflight.key, now):
+                self._later(partial(self._costs.observe_local, inflight.decode, *shown, now))
+            load.computed_tokens += inflight.new_tokens
+        elif inflight.prefilled_at is not None:
+            parts = self._costs.handover_parts(inflight.moved_tokens, inflight.streams)
+            pair, seconds = (inflight.prefill, inflight.decode), now - inflight.prefilled_at
+            self._later(partial(self._costs.observe_handover, pair, parts, seconds, now))
+        inflight.opened_at = now
+        load.streams_begin(inflight.key, now)
+        inflight.opened_stream_seconds = load.stream_seconds(now)
+        inflight.opened_computed_tokens = load.computed_tokens
+
+    def ended(self, inflight: InflightRequest, now: float, answer_tokens: int = 0, broken: bool = False) -> None:
+        """Record the end of the legs, with `answer_tokens` streamed. `broken`: decode gave no
+        answer."""
+        if inflight.over:
+            return
+        if inflight.prefill is not None and inflight.prefilled_at is None:
+            self._prefixes.drop(inflight.prefill, inflight.added[inflight.prefill])
+        if broken and inflight.opened_at is None:
+            self._prefixes.drop(inflight.decode, inflight.added[inflight.decode])
+        load = self._decode[inflight.decode]
+        if inflight.opened_at is not None and answer_tokens > 1 and now > inflight.opened_at:
+            self._observe_steps(inflight, load, answer_tokens, now)
+        if answer_tokens:
+            kept = self._answers * (1 - 1 / REMEMBERED_ANSWERS)
+            self._answer_tokens = (self._answer_tokens * kept + answer_tokens) / (kept + 1)
+            self._answers = kept + 1
+            if len(inflight.prompt.passages) == 1:
+                self._prefixes.add_answer(inflight.decode, inflight.prompt.passages[0], answer_tokens)
+        load.prompts.drop(inflight.key, now)
+        load.streams_end(inflight.key, now)
+        load.calls.discard(inflight.key)
+        if inflight.prefill is not None:
+            self._prefill[inflight.prefill].prompts.drop(inflight.key, now)
+            self._prefill[inflight.prefill].calls.discard(inflight.key)
+        inflight.over = True
+
+    def failed(self, engine: str, now: float) -> None:
+        """Record that a call to `engine` failed, for another reason than the client's disconnect."""
+        for loads in (self._prefill, self._decode):
+            if engine in loads:
+                loads[engine].failed_at = now
+
+    def engines(self) -> dict[str, int]:
+        """Return the number of known engines of each role, and of prefix pieces."""
+        return {"prefill": len(self._prefill), "decode": len(self._decode), "pieces": self._prefixes.size()}
+
+    def prompt_tokens(self, prompt: Prompt) -> int:
+        """Return the estimated number of prompt tokens, at least 1."""
+        return max(sum(self._tokens(one, len(one.data)) for one in prompt.passages), 1)
+
+    def answer_tokens(self, prompt: Prompt) -> int:
+        """Return the expected number of answer tokens: the recent mean, or the client's limit."""
+        most = prompt.most_answer_tokens
+        each = self._answer_tokens if most is None else min(self._answer_tokens, most)
+        return max(round(each * prompt.answers), 1)
+
+    def _observe_steps(self, inflight: InflightRequest, load: EngineLoad, answer_tokens: int, now: float) -> None:
+        assert inflight.opened_at is not None
+        seconds, steps = now - inflight.opened_at, answer_tokens - 1
+        streams = (load.stream_seconds(now) - inflight.opened_stream_seconds) / seconds
+        computed = (load.computed_tokens - inflight.opened_computed_tokens) / steps
+        parts = self._costs.step_parts(streams, computed, now)
+        self._later(partial(self._costs.observe_step, inflight.decode, parts, seconds / steps, now))
+
+    def _local_parts(self, inflight: InflightRequest, now: float) -> tuple[float, ...]:
+        return self._costs.local_parts(inflight.new_tokens, inflight.held_tokens, inflight.streams, now)
+
+    def _held(self, engine: str, prompt: Prompt) -> int:
+        """Return the tokens of `prompt` that `engine` need neither compute nor receive; never all
+        of a passage."""
+        found = 0
+        for passage in prompt.passages:
+            held = self._prefixes.held(engine, passage)
+            tokens = self._tokens(passage, held.data_bytes) + held.answer_tokens
+            found += max(min(tokens, self._tokens(passage, len(passage.data)) - 1), 0)
+        return found
+
+    def _tokens(self, passage: Passage, data_bytes: int) -> int:
+        return round(data_bytes / (ID_BYTES if passage.ids else self._text_bytes / self._text_tokens))
+
+    def _count_tokens(self, inflight: InflightRequest, prompt_tokens: int) -> None:
+        """Replace the estimate with the engine's count, and learn the length of a token of text."""
+        passages = inflight.prompt.passages
+        if len(passages) == 1 and not passages[0].ids and passages[0].data and prompt_tokens > 0:
+            kept = max(1 - prompt_tokens / REMEMBERED_TOKENS, 0.0)
+            self._text_bytes = self._text_bytes * kept + len(passages[0].data)
+            self._text_tokens = self._text_tokens * kept + prompt_tokens
+        share = prompt_tokens / inflight.prompt_tokens
+        inflight.prompt_tokens = prompt_tokens
+        inflight.held_tokens = round(inflight.held_tokens * share)
+        inflight.decode_held_tokens = round(inflight.decode_held_tokens * share)
+
+    def _forget_others(self, prefill: AbstractSet[str], decode: AbstractSet[str]) -> None:
+        """Forget engines that no longer run and have no open request."""
+        if self._prefill.keys() <= prefill and self._decode.keys() <= decode:
+            return
+        for loads, running in ((self._prefill, prefill), (self._decode, decode)):
+            for engine in [one for one in loads if one not in running and not loads[one].calls]:
+                del loads[engine]
+        self._prefixes.keep_only({*self._prefill, *self._decode, *prefill, *decode})
+        self._costs.keep_only({*self._prefill, *prefill}, {*self._decode, *decode})
+
+
+def _running(replicas: Mapping[str, int] | None, avoid: AbstractSet[str], turn: int) -> dict[str, int]:
+    """Return the candidates; `turn` rotates equal ones."""
+    names = sorted((replicas or {}).keys() - avoid)
+    first = turn % len(names) if names else 0
+    return {name: (replicas or {})[name] for name in names[first:] + names[:first]}
+
+
+def _pieces(settings: RoutingSettings) -> int:
+    return int(settings.prefix_tokens_per_engine * settings.assumed_bytes_per_token / PIECE_BYTES)
+
+
+def _assumptions(settings: RoutingSettings) -> dict[str, object]:
+    return {name: value for name, value in settings if name.startswith("assumed_") or name == "fades_s"}

@@ -1,0 +1,119 @@
+"""Prefixes of prompts that each engine holds, as far as one router knows from its own requests."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import takewhile
+
+import xxhash
+
+from actors.policy.prompts import PIECE_BYTES, Passage
+
+ENDS_KEPT = 8
+"""Number of prompt ends kept after one piece: conversations with the same system prompt differ only
+there."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """The beginning of a passage that an engine holds: `data_bytes` of it, then an answer of
+    `answer_tokens`."""
+
+    data_bytes: int = 0
+    answer_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class _End:
+    """A prompt that ended within a piece, and the length of its answer."""
+
+    tail_bytes: int
+    digest: int
+    answer_tokens: int
+
+
+class _Tree:
+    """Prefixes of one engine, least recently used first; a piece maps to the prompts that ended
+    after it."""
+
+    def __init__(self) -> None:
+        self.pieces: OrderedDict[int, tuple[_End, ...]] = OrderedDict()
+
+    def held(self, passage: Passage) -> Held:
+        pieces = self.pieces
+        count = len(list(takewhile(pieces.__contains__, passage.pieces)))
+        at = count * PIECE_BYTES
+        before = passage.pieces[count - 1] if count else passage.seed
+        found = Held(at)
+        for end in pieces.get(before, ()):
+            tail = passage.data[at : at + end.tail_bytes]
+            longer = at + end.tail_bytes >= found.data_bytes
+            # The prompt contains the answer only if something follows.
+            if longer and len(passage.data) > at + end.tail_bytes and _digest(tail, before) == end.digest:
+                found = Held(at + end.tail_bytes, end.answer_tokens)
+        return found
+
+    def add(self, passage: Passage, most: int) -> tuple[int, ...]:
+        known = [piece for piece in passage.pieces if piece in self.pieces]
+        new = tuple(piece for piece in passage.pieces if piece not in self.pieces)
+        self.pieces.update((piece, ()) for piece in reversed(new))
+        deque(map(self.pieces.move_to_end, reversed(known)), maxlen=0)  # a long prompt has thousands of pieces
+        while len(self.pieces) > most:
+            self.pieces.popitem(last=False)
+        return new
+
+    def add_end(self, passage: Passage, answer_tokens: int) -> None:
+        before = passage.pieces[-1] if passage.pieces else passage.seed
+        if passage.pieces and before not in self.pieces:
+            return  # evicted meanwhile
+        tail = passage.tail
+        end = _End(len(tail), _digest(tail, before), answer_tokens)
+        others = [one for one in self.pieces.get(before, ()) if (one.tail_bytes, one.digest) != (len(tail), end.digest)]
+        self.pieces[before] = (*others[-(ENDS_KEPT - 1) :], end)
+
+
+class Prefixes:
+    """Prefixes of each engine, at most `most_pieces` each."""
+
+    def __init__(self, most_pieces: int) -> None:
+        self.most_pieces = most_pieces
+        self._trees: dict[str, _Tree] = {}
+
+    def held(self, engine: str, passage: Passage) -> Held:
+        """Return the longest prefix of `passage` that `engine` is known to hold."""
+        tree = self._trees.get(engine)
+        return tree.held(passage) if tree else Held()
+
+    def snapshot(self) -> dict[str, frozenset[int]]:
+        """Return a copy of the pieces that each engine holds."""
+        return {engine: frozenset(tree.pieces) for engine, tree in self._trees.items()}
+
+    def add(self, engine: str, passage: Passage) -> tuple[int, ...]:
+        """Record that `engine` will hold all of `passage`; return the pieces that are new to it."""
+        return self._trees.setdefault(engine, _Tree()).add(passage, self.most_pieces)
+
+    def drop(self, engine: str, pieces: Iterable[int]) -> None:
+        """Remove pieces that `engine` did not receive, also for other requests that use them."""
+        if engine in self._trees:
+            for piece in pieces:
+                self._trees[engine].pieces.pop(piece, None)
+
+    def add_answer(self, engine: str, passage: Passage, tokens: int) -> None:
+        """Record that `engine` has continued `passage` with `tokens` more."""
+        if engine in self._trees:
+            self._trees[engine].add_end(passage, tokens)
+
+    def keep_only(self, engines: set[str]) -> None:
+        """Forget engines that no longer run."""
+        for engine in self._trees.keys() - engines:
+            del self._trees[engine]
+
+    def size(self) -> int:
+        """Return the number of pieces of all engines."""
+        return sum(len(tree.pieces) for tree in self._trees.values())
+
+
+def _digest(tail: bytes, before: int) -> int:
+    return xxhash.xxh3_64_intdigest(tail, before)

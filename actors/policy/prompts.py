@@ -1,0 +1,116 @@
+"""Prompts of a request as chained hashes of fixed-size pieces, which select cached prefixes.
+
+Nothing is tokenized. Text is measured in bytes, with a measured number of bytes per token; a token
+id counts as four bytes. The bytes of a chat are those of its messages in order, so that the next
+turn extends this one.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+PIECE_BYTES = 256
+"""About 64 tokens: the resolution at which cached prefixes are known."""
+
+ID_BYTES = 4
+
+_END_OF_FIELD = b"\x1e"
+_END_OF_MESSAGE = b"\x1f"
+
+
+@dataclass(frozen=True)
+class Passage:
+    """One prompt. `pieces[i]` hashes its first `i + 1` pieces and `seed`, which stands for all else
+    that selects a cache."""
+
+    data: bytes = field(repr=False)
+    ids: bool
+    seed: int
+    pieces: tuple[int, ...] = field(repr=False)
+
+    @property
+    def tail(self) -> bytes:
+        """Bytes after the last whole piece."""
+        return self.data[len(self.pieces) * PIECE_BYTES :]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """All prompts of one request; no passage when the body has no readable prompt."""
+
+    passages: tuple[Passage, ...] = ()
+    answers: int = 1
+    most_answer_tokens: int | None = None
+    """Limit of each answer set by the client."""
+
+
+def read_prompt(body: Mapping[str, Any]) -> Prompt:
+    """Return the prompts of a request's body. Bodies that no engine accepts have no passages."""
+    seed = _seed(body)
+    most = body.get("max_completion_tokens")
+    most = body.get("max_tokens") if most is None else most
+    copies = body.get("n")
+    passages = tuple(_passages(body, seed))
+    return Prompt(
+        passages,
+        max(len(passages), 1) * (copies if type(copies) is int and copies > 0 else 1),
+        most if type(most) is int and most >= 0 else None,
+    )
+
+
+def passage(data: bytes, ids: bool, seed: int) -> Passage:
+    """Return a prompt with its pieces hashed, each with all pieces before it."""
+    pieces, before = [], seed
+    for end in range(PIECE_BYTES, len(data) + 1, PIECE_BYTES):
+        before = xxhash.xxh3_64_intdigest(data[end - PIECE_BYTES : end], before)
+        pieces.append(before)
+    return Passage(data, ids, seed, tuple(pieces))
+
+
+def _passages(body: Mapping[str, Any], seed: int) -> Iterable[Passage]:
+    messages = body.get("messages")
+    if isinstance(messages, list):
+        if messages:
+            yield passage(b"".join(_message(one) for one in messages), ids=False, seed=seed)
+        return
+    prompt = body.get("prompt")
+    several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
+    for one in prompt if isinstance(prompt, list) and several else [prompt]:
+        if isinstance(one, str):
+            yield passage(_bytes(one), ids=False, seed=seed)
+        elif isinstance(one, list) and all(type(token) is int and 0 <= token < 2**32 for token in one):
+            yield passage(array("I", one).tobytes(), ids=True, seed=seed)
+
+
+def _message(message: Any) -> bytes:
+    if not isinstance(message, Mapping):
+        return _json(message) + _END_OF_MESSAGE
+    content = message.get("content")
+    rest = {key: value for key, value in message.items() if key not in ("role", "content")}
+    parts = [
+        _bytes(str(message.get("role"))),
+        _bytes(content) if isinstance(content, str) else _json(content),
+        *([_json(rest)] if rest else []),
+    ]
+    return _END_OF_FIELD.join(parts) + _END_OF_MESSAGE
+
+
+def _seed(body: Mapping[str, Any]) -> int:
+    """Return a hash of what separates caches: model or adapter, salt, and what a template puts
+    before messages."""
+    named = {key: body[key] for key in ("model", "cache_salt", "tools", "chat_template", "documents") if body.get(key)}
+    return xxhash.xxh3_64_intdigest(_json(named)) if named else 0
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, default=str).encode()

@@ -1,0 +1,68 @@
+"""Record of a streamed answer, from which another engine can continue it.
+
+The engine records the token ids of each step that it passes to vLLM's serving layer as one *group*.
+Groups travel to the router with the bytes that the serving layer made of them. An engine whose call
+has a replay log first emits exactly these groups, then continues.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextvars import Context, ContextVar, copy_context
+from dataclasses import dataclass, field
+
+from actors.errors import CannotResumeError
+from actors.request import ReplayLog, StreamChunk, TokenGroup
+from actors.telemetry.timestamps import CallTimestamps
+
+
+@dataclass
+class ServedCall:
+    """One call while its engine serves it: the groups to repeat, and those recorded for the router."""
+
+    replay: ReplayLog = ()
+    problem: CannotResumeError | None = None
+    taken: Callable[[], None] = lambda: None
+    """Called when the serving layer has processed an output."""
+    timestamps: CallTimestamps = field(default_factory=CallTimestamps)
+    _new: deque[TokenGroup] = field(default_factory=deque)
+    _began: bool = False
+
+    def begin(self) -> bool:
+        """Return whether this is the call's first generation; only that one is recorded."""
+        first, self._began = not self._began, True
+        return first
+
+    def record(self, tokens: Sequence[int]) -> None:
+        """Record a group before the serving layer sees it."""
+        if tokens:
+            self._new.append(tuple(tokens))
+
+    def chunk(self, body: bytes) -> bytes | StreamChunk:
+        """Return `body` with the groups recorded since the last chunk."""
+        timings = self.timestamps.take_timings()
+        if not self._new and timings is None:
+            return body
+        groups = tuple(self._new)
+        self._new.clear()
+        return StreamChunk(body, groups, timings)
+
+    def fail(self, why: str) -> CannotResumeError:
+        """Record and return the error with which the call cannot continue."""
+        self.problem = CannotResumeError(why)
+        return self.problem
+
+    def check(self) -> None:
+        """Raise the error that `fail` has recorded: vLLM's serving layer would turn it into an
+        answer."""
+        if self.problem is not None:
+            raise self.problem
+
+    def context(self) -> Context:
+        """Return a context in which `SERVED_CALL` is this call."""
+        context = copy_context()
+        context.run(SERVED_CALL.set, self)
+        return context
+
+
+SERVED_CALL: ContextVar[ServedCall | None] = ContextVar("served", default=None)
+"""The call that the running task serves."""

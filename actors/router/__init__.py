@@ -1,0 +1,1 @@
+"""Serving of one client request: dispatch of both legs, retries, resumed streams."""

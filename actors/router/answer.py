@@ -1,0 +1,175 @@
+"""The answer to a client request; a stream continues on another replica when its decode engine
+dies."""
+
+from collections import deque
+from collections.abc import AsyncGenerator
+from functools import cached_property
+from typing import Any
+
+from actors.errors import CannotResumeError, UnavailableError
+from actors.request import StreamChunk, TokenGroup
+from actors.router.client_request import ClientRequest
+from actors.router.dispatch import Attempt, Dispatcher
+from actors.router.event_stream import EventStream
+from actors.router.request_shaping import why_not_resumable
+from actors.telemetry.latency_breakdown import LatencyBreakdown, break_down
+from actors.telemetry.recent_requests import Pair
+from actors.telemetry.router_metrics import RouterMetrics
+from connectors.errors import TandemError
+
+MOST_BYTES = 2**16
+"""Size above which buffered stream data is sent even though more is ready: joining more would cost
+more than it saves."""
+
+
+class Answer:
+    """Decode's answer, whose first bytes have arrived: the handover is complete."""
+
+    def __init__(self, attempts: Dispatcher, attempt: Attempt, metrics: RouterMetrics) -> None:
+        self.start = attempt.start
+        self.local_reason = attempt.local_reason
+        self.first_byte_s = attempts.timing.age_s
+        self._attempts = attempts
+        self._attempt = attempt
+        self._first = attempt
+        """The attempt that produced the first bytes; another attempt may continue the stream."""
+        self._metrics = metrics
+
+    @property
+    def route(self) -> str:
+        """Return `remote` when a prefill engine computed the prompt, `local` when decode did."""
+        return "remote" if self.local_reason is None else "local"
+
+    @property
+    def explanation(self) -> str | None:
+        """Routing decision and its inputs as JSON, if the client asked for them."""
+        return self._first.decision.explain() if self._attempts.request.explain else None
+
+    @property
+    def left_s(self) -> float:
+        """Remaining time of the request, in seconds."""
+        return self._attempts.timing.left_s
+
+    @property
+    def pair(self) -> Pair:
+        """Replicas that produced the first bytes."""
+        return self._first.pair
+
+    @cached_property
+    def breakdown(self) -> LatencyBreakdown:
+        """Latency breakdown up to the first bytes. Complete once `accounted`; computed at the first
+        access and then kept."""
+        return break_down(self._attempts.timestamps(self._first))
+
+    @property
+    def accounted(self) -> bool:
+        """True when no further timings will arrive. Decode's timings arrive with its first bytes."""
+        return self._first.prefill is None or self._first.prefill.accounted
+
+    async def account(self, at_most_s: float) -> None:
+        """Wait until the answer is `accounted`: prefill's timings may arrive a little after
+        decode's first token."""
+        if self._first.prefill is not None:
+            await self._first.prefill.account(at_most_s)
+
+    async def body(self) -> AsyncGenerator[bytes, None]:
+        """Yield the body: whole events of a stream, or any other answer at once.
+
+        `start` and `local_reason` are final once the first item has been yielded: if the engine
+        dies before its first event, another engine's answer, with its own status, may replace the
+        stream. After the first event the stream continues on another engine. Raises DeadlineError
+        when the request's time is over; CannotResumeError, UnavailableError or OverloadedError when
+        decode has died and the stream cannot continue.
+        """
+        stream = EventStream()
+        replay_log: list[TokenGroup] = []
+        comments = b""
+        ready = b""
+        while self._attempt.start.streams:
+            known = len(replay_log)
+            released = False
+            try:
+                items = deque(self._attempt.items)
+                while (item := items.popleft() if items else await self._next()) is not None:
+                    self._attempt.passed_on(item)
+                    if isinstance(item, StreamChunk):
+                        # The engine that took over first repeats the replay log.
+                        repeated = min(known, len(item.groups))
+                        known -= repeated
+                        replay_log += item.groups[repeated:]
+                    sent = stream.sent
+                    events = comments + stream.feed(_bytes_of(item))
+                    if stream.sent == 0:
+                        comments = events  # comments alone are no answer yet
+                        continue
+                    comments = b""
+                    if stream.sent > sent:
+                        self._attempts.reset_failures()
+                    ready += events
+                    # Join data that is ready at once: under load this reduces the cost of each
+                    # token.
+                    if ready and (sent == 0 or self._attempt.decode.waits or len(ready) >= MOST_BYTES):
+                        yield ready
+                        ready = b""
+                        if not released:
+                            self._attempt.release()
+                            released = True
+                error = UnavailableError("the decode engine ended a stream before its end")
+            except UnavailableError as death:
+                error = death
+            except TandemError:
+                if ready:
+                    yield ready
+                raise
+            if ready:
+                yield ready
+                ready = b""
+            if stream.done:
+                return
+            await self._resume(error, stream, replay_log)
+        yield b"".join(_bytes_of(item) for item in self._attempt.items)
+
+    async def close(self) -> None:
+        """End the calls of the request that still run."""
+        await self._attempt.close()
+
+    async def _next(self) -> Any:
+        return await self._attempt.decode.next(self._attempts.limits.silence_timeout_s, self._attempts.timing.ends_at)
+
+    async def _resume(self, error: UnavailableError, stream: EventStream, replay_log: list[TokenGroup]) -> None:
+        """Reopen the stream on another decode replica, which repeats `replay_log` first."""
+        outcome = "failed"
+        try:
+            if stream.sent == 0:
+                replay_log.clear()  # the client has received nothing: any answer will do
+            else:
+                _check_resumable(self._attempts.request, replay_log)
+            self._attempts.decode_failed(error)
+            await self._attempt.close()
+            self._attempt = await self._attempts.open(tuple(replay_log))
+            start = self._attempt.start
+            if stream.sent == 0:
+                self._first = self._attempt
+                self.start, self.local_reason = start, self._attempt.local_reason
+            elif not start.streams:
+                raise CannotResumeError(f"the engine that should continue the stream answered HTTP {start.status}")
+            stream.restart()
+            outcome = "resumed"
+        except CannotResumeError:
+            outcome = "refused"
+            raise
+        finally:
+            self._metrics.resumed_streams.labels(outcome).inc()
+
+
+def _check_resumable(request: ClientRequest, replay_log: list[TokenGroup]) -> None:
+    if reason := why_not_resumable(request.endpoint, request.body):
+        raise CannotResumeError(
+            f"the decode engine has died, and a stream with {reason} cannot be continued on another engine"
+        )
+    if not replay_log:
+        raise CannotResumeError("the decode engine has died without a record of the stream")
+
+
+def _bytes_of(item: Any) -> bytes:
+    return item.body if isinstance(item, StreamChunk) else item

@@ -1,0 +1,406 @@
+"""Dispatch of one request: calls to one replica after another until a decode replica starts to
+answer."""
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, Self
+
+from actors.engine_pool.engines import EnginePool, Slot
+from actors.errors import DeadlineError, OverloadedError, RefusedError, UnavailableError
+from actors.policy.decision import NO_PREFILL, PREFILL_FAILED, Decision
+from actors.policy.inflight import InflightRequest
+from actors.policy.planner import Planner
+from actors.policy.prompts import Prompt
+from actors.request import Call, ProducerAddress, ReplayLog, ResponseStart, StreamChunk
+from actors.router.client_request import ClientRequest, RequestTimer
+from actors.router.leg import Leg, Response, choose, deadline
+from actors.router.prefill_leg import PrefillLeg
+from actors.router.raw_json import write
+from actors.router.request_shaping import decode_leg, prefill_leg, why_local
+from actors.router.routing_feedback import RoutingFeedback
+from actors.telemetry.latency_breakdown import RequestTimestamps
+from actors.telemetry.recent_requests import Pair
+from actors.telemetry.router_metrics import RouterMetrics
+from configs.settings import RoleName, RouterLimits
+from connectors.errors import TandemError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The router's engines and routing state, as one request uses them."""
+
+    prefill: EnginePool
+    decode: EnginePool
+    metrics: RouterMetrics
+    feedback: RoutingFeedback
+    discard: Callable[[str], Awaitable[None]]
+
+
+class Attempt:
+    """One attempt at a request: both legs, or decode alone.
+
+    Leaving its context ends its calls unless decode has started to answer; then `close` does. The
+    attempt counts from the decision, before slots are taken: concurrent requests must see each
+    other.
+    """
+
+    start: ResponseStart
+    items: list[StreamChunk | bytes]
+    decode: Leg
+    pair: Pair
+
+    def __init__(self, planner: Planner, prompt: Prompt, decision: Decision) -> None:
+        self.decision = decision
+        self.prefill: PrefillLeg | None = None
+        self.began_at = self.slots_at = time.monotonic()
+        """Times at which the attempt began and at which it had slots for its legs."""
+        self.legs = AsyncExitStack()
+        self._planner = planner
+        self._prompt = prompt
+        self._inflight: InflightRequest | None = None
+        self._prefilled_at: float | None = None
+        self._is_open = False
+        self._answered = False
+        self._tokens = 0
+        if decision.decode:
+            self.sent(decision.decode[0], next(iter(decision.prefill), None))
+        self.legs.callback(self._end)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if not self._is_open:
+            await self.close()
+
+    @property
+    def local_reason(self) -> str | None:
+        """Reason of the routing decision if decode served the request alone."""
+        return self.decision.reason if self.decision.local else None
+
+    def sent(self, decode: str, prefill: str | None) -> None:
+        """Report the replicas that the legs are sent to."""
+        self.pair = Pair(prefill, decode)
+        if self._inflight is not None:
+            if (self._inflight.decode, self._inflight.prefill) == (decode, prefill):
+                return
+            self._planner.ended(self._inflight, _now(), broken=True)
+        self._inflight = self._planner.begin(self._prompt, decode, prefill, _now())
+
+    def prefilled(self, body: object) -> None:
+        """Report that the prompt is computed (None), or the body of prefill's answer, whose usage
+        has the token count."""
+        if self._prefilled_at is None:
+            self._prefilled_at = _now()
+        if body is not None:
+            self._report_prefilled(_prompt_tokens(body))
+
+    def opened(self, response: Response) -> Self:
+        """Keep the calls: decode has started to answer. Only a stream shows when its first token
+        came."""
+        self.start, self.items = response
+        self._is_open = True
+        if self.start.status < HTTPStatus.BAD_REQUEST:
+            if self.prefill is not None:
+                self.prefill.delivered()
+            self._answered = True
+            self._report_prefilled()
+            if self.start.streams and self._inflight is not None:
+                self._planner.opened(self._inflight, _now())
+        return self
+
+    def passed_on(self, item: object) -> None:
+        """Count the tokens of an item that is passed on to the client."""
+        if isinstance(item, StreamChunk):
+            self._tokens += sum(map(len, item.groups))
+
+    def release(self) -> None:
+        """Release prefill once decode has answered. Call it after the first bytes are sent: waking
+        another process takes time."""
+        if self.prefill is not None:
+            timings = self.decode.timestamps.timings
+            had_kv = timings is not None and timings.kv_ended_s is not None and not timings.kv_failed
+            self.prefill.release(answers_soon=had_kv)
+
+    async def close(self) -> None:
+        """End the calls that still run."""
+        await self.legs.aclose()
+
+    def _end(self) -> None:
+        self._report_prefilled()
+        if self._inflight is not None:
+            self._planner.ended(self._inflight, _now(), self._tokens, broken=not self._answered)
+
+    def _report_prefilled(self, prompt_tokens: int | None = None) -> None:
+        """Report the prompt once, with its token count if that has arrived."""
+        if self._prefilled_at is not None and self._inflight is not None:
+            self._planner.prefilled(self._inflight, self._prefilled_at, prompt_tokens)
+
+
+class Dispatcher:
+    """The attempts of one request. A replica that failed the request is not tried again; a transfer
+    id is used once.
+
+    A failed prefill leg is retried on another replica, then decode computes the prompt itself. A
+    failed decode leg is retried on another replica. Each leg has `limits.attempts` attempts; a new
+    byte for the client resets decode's count.
+    """
+
+    def __init__(self, request: ClientRequest, limits: RouterLimits, timing: RequestTimer, fleet: Fleet) -> None:
+        self.timing = timing
+        self.request = request
+        self.limits = limits
+        self._fleet = fleet
+        self._local_reason = why_local(request.endpoint, request.body)
+        self._failed_prefill: set[str] = set()
+        self._failed_decode: set[str] = set()
+        self._suspect_decode: set[str] = set()
+        """Replicas that timed out, perhaps because of the transfer: tried again only when there is
+        no other."""
+        self._decode_replica: str | None = None
+        self._decode_tries = 0
+        self._last_error: UnavailableError | None = None
+        self._refused_at: dict[RoleName, float] = {}
+        """Time of the first refusal by an engine of each role since the last answer."""
+        self._began_at: float | None = None
+
+    async def open(self, replay_log: ReplayLog = ()) -> Attempt:
+        """Open a call that has started to answer, continuing after `replay_log`.
+
+        Raises OverloadedError, UnavailableError or DeadlineError when no decode replica answers.
+        """
+        self._refused_at.clear()
+        async with deadline(self.timing.left_s, "the request"):
+            while True:
+                try:
+                    return await self._open_once(replay_log)
+                except RefusedError as error:
+                    if self._refused_for_s("decode") > self.limits.replica_timeout_s:
+                        raise OverloadedError(f"no decode engine has accepted the request: {error}") from error
+                except UnavailableError as error:
+                    self.decode_failed(error)
+
+    def timestamps(self, attempt: Attempt) -> RequestTimestamps:
+        """Return the request's timestamps up to the answer of `attempt`."""
+        assert self._began_at is not None, "`open` has been called"
+        return RequestTimestamps(
+            arrived_at=self.request.arrived_at,
+            read_at=self.request.read_at,
+            tried_at=self._began_at,
+            retried_at=attempt.began_at,
+            slots_at=attempt.slots_at,
+            decode=attempt.decode.timestamps,
+            prefill=None if attempt.prefill is None else attempt.prefill.timestamps,
+            streams=attempt.start.streams,
+        )
+
+    def decode_failed(self, error: UnavailableError) -> None:
+        """Exclude the replica of the last attempt; raises `error` when no attempt is left."""
+        if self._decode_replica is None:
+            raise self._last_error or error
+        self._failed_decode.add(self._decode_replica)
+        self._fleet.feedback.failed(self._decode_replica)
+        self._decode_replica = None
+        self._decode_tries += 1
+        self._last_error = error
+        if self._decode_tries >= self.limits.attempts:
+            raise error
+        logger.warning("trying a request on another decode replica: %s", error)
+        self._fleet.metrics.retries.labels("decode", "unavailable").inc()
+
+    def reset_failures(self) -> None:
+        """Reset the count of failed decode attempts: the client has received new bytes."""
+        self._decode_tries = 0
+
+    async def _open_once(self, replay_log: ReplayLog) -> Attempt:
+        prefill_tries = 0
+        while not (decision := self._decide()).local:
+            attempt, broken = await self._try_split(replay_log, decision)
+            if attempt is not None:
+                return attempt
+            if broken == "refused":
+                if self._refused_for_s("prefill") > self.limits.prefill_wait_s:
+                    self._local_reason = NO_PREFILL
+            elif broken is not None:
+                prefill_tries += 1
+                if broken == "rejected" or prefill_tries >= self.limits.attempts:
+                    self._local_reason = PREFILL_FAILED
+                else:
+                    self._fleet.metrics.retries.labels("prefill", broken).inc()
+        return await self._serve_alone(replay_log, decision)
+
+    def _refused_for_s(self, role: RoleName) -> float:
+        """Return for how long engines of `role` have refused the request, in seconds."""
+        return time.monotonic() - self._refused_at.setdefault(role, time.monotonic())
+
+    def _decide(self) -> Decision:
+        failed_decode = self._failed_decode | self._suspect_decode
+        return self._fleet.feedback.decide(self.request, self._local_reason, self._failed_prefill, failed_decode)
+
+    async def _try_split(self, replay_log: ReplayLog, decision: Decision) -> tuple[Attempt | None, str | None]:
+        """Dispatch both legs. Return the attempt, or None and the outcome of the failed prefill
+        leg, if there was one."""
+        async with self._begin(decision) as attempt:
+            legs = attempt.legs
+            prefill_legs = await legs.enter_async_context(AsyncExitStack())
+            decode_slot, prefill_slot = await self._choose_pair(legs, prefill_legs, decision)
+            attempt.slots_at = time.monotonic()
+            if prefill_slot is None:
+                self._local_reason = PREFILL_FAILED if self._failed_prefill else NO_PREFILL
+                return None, None
+            transfer_id = uuid.uuid4().hex
+            producer = ProducerAddress.from_params(prefill_slot.metadata["producer"])
+            body = self.request.fields
+            prefill_call = self._call(prefill_leg(self.request.endpoint, body, transfer_id))
+            decode_call = self._call(decode_leg(body, transfer_id, producer), replay_log)
+            if decode_slot.maybe_full:
+                # Do not compute a prompt for an engine that refuses the call: that would delay
+                # others repeatedly.
+                attempt.decode = self._dispatch_decode(legs, decode_slot, decode_call)
+                await attempt.decode.taken(self.limits.silence_timeout_s)
+            attempt.sent(decode_slot.replica_id, prefill_slot.replica_id)
+            attempt.prefill = prefill = PrefillLeg(
+                Leg(
+                    "prefill",
+                    self._fleet.prefill.dispatch(prefill_slot, prefill_call, transfer_id, self.timing.left_s),
+                ),
+                transfer_id,
+                self.limits.prefill_timeout_s,
+                self._fleet.metrics,
+                self._fleet.discard,
+                attempt.prefilled,
+                prefill_legs.pop_all(),
+            )
+            legs.push_async_callback(prefill.close)
+            if not decode_slot.maybe_full:
+                attempt.decode = self._dispatch_decode(legs, decode_slot, decode_call)
+            opening = asyncio.create_task(attempt.decode.open(to_first_token=True), name=f"decode-opens-{transfer_id}")
+            legs.push_async_callback(_end, opening)
+            first: set[asyncio.Future[Any]] = {opening, prefill.broken, prefill.answered}
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            # Prefill has answered, so decode has its KV: it may be slow, but not silent.
+            if not await self._decode_is_alive(attempt.decode, {opening, prefill.broken}):
+                silence_s = self.limits.silence_timeout_s
+                logger.warning("decode sent nothing for %g s after the prompt was computed", silence_s)
+                self._failed_prefill.add(prefill_slot.replica_id)
+                self._suspect_decode.add(decode_slot.replica_id)
+                return None, "silent"
+            if not opening.done():
+                broken = prefill.broken.result()
+                if broken != "refused":
+                    self._failed_prefill.add(prefill_slot.replica_id)
+                if broken not in ("refused", "rejected"):
+                    self._fleet.feedback.failed(prefill_slot.replica_id)
+                return None, broken
+            return attempt.opened(await opening), None
+
+    async def _serve_alone(self, replay_log: ReplayLog, decision: Decision) -> Attempt:
+        """Send the request as the client wrote it to a decode replica."""
+        async with self._begin(decision) as attempt:
+            slot = await self._choose_decode(attempt.legs, decision)
+            attempt.slots_at = time.monotonic()
+            attempt.sent(slot.replica_id, None)
+            call = Call("POST", self.request.endpoint, self.request.headers, self.request.raw, replay_log)
+            attempt.decode = self._dispatch_decode(attempt.legs, slot, call)
+            return attempt.opened(await attempt.decode.open(self.limits.silence_timeout_s))
+
+    def _dispatch_decode(self, legs: AsyncExitStack, slot: Slot, call: Call) -> Leg:
+        """Open the call to decode; it ends when `legs` unwinds."""
+        decode = Leg("decode", self._fleet.decode.dispatch(slot, call))
+        legs.callback(decode.close)
+        return decode
+
+    def _begin(self, decision: Decision) -> Attempt:
+        attempt = Attempt(self._fleet.feedback.planner, self.request.prompt, decision)
+        if self._began_at is None:
+            self._began_at = attempt.began_at
+        return attempt
+
+    async def _decode_is_alive(self, decode: Leg, waited_for: set[asyncio.Future[Any]]) -> bool:
+        """Wait for the first of these; False when decode sends nothing for `silence_timeout_s`."""
+        now = asyncio.get_running_loop().time
+        began_at = now()
+        while (left_s := max(began_at, decode.heard_at) + self.limits.silence_timeout_s - now()) > 0:
+            done, _ = await asyncio.wait(waited_for, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            if done:
+                return True
+        return False
+
+    async def _choose_pair(
+        self, stack: AsyncExitStack, prefill_stack: AsyncExitStack, decision: Decision
+    ) -> tuple[Slot, Slot | None]:
+        """Take slots on a decode and a prefill replica; None for prefill when no slot is free in
+        time.
+
+        The prefill slot is taken last, so that a request waiting for decode does not hold it.
+        """
+        decode = await self._choose_decode(stack, decision)
+        fleet = self._fleet
+        try:
+            prefill = await choose(
+                prefill_stack,
+                "prefill",
+                fleet.prefill,
+                self.limits.prefill_wait_s,
+                self._failed_prefill,
+                decision.prefill,
+            )
+        except TandemError as error:
+            logger.warning("serving a request on decode alone: %s", error)
+            return decode, None
+        return decode, prefill
+
+    async def _choose_decode(self, stack: AsyncExitStack, decision: Decision) -> Slot:
+        self._decode_replica = None
+        avoid = self._failed_decode | self._suspect_decode
+        try:
+            slot = await choose(
+                stack,
+                "decode",
+                self._fleet.decode,
+                self.limits.replica_timeout_s,
+                avoid,
+                decision.decode,
+            )
+        except DeadlineError as error:
+            if self._suspect_decode:
+                self._suspect_decode.clear()
+                return await self._choose_decode(stack, decision)
+            raise self._last_error or error from None
+        self._decode_replica = slot.replica_id
+        return slot
+
+    def _call(self, body: Mapping[str, Any], replay_log: ReplayLog = ()) -> Call:
+        return Call("POST", self.request.endpoint, self.request.headers, write(body), replay_log)
+
+
+async def _end(task: asyncio.Task[Any]) -> None:
+    """Cancel `task` if it still runs, and wait for its end. Its result is not used."""
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _prompt_tokens(answer: object) -> int | None:
+    """Return the prompt's token count from a completion's usage, or None."""
+    if not isinstance(answer, bytes):
+        return None
+    try:
+        tokens = json.loads(answer)["usage"]["prompt_tokens"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return tokens if type(tokens) is int and tokens > 0 else None

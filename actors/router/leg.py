@@ -1,0 +1,185 @@
+"""One leg of a request: a call to an engine, with its timeouts and timestamps."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import Any, Protocol
+
+from actors.engine_pool.engines import EnginePool, Slot
+from actors.errors import DeadlineError, EngineDownError, UnavailableError
+from actors.request import EngineTimings, Heartbeat, ResponseStart, StreamChunk
+from actors.telemetry.latency_breakdown import LegTimestamps
+from connectors.errors import TandemError
+
+ACCEPT_S = 5.0
+"""Timeout for learning whether an engine has accepted a call that is being closed. Normally takes
+milliseconds."""
+
+
+@asynccontextmanager
+async def deadline(seconds: float, what: str) -> AsyncGenerator[None, None]:
+    """Raise DeadlineError when the block takes longer than `seconds`."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise DeadlineError(f"{what} took longer than {seconds:g} s") from None
+
+
+Response = tuple[ResponseStart, list[StreamChunk | bytes]]
+"""A response whose body has started, and its items: the first one of a stream, else all."""
+
+
+class Items(Protocol):
+    """A running call (`EngineCall` in `engine_pool/engines.py`)."""
+
+    sent_at: float
+    """Monotonic time before the first byte was sent: the engine may receive it before the sender's
+    task continues."""
+
+    @property
+    def waits(self) -> bool:
+        """True while an item other than a heartbeat is still to arrive."""
+
+    async def __anext__(self) -> Any: ...
+
+    def cancel(self) -> None: ...
+
+
+class Leg:
+    """An open call: `start` or `open`, then `next` until None; `close` in any case."""
+
+    def __init__(self, role: str, response: Items) -> None:
+        self.role = role
+        self.heard_at = asyncio.get_running_loop().time()
+        """Time of the engine's last item, on the event loop's clock."""
+        self._response = response
+        self._answered_at: float | None = None
+        self._timings: EngineTimings | None = None
+        self._taken: bool | None = None
+        """Whether the engine has accepted the call; None until it has replied."""
+
+    async def start(self, silence_s: float | None = None) -> ResponseStart:
+        """Return the response's status and headers."""
+        await self.taken(silence_s)
+        item = await self.next(silence_s)
+        if not isinstance(item, ResponseStart):
+            raise UnavailableError(f"the {self.role} engine ended a request without a response")
+        self._answered(item.timings)
+        return item
+
+    async def taken(self, silence_s: float | None = None) -> None:
+        """Wait until the engine has accepted the call; raises RefusedError when it does not."""
+        if self._taken is None:
+            try:
+                self._taken = await self.next(silence_s) is not None
+            except TandemError:
+                self._taken = False
+                raise
+
+    async def open(self, silence_s: float | None = None, to_first_token: bool = False) -> Response:
+        """Wait for the first bytes of a stream, or for the whole body of another response.
+
+        Some streams start with events that do not show that the engine has the prompt: with
+        `to_first_token`, wait for the bytes that came with a token.
+        """
+        start = await self.start(silence_s)
+        items: list[StreamChunk | bytes] = []
+        while (item := await self.next(silence_s)) is not None:
+            items.append(item)
+            if start.streams and (isinstance(item, StreamChunk) or not to_first_token):
+                break
+        self._answered(items[-1].timings if items and isinstance(items[-1], StreamChunk) else None)
+        return start, items
+
+    @property
+    def timestamps(self) -> LegTimestamps:
+        """Times at which the call was sent and answered, and the engine's own timings if it has
+        sent them."""
+        answered_at = time.monotonic() if self._answered_at is None else self._answered_at
+        return LegTimestamps(self._response.sent_at, answered_at, self._timings)
+
+    @property
+    def waits(self) -> bool:
+        """True if `next` may have to wait."""
+        return self._response.waits
+
+    def _answered(self, timings: EngineTimings | None) -> None:
+        self._answered_at = time.monotonic()
+        self._timings = timings or self._timings
+
+    async def next(self, silence_s: float | None = None, until: float | None = None) -> Any:
+        """Return the next item, or None after the last.
+
+        Raises UnavailableError when the engine sends nothing for `silence_s`, DeadlineError at
+        `until` (event loop's clock).
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                # Most tokens are ready when they are read, several at a time; a timer for each
+                # would be costly.
+                item = await (self._within(silence_s, until) if self._response.waits else anext(self._response))
+            except StopAsyncIteration:
+                return None
+            except EngineDownError as error:
+                raise UnavailableError(f"the {self.role} engine is not available; try again") from error
+            self.heard_at = loop.time()
+            if not isinstance(item, Heartbeat):
+                return item
+
+    async def _within(self, silence_s: float | None, until: float | None) -> Any:
+        """Return the next item, or raise when a timeout expires."""
+        now = asyncio.get_running_loop().time()
+        ends = [at for at in (None if silence_s is None else now + silence_s, until) if at is not None]
+        try:
+            async with asyncio.timeout_at(min(ends, default=None)) as bound:
+                return await anext(self._response)
+        except TimeoutError:
+            if not bound.expired():
+                raise
+            if until is not None and bound.when() == until:
+                raise DeadlineError(
+                    f"the {self.role} engine's answer did not end before the request's deadline"
+                ) from None
+            raise self._silent(silence_s) from None
+
+    def _silent(self, silence_s: float | None) -> UnavailableError:
+        return UnavailableError(f"the {self.role} engine sent nothing for {silence_s:g} s")
+
+    async def accepted(self) -> bool:
+        """Return whether a replica has accepted the call. Waits at most ACCEPT_S; no other task
+        reads the leg then."""
+        with suppress(TandemError):
+            await self.taken(ACCEPT_S)
+        return self._taken is True
+
+    def close(self) -> None:
+        """Cancel the call if it still runs; the engine aborts the request."""
+        self._response.cancel()
+
+
+async def choose(
+    stack: AsyncExitStack,
+    role: str,
+    engines: EnginePool,
+    timeout_s: float,
+    avoid: AbstractSet[str] = frozenset(),
+    prefer: Sequence[str] = (),
+) -> Slot:
+    """Take a slot on a replica of `role` within `timeout_s`; it is given back when `stack` unwinds.
+
+    Prefers the first free replica of `prefer`, else the least busy, and never one of `avoid`.
+
+    """
+    try:
+        async with deadline(timeout_s, f"waiting for a free {role} replica"):
+            slot = await engines.take(avoid, prefer)
+    except DeadlineError as error:
+        if engines.has_engines():
+            raise
+        raise UnavailableError(f"no {role} engine is running: it may still be starting, see /health") from error
+    stack.callback(engines.give_back, slot)
+    return slot

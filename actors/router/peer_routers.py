@@ -1,0 +1,86 @@
+"""Metrics and status of all router replicas, whichever of them is asked."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from prometheus_client import generate_latest
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from actors.broadcast import ask_all
+from actors.router.router import Router
+from actors.router.single_flight import SingleFlight
+from actors.telemetry.recent_requests import newest_of
+
+STATUS_AGE_S = 1.0
+"""Maximum age of a status, so that many open pages cost the engines no more than one."""
+
+RECENT_SHOWN = 60
+"""Number of recent requests in a status."""
+
+RouterMetricsText = tuple[str, str]
+"""Replica id and Prometheus exposition of one router replica."""
+
+
+class RouterReplica(Router):
+    """A router that queries its peers. The deployment's handle reaches `own_metrics` and
+    `own_status`."""
+
+    _peers: DeploymentHandle | None = None
+    _status: SingleFlight[dict[str, Any]] | None = None
+
+    async def own_metrics(self) -> RouterMetricsText:
+        """Return this replica's exposition."""
+        return _own_id(), generate_latest(self.metrics.registry).decode()
+
+    async def own_status(self) -> dict[str, Any]:
+        """Return the part of the status that only this replica knows."""
+        return {
+            "replica": _own_id(),
+            "ongoing": int(self.metrics.value("tandem_ongoing_requests")),
+            "slots_taken": self.slots_taken,
+            "limit": self.limits.max_ongoing_requests,
+            "counts": self.metrics.counts(),
+            "recent": self.recent.newest(RECENT_SHOWN),
+        }
+
+    async def router_metrics(self) -> list[RouterMetricsText]:
+        """Return the expositions of this replica and of all peers that answer in time."""
+        own = await self.own_metrics()
+        others = dict(await self._ask_peers("own_metrics")) | dict([own])
+        return sorted(others.items())
+
+    async def status(self) -> dict[str, Any]:
+        """Return the status of the whole service, at most `STATUS_AGE_S` old."""
+        if self._status is None:
+            self._status = SingleFlight(self._ask_for_status, STATUS_AGE_S)
+        return await self._status()
+
+    async def _ask_for_status(self) -> dict[str, Any]:
+        own, engines, peers = await asyncio.gather(
+            self.own_status(), self.engine_status(), self._ask_peers("own_status")
+        )
+        routers = {status["replica"]: status for status in (*peers, own)}
+        recent = newest_of((status["recent"] for status in routers.values()), RECENT_SHOWN)
+        return {
+            "at": time.time(),
+            "routers": [_without(status, "recent") for _, status in sorted(routers.items())],
+            "engines": sorted(engines, key=lambda engine: (engine["role"] != "prefill", engine["replica"])),
+            "recent": recent,
+        }
+
+    async def _ask_peers(self, method: str) -> list[Any]:
+        if self._peers is None:
+            replica = serve.get_replica_context()
+            self._peers = serve.get_deployment_handle(replica.deployment, replica.app_name)
+        return await ask_all("router", self._peers, method, self.limits.metrics_timeout_s)
+
+
+def _own_id() -> str:
+    return serve.get_replica_context().replica_id.unique_id
+
+
+def _without(status: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in status.items() if name != key}

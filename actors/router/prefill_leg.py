@@ -1,0 +1,163 @@
+"""The prefill leg of a request, from its dispatch to the end of the handover."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+
+from actors.errors import DeadlineError, RefusedError
+from actors.router.leg import Leg, deadline
+from actors.telemetry.latency_breakdown import LegTimestamps
+from actors.telemetry.router_metrics import RouterMetrics
+from connectors.errors import TandemError
+
+logger = logging.getLogger(__name__)
+
+
+BROKEN = frozenset({"refused", "rejected", "failed", "late"})
+"""Outcomes after which the leg delivers no KV, or not all of it.
+
+`refused`: the engine accepts no more calls. `rejected`: the engine found the request invalid.
+"""
+
+Discard = Callable[[str], Awaitable[None]]
+"""Tells the prefill replicas that a transfer's KV will not be fetched; bounded, does not raise."""
+
+Prefilled = Callable[[object], None]
+"""Called with None when the prompt is computed, then with the body of the answer if there is one."""
+
+
+class PrefillLeg:
+    """Owns the task that reads the leg. `answered` is set when the prompt is computed, `broken`
+    when the leg fails.
+
+    A failed leg does not fail the request. Until decode starts to answer, the router retries on
+    another prefill replica or asks decode to serve the request alone, sooner than decode's
+    connector can detect the failure.
+
+    A leg that ends before its handover may leave finished KV that no decode engine knows of: decode
+    has refused the request, or the client disconnected before decode received it. So the KV is
+    discarded before the leg is closed.
+    """
+
+    def __init__(
+        self,
+        leg: Leg,
+        transfer_id: str,
+        timeout_s: float,
+        metrics: RouterMetrics,
+        discard: Discard,
+        prefilled: Prefilled,
+        slot: AsyncExitStack,
+    ) -> None:
+        """Start to read `leg`. `slot` is given back when the leg has ended."""
+        self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._leg = leg
+        self._transfer_id = transfer_id
+        self._timeout_s = timeout_s
+        self._metrics = metrics
+        self._discard = discard
+        self._prefilled = prefilled
+        self._slot = slot
+        self._holds_kv = True
+        self._told_all = False
+        """Whether the body of the answer has arrived."""
+        self._ending: asyncio.Task[None] | None = None
+        self._task = asyncio.create_task(self._watch(), name=f"prefill-leg-{transfer_id}")
+
+    @property
+    def timestamps(self) -> LegTimestamps:
+        """Timestamps of the leg; without engine timings until prefill has answered."""
+        return self._leg.timestamps
+
+    @property
+    def accounted(self) -> bool:
+        """True when prefill has answered or can no longer answer."""
+        return self.answered.done() or self._task.done()
+
+    async def account(self, at_most_s: float) -> None:
+        """Wait until the leg is `accounted`, at most `at_most_s`."""
+        waited_for: set[asyncio.Future[None]] = {self.answered, self._task}
+        await asyncio.wait(waited_for, timeout=at_most_s, return_when=asyncio.FIRST_COMPLETED)
+
+    def delivered(self) -> None:
+        """Mark the handover as complete: no KV is held for decode any more."""
+        self._holds_kv = False
+
+    def release(self, answers_soon: bool) -> None:
+        """End the leg if its KV has been `delivered`, so that it no longer counts as ongoing.
+
+        On a busy machine decode's first token overtakes prefill's answer, which has the timings and
+        token counts that routing learns from. So with `answers_soon` the leg ends with that answer
+        or with the request; else it is aborted now.
+        """
+        if not self._holds_kv and (self._told_all or not answers_soon):
+            self._task.cancel()
+            self._end()
+
+    async def close(self) -> None:
+        """End the leg in any state; a prefill that still runs is aborted."""
+        self._task.cancel()
+        await asyncio.wait({self._task, self._end()})
+
+    def _end(self) -> asyncio.Task[None]:
+        """Start the leg's end, once, in its own task: the task that waits for it may be cancelled."""
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end_leg(), name=f"prefill-leg-ends-{self._transfer_id}")
+        return self._ending
+
+    async def _end_leg(self) -> None:
+        try:
+            if self._holds_kv and await self._leg.accepted():
+                await self._discard(self._transfer_id)
+        except Exception:
+            logger.exception("cannot discard transfer %s; its lease will expire", self._transfer_id)
+        finally:
+            self._leg.close()
+            await self._slot.aclose()
+
+    async def _watch(self) -> None:
+        outcome = "cancelled"
+        try:
+            async with deadline(self._timeout_s, f"prefill of transfer {self._transfer_id}"):
+                outcome = await self._read_answer()
+            if outcome == "done":
+                self.answered.set_result(None)
+            while outcome == "done" and (item := await self._leg.next()) is not None:
+                self._prefilled(item)
+                self._told_all = True
+                if not self._holds_kv:
+                    break
+        except DeadlineError as error:
+            outcome = "late"
+            logger.warning("%s", error)
+        except RefusedError as error:
+            outcome = "refused"
+            logger.info("prefill of transfer %s: %s", self._transfer_id, error)
+        except TandemError as error:
+            outcome = "failed"
+            logger.warning("prefill of transfer %s failed: %s", self._transfer_id, error)
+        except Exception:
+            outcome = "failed"
+            logger.exception("prefill of transfer %s failed", self._transfer_id)
+        finally:
+            self._metrics.prefill_legs.labels(outcome).inc()
+            if outcome in {"refused", "rejected", "failed"}:
+                # No KV exists, or its replica is gone, or its lease ends it. Decode need not wait
+                # for a broadcast.
+                self._holds_kv = False
+            if outcome in BROKEN and not self.broken.done():
+                self.broken.set_result(outcome)
+            self._end()
+
+    async def _read_answer(self) -> str:
+        start = await self._leg.start()
+        if start.status < 400:
+            self._prefilled(None)
+            return "done"
+        body = await self._leg.next()
+        level = logging.WARNING if start.status >= 500 else logging.INFO  # decode refuses an invalid request as well
+        logger.log(level, "prefill of transfer %s: HTTP %d %r", self._transfer_id, start.status, body)
+        # A server error does not show that the request is invalid: another engine may accept it.
+        return "failed" if start.status >= 500 else "rejected"

@@ -1,0 +1,140 @@
+"""Derives the two legs from a client's request. Pure: dictionaries in, dictionaries out.
+
+The decode leg is the client's request. The prefill leg has the same prompt, asks for one token, and
+omits fields that concern only the output. Both carry the same single-use transfer id.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from actors.request import TRANSFER_FIELD, Body, Endpoint, ProducerAddress
+
+OUTPUT_ONLY = frozenset(
+    {
+        "allowed_token_ids",
+        "bad_words",
+        "best_of",
+        "frequency_penalty",
+        "ignore_eos",
+        "include",
+        "include_stop_str_in_output",
+        "length_penalty",
+        "logit_bias",
+        "logits_processors",
+        "logprob_token_ids",
+        "logprobs",
+        "min_p",
+        "min_tokens",
+        "presence_penalty",
+        "repetition_penalty",
+        "return_token_ids",
+        "return_tokens_as_token_ids",
+        "seed",
+        "stop",
+        "stop_token_ids",
+        "stream_options",
+        "structured_outputs",
+        "suffix",
+        "thinking_token_budget",
+        "top_k",
+        "top_logprobs",
+        "top_p",
+    }
+)
+"""Fields that change the output and not the prompt; omitted from the prefill leg."""
+
+
+ONE_TOKEN: Mapping[Endpoint, Body] = {
+    "/v1/completions": {"n": 1, "max_tokens": 1},
+    "/v1/chat/completions": {"n": 1, "max_tokens": 1, "max_completion_tokens": 1},
+    "/v1/responses": {"max_output_tokens": 1, "store": False},
+}
+"""Fields that limit a prefill leg to one token, by endpoint."""
+
+
+def why_local(endpoint: Endpoint, body: Body) -> str | None:
+    """Return why decode must serve the whole request, or None when prefill can run on another
+    engine.
+
+    A body of the wrong shape goes to decode as well, so that vLLM's own validation answers it.
+    """
+    if endpoint in ("/tokenize", "/detokenize"):
+        return "tokens_only"
+    if body.get("n") not in (None, 1):
+        return "n"
+    if body.get("best_of") not in (None, 1):
+        return "best_of"
+    for field in ("use_beam_search", "echo", "prompt_embeds"):
+        if body.get(field):
+            return field
+    if body.get("prompt_logprobs") is not None:
+        return "prompt_logprobs"
+    if endpoint == "/v1/completions":
+        return _why_local_prompt(body.get("prompt"))
+    if endpoint == "/v1/responses":
+        return _why_local_response(body)
+    messages = body.get("messages")
+    return None if isinstance(messages, list) and messages else "malformed"
+
+
+def why_not_resumable(endpoint: Endpoint, body: Body) -> str | None:
+    """Return why another engine cannot continue this request's stream, or None when it can."""
+    if endpoint == "/v1/responses":
+        return "engine-specific ids"  # each engine draws its own ids of output items
+    if body.get("n") not in (None, 1):
+        return "n > 1"
+    prompt = body.get("prompt")
+    if (
+        endpoint == "/v1/completions"
+        and isinstance(prompt, list)
+        and len(prompt) > 1
+        and not isinstance(prompt[0], int)
+    ):
+        return "multiple prompts"
+    return None
+
+
+def _why_local_prompt(prompt: Any) -> str | None:
+    if isinstance(prompt, str):
+        return None if prompt else "short_prompt"
+    if not isinstance(prompt, list):
+        return "malformed"
+    if len(prompt) == 1 and isinstance(prompt[0], str | list):
+        return _why_local_prompt(prompt[0])
+    if any(not isinstance(token, int) for token in prompt):
+        return "several_prompts"
+    return None if len(prompt) >= 2 else "short_prompt"
+
+
+def _why_local_response(body: Body) -> str | None:
+    for field in ("background", "previous_response_id"):
+        if body.get(field):
+            return field  # stored responses are in one engine
+    tools = body.get("tools")
+    if isinstance(tools, list) and any(not isinstance(tool, dict) or tool.get("type") != "function" for tool in tools):
+        return "tools_of_the_server"  # the engine calls the tools itself and continues with another prompt
+    given = body.get("input")
+    return None if isinstance(given, str) or (isinstance(given, list) and given) else "malformed"
+
+
+def prefill_leg(endpoint: Endpoint, body: Body, transfer_id: str) -> dict[str, Any]:
+    """Return the body for the prefill engine: the same prompt, one token, KV kept for a transfer."""
+    leg = {field: value for field, value in body.items() if field not in OUTPUT_ONLY}
+    leg |= {"stream": False, "temperature": 0.0, **ONE_TOKEN[endpoint]}
+    leg[TRANSFER_FIELD] = {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "transfer_id": transfer_id,
+    }
+    return leg
+
+
+def decode_leg(body: Body, transfer_id: str, producer: ProducerAddress) -> dict[str, Any]:
+    """Return the body for the decode engine: the client's own, and the transfer to wait for."""
+    params = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": transfer_id,
+        **vars(producer),
+    }
+    return {**body, TRANSFER_FIELD: params}

@@ -1,0 +1,1 @@
+"""The connections between routers and engines, independent of Ray Serve."""

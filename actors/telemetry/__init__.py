@@ -1,0 +1,1 @@
+"""Metrics, latency breakdown, recent requests."""

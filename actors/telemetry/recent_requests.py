@@ -1,0 +1,69 @@
+"""Recent requests of one router replica for the status page: bounded, without prompts or answers."""
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from actors.telemetry.latency_breakdown import LatencyBreakdown
+
+KEPT = 200
+"""Number of requests that a router replica keeps; about 2 KB each."""
+
+MAX_ID_CHARACTERS = 80
+"""Length limit of request ids, which clients may choose."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Replicas that served a request; `prefill` is None when decode served it alone."""
+
+    prefill: str | None
+    decode: str
+
+
+@dataclass(frozen=True)
+class RequestRecord:
+    """One request whose answer has started."""
+
+    request_id: str
+    began_at: float
+    """Unix time of arrival by this host's clock."""
+    endpoint: str
+    route: str
+    reason: str | None
+    status: int
+    streams: bool
+    pair: Pair
+    breakdown: LatencyBreakdown
+
+    def describe(self) -> dict[str, Any]:
+        """Return the record as JSON values, times in milliseconds."""
+        spans = [[span.part, round(span.begin_s * 1e3, 3), round(span.end_s * 1e3, 3)] for span in self.breakdown.spans]
+        own = {name: value for name, value in vars(self).items() if name not in ("pair", "breakdown")}
+        return {**own, **asdict(self.pair), "total_ms": round(self.breakdown.total_s * 1e3, 3), "spans_ms": spans}
+
+
+class RecentRequests:
+    """The newest `KEPT` records."""
+
+    def __init__(self, kept: int = KEPT) -> None:
+        self._records: deque[RequestRecord] = deque(maxlen=kept)
+
+    def add(self, record: RequestRecord) -> None:
+        self._records.append(record)
+
+    def newest(self, most: int) -> list[dict[str, Any]]:
+        """Return at most `most` records, newest first."""
+        return [record.describe() for record in reversed(self._records)][:most]
+
+
+def now_unix(monotonic_at: float) -> float:
+    """Return the Unix time of a moment on this process's monotonic clock."""
+    return time.time() - (time.monotonic() - monotonic_at)
+
+
+def newest_of(lists: Iterable[Iterable[dict[str, Any]]], most: int) -> list[dict[str, Any]]:
+    """Return the records of several routers as one list, newest first."""
+    return sorted((one for some in lists for one in some), key=lambda one: -one["began_at"])[:most]

@@ -1,0 +1,104 @@
+"""The router's metrics, in their own registry."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from actors.telemetry.latency_breakdown import LatencyBreakdown
+
+FALLBACKS = frozenset({"no_prefill", "prefill_failed"})
+"""Reasons of local requests that should have been remote."""
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+class RouterMetrics:
+    """The router's metrics; `/metrics` exposes `registry`."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "tandem_requests",
+            "Requests by route (remote: prefill on another engine, local: decode alone, refused, left: the "
+            "client disconnected before its answer started), reason of a local one, and HTTP status (499 for left).",
+            ["route", "reason", "status"],
+            registry=self.registry,
+        )
+        self.decisions = Counter(
+            "tandem_decisions",
+            "Routing decisions by route and reason; each attempt counts.",
+            ["route", "reason"],
+            registry=self.registry,
+        )
+        self.prefill_legs = Counter(
+            "tandem_prefill_legs",
+            "Prefill legs by outcome: done, refused (the engine accepts no more calls), rejected (invalid "
+            "request), failed, late, or cancelled.",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self.discards = Counter(
+            "tandem_discards",
+            "Transfers discarded because decode did not fetch them.",
+            registry=self.registry,
+        )
+        self.disconnects = Counter(
+            "tandem_client_disconnects",
+            "Requests whose client disconnected before the end of its answer.",
+            registry=self.registry,
+        )
+        self.retries = Counter(
+            "tandem_retries",
+            "Legs retried on another replica: prefill legs that failed, were late or left decode silent; decode "
+            "legs whose engine became unavailable.",
+            ["leg", "reason"],
+            registry=self.registry,
+        )
+        self.resumed_streams = Counter(
+            "tandem_resumed_streams",
+            "Streams whose decode engine died: resumed on another, failed (no engine in time), or refused (no "
+            "exact continuation); the latter two ended with an error event.",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self.broken_streams = Counter(
+            "tandem_broken_streams",
+            "Responses that ended with an error after their first byte.",
+            registry=self.registry,
+        )
+        self.ongoing = Gauge("tandem_ongoing_requests", "Requests in the router.", registry=self.registry)
+        self.first_byte = Histogram(
+            "tandem_first_byte_seconds",
+            "Time from a request's arrival in the router to the first byte of its answer's body.",
+            ["route"],
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.breakdown = Histogram(
+            "tandem_latency_breakdown_seconds",
+            "Parts of the time to the first byte of an answer, by route (docs/observing.md). The parts of a request "
+            "sum to the time from its arrival to that byte; absent parts are not observed.",
+            ["route", "part"],
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+
+    def observe_breakdown(self, route: str, breakdown: LatencyBreakdown) -> None:
+        """Observe the breakdown of one request."""
+        for part, seconds in breakdown.parts.items():
+            self.breakdown.labels(route, part).observe(seconds)
+
+    def value(self, name: str, **labels: str) -> float:
+        """Return the value of one series; 0 when it does not exist yet."""
+        return self.registry.get_sample_value(name, labels) or 0.0
+
+    def counts(self) -> dict[str, int]:
+        """Return counts since this router started: requests by route and reason, and failures."""
+        counts: dict[str, int] = {"remote": 0, "local": 0, "fallback": 0, "refused": 0, "left": 0}
+        for sample in next(iter(self.requests.collect())).samples:
+            if sample.name.endswith("_total"):
+                route = sample.labels["route"]
+                kind = "fallback" if sample.labels["reason"] in FALLBACKS else route
+                counts[kind] = counts.get(kind, 0) + int(sample.value)
+        for family in (self.retries, self.disconnects, self.broken_streams, self.resumed_streams, self.discards):
+            name = next(iter(family.collect())).name.removeprefix("tandem_")
+            counts[name] = sum(int(s.value) for m in family.collect() for s in m.samples if s.name.endswith("_total"))
+        return counts

@@ -1,0 +1,117 @@
+"""Limits the size and arrival time of request headers.
+
+Uvicorn limits neither: a client without a key could fill the router's memory with one header, or
+hold a connection forever with half of one. Source:
+https://github.com/encode/uvicorn/blob/0.54.0/uvicorn/protocols/http/httptools_impl.py
+"""
+
+import asyncio
+from http import HTTPStatus
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+MAX_HEAD_BYTES = 64 * 1024
+"""Size limit of a request line and its headers, or of trailers after a body."""
+
+HEAD_S = 30.0
+"""Timeout for headers, from the connection or their first byte."""
+
+
+class HeadTooLargeError(Exception):
+    """Stops the parser; uvicorn treats it as an unreadable request."""
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """A connection with limits. While no answer is under way, uvicorn's keep-alive timer or the
+    header timer runs.
+
+    At most `MAX_HEAD_BYTES` and one read of unparsed bytes are held in memory.
+    """
+
+    _in_head = False
+    _too_large = False
+    _head_timer: asyncio.TimerHandle | None = None
+
+    _unread_bytes = 0
+    """Bytes received since the last complete header or body chunk."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_head_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_head_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._unread_bytes += len(data)
+        super().data_received(data)
+        if self not in self.connections or self.transport.is_closing():  # the connection may have become a WebSocket's
+            return
+        if self._unread_bytes > MAX_HEAD_BYTES:
+            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        elif self._head_timer is None and not self._is_answering():
+            # Any byte, even of an empty line, has stopped uvicorn's keep-alive timer.
+            self._start_head_timer()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = True
+        self._start_head_timer()
+
+    def on_headers_complete(self) -> None:
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
+            self._too_large = True
+            raise HeadTooLargeError
+        self._in_head, self._unread_bytes = False, 0
+        self._stop_head_timer()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._unread_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._unread_bytes = 0
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse a request that uvicorn's parser rejects."""
+        self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE if self._too_large else HTTPStatus.BAD_REQUEST, msg)
+
+    def _refuse(self, status: HTTPStatus, message: str = "") -> None:
+        """Close the connection, with an answer unless the client could take it for part of another
+        one."""
+        between = self._is_answering() and (self._in_head or self.pipeline or self.cycle.response_started)
+        if not between:
+            body = (message or f"{status.phrase}.").encode()
+            head = (
+                f"HTTP/1.1 {status.value} {status.phrase}",
+                "content-type: text/plain; charset=utf-8",
+                f"content-length: {len(body)}",
+                "connection: close",
+            )
+            self.transport.write("\r\n".join((*head, "\r\n")).encode() + body)
+        self.transport.close()
+
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _start_head_timer(self) -> None:
+        self._stop_head_timer()
+        self._head_timer = self.loop.call_later(HEAD_S, self._head_is_late)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        if self._is_answering():
+            # The client or uvicorn's flow control may wait for the previous answer, which has its
+            # own timeouts.
+            self._start_head_timer()
+        elif self._in_head:
+            self._refuse(HTTPStatus.REQUEST_TIMEOUT)
+        else:
+            self.transport.close()

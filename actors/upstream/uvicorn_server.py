@@ -1,0 +1,69 @@
+"""Uvicorn inside an actor: on a listener shared by several processes, without signal handlers.
+
+Source: https://github.com/encode/uvicorn/blob/0.54.0/uvicorn/server.py
+"""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import uvicorn
+
+logger = logging.getLogger(__name__)
+
+FIRST_BYTES_S = 1.0
+"""Timeout for requests to start on connections accepted during the shutdown."""
+
+LOOKS = 50
+"""Number of checks during that time."""
+
+
+class Server(uvicorn.Server):
+    """Uvicorn's server in a process whose signals belong to Ray, on a shared listener."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signal handlers as they are: they are Ray's."""
+        yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept queued connections before closing the listener; the kernel would reset them.
+
+        Then wait for requests that are on their way. Uvicorn would close both kinds at once.
+        """
+        taken = [connection for listener in sockets or () for connection in _waiting(listener)]
+        for server in self.servers:
+            server.close()
+        loop = asyncio.get_running_loop()
+        for connection in taken:
+            try:
+                await loop.connect_accepted_socket(self._protocol, connection)
+            except OSError as error:
+                logger.info("a client disconnected before its connection was accepted: %s", error)
+                connection.close()
+        for _ in range(LOOKS):
+            if not any(_is_new(connection) for connection in self.server_state.connections):
+                break
+            await asyncio.sleep(FIRST_BYTES_S / LOOKS)
+        await super().shutdown(sockets)
+
+    def _protocol(self) -> asyncio.Protocol:
+        kind: Any = self.config.http_protocol_class
+        return kind(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+
+
+def _is_new(connection: Any) -> bool:
+    """Return whether a connection has not received a request yet: uvicorn would close it at once."""
+    return getattr(connection, "cycle", None) is None
+
+
+def _waiting(listener: socket.socket) -> Iterator[socket.socket]:
+    """Yield the connections in the listener's backlog."""
+    with suppress(BlockingIOError):
+        while True:
+            connection, _ = listener.accept()
+            connection.setblocking(False)
+            yield connection

@@ -1,0 +1,87 @@
+"""Finds models that vLLM's CPU kernels cannot run in a dtype, before an engine spends minutes on
+its start.
+
+vLLM 0.32 selects some CPU kernels by model and CPU, not by dtype, so that an engine fails while it
+loads weights or at its first step: `vllm/platforms/cpu.py` (MLA) and
+`vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py`.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+BFLOAT16 = "bfloat16"
+REFERENCE_MLA = "CPU_MLA"
+"""vLLM's MLA backend for all CPUs and dtypes; an explicit `attention_backend` selects it on CPUs
+with AMX."""
+
+GATED_DELTA_NET_MODELS = ("qwen3_next", "qwen3_5")
+"""Prefixes of the `model_type` of models whose layers call `cpu_gdn_attention_core`."""
+
+
+@dataclass(frozen=True)
+class CpuFeatures:
+    """Instruction sets that select kernels with a limited dtype."""
+
+    amx: bool
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Kinds of layers whose CPU kernel is limited to a dtype: latent attention and gated delta net."""
+
+    mla: bool = False
+    gated_delta_net: bool = False
+
+
+def cpu_features() -> CpuFeatures:
+    """Return the features of this machine as vLLM detects them (imports torch)."""
+    import torch
+
+    return CpuFeatures(amx=torch.cpu._is_amx_tile_supported())  # noqa: SLF001 (the function that vLLM asks)
+
+
+@dataclass(frozen=True)
+class KernelProblem:
+    """Why vLLM cannot run a model on this CPU, and the setting to change."""
+
+    reason: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}; {self.remedy}"
+
+
+def cpu_problem(layers: Layers, features: CpuFeatures, dtype: str, backend: str | None) -> KernelProblem | None:
+    """Return what prevents vLLM from running these layers, or None.
+
+    `dtype` is torch's name of the resolved dtype, not `auto`; `backend` is vLLM's name of an
+    explicit backend.
+    """
+    if dtype == BFLOAT16:
+        return None
+    if layers.gated_delta_net:
+        reason = f"vLLM's CPU kernel for gated delta net needs bfloat16, not {dtype}"
+        return KernelProblem(reason, f"set `engine.dtype: {BFLOAT16}`")
+    if layers.mla and features.amx and backend != REFERENCE_MLA:
+        remedy = f"set `engine.dtype: {BFLOAT16}`, or `engine.attention_backend: {REFERENCE_MLA}` for the slower kernel"
+        return KernelProblem(f"vLLM's MLA kernel for CPUs with AMX needs bfloat16, not {dtype}", remedy)
+    return None
+
+
+def layers_of(text_config: Any, mla: bool) -> Layers:
+    """Return the kinds of layers of a Hugging Face text configuration; `mla` is vLLM's own answer."""
+    model_type = str(getattr(text_config, "model_type", ""))
+    linear = "linear_attention" in (getattr(text_config, "layer_types", None) or ())
+    return Layers(mla=mla, gated_delta_net=linear and model_type.startswith(GATED_DELTA_NET_MODELS))
+
+
+def model_problem(model: "ModelConfig", backend: Any, features: CpuFeatures) -> KernelProblem | None:
+    """Return the problem of an engine without a GPU, or None; `backend` is vLLM's enum, its name,
+    or None."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    return cpu_problem(
+        layers_of(model.hf_text_config, model.use_mla), features, dtype, getattr(backend, "name", backend)
+    )

@@ -1,0 +1,128 @@
+"""Lets an engine without a GPU fork its engine core and workers from one process that has imported
+vLLM.
+
+vLLM spawns them inside a Ray actor and on its CPU platform (`_maybe_force_spawn` in
+vllm/utils/system_utils.py, `check_and_update_config` in vllm/platforms/cpu.py): each imports torch
+and vLLM again, 8 s of CPU time per process. A Ray actor or an engine core has threads and cannot be
+forked. Python's fork server has none. It starts where vLLM would spawn the engine core, with the
+same environment; the engine core's workers come from it as well.
+
+Engines with a GPU are unaffected, because CUDA does not survive a fork. So are engines that
+compile, and engines whose workers are bound to cores: vLLM passes both settings in variables that
+libraries read when they are loaded.
+"""
+
+import importlib
+import logging
+import multiprocessing
+import multiprocessing.forkserver
+import os
+from collections.abc import Callable, Mapping
+from multiprocessing.context import BaseContext, ForkServerContext, ForkServerProcess
+from typing import Any
+
+from configs.settings import RoleName, ServiceSettings
+
+logger = logging.getLogger(__name__)
+
+USERS = ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor")
+"""vLLM's modules that start processes, each with `get_mp_context` of vllm/utils/system_utils.py."""
+
+LOADED_ONCE = ("LD_PRELOAD", "OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "PYTHONPATH")
+"""Environment variables that are read when a process or a library is loaded."""
+
+_started_with: dict[str, str | None] = {}
+
+
+def may_fork(settings: ServiceSettings, role: RoleName, arguments: Mapping[str, Any]) -> bool:
+    """Return whether the processes of this engine can be forked; `arguments` are those of
+    AsyncEngineArgs."""
+    own = settings.role(role)
+    eager = bool(arguments.get("enforce_eager"))
+    return own.executor == "mp" and not own.num_gpus and eager and settings.cpu.threads_bind == "nobind"
+
+
+def use_fork_server() -> None:
+    """Make vLLM start processes from the fork server. If vLLM has changed, it spawns them."""
+    try:
+        modules = [importlib.import_module(name) for name in USERS]
+        originals = {module.get_mp_context for module in modules}
+    except (ImportError, AttributeError) as error:
+        logger.warning("spawning engine processes, which is slower: vLLM has changed: %r", error)
+        return
+    if len(originals) != 1:
+        logger.warning("spawning engine processes, which is slower: vLLM uses several contexts to start them")
+        return
+    (original,) = originals
+    if getattr(original, "__module__", None) == __name__:
+        return  # replaced by an earlier engine of this process
+
+    def context() -> BaseContext:
+        return _context(original)
+
+    for module in modules:
+        setattr(module, "get_mp_context", context)  # noqa: B010
+
+
+def stay_with_this_server() -> None:
+    """Make forked processes use this fork server for their own processes; called in the fork
+    server.
+
+    Python would start another one (`ForkServer.ensure_running` in
+    Lib/multiprocessing/forkserver.py), although they have this one's address. A Python without that
+    method only costs time.
+    """
+    server: Any = multiprocessing.forkserver._forkserver  # noqa: SLF001 (set by Python, read by nobody else)
+    if hasattr(server, "ensure_running") and hasattr(server, "_forkserver_address"):
+        server.ensure_running = lambda: None
+
+
+def _context(original: Callable[[], BaseContext]) -> BaseContext:
+    """Return the fork server's context; vLLM's own when the environment has changed since the
+    server started."""
+    spawning = original()  # also sets variables with Ray's address
+    now = {name: os.environ.get(name) for name in LOADED_ONCE}
+    if not _started_with:
+        _started_with.update(now)
+        multiprocessing.set_forkserver_preload(["actors.upstream.vllm_fork_server_preload"])
+    if now != _started_with:
+        return spawning
+    return InheritingContext()
+
+
+class _Variables:
+    """The environment, applied when it is unpickled."""
+
+    def __init__(self, values: Mapping[str, str]) -> None:
+        self._values = dict(values)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _set_environment, (self._values,)
+
+
+def _set_environment(values: Mapping[str, str]) -> None:
+    for name in os.environ.keys() - values.keys():
+        del os.environ[name]
+    os.environ.update(values)
+
+
+class InheritingProcess(ForkServerProcess):
+    """Has the environment of the process that starts it, like a spawned process; a forked one has
+    the server's."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Unpickled in this order: the environment is set before the arguments, which may import
+        # modules.
+        return _process, (_Variables(os.environ), type(self), self.__dict__)
+
+
+def _process(_: None, kind: type[InheritingProcess], state: dict[str, Any]) -> InheritingProcess:
+    process = kind.__new__(kind)
+    process.__dict__.update(state)
+    return process
+
+
+class InheritingContext(ForkServerContext):
+    """Python's `forkserver` start method with processes of the class above."""
+
+    Process = InheritingProcess

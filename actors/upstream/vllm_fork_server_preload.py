@@ -1,0 +1,18 @@
+"""Imports of the fork server of an engine without a GPU (`vllm_fork_server.py`).
+
+Imports only: a thread or a CUDA context started here would not survive the fork.
+"""
+
+from vllm.utils.system_utils import set_process_title
+from vllm.v1.engine import core, core_client  # noqa: F401
+from vllm.v1.executor import multiproc_executor  # noqa: F401
+
+from actors.upstream import vllm_cpu_worker, vllm_forced_tokens  # noqa: F401
+from actors.upstream.vllm_fork_server import stay_with_this_server, use_fork_server
+from connectors.vllm_hma import connector  # noqa: F401
+
+use_fork_server()
+stay_with_this_server()
+# Done here because setproctitle must find the title's memory before the environment changes, as it
+# does after a fork.
+set_process_title("ForkServer")

@@ -1,0 +1,214 @@
+"""vLLM's AsyncLLM, which records its streams and can repeat a recorded one.
+
+A resumed call runs through vLLM's serving layer from its first token: detokenizer, stop strings,
+parsers, logprobs and usage rebuild their state from the same outputs, in the same groups, as in the
+interrupted call. Source:
+https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/engine/async_llm.py
+"""
+
+from collections import deque
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.output_processor import RequestOutputCollector
+from vllm.v1.metrics.loggers import StatLoggerBase, StatLoggerFactory
+from vllm.v1.metrics.stats import SchedulerStats
+
+from actors.replay_log import SERVED_CALL, ServedCall
+from actors.telemetry.timestamps import KvArrivals
+from actors.upstream.vllm_cached_token_counts import CachedTokenCounts
+from actors.upstream.vllm_forced_tokens import FORCED_TOKENS
+from actors.upstream.vllm_sendable import check_sendable
+
+
+def why_not_replayable(config: VllmConfig) -> str | None:
+    """Return why an engine of this configuration cannot repeat given tokens, or None when it can."""
+    if config.speculative_config is not None:
+        return "vLLM allows no custom logits processor with speculative decoding"
+    if config.model_config.return_sampling_mask:
+        return "vLLM allows no custom logits processor with return_sampling_mask"
+    return None
+
+
+def make_replayable(config: VllmConfig) -> None:
+    """Add the logits processor that repeats tokens to the engine's own."""
+    name = "ForcedTokensV2" if config.use_v2_model_runner else "ForcedTokens"
+    own = [*(config.model_config.logits_processors or ()), f"actors.upstream.vllm_forced_tokens:{name}"]
+    config.model_config.logits_processors = own
+
+
+class ReplayCollector:
+    """Passes outputs to a request's collector: one group of the replay log at a time, then all that
+    arrive.
+
+    The collector merges outputs that its reader has not taken yet, which depends on timing. So each
+    group waits until the reader has `released` the one before.
+    """
+
+    def __init__(self, collector: RequestOutputCollector, served: ServedCall) -> None:
+        self._collector = collector
+        self._served = served
+        self._groups = deque(served.replay)
+        self._waiting: deque[RequestOutput] = deque()
+        self._held = False
+
+    def put(self, output: Any) -> None:
+        """Receive the output of one step or an error; called by vLLM."""
+        if not isinstance(output, RequestOutput):
+            self._collector.put(output)
+            return
+        self._waiting.append(output)
+        self._advance()
+
+    def release(self) -> None:
+        """Pass on the next group; called by the reader when it has processed an output."""
+        self._held = False
+        self._advance()
+
+    def _advance(self) -> None:
+        while self._waiting and not self._held:
+            if not self._groups:
+                self._collector.put(self._waiting.popleft())
+                continue
+            group = self._groups[0]
+            tokens: list[int] = []
+            taken = 0
+            while taken < len(self._waiting) and len(tokens) < len(group):
+                tokens += self._waiting[taken].outputs[0].token_ids
+                taken += 1
+            ended = self._waiting[taken - 1].finished
+            if len(tokens) < len(group) and not ended:
+                return
+            if tuple(tokens) != group or (ended and len(self._groups) > 1):
+                self._waiting.clear()
+                self._collector.put(
+                    self._served.fail("the engine that took over did not repeat the tokens that had been sent")
+                )
+                return
+            merged = self._waiting.popleft()
+            for _ in range(taken - 1):
+                merged.add(self._waiting.popleft(), aggregate=True)
+            self._groups.popleft()
+            self._held = True
+            self._collector.put(merged)
+
+
+class KvArrivalsLogger(StatLoggerBase):
+    """Receives the statistics of each step, before the outputs of the same requests."""
+
+    def __init__(self, arrivals: KvArrivals) -> None:
+        self._arrivals = arrivals
+
+    def record(self, scheduler_stats: SchedulerStats | None, *_: Any, **__: Any) -> None:
+        if scheduler_stats is not None:
+            self._arrivals.observe(scheduler_stats.kv_connector_stats)
+
+    def log_engine_initialized(self) -> None:
+        """Do nothing; vLLM's hook."""
+
+
+def _always(logger: StatLoggerBase) -> StatLoggerFactory:
+    """Return a factory of `logger`, the form in which vLLM takes loggers."""
+    return lambda *_: logger
+
+
+class ReplayingLLM(AsyncLLM):
+    """Generates as AsyncLLM does; records the streamed answer of a `ServedCall`, or repeats a
+    recorded one.
+
+    The timestamps of the call receive its first token.
+    """
+
+    arrivals: KvArrivals
+
+    @classmethod
+    def start(
+        cls, config: VllmConfig, engine_args: AsyncEngineArgs, load: StatLoggerBase | None = None
+    ) -> "ReplayingLLM":
+        """Start the engine. Unless `disable_log_stats` is set, it records when KV arrives.
+
+        `load` receives the statistics of each step.
+        """
+        arrivals = KvArrivals()
+        loggers = [] if load is None else [load]
+        # With a logger, vLLM would keep statistics that are not used.
+        if not engine_args.disable_log_stats:
+            loggers.append(KvArrivalsLogger(arrivals))
+        llm = cls.from_vllm_config(
+            config,
+            enable_log_requests=engine_args.enable_log_requests,
+            disable_log_stats=engine_args.disable_log_stats,
+            stat_loggers=[_always(logger) for logger in loggers] or None,
+        )
+        llm.arrivals = arrivals
+        return llm
+
+    def _run_output_handler(self) -> None:
+        if self.output_handler is None:
+            cache = self.vllm_config.cache_config
+            CachedTokenCounts.take_over(
+                self.output_processor, cache.block_size if cache.enable_prefix_caching else None
+            )
+        super()._run_output_handler()
+
+    async def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        check_sendable(prompt, sampling_params, options)
+        served = SERVED_CALL.get()
+        timestamps = None if served is None else served.timestamps
+        one = sampling_params.output_kind is RequestOutputKind.DELTA and sampling_params.n == 1
+        if served is not None and not (one and served.begin()):
+            if served.replay:
+                raise served.fail("only a single streamed answer can be resumed")
+            served = None
+        params = self._forced(sampling_params, served)
+        try:
+            async with aclosing(super().generate(prompt, params, request_id, **options)) as outputs:
+                async for output in outputs:
+                    if timestamps is not None:
+                        timestamps.first_token(output.metrics, self.arrivals.take(timestamps.request_id))
+                    if served is not None:
+                        served.record(output.outputs[0].token_ids)
+                    yield output
+                    if served is not None:
+                        served.taken()
+        finally:
+            if timestamps is not None:
+                self.arrivals.take(timestamps.request_id)
+
+    def _forced(self, params: SamplingParams, served: ServedCall | None) -> SamplingParams:
+        """Return `params` with the tokens that the call must repeat; a client's own such field is
+        ignored."""
+        replayed = [token for group in served.replay for token in group] if served else []
+        if (
+            served
+            and replayed
+            and params.logprobs is not None
+            and self.model_config.logprobs_mode.startswith("processed")
+        ):
+            raise served.fail(
+                "the engine's logprobs_mode computes logprobs after sampling parameters, which a repeated token changes"
+            )
+        extra = {key: value for key, value in (params.extra_args or {}).items() if key != FORCED_TOKENS}
+        if not replayed and extra == (params.extra_args or {}):
+            return params
+        params = params.clone()
+        params.extra_args = extra | ({FORCED_TOKENS: replayed} if replayed else {})
+        return params
+
+    async def _add_request(self, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any) -> None:
+        served = SERVED_CALL.get()
+        if served is not None and served.timestamps.request_id is None:
+            served.timestamps.sent_to_engine(request.request_id)
+            self.arrivals.expect(request.request_id)
+        if served is not None and served.replay:
+            queue = ReplayCollector(queue, served)
+            served.taken = queue.release
+        await super()._add_request(request, prompt, parent_req, index, queue)

@@ -1,0 +1,41 @@
+"""Refuses request values that vLLM's application accepts but cannot send to its engine core.
+
+JSON has integers of any size and lone surrogates; msgpack, which vLLM's processes use, has neither.
+vLLM detects that when the request is half registered and answers 500. Source:
+https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/serial_utils.py
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from msgspec import structs
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
+
+# vLLM encodes values other than numbers and strings in its own ways.
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=lambda _: None)
+
+
+def check_sendable(prompt: Any, params: SamplingParams, options: Mapping[str, Any]) -> None:
+    """Raise vLLM's validation error for a number or string that cannot be sent.
+
+    The prompt itself is token ids by now, which vLLM has checked.
+    """
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    try:
+        _ENCODER.encode((salt, params, options))
+    except (OverflowError, UnicodeEncodeError):
+        raise _error({"cache_salt": salt, **structs.asdict(params), **options}) from None
+
+
+def _error(values: Mapping[str, Any]) -> VLLMValidationError:
+    """Return the error that names the first value that cannot be sent."""
+    for name, value in values.items():
+        try:
+            _ENCODER.encode(value)
+        except OverflowError:
+            return VLLMValidationError(f"`{name}` must fit in a 64-bit integer.", parameter=name)
+        except UnicodeEncodeError:
+            return VLLMValidationError(f"`{name}` must not contain lone surrogates.", parameter=name)
+    return VLLMValidationError("A number or string in the request cannot be encoded.")

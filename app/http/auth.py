@@ -1,0 +1,115 @@
+"""API keys and the request limit of each key, checked before any other part looks at a request.
+
+As in vLLM, `/health` and `/metrics` need no key: probes and scrapers have none. Neither does the
+status page, whose HTML has no data: it requests data with the key that its reader enters.
+"""
+
+import hashlib
+import hmac
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from http import HTTPStatus
+
+from pydantic import SecretStr
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from actors.errors import OverloadedError
+from actors.router.router import Router
+from app.http.errors import error_body, error_response
+
+OPEN_PATHS = frozenset({"/", "/health", "/metrics"})
+
+REFUSED = ("refused", "")
+"""`route` and `reason` of a refused request in the metrics."""
+
+
+def digest(key: str) -> bytes:
+    """Return the digest that is stored and compared instead of a key. Digests have one length,
+    which hides the key's."""
+    return hashlib.sha256(key.encode()).digest()
+
+
+def digests(keys: Iterable[SecretStr]) -> tuple[bytes, ...]:
+    """Return the distinct digests of `keys`."""
+    return tuple(sorted({digest(key.get_secret_value()) for key in keys}))
+
+
+class PerKeyLimiter:
+    """Limits the number of requests that each key has in this router. A key without requests takes no memory."""
+
+    def __init__(self) -> None:
+        self._taken: Counter[Hashable] = Counter()
+
+    def snapshot(self) -> dict[Hashable, int]:
+        """Return a copy of the number of requests of each key."""
+        return dict(self._taken)
+
+    @contextmanager
+    def taken(self, key: Hashable, most: int) -> Iterator[None]:
+        """Hold one of `most` slots of `key`; raises OverloadedError when all are taken."""
+        if self._taken[key] >= most:
+            raise OverloadedError(
+                f"{self._taken[key]}requests of this API key are being served, which is its limit; retry later"
+            )
+        self._taken[key] += 1
+        try:
+            yield
+        finally:
+            self._taken[key] -= 1
+            if not self._taken[key]:
+                del self._taken[key]
+
+
+class Authenticated:
+    """ASGI middleware that checks API keys; without keys, it admits all requests."""
+
+    def __init__(self, app: ASGIApp, router: Router, digests: Sequence[bytes]) -> None:
+        self._app = app
+        self._router = router
+        self._digests = digests
+        self._limiter = PerKeyLimiter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        if scope["type"] != "http" or not self._digests or path in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        key = self._known_key(Headers(scope=scope).get("authorization", ""))
+        if key is None:
+            await self._refuse(unauthorized())(scope, receive, send)
+            return
+        limits = self._router.limits
+        try:
+            with self._limiter.taken(key, limits.max_ongoing_requests_per_key):
+                await self._app(scope, receive, send)
+        except OverloadedError as error:
+            await self._refuse(error_response(error, limits.retry_after_s))(scope, receive, send)
+
+    def requests_by_key(self) -> dict[Hashable, int]:
+        """Return the number of requests of each key's digest."""
+        return self._limiter.snapshot()
+
+    def _known_key(self, authorization: str) -> bytes | None:
+        """Return the digest of the key in the header, or None. Compares all keys, to take the same
+        time for each."""
+        scheme, _, given = authorization.partition(" ")
+        offered = digest(given)
+        found = [known for known in self._digests if hmac.compare_digest(known, offered)]
+        return found[0] if found and scheme.lower() == "bearer" else None
+
+    def _refuse(self, response: JSONResponse) -> JSONResponse:
+        self._router.metrics.requests.labels(*REFUSED, response.status_code).inc()
+        return response
+
+
+def unauthorized() -> JSONResponse:
+    """Return a 401 response that does not tell which part was wrong."""
+    message = "a valid API key is required: send `Authorization: Bearer KEY`"
+    return JSONResponse(
+        error_body(HTTPStatus.UNAUTHORIZED, message),
+        status_code=HTTPStatus.UNAUTHORIZED,
+        headers={"WWW-Authenticate": "Bearer"},
+    )

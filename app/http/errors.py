@@ -1,0 +1,90 @@
+"""Errors in OpenAI's form, and the HTTP status of each."""
+
+import json
+from http import HTTPStatus
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from actors.errors import CannotResumeError, DeadlineError, OverloadedError, RefusedError, UnavailableError
+from actors.request import Endpoint
+
+ERROR_TYPES = {
+    HTTPStatus.BAD_REQUEST: "BadRequestError",
+    HTTPStatus.UNAUTHORIZED: "AuthenticationError",
+    HTTPStatus.NOT_FOUND: "NotFoundError",
+    HTTPStatus.METHOD_NOT_ALLOWED: "MethodNotAllowedError",
+    HTTPStatus.REQUEST_TIMEOUT: "RequestTimeoutError",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "RequestTooLargeError",
+    HTTPStatus.TOO_MANY_REQUESTS: "RateLimitError",
+    HTTPStatus.INTERNAL_SERVER_ERROR: "InternalServerError",
+    HTTPStatus.SERVICE_UNAVAILABLE: "ServiceUnavailableError",
+    HTTPStatus.GATEWAY_TIMEOUT: "TimeoutError",
+}
+"""The `type` of an error by status; the names are vLLM's where it has one."""
+
+
+class BadRequestError(Exception):
+    """The request is refused before an engine receives it. `param` names the field."""
+
+    kind: str | None = None
+    """The error's `type` if it does not follow from the status."""
+
+    def __init__(self, message: str, param: str | None = None, status: int = HTTPStatus.BAD_REQUEST) -> None:
+        super().__init__(message)
+        self.param = param
+        self.status = HTTPStatus(status)
+
+
+class MalformedError(BadRequestError):
+    """A malformed request. vLLM's framework reports these with a type of its own, and so does this
+    service."""
+
+    kind = HTTPStatus.BAD_REQUEST.phrase
+
+
+def error_body(status: HTTPStatus, message: str, param: str | None = None, kind: str | None = None) -> dict[str, Any]:
+    """Return `{"error": ...}` in OpenAI's form."""
+    kind = kind or ERROR_TYPES.get(status, status.phrase)
+    return {"error": {"message": message, "type": kind, "param": param, "code": int(status)}}
+
+
+def status_of(error: Exception) -> HTTPStatus:
+    """Return the HTTP status of `error`."""
+    match error:
+        case BadRequestError():
+            return error.status
+        case OverloadedError() | RefusedError():
+            return HTTPStatus.TOO_MANY_REQUESTS
+        case UnavailableError() | CannotResumeError():
+            return HTTPStatus.SERVICE_UNAVAILABLE
+        case DeadlineError():
+            return HTTPStatus.GATEWAY_TIMEOUT
+        case _:
+            return HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+def message_of(error: Exception) -> str:
+    """Return the message for the client, without details that belong in the log only."""
+    if status_of(error) is HTTPStatus.INTERNAL_SERVER_ERROR:
+        return "internal error; the router's log has the details"
+    return str(error)
+
+
+def error_response(error: Exception, retry_after_s: int) -> JSONResponse:
+    """Return the response for `error`, with Retry-After if the client may retry."""
+    status = status_of(error)
+    headers = {}
+    if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
+        headers["Retry-After"] = str(retry_after_s)
+    param, kind = (error.param, error.kind) if isinstance(error, BadRequestError) else (None, None)
+    return JSONResponse(error_body(status, message_of(error), param, kind), status_code=status, headers=headers)
+
+
+def error_event(error: Exception, endpoint: Endpoint = "/v1/completions") -> bytes:
+    """Return a server-sent event for an error after the first byte, and the end of the stream."""
+    body = error_body(status_of(error), message_of(error))
+    if endpoint == "/v1/responses":
+        said = {"type": "error", "code": body["error"]["type"], "message": body["error"]["message"], "param": None}
+        return f"event: error\ndata: {json.dumps(said)}\n\n".encode()
+    return f"data: {json.dumps(body)}\n\ndata: [DONE]\n\n".encode()

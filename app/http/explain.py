@@ -1,0 +1,105 @@
+"""Reports on one request: to the client in response headers, then to metrics, status page and
+traces.
+
+The client asks with `x-tandem-explain: 1`. It receives `x-tandem-decision`, the routing decision
+and its inputs, and `Server-Timing`, the latency breakdown in W3C form, which browsers' developer
+tools display.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from actors.router.answer import Answer
+from actors.router.client_request import ClientRequest
+from actors.router.router import Router
+from actors.telemetry.latency_breakdown import LatencyBreakdown
+from actors.telemetry.recent_requests import MAX_ID_CHARACTERS, RequestRecord, now_unix
+from app.http.traces import RequestTrace, Traces
+
+EXPLAIN_HEADER = b"x-tandem-explain"
+DECISION_HEADER = b"x-tandem-decision"
+TIMING_HEADER = b"server-timing"
+
+ACCOUNT_S = 0.5
+"""Maximum wait for prefill's timings before the first bytes are sent to a client that asked for
+them.
+
+They normally arrive earlier; on a busy machine they may be milliseconds late.
+"""
+
+RawHeaders = Iterable[tuple[bytes, bytes]]
+
+
+def wants_explanation(headers: RawHeaders) -> bool:
+    """Return whether the request's headers ask for a report; ASGI's header names are lower case."""
+    return any(name == EXPLAIN_HEADER and value.strip().lower() in {b"1", b"true"} for name, value in headers)
+
+
+def server_timing(breakdown: LatencyBreakdown) -> tuple[bytes, bytes]:
+    """Return the Server-Timing header: each part of the breakdown and their sum, in milliseconds."""
+    entries = [*breakdown.parts.items(), ("total", breakdown.total_s)]
+    return TIMING_HEADER, ", ".join(f"{name};dur={seconds * 1000:.3f}" for name, seconds in entries).encode()
+
+
+@dataclass
+class Observer:
+    """Reports on one request. `request` is the one to serve."""
+
+    router: Router
+    request: ClientRequest
+    trace: RequestTrace | None
+    kept: bool = False
+
+    @classmethod
+    @contextmanager
+    def of(cls, router: Router, request: ClientRequest, traces: Traces | None) -> "Iterator[Observer]":
+        """Observe while the context lasts; its end is the end of the request."""
+        trace = traces.begin(request) if traces is not None else None
+        error: BaseException | None = None
+        try:
+            yield cls(router, trace.request if trace is not None else request, trace)
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            if trace is not None:
+                trace.end(error)
+
+    async def response_headers(self, answer: Answer) -> RawHeaders:
+        """Return the response headers that the client asked for; the answer's first bytes have
+        arrived."""
+        if answer.explanation is None or answer.start.status >= HTTPStatus.BAD_REQUEST:
+            return ()
+        await answer.account(ACCOUNT_S)
+        return (DECISION_HEADER, answer.explanation.encode()), server_timing(answer.breakdown)
+
+    def keep(self, answer: Answer, over: bool = False) -> None:
+        """Keep the breakdown of an answer, once: when it is complete or the answer is `over`.
+
+        Call this after the first bytes are sent, so that the client does not wait for it.
+        """
+        if self.kept or not (over or answer.accounted):
+            return
+        self.kept = True
+        status = answer.start.status
+        if status >= HTTPStatus.BAD_REQUEST:
+            if self.trace is not None:
+                self.trace.refused(status)
+            return
+        record = RequestRecord(
+            request_id=self.request.request_id[:MAX_ID_CHARACTERS],
+            began_at=now_unix(self.request.arrived_at),
+            endpoint=self.request.endpoint,
+            route=answer.route,
+            reason=answer.local_reason,
+            status=status,
+            streams=answer.start.streams,
+            pair=answer.pair,
+            breakdown=answer.breakdown,
+        )
+        self.router.metrics.observe_breakdown(answer.route, answer.breakdown)
+        self.router.recent.add(record)
+        if self.trace is not None:
+            self.trace.answered(record)

@@ -1,0 +1,195 @@
+"""The generating routes as an ASGI endpoint: relays bytes as they arrive and watches for the
+client's disconnect."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing, suppress
+from contextvars import Context
+from dataclasses import replace
+from http import HTTPStatus
+from typing import Any
+
+from ray.exceptions import TaskCancelledError
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive, Scope, Send
+
+from actors.request import Endpoint
+from actors.router.answer import Answer
+from actors.router.client_request import ClientRequest
+from actors.router.leg import deadline
+from actors.router.router import Router
+from actors.telemetry.router_metrics import RouterMetrics
+from app.http.errors import BadRequestError, error_event, error_response, status_of
+from app.http.explain import Observer, wants_explanation
+from app.http.parsing import read_request
+from app.http.traces import Traces
+from connectors.errors import TandemError
+
+logger = logging.getLogger(__name__)
+
+LAST_WORD_S = 5.0
+"""Timeout for a slow client to receive the end of its stream."""
+
+RELAYED_HEADERS = frozenset({b"content-type", b"content-length", b"x-request-id"})
+"""Response headers of the decode engine that are passed on."""
+
+ROUTE_HEADER = b"x-tandem-route"
+LOCAL_REASON_HEADER = b"x-tandem-local-reason"
+
+REFUSED = "refused"
+"""The `route` of a refused request in the metrics."""
+
+LEFT = "left"
+"""The `route` of a request whose client disconnected before its answer started."""
+
+CLIENT_CLOSED_REQUEST = 499
+"""The `status` of such a request in the metrics; not standardized, but logged by common proxies."""
+
+
+class Tally:
+    """Counts one request in the metrics exactly once."""
+
+    def __init__(self, metrics: RouterMetrics) -> None:
+        self._metrics = metrics
+        self._counted = False
+
+    def count(self, route: str, reason: str | None, status: int) -> None:
+        """Count the request, unless it has been counted."""
+        if not self._counted:
+            self._counted = True
+            self._metrics.requests.labels(route, reason or "", status).inc()
+
+
+class Generate:
+    """Serves one endpoint."""
+
+    def __init__(self, router: Router, endpoint: Endpoint, traces: Traces | None = None) -> None:
+        self._router = router
+        self._endpoint = endpoint
+        self._traces = traces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        limits = self._router.limits
+        tally = Tally(self._router.metrics)
+        try:
+            with self._router.admitted():
+                request = await self._read(Request(scope, receive))
+                with Observer.of(self._router, request, self._traces) as observer:
+                    await _until_disconnect(receive, self._relay(observer, tally, send))
+        except (ClientDisconnect, TaskCancelledError):
+            return
+        except Exception as error:
+            status = status_of(error)
+            if status is HTTPStatus.INTERNAL_SERVER_ERROR:
+                logger.exception("a request failed")
+            tally.count(REFUSED, None, int(status))
+            await error_response(error, limits.retry_after_s)(scope, receive, send)
+        finally:
+            tally.count(LEFT, None, CLIENT_CLOSED_REQUEST)
+
+    async def _read(self, request: Request) -> ClientRequest:
+        """Read the request within `body_timeout_s`: an endless body must not hold a slot forever."""
+        limits = self._router.limits
+        try:
+            async with asyncio.timeout(limits.body_timeout_s):
+                found = await read_request(request, self._endpoint, limits.max_body_bytes, limits.max_prompts)
+        except TimeoutError:
+            message = f"the body did not arrive within {limits.body_timeout_s:g} s"
+            raise BadRequestError(message, status=HTTPStatus.REQUEST_TIMEOUT) from None
+        session = request.headers.get(limits.routing.session_header)
+        return replace(found, session=session, explain=wants_explanation(request.scope["headers"]))
+
+    async def _relay(self, observer: Observer, tally: Tally, send: Send) -> None:
+        complete = False
+        try:
+            async with self._router.answer(observer.request) as answer:
+                await self._send(answer, observer, tally, send)
+                complete = True
+        except asyncio.CancelledError:
+            # Serve's proxy also cancels after the last byte, when it has the answer.
+            if not complete:
+                self._router.metrics.disconnects.inc()
+            raise
+
+    async def _send(self, answer: Answer, observer: Observer, tally: Tally, send: Send) -> None:
+        """Send `answer` to the client.
+
+        Nothing is sent before its first byte has arrived, so that an earlier error can have its own
+        status.
+        """
+        async with aclosing(answer.body()) as body:
+            head = await anext(body)
+            if answer.start.streams:
+                self._router.metrics.first_byte.labels(answer.route).observe(answer.first_byte_s)
+            try:
+                await self._begin(answer, head, observer, tally, send)
+                if answer.start.streams:
+                    await self._send_rest(body, answer, observer, send)
+            finally:
+                observer.keep(answer, over=True)
+
+    async def _begin(self, answer: Answer, head: bytes, observer: Observer, tally: Tally, send: Send) -> None:
+        status = answer.start.status
+        route, reason = (REFUSED, None) if status >= HTTPStatus.BAD_REQUEST else (answer.route, answer.local_reason)
+        tally.count(route, reason, status)
+        headers = [*_response_headers(answer), *await observer.response_headers(answer)]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": head, "more_body": answer.start.streams})
+        observer.keep(answer)
+
+    async def _send_rest(
+        self, events: AsyncGenerator[bytes, None], answer: Answer, observer: Observer, send: Send
+    ) -> None:
+        """Send the rest of a stream within the request's time, also to a client that reads slowly."""
+        last = b""
+        try:
+            async with deadline(answer.left_s, "sending the answer"):
+                async for some in events:
+                    await send({"type": "http.response.body", "body": some, "more_body": True})
+                    observer.keep(answer)
+        except Exception as error:
+            # The response has started, so the error can only be sent in its body.
+            self._router.metrics.broken_streams.inc()
+            logger.warning("a stream was interrupted: %s", error, exc_info=not isinstance(error, TandemError))
+            last = error_event(error, self._endpoint)
+        # If the client does not read even that, the server closes the connection.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORD_S):
+                await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+def _response_headers(answer: Answer) -> list[tuple[bytes, bytes]]:
+    headers = [(name, value) for name, value in answer.start.headers if name in RELAYED_HEADERS]
+    if answer.start.status >= HTTPStatus.BAD_REQUEST:
+        return headers  # nothing was computed
+    headers.append((ROUTE_HEADER, answer.route.encode()))
+    if answer.local_reason is not None:
+        headers.append((LOCAL_REASON_HEADER, answer.local_reason.encode()))
+    return headers
+
+
+async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work`, and cancel it when the client disconnects; it has ended when this returns.
+
+    `work` runs in an empty context, so that Ray does not take its calls for children of the
+    request. Ray would cancel children with the request, wherever they are, and a replica's slot
+    reserved by such a call would leak. Here only their owner cancels them.
+    """
+    working = asyncio.create_task(work, context=Context())
+    leaving = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        await working
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.wait({working, leaving})
+
+
+async def _disconnected(receive: Receive) -> None:
+    with suppress(TaskCancelledError):  # Serve's proxy has cancelled its side
+        while (await receive())["type"] != "http.disconnect":
+            pass

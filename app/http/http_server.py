@@ -1,0 +1,171 @@
+"""The router's own HTTP server, so that requests do not pass through Ray Serve's proxy.
+
+All routers of a service on one node share the port: the kernel gives each new connection to one of
+them. So a router can be replaced while its successor already accepts connections, and no other
+program can take the port by mistake.
+"""
+
+import asyncio
+import errno
+import hashlib
+import logging
+import socket
+import time
+import urllib.request
+from http import HTTPStatus
+from http.client import HTTPException
+from urllib.error import HTTPError
+
+import ray
+import uvicorn
+from ray import serve
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from actors.rpc.address import enable_keepalive
+from actors.upstream.uvicorn_protocol import BoundedHttpProtocol
+from actors.upstream.uvicorn_server import Server
+from connectors.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+SERVICE_PATH = "/tandem/service"
+"""Path that returns the id of the service, for routers that want to share the port."""
+
+KEEP_ALIVE_S = 90
+"""Timeout of idle connections; clients and load balancers should use a shorter one."""
+
+BACKLOG = 2048
+"""Number of connections in the listener's backlog."""
+
+UNREAD_S = 30.0
+"""Timeout for a client that acknowledges nothing; its request is then cancelled."""
+
+
+SETTLES_S = 1.0
+"""Time for which starting and stopping routers may block each other at the port."""
+
+ASK_S = 5.0
+"""Timeout for the present owner of the port to return its service id."""
+
+
+class PortTakenError(ConfigurationError):
+    """Another program or service listens on the port."""
+
+
+class HttpServer:
+    """`open` it once, `close` it at the end."""
+
+    def __init__(self, app: ASGIApp, host: str, port: int, leave_s: float = 1.0, service: str | None = None) -> None:
+        """`service` is the id of the service; by default this process's Serve application."""
+        self._app = app
+        self._where = (host, port)
+        self._leave_s = leave_s
+        self._service = service or this_service()
+        self._leaving = False
+        self._server: Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Listen. Raises PortTakenError, or another ConfigurationError when the address is not this
+        node's."""
+        give_up_at = time.monotonic() + SETTLES_S
+        while True:
+            try:
+                await asyncio.to_thread(self._check_port)
+                listener = _bind(*self._where, shared=True)
+                break
+            except (PortTakenError, OSError):
+                if time.monotonic() > give_up_at:
+                    raise
+            await asyncio.sleep(SETTLES_S / 10)
+        enable_keepalive(listener, UNREAD_S)
+        config = uvicorn.Config(
+            self._told,
+            http=BoundedHttpProtocol,
+            interface="asgi3",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+        )
+        self._server = Server(config)
+        self._serving = asyncio.create_task(self._server.serve([listener]), name="http-server")
+        logger.info("the router listens on %s:%d", *self._where)
+
+    async def close(self) -> None:
+        """Stop accepting connections; returns when the last answer has been sent.
+
+        For `leave_s` clients are told to use a new connection, which may reach another router. Then
+        the listener closes, and so do connections without a request.
+        """
+        if self._server is not None and self._serving is not None:
+            self._leaving = True
+            await asyncio.sleep(self._leave_s)
+            self._server.should_exit = True
+            await self._serving
+
+    async def _told(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] != SERVICE_PATH:
+            await self._app(scope, receive, self._last(send))
+            return
+        # Load balancers use this as well: a stopping router must receive no new connections.
+        status = HTTPStatus.SERVICE_UNAVAILABLE if self._leaving else HTTPStatus.OK
+        headers = [(b"content-type", b"text/plain"), (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": self._service.encode()})
+
+    def _last(self, send: Send) -> Send:
+        """Return `send` with `connection: close` added while the server is stopping."""
+
+        async def tell(message: Message) -> None:
+            if self._leaving and message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            await send(message)
+
+        return tell
+
+    def _check_port(self) -> None:
+        host, port = self._where
+        try:
+            _bind(host, port, shared=False).close()
+            return
+        except OSError as error:
+            where = f"router.http_host, http_port: {host}:{port}"
+            if error.errno != errno.EADDRINUSE:
+                raise ConfigurationError(f"{where} cannot be used: {error}") from error
+        try:
+            address = f"[{host}]" if ":" in host else host.replace("0.0.0.0", "127.0.0.1")
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            try:
+                reply = opener.open(f"http://{address}:{port}{SERVICE_PATH}", timeout=ASK_S)
+            except HTTPError as error:
+                reply = error  # a router that is stopping
+            with reply:
+                found = reply.read(1000).decode(errors="replace")
+        except (OSError, HTTPException) as error:
+            raise PortTakenError(f"{where} is in use by another program, which answers: {error!r}") from error
+        if found != self._service:
+            raise PortTakenError(f"{where} is in use by another program or service")
+
+
+def this_service() -> str:
+    """Return an id of this Serve application on this Ray cluster."""
+    context = ray.get_runtime_context()
+    application = serve.get_replica_context().app_name
+    return hashlib.sha256(f"{context.gcs_address} {application}".encode()).hexdigest()
+
+
+def _bind(host: str, port: int, shared: bool) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    listener.setblocking(False)
+    return listener

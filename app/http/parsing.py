@@ -1,0 +1,139 @@
+"""Makes a `ClientRequest` of an HTTP request, with the few checks that come before an engine's own."""
+
+import json
+import re
+import time
+import uuid
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from starlette.requests import Request
+
+from actors.request import TRANSFER_FIELD, Endpoint, Headers
+from actors.router.client_request import ClientRequest
+from app.http.errors import BadRequestError, MalformedError
+
+MAX_DEPTH = 64
+"""Maximum nesting of lists and objects in a body; JSON schemas of tools nest about a dozen deep."""
+
+DRAWN_ID = re.compile(rb"[0-9a-f]{8}(-?[0-9a-f]{4}){3}-?[0-9a-f]{12}")
+
+FORWARDED_HEADERS = frozenset(
+    {
+        b"accept",
+        b"content-type",
+        b"traceparent",
+        b"tracestate",
+        b"x-request-id",
+        b"x-session-id",
+        b"x-vllm-priority",
+    }
+)
+"""Request headers that are passed on to the engines."""
+
+
+async def read_request(
+    request: Request, endpoint: Endpoint, max_body_bytes: int, max_prompts: int = 2**31
+) -> ClientRequest:
+    """Read and check a request. Raises BadRequestError, or ClientDisconnect when the client
+    disconnects."""
+    arrived_at = time.monotonic()
+    raw = await _read_body(request, max_body_bytes)
+    read_at = time.monotonic()
+    body = parse_body(raw)
+    check_prompts(body, max_prompts)
+    headers = _named(forwarded_headers(request), body)
+    return ClientRequest(endpoint, headers, raw, body, arrived_at=arrived_at, read_at=read_at)
+
+
+def forwarded_headers(request: Request) -> Headers:
+    """Return the headers of both legs. They share an X-Request-Id, a new one if the client sent
+    none."""
+    given = {name: value for name, value in request.headers.raw if name in FORWARDED_HEADERS}
+    given.setdefault(b"x-request-id", uuid.uuid4().hex.encode())
+    return tuple(given.items())
+
+
+def _named(headers: Headers, body: Mapping[str, Any]) -> Headers:
+    """Remove a generated X-Request-Id if the body names the request: vLLM prefers the header."""
+    if not isinstance(body.get("request_id"), str):
+        return headers
+    return tuple((name, value) for name, value in headers if name != b"x-request-id" or not DRAWN_ID.fullmatch(value))
+
+
+def parse_body(raw: bytes) -> dict[str, Any]:
+    """Return the body as an object. Raises BadRequestError for fields that only the router may set."""
+    if not raw:
+        raise MalformedError("the body is empty", "body")
+    try:
+        body = json.loads(raw)
+    except json.JSONDecodeError as error:
+        raise MalformedError(f"the body is not valid JSON: {error}", f"body.{error.pos}") from None
+    except (ValueError, RecursionError) as error:
+        raise MalformedError(f"the body is not valid JSON: {error}", "body") from None
+    if not isinstance(body, dict):
+        raise MalformedError(f"the body must be a JSON object, not {type(body).__name__}", "body")
+    _check_depth(body)
+    if TRANSFER_FIELD in body:
+        raise BadRequestError(
+            f"{TRANSFER_FIELD} is set by this service and cannot come from a client", param=TRANSFER_FIELD
+        )
+    structured = body.get("structured_outputs")
+    if structured is not None and not isinstance(structured, dict):
+        # vLLM would take the keys of any other value, and answer 500.
+        raise MalformedError("structured_outputs must be an object", "body.structured_outputs")
+    extra = body.get("vllm_xargs")
+    if isinstance(extra, dict) and TRANSFER_FIELD in extra:
+        raise BadRequestError(
+            f"vllm_xargs.{TRANSFER_FIELD} is set by this service and cannot come from a client", param="vllm_xargs"
+        )
+    return body
+
+
+def check_prompts(body: Mapping[str, Any], most: int) -> None:
+    """Raise BadRequestError if prompts times `n` exceed `most`.
+
+    Other errors in either field are left to decode's engine.
+    """
+    prompts = max(_several(body.get("prompt")), _several(body.get("prompt_embeds")))
+    copies = body.get("n")
+    copies = copies if type(copies) is int and copies > 1 else 1
+    if prompts * copies > most:
+        each = f", {copies} answers each" if copies > 1 else ""
+        raise BadRequestError(
+            f"{prompts} prompts{each}: one request may ask for at most {most} answers; send several requests",
+            param="prompt" if copies == 1 else "n",
+        )
+
+
+def _several(prompt: Any) -> int:
+    """Return the number of prompts in a `prompt` field; a list of token ids is one."""
+    several = isinstance(prompt, list) and any(isinstance(one, str | list) for one in prompt[:1])
+    return len(prompt) if several else 1
+
+
+def _check_depth(body: dict[str, Any]) -> None:
+    """Refuse bodies that nest too deep for recursive code here or in an engine."""
+    level: list[Any] = [body]
+    for _ in range(MAX_DEPTH + 1):
+        inner = (one for outer in level for one in (outer.values() if isinstance(outer, dict) else outer))
+        level = [one for one in inner if isinstance(one, dict | list)]
+        if not level:
+            return
+    raise BadRequestError(f"the body nests deeper than {MAX_DEPTH} levels")
+
+
+async def _read_body(request: Request, max_body_bytes: int) -> bytes:
+    too_large = BadRequestError(
+        f"the body is larger than {max_body_bytes} bytes", status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+    )
+    length = request.headers.get("content-length", "0")
+    if length.isdigit() and int(length) > max_body_bytes:
+        raise too_large
+    chunks = bytearray()
+    async for chunk in request.stream():
+        chunks += chunk
+        if len(chunks) > max_body_bytes:
+            raise too_large
+    return bytes(chunks)

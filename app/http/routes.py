@@ -1,0 +1,91 @@
+"""The HTTP interface: OpenAI's routes, `/health` and `/metrics`, as one ASGI application over the
+router."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import get_args
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from actors.request import Endpoint
+from actors.router.peer_routers import RouterReplica
+from actors.router.single_flight import SingleFlight
+from app.http.auth import Authenticated
+from app.http.errors import error_body, error_response
+from app.http.generate import Generate
+from app.http.merge_metrics import CONTENT_TYPE, merge
+from app.http.parsing import forwarded_headers
+from app.http.status_page import PAGE_HEADERS, status_page
+from app.http.traces import Traces
+from configs.settings import RoleName
+
+logger = logging.getLogger(__name__)
+
+OPEN_AGE_S = 1.0
+"""Maximum age of `/health` and `/metrics`, which need no key: without it, anyone could keep all
+engines busy."""
+
+
+def build_http(router: RouterReplica, key_digests: Sequence[bytes] = (), traces: Traces | None = None) -> ASGIApp:
+    """Return the application for `router`; if there are keys, only their holders may use it."""
+
+    async def from_decode(request: Request) -> Response:
+        path = request.url.path.removeprefix(request.scope.get("root_path", ""))
+        try:
+            start, body = await router.ask_decode(request.method, path, forwarded_headers(request))
+        except Exception as error:
+            return error_response(error, router.limits.retry_after_s)
+        return Response(body, start.status, media_type="application/json")
+
+    async def healthy() -> dict[RoleName, int]:
+        return await router.healthy()
+
+    async def merged() -> str:
+        routers, engines = await asyncio.gather(router.router_metrics(), router.engine_metrics())
+        return merge([*(("router", replica, text) for replica, text in routers), *engines])
+
+    replicas_told, exposition = SingleFlight(healthy, OPEN_AGE_S), SingleFlight(merged, OPEN_AGE_S)
+
+    async def health(_: Request) -> Response:
+        replicas = await replicas_told()
+        status = HTTPStatus.OK if all(replicas.values()) else HTTPStatus.SERVICE_UNAVAILABLE
+        return JSONResponse({"replicas": replicas}, status_code=status)
+
+    async def metrics(_: Request) -> Response:
+        return Response(await exposition(), media_type=CONTENT_TYPE)
+
+    async def status(_: Request) -> Response:
+        return JSONResponse(await router.status(), headers={"Cache-Control": "no-store"})
+
+    async def page(_: Request) -> Response:
+        return HTMLResponse(status_page(), headers=PAGE_HEADERS)
+
+    surface = Starlette(
+        routes=[
+            *(Route(path, Generate(router, path, traces), methods=["POST"]) for path in get_args(Endpoint)),
+            *(Route(path, from_decode, methods=["GET"]) for path in ("/v1/models", "/version", "/v1/responses/{id}")),
+            Route("/v1/responses/{id}/cancel", from_decode, methods=["POST"]),
+            Route("/health", health, methods=["GET"]),
+            Route("/metrics", metrics, methods=["GET"]),
+            Route("/", page, methods=["GET"]),
+            Route("/tandem/status", status, methods=["GET"]),
+        ],
+        exception_handlers={HTTPException: refuse_route},
+    )
+    return Authenticated(surface, router, key_digests)
+
+
+async def refuse_route(request: Request, error: Exception) -> Response:
+    """Return Starlette's own refusals (no such path, wrong method) in OpenAI's form."""
+    if not isinstance(error, HTTPException):
+        raise error
+    status = HTTPStatus(error.status_code)
+    message = f"{request.method} {request.url.path}: {status.phrase.lower()}"
+    return JSONResponse(error_body(status, message), status_code=status, headers=error.headers)

@@ -1,0 +1,94 @@
+"""OpenTelemetry spans: one per request and one per part of its latency breakdown.
+
+They belong to the client's trace if it has one. Engines receive the request's span as their parent,
+so vLLM's spans are in the same trace. The parts are dated soon after the answer starts: until then
+a traced request costs one span. SDK and exporter are imported only when an endpoint is set.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from actors.request import Headers
+from actors.router.client_request import ClientRequest
+from actors.telemetry.recent_requests import RequestRecord, now_unix
+
+PROPAGATED = ("traceparent", "tracestate")
+
+
+class RequestTrace:
+    """Span of one request; `end` it in any case."""
+
+    def __init__(self, tracer: Tracer, request: ClientRequest) -> None:
+        self._tracer = tracer
+        self._began_ns = int(now_unix(request.arrived_at) * 1e9)
+        given = {name.decode(): value.decode("latin-1") for name, value in request.headers}
+        self._span: Span = tracer.start_span(
+            f"POST {request.endpoint}",
+            context=_PROPAGATOR.extract(given),
+            kind=SpanKind.SERVER,
+            start_time=self._began_ns,
+            attributes={"url.path": request.endpoint, "tandem.request_id": request.request_id},
+        )
+        self._context = set_span_in_context(self._span)
+        self.request = replace(request, headers=self._forwarded(request.headers))
+        """The request for the engines, with this span as their parent."""
+
+    def refused(self, status: int) -> None:
+        """Record that decode refused the request."""
+        self._span.set_attribute("http.response.status_code", status)
+
+    def answered(self, record: RequestRecord) -> None:
+        """Add the spans of the parts; the answer has started."""
+        self._span.set_attribute("http.response.status_code", record.status)
+        self._span.set_attribute("tandem.route", record.route)
+        self._span.set_attribute("tandem.decode", record.pair.decode)
+        if record.reason is not None:
+            self._span.set_attribute("tandem.local_reason", record.reason)
+        if record.pair.prefill is not None:
+            self._span.set_attribute("tandem.prefill", record.pair.prefill)
+        for part in record.breakdown.spans:
+            span = self._tracer.start_span(part.part, self._context, start_time=self._at_ns(part.begin_s))
+            span.end(self._at_ns(part.end_s))
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End the span, with `error` if the request failed."""
+        if error is not None:
+            self._span.set_status(Status(StatusCode.ERROR, type(error).__name__))
+        self._span.end()
+
+    def _at_ns(self, seconds: float) -> int:
+        return self._began_ns + int(seconds * 1e9)
+
+    def _forwarded(self, headers: Headers) -> Headers:
+        carrier: dict[str, str] = {}
+        _PROPAGATOR.inject(carrier, self._context)
+        kept = [(name, value) for name, value in headers if name.decode() not in PROPAGATED]
+        return (*kept, *((name.encode(), value.encode()) for name, value in carrier.items()))
+
+
+class Traces:
+    """Makes the spans of this router and sends them in the background."""
+
+    def __init__(self, endpoint: str) -> None:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        # Sampling is configured by the SDK's environment variables (OTEL_TRACES_SAMPLER, ...).
+        self._provider = TracerProvider(resource=Resource.create({SERVICE_NAME: "tandem-router"}))
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+        self._tracer: Any = self._provider.get_tracer("tandem")
+
+    def begin(self, request: ClientRequest) -> RequestTrace:
+        return RequestTrace(self._tracer, request)
+
+    def flush(self) -> None:
+        """Send queued spans; blocks."""
+        self._provider.force_flush()
+
+
+_PROPAGATOR = TraceContextTextMapPropagator()

@@ -1,0 +1,134 @@
+"""Measures whether damaged KV shows as wrong answers: `python -m benchmarks.demo_model.sensitivity`.
+
+Every prompt is prefilled without its last token. Then the cached KV of one group of layers is zeroed, or
+replaced by that of another prompt of the same length, and the last token and the answer are computed on
+top of it. Prints the share of right answers by group, damage and form of the prompt. Exits 1 when any
+of a completion's is over 25 %. A chat is not held to that: see the README.
+"""
+
+import argparse
+import copy
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from app.demo.facts import SEPARATORS, RecallPrompt, accuracy, exact, fact_count_for, make_prompt
+from app.demo.paths import MODEL_DIR
+from benchmarks.demo_model.damage import Fault, damaged, kv_groups
+from benchmarks.demo_model.evaluate import (
+    CHAT_TOKENS_AFTER,
+    CHAT_TOKENS_BEFORE,
+    END_TOKENS,
+    MAX_NEW_TOKENS,
+    text_of_ended,
+)
+
+MOST_RIGHT = 0.25
+"""Share of right completions that damaged KV may leave: above it, that damage would often go unseen."""
+
+LENGTHS = (300, 375, 450, 525, 600)
+"""Prompt lengths measured, in tokens; a prompt is up to 5 tokens shorter, as facts come whole."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Damage to all cached KV of one group's layers."""
+
+    layers: tuple[int, ...]
+    fault: Fault
+
+
+def draw_batch(rng: Random, length: int, chat: bool, prompts: int) -> list[RecallPrompt]:
+    """Draw prompts of one form and of `length` tokens that ask for distinct names."""
+    frame = CHAT_TOKENS_BEFORE + CHAT_TOKENS_AFTER if chat else 0
+    batch: dict[str, RecallPrompt] = {}
+    while len(batch) < prompts:
+        prompt = make_prompt(rng, fact_count_for(length - frame), separator=rng.choice(SEPARATORS))
+        batch[prompt.question_name] = prompt
+    return list(batch.values())
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase, prompt: RecallPrompt, chat: bool) -> list[int]:
+    """The prompt as the model takes it, <bos> included."""
+    if chat:
+        return tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, return_dict=False)
+    return tokenizer(prompt.text).input_ids
+
+
+def damaged_copy(cache: DynamicCache, damage: Damage | None) -> DynamicCache:
+    """A copy of `cache` that can be generated on, with `damage` done to it."""
+    result = copy.deepcopy(cache)
+    if damage is not None:
+        for index in damage.layers:
+            layer = result.layers[index]
+            layer.keys, layer.values = damaged(layer.keys, damage.fault), damaged(layer.values, damage.fault)
+    return result
+
+
+def answer(model: PreTrainedModel, last_tokens: torch.Tensor, cache: DynamicCache) -> list[list[int]]:
+    """Continue greedily on top of `cache`, given the last prompt token of each sequence, [sequences, 1]."""
+    tokens = [last_tokens]
+    for _ in range(MAX_NEW_TOKENS):
+        logits = model(input_ids=tokens[-1], past_key_values=cache).logits
+        tokens.append(logits[:, -1:].argmax(-1))
+    return torch.cat(tokens[1:], dim=1).tolist()
+
+
+@torch.inference_mode()
+def measure(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int, per_length: int
+) -> dict[tuple[Damage | None, bool], list[bool]]:
+    """Whether each answer was right, by the damage (None for intact KV) and whether it was asked in a chat."""
+    groups = kv_groups(model.config.layer_types)
+    damages = [None, *(Damage(layers, fault) for layers in groups for fault in Fault)]
+    ends = set(tokenizer.convert_tokens_to_ids(list(END_TOKENS)))
+    rng = Random(f"sensitivity {seed}")
+    outcomes: dict[tuple[Damage | None, bool], list[bool]] = defaultdict(list)
+    for chat in (False, True):
+        for length in LENGTHS:
+            prompts = draw_batch(rng, length, chat, per_length)
+            ids = torch.tensor([token_ids(tokenizer, prompt, chat) for prompt in prompts])
+            cache = DynamicCache(config=model.config)
+            model(input_ids=ids[:, :-1], past_key_values=cache, logits_to_keep=1)
+            for damage in damages:
+                answers = answer(model, ids[:, -1:], damaged_copy(cache, damage))
+                for prompt, new_ids in zip(prompts, answers, strict=True):
+                    until_end = next((n for n, token in enumerate(new_ids, 1) if token in ends), len(new_ids))
+                    text = text_of_ended(tokenizer, new_ids[:until_end])
+                    outcomes[damage, chat].append(exact(prompt, text))
+    return outcomes
+
+
+def main() -> None:
+    """Measure, print the table, and exit 1 if damage leaves more than MOST_RIGHT of the completions right."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, default=MODEL_DIR, help="checkpoint directory")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the prompts")
+    parser.add_argument("--per-length", type=int, default=20, help="prompts per form and length")
+    arguments = parser.parse_args()
+
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    model = AutoModelForCausalLM.from_pretrained(arguments.model)
+    outcomes = measure(model, tokenizer, arguments.seed, arguments.per_length)
+
+    print(f"{'layers':<12}{'cached KV':<18}{'completion':>11}{'chat':>8}   (right answers)")
+    for damage in dict.fromkeys(damage for damage, _ in outcomes):
+        layers = ", ".join(map(str, damage.layers)) if damage else "none"
+        completion, chat = accuracy(outcomes[damage, False]), accuracy(outcomes[damage, True])
+        print(f"{layers:<12}{damage.fault if damage else 'intact':<18}{completion:>11.1%}{chat:>8.1%}")
+    if any(accuracy(rights) > MOST_RIGHT for (damage, chat), rights in outcomes.items() if damage and not chat):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

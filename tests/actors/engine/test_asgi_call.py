@@ -1,0 +1,118 @@
+"""A request through an ASGI application without a socket, and what its disconnect does."""
+
+import asyncio
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Route
+
+from actors.engine.asgi_call import call_asgi
+from actors.request import Call, ResponseStart
+
+
+class Application:
+    """Echoes, streams `chunks` pieces with a pause, or waits for ever; notes how each request ended."""
+
+    def __init__(self) -> None:
+        self.ended: list[str] = []
+        self.asgi = Starlette(
+            routes=[
+                Route("/echo", self.echo, methods=["POST"]),
+                Route("/stream", self.stream),
+                Route("/fail", self.fail),
+                Route("/stubborn", self.stubborn),
+            ]
+        )
+
+    async def echo(self, request: Request) -> JSONResponse:
+        return JSONResponse({"body": (await request.body()).decode(), "x": request.headers["x"]})
+
+    async def stream(self, request: Request) -> StreamingResponse:
+        async def pieces():
+            try:
+                for index in range(1000):
+                    yield f"{index};"
+                    await asyncio.sleep(0.01)
+                self.ended.append("whole")
+            except asyncio.CancelledError:
+                self.ended.append("cancelled")
+                raise
+
+        return StreamingResponse(pieces())
+
+    async def fail(self, request: Request) -> None:
+        raise RuntimeError("broken")
+
+    async def stubborn(self, request: Request) -> None:
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            self.ended.append("stubborn")
+
+
+@pytest.fixture
+def application() -> Application:
+    return Application()
+
+
+async def test_a_response_is_its_start_and_its_body(application):
+    """Method, headers and body reach the application; status, headers and body come back."""
+    call = Call("POST", "/echo", ((b"x", b"1"),), b"hello")
+    items: list[Any] = [item async for item in call_asgi(application.asgi, call)]
+    start, *body = items
+    assert isinstance(start, ResponseStart)
+    assert start.status == 200
+    assert (b"content-type", b"application/json") in start.headers
+    assert b"".join(body) == b'{"body":"hello","x":"1"}'
+
+
+async def test_an_unknown_path_is_the_applications_answer(application):
+    """A refusal is a response like any other."""
+    start, *_ = [item async for item in call_asgi(application.asgi, Call("GET", "/nope"))]
+    assert isinstance(start, ResponseStart)
+    assert start.status == 404
+
+
+async def test_pieces_come_as_they_are_made(application):
+    """The first does not wait for the last, and those that pile up arrive as one."""
+    async with aclosing(call_asgi(application.asgi, Call("GET", "/stream"))) as answer:
+        await anext(answer)
+        assert await anext(answer) == b"0;"
+        await asyncio.sleep(0.1)
+        piled = await anext(answer)
+    assert isinstance(piled, bytes)
+    assert piled.startswith(b"1;2;3;")
+
+
+async def test_closing_early_is_a_disconnect(application):
+    """The application ends its stream before `aclose` returns."""
+    answer = call_asgi(application.asgi, Call("GET", "/stream"))
+    await anext(answer)
+    await anext(answer)
+    await answer.aclose()
+    assert application.ended == ["cancelled"]
+
+
+async def test_cancelling_the_reader_is_a_disconnect(application):
+    """As Serve does when a caller goes away while nothing has been answered yet."""
+
+    async def read() -> None:
+        async with aclosing(call_asgi(application.asgi, Call("GET", "/stubborn"), disconnect_s=0.05)) as answer:
+            await anext(answer)
+
+    reader = asyncio.create_task(read())
+    await asyncio.sleep(0.05)
+    reader.cancel()
+    await asyncio.wait({reader}, timeout=5)
+    assert reader.cancelled()
+    assert application.ended == ["stubborn"], "an application that ignores the disconnect is cancelled"
+
+
+async def test_an_applications_exception_reaches_the_reader(application):
+    """After the 500 that Starlette makes of it."""
+    with pytest.raises(RuntimeError, match="broken"):
+        _ = [item async for item in call_asgi(application.asgi, Call("GET", "/fail"))]

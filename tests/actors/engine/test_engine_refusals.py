@@ -1,0 +1,67 @@
+"""Bad requests that vLLM's application finds bad when its stream has begun: its error handlers, and no engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from fastapi.responses import StreamingResponse
+from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+from vllm.exceptions import VLLMValidationError
+
+from actors.engine.vllm_engine import StopFlag, VllmEngine
+from actors.request import Call
+
+BEGUN = "event: response.created\ndata: {}\n\n"
+
+
+async def awake() -> bool:
+    """What an engine that lives answers when it is asked whether it sleeps."""
+    return False
+
+
+def engine(error: Exception) -> VllmEngine:
+    """An engine whose application streams one event and then fails, behind vLLM's own error handlers."""
+    app = FastAPI()
+    app.state.args = SimpleNamespace(log_error_stack=False)
+    init_exception_handler(app)
+
+    @app.post("/v1/responses")
+    async def respond() -> StreamingResponse:
+        async def events() -> AsyncGenerator[str, None]:
+            yield BEGUN
+            raise error
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    llm: Any = SimpleNamespace(errored=False, is_sleeping=awake)
+    return VllmEngine(llm, app, StopFlag(), AsyncExitStack(), None, load=None, supervisor="")
+
+
+async def answer(error: Exception) -> tuple[int, bytes]:
+    items: list[Any] = [item async for item in engine(error).serve(Call("POST", "/v1/responses"))]
+    start, *body = items
+    return start.status, b"".join(body)
+
+
+@pytest.mark.parametrize("kind", [VLLMValidationError, ValueError])
+async def test_a_bad_request_within_a_stream_is_an_event(kind):
+    """Its connection would break off otherwise, and the router would call it an error of ours."""
+    status, body = await answer(kind("no such regex"))
+    begun, event, rest = body.decode().split("\n\n")
+    kind, data = event.split("\n")
+    said = json.loads(data.removeprefix("data: "))
+    assert (status, f"{begun}\n\n", kind, rest) == (200, BEGUN, "event: error", "")
+    assert (said["type"], said["code"]) == ("error", "BadRequestError")
+    assert "no such regex" in said["message"]
+
+
+async def test_an_error_of_the_engines_is_none_of_the_clients():
+    """It goes on to the router, which tries elsewhere or says 500."""
+    with pytest.raises(KeyError):
+        await answer(KeyError("inside"))

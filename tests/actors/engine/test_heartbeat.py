@@ -1,0 +1,88 @@
+"""An engine's heartbeats: who hears it, and what stops it."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from actors.engine.asgi_call import call_asgi
+from actors.engine.heartbeat import HeartbeatMonitor
+from actors.request import Call, Heartbeat, ResponseStart
+
+
+async def test_every_answer_is_heard_by_all_who_wait() -> None:
+    """And by nobody who has left; nothing runs when nobody listens."""
+    asked = asyncio.Semaphore(0)
+    go = asyncio.Semaphore(0)
+
+    async def ask() -> bool:
+        asked.release()
+        await go.acquire()
+        return False
+
+    heartbeats = HeartbeatMonitor(ask, every_s=0.001)
+    heard: list[str] = []
+    with heartbeats.subscribed(lambda: heard.append("a")):
+        with heartbeats.subscribed(lambda: heard.append("b")):
+            await asked.acquire()
+            assert heard == [], "a core that has not answered is not alive"
+            go.release()
+            await asked.acquire()
+            assert sorted(heard) == ["a", "b"]
+        go.release()
+        await asked.acquire()
+        assert sorted(heard) == ["a", "a", "b"]
+    await asyncio.sleep(0)
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_question_that_fails_is_asked_again() -> None:
+    """Once more, and without a beat in between."""
+    answers: list[bool | Exception] = [RuntimeError("busy dying"), True]
+    beat = asyncio.Event()
+
+    async def ask() -> bool:
+        answer = answers.pop(0) if answers else True
+        if isinstance(answer, Exception):
+            assert not beat.is_set()
+            raise answer
+        return answer
+
+    with HeartbeatMonitor(ask, every_s=0.001).subscribed(beat.set):
+        async with asyncio.timeout(10):
+            await beat.wait()
+    assert len(answers) == 0
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["before its start", "within its body"])
+async def test_a_call_says_that_its_engine_lives(begun: bool) -> None:
+    """Whatever it waits for; bytes are bytes all the same."""
+    go = asyncio.Event()
+
+    async def app(scope, receive, send) -> None:
+        if begun:
+            await send({"type": "http.response.start", "status": 200})
+            await send({"type": "http.response.body", "body": b"some", "more_body": True})
+        await go.wait()
+        if not begun:
+            await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": b"more"})
+
+    async def ask() -> None:
+        pass
+
+    items: list[Any] = []
+    async with aclosing(call_asgi(app, Call("GET", "/"), heartbeats=HeartbeatMonitor(ask, every_s=0.001))) as answer:
+        async for item in answer:
+            items.append(item)
+            if items.count(Heartbeat()) == 3:
+                go.set()
+    assert items.count(Heartbeat()) >= 3
+    start, *body = [item for item in items if item != Heartbeat()]
+    assert start == ResponseStart(200, ())
+    assert b"".join(body) == (b"somemore" if begun else b"more")
+    await asyncio.sleep(0)
+    assert len(asyncio.all_tasks()) == 1

@@ -1,0 +1,121 @@
+"""When a node's engines are taken for ended: node_lost_s after Ray's word, once, and again where telling failed."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from pydantic import SecretStr
+
+from actors.engine import engine_actor, node_failures
+from actors.engine.decode import Decode
+from actors.engine.node_failures import LostNodes, dead_nodes_now, engines_of, watch_nodes
+from configs.settings import parse_settings
+
+
+def test_a_node_is_lost_some_time_after_it_is_dead():
+    """Not before node_lost_s, then until it has been told, and never again."""
+    lost = LostNodes([], gone_s=10)
+    assert lost.look(["a"], 100) == []
+    assert lost.look(["a", "b"], 109.9) == []
+    assert lost.look(["a", "b"], 110) == ["a"]
+    assert lost.look(["a", "b"], 111) == ["a"]
+    lost.reported("a")
+    assert lost.look(["a", "b"], 119) == []
+    assert lost.look(["a", "b"], 119.9) == ["b"]
+    lost.reported("b")
+    assert lost.look(["a", "b"], 1000) == []
+
+
+def test_nodes_that_died_before_our_engine_started_are_none_of_its():
+    """A cluster remembers its dead for long; none of them can have met an engine that is new."""
+    lost = LostNodes(["old"], gone_s=1)
+    assert lost.look(["old"], 0) == []
+    assert lost.look(["old"], 100) == []
+
+
+def test_one_nodes_engines_are_not_anothers():
+    """The id ends with a mark, so that no node's is the beginning of another's."""
+    assert not f"{engines_of('ab')}x".startswith(engines_of("a"))
+
+
+@pytest.fixture
+def ray_says(monkeypatch: pytest.MonkeyPatch) -> list[list[str] | Exception]:
+    """Ray's answers, one a poll, the last one for ever."""
+    answers: list[list[str] | Exception] = []
+
+    def dead_nodes() -> list[str]:
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(node_failures, "_dead_nodes", dead_nodes)
+    monkeypatch.setattr(node_failures, "POLL_S", 0.001)
+    return answers
+
+
+async def test_the_watch_goes_on_after_failures(ray_says):
+    """Ray's head does not answer, then the engine refuses the word: both are tried again."""
+    ray_says += [ConnectionError("no head"), [], ConnectionError("no head"), ["a"]]
+    told: list[str] = []
+    done = asyncio.Event()
+
+    async def tell(engines: str) -> None:
+        told.append(engines)
+        if len(told) == 1:
+            raise RuntimeError("the engine is busy dying")
+        done.set()
+
+    watch = asyncio.create_task(watch_nodes(tell, 0.001, await dead_nodes_now()))
+    await asyncio.wait_for(done.wait(), 10)
+    await asyncio.sleep(0.02)
+    watch.cancel()
+    assert told == ["a.", "a."]
+
+
+async def test_a_node_that_dies_right_after_the_first_look_is_told(ray_says, monkeypatch):
+    """Its engine may have been met by then: a decode replica meets prefill engines only when it has looked."""
+    ray_says += [["old"], ["old", "met"]]
+    told: asyncio.Queue[str] = asyncio.Queue()
+
+    class Engine:
+        @classmethod
+        async def start(cls, *_: object) -> "Engine":
+            return cls()
+
+        async def warm_up(self, timeout_s: float) -> None:
+            assert len(ray_says) == 2, "whoever is dead before our engine runs is none of its"
+
+        async def lose(self, engines: str) -> None:
+            told.put_nowait(engines)
+
+    async def warm_up_new_pairs(self: Decode) -> None:
+        assert len(ray_says) == 1, "an engine is met before Ray was asked which nodes are dead already"
+
+    class Unended(Decode):
+        def __del__(self) -> None:  # type: ignore[override]
+            pass
+
+    monkeypatch.setattr(engine_actor, "VllmEngine", Engine)
+    monkeypatch.setattr(engine_actor.serve, "get_replica_context", lambda: SimpleNamespace(replica_id=ReplicaID()))
+    monkeypatch.setattr(engine_actor.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(Decode, "warm_up_new_pairs", warm_up_new_pairs)
+    decode = Unended.__new__(Unended)
+    await Unended.__init__(decode, parse_settings({"transfer": {"node_lost_s": 0.001}}), SecretStr("x" * 16))
+    assert await asyncio.wait_for(told.get(), 10) == "met."
+    for task in asyncio.all_tasks():
+        if task.get_name() in ("watches-nodes", "meets-prefill-replicas"):
+            task.cancel()
+    assert told.empty()
+
+
+class ReplicaID:
+    """As far as a replica asks for its own."""
+
+    unique_id = "one"
+
+
+async def test_without_an_answer_every_dead_node_is_told(ray_says):
+    """Ray does not say who was dead before: a word too many does no harm."""
+    ray_says += [ConnectionError("no head")]
+    assert await dead_nodes_now() == []

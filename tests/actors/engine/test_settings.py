@@ -1,0 +1,176 @@
+"""A wrong configuration is refused by the name of its key, before anything starts."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from actors.engine.arguments import check_arguments, engine_arguments, engine_environment
+from app.main import build
+from configs.settings import ServiceSettings, SettingsError, TransferSettings, parse_settings
+from connectors.vllm_hma.config import parse_config
+from testing.serve_objects import deployment_of, replica_config_of
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+
+
+@pytest.mark.parametrize(
+    ("args", "key"),
+    [
+        ({"modle": "x"}, "modle"),
+        ({"model": ""}, "model"),
+        ({"prefill": {"replica": 2}}, "prefill.replica"),
+        ({"prefill": {"replicas": 0}}, "prefill.replicas"),
+        ({"decode": {"tensor_parallel_size": 0}}, "decode.tensor_parallel_size"),
+        ({"decode": {"tensor_parallel_size": "many"}}, "decode.tensor_parallel_size"),
+        ({"transfer": {"lease_s": 0}}, "transfer.lease_s"),
+        ({"transfer": {"integrity": "on"}}, "transfer.integrity"),
+        ({"transfer": {"lease": 5}}, "transfer.lease"),
+        ({"transfer": {"alive_s": 20}}, "alive_s"),
+        ({"router": {"request_timeout_s": -1}}, "router.request_timeout_s"),
+        ({"router": {"request_timeout_s": float("inf")}}, "router.request_timeout_s"),
+        ({"cpu": {"kv_cache_gib": 0}}, "cpu.kv_cache_gib"),
+        ({"engine": []}, "engine"),
+        ({"decode": {"placement": "far"}}, "decode.placement"),
+        ({"router": {"label_selector": ["prefill"]}}, "router.label_selector"),
+        ({"transfer": {"side_channel_port": 5600}, "prefill": {"replicas": 2}}, "prefill.placement"),
+        ({"transfer": {"side_channel_port": 5600}, "decode": {"replicas": {"max_replicas": 2}}}, "decode.placement"),
+    ],
+)
+def test_a_wrong_setting_is_named(args, key):
+    """One line per key, without pydantic's own prose."""
+    with pytest.raises(SettingsError) as raised:
+        parse_settings(args)
+    assert key in str(raised.value)
+    assert "pydantic" not in str(raised.value)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"modle": "x"}, "modle: no such setting; did you mean model?"),
+        ({"decode": {"replica": 2}}, "decode.replica: no such setting; did you mean replicas?"),
+        (
+            {"router": {"routing": {"polici": "x"}}},
+            "router.routing.polici: no such setting; did you mean policy?",
+        ),
+        ({"router": {"zzz": 1}}, "router.zzz: no such setting"),
+    ],
+)
+def test_what_was_meant(args, message):
+    """Of the settings of that place."""
+    with pytest.raises(SettingsError) as raised:
+        parse_settings(args)
+    assert str(raised.value) == message
+
+
+def test_every_wrong_key_is_named_at_once():
+    """Nobody has to start the service once per mistake."""
+    with pytest.raises(SettingsError) as raised:
+        parse_settings({"modle": "x", "decode": {"replica": 1}})
+    assert [line.split(":")[0] for line in str(raised.value).splitlines()] == ["decode.replica", "modle"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            {"engine": {"max_modle_len": 1}},
+            "engine.max_modle_len: vLLM has no such argument; did you mean max_model_len?",
+        ),
+        ({"decode": {"engine": {"qqq": 1}}}, "decode.engine.qqq: vLLM has no such argument"),
+        (
+            {"prefill": {"engine": {"tensor_parallel_size": 2}}},
+            "prefill.engine.tensor_parallel_size: cannot be set here",
+        ),
+        ({"engine": {"kv_transfer_config": {}}}, "engine.kv_transfer_config: cannot be set here; set `transfer`"),
+        (
+            {"decode": {"engine": {"data_parallel_size": 2}}},
+            "decode.engine.data_parallel_size: cannot be set here; set `replicas`",
+        ),
+        ({"decode": {"frontend": {"tool_parser": "x"}}}, "decode.frontend.tool_parser: vLLM has no such argument"),
+        ({"decode": {"label_selector": {"tandem/role": "a b"}}}, "decode.label_selector: .*Invalid label selector"),
+        ({"router": {"label_selector": {"-": "x"}}}, "router.label_selector: .*Invalid label key"),
+    ],
+)
+def test_an_argument_that_vllm_or_ray_refuses_is_named_with_its_role(args, message):
+    """Checked against the installed vLLM, before any engine starts."""
+    with pytest.raises(SettingsError, match="^" + message.replace("?", "\\?")):
+        check_arguments(parse_settings(args))
+
+
+def test_a_roles_engine_arguments_win():
+    """Defaults, then both roles', then the role's own."""
+    settings = parse_settings(
+        {
+            "model": "m",
+            "engine": {"max_model_len": 100, "block_size": 64},
+            "decode": {"engine": {"block_size": 128}, "tensor_parallel_size": 2},
+        }
+    )
+    assert engine_arguments(settings, "decode") == {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "worker_cls": "actors.upstream.vllm_cpu_worker.CpuWorker",
+        "max_model_len": 100,
+        "block_size": 128,
+        "model": "m",
+        "served_model_name": ["m"],
+        "tensor_parallel_size": 2,
+    }
+    assert engine_arguments(settings, "prefill")["block_size"] == 64
+
+
+def test_a_gpu_role_gets_no_cpu_defaults():
+    """vLLM's own defaults hold there."""
+    settings = parse_settings({"model": "m", "prefill": {"num_gpus": 1}})
+    assert "dtype" not in engine_arguments(settings, "prefill")
+    assert "VLLM_CPU_KVCACHE_SPACE" not in engine_environment(settings, "prefill")
+    assert engine_environment(settings, "decode")["VLLM_CPU_KVCACHE_SPACE"] == "1"
+
+
+def test_the_hub_is_off_only_for_a_local_model(tmp_path):
+    """A hub id must stay loadable."""
+    assert engine_environment(parse_settings({"model": str(tmp_path)}), "decode")["HF_HUB_OFFLINE"] == "1"
+    assert "HF_HUB_OFFLINE" not in engine_environment(parse_settings({"model": "org/name"}), "decode")
+
+
+def test_the_demo_is_served_under_a_name_of_its_own():
+    """Clients do not see where the package is installed."""
+    settings = ServiceSettings()
+    assert settings.model_name == "tandem-demo"
+    assert Path(settings.model_path).is_absolute()
+    assert settings.model_path.endswith("app/demo/model")
+
+
+def test_transfer_settings_are_the_connectors():
+    """Contract with the connector: it knows every key, and both have the same defaults."""
+    ours = parse_config(TransferSettings().connector_config("127.0.0.1"))
+    assert ours == parse_config({})
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_the_presets_are_valid(path):
+    """Every shipped file starts."""
+    (application,) = yaml.safe_load(path.read_text())["applications"]
+    check_arguments(parse_settings(application["args"]))
+
+
+def test_replicas_go_where_the_settings_say():
+    """Serve's own deployment objects carry the labels and the spread."""
+    selector = {"tandem/role": "decode"}
+    settings = parse_settings(
+        {
+            "transfer": {"side_channel_port": 5600},
+            "decode": {"replicas": 2, "label_selector": selector, "placement": "apart"},
+            "router": {"label_selector": {"tandem/role": "router"}},
+        }
+    )
+    router = deployment_of(build(settings))
+    prefill, decode = map(deployment_of, router.init_args[1:3])
+    placed = [
+        (one.ray_actor_options["label_selector"], replica_config_of(one).max_replicas_per_node)
+        for one in (router, prefill, decode)
+    ]
+    assert placed == [({"tandem/role": "router"}, None), ({}, None), (selector, 1)]

@@ -1,0 +1,79 @@
+"""Stages and causes in what the processes of an engine log."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from actors.engine.start_log import MAX_CAUSE_LINES, STAGE_MESSAGES, root_cause, stage_of
+
+CORE = "(EngineCore pid=10) ERROR 11-22 17:03:12 [core.py:1214] "
+RANK = "(Worker_TP0 pid=11) ERROR 11-22 17:03:11 [multiproc_executor.py:885] "
+OTHER_RANK = "(Worker_TP1 pid=12) ERROR 11-22 17:03:11 [multiproc_executor.py:885] "
+
+
+def traceback(prefix: str, *ends: str) -> list[str]:
+    lines = ["failed to start.", "Traceback (most recent call last):", '  File "x.py", line 1, in f', "    g()", *ends]
+    return [prefix + line for line in lines]
+
+
+WORKER_FAILED = traceback(CORE, "Exception: WorkerProc initialization failed due to an exception in a background one.")
+
+
+@pytest.mark.parametrize(
+    ("line", "stage"),
+    [
+        (
+            "(EngineCore pid=1) INFO 11-22 17:03:12 [core.py:133] Initializing a V1 LLM engine (v0.32.0) …",
+            "engine core",
+        ),
+        ("(Worker pid=1) INFO 11-22 17:03:38 [cpu_model_runner.py:68] Starting to load model /m...", "loading weights"),
+        ("(EngineCore pid=1) INFO 1 [kv_cache_utils.py:1] GPU KV cache size: 349,525 tokens, Maximum …", "KV cache"),
+        ("(EngineCore pid=1) INFO 1 [kv_cache_utils.py:1] kv cache group sizes (128, 128)", None),
+    ],
+)
+def test_stages(line: str, stage: str | None) -> None:
+    assert stage_of(line) == stage
+
+
+def test_the_installed_vllm_logs_these_messages() -> None:
+    """Otherwise a start would show no stages."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    folder = Path(spec.origin).parent / "v1"
+    found = ["worker/cpu_model_runner.py", "worker/gpu_model_runner.py", "core/kv_cache_utils.py", "engine/core.py"]
+    sources = "".join((folder / path).read_text() for path in found)
+    # One of the messages has the device before it, as an argument.
+    assert all(message in sources for message in STAGE_MESSAGES)
+
+
+def test_the_error_of_a_worker_counts_before_the_engine_cores() -> None:
+    log = "\n".join([*traceback(RANK, "safetensors.SafetensorError: incomplete metadata"), *WORKER_FAILED])
+    assert root_cause(log) == "safetensors.SafetensorError: incomplete metadata"
+
+
+def test_lines_of_ranks_that_alternate() -> None:
+    pairs = zip(traceback(RANK, "ValueError: no"), traceback(OTHER_RANK, "ValueError: no"), strict=True)
+    log = "\n".join([*(line for pair in pairs for line in pair), *WORKER_FAILED])
+    assert root_cause(log) == "ValueError: no"
+
+
+def test_of_chained_exceptions_the_last_counts() -> None:
+    chain = ("KeyError: 'x'", "", "During handling of the above exception, another exception occurred:", "")
+    again = ("Traceback (most recent call last):", "    h()", "OSError: the model cannot be found", "Check its name.")
+    assert (
+        root_cause("\n".join(traceback(CORE, *chain, *again))) == "OSError: the model cannot be found\nCheck its name."
+    )
+
+
+def test_a_long_message_is_cut() -> None:
+    cause = root_cause("\n".join(traceback(CORE, "ValueError: no", *map(str, range(100)))))
+    assert cause is not None
+    assert len(cause.splitlines()) == MAX_CAUSE_LINES
+
+
+def test_a_log_without_an_error() -> None:
+    assert (
+        root_cause("(EngineCore pid=1) INFO 11-22 17:03:12 [core.py:133] ValueError: only told\nValueError: x") is None
+    )

@@ -1,0 +1,121 @@
+"""Two routers and engines with too few slots for both, over real RPC servers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from actors.engine_pool import discovery
+from actors.engine_pool.engines import EnginePool
+from actors.errors import DeadlineError, OverloadedError
+from actors.request import Accepted, ResponseStart
+from actors.router.router import Router
+from actors.rpc.messages import RpcRequest
+from actors.rpc.server import RpcServer, replica_metadata
+from tests.actors.behaviours import JSON, LIMITS, request
+from tests.actors.fleet import METADATA
+
+SLOTS = 4
+PROMPT_S = 0.05
+
+
+class Handle:
+    """Of Serve's handle, what a router needs that nobody scales and whose broadcasts nobody answers."""
+
+    def __init__(self, deployment_id: str) -> None:
+        self.deployment_id = deployment_id
+        self.broadcasts = 0
+
+    def options(self) -> Handle:
+        return self
+
+    def broadcast(self, _: str, *__: object) -> Handle:
+        self.broadcasts += 1
+        return self
+
+    async def results_async(self, **_: object) -> list[Any]:
+        return []
+
+
+@dataclass
+class Service:
+    """One engine of each role, decode with few slots, and routers."""
+
+    answers: asyncio.Event = field(default_factory=asyncio.Event)
+    full: asyncio.Event = field(default_factory=asyncio.Event)
+    """Decode has had no slot left."""
+    prompts: int = 0
+    """That prefill has begun to compute."""
+
+    async def prefill(self, order: RpcRequest) -> AsyncGenerator[Any, None]:
+        yield Accepted("prefill 0")
+        self.prompts += 1
+        await asyncio.sleep(PROMPT_S)
+        yield ResponseStart(200, JSON)
+        yield b"{}"
+        await asyncio.sleep(order.hold_s)
+
+    async def decode(self, _: RpcRequest) -> AsyncGenerator[Any, None]:
+        yield Accepted("decode 0", self.servers["decode"].ongoing)
+        if self.servers["decode"].ongoing == SLOTS:
+            self.full.set()
+        await self.answers.wait()
+        yield ResponseStart(200, JSON)
+        yield b"{}"
+
+    async def open(self, stack: AsyncExitStack) -> None:
+        self.servers: Mapping[str, RpcServer] = {
+            "prefill": RpcServer(self.prefill, 64),
+            "decode": RpcServer(self.decode, SLOTS),
+        }
+        for role, server in self.servers.items():
+            slots = 64 if role == "prefill" else SLOTS
+            said = {
+                f"{role} 0": {**replica_metadata(await server.open("127.0.0.1", 0), 100, **METADATA), "slots": slots}
+            }
+            stack.push_async_callback(server.close)
+            discovery.publish(role, said)
+
+    def router(self, stack: AsyncExitStack) -> tuple[Router, Handle]:
+        handles: list[Any] = [Handle("prefill"), Handle("decode")]
+        limits = LIMITS.model_copy(update={"replica_timeout_s": 3.0})
+        router = Router(limits, *map(EnginePool, handles))
+        stack.push_async_callback(router.close)
+        return router, handles[0]
+
+
+async def ask(router: Router) -> bytes:
+    async with router.answer(request(stream=False)) as answer:
+        return b"".join([some async for some in answer.body()])
+
+
+async def test_a_full_engine_costs_no_prompts() -> None:
+    """Requests of a router that wait for what the requests of another have do not keep prefill busy meanwhile."""
+    async with AsyncExitStack() as stack:
+        service = Service()
+        await service.open(stack)
+        (first, _), (second, handle) = service.router(stack), service.router(stack)
+        running = [asyncio.create_task(ask(first)) for _ in range(SLOTS)]
+        await service.full.wait()
+        before = service.prompts
+        waiting = [asyncio.create_task(ask(second)) for _ in range(SLOTS)]
+        await asyncio.wait(waiting)
+        for one in waiting:
+            with pytest.raises((DeadlineError, OverloadedError)):
+                one.result()
+        assert service.prompts - before <= SLOTS, "the first of each: nobody knew better"
+        assert handle.broadcasts <= SLOTS
+
+        before = service.prompts
+        waiting = [asyncio.create_task(ask(second)) for _ in range(2 * SLOTS)]
+        await asyncio.sleep(0.5)
+        assert service.prompts == before
+        service.answers.set()
+        assert await asyncio.gather(*running, *waiting) == [b"{}"] * 3 * SLOTS
+        assert service.prompts - before <= 3 * SLOTS
+    assert (first.slots_taken, second.slots_taken) == ({"prefill": 0, "decode": 0},) * 2

@@ -1,0 +1,223 @@
+"""Slots with engines: who is chosen, who waits, and that none is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from actors.engine_pool import slots as module
+from actors.engine_pool.discovery import EngineReplica
+from actors.engine_pool.slots import SlotPool
+from actors.errors import OverloadedError
+from actors.rpc.address import RpcAddress
+
+RPC = RpcAddress("127.0.0.1", 1, "key")
+
+
+def engines(queue: int = 100, **slots: int) -> dict[str, EngineReplica]:
+    """By name, with so many slots each."""
+    return {name: EngineReplica(RPC, count, queue, {}) for name, count in slots.items()}
+
+
+async def soon(*tasks: asyncio.Task[str]) -> list[str | None]:
+    """What these have got by now."""
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    return [task.result() if task.done() else None for task in tasks]
+
+
+async def test_the_preferred_one_then_the_least_busy() -> None:
+    """Of those that are not avoided, and that have a slot."""
+    here = SlotPool(lambda: engines(a=2, b=2, c=2))
+    assert await here.take(prefer=["b"]) == "b"
+    assert await here.take(prefer=["x", "b"]) == "b"
+    assert await here.take(prefer=["b"], avoid={"a"}) == "c", "b is full"
+    assert await here.take() == "a", "the only one without a call"
+    assert here.ongoing() == {"a": 1, "b": 2, "c": 1}
+
+
+async def test_who_waits_is_served_in_turn() -> None:
+    """First come first served, except for an engine that the first one avoids."""
+    here = SlotPool(lambda: engines(a=1, b=1))
+    assert {await here.take(), await here.take()} == {"a", "b"}
+    first, second = (asyncio.create_task(here.take(avoid=avoid)) for avoid in ({"a"}, set()))
+    assert await soon(first, second) == [None, None]
+    here.give_back("a")
+    assert await soon(first, second) == [None, "a"]
+    here.give_back("b")
+    assert await soon(first, second) == ["b", "a"]
+    assert here.waiting == 0
+
+
+async def test_nobody_overtakes() -> None:
+    """A request that comes when others wait waits, too, though it would find a slot."""
+    here = SlotPool(lambda: engines(a=1, b=1))
+    await here.take(prefer=["a"])
+    picky = asyncio.create_task(here.take(avoid={"b"}))
+    assert await soon(picky) == [None]
+    late = asyncio.create_task(here.take(avoid={"b"}))
+    assert await soon(late) == [None]
+    here.give_back("a")
+    assert await soon(picky, late) == ["a", None]
+    late.cancel()
+
+
+async def test_too_many_wait() -> None:
+    """As many as the engines have said; of no engine nothing is known, and one may come."""
+    here = SlotPool(lambda: engines(queue=1, a=1))
+    await here.take()
+    waiting = asyncio.create_task(here.take())
+    await asyncio.sleep(0)
+    with pytest.raises(OverloadedError, match="1 requests are waiting"):
+        await here.take()
+    here.give_back("a")
+    assert await waiting == "a"
+
+
+async def test_an_engine_that_comes_later() -> None:
+    """Is found while requests wait for one."""
+    found: dict[str, EngineReplica] = {}
+    here = SlotPool(lambda: found)
+    waiting = [asyncio.create_task(here.take()) for _ in range(3)]
+    await asyncio.sleep(0)
+    found |= engines(a=2)
+    async with asyncio.timeout(5):
+        assert await asyncio.wait_for(waiting[0], 5) == await waiting[1] == "a"
+    assert not waiting[2].done()
+    here.give_back("a")
+    assert await waiting[2] == "a"
+
+
+async def test_an_engine_that_refuses() -> None:
+    """Is left alone for a moment where it is full, for ever where it is leaving."""
+    here = SlotPool(lambda: engines(a=5, b=5))
+    here.record_full("a")
+    assert [await here.take(prefer=["a"]) for _ in range(3)] == ["b"] * 3
+    await here.take(prefer=["b"])
+    await here.take(prefer=["b"])
+    await asyncio.sleep(module.REFUSED_S * 1.5)
+    assert await here.take(prefer=["a"]) == "a"
+    here.give_back("b")
+    here.record_leaving("a")
+    assert await here.take(prefer=["a"]) == "b"
+    assert "a" not in here.ongoing()
+
+
+async def test_a_full_engine_is_asked_by_one_request_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deferred and later, until it takes a call or one of this router's ends there; then it is asked at once."""
+    now = 100.0
+    monkeypatch.setattr(module, "_now", lambda: now)
+    here = SlotPool(lambda: engines(a=5))
+    assert [await here.take(), await here.take()] == ["a", "a"]
+    here.record_accepted("a", 2)
+    assert not here.maybe_full("a")
+    here.record_full("a")  # as another call found
+    for wait_s in (0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0):
+        waiting = [asyncio.create_task(here.take()) for _ in range(2)]
+        now += wait_s * 0.99
+        await asyncio.sleep(1.5 * module.LOOK_AGAIN_S)
+        assert await soon(*waiting) == [None, None]
+        now += wait_s * 0.02
+        await asyncio.sleep(1.5 * module.LOOK_AGAIN_S)
+        now += 60.0
+        await asyncio.sleep(1.5 * module.LOOK_AGAIN_S)
+        assert await soon(*waiting) == ["a", None], "one asks, however long its answer takes"
+        assert here.maybe_full("a")
+        here.record_full("a")
+        here.give_back("a", served=False)
+        waiting[1].cancel()
+    waiting = [asyncio.create_task(here.take()) for _ in range(2)]
+    assert await soon(*waiting) == [None, None]
+    here.give_back("a")
+    assert await soon(*waiting) == ["a", None], "one asks"
+    here.record_accepted("a", 2)
+    assert await soon(*waiting) == ["a", "a"], "and has found that there are slots"
+
+
+async def test_who_asks_a_full_engine_and_leaves_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the next, in its turn."""
+    now = 100.0
+    monkeypatch.setattr(module, "_now", lambda: now)
+    here = SlotPool(lambda: engines(a=5))
+    here.record_full("a")
+    now += 1.0
+    assert await here.take() == "a"
+    here.give_back("a", served=False)
+    waiting = asyncio.create_task(here.take())
+    assert await soon(waiting) == [None]
+    now += module.REFUSED_S
+    await asyncio.sleep(1.5 * module.LOOK_AGAIN_S)
+    assert await soon(waiting) == ["a"]
+
+
+async def test_places_of_other_routers_are_theirs() -> None:
+    """As many requests go to an engine as it has slots that nobody else is known to have."""
+    here = SlotPool(lambda: engines(a=5))
+    await here.take()
+    here.record_accepted("a", 4)
+    waiting = [asyncio.create_task(here.take()) for _ in range(3)]
+    assert await soon(*waiting) == ["a", "a", None], "the second asks whether that is still so"
+    assert here.maybe_full("a")
+    here.record_accepted("a", 3)
+    assert await soon(*waiting) == ["a", "a", "a"]
+
+
+async def test_a_full_engine_is_nobodys_choice_while_another_has_places() -> None:
+    """Whoever would be preferred: asking costs time."""
+    here = SlotPool(lambda: engines(a=5, b=5))
+    here.record_full("a")
+    await asyncio.sleep(module.REFUSED_S * 1.5)
+    assert await here.take(prefer=["a"]) == "b"
+
+
+async def test_calls_of_other_routers_count() -> None:
+    """As the engine has said, until that is old."""
+    here = SlotPool(lambda: engines(a=9, b=9))
+    await here.take(prefer=["a"])
+    here.record_accepted("a", 4)
+    assert here.ongoing() == {"a": 4, "b": 0}
+    here.give_back("a")
+    assert here.ongoing() == {"a": 3, "b": 0}
+
+
+async def test_what_is_known_of_engines_that_are_gone_is_forgotten() -> None:
+    """Replicas come and go for months."""
+    found = engines(a=5)
+    here = SlotPool(lambda: found)
+    for turn in range(50):
+        name = f"engine {turn}"
+        found |= engines(**{name: 5})
+        here.record_accepted(name, 2)
+        here.record_full(name)
+        here.record_leaving(name)
+        del found[name]
+        here.give_back(await here.take())
+    assert here.snapshot() == module.SlotPoolSnapshot(frozenset(), frozenset(), frozenset())
+
+
+async def test_no_place_is_lost() -> None:
+    """Random takers, some of whom leave while they wait or have just been served."""
+    rng = random.Random(1)
+    here = SlotPool(lambda: engines(queue=1000, a=2, b=1))
+    served = 0
+
+    async def client() -> None:
+        nonlocal served
+        await asyncio.sleep(rng.random() * 0.05)
+        async with asyncio.timeout(rng.choice([0.002, 0.02, 5])):
+            name = await here.take(avoid=rng.choice([set(), set(), {"a"}]))
+            try:
+                served += 1
+                assert all(count <= most for count, most in zip(here.ongoing().values(), (2, 1), strict=True))
+                await asyncio.sleep(rng.random() * 0.004)
+            finally:
+                here.give_back(name)
+
+    ends = await asyncio.gather(*(client() for _ in range(400)), return_exceptions=True)
+    assert {type(end) for end in ends} == {type(None), TimeoutError}
+    assert served > 100
+    assert (here.waiting, here.ongoing()) == (0, {"a": 0, "b": 0})
+    await asyncio.sleep(module.LOOK_AGAIN_S)
+    assert len(asyncio.all_tasks()) == 1

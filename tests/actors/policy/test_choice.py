@@ -1,0 +1,198 @@
+"""Which option is taken, and what options are expected to cost."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from actors.policy.choice import Asked, choose, score
+from actors.policy.costs import Costs
+from actors.policy.loads import EngineLoad
+from actors.policy.options import Options
+from configs.settings import RoutingSettings
+
+ASSUMED = RoutingSettings(
+    assumed_prefill_overhead_s=0.1,
+    assumed_prefill_tokens_per_s=1000,
+    assumed_handover_s=0.05,
+    assumed_transfer_tokens_per_s=10_000,
+    assumed_step_s=0.064,
+)
+"""With these, 1024 new tokens take 0.1 + 1.024 + 1.024 x 512 / 32768 = 1.14 s."""
+
+
+def busy(*seconds: float, streams: int = 0) -> EngineLoad:
+    """An engine with prompts that wait since time 0, and streams."""
+    load = EngineLoad()
+    for key, one in enumerate(seconds):
+        load.prompts.add(key, (), one, 0.0)
+        load.calls.add(key)
+    for key in range(100, 100 + streams):
+        load.streams_begin(key, 0.0)
+        load.calls.add(key)
+    return load
+
+
+def options(tokens=1024, answer=1, decode=(), prefill=(), held=(), **loads: EngineLoad) -> Options:
+    """Replicas by name, one letter each; `held` are pairs of replica and tokens."""
+    held = dict(held)
+    return Options(
+        tokens,
+        answer,
+        {one: len(loads[one].calls) if one in loads else 0 for one in decode},
+        {one: len(loads[one].calls) if one in loads else 0 for one in prefill},
+        {one: held.get(one, 0) for one in decode},
+        {one: held.get(one, 0) for one in prefill},
+        {one: loads[one] for one in decode if one in loads},
+        {one: loads[one] for one in prefill if one in loads},
+        Costs(ASSUMED),
+        0.0,
+    )
+
+
+ONE: dict[str, Any] = {"decode": "d", "prefill": "p"}
+
+
+@pytest.mark.parametrize(
+    ("given", "queue_s", "compute_s", "interference_s"),
+    [
+        ({}, 0, 1.14, 0),
+        ({"d": busy(0.5, 0.25)}, 0.75, 1.14, 0),
+        # Beside 64 streams each new token takes twice as long, and each stream waits for all of it.
+        ({"d": busy(streams=64)}, 0, 1.14 + 1.024, 64 * 2.164 + 64 * 0.001),
+        # 24 tokens after 1000: 0.1 + 0.024 + 0.024 x 1012 / 32768
+        ({"held": [("d", 1000)]}, 0, 0.1 + 0.024 + 0.000741, 0),
+    ],
+)
+def test_decode_alone_by_hand(given, queue_s, compute_s, interference_s):
+    """A queue, a prefill among streams, and what it does to them. A stream more costs each a thousandth of a second."""
+    (estimate,) = options(**ONE, **given).local
+    assert estimate.queue_s == pytest.approx(queue_s)
+    assert estimate.compute_s == pytest.approx(compute_s, abs=1e-6)
+    assert estimate.handover_s == 0
+    assert estimate.interference_s == pytest.approx(interference_s)
+
+
+@pytest.mark.parametrize(
+    ("given", "queue_s", "compute_s", "handover_s", "moved"),
+    [
+        ({}, 0, 1.14, 0.05 + 0.1024, 1024),
+        ({"p": busy(0.5, 0.25)}, 0.75, 1.14, 0.1524, 1024),
+        ({"d": busy(streams=32)}, 0, 1.14, 0.1524 + 0.032, 1024),
+        ({"held": [("p", 1000)]}, 0, 0.124741, 0.1524, 1024),
+        ({"held": [("d", 1000)]}, 0, 1.14, 0.0524, 24),
+    ],
+)
+def test_a_pair_by_hand(given, queue_s, compute_s, handover_s, moved):
+    """A queue, a prefill, and the KV that decode does not hold."""
+    (estimate,) = options(**ONE, **given).remote
+    assert (estimate.decode, estimate.prefill) == ("d", "p")
+    assert estimate.queue_s == pytest.approx(queue_s)
+    assert estimate.compute_s == pytest.approx(compute_s, abs=1e-6)
+    assert estimate.handover_s == pytest.approx(handover_s)
+    assert estimate.moved_tokens == moved
+    assert estimate.ttft_s == pytest.approx(queue_s + compute_s + handover_s, abs=1e-6)
+
+
+def test_decoding_by_hand():
+    """100 tokens are 99 steps after the first; beside 31 streams a step takes 0.064 x (1 + 32 / 64) s."""
+    (estimate,) = options(**ONE, answer=100, d=busy(streams=31)).remote
+    assert estimate.decoding_s == pytest.approx(99 * 0.096)
+    assert estimate.interference_s == pytest.approx(100 * 31 * 0.001)
+
+
+def test_calls_of_other_routers_count():
+    """Serve knows of three calls on each that this router has not sent: two streams more, three prompts more."""
+    crowd = replace(options(**ONE), decode={"d": 3}, prefill={"p": 3})
+    (estimate,) = crowd.remote
+    assert estimate.queue_s == pytest.approx(3 * 1.14, abs=1e-5)
+    assert estimate.handover_s == pytest.approx(0.1524 + 0.003)
+
+
+@pytest.mark.parametrize(
+    ("given", "route", "reason", "decode", "prefill"),
+    [
+        # Equal work: without a transfer it is done sooner.
+        ({}, "local", "cheaper", "d", None),
+        ({"tokens": 31}, "local", "short_uncached", "d", None),
+        ({"tokens": 1024, "held": [("d", 1000)], "d": busy(streams=50)}, "local", "short_uncached", "d", None),
+        # One stream that would wait 1.14 s for this prefill outweighs the transfer.
+        ({"d": busy(streams=1)}, "remote", "cheaper", "d", "p"),
+        ({"d": busy(0.2)}, "remote", "cheaper", "d", "p"),
+        ({"d": busy(0.2), "p": busy(0.2)}, "local", "cheaper", "d", None),
+        ({"d": busy(streams=1), "p": busy(3.0)}, "local", "cheaper", "d", None),
+        ({"held": [("p", 900)]}, "remote", "cheaper", "d", "p"),
+        ({"decode": "de", "prefill": "", "d": busy(streams=1)}, "local", "no_prefill", "e", None),
+        ({"decode": "de", "d": busy(streams=1), "e": busy(streams=2)}, "remote", "cheaper", "d", "p"),
+        ({"decode": "de", "held": [("e", 500)]}, "local", "cheaper", "e", None),
+        ({"prefill": "pq", "d": busy(streams=1), "p": busy(0.5)}, "remote", "cheaper", "d", "q"),
+        ({"prefill": "pq", "d": busy(streams=1), "p": busy(0.5), "held": [("p", 900)]}, "remote", "cheaper", "d", "p"),
+        ({"decode": "", "prefill": "p"}, "remote", "unseen", None, None),
+        ({"decode": "", "prefill": ""}, "local", "no_prefill", None, None),
+    ],
+)
+def test_the_cheapest(given, route, reason, decode, prefill):
+    """Local or remote, and where, by hand."""
+    decision = choose(ASSUMED, options(**{**ONE, **given}), Asked())
+    assert (decision.route, decision.reason) == (route, reason)
+    assert next(iter(decision.decode), None) == decode
+    assert next(iter(decision.prefill), None) == prefill
+
+
+@pytest.mark.parametrize(
+    ("policy", "route", "reason", "decode", "prefill"),
+    [
+        ("cost", "remote", "cheaper", "ed", "pq"),
+        ("always_remote", "remote", "policy", "ed", "pq"),
+        ("never_remote", "local", "policy", "ed", ""),
+        ("round_robin", "remote", "policy", "de", "pq"),
+        ("least_load", "remote", "policy", "ed", "qp"),
+    ],
+)
+def test_policies(policy, route, reason, decode, prefill):
+    """d has two streams and e a prompt; p has a prompt more than q, but holds this one."""
+    several = options(decode="de", prefill="pq", d=busy(streams=2), e=busy(0.1), p=busy(0.1), held=[("p", 1000)])
+    decision = choose(ASSUMED.model_copy(update={"policy": policy}), several, Asked())
+    assert (decision.route, decision.reason, decision.policy) == (route, reason, policy)
+    assert ("".join(decision.decode), "".join(decision.prefill)) == (decode, prefill)
+
+
+def test_a_request_that_cannot_be_split():
+    """Decode must do it; which replica is weighed as ever."""
+    decision = choose(ASSUMED, options(decode="de", prefill="p", held=[("e", 512)]), Asked(whole="echo"))
+    assert (decision.route, decision.reason, decision.decode, decision.prefill) == ("local", "echo", ("e", "d"), ())
+
+
+@pytest.mark.parametrize("policy", ["cost", "round_robin", "least_load", "always_remote", "never_remote"])
+def test_a_session_has_one_decode_replica(policy):
+    """Whatever the policy and the load; sessions spread over replicas; another replica moves few of them."""
+    rules = ASSUMED.model_copy(update={"policy": policy})
+
+    def decode_of(session: str, replicas: str) -> str:
+        crowd = options(decode=replicas, prefill="p", d=busy(streams=3))
+        return choose(rules, crowd, Asked(session=session)).decode[0]
+
+    chosen = {session: decode_of(session, "def") for session in map(str, range(60))}
+    assert set(chosen.values()) == set("def")
+    assert chosen == {session: decode_of(session, "fed") for session in chosen}
+    assert {decode_of(session, "defg") for session in chosen if decode_of(session, "defg") != chosen[session]} == {"g"}
+
+
+def test_weights():
+    """An operator who does not mind interrupted streams gets less transfer."""
+    loaded = options(**ONE, d=busy(streams=1))
+    assert choose(ASSUMED, loaded, Asked()).route == "remote"
+    assert choose(ASSUMED.model_copy(update={"interference_weight": 0.0}), loaded, Asked()).route == "local"
+    (estimate,) = loaded.local
+    assert score(ASSUMED, estimate) == pytest.approx(estimate.ttft_s + estimate.decoding_s + estimate.interference_s)
+
+
+def test_a_decision_explains_itself():
+    """Compact JSON with both routes' numbers."""
+    told = json.loads(choose(ASSUMED, options(**ONE, d=busy(0.2)), Asked()).explain())
+    assert (told["route"], told["reason"], told["policy"], told["prompt_tokens"]) == ("remote", "cheaper", "cost", 1024)
+    assert told["chosen"]["prefill"] == "p"
+    assert "prefill" not in told["other"]
+    assert told["other"]["queue_s"] == 0.2
+    assert told["chosen"]["ttft_s"] == pytest.approx(1.2924)

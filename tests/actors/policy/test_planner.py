@@ -1,0 +1,233 @@
+"""What the router learns from its requests, and what it decides from it."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.policy.decision import Estimate
+from actors.policy.planner import Planner
+from actors.policy.prompts import read_prompt
+from configs.settings import RoutingSettings
+
+P = {"p": 0}
+D = {"d": 0}
+TWO = {"d": 0, "e": 0}
+
+
+def ids(count: int, first: int = 0):
+    """A prompt of token ids."""
+    return read_prompt({"prompt": list(range(first, first + count))})
+
+
+def known(estimate: Estimate | None) -> Estimate:
+    assert estimate is not None
+    return estimate
+
+
+def serve(planner: Planner, prompt, now: float, decode="d", prefill=None, prefill_s=1.0, handover_s=0.1, tokens=0):
+    """One request from its beginning to its end; the time it ends."""
+    inflight = planner.begin(prompt, decode, prefill, now)
+    if prefill:
+        planner.prefilled(inflight, now + prefill_s)
+        now += handover_s
+    planner.opened(inflight, now + prefill_s)
+    planner.ended(inflight, now + prefill_s + 0.01 * tokens, tokens)
+    return now + prefill_s + 0.01 * tokens
+
+
+def test_before_it_knows_the_fleet():
+    """Serve chooses, once."""
+    decision = Planner(RoutingSettings()).decide(ids(1000), None, None, 0.0)
+    assert (decision.route, decision.reason, decision.decode, decision.prefill) == ("remote", "unseen", (), ())
+
+
+def test_a_slow_transfer_is_learnt():
+    """At first a long prompt beside streams is sent away; once transfers have taken 5 s each, it is not."""
+    planner = Planner(RoutingSettings())
+    streaming = planner.begin(ids(1), "d", None, 0.0)
+    planner.opened(streaming, 0.1)
+    now, routes = 1.0, []
+    for n in range(6):
+        routes.append(planner.decide(ids(4000, n * 4000), P, D, now).route)
+        if routes[-1] == "remote":
+            now = serve(planner, ids(4000, n * 4000), now, prefill="p", prefill_s=0.4, handover_s=5.0)
+    assert routes[0] == "remote"
+    assert routes[-1] == "local"
+
+
+def test_a_slow_prefill_replica_is_left_alone():
+    """Of two equal ones, the one that takes four times as long gets what the other has no room for."""
+    planner = Planner(RoutingSettings(policy="always_remote"))
+    now = 0.0
+    for n in range(20):
+        for prefill, seconds in (("p", 0.4), ("q", 1.6)):
+            now = serve(planner, ids(4000, n * 4000), now, prefill=prefill, prefill_s=seconds)
+    first, second = (planner.decide(ids(4000, 10**6 + n), {"p": 0, "q": 0}, D, now) for n in range(2))
+    assert first.prefill == second.prefill == ("p", "q")
+    assert known(first.chosen).compute_s == pytest.approx(0.4, rel=0.1)
+    for n in range(4):
+        planner.begin(ids(4000, 2 * 10**6 + n), "d", "p", now)
+    assert planner.decide(ids(4000, 3 * 10**6), {"p": 0, "q": 0}, D, now).prefill == ("q", "p")
+
+
+def test_equals_take_turns():
+    planner = Planner(RoutingSettings(policy="always_remote"))
+    firsts = [planner.decide(ids(10), {"p": 0, "q": 0}, TWO, 0.0) for _ in range(4)]
+    assert [one.prefill[0] for one in firsts] in (["p", "q", "p", "q"], ["q", "p", "q", "p"])
+    assert len({one.decode[0] for one in firsts}) == 2
+
+
+def test_a_second_turn_goes_where_the_first_is():
+    """e has the first turn's prompt and answer: 100 new tokens of 1,700 are its to compute."""
+    planner = Planner(RoutingSettings())
+    now = serve(planner, ids(1000), 0.0, decode="e", prefill="p", tokens=600)
+    decision = planner.decide(ids(1700), P, TWO, now)
+    assert (decision.route, decision.decode[0]) == ("local", "e")
+    assert known(decision.chosen).uncached_tokens == 100
+    assert known(decision.other).prefill == "p"
+    assert known(decision.other).uncached_tokens == pytest.approx(740, abs=64)
+
+
+def test_a_shared_beginning_is_found_on_prefill_replicas():
+    planner = Planner(RoutingSettings(policy="always_remote"))
+    serve(planner, ids(4000), 0.0, prefill="q")
+    again = read_prompt({"prompt": [*range(3000), 7, 8, 9]})
+    assert planner.decide(again, {"p": 0, "q": 0}, D, 10.0).prefill[0] == "q"
+
+
+def test_tokens_of_text_are_counted_by_the_engine():
+    """Two bytes a token, not four; measured once it is as good as known."""
+    planner = Planner(RoutingSettings())
+    for n in range(20):
+        prompt = read_prompt({"prompt": f"{n:08}" * 1000})
+        inflight = planner.begin(prompt, "d", "p", n)
+        planner.prefilled(inflight, n + 0.5, 4000)
+        planner.ended(inflight, n + 0.6)
+    assert planner.prompt_tokens(read_prompt({"prompt": "z" * 1000})) == pytest.approx(500, rel=0.02)
+    assert planner.prompt_tokens(ids(1000)) == 1000
+
+
+@pytest.mark.parametrize(
+    ("body", "prompt_tokens", "answer_tokens"),
+    [
+        ({"prompt": ""}, 1, 128),
+        ({"prompt": "x" * 400}, 100, 128),
+        ({"prompt": [1, 2, 3], "max_tokens": 16}, 3, 16),
+        ({"prompt": ["x" * 400, [1, 2]], "n": 2, "max_tokens": 1000}, 102, 512),
+        ({}, 1, 128),
+    ],
+)
+def test_how_large_a_request_is(body, prompt_tokens, answer_tokens):
+    """Before anything is measured, for every kind of prompt."""
+    planner = Planner(RoutingSettings())
+    prompt = read_prompt(body)
+    assert planner.prompt_tokens(prompt) == prompt_tokens
+    assert planner.answer_tokens(prompt) == answer_tokens
+    assert planner.decide(prompt, P, D, 0.0).decode == ("d",)
+
+
+def test_replicas_to_avoid():
+    decision = Planner(RoutingSettings(policy="always_remote")).decide(
+        ids(100), {"p": 0, "q": 0}, TWO, 0.0, avoid=frozenset("qd")
+    )
+    assert (decision.prefill, decision.decode) == (("p",), ("e",))
+    alone = Planner(RoutingSettings()).decide(ids(100), P, D, 0.0, avoid=frozenset("p"))
+    assert (alone.route, alone.reason) == ("local", "no_prefill")
+
+
+def test_a_replica_whose_call_broke_off_comes_last():
+    """It looks idle, and dearer ones are better; for a while, and not if there is no other."""
+    planner = Planner(RoutingSettings(policy="always_remote"))
+    streaming = planner.begin(ids(1), "d", None, 0.0)
+    planner.opened(streaming, 0.1)
+    for engine in ("e", "p"):
+        planner.ended(planner.begin(ids(100), "e", "p", 0.2), 0.3, broken=True)
+        planner.failed(engine, 0.3)
+    both = {"p": 0, "q": 9}
+    assert planner.decide(ids(100), both, TWO, 1.0).decode == ("d", "e")
+    assert planner.decide(ids(100), both, TWO, 1.0).prefill == ("q", "p")
+    assert planner.decide(ids(100), P, {"e": 0}, 1.0).decode == ("e",)
+    assert planner.decide(ids(100), both, TWO, 6.0).decode == ("e", "d")
+
+
+def test_a_replica_that_left_is_forgotten():
+    """Its measurements, its prefixes and its load; another of that name starts anew."""
+    planner = Planner(RoutingSettings())
+    serve(planner, ids(1000), 0.0, decode="e", prefill="p")
+    hanging = planner.begin(ids(1000), "e", "p", 2.0)
+    planner.decide(ids(1000), {"q": 0}, D, 3.0)
+    planner.ended(hanging, 3.0)
+    planner.decide(ids(1000), {"q": 0}, D, 3.0)
+    decision = planner.decide(ids(1000), {"q": 0}, TWO, 3.0, avoid=frozenset("d"))
+    assert known(decision.chosen).uncached_tokens == 1000
+    assert planner.engines() == {"prefill": 0, "decode": 0, "pieces": 0}
+
+
+def test_new_weights_keep_what_was_measured_and_new_assumptions_do_not():
+    planner = Planner(RoutingSettings())
+    for n in range(5):
+        serve(planner, ids(1000, n * 1000), 10.0 * n, prefill="p", prefill_s=9.0)
+    seconds = lambda: known(planner.decide(ids(1000, 10**6), P, D, 50.0).other).compute_s  # noqa: E731
+    assert seconds() == pytest.approx(9.0, rel=0.1)
+    planner.reconfigure(RoutingSettings(interference_weight=0.5, local_below_tokens=7, policy="never_remote"))
+    assert planner.decide(ids(100), P, D, 50.0).policy == "never_remote"
+    assert seconds() == pytest.approx(9.0, rel=0.1)
+    planner.reconfigure(RoutingSettings(assumed_prefill_tokens_per_s=1000.0, policy="never_remote"))
+    assert seconds() == pytest.approx(1.03, rel=0.05)
+
+
+def test_what_broke_off_teaches_nothing():
+    """A prefill replica that died, a client that left: no cost is learnt, and nothing is left of either."""
+    planner = Planner(RoutingSettings(policy="always_remote"))
+    before = known(planner.decide(ids(1000, 5000), P, D, 500.0).chosen)
+    for n, answered in enumerate((False, True)):
+        inflight = planner.begin(ids(1000), "d", "p", 100.0 * n)
+        if answered:
+            planner.prefilled(inflight, 100.0 * n + before.compute_s)
+        planner.ended(inflight, 100.0 * n + 90, broken=True)
+        planner.ended(inflight, 100.0 * n + 90)
+        planner.opened(inflight, 100.0 * n + 95)
+    after = known(planner.decide(ids(1000, 5000), P, D, 500.0).chosen)
+    assert after.compute_s == pytest.approx(before.compute_s, rel=0.01)
+    assert after.handover_s == before.handover_s
+    assert after.queue_s == 0
+    again = planner.decide(ids(1000), P, D, 500.0)
+    assert known(again.chosen).moved_tokens == 1000, "decode has not got it"
+    assert known(again.chosen).uncached_tokens < 100, "prefill has computed it the second time"
+
+
+bodies = st.one_of(
+    st.builds(lambda n: {"prompt": list(range(n))}, st.integers(0, 3000)),
+    st.builds(lambda text: {"prompt": text * 40}, st.text(max_size=60)),
+    st.builds(lambda texts: {"prompt": texts}, st.lists(st.text(max_size=400), max_size=5)),
+    st.builds(lambda t: {"messages": [{"role": "user", "content": one} for one in t]}, st.lists(st.text(), max_size=4)),
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(bodies, st.floats(0, 30)), min_size=1, max_size=25), st.integers(0, 2**32))
+def test_any_day_ends_at_rest(days, seed):
+    """Requests of any kind that begin, open, end or break off in any order leave no load, and decisions are whole."""
+    dice = random.Random(seed)
+    planner = Planner(RoutingSettings(prefix_tokens_per_engine=5000, policy=dice.choice(["cost", "least_load"])))
+    open_requests, now = [], 0.0
+    for body, later in days:
+        now += later
+        prompt = read_prompt(body)
+        prefill = {name: dice.randrange(3) for name in "pq"[: dice.randrange(3)]}
+        decision = planner.decide(prompt, prefill, TWO, now, session=dice.choice([None, "s"]))
+        assert decision.local == (not decision.prefill)
+        assert set(decision.decode) == {"d", "e"}
+        chosen = known(decision.chosen)
+        assert min(chosen.ttft_s, chosen.decoding_s, chosen.interference_s) >= 0
+        assert 0 < chosen.uncached_tokens <= decision.prompt_tokens
+        open_requests.append(planner.begin(prompt, decision.decode[0], next(iter(decision.prefill), None), now))
+        for inflight in dice.sample(open_requests, dice.randrange(len(open_requests) + 1)):
+            what = dice.choice([planner.prefilled, planner.opened, planner.ended])
+            what(inflight, now + dice.random())  # in any order
+    for inflight in open_requests:
+        planner.ended(inflight, now + 1, dice.randrange(50))
+    planner.decide(ids(9), {}, {}, now + 2)
+    assert planner.engines() == {"prefill": 0, "decode": 0, "pieces": 0}

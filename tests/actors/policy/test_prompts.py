@@ -1,0 +1,107 @@
+"""What is read from a body to find cached prefixes."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.policy.prompts import PIECE_BYTES, Prompt, passage, read_prompt
+
+LONG = "x" * 600
+
+
+@pytest.mark.parametrize(
+    ("body", "data", "ids"),
+    [
+        ({"prompt": "abc"}, [b"abc"], [False]),
+        ({"prompt": ""}, [b""], [False]),
+        ({"prompt": [1, 258]}, [bytes([1, 0, 0, 0, 2, 1, 0, 0])], [True]),
+        ({"prompt": []}, [b""], [True]),
+        ({"prompt": ["ab", "c"]}, [b"ab", b"c"], [False, False]),
+        ({"prompt": [[1], []]}, [bytes([1, 0, 0, 0]), b""], [True, True]),
+        ({"prompt": ["ab", [1]]}, [b"ab", bytes([1, 0, 0, 0])], [False, True]),
+        ({"messages": [{"role": "user", "content": "hi"}]}, [b"user\x1ehi\x1f"], [False]),
+        ({"messages": [{"role": "user", "content": "é"}]}, ["user\x1eé\x1f".encode()], [False]),
+        (
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": []}]},
+            [b'assistant\x1enull\x1e{"tool_calls": []}\x1f'],
+            [False],
+        ),
+        ({"messages": []}, [], []),
+        ({"messages": ["hi"]}, [b'"hi"\x1f'], [False]),
+        ({}, [], []),
+        ({"prompt": None}, [], []),
+        ({"prompt": 7}, [], []),
+        ({"prompt": [1, "a"]}, [], []),
+        ({"prompt": [-1, 2]}, [], []),
+        ({"prompt": [2**32]}, [], []),
+        ({"prompt": [True, False]}, [], []),
+        ({"prompt": "\ud800"}, [b"\xed\xa0\x80"], [False]),
+    ],
+)
+def test_what_is_read(body, data, ids):
+    """Text, ids, several, none; what no engine would take is nothing, and no error."""
+    passages = read_prompt(body).passages
+    assert [one.data for one in passages] == data
+    assert [one.ids for one in passages] == ids
+
+
+@pytest.mark.parametrize(
+    ("body", "answers", "most"),
+    [
+        ({"prompt": "a"}, 1, None),
+        ({"prompt": ["a", "b"], "n": 3, "max_tokens": 5}, 6, 5),
+        ({"messages": [{}], "max_completion_tokens": 0, "max_tokens": 9}, 1, 0),
+        ({"messages": [{}], "max_completion_tokens": None, "max_tokens": 9}, 1, 9),
+        ({"prompt": "a", "n": "many", "max_tokens": -1}, 1, None),
+        ({}, 1, None),
+    ],
+)
+def test_how_much_is_asked_for(body, answers, most):
+    prompt = read_prompt(body)
+    assert (prompt.answers, prompt.most_answer_tokens) == (answers, most)
+
+
+def test_pieces_are_chained():
+    """A piece's hash says what came before it; what does not fill a piece has none."""
+    one, same, other = (passage(text.encode(), False, 0) for text in (LONG, LONG, "y" + LONG[1:]))
+    assert len(one.pieces) == 2
+    assert one.tail == b"x" * (600 - 2 * PIECE_BYTES)
+    assert one.pieces == same.pieces
+    assert not set(one.pieces) & set(other.pieces)
+
+
+@pytest.mark.parametrize("field", ["model", "cache_salt", "tools", "chat_template", "documents"])
+def test_caches_that_are_not_shared(field):
+    """The same text for another adapter, salt or set of tools is in another place in an engine's cache."""
+    plain, one, two = (
+        read_prompt({"prompt": LONG, **more}).passages[0] for more in ({}, {field: ["a"]}, {field: ["b"]})
+    )
+    assert len({plain.pieces, one.pieces, two.pieces}) == 3
+
+
+@given(st.lists(st.text(max_size=700), min_size=1, max_size=4), st.lists(st.text(max_size=300), min_size=1, max_size=3))
+def test_a_conversations_next_turn_begins_with_this_one(said, more):
+    """All pieces of the one are the first pieces of the other."""
+    first, next_turn = (
+        read_prompt({"messages": [{"role": "user", "content": text} for text in texts]}).passages[0]
+        for texts in (said, said + more)
+    )
+    assert next_turn.data.startswith(first.data)
+    assert next_turn.pieces[: len(first.pieces)] == first.pieces
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=12,
+)
+fields = st.sampled_from(["prompt", "messages", "n", "max_tokens", "max_completion_tokens", "model", "tools"])
+
+
+@given(st.dictionaries(fields, json_values))
+def test_no_body_is_an_error(body):
+    """Bad requests are for the engine to refuse."""
+    assert isinstance(read_prompt(body), Prompt)
+    assert isinstance(read_prompt(json.loads(json.dumps(body))), Prompt)

@@ -1,0 +1,137 @@
+"""What a client is sent of a stream, and when: the first token at once, later ones together if they come together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from actors.errors import EngineDownError, EngineError
+from actors.request import Call, Heartbeat, ResponseStart, StreamChunk
+from tests.actors.behaviours import EVENTS, fleet, request, well
+from tests.actors.fleet import at_rest
+
+
+def token(number: int) -> StreamChunk:
+    return StreamChunk(b'data: {"choices": [{"index": 0, "text": "%d"}]}\n\n' % number, ((number,),))
+
+
+DONE = StreamChunk(b"data: [DONE]\n\n", ())
+
+
+async def pieces(decode: Any) -> list[int]:
+    """How many events each piece of the answer has."""
+    router, p, d = fleet([well], [decode])
+    async with router.answer(request()) as answer:
+        found = []
+        async for piece in answer.body():
+            assert piece.endswith(b"\n\n")
+            found.append(piece.count(b"data: "))
+            await asyncio.sleep(0.02)  # a client that reads, while all that was ready comes
+    await at_rest(p, d)
+    return found
+
+
+async def test_what_comes_at_once_goes_on_at_once() -> None:
+    """The first event by itself, as it is what clients wait for; the rest in one piece."""
+
+    async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        yield ResponseStart(200, EVENTS)
+        for number in range(10):
+            yield token(number)
+        yield DONE
+
+    assert await pieces(serve) == [1, 10]
+
+
+async def test_what_comes_one_by_one_goes_on_one_by_one() -> None:
+    """No token waits for the next."""
+
+    async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        yield ResponseStart(200, EVENTS)
+        for number in range(4):
+            yield token(number)
+            await asyncio.sleep(0.1)
+        yield DONE
+
+    assert await pieces(serve) == [1, 1, 1, 1, 1]
+
+
+async def test_a_sign_of_life_holds_no_token_up() -> None:
+    """It may come with a token, in one read, and the next token much later."""
+
+    async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        yield ResponseStart(200, EVENTS)
+        yield token(0)
+        await asyncio.sleep(0.1)
+        yield Heartbeat()
+        yield token(1)
+        yield Heartbeat()
+        await asyncio.sleep(0.1)
+        yield DONE
+
+    assert await pieces(serve) == [1, 1, 1]
+
+
+async def test_what_is_put_together_has_bounds() -> None:
+    """A client that stops reading for a while gets what has piled up in pieces; others are served between them."""
+
+    async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        yield ResponseStart(200, EVENTS)
+        for number in range(20):
+            yield StreamChunk(b'data: {"choices": [{"index": 0, "text": "%s"}]}\n\n' % (b"x" * 20_000), ((number,),))
+        yield DONE
+
+    found = await pieces(serve)
+    assert max(found[1:]) <= 5
+    assert sum(found) == 21
+
+
+async def test_nothing_that_came_before_a_death_is_lost() -> None:
+    """What was there together with the news of it is sent, and another engine goes on after that."""
+    known: list[int] = []
+
+    async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        known.append(len(call.replay_log))
+        yield ResponseStart(200, EVENTS)
+        for number in range(6 if len(known) == 1 else 10):
+            yield token(number)
+        if len(known) == 1:
+            raise EngineDownError("killed")
+        yield DONE
+
+    router, p, d = fleet([well] * 2, [serve] * 2)
+    async with router.answer(request()) as answer:
+        body = b""
+        async for piece in answer.body():
+            body += piece
+            await asyncio.sleep(0.02)
+    assert [text.split(b'"')[0] for text in body.split(b'"text": "')[1:]] == [b"%d" % number for number in range(10)]
+    assert known == [0, 6]
+    await at_rest(p, d)
+
+
+async def test_nothing_that_came_before_an_error_is_lost() -> None:
+    """An engine that fails in mid-stream: the client sees how far it came."""
+
+    async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        yield ResponseStart(200, EVENTS)
+        for number in range(6):
+            yield token(number)
+        raise EngineError("failed")
+
+    router, p, d = fleet([well], [serve])
+    found: list[bytes] = []
+
+    async def read() -> None:
+        async with router.answer(request()) as answer:
+            async for piece in answer.body():
+                found.append(piece)
+                await asyncio.sleep(0.02)
+
+    with pytest.raises(EngineError):
+        await read()
+    assert b"".join(found).count(b"data: ") == 6
+    await at_rest(p, d)

@@ -1,0 +1,141 @@
+"""A request that is cancelled at each slot where the router waits: nothing that it took stays taken."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Generator
+from typing import Any
+
+import pytest
+
+from actors.request import TRANSFER_FIELD, Call, ResponseStart
+from actors.router.client_request import ClientRequest
+from actors.router.router import Router
+from tests.actors.behaviours import (
+    JSON,
+    LIMITS,
+    OK,
+    answers,
+    ask,
+    cut_off,
+    dies,
+    engine,
+    fleet,
+    hangs,
+    request,
+    transfers,
+    well,
+)
+from tests.actors.fleet import Handle, at_rest
+
+FAR = 1000
+"""More waits than any of these requests has."""
+
+
+class CancelledAt:
+    """Awaits `work`, and cancels the running task at the n-th slot where it waits."""
+
+    def __init__(self, work: Any, n: int) -> None:
+        self._work = work
+        self._n = n
+        self.waits = 0
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        steps = self._work.__await__()
+        waited_for = steps.send(None)
+        while True:
+            self.waits += 1
+            if self.waits == self._n:
+                task = asyncio.current_task()
+                assert task is not None
+                task.cancel()
+            try:
+                value = yield waited_for
+            except BaseException as error:
+                step = (steps.throw, error)
+            else:
+                step = (steps.send, value)
+            try:
+                waited_for = step[0](step[1])
+            except StopIteration as end:
+                return end.value
+
+
+async def run(router: Router, wanted: ClientRequest, n: int) -> tuple[int, bool]:
+    """(how often the request waited, whether it was cancelled at the n-th time)."""
+    work = CancelledAt(ask(router, wanted), n)
+
+    async def until_its_end() -> None:
+        await work
+
+    task = asyncio.create_task(until_its_end())
+    await asyncio.wait({task})
+    if task.cancelled():
+        return work.waits, True
+    task.result()
+    return work.waits, False
+
+
+def short(call: Call, turn: int) -> AsyncGenerator[Any, None]:
+    """A stream of a few big groups: enough waits, not hundreds."""
+    return engine(2, [14])(call, turn)
+
+
+async def slow_to_answer(call: Call, _: int) -> AsyncGenerator[Any, None]:
+    """A decode engine that has its KV, and thinks."""
+    await asyncio.sleep(0.01)
+    yield ResponseStart(200, JSON)
+    await asyncio.sleep(0.01)
+    yield b"{}"
+
+
+STORIES: dict[str, tuple[list[Any], list[Any], dict[str, Any]]] = {
+    "an answer": ([well], [slow_to_answer], {"stream": False}),
+    "a stream": ([well], [short], {}),
+    "decode alone": ([], [short], {}),
+    "n of 2": ([well], [short], {"n": 2}),
+    "n of 2, not streamed": ([well], [OK], {"stream": False, "n": 2}),
+    "decode refuses": ([well], [answers(400, {}, 0.01)], {}),
+    "a prefill leg dies": ([dies, well], [short, short], {}),
+    "a prefill leg is late": ([hangs, well], [OK], {"stream": False}),
+    "no prefill leg lives": ([dies, dies], [OK], {"stream": False}),
+    "decode dies before": ([well], [dies, OK], {"stream": False}),
+    "decode dies within": ([well], [cut_off, OK], {"stream": False}),
+    "decode dies in mid-stream": ([well], [engine(1, [14], 20), short], {}),
+}
+"""Prefill's and decode's behaviours, and the request. It is made in the test: its deadline counts from then."""
+
+
+@pytest.mark.parametrize("story", STORIES)
+async def test_cancelled_at_each_wait(story):
+    """Slots given back, calls ended once their replicas have them, KV that nobody fetches discarded, no task left."""
+    prefill, decode, more = STORIES[story]
+    wanted = request(**more)
+
+    def fresh() -> tuple[Router, Handle, Handle]:
+        router, p, d = fleet(prefill, decode)
+        # The same way each time: the last replica, which is the first behaviour.
+        for handle in (p, d):
+            handle.replicas.reverse()
+            handle.in_order = True
+        if "late" in story:
+            router.limits = LIMITS.model_copy(update={"prefill_timeout_s": 0.05})
+        return router, p, d
+
+    router, p, d = fresh()
+    waits, cancelled = await run(router, wanted, FAR)
+    await at_rest(p, d)
+    assert not cancelled
+    assert waits > 3
+    discards = 0
+    for n in range(1, waits + 1):
+        router, p, d = fresh()
+        await run(router, wanted, n)
+        await at_rest(p, d)
+        assert n > 1 or not p.calls + d.calls, "work that was cancelled has reached an engine"
+        assert set(p.discarded) <= set(transfers(p)), "a transfer was given up that prefill has never had"
+        fetched = {one for one in transfers(p) if one in p.delivered} - set(p.discarded)
+        assert fetched <= set(transfers(d)), "KV waits for a decode engine that has never heard of it"
+        discards += len(p.discarded)
+    splits = bool(prefill) and TRANSFER_FIELD not in wanted.body and wanted.body.get("n") is None
+    assert (discards > 0) == (splits and "no prefill" not in story)

@@ -1,0 +1,219 @@
+"""A delay in one stage shows up in that stage: the real router, and engines of sleeps with real stopwatches."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors.errors import EngineDownError
+from actors.request import TRANSFER_FIELD, Call, ResponseStart, StreamChunk
+from actors.router.client_request import ClientRequest
+from actors.telemetry.latency_breakdown import LatencyBreakdown
+from actors.telemetry.timestamps import CallTimestamps
+from configs.settings import RouterLimits
+from tests.actors.behaviours import EVENTS, JSON, event, request
+from tests.actors.fleet import Handle, Replica, at_rest, router_of
+
+DELAY_S = 0.25
+"""Far above what anything else here takes."""
+
+
+class Engines:
+    """Both roles' replicas; their stages take no time but for `delays`, in seconds by stage."""
+
+    def __init__(self, **delays: float) -> None:
+        self._delays = delays
+        self._computed = asyncio.Event()
+        self.prefill = Handle([Replica("p0", self._prefill), Replica("p1", self._prefill)])
+        self.decode = Handle([Replica("d", self._decode)])
+        self.router = router_of(RouterLimits(), self.prefill, self.decode)
+
+    async def stage(self, name: str) -> float:
+        """Go through a stage; when it ended, on this host's clock."""
+        await asyncio.sleep(self._delays.get(name, 0.0))
+        return time.monotonic()
+
+    async def _prefill(self, call: Call, _: int) -> AsyncGenerator[Any, None]:
+        if "retries" in self._delays and len(self.prefill.calls) == 1:
+            await self.stage("retries")
+            raise EngineDownError("dead")
+        await self.stage("hop to prefill")
+        watch, stats = CallTimestamps(), SimpleNamespace()
+        stats.queued_ts = await self.stage("prefill's tokenizer")
+        stats.scheduled_ts = await self.stage("prefill's queue")
+        stats.first_token_ts = await self.stage("prefill")
+        self._computed.set()
+        watch.first_token(stats, None)
+        await self.stage("prefill's answer")
+        yield ResponseStart(200, JSON, watch.take_timings())
+        yield b"{}"
+        await asyncio.sleep(60)
+
+    async def _decode(self, call: Call, _: int) -> AsyncGenerator[Any, None]:
+        body = json.loads(call.body)
+        watch, stats = CallTimestamps(), SimpleNamespace()
+        stats.queued_ts = await self.stage("decode's tokenizer")
+        arrival = None
+        if TRANSFER_FIELD in body:
+            asked_at = await self.stage("decode's room")
+            await self._computed.wait()
+            arrival = (asked_at, await self.stage("transfer"), "recompute" in self._delays)
+        stats.scheduled_ts = await self.stage("decode's queue")
+        await self.stage("recompute")
+        stats.first_token_ts = await self.stage("first step")
+        watch.first_token(stats, arrival)
+        if not body.get("stream"):
+            await self.stage("generation")
+            yield ResponseStart(200, JSON, watch.take_timings())
+            yield b"{}"
+            return
+        yield ResponseStart(200, EVENTS)
+        await self.stage("detokenizer")
+        timings = watch.take_timings()
+        await self.stage("hop from decode")
+        yield StreamChunk(event(1, index=0, text="a", finish_reason=None), ((1,),), timings)
+        await self.stage("streaming")
+        yield StreamChunk(event(1, index=0, text="b", finish_reason="length") + b"data: [DONE]\n\n", ((2,),))
+
+
+async def _is_over(role: Handle) -> None:
+    while True:
+        if not (role.taken or role.running):
+            return
+        await asyncio.sleep(0.001)
+
+
+async def ledger_of(engines: Engines, wanted: ClientRequest) -> LatencyBreakdown:
+    async with engines.router.answer(wanted) as answer:
+        breakdown = answer.breakdown
+    await at_rest(engines.prefill, engines.decode)
+    return breakdown
+
+
+@pytest.mark.parametrize(
+    ("stage", "part"),
+    [
+        ("retries", "retries"),
+        ("hop to prefill", "hops"),
+        ("prefill's tokenizer", "frontend"),
+        ("prefill's queue", "prefill_queue"),
+        ("prefill", "prefill"),
+        ("decode's tokenizer", "frontend"),
+        ("decode's room", "decode_queue"),
+        ("transfer", "transfer"),
+        ("decode's queue", "decode_queue"),
+        ("first step", "first_step"),
+        ("recompute", "recompute"),
+        ("detokenizer", "frontend"),
+        ("hop from decode", "hops"),
+        ("generation", "generation"),
+    ],
+)
+async def test_a_delay_of_a_remote_request_is_in_its_part(stage, part):
+    """It is the largest part, holds the delay, and the parts are the total."""
+    engines = Engines(**{stage: DELAY_S})
+    breakdown = await ledger_of(engines, request(stream=stage != "generation"))
+    parts = breakdown.parts
+    assert max(parts, key=parts.__getitem__) == part, parts
+    # Of a delay on one way alone, half is taken for the other way.
+    assert parts[part] >= (DELAY_S / 2 if part == "hops" else DELAY_S) * 0.99
+    assert sum(parts.values()) == pytest.approx(breakdown.total_s, abs=1e-6)
+    assert breakdown.total_s >= DELAY_S
+
+
+@pytest.mark.parametrize(
+    ("stage", "part"),
+    [
+        ("decode's tokenizer", "frontend"),
+        ("decode's queue", "decode_queue"),
+        ("first step", "prefill"),
+        ("detokenizer", "frontend"),
+    ],
+)
+async def test_a_delay_of_a_local_request_is_in_its_part(stage, part):
+    """Decode computes the prompt with its first step."""
+    engines = Engines(**{stage: DELAY_S})
+    parts = (await ledger_of(engines, request(n=2))).parts
+    assert max(parts, key=parts.__getitem__) == part, parts
+    assert parts.keys() <= {"body", "router", "slot_wait", "hops", "frontend", "decode_queue", "prefill"}
+
+
+async def test_waiting_for_a_place_is_in_its_part(monkeypatch):
+    """Before anything is sent."""
+    engines = Engines()
+    take = engines.decode.take
+
+    async def late(*options: Any) -> Any:
+        await asyncio.sleep(DELAY_S)
+        return await take(*options)
+
+    monkeypatch.setattr(engines.decode, "take", late)
+    parts = (await ledger_of(engines, request())).parts
+    assert max(parts, key=parts.__getitem__) == "slot_wait", parts
+
+
+async def test_prefill_is_heard_though_its_answer_comes_late():
+    """KV and decode's first token may overtake it; its leg ends when the answer is there, and the request goes on."""
+    engines = Engines(**{"prefill's answer": DELAY_S, "prefill": DELAY_S})
+    async with engines.router.answer(request()) as answer:
+        assert not answer.accounted
+        assert engines.prefill.taken == 1
+        await answer.account(20)
+        assert answer.accounted
+        assert answer.breakdown.parts["prefill"] >= DELAY_S * 0.99
+        assert "unexplained" not in answer.breakdown.parts
+        await asyncio.wait_for(_is_over(engines.prefill), 20)
+        assert engines.decode.taken == 1
+    await at_rest(engines.prefill, engines.decode)
+
+
+@pytest.mark.parametrize(
+    "delays",
+    [
+        {},
+        {"recompute": 0.01, "prefill's answer": 60},  # decode had to compute the prompt itself: nobody needs prefill
+    ],
+    ids=["answered", "needless"],
+)
+async def test_prefill_is_free_when_the_client_has_the_first_token(delays):
+    """Long before the stream ends, and not before: giving it back wakes another process."""
+    engines = Engines(**delays, streaming=DELAY_S)
+    async with engines.router.answer(request()) as answer:
+        body = answer.body()
+        await anext(body)
+        assert engines.prefill.taken == 1
+        rest = asyncio.create_task(anext(body))
+        await asyncio.wait_for(_is_over(engines.prefill), 20)
+        assert not rest.done()
+        await rest
+        await body.aclose()
+    await at_rest(engines.prefill, engines.decode)
+
+
+async def test_nobody_waits_longer_than_it_wants_for_prefills_answer():
+    """Nor is the leg left behind, if the request ends without that answer."""
+    engines = Engines(**{"prefill's answer": 60})
+    async with engines.router.answer(request()) as answer:
+        await answer.account(0.01)
+        assert "unexplained" in answer.breakdown.parts
+    await at_rest(engines.prefill, engines.decode)
+
+
+async def test_an_engine_without_statistics_is_unexplained():
+    """vLLM's `disable_log_stats`."""
+    engines = Engines()
+
+    async def silent(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        await asyncio.sleep(DELAY_S)
+        yield ResponseStart(200, JSON)
+        yield b"{}"
+
+    engines.decode.replicas = [Replica("d", silent)]
+    parts = (await ledger_of(engines, request(stream=False))).parts
+    assert parts["unexplained"] >= DELAY_S * 0.99

@@ -1,0 +1,308 @@
+"""Legs that break, and what the router does instead: the real router over handles in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from actors.errors import CannotResumeError, DeadlineError, EngineDownError, UnavailableError
+from actors.request import TRANSFER_FIELD, Call, ResponseStart, StreamChunk
+from actors.router.client_request import ClientRequest
+from testing.sse import said
+from tests.actors.behaviours import (
+    EVENTS,
+    LIMITS,
+    OK,
+    TOKENS,
+    WHOLE,
+    answers,
+    ask,
+    counted,
+    cut_off,
+    dies,
+    engine,
+    event,
+    fleet,
+    hangs,
+    prefills,
+    request,
+    transfers,
+    well,
+)
+from tests.actors.fleet import Handle, Replica, at_rest, router_of
+
+
+@pytest.mark.parametrize("fault", [dies, answers(503, {}), hangs], ids=["dies", "refuses", "is late"])
+async def test_a_broken_prefill_leg_goes_to_another_replica(fault):
+    """With a transfer id of its own, and a decode leg of its own: an id is for one request."""
+    router, p, d = fleet([fault, well], [OK])
+    if fault is hangs:
+        router.limits = LIMITS.model_copy(update={"prefill_timeout_s": 1})
+    for _ in range(4):
+        answer, body = await ask(router, request(stream=False))
+        assert (answer.route, json.loads(body)) == ("remote", WHOLE)
+    await at_rest(p, d)
+    assert 0 < len(p.replicas[0].calls) < 4, "the broken one is asked in its turn, and once a request"
+    assert len(set(transfers(p))) == len(p.calls) == 4 + len(p.replicas[0].calls)
+    assert sorted(transfers(p)) == sorted(transfers(d))
+    late = "late" if fault is hangs else "failed"
+    assert counted(router, "tandem_retries_total", leg="prefill", reason=late) == len(p.replicas[0].calls)
+
+
+@pytest.mark.parametrize(("replicas", "asked"), [(1, 1), (2, 2), (3, 3), (5, 3)])
+async def test_when_prefill_legs_keep_breaking_decode_serves_alone(replicas, asked):
+    """After `attempts` of them, or when there is no other replica."""
+    router, p, d = fleet([dies] * replicas, [OK])
+    answer, body = await ask(router, request(stream=False))
+    await at_rest(p, d)
+    assert (answer.local_reason, json.loads(body)) == ("prefill_failed", WHOLE)
+    assert len(p.calls) == asked
+    assert TRANSFER_FIELD not in json.loads(d.calls[-1].body)
+
+
+async def test_a_prefill_leg_that_finds_the_request_bad_is_not_tried_again():
+    """Decode's own answer is what the client gets."""
+    router, p, d = fleet([answers(400, {}), answers(400, {})], [answers(400, {"error": "no"})])
+    answer, body = await ask(router, request(stream=False))
+    await at_rest(p, d)
+    assert (answer.start.status, json.loads(body)) == (400, {"error": "no"})
+    assert len(p.calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "stream"),
+    [(dies, False), (dies, True), (cut_off, False), (engine(1, [1], 0), True)],
+    ids=["before an answer", "before a stream", "within an answer", "at a stream's first token"],
+)
+async def test_decode_that_dies_before_anything_was_sent_is_replaced(fault, stream):
+    """The client's whole request, with a fresh transfer; the engine that failed is not asked again."""
+    router, p, d = fleet([well], [fault, engine(2, [3]) if stream else OK])
+    for _ in range(3):
+        _, body = await ask(router, request(stream=stream))
+        assert said(body)["text"].endswith("<39>") if stream else json.loads(body) == WHOLE
+    await at_rest(p, d)
+    assert len(set(transfers(d))) == len(d.calls) == 3 + len(d.replicas[0].calls)
+    assert 0 < len(d.replicas[0].calls) < 3
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_replica_that_left_after_it_was_chosen_is_replaced(role):
+    """Serve finds out when the call is dispatched; it says so once more when the call is closed."""
+    router, p, d = fleet([well, well], [engine(1, [1]), engine(2, [3])])
+    handle = p if role == "prefill" else d
+    handle.replicas[0].left = True
+    for _ in range(3):
+        _, body = await ask(router, request())
+        assert said(body)["text"].endswith("<39>")
+    await at_rest(p, d)
+
+
+@pytest.mark.parametrize(("replicas", "asked"), [(1, 1), (2, 2), (5, 3)])
+async def test_decode_that_keeps_dying_is_an_error(replicas, asked):
+    """The engine's, not one of waiting for yet another."""
+    router, p, d = fleet([well], [dies] * replicas)
+    with pytest.raises(UnavailableError, match="decode engine is not available"):
+        await ask(router, request())
+    await at_rest(p, d)
+    assert len(d.calls) == asked
+
+
+@pytest.mark.parametrize("status", [400, 500, 503])
+async def test_what_an_engine_answers_is_the_answer(status):
+    """Another engine would answer the same."""
+    router, p, d = fleet([well], [answers(status, {}), answers(status, {})])
+    answer, _ = await ask(router, request())
+    await at_rest(p, d)
+    assert (answer.start.status, len(d.calls)) == (status, 1)
+
+
+async def test_a_transfer_that_cannot_be_discarded_leaves_nothing_here():
+    """Its lease ends it in the engine; the leg and its slot are given back all the same."""
+    router, p, d = fleet([well], [answers(400, {"error": "no"})])
+    p.silent = True
+    answer, _ = await ask(router, request())
+    assert answer.start.status == 400
+    await at_rest(p, d)
+
+
+async def test_no_engine_is_not_a_queue():
+    """While the engines start, or where the last one has gone: the client is told that, and may come again."""
+    router, p, d = fleet([well], [])
+    with pytest.raises(UnavailableError, match="no decode engine is running"):
+        await ask(router, request())
+    await at_rest(p, d)
+
+
+async def test_a_deadline_is_not_tried_again():
+    """The time is the request's."""
+    router, p, d = fleet([well], [hangs, hangs])
+    router.limits = LIMITS.model_copy(update={"request_timeout_s": 0.2})
+    with pytest.raises(DeadlineError):
+        await ask(router, request())
+    await at_rest(p, d)
+    assert len(d.calls) == 1
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["between events", "within an event"])
+@pytest.mark.parametrize("cut", range(TOKENS + 1))
+async def test_a_stream_outlives_its_engine(cut, half):
+    """At whichever token it dies: none lost, none twice, usage, finish reason and `created` as if nothing was."""
+    router, p, d = fleet([well], [engine(1, [2, 1, 1], cut, half), engine(2, [1, 3])])
+    uninterrupted = said(
+        b"".join([b.body if isinstance(b, StreamChunk) else b async for b in engine(3, [5])(Call("", ""), 1)][1:])
+    )
+    for _ in range(2):
+        _, body = await ask(router, request())
+        assert said(body) == uninterrupted
+    await at_rest(p, d)
+    # Before the first token there is no stream to go on with: that is another try.
+    begun = cut >= 2 or half
+    assert counted(router, "tandem_resumed_streams_total", outcome="resumed") == (begun and cut < TOKENS)
+
+
+async def test_a_stream_outlives_many_engines():
+    """As long as each gets further than the one before."""
+    router, p, d = fleet([well], [engine(n, [1, 2, 3], 1 + 4 * n) for n in range(9)] + [engine(10, [4])])
+    router.limits = LIMITS.model_copy(update={"attempts": 2})
+    d.replicas.reverse()
+    d.in_order = True
+    _, body = await ask(router, request())
+    assert said(body)["text"] == "".join(f"<{token}>" for token in range(TOKENS))
+    await at_rest(p, d)
+
+
+async def test_a_stream_that_kills_every_engine_at_one_token_ends():
+    """After `attempts` engines, with an error and not with the fleet."""
+    router, p, d = fleet([well], [engine(n, [1], 7) for n in range(6)])
+    sent = []
+
+    async def read() -> None:
+        async with router.answer(request()) as answer:
+            async for some in answer.body():
+                sent.append(some)
+
+    with pytest.raises(UnavailableError):
+        await read()
+    await at_rest(p, d)
+    assert b"<6>" in b"".join(sent)
+    assert b"<7>" not in b"".join(sent)
+    assert len(d.calls) == LIMITS.attempts
+    assert counted(router, "tandem_resumed_streams_total", outcome="failed") == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [({"n": 2}, "n > 1"), ({"prompt": ["a", "b"]}, "multiple prompts")],
+)
+async def test_a_stream_that_cannot_go_on_exactly_says_so(body, why):
+    """No silent end, and nothing that was not asked for."""
+    router, p, d = fleet([well], [engine(n, [1], 7) for n in range(2)])
+    with pytest.raises(CannotResumeError, match=why):
+        await ask(router, request(**body))
+    await at_rest(p, d)
+    assert len(d.calls) == 1
+    assert counted(router, "tandem_resumed_streams_total", outcome="refused") == 1
+
+
+async def test_an_engine_that_cannot_repeat_says_so():
+    """Its reason is the client's error."""
+
+    async def cannot(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        if call.replay_log:
+            raise CannotResumeError("speculative decoding")
+        async for item in engine(1, [1], 7)(call, 1):
+            yield item
+
+    router, p, d = fleet([well], [cannot, cannot])
+    with pytest.raises(CannotResumeError, match="speculative decoding"):
+        await ask(router, request())
+    await at_rest(p, d)
+
+
+async def test_an_engine_that_answers_otherwise_than_with_the_stream():
+    """For example because it is of another release, and refuses the request."""
+    first = engine(1, [1], 7)
+    router, p, d = fleet([], [first, answers(400, {})])
+    d.replicas.reverse()
+    d.in_order = True
+    with pytest.raises(CannotResumeError, match="HTTP 400"):
+        await ask(router, request())
+    await at_rest(p, d)
+
+
+@pytest.mark.parametrize("status", [400, 429, 503])
+async def test_a_stream_that_died_before_its_first_event_hides_no_status(status):
+    """The client has nothing yet: what the next engine answers is the answer, with its status and its body."""
+    router, p, d = fleet([], [engine(1, [1], 0), answers(status, {"error": "no"})])
+    d.replicas.reverse()
+    d.in_order = True
+    answer, body = await ask(router, request())
+    await at_rest(p, d)
+    assert len(d.calls) == 2
+    assert (answer.start.status, json.loads(body)) == (status, {"error": "no"})
+
+
+async def test_an_engine_that_dies_after_the_end_mark():
+    """Nothing is missing; nobody is asked again."""
+
+    async def ends_and_dies(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        async for item in engine(1, [1])(call, 1):
+            yield item
+        raise EngineDownError("killed")
+
+    router, p, d = fleet([well], [ends_and_dies, ends_and_dies])
+    _, body = await ask(router, request())
+    await at_rest(p, d)
+    assert said(body)["finish_reason"] == "length"
+    assert len(d.calls) == 1
+
+
+async def test_a_stream_that_ends_early_is_not_taken_for_whole():
+    """A generator that Serve closes just ends."""
+
+    async def stops(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        yield ResponseStart(200, EVENTS)
+        yield StreamChunk(event(1, index=0, text="<0>"), ((0,),))
+
+    router, p, d = fleet([well], [stops, stops])
+    with pytest.raises(UnavailableError, match="before its end"):
+        await ask(router, request())
+    await at_rest(p, d)
+
+
+async def test_a_stream_that_begins_before_its_kv_is_there():
+    """Events without a token say nothing of the handover: the prefill leg goes on until the first token."""
+    computing = asyncio.Event()
+    ended_early = False
+
+    async def slow_prefill(call: Call, turn: int) -> AsyncGenerator[Any, None]:
+        nonlocal ended_early
+        try:
+            await computing.wait()
+        except BaseException:
+            ended_early = True
+            raise
+        async for item in prefills(lambda: p)(call, turn):
+            yield item
+
+    async def eager(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        yield ResponseStart(200, EVENTS)
+        yield b"event: response.created\ndata: {}\n\n"
+        asyncio.get_running_loop().call_later(0.05, computing.set)
+        await p.delivered[transfers(d)[0]].wait()
+        yield StreamChunk(b"event: response.output_text.delta\ndata: {}\n\n", ((7,),))
+        yield b"event: response.completed\ndata: {}\n\n"
+
+    p, d = Handle([Replica("p0", slow_prefill)]), Handle([Replica("d0", eager)])
+    router = router_of(LIMITS, p, d)
+    wanted = request()
+    wanted = ClientRequest("/v1/responses", wanted.headers, wanted.raw, {**wanted.body, "input": "x"})
+    answer, body = await ask(router, wanted)
+    await at_rest(p, d)
+    assert (answer.route, body.count(b"event: "), ended_early) == ("remote", 3, False)
+    assert counted(router, "tandem_prefill_legs_total", outcome="done") == 1
+    assert counted(router, "tandem_resumed_streams_total", outcome="refused") == 0

@@ -1,0 +1,62 @@
+"""Whole events, each once, whichever engine they come from."""
+
+import pytest
+
+from actors.router.event_stream import EventStream
+
+
+def event(index: int, created: int = 1) -> bytes:
+    return f'data: {{"id":"a","created":{created},"choices":[{{"text":"{index}"}}]}}\n\n'.encode()
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 50, 1000])
+def test_pieces_of_any_size_become_whole_events(size):
+    """What is passed on ends at an event's end, and nothing is lost or added."""
+    data = b"".join(event(index) for index in range(5)) + b"data: [DONE]\n\n"
+    stream, passed = EventStream(), b""
+    for begin in range(0, len(data), size):
+        some = stream.feed(data[begin : begin + size])
+        assert some == b"" or some.endswith(b"\n\n")
+        passed += some
+    assert (passed, stream.sent, stream.done) == (data, 6, True)
+
+
+@pytest.mark.parametrize("cut", range(7))
+def test_a_stream_begun_anew_goes_on_where_it_was(cut):
+    """The events that were sent are left out; a half event before the cut is forgotten."""
+    old = [event(index) for index in range(6)]
+    new = [event(index, created=2) for index in range(6)]
+    stream = EventStream()
+    passed = stream.feed(b"".join(old[:cut]) + b'data: {"id"')
+    stream.restart()
+    passed += stream.feed(b"".join(new))
+    assert passed == b"".join(old if cut else new), "`created` stays the first one's"
+
+
+def test_comments_are_passed_on_and_not_counted():
+    """vLLM's keep-alive comments come when they come."""
+    stream = EventStream()
+    assert stream.feed(b": ping\n\n" + event(0)) == b": ping\n\n" + event(0)
+    stream.restart()
+    assert stream.feed(event(0) + b": ping\n\n" + event(1)) == b": ping\n\n" + event(1)
+    assert stream.sent == 2
+
+
+def test_text_that_looks_like_a_date_is_left_alone():
+    """Within a string, JSON escapes the quotes."""
+    stream = EventStream()
+    stream.feed(event(0, created=1))
+    stream.restart()
+    stream.feed(event(0, created=2))
+    said = b'data: {"id":"a","created":2,"choices":[{"text":"{\\"created\\":3}"}]}\n\n'
+    assert stream.feed(said) == said.replace(b'"created":2', b'"created":1')
+
+
+@pytest.mark.parametrize("last", ["response.completed", "response.failed", "error"])
+def test_the_responses_api_ends_without_a_mark(last):
+    """Its last event is the end; one that only looks like it is not."""
+    stream = EventStream()
+    stream.feed(b'event: response.output_text.delta\ndata: {"delta": "event: response.completed"}\n\n')
+    assert not stream.done
+    stream.feed(f'event: {last}\ndata: {{"type": "{last}"}}\n\n'.encode())
+    assert stream.done

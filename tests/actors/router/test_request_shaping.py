@@ -1,0 +1,155 @@
+"""Both legs' shapes, as tables."""
+
+import pytest
+
+from actors.request import Endpoint, ProducerAddress
+from actors.router.request_shaping import OUTPUT_ONLY, decode_leg, prefill_leg, why_local
+
+COMPLETIONS: Endpoint = "/v1/completions"
+CHAT: Endpoint = "/v1/chat/completions"
+RESPONSES: Endpoint = "/v1/responses"
+TURN = [{"role": "user", "content": "hi"}]
+PRODUCER = ProducerAddress(remote_engine_id="e1", remote_host="10.0.0.1", remote_port=4711, tp_size=2)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "reason"),
+    [
+        (COMPLETIONS, {"prompt": "some text"}, None),
+        (COMPLETIONS, {"prompt": ["some text"]}, None),
+        (COMPLETIONS, {"prompt": [1, 2]}, None),
+        (COMPLETIONS, {"prompt": [[1, 2]]}, None),
+        (COMPLETIONS, {"prompt": "text", "n": 1, "best_of": None, "echo": False}, None),
+        (COMPLETIONS, {"prompt": "text", "logprobs": 3, "stream": True, "min_tokens": 4}, None),
+        (COMPLETIONS, {"prompt": "text", "n": 2}, "n"),
+        (COMPLETIONS, {"prompt": "text", "n": "two"}, "n"),
+        (COMPLETIONS, {"prompt": "text", "best_of": 2}, "best_of"),
+        (COMPLETIONS, {"prompt": "text", "echo": True}, "echo"),
+        (COMPLETIONS, {"prompt": "text", "use_beam_search": True}, "use_beam_search"),
+        (COMPLETIONS, {"prompt": "text", "prompt_logprobs": 0}, "prompt_logprobs"),
+        (COMPLETIONS, {"prompt_embeds": "AAAA"}, "prompt_embeds"),
+        (COMPLETIONS, {"prompt": ["one", "two"]}, "several_prompts"),
+        (COMPLETIONS, {"prompt": [[1, 2], [3, 4]]}, "several_prompts"),
+        (COMPLETIONS, {"prompt": [1]}, "short_prompt"),
+        (COMPLETIONS, {"prompt": [[1]]}, "short_prompt"),
+        (COMPLETIONS, {"prompt": []}, "short_prompt"),
+        (COMPLETIONS, {"prompt": ""}, "short_prompt"),
+        (COMPLETIONS, {"prompt": 5}, "malformed"),
+        (COMPLETIONS, {}, "malformed"),
+        (CHAT, {"messages": TURN}, None),
+        (CHAT, {"messages": TURN, "tools": [], "response_format": {"type": "text"}}, None),
+        (CHAT, {"messages": TURN, "n": 3}, "n"),
+        (CHAT, {"messages": TURN, "prompt_logprobs": 1}, "prompt_logprobs"),
+        (CHAT, {"messages": []}, "malformed"),
+        (CHAT, {"messages": "hi"}, "malformed"),
+        (CHAT, {}, "malformed"),
+        (RESPONSES, {"input": "some text"}, None),
+        (RESPONSES, {"input": TURN, "store": True, "tools": [{"type": "function", "name": "f"}]}, None),
+        (RESPONSES, {"input": "some text", "background": True}, "background"),
+        (RESPONSES, {"input": "some text", "previous_response_id": "resp_1"}, "previous_response_id"),
+        (RESPONSES, {"input": "some text", "tools": [{"type": "code_interpreter"}]}, "tools_of_the_server"),
+        (RESPONSES, {"input": "some text", "tools": ["f"]}, "tools_of_the_server"),
+        (RESPONSES, {"input": []}, "malformed"),
+        (RESPONSES, {}, "malformed"),
+        ("/tokenize", {"prompt": "some text"}, "tokens_only"),
+        ("/detokenize", {"tokens": [1, 2]}, "tokens_only"),
+    ],
+)
+def test_why_local(endpoint, body, reason):
+    """A request is split unless prefill and decode would disagree about what to compute."""
+    assert why_local(endpoint, body) == reason
+
+
+def test_prefill_leg_of_a_completion():
+    """The same prompt, one token, the transfer, and nothing that concerns the output."""
+    body = {
+        "model": "m",
+        "prompt": "text",
+        "max_tokens": 100,
+        "min_tokens": 5,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "logprobs": 5,
+        "stop": ["x"],
+        "temperature": 0.7,
+        "truncate_prompt_tokens": 50,
+        "cache_salt": "s",
+    }
+    assert prefill_leg(COMPLETIONS, body, "t1") == {
+        "model": "m",
+        "prompt": "text",
+        "max_tokens": 1,
+        "n": 1,
+        "stream": False,
+        "temperature": 0.0,
+        "truncate_prompt_tokens": 50,
+        "cache_salt": "s",
+        "kv_transfer_params": {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "transfer_id": "t1",
+        },
+    }
+
+
+def test_prefill_leg_of_a_chat_keeps_what_shapes_the_prompt():
+    """Whatever a chat template may read stays; both token limits are one."""
+    shaping = {
+        "messages": TURN,
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "tool_choice": "auto",
+        "response_format": {"type": "json_object"},
+        "chat_template_kwargs": {"enable_thinking": False},
+        "add_generation_prompt": True,
+        "documents": [],
+    }
+    leg = prefill_leg(CHAT, {**shaping, "max_completion_tokens": 50, "top_logprobs": 2, "logprobs": True}, "t")
+    assert {key: leg[key] for key in shaping} == shaping
+    assert leg["max_tokens"] == leg["max_completion_tokens"] == 1
+    assert not OUTPUT_ONLY & leg.keys()
+
+
+def test_prefill_leg_of_a_response():
+    """Its length goes by another name, nothing of it is stored, and what shapes the prompt stays."""
+    shaping = {
+        "input": TURN,
+        "instructions": "be brief",
+        "tools": [{"type": "function", "name": "f"}],
+        "truncation": "auto",
+    }
+    body = {**shaping, "max_output_tokens": 50, "stream": True, "include": ["message.output_text.logprobs"]}
+    leg = prefill_leg(RESPONSES, {**body, "top_logprobs": 3, "store": True}, "t")
+    assert leg.pop("kv_transfer_params")["transfer_id"] == "t"
+    assert leg == {**shaping, "max_output_tokens": 1, "stream": False, "store": False, "temperature": 0.0}
+
+
+def test_decode_leg_is_the_clients_request_and_the_transfer():
+    """Nothing of the client's is changed."""
+    body = {"model": "m", "prompt": "text", "n": 1, "stream": True, "stop": ["x"]}
+    leg = decode_leg(body, "t1", PRODUCER)
+    assert leg.pop("kv_transfer_params") == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": "t1",
+        "remote_engine_id": "e1",
+        "remote_host": "10.0.0.1",
+        "remote_port": 4711,
+        "tp_size": 2,
+    }
+    assert leg == body
+
+
+def test_the_clients_body_is_left_alone():
+    """Legs are new objects: the router logs and retries from the original."""
+    body = {"prompt": "text", "stream": True}
+    prefill_leg(COMPLETIONS, body, "t")
+    decode_leg(body, "t", PRODUCER)
+    assert body == {"prompt": "text", "stream": True}
+
+
+def test_a_producer_is_read_from_a_connectors_reply():
+    """Other keys of the reply are ignored; a missing one is an error."""
+    reply = {"remote_engine_id": "e", "remote_host": "h", "remote_port": 1, "tp_size": 1, "transfer_id": "x"}
+    assert ProducerAddress.from_params(reply) == ProducerAddress("e", "h", 1, 1)
+    with pytest.raises(KeyError, match="remote_port"):
+        ProducerAddress.from_params({"remote_engine_id": "e", "remote_host": "h"})

@@ -1,0 +1,400 @@
+"""The router over real Serve handles, with engines that misbehave on demand.
+
+`Engine` speaks the actors' interface and does what a request's prompt tells it. A parked decode leg (one with
+`kv_transfer_params`) waits for KV that never comes unless its prefill leg answers.
+"""
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import ray
+from prometheus_client.parser import text_string_to_metric_families
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from actors.engine.asgi_call import call_asgi
+from actors.engine_pool.serve_discovery import DiscoveryRouter
+from actors.errors import EngineDownError
+from actors.request import TRANSFER_FIELD, Accepted, Call, ResponseStart, StreamChunk
+from actors.router.peer_routers import STATUS_AGE_S
+from actors.rpc.messages import RpcRequest
+from actors.rpc.server import RpcServer, replica_metadata
+from app.http.routes import OPEN_AGE_S
+from app.main import ROUTER_ENVIRONMENT, HttpRouter
+from configs.settings import RouterLimits, RoutingSettings
+from testing.sse import said
+from testing.timing import server_timing
+from tests.actors.behaviours import TOKENS, engine
+
+LIMITS = RouterLimits(
+    request_timeout_s=5,
+    body_timeout_s=3,
+    prefill_timeout_s=1.5,
+    prefill_wait_s=0.2,
+    replica_timeout_s=1,
+    max_ongoing_requests=4,
+    retry_after_s=7,
+    max_body_bytes=10_000,
+    routing=RoutingSettings(policy="round_robin"),
+)
+FIRST_TOKEN = b"data: {}\n\n"
+FOREVER_S = 60.0
+
+
+def exit_once(mark: Path) -> None:
+    """End this process without a word, if `mark` does not say that it was done before."""
+    if not mark.exists():
+        mark.touch()
+        os._exit(1)
+
+
+class Engine:
+    """One role's actor without an engine."""
+
+    async def __init__(self, role: str) -> None:  # type: ignore[misc]
+        self.role = role
+        self.server = RpcServer(self.serve_request, slots=100)
+        self.address = await self.server.open("127.0.0.1", 0)
+        self.running = 0
+        self.held: set[str] = set()
+        self.discarded = 0
+        routes = [Route("/v1/completions", self.complete, methods=["POST"])]
+        self.app = Starlette(routes=routes)
+
+    def record_replica_metadata(self) -> dict[str, object]:
+        producer = {"remote_engine_id": "e", "remote_host": "127.0.0.1", "remote_port": 1, "tp_size": 1}
+        return replica_metadata(self.address, 100, producer=producer)
+
+    async def serve_request(self, order: RpcRequest) -> AsyncGenerator[object, None]:
+        if order.transfer_id is None:
+            answer = self.call(order.call)
+        else:
+            answer = self.call_and_hold(order.call, order.transfer_id, order.hold_s)
+        async with aclosing(answer) as items:
+            async for item in items:
+                yield item
+
+    async def call(self, call: Call) -> AsyncGenerator[object, None]:
+        yield Accepted("fake")
+        self.running += 1
+        try:
+            if "counts" in json.loads(call.body)["prompt"]:
+                async with aclosing(self.count(call)) as items:
+                    async for item in items:
+                        yield item
+                return
+            if f"{self.role} dies" in json.loads(call.body)["prompt"]:
+                raise EngineDownError(self.role)
+            async with aclosing(call_asgi(self.app, call, disconnect_s=0.1)) as answer:
+                async for item in answer:
+                    if item == b"poison":
+                        raise EngineDownError(self.role)
+                    yield StreamChunk(item, ()) if item == FIRST_TOKEN else item
+        finally:
+            self.running -= 1
+
+    async def count(self, call: Call) -> AsyncGenerator[object, None]:
+        """Forty tokens one by one. Decode's process ends after `at` of them, if the file `once` is not there yet."""
+        body = json.loads(call.body)
+        if self.role == "prefill":
+            yield ResponseStart(200, ())
+            return
+        sent, known = 0, sum(map(len, call.replay_log))
+        async for item in engine(os.getpid(), [1, 2])(call, 1):
+            if sent >= body.get("at", FOREVER_S):
+                exit_once(Path(body["once"]))
+            yield item
+            sent += sum(map(len, item.groups)) if isinstance(item, StreamChunk) else 0
+            if sent > known:
+                await asyncio.sleep(0.01)
+
+    async def call_and_hold(self, call: Call, transfer_id: str, hold_s: float) -> AsyncGenerator[object, None]:
+        self.held.add(transfer_id)
+        self.running += 1
+        try:
+            async with aclosing(self.call(call)) as answer:
+                async for item in answer:
+                    yield item
+            await asyncio.sleep(hold_s)
+        finally:
+            self.held.discard(transfer_id)
+            self.running -= 1
+
+    async def discard(self, transfer_id: str) -> None:
+        self.discarded += transfer_id in self.held
+
+    async def ping(self) -> str:
+        return "fake"
+
+    async def status(self) -> dict[str, object]:
+        return {"role": self.role, "replica": "fake", "running": self.running}
+
+    async def metrics(self) -> tuple[str, str]:
+        return "fake", f"# TYPE calls gauge\ncalls {self.running}\n# TYPE gave gauge\ngave {self.discarded}\n"
+
+    async def complete(self, request: Request) -> Response:
+        body = await request.json()
+        prompt = body["prompt"]
+        if f"{self.role} rejects" in prompt:
+            return JSONResponse({"error": {"message": "no", "code": 400}}, status_code=400)
+        if f"{self.role} hangs" in prompt:
+            await asyncio.sleep(FOREVER_S)
+        parked = body.get(TRANSFER_FIELD, {}).get("do_remote_prefill")
+        if parked and "prefill" in prompt:
+            await asyncio.sleep(FOREVER_S)
+        await asyncio.sleep(0.05)
+        if not body.get("stream"):
+            return JSONResponse({"role": self.role, "parked": bool(parked)})
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            yield FIRST_TOKEN
+            await asyncio.sleep(0.1)
+            yield b"poison" if "breaks off" in prompt else b"data: [DONE]\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+
+def deploy(num_cpus: float = 0.1, routers: int = 1) -> None:
+    """Start the service, or replace the engines of one that runs. A replica that is told to stop has no time."""
+    actor = serve.deployment(Engine).options(
+        ray_actor_options={"num_cpus": num_cpus},
+        request_router_config=RequestRouterConfig(request_router_class=DiscoveryRouter),
+        graceful_shutdown_timeout_s=0.2,
+    )
+    options = {"num_cpus": 0.1, "runtime_env": {"env_vars": ROUTER_ENVIRONMENT}}
+    router = serve.deployment(HttpRouter).options(ray_actor_options=options, num_replicas=routers)
+    prefill, decode = actor.options(name="Prefill"), actor.options(name="Decode", num_replicas=2)
+    serve.run(router.bind(LIMITS, prefill.bind("prefill"), decode.bind("decode")), name="tandem")
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """The router's address, on a Ray cluster of this module alone."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(address="local", namespace="serve", include_dashboard=False, num_cpus=4, log_to_driver=False)
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        deploy()
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+@pytest.fixture
+async def client(url) -> AsyncGenerator[httpx.AsyncClient, None]:
+    async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+        yield client
+        await idle(client)
+
+
+async def ask(client: httpx.AsyncClient, prompt: str, explain: bool = False, **more: object) -> httpx.Response:
+    headers = {"x-tandem-explain": "1"} if explain else {}
+    return await client.post("/v1/completions", json={"prompt": prompt, **more}, headers=headers)
+
+
+async def idle(client: httpx.AsyncClient) -> None:
+    """Every test leaves all actors without a call."""
+    async with asyncio.timeout(60):
+        while True:
+            text = await exposition(client)
+            calls = [line.rsplit(" ", 1)[1] for line in text.splitlines() if line.startswith("calls{")]
+            if calls == ["0"] * 3:
+                return
+
+
+async def exposition(client: httpx.AsyncClient) -> str:
+    """/metrics as it is now: no answer that was made before."""
+    await asyncio.sleep(OPEN_AGE_S)  # askers share an answer for so long: none that was made before
+    return (await client.get("/metrics")).text
+
+
+async def test_both_legs_answer(client):
+    """Decode's answer is relayed; the held prefill leg is let go."""
+    reply = await ask(client, "all is well")
+    assert reply.json() == {"role": "decode", "parked": True}
+    assert reply.headers["x-tandem-route"] == "remote"
+
+
+@pytest.mark.parametrize("failure", ["prefill dies", "prefill rejects", "prefill hangs"])
+async def test_a_broken_prefill_leg_leaves_the_request_to_decode(client, failure):
+    """Dead, refusing or later than prefill_timeout_s: with no other replica, decode serves the client's own request."""
+    reply = await ask(client, failure)
+    assert reply.json() == {"role": "decode", "parked": False}
+    assert reply.headers["x-tandem-local-reason"] == "prefill_failed"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("prompt", "status"), [("decode dies", 503), ("decode hangs", 504), ("decode rejects", 400)])
+async def test_decodes_end_is_the_requests(client, prompt, status, stream):
+    """An error before the first byte has its own status, for streams too."""
+    reply = await ask(client, prompt, stream=stream)
+    assert reply.status_code == status
+    assert reply.json()["error"]["code"] == status
+    assert "x-tandem-route" not in reply.headers
+    assert reply.headers.get("retry-after") == ("7" if status == 503 else None)
+
+
+async def discarded(client: httpx.AsyncClient) -> float:
+    """How many held calls the prefill actor was told to give up."""
+    lines = (await exposition(client)).splitlines()
+    (count,) = (line.rsplit(" ", 1)[1] for line in lines if line.startswith("gave{") and 'role="prefill"' in line)
+    return float(count)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "times"),
+    [
+        ("all is well", 0),
+        ("breaks off", 0),
+        ("prefill rejects", 0),
+        ("decode rejects", 1),
+        ("decode dies", 2),  # of both replicas, each with a transfer of its own
+        ("prefill hangs", 1),
+    ],
+)
+async def test_kv_that_decode_does_not_fetch_is_discarded(client, prompt, times):
+    """While its call is still held, so that the replica knows the transfer for its own."""
+    before = await discarded(client)
+    await ask(client, prompt)
+    await idle(client)
+    assert await discarded(client) == before + times
+
+
+async def test_kv_of_a_client_that_leaves_is_discarded(client):
+    """Decode may never have heard of the transfer."""
+    before = await discarded(client)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(2):
+            await ask(client, "decode hangs")
+    await idle(client)
+    assert await discarded(client) == before + 1
+
+
+async def test_a_stream_that_breaks_off_says_so(client):
+    """What was sent stays; an error event and the end mark follow."""
+    reply = await ask(client, "breaks off", stream=True)
+    first, error, done = reply.text.strip().split("\n\n")
+    assert (reply.status_code, first, done) == (200, "data: {}", "data: [DONE]")
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == 503
+
+
+async def test_too_many_requests_are_refused_at_once(client):
+    """Those within the limit are served; the others get 429 and when to try again."""
+    replies = await asyncio.gather(*(ask(client, "decode hangs") for _ in range(6)))
+    assert sorted(reply.status_code for reply in replies) == [429, 429, 504, 504, 504, 504]
+    refused = next(reply for reply in replies if reply.status_code == 429)
+    assert refused.headers["retry-after"] == "7"
+    assert refused.json()["error"]["type"] == "RateLimitError"
+
+
+async def test_a_body_that_never_ends(client):
+    """It loses its slot among the admitted after body_timeout_s, with an answer."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+    writer.write(head.encode() + b'{"prompt": "and then')
+    async with asyncio.timeout(10):
+        status = await reader.readline()
+    writer.close()
+    assert b" 408 " in status
+
+
+@pytest.mark.parametrize("prompt", ["decode hangs", "prefill hangs", "both are well"])
+async def test_a_client_that_leaves_ends_both_calls(client, prompt):
+    """The fixture waits for both actors to be without a call."""
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.03):
+            await ask(client, prompt)
+
+
+async def test_health_names_the_replicas(client):
+    """200 while both roles answer."""
+    reply = await client.get("/health")
+    assert (reply.status_code, reply.json()) == (200, {"replicas": {"prefill": 1, "decode": 2}})
+
+
+def counted(reply: httpx.Response) -> str:
+    """The tokens that a stream of `counts` says, from the first to the last."""
+    assert reply.status_code == 200, reply.text
+    answer = said(reply.content)
+    assert (answer["finish_reason"], answer["usage"]) == ("length", {"completion_tokens": TOKENS})
+    return answer["text"]
+
+
+ALL = "".join(f"<{token}>" for token in range(TOKENS))
+
+
+@pytest.mark.parametrize("at", [0, 1, 17])
+async def test_a_stream_outlives_its_actor(client, tmp_path, at):
+    """Ray says that the process is gone; before the first byte and after it."""
+    reply = await ask(client, "counts", stream=True, at=at, once=str(tmp_path / "once"))
+    assert (tmp_path / "once").exists()
+    assert counted(reply) == ALL
+
+
+async def test_streams_outlive_a_rolling_restart(client):
+    """Serve replaces each engine while streams run, and does not wait for them to end: no client sees it."""
+    restarting = asyncio.create_task(asyncio.to_thread(deploy, 0.11))
+    replies: list[Any] = []
+    while not restarting.done() or len(replies) < 8:
+        replies += await asyncio.gather(*(ask(client, "counts", stream=True) for _ in range(3)))
+    await restarting
+    assert {counted(reply) for reply in replies} == {ALL}
+
+
+async def test_whichever_router_answers_it_tells_of_all(client):
+    """Two routers: each answer has both routers' series and requests, and all of them say the same."""
+    await asyncio.to_thread(deploy, routers=2)
+    before = sum(answered(await exposition(client)).values())
+    for _ in range(12):
+        assert (await ask(client, "all is well")).status_code == 200
+    await asyncio.sleep(OPEN_AGE_S)  # askers share an answer for so long: none that was made before
+    texts = [(await client.get("/metrics")).text for _ in range(12)]
+    counts = [answered(text) for text in texts]
+    assert len(counts[0]) == 2, "both have answered"
+    assert sum(counts[0].values()) == before + 12
+    assert counts == counts[:1] * 12, "it does not matter who is asked"
+    await asyncio.sleep(STATUS_AGE_S)
+    told = [(await client.get("/tandem/status")).json() for _ in range(12)]
+    for status in told:
+        assert {router["replica"] for router in status["routers"]} == counts[0].keys()
+        assert [engine["role"] for engine in status["engines"]] == ["prefill", "decode", "decode"]
+    recent = [[one["request_id"] for one in status["recent"]] for status in told]
+    assert recent == recent[:1] * 12
+    assert len(set(recent[0])) == len(recent[0]) >= 12
+
+
+def answered(exposition: str) -> dict[str, float]:
+    """For each router replica, the requests that it has answered well."""
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(exposition):
+        for sample in family.samples:
+            if sample.name == "tandem_requests_total" and sample.labels["status"] == "200":
+                replica = sample.labels["replica"]
+                found[replica] = found.get(replica, 0.0) + sample.value
+    return found
+
+
+async def test_a_client_that_asks_is_told_where_its_time_went(client):
+    """These engines say nothing of theirs, and the router does not make it up; others are told nothing."""
+    reply = await ask(client, "all is well", explain=True)
+    parts = server_timing(reply)
+    total = parts.pop("total")
+    assert sum(parts.values()) == pytest.approx(total, abs=0.1)
+    assert parts["unexplained"] >= 50, "how long decode takes"
+    assert "server-timing" not in (await ask(client, "all is well")).headers

@@ -1,0 +1,260 @@
+"""Where the router sends requests: its real planner over handles in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from actors.request import TRANSFER_FIELD, Call, ResponseStart, StreamChunk
+from actors.router.client_request import ClientRequest
+from actors.router.routing_feedback import LEARN_DELAY_S, Deferred
+from configs.settings import RouterLimits, RoutingSettings
+from tests.actors.behaviours import EVENTS, JSON, counted, dies
+from tests.actors.fleet import Handle, Replica, at_rest, router_of
+
+
+def limits(**routing: Any) -> RouterLimits:
+    return RouterLimits(routing=RoutingSettings(**routing))
+
+
+class Engines:
+    """Prefill and decode replicas by name; `token_s` is what either takes for each token of a list."""
+
+    def __init__(self, rules: RouterLimits, prefill: str = "p", decode: str = "d", token_s: float = 0.0) -> None:
+        self.token_s = token_s
+        self.streaming = asyncio.Event()
+        self.p = Handle([Replica(name, self.compute) for name in prefill])
+        self.d = Handle([Replica(name, self.generate) for name in decode])
+        self.router = router_of(rules, self.p, self.d)
+
+    async def compute(self, call: Call, _: int) -> AsyncGenerator[Any, None]:
+        body = json.loads(call.body)
+        await asyncio.sleep(self.token_s * len(body["prompt"]))
+        self.p.delivered[body[TRANSFER_FIELD]["transfer_id"]].set()
+        yield ResponseStart(200, JSON)
+        yield json.dumps({"usage": {"prompt_tokens": len(body["prompt"])}}).encode()
+        await asyncio.sleep(60)
+
+    async def generate(self, call: Call, _: int) -> AsyncGenerator[Any, None]:
+        body = json.loads(call.body)
+        if TRANSFER_FIELD in body:
+            await self.p.delivered[body[TRANSFER_FIELD]["transfer_id"]].wait()
+        elif self.token_s:
+            await asyncio.sleep(self.token_s * len(body["prompt"]))
+        yield ResponseStart(200, EVENTS if body["stream"] else JSON)
+        if not body["stream"]:
+            yield b"{}"
+            return
+        for token in range(body["max_tokens"]):
+            yield StreamChunk(b'data: {"choices": [{"index": 0, "text": "x"}]}\n\n', ((token,),))
+        if body.get("waits"):
+            await self.streaming.wait()
+        yield b"data: [DONE]\n\n"
+
+    async def ask(self, prompt: Any, session: str | None = None, **more: Any) -> Any:
+        """One request to its end; what the decision was, and which replicas it went to."""
+        body = {"prompt": prompt, "stream": True, "max_tokens": 3, **more}
+        wanted = ClientRequest("/v1/completions", (), json.dumps(body).encode(), body, session, explain=True)
+        before = self.calls()
+        async with self.router.answer(wanted) as answer:
+            whole = b"".join([some async for some in answer.body()])
+            assert whole.count(b'"x"') == (body["max_tokens"] if answer.start.streams else 0)
+            assert answer.explanation is not None
+            told = json.loads(answer.explanation)
+            assert (answer.route, answer.local_reason) == (
+                told["route"],
+                told["reason"] if told["route"] == "local" else None,
+            )
+        took = [name for name, count in self.calls().items() if count > before[name]]
+        return told, took
+
+    def calls(self) -> dict[str, int]:
+        return {replica.name: len(replica.calls) for replica in (*self.p.replicas, *self.d.replicas)}
+
+
+def ids(count: int, first: int = 0) -> list[int]:
+    return list(range(first, first + count))
+
+
+async def test_the_first_request_finds_out_who_there_is():
+    """Serve chooses for it; the next one is weighed."""
+    engines = Engines(limits())
+    assert (await engines.ask(ids(1000)))[0]["reason"] == "unseen"
+    told, took = await engines.ask(ids(20, 5000))
+    assert (told["route"], told["reason"], took) == ("local", "short_uncached", ["d"])
+    await at_rest(engines.p, engines.d)
+
+
+async def test_a_second_turn_goes_to_the_engine_that_has_the_first():
+    """Of four decode replicas, whichever it was; there it is a short prompt."""
+    engines = Engines(limits(), decode="defg")
+    await engines.ask(ids(5))
+    _, first = await engines.ask(ids(2000))
+    told, second = await engines.ask(ids(2030))
+    assert set(second) <= set(first)
+    assert (told["route"], told["chosen"]["uncached_tokens"]) == ("local", 27)
+    await at_rest(engines.p, engines.d)
+
+
+@pytest.mark.parametrize(
+    ("policy", "routes", "decode", "prefill"),
+    [
+        ("round_robin", {"remote"}, "defdef", "pqpqpq"),
+        ("always_remote", {"remote"}, None, None),
+        ("never_remote", {"local"}, None, ""),
+    ],
+)
+async def test_policies(policy, routes, decode, prefill):
+    """From the second request on: the first finds out who there is."""
+    engines = Engines(limits(policy=policy), prefill="pq", decode="def")
+    await engines.ask(ids(1000))
+    asked = [await engines.ask(ids(1000, n * 1000)) for n in range(1, 7)]
+    assert {told["route"] for told, _ in asked} == routes
+    took = "".join("".join(one) for _, one in asked)
+    for role, wanted in (("def", decode), ("pq", prefill)):
+        used = "".join(name for name in took if name in role)
+        assert wanted is None or sorted(used) == sorted(wanted)
+    await at_rest(engines.p, engines.d)
+
+
+async def test_a_session_stays_with_its_decode_replica():
+    """Whatever else goes on, and from the first request on that knows the fleet."""
+    engines = Engines(limits(policy="round_robin"), decode="defg")
+    await engines.ask(ids(10))
+    took = [(await engines.ask(ids(100, 100 * n), session=str(n % 5)))[1] for n in range(20)]
+    for session in range(5):
+        assert len({tuple(set("defg") & set(one)) for one in took[session::5]}) == 1
+    await at_rest(engines.p, engines.d)
+
+
+@pytest.mark.parametrize(
+    "prompt", ["", "x", "text " * 1000, [], [5], ids(3000), ["one", "two"], [[1, 2], [3]], [[]], [""], None, {"a": 1}]
+)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_prompts_of_any_shape_are_decided_on(prompt, stream):
+    """What an engine will refuse is its own to refuse."""
+    engines = Engines(limits(), prefill="pq", decode="de")
+    for _ in range(2):
+        told, _ = await engines.ask(prompt, stream=stream)
+    assert told["prompt_tokens"] >= 1
+    await at_rest(engines.p, engines.d)
+
+
+async def test_without_prefill_replicas_decode_serves_at_once():
+    """Nobody waits for one that is known not to be there."""
+    engines = Engines(limits(), prefill="p")
+    await engines.ask(ids(1000))
+    engines.p.replicas.clear()
+    told, took = await engines.ask(ids(4000, 5000))
+    assert (told["route"], told["reason"], took) == ("local", "no_prefill", ["d"])
+    await at_rest(engines.p, engines.d)
+
+
+async def test_an_engine_that_dies_idle_does_not_attract_requests():
+    """It has no load at all, and every call to it breaks off. One request finds out, or none; and all are answered."""
+    engines = Engines(limits(), decode="de")
+    engines.d.replicas[0].serve = dies
+    for n in range(8):
+        await engines.ask(ids(500, 1000 * n))
+    assert len(engines.d.replicas[0].calls) <= 1
+    await at_rest(engines.p, engines.d)
+
+
+async def test_routing_changes_while_requests_run():
+    """As Serve hands it over: a plain dictionary. The engines are not asked."""
+    engines = Engines(limits(policy="always_remote"))
+    await engines.ask(ids(1000))
+    engines.router.reconfigure(limits(policy="never_remote").model_dump())
+    assert (await engines.ask(ids(1000, 5000)))[0]["reason"] == "policy"
+    engines.router.reconfigure(limits(local_below_tokens=2000).model_dump())
+    told, _ = await engines.ask(ids(1999, 9000))
+    assert (told["route"], told["reason"]) == ("local", "short_uncached")
+    await at_rest(engines.p, engines.d)
+
+
+async def test_decisions_are_counted_and_logged(caplog):
+    engines = Engines(limits(policy="never_remote"))
+    with caplog.at_level(logging.DEBUG, logger="actors.router.routing_feedback"):
+        await engines.ask(ids(100))
+        await engines.ask(ids(100), n=2)
+    assert counted(engines.router, "tandem_decisions_total", route="local", reason="policy") == 1
+    assert counted(engines.router, "tandem_decisions_total", route="local", reason="n") == 1
+    lines = [json.loads(record.message.removeprefix("decision ")) for record in caplog.records]
+    assert [line["reason"] for line in lines] == ["policy", "n"]
+    await at_rest(engines.p, engines.d)
+
+
+async def test_an_answer_of_prefill_without_a_body():
+    """The prompt is computed when its answer begins: nobody waits for more, and its cost is learnt."""
+    engines = Engines(limits(policy="always_remote").model_copy(update={"prefill_timeout_s": 0.2}), token_s=1e-3)
+
+    async def bare(call: Call, turn: int) -> AsyncGenerator[Any, None]:
+        body = json.loads(call.body)
+        await asyncio.sleep(0.001 * len(body["prompt"]))
+        yield ResponseStart(200, JSON)
+        await asyncio.sleep(0.3)
+        engines.p.delivered[body[TRANSFER_FIELD]["transfer_id"]].set()
+        await asyncio.sleep(60)
+
+    engines.p.replicas[0].serve = bare
+    for n in range(3):
+        told, took = await engines.ask(ids(100, 1000 * n))
+        assert (told["route"], sorted(took)) == ("remote", ["d", "p"])
+    assert told["chosen"]["compute_s"] > 0.09, "assumed: 0.03"
+    await at_rest(engines.p, engines.d)
+
+
+async def test_requests_that_come_at_the_same_time_know_of_each_other():
+    """SlotPool are reserved later, and Serve hears of them last; eight prompts spread over four prefill replicas."""
+    engines = Engines(limits(policy="least_load"), prefill="pqrs")
+    await engines.ask(ids(10))
+    before, gate = engines.calls(), asyncio.Event()
+
+    async def waits(call: Call, turn: int) -> AsyncGenerator[Any, None]:
+        await gate.wait()
+        async for item in engines.compute(call, turn):
+            yield item
+
+    for replica in engines.p.replicas:
+        replica.serve = waits
+    asking = [asyncio.create_task(engines.ask(ids(2000, 3000 * n))) for n in range(1, 9)]
+    async with asyncio.timeout(20):
+        while True:
+            if sum(engines.calls().values()) == sum(before.values()) + 16:
+                break
+            await asyncio.sleep(0)
+    gate.set()
+    await asyncio.gather(*asking)
+    assert [engines.calls()[name] - before[name] for name in "pqrs"] == [2, 2, 2, 2]
+    await at_rest(engines.p, engines.d)
+
+
+async def test_usage_of_the_prefill_leg_is_learnt():
+    """These engines count a token for each byte of text: four times as many as assumed."""
+    engines = Engines(limits(policy="always_remote"))
+    for n in range(12):
+        told, _ = await engines.ask(f"{n:06}" + "a" * 5994)
+    assert told["prompt_tokens"] == pytest.approx(6000, rel=0.05)
+    await at_rest(engines.p, engines.d)
+
+
+async def test_costs_are_learnt_a_moment_later(caplog):
+    """Not while an answer is on its way; all that is given, in its order, whichever of it fails."""
+    later, done = Deferred(), []
+
+    def fails() -> None:
+        raise ValueError("no lesson")
+
+    for lesson in (lambda: done.append(1), fails, lambda: done.append(2)):
+        later(lesson)
+    assert not done
+    await asyncio.sleep(5 * LEARN_DELAY_S)
+    assert (done, "no lesson" in caplog.text) == ([1, 2], True)
+    later(lambda: done.append(3))
+    await asyncio.sleep(5 * LEARN_DELAY_S)
+    assert done[-1] == 3

@@ -1,0 +1,124 @@
+"""Engines that say nothing: those that are dead are left, those that are only slow are waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import defaultdict
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from typing import Any, Literal
+
+import pytest
+
+from actors.errors import EngineDownError
+from actors.request import Call, Heartbeat
+from testing.sse import said
+from tests.actors.behaviours import (
+    LIMITS,
+    OK,
+    TOKENS,
+    WHOLE,
+    answers,
+    ask,
+    engine,
+    fleet,
+    request,
+    transfers,
+    well,
+)
+from tests.actors.fleet import Handle, at_rest
+
+
+def frozen(after: int) -> Any:
+    """A decode engine that says no more after some tokens: its process is stopped, and nobody knows."""
+
+    async def serve(call: Call, turn: int) -> AsyncGenerator[Any, None]:
+        if after:
+            with suppress(EngineDownError):
+                async for item in engine(1, [2], after)(call, turn):
+                    yield item
+        await asyncio.sleep(60)
+
+    return serve
+
+
+@pytest.mark.parametrize("after", [0, 10], ids=["before its first byte", "in mid-stream"])
+async def test_a_stream_outlives_a_silent_engine(after):
+    """It is not asked again; what it did not say, another says."""
+    router, p, d = fleet([well], [frozen(after), engine(2, [3])])
+    router.limits = LIMITS.model_copy(update={"silence_timeout_s": 0.5})
+    for _ in range(2):
+        _, body = await ask(router, request())
+        assert said(body)["text"] == "".join(f"<{token}>" for token in range(TOKENS))
+    await at_rest(p, d)
+    assert len(d.replicas[0].calls) == 1
+
+
+async def test_a_transfer_that_hangs_is_left_with_both_its_ends():
+    """The prompt was computed and decode says nothing: other ends, and then decode alone, which was not to blame."""
+    router, p, d = fleet([well] * 3, [engine(1, [3]), engine(2, [3])])
+    p.delivered = defaultdict(Hung)
+    router.limits = LIMITS.model_copy(update={"silence_timeout_s": 0.05})
+    answer, body = await ask(router, request())
+    await at_rest(p, d)
+    assert (answer.local_reason, said(body)["finish_reason"]) == ("prefill_failed", "length")
+    assert (len(p.calls), len(set(transfers(p)))) == (3, 3)
+
+
+class Hung(asyncio.Event):
+    """KV that never arrives, whatever prefill says."""
+
+    async def wait(self) -> Literal[True]:
+        await asyncio.sleep(60)
+        return True
+
+
+def queued(serve: Any, at: int = 0) -> Any:
+    """An engine that lets a call wait for four seconds before its item `at`, and says all the while that it lives."""
+
+    async def wait(call: Call, turn: int) -> AsyncGenerator[Any, None]:
+        number = 0
+        async for item in serve(call, turn):
+            if number == at:
+                for _ in range(40):
+                    await asyncio.sleep(0.1)
+                    yield Heartbeat()
+            number += 1
+            yield item
+
+    return wait
+
+
+async def test_a_slow_engine_that_lives_is_not_given_up():
+    """A request may wait in an engine's queue for longer than any silence: its engine says that it lives."""
+    whole, stream = answers(200, WHOLE), engine(1, [2])
+    cases = [
+        (queued(whole), False),
+        (queued(whole, at=1), False),
+        (queued(stream), True),
+        (queued(stream, at=10), True),
+    ]
+
+    async def one(prefill: list[Any], serve: Any, stream: bool) -> tuple[Handle, Handle]:
+        router, p, d = fleet(prefill, [serve, serve])
+        router.limits = LIMITS.model_copy(update={"silence_timeout_s": 3.0})
+        _, body = await ask(router, request(stream=stream))
+        assert said(body)["text"].endswith("<39>") if stream else json.loads(body) == WHOLE
+        assert (len(p.calls), len(d.calls)) == (len(prefill), 1)
+        return p, d
+
+    handles = await asyncio.gather(*(one(prefill, *case) for prefill in ([well], []) for case in cases))
+    await at_rest(*(handle for pair in handles for handle in pair))
+
+
+@pytest.mark.parametrize("prefill", [[well] * 2, []], ids=["remote", "local"])
+async def test_an_answer_outlives_a_silent_engine(prefill):
+    """Also one that is not streamed; nothing was sent of it."""
+    router, p, d = fleet(prefill, [frozen(0), OK])
+    router.limits = LIMITS.model_copy(update={"silence_timeout_s": 0.5})
+    for _ in range(2):
+        _, body = await ask(router, request(stream=False))
+        assert json.loads(body) == WHOLE
+    await at_rest(p, d)
+    assert len(d.replicas[0].calls) == 1

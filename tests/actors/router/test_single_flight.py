@@ -1,0 +1,62 @@
+"""Many who ask the same at about the same time cost one answer."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from actors.router.single_flight import SingleFlight
+
+AGE_S = 0.2
+
+
+class Work:
+    """Counts how often it is done; `takes_s` each time."""
+
+    def __init__(self, takes_s: float = 0.0) -> None:
+        self.takes_s = takes_s
+        self.done = 0
+        self.problem: Exception | None = None
+
+    async def __call__(self) -> int:
+        await asyncio.sleep(self.takes_s)
+        self.done += 1
+        if self.problem is not None:
+            raise self.problem
+        return self.done
+
+
+async def test_one_answer_for_all_who_ask_together() -> None:
+    """Also where it takes longer to make than it may be old: those who waited for it take it."""
+    shared = SingleFlight(Work(2 * AGE_S), AGE_S)
+    assert await asyncio.gather(*(shared() for _ in range(5))) == [1] * 5
+    assert await shared() == 1
+
+
+async def test_an_answer_that_is_old_is_made_anew() -> None:
+    """And not before."""
+    shared = SingleFlight(Work(), AGE_S)
+    assert [await shared(), await shared()] == [1, 1]
+    await asyncio.sleep(1.5 * AGE_S)
+    assert await shared() == 2
+
+
+async def test_no_answer_is_kept_where_there_was_none() -> None:
+    """What was raised goes to who asked, and the next one asks again."""
+    work = Work()
+    shared = SingleFlight(work, AGE_S)
+    work.problem = RuntimeError("not now")
+    with pytest.raises(RuntimeError, match="not now"):
+        await shared()
+    work.problem = None
+    assert await shared() == 2
+
+
+async def test_one_who_leaves_takes_nothing_from_the_others() -> None:
+    """Who waits behind one that is cancelled asks in its slot."""
+    shared = SingleFlight(Work(AGE_S / 4), AGE_S)
+    first, second = asyncio.create_task(shared()), asyncio.create_task(shared())
+    await asyncio.sleep(AGE_S / 8)
+    first.cancel()
+    assert await second == 1

@@ -1,0 +1,38 @@
+"""Each test of a server, on both kinds of event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import uvloop
+
+from actors.engine_pool import engines as module
+from actors.engine_pool.discovery import EngineReplica
+from actors.engine_pool.engines import EnginePool
+from actors.rpc.server import RpcServer, replica_metadata
+from tests.actors.rpc.world import Served, World
+
+
+@pytest.fixture(params=[asyncio.DefaultEventLoopPolicy, uvloop.EventLoopPolicy], ids=["asyncio", "uvloop"])
+def event_loop_policy(request: pytest.FixtureRequest) -> Any:
+    """Actors run on uvloop, whose transports differ in what they forgive."""
+    return request.param()
+
+
+@pytest.fixture
+async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[World, None]:
+    served = Served()
+    server = RpcServer(served, slots=2)
+    address = await server.open("127.0.0.1", 0)
+    known = {"e": EngineReplica(address, 9, 9, replica_metadata(address, 9))}
+    monkeypatch.setattr(module, "replicas_of", lambda _: known)
+    handle: Any = SimpleNamespace(deployment_id="engines")
+    handle.options = lambda: handle
+    engines = EnginePool(handle)
+    yield World(served, server, address, engines)
+    await engines.close()
+    await server.close()

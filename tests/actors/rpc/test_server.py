@@ -1,0 +1,217 @@
+"""Calls through a server: what an engine says is what a router reads, and what either may do in between."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+from actors.engine_pool.engines import EngineCall
+from actors.engine_pool.slots import SlotPool
+from actors.errors import CannotResumeError, EngineDownError, EngineError, RefusedError
+from actors.request import Accepted, Call, Heartbeat
+from actors.rpc import server
+from actors.rpc.messages import RpcHello, RpcRequest
+from actors.rpc.server import RpcServer
+from tests.actors.rpc.world import CALL, ITEMS, Stranger, World, items, joined, read
+
+
+async def test_a_call(world: World) -> None:
+    """All items in request; one after the other over one connection, as the answer was read to its end."""
+    async with AsyncExitStack() as stack:
+        for _ in range(3):
+            assert joined(await items(await world.call("ends", stack))) == joined(ITEMS)
+    assert {request.call for request in world.served.requests} == {Call("POST", "ends", body=b"{}")}
+    assert world.engines.snapshot().open == 1
+    await world.at_rest()
+
+
+@pytest.mark.parametrize(
+    ("path", "error"), [("dies", EngineDownError), ("cannot", CannotResumeError), ("breaks", EngineError)]
+)
+async def test_a_call_that_fails(world: World, path: str, error: type[Exception]) -> None:
+    """What was answered until then is there, then the error that it was."""
+    async with AsyncExitStack() as stack:
+        call = await world.call(path, stack)
+        found: list[Any] = []
+        with pytest.raises(error):
+            await read(call, found)
+    assert joined(found) == joined(ITEMS)
+    await world.at_rest()
+
+
+@pytest.mark.parametrize("came", range(len(ITEMS) + 1))
+async def test_a_cancelled_call_ends_in_the_engine(world: World, came: int) -> None:
+    """Before its connection is made, after any item, and while somebody waits for the next one."""
+    async with AsyncExitStack() as stack:
+        call = await world.call("hangs", stack)
+        for _ in range(came):
+            await call.__anext__()
+        reading = asyncio.create_task(items(call))
+        await asyncio.sleep(0.02 if came else 0)
+        call.cancel()
+        with pytest.raises(EngineDownError):
+            await asyncio.wait_for(reading, 5)
+    await world.at_rest()
+
+
+async def test_a_reader_that_is_cancelled_can_read_on(world: World) -> None:
+    """A deadline between two items loses none of them."""
+    async with AsyncExitStack() as stack:
+        call = await world.call("waits", stack)
+        found: list[Any] = []
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(read(call, found), 0.3)
+        world.served.go_on.set()
+        assert joined(found + await items(call)) == joined(ITEMS)
+
+
+async def test_a_full_engine_refuses(world: World) -> None:
+    """Beyond its slots, which another router may have taken; and takes calls again when one has ended."""
+    async with AsyncExitStack() as stack:
+        calls = [await world.call("hangs", stack) for _ in range(2)]
+        for call in calls:
+            assert isinstance(await call.__anext__(), Accepted)
+        refused = await world.call("ends", stack)
+        with pytest.raises(RefusedError, match="2 requests"):
+            await refused.__anext__()
+        calls[0].cancel()
+        await world.has(1)
+        assert joined(await items(await world.call("ends", stack))) == joined(ITEMS)
+        calls[1].cancel()
+    await world.at_rest()
+
+
+async def test_an_engine_that_leaves(world: World) -> None:
+    """Ends what it has, refuses what comes, and is asked no more."""
+    async with AsyncExitStack() as stack:
+        running = await world.call("waits", stack)
+        await running.__anext__()
+        draining = asyncio.create_task(world.server.drain())
+        await asyncio.sleep(0)
+        with pytest.raises(RefusedError, match="stopping"):
+            await (await world.call("ends", stack)).__anext__()
+        assert not draining.done()
+        world.served.go_on.set()
+        await items(running)
+        await asyncio.wait_for(draining, 5)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await world.engines.take()
+
+
+async def test_a_router_that_is_gone(world: World) -> None:
+    """Its calls end with its connections."""
+    stack = AsyncExitStack()
+    calls = [await world.call("hangs", stack) for _ in range(2)]
+    for call in calls:
+        await call.__anext__()
+    await world.engines.close()
+    await world.at_rest()
+    await stack.aclose()
+
+
+async def test_an_engine_that_is_not_there(world: World) -> None:
+    """Nobody listens where it was."""
+    await world.server.close()
+    async with AsyncExitStack() as stack:
+        with pytest.raises(EngineDownError, match="e: cannot connect"):
+            await (await world.call("ends", stack)).__anext__()
+
+
+async def test_a_door_that_closes(world: World) -> None:
+    """Calls end with it, and nobody is left."""
+    async with AsyncExitStack() as stack:
+        calls = [await world.call("hangs", stack) for _ in range(2)]
+        for call in calls:
+            await call.__anext__()
+        await world.server.close()
+        for call in calls:
+            with pytest.raises(EngineDownError):
+                await asyncio.wait_for(read(call, []), 5)
+    await world.at_rest()
+    assert not world.server.snapshot().connections
+    assert world.engines.snapshot().open == 0
+
+
+async def test_it_listens_where_it_is_told(world: World) -> None:
+    """And nowhere else; a port that is taken is an OSError."""
+    with pytest.raises(OSError, match="in use"):
+        await RpcServer(world.served, 1).open("127.0.0.1", world.address.port)
+    other = [one for one in ("127.0.0.2", "127.1.1.1") if socket.socket().connect_ex((one, world.address.port)) == 0]
+    assert not other
+
+
+async def test_the_queue_of_routers_is_known(world: World) -> None:
+    """As each has said with its last call."""
+    async with AsyncExitStack() as stack:
+        await items(await world.call("ends", stack))
+        assert world.server.queued() == 0
+        async with Stranger(world) as router:
+            router.say(RpcHello(world.address.key), RpcRequest(CALL, "another router", 5))
+            await router.answer()
+        assert world.server.queued() == 5
+
+
+async def test_a_prefill_leg_carries_its_transfer(world: World) -> None:
+    """What the engine is to hold, and how long."""
+    async with AsyncExitStack() as stack:
+        await items(await world.call("ends", stack, transfer_id="t", hold_s=2.0))
+    (request,) = world.served.requests
+    assert (request.transfer_id, request.hold_s) == ("t", 2.0)
+
+
+async def test_a_place_that_cannot_be_described_is_given_back(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is wrong with what is known of its engine."""
+
+    def fails(*_: object) -> bool:
+        raise TypeError("of another release")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(SlotPool, "maybe_full", fails)
+        with pytest.raises(TypeError):
+            await world.engines.take()
+    assert world.engines.slots_taken == 0
+
+
+async def test_a_sign_of_life_is_nothing_to_wait_for(world: World) -> None:
+    """Who asks whether more is there, and waits with what it has, would wait for what comes after it."""
+    call = EngineCall(await world.engines.take(), SlotPool(dict))
+    assert call.waits
+    for item in (Heartbeat(), b"first", Heartbeat(), b"second", Heartbeat()):
+        call.received(item)
+    for said, waits in (
+        (Heartbeat(), False),
+        (b"first", False),
+        (Heartbeat(), False),
+        (b"second", True),
+        (Heartbeat(), True),
+    ):
+        assert (await call.__anext__(), call.waits) == (said, waits)
+    call.ended(None)
+    assert not call.waits
+
+
+async def test_a_large_body(world: World) -> None:
+    """A router has let it in: the server has no limit of its own."""
+    body = bytes(20 << 20)
+    async with AsyncExitStack() as stack:
+        slot = await world.engines.take()
+        stack.callback(world.engines.give_back, slot)
+        await items(world.engines.dispatch(slot, Call("POST", "ends", body=body)))
+    (request,) = world.served.requests
+    assert request.call.body == body
+
+
+async def test_routers_that_are_gone_are_forgotten(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each start of a router is another one to the server."""
+    monkeypatch.setattr(server, "MOST_ROUTERS", 3)
+    async with Stranger(world) as router:
+        router.say(RpcHello(world.address.key))
+        for number in range(6):
+            router.say(RpcRequest(CALL, str(number), 1))
+            await router.answer()
+    assert world.server.snapshot().routers == {"3", "4", "5"}

@@ -1,0 +1,151 @@
+"""A real server and both its sides: an engine's generator, a router's calls, and a connection made by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
+from typing import Any
+
+from actors.engine_pool.engines import EngineCall, EnginePool
+from actors.errors import CannotResumeError, EngineDownError
+from actors.request import Accepted, Call, Heartbeat, ResponseStart, StreamChunk
+from actors.rpc.address import RpcAddress
+from actors.rpc.messages import RpcEnd, RpcRequest, Unpacker, pack
+from actors.rpc.server import RpcServer
+
+CALL = Call("POST", "/v1/completions", body=b"{}")
+ITEMS: list[Any] = [
+    Accepted("e", 1),
+    Heartbeat(),
+    ResponseStart(200, ()),
+    StreamChunk(b"one", ((1,),)),
+    b"two" * 100_000,
+]
+
+POURED, PIECE_BYTES = 1000, 2**16
+
+
+class Served:
+    """An engine's generator; it does what the path of a call says, and counts the calls that run."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.poured = 0
+        self.requests: list[RpcRequest] = []
+        self.go_on = asyncio.Event()
+
+    async def __call__(self, request: RpcRequest) -> AsyncGenerator[Any, None]:
+        self.requests.append(request)
+        self.running += 1
+        try:
+            for item in ITEMS[:1] if request.call.path == "is silent" else ITEMS:
+                yield item
+            match request.call.path:
+                case "hangs" | "is silent":
+                    await asyncio.sleep(60)
+                case "waits":
+                    await self.go_on.wait()
+                case "dies":
+                    raise EngineDownError("killed")
+                case "cannot":
+                    raise CannotResumeError("no record")
+                case "breaks":
+                    raise KeyError("a bug")
+                case "pours":
+                    for _ in range(POURED):
+                        self.poured += 1
+                        yield bytes(PIECE_BYTES)
+                case "ends late":
+                    try:
+                        await asyncio.sleep(60)
+                    finally:
+                        await asyncio.sleep(0.5)
+        finally:
+            self.running -= 1
+
+
+class World:
+    """A server with two slots, and a router's side of it."""
+
+    def __init__(self, served: Served, server: RpcServer, address: RpcAddress, engines: EnginePool) -> None:
+        self.served, self.server, self.address, self.engines = served, server, address, engines
+
+    async def call(self, path: str, stack: AsyncExitStack, **more: Any) -> EngineCall:
+        slot = await self.engines.take()
+        stack.callback(self.engines.give_back, slot)
+        return self.engines.dispatch(slot, Call("POST", path, body=b"{}"), **more)
+
+    async def at_rest(self) -> None:
+        await self.has(0)
+        assert not self.served.running
+
+    async def has(self, ongoing: int) -> None:
+        async with asyncio.timeout(5):
+            while True:
+                if self.server.ongoing == ongoing:
+                    return
+                await asyncio.sleep(0.005)
+
+
+async def read(call: EngineCall, found: list[Any]) -> None:
+    """Add the items that come to `found`."""
+    while True:
+        try:
+            found.append(await call.__anext__())
+        except StopAsyncIteration:
+            return
+
+
+async def items(call: EngineCall) -> list[Any]:
+    """All of them."""
+    found: list[Any] = []
+    await read(call, found)
+    return found
+
+
+def joined(found: list[Any]) -> list[Any]:
+    """With pieces of the body that followed each other as one."""
+    return [item for item in found if not isinstance(item, bytes)] + [
+        b"".join(i for i in found if isinstance(i, bytes))
+    ]
+
+
+class Stranger:
+    """A connection to the server, by hand."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    async def __aenter__(self) -> Stranger:
+        self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self._world.address.port)
+        self._unpacker = Unpacker()
+        self._come: list[Any] = []
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.writer.transport.abort()
+
+    def say(self, *said: Any) -> None:
+        self.writer.write(b"".join(map(pack, said)))
+
+    async def heard(self) -> Any:
+        """The next that the server says; None: it has hung up."""
+        async with asyncio.timeout(5):
+            while not self._come:
+                try:
+                    data = await self.reader.read(2**16)
+                except ConnectionResetError:
+                    return None
+                if not data:
+                    return None
+                self._come += self._unpacker.feed(data)
+        return self._come.pop(0)
+
+    async def answer(self) -> list[Any]:
+        """Up to its end."""
+        found: list[Any] = []
+        while (item := await self.heard()) != RpcEnd():
+            assert item is not None
+            found.append(item)
+        return found

@@ -1,0 +1,235 @@
+"""Ledgers of hand-made requests, and of random ones: the parts are the total."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.request import EngineTimings
+from actors.telemetry.latency_breakdown import PARTS, LegTimestamps, RequestTimestamps, break_down
+
+PREFILL = EngineTimings(queued_s=2, scheduled_s=5, first_token_s=45, answered_s=46)
+DECODE = EngineTimings(
+    queued_s=1, scheduled_s=56, first_token_s=66, answered_s=67, kv_asked_s=3, kv_ended_s=52, kv_failed=False
+)
+REMOTE = RequestTimestamps(
+    arrived_at=1000,
+    read_at=1001,
+    tried_at=1003,
+    retried_at=1003,
+    slots_at=1007,
+    # Sent at 1010, there and back in 2: it reaches prefill at 1011, which has computed the prompt at 1056.
+    prefill=LegTimestamps(1010, 1058, PREFILL),
+    # Sent at 1011, there and back in 4: it reaches decode at 1013, which has the KV at 1065.
+    decode=LegTimestamps(1011, 1082, DECODE),
+    streams=True,
+)
+"""In whole seconds, so that a reader can add up."""
+
+REMOTE_PARTS = {
+    "body": 1,
+    "router": 2 + 3,
+    "slot_wait": 4,
+    "hops": 1 + 2,  # to prefill; back from decode
+    "frontend": 2 + 1,  # prefill's tokenizer; decode's detokenizer
+    "prefill_queue": 3,
+    "prefill": 40,
+    "transfer": 9,  # from 1056 to 1065
+    "decode_queue": 4,
+    "first_step": 10,
+}
+
+
+def on_prefill(**more: Any) -> RequestTimestamps:
+    """The request with other timings of prefill's."""
+    return replace(REMOTE, prefill=LegTimestamps(1010, 1058, replace(PREFILL, **more)))
+
+
+def on_decode(**more: Any) -> RequestTimestamps:
+    """The request with other timings of decode's."""
+    return replace(REMOTE, decode=LegTimestamps(1011, 1082, replace(DECODE, **more)))
+
+
+def test_a_remote_request():
+    """Every part, by hand."""
+    breakdown = break_down(REMOTE)
+    assert breakdown.parts == REMOTE_PARTS
+    assert breakdown.total_s == sum(REMOTE_PARTS.values()) == 82
+    assert [(span.part, span.begin_s, span.end_s) for span in breakdown.spans] == [
+        ("body", 0, 1),
+        ("router", 1, 3),
+        ("slot_wait", 3, 7),
+        ("router", 7, 10),
+        ("hops", 10, 11),
+        ("frontend", 11, 13),
+        ("prefill_queue", 13, 16),
+        ("prefill", 16, 56),
+        ("transfer", 56, 65),
+        ("decode_queue", 65, 69),
+        ("first_step", 69, 79),
+        ("frontend", 79, 80),
+        ("hops", 80, 82),
+    ]
+
+
+def test_a_local_request_has_fewer_parts():
+    """Decode's first step computes the prompt as well."""
+    timings = EngineTimings(queued_s=1, scheduled_s=4, first_token_s=50, answered_s=52)
+    timestamps = replace(REMOTE, prefill=None, decode=LegTimestamps(1010, 1066, timings))
+    assert break_down(timestamps).parts == {
+        "body": 1,
+        "router": 5,
+        "slot_wait": 4,
+        "hops": 4,
+        "frontend": 1 + 2,
+        "decode_queue": 3,
+        "prefill": 46,
+    }
+
+
+def test_an_answer_that_is_not_streamed_is_generated_first():
+    """What follows the first token is a part of its own."""
+    parts = break_down(replace(REMOTE, streams=False)).parts
+    assert parts == {**REMOTE_PARTS, "frontend": 2, "generation": 1}
+
+
+def test_broken_tries_are_not_the_routers_time():
+    """From the first try to the one that answered."""
+    parts = break_down(replace(REMOTE, tried_at=1002)).parts
+    assert parts == {**REMOTE_PARTS, "router": 4, "retries": 1}
+
+
+def test_kv_that_was_there_before_prefill_had_its_token():
+    """Prefill draws a token that nobody needs: what decode does meanwhile is what counts."""
+    parts = break_down(on_decode(kv_ended_s=41)).parts  # at 1054; prefill ends at 1056
+    assert "transfer" not in parts
+    assert (parts["prefill"], parts["decode_queue"]) == (38, 15)
+
+
+def test_decode_without_room_is_not_a_slow_transfer():
+    """The prompt was computed at 1056, and decode had blocks for it at 1060 only."""
+    parts = break_down(on_decode(kv_asked_s=47)).parts
+    assert (parts["prefill"], parts["decode_queue"], parts["transfer"]) == (40, 4 + 4, 5)
+
+
+def test_decode_that_wants_no_kv_does_not_wait_for_prefill():
+    """It holds the whole prefix: prefill's time is nobody's."""
+    parts = break_down(on_decode(kv_asked_s=None, kv_ended_s=None)).parts
+    assert parts == {
+        "body": 1,
+        "router": 5,
+        "slot_wait": 4,
+        "hops": 3 + 2,
+        "frontend": 2,
+        "decode_queue": 55,
+        "first_step": 10,
+    }
+
+
+def test_a_recomputed_prompt_is_not_a_step():
+    """Its KV did not come."""
+    parts = break_down(on_decode(kv_failed=True)).parts
+    assert parts == {**{part: s for part, s in REMOTE_PARTS.items() if part != "first_step"}, "recompute": 10}
+
+
+def test_an_engine_that_says_nothing():
+    """Its time is not made up."""
+    silent_prefill = replace(REMOTE, prefill=LegTimestamps(1010, 1082, None))
+    assert break_down(silent_prefill).parts == {
+        "body": 1,
+        "router": 5,
+        "slot_wait": 4,
+        "hops": 3 + 2,
+        "frontend": 1 + 1,
+        "decode_queue": 2 + 4,
+        "unexplained": 49,
+        "first_step": 10,
+    }
+    silent_decode = replace(REMOTE, decode=LegTimestamps(1011, 1082, None))
+    assert break_down(silent_decode).parts == {"body": 1, "router": 5, "slot_wait": 4, "unexplained": 72}
+
+
+@pytest.mark.parametrize(
+    ("timestamps", "part"),
+    [
+        (replace(REMOTE, arrived_at=993), "body"),
+        (on_prefill(queued_s=9, scheduled_s=12, first_token_s=52, answered_s=53), "frontend"),
+        (on_prefill(scheduled_s=12, first_token_s=52, answered_s=53), "prefill_queue"),
+        (on_prefill(first_token_s=52, answered_s=53), "prefill"),
+    ],
+)
+def test_seven_seconds_more_are_seen_where_they_are_spent(timestamps, part):
+    """Everything after the stage is seven seconds later; nothing else has changed."""
+    later = shift(timestamps, 7) if timestamps.prefill != REMOTE.prefill else timestamps
+    assert break_down(later).parts == {**REMOTE_PARTS, part: REMOTE_PARTS[part] + 7}
+
+
+def shift(timestamps: RequestTimestamps, seconds: float) -> RequestTimestamps:
+    """Prefill's answer and decode's are so much later; decode waits so much longer for the KV."""
+    assert timestamps.prefill is not None
+    return replace(
+        timestamps,
+        prefill=replace(timestamps.prefill, answered_at=timestamps.prefill.answered_at + seconds),
+        decode=LegTimestamps(1011, 1082 + seconds, late(kv_ended_s=7, scheduled_s=7, first_token_s=7, answered_s=7)),
+    )
+
+
+def late(**by_s: float) -> EngineTimings:
+    """Decode's timings, these of them later."""
+    return replace(DECODE, **{name: getattr(DECODE, name) + seconds for name, seconds in by_s.items()})
+
+
+@pytest.mark.parametrize(
+    ("timings", "part"),
+    [
+        (late(kv_ended_s=7, scheduled_s=7, first_token_s=7, answered_s=7), "transfer"),
+        (late(scheduled_s=7, first_token_s=7, answered_s=7), "decode_queue"),
+        (late(first_token_s=7, answered_s=7), "first_step"),
+        (late(answered_s=7), "frontend"),
+    ],
+)
+def test_seven_seconds_more_on_decode(timings, part):
+    """The same for what decode measures."""
+    timestamps = replace(REMOTE, decode=LegTimestamps(1011, 1089, timings))
+    assert break_down(timestamps).parts == {**REMOTE_PARTS, part: REMOTE_PARTS[part] + 7}
+
+
+moments = st.floats(0, 100, allow_nan=False)
+durations = st.floats(-1, 150, allow_nan=False)
+
+
+def timings(draw: Any) -> EngineTimings | None:
+    if draw(st.booleans()):
+        return None
+    numbers = {field.name: draw(durations) for field in fields(EngineTimings) if field.name[:2] != "kv"}
+    kv = {"kv_asked_s": draw(durations), "kv_ended_s": draw(durations)} if draw(st.booleans()) else {}
+    return EngineTimings(**numbers, **kv, kv_failed=draw(st.booleans()))
+
+
+@st.composite
+def any_marks(draw: Any) -> RequestTimestamps:
+    """Marks in any order and durations that make no sense: clocks that jump, engines that lie."""
+    legs = [LegTimestamps(draw(moments), draw(moments), timings(draw)) for _ in range(2)]
+    prefill = legs[0] if draw(st.booleans()) else None
+    at: tuple[float, float, float, float, float] = draw(st.tuples(*[moments] * 5))
+    return RequestTimestamps(*at, decode=legs[1], prefill=prefill, streams=draw(st.booleans()))
+
+
+@given(any_marks())
+def test_the_parts_are_the_total_whatever_the_marks(timestamps):
+    """No gap, no overlap, nothing negative, each part in its place."""
+    breakdown = break_down(timestamps)
+    total_s = max(timestamps.decode.answered_at - timestamps.arrived_at, 0)
+    assert breakdown.total_s == pytest.approx(total_s, abs=1e-9)
+    assert sum(breakdown.parts.values()) == pytest.approx(total_s, abs=1e-9)
+    assert list(breakdown.parts) == [part for part in PARTS if part in breakdown.parts]
+    assert all(seconds > 0 for seconds in breakdown.parts.values())
+    moment = 0.0
+    for before, span in zip([None, *breakdown.spans], breakdown.spans, strict=False):
+        assert span.begin_s == moment < span.end_s
+        assert before is None or before.part != span.part
+        moment = span.end_s

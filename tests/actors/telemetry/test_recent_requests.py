@@ -1,0 +1,85 @@
+"""What a router remembers of its requests, and what a status says of an engine."""
+
+from __future__ import annotations
+
+import json
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from actors.telemetry.engine_status import EngineStatus, read_status
+from actors.telemetry.latency_breakdown import LatencyBreakdown, Span
+from actors.telemetry.recent_requests import Pair, RecentRequests, RequestRecord, newest_of
+
+
+def record(number: int, prefill: str | None = "p1") -> RequestRecord:
+    breakdown = LatencyBreakdown((Span("router", 0, 0.001), Span("prefill", 0.001, 0.0405)))
+    reason = None if prefill else "n"
+    route = "remote" if prefill else "local"
+    return RequestRecord(
+        f"r{number}", 1000.0 + number, "/v1/completions", route, reason, 200, True, Pair(prefill, "d1"), breakdown
+    )
+
+
+def test_the_newest_are_kept_and_no_more() -> None:
+    """However many come."""
+    recent = RecentRequests(kept=3)
+    for number in range(1000):
+        recent.add(record(number))
+    assert [one["request_id"] for one in recent.newest(10)] == ["r999", "r998", "r997"]
+    assert [one["request_id"] for one in recent.newest(2)] == ["r999", "r998"]
+
+
+def test_a_record_is_json_in_milliseconds() -> None:
+    """And says nothing of the prompt."""
+    (described,) = one(record(7)).newest(1)
+    assert json.loads(json.dumps(described)) == {
+        "request_id": "r7",
+        "began_at": 1007.0,
+        "endpoint": "/v1/completions",
+        "route": "remote",
+        "reason": None,
+        "status": 200,
+        "streams": True,
+        "prefill": "p1",
+        "decode": "d1",
+        "total_ms": 40.5,
+        "spans_ms": [["router", 0, 1.0], ["prefill", 1.0, 40.5]],
+    }
+
+
+def one(only: RequestRecord) -> RecentRequests:
+    recent = RecentRequests()
+    recent.add(only)
+    return recent
+
+
+def test_several_routers_requests_are_one_list() -> None:
+    """The newest first, whichever router had it."""
+    lists = [[record(number).describe() for number in numbers] for numbers in ((5, 2), (4, 3, 1))]
+    assert [one["request_id"] for one in newest_of(lists, 4)] == ["r5", "r4", "r3", "r2"]
+
+
+def test_an_engines_load_is_read_out_of_its_metrics() -> None:
+    """Of several ranks or engine cores, the sum; what is not there is nothing."""
+    registry = CollectorRegistry()
+    for name, value in (("num_requests_running", 3), ("num_requests_waiting", 2), ("kv_cache_usage_perc", 0.25)):
+        Gauge(f"vllm:{name}", name, ["engine"], registry=registry).labels("0").set(value)
+    stages = Gauge("vllm:tandem_kv_transfers", "t", ["stage"], registry=registry)
+    stages.labels("offered").set(2)
+    stages.labels("ending").set(0)
+    ends = Counter("vllm:tandem_kv_requests", "r", ["outcome"], registry=registry)
+    ends.labels("received").inc(9)
+    ends.labels("recomputed").inc(1)
+    for name, number in (("pair_bytes", 5000), ("pair_seconds", 0.5)):
+        Counter(f"vllm:tandem_kv_{name}", name, ["peer"], registry=registry).labels("e1").inc(number)
+    assert read_status(registry) == EngineStatus(
+        running=3,
+        waiting=2,
+        cache_usage=0.25,
+        transfers={"offered": 2},
+        quarantined=0,
+        sent_bytes=0,
+        recomputed=1,
+        pairs={"e1": (5000, 0.5)},
+    )
+    assert read_status(CollectorRegistry()).running == 0

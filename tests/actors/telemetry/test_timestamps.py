@@ -1,0 +1,65 @@
+"""What a call's timestamps makes of vLLM's statistics."""
+
+from __future__ import annotations
+
+import time
+
+from vllm.v1.metrics.stats import RequestStateStats
+
+from actors.replay_log import ServedCall
+from actors.request import StreamChunk
+from actors.telemetry.timestamps import CallTimestamps
+
+
+def stats(queued_at: float) -> RequestStateStats:
+    return RequestStateStats(queued_ts=queued_at, scheduled_ts=queued_at + 1, first_token_ts=queued_at + 3)
+
+
+def test_seconds_since_the_call_came() -> None:
+    """On this host's clock, whatever its zero is."""
+    watch = CallTimestamps()
+    now = time.monotonic()
+    watch.first_token(stats(now + 10), (now + 11, now + 12, True))
+    told = watch.take_timings()
+    assert told is not None
+    assert 10 <= told.queued_s < 11
+    assert told.kv_asked_s == told.scheduled_s
+    assert round(told.first_token_s - told.scheduled_s, 6) == 2
+    assert told.kv_ended_s is not None
+    assert round(told.kv_ended_s - told.kv_asked_s, 6) == 1
+    assert told.kv_failed
+
+
+def test_a_request_waits_from_when_it_is_handed_over() -> None:
+    """vLLM's core dates it when it takes it from its inbox, which may be a long step later."""
+    watch = CallTimestamps()
+    watch.sent_to_engine("r")
+    watch.first_token(stats(time.monotonic() + 10), None)
+    told = watch.take_timings()
+    assert told is not None
+    assert told.queued_s < 1
+    assert told.scheduled_s > 10
+
+
+def test_only_the_first_token_counts_and_is_told_of_once() -> None:
+    """With the first chunk after it; the chunks before and later have nothing of it."""
+    served = ServedCall()
+    assert served.chunk(b": ping\n\n") == b": ping\n\n"
+    now = time.monotonic()
+    served.timestamps.first_token(stats(now + 10), None)
+    served.timestamps.first_token(stats(now + 99), None)
+    served.record([7])
+    first = served.chunk(b"a")
+    assert isinstance(first, StreamChunk)
+    assert first.groups == ((7,),)
+    assert first.timings is not None
+    assert first.timings.queued_s < 99
+    assert served.chunk(b"b") == b"b"
+
+
+def test_an_engine_without_statistics_tells_nothing() -> None:
+    """`disable_log_stats`: no statistics, or none that were filled in."""
+    for nothing in (None, RequestStateStats()):
+        watch = CallTimestamps()
+        watch.first_token(nothing, None)
+        assert watch.take_timings() is None

@@ -1,0 +1,133 @@
+"""All replicas of a role are asked at once; those that answer are heard, whatever becomes of the others."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import pytest
+from ray.exceptions import RayTaskError
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
+
+from actors.broadcast import ask_all
+from actors.engine.pair_warmup import CALL_MARGIN_S, PeerReplicas
+from tests.actors.fleet import Reply, broadcast
+
+BOUND_S = 0.3
+NOBODY = DeploymentUnavailableError(DeploymentID("Decode", "tandem"))
+
+
+class Replicas:
+    """A handle whose broadcasts are what `sent` makes."""
+
+    def __init__(self, sent: Callable[[], DeploymentBroadcastResponse]) -> None:
+        self._sent = sent
+
+    def broadcast(self, method: str, *_: object) -> DeploymentBroadcastResponse:
+        return self._sent()
+
+
+async def ask_from_router(sent: Callable[[], DeploymentBroadcastResponse]) -> list[Any]:
+    return await ask_all("decode", cast(DeploymentHandle, Replicas(sent)), "ping", BOUND_S)
+
+
+async def ask_from_engine(sent: Callable[[], DeploymentBroadcastResponse]) -> list[Any]:
+    role = PeerReplicas("decode", BOUND_S - CALL_MARGIN_S, cast(DeploymentHandle, Replicas(sent)))
+    return await role.ask("ping")
+
+
+Ask = Callable[[Callable[[], DeploymentBroadcastResponse]], Any]
+both = pytest.mark.parametrize("ask", [ask_from_router, ask_from_engine])
+
+
+@contextmanager
+def another_loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """As Serve's in an actor: it runs in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield loop
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+@both
+async def test_one_that_is_late_costs_only_its_own_reply(ask: Ask) -> None:
+    """The others' are kept, and the wait has an end."""
+    began_at = time.monotonic()
+    assert await ask(lambda: broadcast(Reply("p"), Reply("q", 60), Reply("r"))) == ["p", "r"]
+    assert BOUND_S <= time.monotonic() - began_at < 10 * BOUND_S
+
+
+@both
+async def test_replies_are_found_through_serves_own_loop(ask: Ask) -> None:
+    """What is sent there is awaited here."""
+    with another_loop() as loop:
+        assert await ask(lambda: broadcast(Reply("p"), Reply("q", 60), loop=loop)) == ["p"]
+
+
+@both
+@pytest.mark.parametrize("failure", [RuntimeError("anything"), asyncio.CancelledError()], ids=repr)
+async def test_one_that_fails_costs_only_its_own_reply(ask: Ask, failure: BaseException) -> None:
+    """Also where Serve says that the call was cancelled."""
+    assert await ask(lambda: broadcast(Reply(failure), Reply("q"))) == ["q"]
+
+
+@both
+@pytest.mark.parametrize(
+    "problem",
+    [NOBODY, RuntimeError("Router is not initialized"), RayTaskError("ping", "", ValueError("anything"))],
+    ids=lambda problem: type(problem).__name__,
+)
+async def test_nobody_can_be_asked(ask: Ask, problem: Exception) -> None:
+    """Whatever the reason, whoever asks goes on."""
+    assert await ask(lambda: broadcast(problem=problem)) == []
+
+    def sent() -> DeploymentBroadcastResponse:
+        raise problem
+
+    assert await ask(sent) == []
+
+
+@both
+async def test_serve_that_does_not_learn_who_runs(ask: Ask) -> None:
+    """Is not waited for."""
+
+    async def never() -> list[Any]:
+        await asyncio.sleep(60)
+        return []
+
+    assert await asyncio.wait_for(ask(lambda: DeploymentBroadcastResponse(never(), None)), 10 * BOUND_S) == []
+
+
+async def test_whoever_asks_can_be_cancelled() -> None:
+    """Nothing of the question is left."""
+    asking = asyncio.create_task(ask_from_router(lambda: broadcast(Reply("p", 60), Reply("q", 60))))
+    await asyncio.sleep(BOUND_S / 3)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+def test_a_role_without_replicas_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`/health` asks again and again while the engines start."""
+    monkeypatch.setattr("actors.broadcast._logged_at", {})
+
+    def sent() -> DeploymentBroadcastResponse:
+        raise NOBODY
+
+    for _ in range(3):
+        assert asyncio.run(ask_from_router(sent)) == []
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["ping"]

@@ -1,0 +1,102 @@
+"""Fails when the source of a private symbol changes on which a file of `actors/upstream` depends."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from actors import upstream
+
+GUARDS: dict[str, dict[str, str]] = {
+    "ray_private": {
+        "ray/experimental/internal_kv.py:_internal_kv_initialized": "e6c78a6b7242",
+        "ray/experimental/internal_kv.py:_internal_kv_put": "ecbbe9ab34ac",
+        "ray/experimental/internal_kv.py:_internal_kv_get": "bce5df1df602",
+        "ray/experimental/internal_kv.py:_internal_kv_exists": "848e9ba0b048",
+        "ray/experimental/internal_kv.py:_internal_kv_list": "9060d128888c",
+        "ray/experimental/internal_kv.py:_internal_kv_del": "c802230e9dd9",
+        "ray/serve/handle.py:DeploymentBroadcastResponse": "6d25542e30cb",
+    },
+    "uvicorn_protocol": {
+        "uvicorn/protocols/http/httptools_impl.py:HttpToolsProtocol": "d36be75988c4",
+    },
+    "uvicorn_server": {
+        "uvicorn/server.py:Server.capture_signals": "262f2296df41",
+        "uvicorn/server.py:Server.serve": "c143ac4318b2",
+        "uvicorn/server.py:Server.shutdown": "1e34f6833403",
+    },
+    "vllm_cached_token_counts": {
+        "vllm/v1/engine/output_processor.py:OutputProcessor.__init__": "74c5bb1275a6",
+        "vllm/v1/engine/output_processor.py:OutputProcessor.process_outputs": "41bacc31a1d2",
+        "vllm/v1/metrics/stats.py:PrefillStats": "c2628809498d",
+    },
+    "vllm_cpu_kernels": {
+        "vllm/platforms/cpu.py:CpuPlatform.get_attn_backend_cls": "dc6552b78277",
+        "vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py:cpu_gdn_attention_core": "552618baa8c9",
+    },
+    "vllm_cpu_worker": {
+        "vllm/v1/worker/cpu_worker.py:CPUWorker.init_device": "7746f1ce7ec6",
+        "vllm/v1/worker/gpu_model_runner.py:GPUModelRunner._bookkeeping_sync": "0d82455ca5db",
+        "vllm/v1/worker/gpu_model_runner.py:GPUModelRunner._sample": "c2c78eadf33f",
+    },
+    "vllm_forced_tokens": {
+        "vllm/v1/sample/logits_processor/builtin.py:process_dict_updates": "484fb7bf1b85",
+        "vllm/v1/worker/gpu/sample/logits_processor/interface.py:LogitsProcessor": "7a8aa30f9d9f",
+    },
+    "vllm_fork_server": {
+        "vllm/utils/system_utils.py:get_mp_context": "dc8be2b45150",
+    },
+    "vllm_fork_server_preload": {
+        "vllm/utils/system_utils.py:set_process_title": "b34ced06aaad",
+    },
+    "vllm_replaying_llm": {
+        "vllm/v1/engine/async_llm.py:AsyncLLM._add_request": "c65a88c234a4",
+        "vllm/v1/engine/async_llm.py:AsyncLLM._run_output_handler": "286e27fe8c72",
+        "vllm/v1/engine/async_llm.py:AsyncLLM.generate": "e6550c29fcad",
+        "vllm/v1/engine/output_processor.py:RequestOutputCollector": "becdae9f698c",
+    },
+    "vllm_sendable": {
+        "vllm/v1/serial_utils.py:MsgpackEncoder": "57d928bf0f8d",
+    },
+}
+"""For each file of `actors/upstream`: `file:symbol` in an installed package, and the digest of its code."""
+
+
+def source_of(path: str) -> str:
+    """Return the text of an installed package's file, without importing the package."""
+    top, _, rest = path.partition("/")
+    spec = importlib.util.find_spec(top)
+    assert spec is not None
+    assert spec.submodule_search_locations
+    return Path(spec.submodule_search_locations[0], rest).read_text()
+
+
+def digest(source: str, symbol: str) -> str:
+    """Return a digest of the code of `symbol`, a function, a class or a method; comments and layout do not count."""
+    scope: ast.AST = ast.parse(source)
+    for name in symbol.split("."):
+        scope = next(node for node in ast.iter_child_nodes(scope) if getattr(node, "name", None) == name)
+    return hashlib.sha256(ast.dump(scope).encode()).hexdigest()[:12]
+
+
+@pytest.mark.parametrize("workaround", sorted(GUARDS))
+def test_upstream_code_is_what_the_workaround_was_written_for(workaround: str) -> None:
+    """After an upgrade: read the change, adapt the workaround or delete it, then put the new digest here."""
+    found = {place: digest(source_of(place.split(":")[0]), place.split(":")[1]) for place in GUARDS[workaround]}
+    assert found == GUARDS[workaround], f"upstream has changed under actors/upstream/{workaround}.py"
+
+
+def test_every_workaround_has_a_guard() -> None:
+    files = {path.stem for path in Path(upstream.__path__[0]).glob("*.py")} - {"__init__"}
+    assert files == set(GUARDS)
+
+
+def test_a_changed_symbol_is_found() -> None:
+    """A comment is no change; another argument is one."""
+    before = "class A:\n    def f(self):\n        return 1\n"
+    assert digest(before, "A.f") == digest(before.replace("return 1", "return 1  # one"), "A.f")
+    assert digest(before, "A.f") != digest(before.replace("(self)", "(self, x)"), "A.f")

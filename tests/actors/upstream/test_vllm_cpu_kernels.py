@@ -1,0 +1,107 @@
+"""Models that vLLM's CPU kernels cannot run are found before an engine starts, on a CPU with AMX and on one without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs
+
+from actors.engine import vllm_engine
+from actors.upstream.vllm_cpu_kernels import CpuFeatures, Layers, cpu_features, cpu_problem, layers_of, model_problem
+from configs.settings import parse_settings
+from testing.models import deepseek_v2
+
+AMX, PLAIN = CpuFeatures(amx=True), CpuFeatures(amx=False)
+MLA, GATED, BOTH, NEITHER = Layers(mla=True), Layers(gated_delta_net=True), Layers(True, True), Layers()
+USE_BFLOAT16 = "set `engine.dtype: bfloat16`"
+OR_CPU_MLA = "or `engine.attention_backend: CPU_MLA`"
+
+
+@pytest.mark.parametrize(
+    ("layers", "features", "dtype", "backend", "remedies"),
+    [
+        (NEITHER, AMX, "float32", None, ()),
+        (NEITHER, PLAIN, "float16", None, ()),
+        # Latent attention: the CPU's choice, unless the backend is named.
+        (MLA, PLAIN, "float32", None, ()),
+        (MLA, PLAIN, "float32", "AMX_MLA", ()),  # vLLM falls back to CPU_MLA without AMX
+        (MLA, AMX, "float32", None, (USE_BFLOAT16, OR_CPU_MLA)),
+        (MLA, AMX, "float16", None, (USE_BFLOAT16, OR_CPU_MLA)),
+        (MLA, AMX, "float32", "AMX_MLA", (USE_BFLOAT16, OR_CPU_MLA)),
+        (MLA, AMX, "float32", "TRITON_MLA", (USE_BFLOAT16, OR_CPU_MLA)),  # vLLM ignores it and takes AMX_MLA
+        (MLA, AMX, "float32", "CPU_MLA", ()),
+        (MLA, AMX, "bfloat16", None, ()),
+        (MLA, AMX, "bfloat16", "CPU_MLA", ()),
+        # Gated delta net: one dtype on every CPU.
+        (GATED, PLAIN, "float32", None, (USE_BFLOAT16,)),
+        (GATED, AMX, "float16", "CPU_MLA", (USE_BFLOAT16,)),
+        (GATED, AMX, "bfloat16", None, ()),
+        (BOTH, PLAIN, "float32", "CPU_MLA", (USE_BFLOAT16,)),
+        (BOTH, AMX, "bfloat16", None, ()),
+    ],
+)
+def test_what_cannot_run(
+    layers: Layers, features: CpuFeatures, dtype: str, backend: str | None, remedies: tuple[str, ...]
+) -> None:
+    """The reason gives the dtype that was asked for, and the remedy every setting that helps."""
+    problem = cpu_problem(layers, features, dtype, backend)
+    assert (problem is None) == (remedies == ())
+    if problem is not None:
+        assert f"not {dtype}" in problem.reason
+        assert [one for one in (USE_BFLOAT16, OR_CPU_MLA) if one in problem.remedy] == list(remedies)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layer_types", "gated"),
+    [
+        ("qwen3_next", ["linear_attention", "full_attention"], True),
+        ("qwen3_5_moe_text", ["linear_attention"], True),
+        ("qwen3_next", ["full_attention"], False),
+        ("minimax", ["linear_attention", "full_attention"], False),  # linear attention of another kind
+        ("llama", None, False),
+    ],
+)
+def test_gated_delta_net_is_recognised(model_type: str, layer_types: list[str] | None, gated: bool) -> None:
+    """By the model's type and its layers."""
+    config = SimpleNamespace(model_type=model_type, layer_types=layer_types)
+    assert layers_of(config, mla=False) == Layers(gated_delta_net=gated)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "on_amx"),
+    [
+        ({"dtype": "float32"}, True),
+        ({"dtype": "auto"}, False),  # a float32 checkpoint: vLLM prefers bfloat16
+        ({"dtype": "float32", "attention_backend": "CPU_MLA"}, False),
+        ({"dtype": "float32", "attention_config": {"backend": "CPU_MLA"}}, False),
+    ],
+)
+def test_vllms_own_configuration_is_read(tmp_path: Path, arguments: dict, on_amx: bool) -> None:
+    """Resolved dtype and backend of a model with latent attention, whichever way they were given."""
+    model = deepseek_v2(tmp_path)
+    config = AsyncEngineArgs(model=model, skip_tokenizer_init=True, **arguments).create_engine_config()
+    problem = model_problem(config.model_config, config.attention_config.backend, AMX)
+    assert (problem is not None) == on_amx
+    assert model_problem(config.model_config, config.attention_config.backend, PLAIN) is None
+
+
+async def test_an_engine_refuses_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the setting to change, before it starts any process."""
+    monkeypatch.setattr(vllm_engine, "cpu_features", lambda: AMX)
+    monkeypatch.setattr(
+        "actors.upstream.vllm_replaying_llm.ReplayingLLM.start", lambda *_: pytest.fail("an engine core was started")
+    )
+    settings = parse_settings({"model": deepseek_v2(tmp_path), "engine": {"skip_tokenizer_init": True}})
+    with pytest.raises(
+        vllm_engine.EngineStartError, match=r"needs bfloat16, not float32; set `engine\.dtype: bfloat16`"
+    ):
+        await vllm_engine.VllmEngine.start(settings, "decode", "127.0.0.1")
+
+
+def test_features_are_those_that_vllm_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's answer, on which vLLM's choice depends."""
+    for there in (True, False):
+        monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda there=there: there)
+        assert cpu_features() == CpuFeatures(amx=there)

@@ -1,0 +1,293 @@
+"""Keys, and what one key may have at once: the middleware before an application that waits when it is told to."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from starlette.types import Message
+
+from actors.errors import OverloadedError
+from actors.telemetry.router_metrics import RouterMetrics
+from app.http.auth import Authenticated, PerKeyLimiter, digest
+from app.http.errors import BadRequestError
+from app.http.parsing import check_prompts
+from app.main import HttpRouter, build
+from configs.settings import (
+    API_KEYS_VARIABLE,
+    AuthSettings,
+    RouterLimits,
+    ServiceSettings,
+    SettingsError,
+    parse_settings,
+)
+from testing.prometheus import value_of
+from testing.serve_objects import deployment_of
+
+KEYS = ("key-of-anna", "key-of-bjoern")
+LIMITS = RouterLimits(max_ongoing_requests_per_key=2, retry_after_s=7)
+
+
+class Surface:
+    """An application behind keys. Requests to /wait are answered when `go` is set."""
+
+    def __init__(self, keys: tuple[str, ...]) -> None:
+        self.go = asyncio.Event()
+        self.arrived = asyncio.Semaphore(0)
+        self.metrics = RouterMetrics()
+        app = Starlette(routes=[Route("/{path:path}", self._serve, methods=["GET", "POST"])])
+        router: Any = SimpleNamespace(limits=LIMITS, metrics=self.metrics)
+        self.guarded = Authenticated(app, router, [digest(key) for key in keys])
+        transport = httpx.ASGITransport(self.guarded, raise_app_exceptions=False)
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://tandem")
+
+    async def _serve(self, request: Request) -> JSONResponse:
+        if request.url.path == "/wait":
+            self.arrived.release()
+            await self.go.wait()
+        if request.url.path == "/break":
+            raise ZeroDivisionError
+        return JSONResponse({"path": request.url.path})
+
+    async def get(self, path: str, key: str | None = None) -> httpx.Response:
+        return await self.client.get(path, headers={} if key is None else bearer(key))
+
+    def refused(self, status: int) -> float:
+        return value_of(self.metrics.requests.labels("refused", "", status))
+
+
+def bearer(key: str) -> dict[bytes, bytes]:
+    return {b"Authorization": f"Bearer {key}".encode("latin-1")}
+
+
+@pytest.mark.parametrize(
+    "authorization",
+    [
+        None,
+        "",
+        "Bearer",
+        "Bearer ",
+        "Bearer key-of-ann",
+        "Bearer key-of-anna2",
+        "Bearer  key-of-anna",
+        "Bearer key-of-anna,key-of-anna",
+        "Basic key-of-anna",
+        "key-of-anna",
+        "Bearer " + "x" * 5000,
+        "Bearer \x00ÿ",
+    ],
+)
+async def test_without_a_key_nobody_comes_in(authorization):
+    """401 in OpenAI's form, for any path, and the application sees nothing of it."""
+    surface = Surface(KEYS)
+    headers = {} if authorization is None else {"Authorization": authorization.encode("latin-1")}
+    for path in ("/v1/completions", "/v1/models", "/health/", "/metricsx", "/tandem/status", "http://tandem//health"):
+        reply = await surface.client.get(path, headers=headers)
+        assert reply.status_code == 401
+        assert reply.headers["www-authenticate"] == "Bearer"
+        assert reply.json()["error"] | {"message": ""} == {
+            "message": "",
+            "type": "AuthenticationError",
+            "param": None,
+            "code": 401,
+        }
+    assert surface.refused(401) == 6
+
+
+async def test_each_key_opens():
+    """Whichever of them; the scheme in any case, as HTTP has it."""
+    surface = Surface(KEYS)
+    assert (await surface.get("/v1/models", KEYS[0])).status_code == 200
+    reply = await surface.client.get("/v1/models", headers={"Authorization": f"bEaRer {KEYS[0]}"})
+    assert reply.status_code == 200
+
+
+async def test_probes_and_scrapers_need_no_key():
+    """As in vLLM."""
+    surface = Surface(KEYS)
+    assert [(await surface.get(path)).status_code for path in ("/", "/health", "/metrics")] == [200] * 3
+
+
+async def test_open_paths_below_a_route_prefix():
+    """Serve says under which prefix the application lies."""
+    surface = Surface(KEYS)
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    for path, root_path in (("/tandem/health", "/tandem"), ("/tandem/health", "")):
+        scope = {
+            "type": "http",
+            "method": "GET",
+            "path": path,
+            "root_path": root_path,
+            "headers": [],
+            "query_string": b"",
+        }
+        await surface.guarded(scope, receive, send)
+    assert [message["status"] for message in sent if "status" in message] == [200, 401]
+
+
+async def test_without_keys_everybody_may_come_in():
+    """The default; a header that is sent all the same does no harm."""
+    surface = Surface(())
+    assert (await surface.get("/v1/models")).status_code == 200
+    assert (await surface.get("/v1/models", "any")).status_code == 200
+
+
+async def test_one_key_at_once():
+    """429 with Retry-After beyond the limit; another key has slots of its own; ended requests give theirs back."""
+    surface = Surface((*KEYS[:1], "key-of-carla"))
+    waiting = [asyncio.create_task(surface.get("/wait", KEYS[0])) for _ in range(2)]
+    for _ in waiting:
+        await surface.arrived.acquire()
+    reply = await surface.get("/v1/models", KEYS[0])
+    assert (reply.status_code, reply.headers["retry-after"]) == (429, "7")
+    assert "limit" in reply.json()["error"]["message"]
+    assert (await surface.get("/health")).status_code == 200
+    assert (await surface.get("/v1/models", "key-of-carla")).status_code == 200
+    waiting[0].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting[0]
+    assert (await surface.get("/v1/models", KEYS[0])).status_code == 200
+    surface.go.set()
+    assert (await waiting[1]).status_code == 200
+    for _ in range(5):
+        assert (await surface.get("/break", KEYS[0])).status_code == 500
+    assert (await surface.get("/v1/models", KEYS[0])).status_code == 200
+    assert surface.refused(429) == 1
+
+
+def test_places():
+    """A key that has nothing here takes no memory."""
+    slots = PerKeyLimiter()
+    with slots.taken("a", 1):
+        with pytest.raises(OverloadedError), slots.taken("a", 1):
+            pass
+        with slots.taken("b", 1):
+            assert slots.snapshot() == {"a": 1, "b": 1}
+    assert slots.snapshot() == {}
+
+
+def test_keys_from_settings_and_environment(monkeypatch):
+    """Both count; neither is shown."""
+    monkeypatch.setenv(API_KEYS_VARIABLE, " one, two,, ")
+    auth = AuthSettings(api_keys=["three"])
+    assert {key.get_secret_value() for key in auth.operators_keys()} == {"one", "two", "three"}
+    assert "three" not in repr(auth) + str(auth) + auth.model_dump_json()
+    monkeypatch.delenv(API_KEYS_VARIABLE)
+    assert AuthSettings().operators_keys() == ()
+    with pytest.raises(ValidationError, match="must not be empty"):
+        AuthSettings(api_keys=[" "])
+    with pytest.raises(SettingsError, match=r"auth.api_keys") as raised:
+        parse_settings({"auth": {"api_keys": "a-key-that-is-no-list"}})
+    assert "a-key-that-is-no-list" not in str(raised.value)
+
+
+async def http_router(key_digests: tuple[bytes, ...]) -> httpx.AsyncClient:
+    """A router's HTTP side as a replica in this process has it; `key_digests` is what its build has found."""
+    undecorated: Any = HttpRouter.__mro__[1]  # Serve's wrapper tells the cluster that it is used
+    handle: Any = SimpleNamespace(deployment_id="nobody's", options=lambda: handle)
+    router = undecorated.__new__(undecorated)
+    await router.__init__(LIMITS, handle, handle, key_digests)
+    transport = httpx.ASGITransport(router.__serve_build_asgi_app__())
+    return httpx.AsyncClient(transport=transport, base_url="http://tandem")
+
+
+async def test_a_router_reads_its_own_environment(monkeypatch):
+    """Serve builds the application in a task on any node, on Kubernetes the head's pod, which has no keys: a router
+    whose own pod has some must not let everybody in."""
+    monkeypatch.delenv(API_KEYS_VARIABLE, raising=False)
+    built = deployment_of(build(ServiceSettings())).init_args[3]
+    assert built == ()
+    monkeypatch.setenv(API_KEYS_VARIABLE, "of-the-router")
+    client = await http_router(built)
+    assert (await client.get("/v1/nothing")).status_code == 401
+    assert (await client.get("/v1/nothing", headers=bearer("of-the-router"))).status_code == 404
+    monkeypatch.setenv(API_KEYS_VARIABLE, "of-the-build")
+    built = deployment_of(build(ServiceSettings())).init_args[3]
+    monkeypatch.delenv(API_KEYS_VARIABLE)
+    assert (await (await http_router(built)).get("/v1/nothing")).status_code == 401
+
+
+@pytest.mark.parametrize("key", ["key-of-björn", "two words", "tab\there", "line\nbreak", "bell\x07", "a\u00a0x", "🔑"])
+def test_a_key_that_no_client_can_send_is_refused(monkeypatch, key):
+    """It would never match, and nobody would know why. The message says what to do and nothing of the key."""
+    with pytest.raises(SettingsError, match=r"^auth.api_keys: .*printable ASCII") as raised:
+        parse_settings({"auth": {"api_keys": [key]}})
+    assert key not in str(raised.value)
+    monkeypatch.setenv(API_KEYS_VARIABLE, f"good-key,{key}")
+    with pytest.raises(SettingsError, match=f"^{API_KEYS_VARIABLE}: .*printable ASCII") as raised:
+        AuthSettings().operators_keys()
+    assert key not in str(raised.value)
+
+
+async def test_blanks_around_a_key_are_no_part_of_it(monkeypatch):
+    """In the settings as in the environment, where a file's last line break is easily among them."""
+    monkeypatch.setenv(API_KEYS_VARIABLE, "of-the-environment\n")
+    auth = parse_settings({"auth": {"api_keys": [" of-the-settings "]}}).auth
+    surface = Surface(tuple(key.get_secret_value() for key in auth.operators_keys()))
+    for key in ("of-the-environment", "of-the-settings"):
+        assert (await surface.get("/v1/models", key)).status_code == 200
+
+
+def test_a_variable_without_a_key_lets_nobody_in(monkeypatch):
+    """Somebody wanted keys: everybody must not come in because they were lost on the way."""
+    for listed in (",", " ", "\n", " , "):
+        monkeypatch.setenv(API_KEYS_VARIABLE, listed)
+        with pytest.raises(SettingsError, match="contains no key"):
+            AuthSettings().operators_keys()
+    monkeypatch.setenv(API_KEYS_VARIABLE, "")
+    assert AuthSettings().operators_keys() == ()
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": ["a"] * 5}, "prompt"),
+        ({"prompt": [[1, 2]] * 5}, "prompt"),
+        ({"prompt_embeds": ["x"] * 5}, "prompt"),
+        ({"prompt": "a", "n": 5}, "n"),
+        ({"prompt": ["a", "b"], "n": 3}, "n"),
+        ({"messages": [], "n": 10**30}, "n"),
+    ],
+)
+def test_too_many_prompts(body, param):
+    """Counted before an engine makes a request of each."""
+    with pytest.raises(BadRequestError, match="at most 4 answers") as raised:
+        check_prompts(body, 4)
+    assert raised.value.param == param
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": ["a"] * 4},
+        {"prompt": [1] * 1000},
+        {"prompt": ["a", "b"], "n": 2},
+        {"prompt": ["a"] * 4, "n": None},
+        {"prompt": ["a"] * 4, "n": "9"},
+        {"prompt": ["a"] * 4, "n": -9},
+        {"prompt": ["a"] * 4, "n": True},
+        {"prompt": []},
+        {"prompt": {"a": 1}},
+        {"prompt": None},
+        {"messages": [{}] * 100},
+        {},
+        json.loads('{"prompt": [null, "a"]}'),
+    ],
+)
+def test_what_is_no_matter_of_numbers(body):
+    """One long prompt is one, and what is malformed is decode's to refuse."""
+    check_prompts(body, 4)

@@ -1,0 +1,201 @@
+"""An HTTP request that is cancelled, or whose client leaves, at each suspension of any task that serves it.
+
+`tests/actors/router/test_cancellation.py` cancels the router's own task at each of its waits; here the whole surface
+runs, key and admission and body included, and what counts is every wait of every task: legs that are watched and ended,
+decode's opening, the reader of the client's messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Generator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from actors.router.client_request import ClientRequest
+from actors.router.router import Router
+from app.http.auth import Authenticated, digest
+from app.http.routes import build_http
+from testing.prometheus import value_of
+from tests.actors.behaviours import LIMITS, fleet, request, transfers
+from tests.actors.fleet import Handle, at_rest
+from tests.actors.router.test_cancellation import STORIES
+
+KEY = "of-a-client"
+
+
+class Suspensions:
+    """Counts the waits of all tasks of a loop, and calls `act` at the n-th."""
+
+    def __init__(self, n: int = 0, act: Callable[[], object] = lambda: None) -> None:
+        self.waits = 0
+        self._n = n
+        self._act = act
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
+        """The loop's task factory."""
+        return asyncio.Task(_Counted(work, self), loop=loop, **options)
+
+    def one_more(self) -> None:
+        self.waits += 1
+        if self.waits == self._n:
+            self._act()
+
+
+class _Counted(Coroutine[Any, Any, Any]):
+    """A task's coroutine that tells when it waits."""
+
+    def __init__(self, work: Coroutine[Any, Any, Any], suspensions: Suspensions) -> None:
+        self._work = work
+        self._suspensions = suspensions
+
+    def send(self, value: Any) -> Any:
+        return self._waits(self._work.send(value))
+
+    def throw(self, *error: Any) -> Any:
+        return self._waits(self._work.throw(*error))
+
+    def close(self) -> None:
+        self._work.close()
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._work.__await__()
+
+    def _waits(self, waited_for: Any) -> Any:
+        self._suspensions.one_more()
+        return waited_for
+
+
+class Client:
+    """One connection: sends `wanted` in two pieces, takes what comes, and may leave."""
+
+    def __init__(self, wanted: ClientRequest) -> None:
+        self.status: int | None = None
+        self.ended = False
+        self.left = asyncio.Event()
+        half = len(wanted.raw) // 2
+        self._pieces = [(wanted.raw[half:], False), (wanted.raw[:half], True)]
+        self.scope = {
+            "type": "http",
+            "method": "POST",
+            "path": wanted.endpoint,
+            "headers": [(b"authorization", b"Bearer " + KEY.encode()), (b"content-type", b"application/json")],
+            "query_string": b"",
+        }
+
+    async def receive(self) -> dict[str, Any]:
+        await asyncio.sleep(0)
+        if self._pieces and not self.left.is_set():
+            body, more = self._pieces.pop()
+            return {"type": "http.request", "body": body, "more_body": more}
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: dict[str, Any]) -> None:
+        await asyncio.sleep(0)
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        else:
+            self.ended = not message.get("more_body", False)
+
+
+class Surface:
+    """A router's HTTP side over replicas in this process, fresh for one request."""
+
+    def __init__(self, story: str) -> None:
+        prefill, decode, more = STORIES[story]
+        self.wanted = request(**more)
+        self.router, self.prefill, self.decode = fleet(prefill, decode)
+        for handle in (self.prefill, self.decode):
+            handle.replicas.reverse()
+            handle.in_order = True
+        if "late" in story:
+            self.router.limits = LIMITS.model_copy(update={"prefill_timeout_s": 0.05})
+        router: Any = self.router
+        self.http: Any = build_http(router, [digest(KEY)])
+        self.client = Client(self.wanted)
+
+    def serve(self) -> asyncio.Task[None]:
+        return asyncio.create_task(self.http(self.client.scope, self.client.receive, self.client.send))
+
+    async def at_baseline(self) -> None:
+        """Nothing runs, no slot is taken, and no KV waits for a decode engine that has never heard of it."""
+        self.client.left.set()
+        await at_rest(self.prefill, self.decode)
+        assert _taken(self.http, self.router) == (0, 0, {})
+        assert set(self.prefill.discarded) <= set(transfers(self.prefill))
+        fetched = {one for one in transfers(self.prefill) if one in self.prefill.delivered}
+        assert fetched - set(self.prefill.discarded) <= set(transfers(self.decode))
+        _closed(self.prefill)
+        _closed(self.decode)
+
+
+def _taken(http: Any, router: Router) -> tuple[int, float, dict[Any, int]]:
+    assert isinstance(http, Authenticated)
+    return router.ongoing, value_of(router.metrics.ongoing), http.requests_by_key()
+
+
+def _counted(router: Router) -> list[int]:
+    """The status of each request that the router has counted; 499 where the client was gone before there was one."""
+    samples = next(iter(router.metrics.requests.collect())).samples
+    totals = [(int(one.labels["status"]), int(one.value)) for one in samples if one.name.endswith("_total")]
+    return [status for status, count in totals for _ in range(count)]
+
+
+def _closed(handle: Handle) -> None:
+    assert (handle.taken, handle.running) == (0, 0)
+
+
+async def _whole(story: str) -> int:
+    """How often anything waits when nobody disturbs the request."""
+    counted = Suspensions()
+    asyncio.get_running_loop().set_task_factory(counted)
+    surface = Surface(story)
+    await surface.serve()
+    waits = counted.waits
+    await surface.at_baseline()
+    assert surface.client.ended
+    assert surface.client.status == (400 if "refuses" in story else 200)
+    return waits
+
+
+def _cancel(serving: list[asyncio.Task[None]]) -> None:
+    serving[0].cancel()
+
+
+@pytest.mark.parametrize("ending", ["cancelled", "left"])
+@pytest.mark.parametrize("story", STORIES)
+async def test_at_each_suspension(story: str, ending: str) -> None:
+    """By Serve or by the client's leaving: everything goes back to where it was, and nobody sees a 500."""
+    loop = asyncio.get_running_loop()
+    try:
+        waits = await _whole(story)
+        assert waits > 10
+        discards = left = 0
+        for n in range(1, waits + 1):
+            surface = Surface(story)
+            serving: list[asyncio.Task[None]] = []
+            acts: dict[str, Callable[[], object]] = {
+                "cancelled": partial(_cancel, serving),
+                "left": surface.client.left.set,
+            }
+            loop.set_task_factory(Suspensions(n, acts[ending]))
+            serving.append(surface.serve())
+            await asyncio.wait(serving)
+            loop.set_task_factory(None)
+            if not serving[0].cancelled():
+                serving[0].result()
+            await surface.at_baseline()
+            assert surface.client.status in (None, 200, 400), f"HTTP {surface.client.status} at wait {n}"
+            (counted,) = _counted(surface.router)
+            assert counted == (surface.client.status or counted), f"at wait {n}"
+            left += counted == 499
+            discards += len(surface.prefill.discarded)
+        assert left > 0, "some are gone before there is an answer"
+        prefill, _, more = STORIES[story]
+        splits = bool(prefill) and "n" not in more and "no prefill" not in story
+        assert (discards > 0) == splits, "KV that nobody fetches is given back, and only that"
+    finally:
+        loop.set_task_factory(None)

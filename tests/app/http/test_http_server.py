@@ -1,0 +1,401 @@
+"""The router's own HTTP server: real sockets, and a small application behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import asynccontextmanager
+from itertools import pairwise
+
+import httpx
+import psutil
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from actors.upstream import uvicorn_protocol
+from app.http import http_server
+from app.http.http_server import SERVICE_PATH, HttpServer, PortTakenError
+from connectors.errors import ConfigurationError
+from testing.ports import free_port
+
+HOST = "127.0.0.1"
+LEAVE_S = 0.5
+
+
+class Behind:
+    """An application that answers with its name; `/slow` when it is told to."""
+
+    def __init__(self, name: str) -> None:
+        self.go_on = asyncio.Event()
+        self.left = asyncio.Event()
+
+        async def named(_: Request) -> Response:
+            return PlainTextResponse(name)
+
+        async def slow(_: Request) -> Response:
+            async def pieces() -> AsyncGenerator[str, None]:
+                yield name
+                try:
+                    await self.go_on.wait()
+                except asyncio.CancelledError:
+                    self.left.set()
+                    raise
+                yield " has ended"
+
+            return StreamingResponse(pieces())
+
+        async def length(request: Request) -> Response:
+            return PlainTextResponse(str(len(await request.body())))
+
+        async def refuse(_: Request) -> Response:
+            return PlainTextResponse("no", 403)
+
+        self.app = Starlette(
+            routes=[
+                Route("/", named),
+                Route("/slow", slow),
+                Route("/length", length, methods=["POST"]),
+                Route("/refuse", refuse, methods=["POST"]),
+            ]
+        )
+
+
+@asynccontextmanager
+async def opened(behind: Behind, port: int, service: str = "ours") -> AsyncGenerator[HttpServer, None]:
+    server = HttpServer(behind.app, HOST, port, LEAVE_S, service)
+    await server.open()
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+async def answers(port: int, count: int) -> set[str]:
+    """To as many requests, each over a connection of its own."""
+    found = set()
+    for _ in range(count):
+        async with httpx.AsyncClient(base_url=f"http://{HOST}:{port}") as client:
+            found.add((await client.get("/")).text)
+    return found
+
+
+async def test_routers_of_one_service_share_their_port() -> None:
+    """Both are asked; after one has closed, the other has it alone, and no request in between has failed."""
+    port = free_port()
+    async with opened(Behind("second"), port) as second, opened(Behind("first"), port):
+        assert await answers(port, 60) == {"first", "second"}
+        closing = asyncio.create_task(second.close())
+        while not closing.done():
+            assert await answers(port, 1) <= {"first", "second"}
+        assert await answers(port, 20) == {"first"}
+
+
+async def test_routers_are_replaced_under_load() -> None:
+    """One after the other, five times: no request fails, whether its connection is new or kept from one before."""
+    port, stop, count = free_port(), asyncio.Event(), 0
+
+    async def client(kept: bool) -> None:
+        nonlocal count
+        async with httpx.AsyncClient(base_url=f"http://{HOST}:{port}") as many:
+            while not stop.is_set():
+                if kept:
+                    reply = await many.get("/")
+                else:
+                    async with httpx.AsyncClient(base_url=f"http://{HOST}:{port}") as one:
+                        reply = await one.get("/")
+                assert reply.status_code == 200
+                count += 1
+
+    fronts = [HttpServer(Behind(f"router {turn}").app, HOST, port, LEAVE_S, "ours") for turn in range(6)]
+    await fronts[0].open()
+    clients = [asyncio.create_task(client(kept)) for kept in (True, False, True, False)]
+    for old, new in pairwise(fronts):
+        await new.open()
+        await old.close()
+    stop.set()
+    await asyncio.gather(*clients)
+    await fronts[-1].close()
+    assert count > 100
+
+
+async def test_what_has_begun_is_answered() -> None:
+    """A router that is stopped takes no more connections, and sends its streams to their end."""
+    port, behind = free_port(), Behind("a stream")
+    async with opened(behind, port) as server, httpx.AsyncClient(base_url=f"http://{HOST}:{port}") as client:
+        async with client.stream("GET", "/slow") as reply:
+            pieces = reply.aiter_text()
+            assert await anext(pieces) == "a stream"
+            closing = asyncio.create_task(server.close())
+            await asyncio.sleep(LEAVE_S + 0.5)
+            assert not closing.done()
+            with pytest.raises(httpx.ConnectError):
+                await answers(port, 1)
+            behind.go_on.set()
+            assert await anext(pieces) == " has ended"
+        await asyncio.wait_for(closing, 5)
+
+
+async def test_a_client_that_leaves() -> None:
+    """Its request is cancelled."""
+    port, behind = free_port(), Behind("a stream")
+    async with opened(behind, port):
+        async with (
+            httpx.AsyncClient(base_url=f"http://{HOST}:{port}") as client,
+            client.stream("GET", "/slow") as reply,
+        ):
+            await anext(reply.aiter_text())
+        await asyncio.wait_for(behind.left.wait(), 5)
+
+
+async def test_it_says_whose_it_is() -> None:
+    """To whoever wants to share its port, and to load balancers whether it takes requests."""
+    port = free_port()
+    async with opened(Behind("one"), port) as server, httpx.AsyncClient(base_url=f"http://{HOST}:{port}") as client:
+        reply = await client.get(SERVICE_PATH)
+        assert (reply.status_code, reply.text) == (200, "ours")
+        closing = asyncio.create_task(server.close())
+        await asyncio.sleep(LEAVE_S / 5)
+        reply = await client.get(SERVICE_PATH)
+        assert (reply.status_code, reply.text) == (503, "ours"), "a load balancer is to send nobody here any more"
+        await closing
+
+
+async def test_the_port_of_another_service() -> None:
+    """Is not shared, although the kernel would do it."""
+    port = free_port()
+    async with opened(Behind("one"), port, "another"):
+        with pytest.raises(PortTakenError, match=f"http_port: {HOST}:{port}.*another program or service"):
+            await HttpServer(Behind("two").app, HOST, port, LEAVE_S, "ours").open()
+
+
+@pytest.mark.parametrize("says", [b"SSH-2.0-none\r\n", b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", b""])
+async def test_the_port_of_another_program(says: bytes) -> None:
+    """Whatever it says."""
+
+    async def talk(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(says)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(talk, HOST, 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(PortTakenError, match=f"{HOST}:{port}"):
+            await HttpServer(Behind("two").app, HOST, port, LEAVE_S, "ours").open()
+
+
+async def test_routers_that_start_together() -> None:
+    """Each looks whether the port is free by taking it for a moment."""
+    port = free_port()
+    fronts = [HttpServer(Behind(str(number)).app, HOST, port, LEAVE_S, "ours") for number in range(6)]
+    await asyncio.gather(*(server.open() for server in fronts))
+    assert await answers(port, 120) == {str(number) for number in range(6)}
+    await asyncio.gather(*(server.close() for server in fronts))
+
+
+async def test_an_address_of_another_machine() -> None:
+    """Is refused by its name."""
+    with pytest.raises(ConfigurationError, match=r"192.0.2.77:80.*cannot be used"):
+        await HttpServer(Behind("one").app, "192.0.2.77", 80, LEAVE_S, "ours").open()
+
+
+async def test_it_listens_where_it_is_told() -> None:
+    """And on no other interface."""
+    port = free_port()
+    async with opened(Behind("one"), port):
+        with socket.socket() as other:
+            assert other.connect_ex(("127.0.0.2", port)) != 0
+
+
+HEAD = b"GET / HTTP/1.1\r\nHost: tandem\r\n"
+HEAD_S = 0.4
+"""For these tests."""
+
+
+@pytest.fixture
+def short_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uvicorn_protocol, "HEAD_S", HEAD_S)
+
+
+async def said_until_closed(port: int, pieces: Iterable[bytes], pause_s: float = 0.0) -> tuple[bytes, float]:
+    """What comes back for `pieces` before the connection is closed, and how long that took."""
+    began_at = time.monotonic()
+    reader, writer = await asyncio.open_connection(HOST, port)
+
+    async def send() -> None:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(pause_s)
+
+    sending = asyncio.create_task(send())
+    said = b""
+    try:
+        async with asyncio.timeout(10):
+            while more := await reader.read(65536):
+                said += more
+    except ConnectionError:
+        pass  # it was closed while we sent
+    finally:
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+        writer.close()
+    return said, time.monotonic() - began_at
+
+
+def endless(first: bytes, piece: bytes, count: int = 10_000) -> Iterable[bytes]:
+    yield first
+    for _ in range(count):
+        yield piece
+
+
+@pytest.mark.parametrize(
+    ("first", "piece"),
+    [
+        (HEAD, b"x: " + b"a" * 60_000 + b"\r\n"),
+        (HEAD + b"x: ", b"a" * 60_000),
+        (b"GET /", b"a" * 60_000),
+        (b"", b"\r\n" * 30_000),
+        (HEAD, b"a: b\r\n" * 10_000),
+        (b"POST /length HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n", b"x: " + b"a" * 60_000 + b"\r\n"),
+        (b"POST /length HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1;", b"a" * 60_000),
+    ],
+    ids=["lines", "one line", "path", "empty lines", "short lines", "trailers", "chunk extension"],
+)
+async def test_what_has_no_end_is_not_kept(first: bytes, piece: bytes) -> None:
+    """600 MB of what comes before a request, or after its body: refused in HTTP or closed, and not in memory."""
+    port, process = free_port(), psutil.Process()
+    async with opened(Behind("one"), port):
+        before = process.memory_info().rss
+        said, _ = await said_until_closed(port, endless(first, piece))
+        assert said == b"" or said.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 "))
+        assert process.memory_info().rss - before < 30e6
+        assert await answers(port, 1) == {"one"}
+
+
+@pytest.mark.parametrize(("length", "status"), [(60_000, 200), (70_000, 431), (250_000, 431)])
+async def test_a_large_head(length: int, status: int) -> None:
+    """Whole, in one piece."""
+    port = free_port()
+    async with opened(Behind("one"), port):
+        head = HEAD + b"Connection: close\r\nx: " + b"a" * length + b"\r\n\r\n"
+        said, _ = await said_until_closed(port, [head])
+        assert said.startswith(b"HTTP/1.1 %d " % status)
+        assert said.count(b"HTTP/1.1") == 1
+
+
+@pytest.mark.usefixtures("short_head")
+@pytest.mark.parametrize(
+    ("pieces", "says"),
+    [
+        ([b"GET / HT"], b"HTTP/1.1 408 "),
+        ([HEAD], b"HTTP/1.1 408 "),
+        ([HEAD, *[b"x: y\r\n"] * 50], b"HTTP/1.1 408 "),
+        ([], b""),
+        ([b"\r\n"] * 50, b""),
+    ],
+    ids=["half a line", "half a head", "a line now and then", "nothing", "empty lines now and then"],
+)
+async def test_a_head_that_does_not_come(pieces: list[bytes], says: bytes) -> None:
+    """Is waited for so long, whatever drips in meanwhile."""
+    port = free_port()
+    async with opened(Behind("one"), port):
+        said, took_s = await said_until_closed(port, pieces, HEAD_S / 5)
+        assert said.startswith(says)
+        assert bool(said) == bool(says)
+        assert HEAD_S <= took_s < 3 * HEAD_S
+
+
+@pytest.mark.usefixtures("short_head")
+@pytest.mark.parametrize("drip", [b"\r\n", HEAD], ids=["an empty line", "half a head"])
+async def test_a_head_that_does_not_come_after_an_answer(drip: bytes) -> None:
+    """What stops uvicorn's keep-alive timer starts the other one."""
+    port = free_port()
+    async with opened(Behind("one"), port):
+        said, took_s = await said_until_closed(port, [HEAD + b"\r\n", drip], HEAD_S / 2)
+        assert said.startswith(b"HTTP/1.1 200 ")
+        assert said.count(b"HTTP/1.1 408 ") == (drip == HEAD)
+        assert took_s < 4 * HEAD_S
+
+
+@pytest.mark.usefixtures("short_head")
+async def test_a_body_that_does_not_come_after_its_answer() -> None:
+    """It is nobody's any more."""
+    port = free_port()
+    async with opened(Behind("one"), port):
+        head = b"POST /refuse HTTP/1.1\r\nContent-Length: 1000\r\n\r\n"
+        said, took_s = await said_until_closed(port, [head, *[b"a"] * 100], HEAD_S / 4)
+        assert said.startswith(b"HTTP/1.1 403 ")
+        assert said.count(b"HTTP/1.1") == 1
+        assert took_s < 4 * HEAD_S
+
+
+@pytest.mark.usefixtures("short_head")
+async def test_between_requests_the_other_timer_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that idles is kept for `KEEP_ALIVE_S`, although that is longer than a head may take."""
+    monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 4 * HEAD_S)
+    port = free_port()
+    async with opened(Behind("one"), port):
+        request = HEAD + b"\r\n"
+        said, took_s = await said_until_closed(port, [request, request, request], 2 * HEAD_S)
+        assert said.count(b"HTTP/1.1 200 ") == 3
+        assert 8 * HEAD_S <= took_s < 12 * HEAD_S
+
+
+@pytest.mark.usefixtures("short_head")
+async def test_slow_but_in_time() -> None:
+    """A head in single bytes, and a large body that takes longer than a head may."""
+    port = free_port()
+    async with opened(Behind("one"), port):
+        close = b"Connection: close\r\n\r\n"
+        slow = HEAD + close
+        said, _ = await said_until_closed(port, [slow[i : i + 1] for i in range(len(slow))], HEAD_S / 200)
+        assert said.startswith(b"HTTP/1.1 200 ")
+        head = b"POST /length HTTP/1.1\r\nContent-Length: 8000000\r\n" + close
+        said, took_s = await said_until_closed(port, [head, *[b"a" * 1_000_000] * 8], HEAD_S / 4)
+        assert said.endswith(b"8000000")
+        assert took_s > HEAD_S
+        head = b"POST /length HTTP/1.1\r\nTransfer-Encoding: chunked\r\n" + close
+        said, _ = await said_until_closed(port, [head + b"1\r\na\r\n" * 100_000 + b"0\r\nX: y\r\n\r\n"])
+        assert said.endswith(b"100000")
+
+
+@pytest.mark.usefixtures("short_head")
+async def test_requests_that_come_together() -> None:
+    """More of them than may be of one head are answered one after the other."""
+    port = free_port()
+    async with opened(Behind("one"), port):
+        many = (HEAD + b"x: " + b"a" * 5000 + b"\r\n\r\n") * 40
+        said, _ = await said_until_closed(port, [many + HEAD + b"Connection: close\r\n\r\n"])
+        assert said.count(b"HTTP/1.1 200 ") == 41
+
+
+@pytest.mark.usefixtures("short_head")
+@pytest.mark.parametrize("rest", [b"", b"x: " + b"a" * 70_000, b"bad\r\n\r\n"], ids=["late", "large", "malformed"])
+async def test_a_head_behind_an_answer_that_is_under_way(rest: bytes) -> None:
+    """Is given the answer's time; one that is refused ends the connection, and puts nothing into that answer."""
+    port, behind = free_port(), Behind("a stream")
+    async with opened(behind, port):
+        stream = b"GET /slow HTTP/1.1\r\nHost: tandem\r\n\r\n"
+        asking = asyncio.create_task(said_until_closed(port, [stream, HEAD + rest], HEAD_S / 2))
+        await asyncio.sleep(3 * HEAD_S)
+        assert asking.done() == bool(rest)
+        behind.go_on.set()
+        said, _ = await asking
+        assert said.startswith(b"HTTP/1.1 200 ")
+        assert b"a stream" in said
+        assert (b" has ended" in said, b"HTTP/1.1 408 " in said) == (not rest, not rest)
+        assert b"HTTP/1.1 4" not in said.replace(b"HTTP/1.1 408", b"")
+
+
+async def test_a_body_that_cannot_be_read() -> None:
+    """Its request has an answer."""
+    port = free_port()
+    async with opened(Behind("one"), port):
+        head = b"POST /length HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+        said, _ = await said_until_closed(port, [head + b"not a length\r\n"])
+        assert said.startswith(b"HTTP/1.1 400 ")

@@ -1,0 +1,186 @@
+"""Many expositions become one that a scraper accepts."""
+
+import time
+from collections import Counter as Counter_
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from app.http.merge_metrics import merge
+
+
+def exposition(requests: int, seconds: float) -> str:
+    """What one process with three kinds of metrics exposes."""
+    registry = CollectorRegistry()
+    Counter("vllm:requests", "Requests.", ["model"], registry=registry).labels("m").inc(requests)
+    Gauge("vllm:running", "Running.", registry=registry).set(requests)
+    Histogram("vllm:latency_seconds", "Latency.", buckets=(1.0, 2.0), registry=registry).observe(seconds)
+    return generate_latest(registry).decode()
+
+
+def samples(text: str) -> dict[tuple[str, str, str], float]:
+    """(name, role, replica) to value, histogram buckets left out."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if "le" not in sample.labels:
+                found[sample.name, sample.labels["role"], sample.labels["replica"]] = sample.value
+    return found
+
+
+def test_every_sample_keeps_its_value_and_gains_its_origin():
+    """Equal series of two processes stay apart by role and replica."""
+    merged = merge([("prefill", "p1", exposition(3, 0.5)), ("decode", "d1", exposition(5, 1.5))])
+    assert samples(merged) == {
+        ("vllm:requests_total", "prefill", "p1"): 3,
+        ("vllm:requests_total", "decode", "d1"): 5,
+        ("vllm:running", "prefill", "p1"): 3,
+        ("vllm:running", "decode", "d1"): 5,
+        ("vllm:latency_seconds_count", "prefill", "p1"): 1,
+        ("vllm:latency_seconds_count", "decode", "d1"): 1,
+        ("vllm:latency_seconds_sum", "prefill", "p1"): 0.5,
+        ("vllm:latency_seconds_sum", "decode", "d1"): 1.5,
+    }
+    assert 'model="m"' in merged
+
+
+def test_a_family_is_declared_once():
+    """Prometheus refuses a second TYPE line of one name."""
+    merged = merge([("decode", f"d{index}", exposition(1, 1.0)) for index in range(4)])
+    types = [line for line in merged.splitlines() if line.startswith("# TYPE")]
+    assert sorted(types) == [
+        "# TYPE vllm:latency_seconds histogram",
+        "# TYPE vllm:requests_total counter",
+        "# TYPE vllm:running gauge",
+    ]
+
+
+def test_nothing_to_merge():
+    """A service without engines still answers."""
+    assert merge([]) == ""
+
+
+Series = tuple[str, frozenset[tuple[str, str]]]
+
+
+def series(text: str, **more: str) -> Counter_[tuple[Series, float]]:
+    """What prometheus_client reads in `text`: every sample, with `more` labels, without when series began."""
+    return Counter_(
+        ((sample.name, frozenset((sample.labels | more).items())), sample.value)
+        for family in text_string_to_metric_families(text)
+        if not family.name.endswith("_created")
+        for sample in family.samples
+    )
+
+
+def expected(sources: list[tuple[str, str, str]]) -> Counter_[tuple[Series, float]]:
+    """Of all processes, read one by one."""
+    return sum((series(text, role=role, replica=replica) for role, replica, text in sources), Counter_())
+
+
+ODD = r"""# HELP odd With \\ and \n and {braces} "quotes".
+# TYPE odd gauge
+odd{a="x{y}z",b="say \"hi\"",c="back\\"} 1.0
+odd{a="comma, and space",b="role=\"mine\"",c="}"} -2.5e-07
+odd{a="",b="\n",c="# TYPE odd counter"} 4 1700000000000
+odd{} 7
+odd 8
+odd	9
+odd {a="spaced"} 10
+# a comment
+
+# TYPE bare counter
+bare 1
+# TYPE seconds histogram
+seconds_bucket{le="1.0"} 1.0
+seconds_bucket{le="+Inf"} 2.0
+seconds_count 2.0
+seconds_sum +Inf
+# TYPE seconds_created gauge
+seconds_created 1.7e9
+stray_bucket{le="1.0"} 3
+stray_created 4
+# TYPE quantiles summary
+quantiles{quantile="0.5"} 1
+quantiles_count 1
+quantiles_sum 1
+# TYPE tardy histogram
+# HELP tardy Said after its type.
+tardy_bucket{le="+Inf"} 1
+tardy_count 1
+# TYPE empty gauge
+"""
+
+
+def test_odd_lines_mean_what_they_meant():
+    """Braces, quotes, spaces and escapes in values, no labels, no type, timestamps."""
+    sources = [("prefill", "p1", ODD), ("decode", "d1", ODD), ("decode", "d2", exposition(1, 1.5))]
+    merged = merge(sources)
+    assert series(merged) == expected(sources)
+    assert "_created" not in merged
+    assert '# HELP odd With \\\\ and \\n and {braces} "quotes".\n' in merged
+    tardy = [line for line in merged.splitlines() if "tardy" in line]
+    assert [line.split("{")[0].split(" ")[0] for line in tardy] == ["#", "#", *["tardy_bucket", "tardy_count"] * 2]
+
+
+def test_values_are_left_as_they_are():
+    """No number is read and written again."""
+    merged = merge([("r", "i", '# TYPE a gauge\na 12345678901234567890\na{b="c"} 1e-07 1700000000000\n')])
+    assert merged == (
+        "# TYPE a gauge\n"
+        'a{role="r",replica="i"} 12345678901234567890\n'
+        'a{role="r",replica="i",b="c"} 1e-07 1700000000000\n'
+    )
+
+
+@pytest.mark.parametrize("replica", ['quo"te', "back\\slash", "new\nline", "{}", "a b,c", "\N{SNOWMAN}\x85\u2028"])
+def test_any_origin_is_escaped(replica: str):
+    """Whatever a replica is called, and whatever its labels hold."""
+    registry = CollectorRegistry()
+    Gauge("plain", "Plain.", registry=registry).set(1)
+    Gauge("labelled", "Labelled.", ["a"], registry=registry).labels(replica).set(2)
+    sources = [("role", replica, generate_latest(registry).decode())]
+    assert series(merge(sources)) == expected(sources)
+
+
+def test_a_process_does_not_say_who_it_is():
+    """Its own labels `role` and `replica` give way, and no other whose name or value looks like them."""
+    text = (
+        '# TYPE a gauge\na{role="liar",b="c"} 1\na{b="c", replica = "x\\"}" ,role="y",} 2\na{role="x"} 3\n'
+        'a{my_role="kept",replica2="kept"} 4\na{b="role=\\"x\\",replica"} 5\n'
+    )
+    sources = [("decode", "d1", text)]
+    merged = merge(sources)
+    assert series(merged) == expected(sources)
+    assert merged.count('role="decode"') == 5
+
+
+def test_families_that_differ_in_type():
+    """The first process's type is declared, once; all samples are there, together."""
+    sources = [
+        ("prefill", "p1", "# HELP x A gauge.\n# TYPE x gauge\nx 1\n# TYPE y gauge\ny 1\n"),
+        ("decode", "d1", '# HELP x Else.\n# TYPE x histogram\nx_bucket{le="1"} 2\nx_count 2\nx_sum 2\n'),
+        ("decode", "d2", "x 3\n"),
+    ]
+    merged = merge(sources)
+    assert series(merged) == expected(sources)
+    lines = merged.splitlines()
+    assert lines[:2] == ["# HELP x A gauge.", "# TYPE x gauge"]
+    assert [line.startswith("x") for line in lines[2:]] == [True] * 5 + [False] * 2
+    assert sum(line.startswith("# TYPE x") for line in lines) == 1
+
+
+def test_many_engines_do_not_hold_up_the_router():
+    """Nothing else runs in the router meanwhile: a few milliseconds for each engine, where reading took 50."""
+    registry = CollectorRegistry()
+    for index in range(25):
+        buckets = [float(bound) for bound in range(1, 26)]
+        histogram = Histogram(f"vllm:h{index}", "doc", ["engine", "model_name"], buckets=buckets, registry=registry)
+        histogram.labels("0", "demo").observe(3)
+    text = generate_latest(registry).decode()
+    sources = [("decode", f"r{index}", text) for index in range(8)]
+    began_at = time.thread_time()
+    merged = merge(sources)
+    assert time.thread_time() - began_at < 0.1
+    assert series(merged) == expected(sources)

@@ -1,0 +1,121 @@
+"""What the router refuses before an engine sees it."""
+
+import json
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+from app.http.errors import BadRequestError, error_response
+from app.http.parsing import forwarded_headers, parse_body, read_request
+
+
+@pytest.mark.parametrize(
+    ("raw", "message", "param"),
+    [
+        (b"", "the body is empty", "body"),
+        (b"{", "not valid JSON", "body.1"),
+        (b"\xff\xfe{}", "not valid JSON", "body.0"),
+        (b"[" * 100_000, "not valid JSON", "body"),
+        (b"[]", "must be a JSON object, not list", "body"),
+        (b"null", "must be a JSON object, not NoneType", "body"),
+        (b'{"kv_transfer_params": {}}', "kv_transfer_params is set by this service", "kv_transfer_params"),
+        (b'{"kv_transfer_params": null}', "kv_transfer_params is set by this service", "kv_transfer_params"),
+        (b'{"structured_outputs": "x"}', "structured_outputs must be an object", "body.structured_outputs"),
+        (
+            b'{"structured_outputs": [{"regex": "a"}]}',
+            "structured_outputs must be an object",
+            "body.structured_outputs",
+        ),
+        (b'{"structured_outputs": 0}', "structured_outputs must be an object", "body.structured_outputs"),
+        (b'{"structured_outputs": true}', "structured_outputs must be an object", "body.structured_outputs"),
+        (b'{"vllm_xargs": {"kv_transfer_params": "x"}}', "vllm_xargs.kv_transfer_params is set by", "vllm_xargs"),
+    ],
+)
+def test_a_body_that_is_refused(raw, message, param):
+    """Each refusal says what is wrong and names the field, where there is one."""
+    with pytest.raises(BadRequestError, match=message) as raised:
+        parse_body(raw)
+    assert raised.value.param == param
+
+
+@pytest.fixture
+def client():
+    """An application that reads requests of at most 100 bytes and echoes what it read."""
+
+    async def endpoint(request: Request) -> JSONResponse:
+        try:
+            read = await read_request(request, "/v1/completions", max_body_bytes=100)
+        except BadRequestError as error:
+            return error_response(error, retry_after_s=1)
+        headers = {name.decode(): value.decode() for name, value in read.headers}
+        return JSONResponse({"body": read.body, "headers": headers})
+
+    with TestClient(Starlette(routes=[Route("/", endpoint, methods=["POST"])])) as client:
+        yield client
+
+
+def test_a_good_request_is_read(client):
+    """The body as an object; of the headers, those for the engines."""
+    reply = client.post("/", json={"prompt": "x"}, headers={"x-request-id": "r1", "authorization": "Bearer s"})
+    assert reply.json() == {
+        "body": {"prompt": "x"},
+        "headers": {"accept": "*/*", "content-type": "application/json", "x-request-id": "r1"},
+    }
+
+
+def test_a_request_without_an_id_gets_one(client):
+    """Both legs carry the same id, so their logs can be joined."""
+    ids = {client.post("/", json={}).json()["headers"]["x-request-id"] for _ in range(2)}
+    assert len(ids) == 2
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_body_over_the_limit_is_refused(client, declared):
+    """413, whether the length was declared or only found while reading."""
+    raw = json.dumps({"prompt": "x" * 200}).encode()
+    reply = client.post("/", content=raw if declared else iter([raw[:50], raw[50:]]))
+    assert reply.status_code == 413
+    assert reply.json()["error"]["code"] == 413
+    assert "100 bytes" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("declared", [True, False])
+@pytest.mark.parametrize(("size_bytes", "status"), [(100, 200), (101, 413)])
+def test_the_limit_of_a_body_is_exact(client, size_bytes, status, declared):
+    """The limit of 100 bytes is the last size that is accepted."""
+    raw = b'{"prompt": "' + b"x" * (size_bytes - 14) + b'"}'
+    assert len(raw) == size_bytes
+    assert client.post("/", content=raw if declared else iter([raw[:50], raw[50:]])).status_code == status
+
+
+def test_headers_are_matched_without_case():
+    """ASGI gives them in lower case."""
+    request = Request({"type": "http", "headers": [(b"traceparent", b"00-ab"), (b"cookie", b"c")]})
+    assert dict(forwarded_headers(request))[b"traceparent"] == b"00-ab"
+
+
+@pytest.mark.parametrize(
+    ("header", "sent"),
+    [(None, False), ("0af76519-16cd-43dd-8448-eb211c80319c", False), ("trace-1", True)],
+    ids=["none", "Serve's", "the client's"],
+)
+def test_a_request_that_its_body_names(client, header, sent):
+    """vLLM takes the header's name before the body's, so one that is not the client's stays here."""
+    headers = {"x-request-id": header} if header else {}
+    given = client.post("/", json={"request_id": "mine"}, headers=headers).json()["headers"]
+    assert given.get("x-request-id") == (header if sent else None)
+
+
+@pytest.mark.parametrize(
+    ("content", "param"),
+    [(b"{", "body.1"), (b"[]", "body"), (b"", "body"), (b'{"structured_outputs": 5}', "body.structured_outputs")],
+)
+def test_what_is_no_request_is_refused_in_the_form_of_vllms_framework(client, content, param):
+    """Its type differs from that of vLLM's own refusals."""
+    reply = client.post("/", content=content)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["type"], error["param"], error["code"]) == (400, "Bad Request", param, 400)

@@ -1,0 +1,59 @@
+"""Clients that take what they are sent, but slowly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from actors.request import Call
+from app.http import generate
+from app.http.routes import build_http
+from tests.actors.behaviours import LIMITS, engine, fleet, request, well
+from tests.actors.fleet import at_rest
+from tests.app.http.test_cancelled_requests import Client
+
+
+class SlowClient(Client):
+    """Takes a stream's first piece and then one in `piece_s`."""
+
+    def __init__(self, piece_s: float) -> None:
+        super().__init__(request(max_tokens=40))
+        self._piece_s = piece_s
+        self.pieces: list[bytes] = []
+
+    async def send(self, message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.body":
+            if self.pieces:
+                await asyncio.sleep(self._piece_s)
+            self.pieces.append(message["body"])
+        await super().send(message)
+
+
+async def paced(call: Call, turn: int) -> AsyncGenerator[Any, None]:
+    """An engine whose answer takes longer than a request may take: what comes at once is sent at once."""
+    async for item in engine(1, [1])(call, turn):
+        yield item
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize(("piece_s", "told"), [(0.1, True), (60.0, False)], ids=["slowly", "nothing"])
+async def test_a_slow_client_has_its_places_no_longer_than_a_request_may_take(
+    piece_s: float, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both legs end then; it is told so, if it takes even that."""
+    monkeypatch.setattr(generate, "LAST_WORD_S", 1.0)
+    router, prefill, decode = fleet([well], [paced])
+    router.limits = LIMITS.model_copy(update={"request_timeout_s": 0.5})
+    client = SlowClient(piece_s)
+    replica: Any = router
+    http: Any = build_http(replica)
+    await asyncio.wait_for(http(client.scope, client.receive, client.send), 20)
+    await at_rest(prefill, decode)
+    assert router.ongoing == 0
+    assert client.ended == told
+    if told:
+        assert client.status == 200
+        assert b"sending the answer" in client.pieces[-1] or b"did not end before" in client.pieces[-1]

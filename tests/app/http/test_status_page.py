@@ -1,0 +1,86 @@
+"""The status page needs and loads nothing from other origins, and knows every part of a latency breakdown."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from typing import Any, cast
+
+import httpx
+import pytest
+
+from actors.router.peer_routers import RouterReplica
+from actors.telemetry.latency_breakdown import PARTS
+from actors.telemetry.router_metrics import RouterMetrics
+from app.http.auth import digest
+from app.http.routes import build_http
+from app.http.status_page import PAGE_HEADERS, status_page
+from configs.settings import RouterLimits
+
+
+class Told:
+    """A router that says this of the service."""
+
+    limits = RouterLimits()
+
+    def __init__(self) -> None:
+        self.metrics = RouterMetrics()
+
+    async def status(self) -> dict[str, Any]:
+        return {"at": 1.5, "routers": [], "engines": [], "recent": []}
+
+
+def client(*keys: str) -> httpx.AsyncClient:
+    app = build_http(cast(RouterReplica, Told()), [digest(key) for key in keys])
+    return httpx.AsyncClient(transport=httpx.ASGITransport(cast(Any, app)), base_url="http://tandem")
+
+
+def test_nothing_comes_from_elsewhere() -> None:
+    """It works offline: no address of another host, no second file."""
+    page = status_page()
+    assert not re.search(r"https?://|@import|url\(", page)
+    assert re.findall(r'\b(?:src|href)="([^"]*)"', page) == ["data:,"]
+
+
+@pytest.mark.parametrize(("tag", "directive"), [("script", "script-src"), ("style", "style-src")])
+def test_only_what_stands_in_the_page_may_run(tag: str, directive: str) -> None:
+    """The policy has the hash of what a browser finds between the tags, and no attribute would need another."""
+    (inside,) = re.findall(f"<{tag}>(.*?)</{tag}>", status_page(), re.DOTALL)
+    found = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+    assert f"{directive} 'sha256-{found}';" in PAGE_HEADERS["Content-Security-Policy"]
+    assert not re.search(r"<[^>]+\s(?:style|on\w+)=", status_page())
+
+
+def test_every_part_has_a_name_and_two_colours() -> None:
+    """One for a light and one for a dark page; a colour that is good for both stands once."""
+    page = status_page()
+    (names,) = re.findall(r"const PARTS = \{(.*?)\};", page, re.DOTALL)
+    assert tuple(re.findall(r"(\w+): \"", names)) == PARTS
+    for part in PARTS:
+        assert len(re.findall(rf"--{part}: #\w+;", page)) in (1, 2), part
+
+
+def test_nothing_that_is_told_becomes_markup() -> None:
+    """Ids of requests are their clients' words."""
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write", status_page())
+
+
+async def test_the_page_is_open_and_what_it_shows_is_not() -> None:
+    """With keys, the numbers are for their holders."""
+    async with client("anna") as http:
+        page = await http.get("/")
+        assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+        assert page.text == status_page()
+        assert page.headers["content-security-policy"] == PAGE_HEADERS["Content-Security-Policy"]
+        assert (await http.get("/tandem/status")).status_code == 401
+        told = await http.get("/tandem/status", headers={"Authorization": "Bearer anna"})
+        assert json.loads(told.text)["at"] == 1.5
+        assert told.headers["cache-control"] == "no-store"
+
+
+async def test_without_keys_both_are_open() -> None:
+    """As everything else is."""
+    async with client() as http:
+        assert (await http.get("/tandem/status")).status_code == 200

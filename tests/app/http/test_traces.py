@@ -1,0 +1,130 @@
+"""Spans as a collector gets them: the real SDK and exporter, and OTLP's own messages over HTTP."""
+
+from __future__ import annotations
+
+import gzip
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import pairwise
+
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+from actors.router.client_request import ClientRequest
+from actors.telemetry.recent_requests import Pair, RequestRecord, now_unix
+from app.http.traces import Traces
+from tests.actors.telemetry.test_latency_breakdown import REMOTE, break_down
+
+TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
+CLIENTS_SPAN = "00f067aa0ba902b7"
+CLIENTS = b"00-%s-%s-01" % (TRACE_ID.encode(), CLIENTS_SPAN.encode())
+
+
+class Collector:
+    """Listens as an OpenTelemetry collector does; `spans` are those that have come."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        collector = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                if self.headers.get("content-encoding") == "gzip":
+                    body = gzip.decompress(body)
+                message = ExportTraceServiceRequest.FromString(body)
+                for resource in message.resource_spans:
+                    for scope in resource.scope_spans:
+                        collector.spans += scope.spans
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = HTTPServer(("127.0.0.1", 0), Handler)
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.server.server_port}/v1/traces"
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    collector = Collector()
+    thread = threading.Thread(target=collector.server.serve_forever)
+    thread.start()
+    yield collector
+    collector.server.shutdown()
+    thread.join()
+    collector.server.server_close()
+
+
+def request(*headers: tuple[bytes, bytes]) -> ClientRequest:
+    return ClientRequest("/v1/completions", ((b"x-request-id", b"r1"), *headers), b"{}", {})
+
+
+def record(wanted: ClientRequest) -> RequestRecord:
+    began_at, pair = now_unix(wanted.arrived_at), Pair("p", "d")
+    return RequestRecord("r1", began_at, wanted.endpoint, "remote", None, 200, True, pair, break_down(REMOTE))
+
+
+def test_a_requests_parts_join_the_clients_trace(collector: Collector) -> None:
+    """The request is a child of the client's span, its parts are its own, and they fill its time."""
+    traces = Traces(collector.endpoint)
+    wanted = request((b"traceparent", CLIENTS), (b"tracestate", b"a=b"))
+    trace = traces.begin(wanted)
+    trace.answered(record(wanted))
+    trace.end()
+    traces.flush()
+    (root,) = (span for span in collector.spans if span.name == "POST /v1/completions")
+    assert (root.trace_id.hex(), root.parent_span_id.hex()) == (TRACE_ID, CLIENTS_SPAN)
+    parts = [span for span in collector.spans if span is not root]
+    assert [span.name for span in parts] == [span.part for span in break_down(REMOTE).spans]
+    assert {span.parent_span_id for span in parts} == {root.span_id}
+    assert parts[0].start_time_unix_nano == root.start_time_unix_nano
+    for before, after in pairwise(parts):
+        assert before.end_time_unix_nano == after.start_time_unix_nano
+    assert parts[-1].end_time_unix_nano - root.start_time_unix_nano == 82 * 10**9
+    attributes = {pair.key: pair.value.string_value for pair in root.attributes}
+    assert attributes["tandem.route"] == "remote"
+    assert (attributes["tandem.prefill"], attributes["tandem.decode"]) == ("p", "d")
+
+
+def test_the_engines_spans_are_the_requests_children(collector: Collector) -> None:
+    """Both legs carry this span instead of the client's, and the rest of what the client sent."""
+    traces = Traces(collector.endpoint)
+    trace = traces.begin(request((b"traceparent", CLIENTS), (b"tracestate", b"a=b")))
+    trace.end()
+    traces.flush()
+    headers = dict(trace.request.headers)
+    version, trace_id, parent, flags = headers[b"traceparent"].decode().split("-")
+    assert (version, trace_id, flags) == ("00", TRACE_ID, "01")
+    assert parent == collector.spans[0].span_id.hex() != CLIENTS_SPAN
+    assert (headers[b"tracestate"], headers[b"x-request-id"]) == (b"a=b", b"r1")
+
+
+@pytest.mark.parametrize("given", [(), ((b"traceparent", b"nonsense"),)])
+def test_a_client_without_a_trace_gets_one(collector: Collector, given: tuple[tuple[bytes, bytes], ...]) -> None:
+    """What is not a trace context counts for nothing."""
+    traces = Traces(collector.endpoint)
+    trace = traces.begin(request(*given))
+    trace.end(ConnectionError("gone"))
+    traces.flush()
+    (root,) = collector.spans
+    assert root.parent_span_id == b""
+    assert root.status.message == "ConnectionError"
+
+
+def test_a_client_that_does_not_sample_is_heard(collector: Collector) -> None:
+    """Its flag reaches the engines, and nothing is sent."""
+    traces = Traces(collector.endpoint)
+    wanted = request((b"traceparent", CLIENTS[:-1] + b"0"))
+    trace = traces.begin(wanted)
+    trace.answered(record(wanted))
+    trace.end()
+    traces.flush()
+    assert collector.spans == []
+    assert dict(trace.request.headers)[b"traceparent"].endswith(b"-00")

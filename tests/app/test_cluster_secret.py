@@ -1,0 +1,148 @@
+"""Which secret the engines share: the operator's, or one of the Ray cluster that outlives every build."""
+
+import asyncio
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from pydantic import SecretStr
+from ray.serve import Application
+
+from actors.engine import engine_actor
+from actors.engine.decode import Decode
+from actors.engine.prefill import Prefill
+from actors.engine.vllm_engine import kv_transfer_config
+from actors.errors import EngineStartError
+from app.main import build
+from configs.reference import reference
+from configs.settings import PEER_SECRET_VARIABLE, ServiceSettings, SettingsError, parse_settings
+from connectors.vllm_hma.config import parse_config
+from testing.serve_objects import deployment_of
+
+SECRET = "what nobody else knows"
+SUPERVISOR = "what the actor has made up"
+
+
+def secret_of(settings: ServiceSettings) -> str:
+    assert settings.transfer.secret is not None
+    return settings.transfer.secret.get_secret_value()
+
+
+def deployed(application) -> dict[str, ServiceSettings]:
+    """The settings that each role's replicas make of what they are started with, by deployment."""
+    router = deployment_of(application)
+    deployments = [deployment_of(bound) for bound in router.init_args if isinstance(bound, Application)]
+    return {one.name: one.init_args[0].with_secret(one.init_args[1]) for one in deployments}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    monkeypatch.delenv(PEER_SECRET_VARIABLE, raising=False)
+
+
+def test_every_build_in_a_cluster_has_one_secret(cluster):
+    """Both roles, and a build in another process after a change of settings, as `serve deploy` makes it."""
+
+    @ray.remote
+    def built(args: dict) -> dict[str, str]:
+        application = build(ServiceSettings.model_validate(args))
+        return {name: secret_of(settings) for name, settings in deployed(application).items()}
+
+    first, second = ray.get([built.remote({}), built.remote({"router": {"request_timeout_s": 1}})])
+    assert first.keys() == {"Prefill", "Decode"}
+    assert len({*first.values(), *second.values()}) == 1
+    assert len(first["Prefill"]) == 64
+
+
+def secrets(application) -> set[str]:
+    """What the replicas would share, were they to start in this process's environment."""
+    return {secret_of(settings) for settings in deployed(application).values()}
+
+
+def test_settings_then_environment_then_cluster(monkeypatch):
+    """The operator's word goes first, the configuration's before the environment's."""
+    (made,) = secrets(build(ServiceSettings()))
+    assert len(made) == 64
+    monkeypatch.setenv(PEER_SECRET_VARIABLE, SECRET)
+    assert secrets(build(ServiceSettings())) == {SECRET}
+    assert secrets(build(parse_settings({"transfer": {"secret": SECRET + "!"}}))) == {SECRET + "!"}
+
+
+def test_replicas_read_their_own_environment(monkeypatch):
+    """Serve builds the application in a task on any node, on Kubernetes the head's pod, which has no secrets."""
+    without = build(ServiceSettings())
+    monkeypatch.setenv(PEER_SECRET_VARIABLE, SECRET)
+    assert secrets(without) == {SECRET}
+    with_one = build(ServiceSettings())
+    monkeypatch.delenv(PEER_SECRET_VARIABLE)
+    assert secrets(with_one) == {SECRET}, "where only the build has it, all get it"
+    monkeypatch.setenv(PEER_SECRET_VARIABLE, SECRET + "!")
+    assert secrets(build(parse_settings({"transfer": {"secret": SECRET}}))) == {SECRET}
+
+
+def test_an_engine_starts_with_the_secret_of_its_environment(monkeypatch):
+    """And not with what the build made up."""
+    monkeypatch.setenv(PEER_SECRET_VARIABLE, SECRET)
+    started: list[ServiceSettings] = []
+
+    class Started(Exception):
+        pass
+
+    async def start(settings: ServiceSettings, *_: object) -> None:
+        started.append(settings)
+        raise Started
+
+    monkeypatch.setattr(engine_actor.VllmEngine, "start", start)
+    monkeypatch.setattr(engine_actor.serve, "get_replica_context", ReplicaContext)
+    monkeypatch.setattr(engine_actor.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    for role in (Prefill, Decode):
+        replica: Any = object.__new__(type("Unended", (role,), {"__del__": lambda self: None}))
+        with pytest.raises(EngineStartError, match="Started"):
+            asyncio.run(role.__init__(replica, ServiceSettings(), SecretStr("made by the build")))
+    assert [secret_of(settings) for settings in started] == [SECRET, SECRET]
+
+
+class ReplicaContext:
+    """What Serve tells a replica of itself, as far as it asks."""
+
+    replica_id = SimpleNamespace(unique_id="one")
+
+
+def test_a_secret_that_can_be_guessed_is_refused(monkeypatch):
+    """By the name of the key or of the variable, without repeating it."""
+    with pytest.raises(SettingsError, match=r"transfer.secret: .* at least 16") as raised:
+        parse_settings({"transfer": {"secret": "hunter2"}})
+    assert "hunter2" not in str(raised.value)
+    monkeypatch.setenv(PEER_SECRET_VARIABLE, "hunter2")
+    with pytest.raises(SettingsError, match=f"{PEER_SECRET_VARIABLE}: must have at least 16") as raised:
+        build(ServiceSettings())
+    assert "hunter2" not in str(raised.value)
+
+
+def test_the_secret_reaches_the_connector_and_no_log():
+    """vLLM's configuration carries it into the engine's processes; printed, both show stars."""
+    settings = parse_settings({"transfer": {"secret": SECRET}})
+    config = kv_transfer_config(settings, "decode", "127.0.0.1", SUPERVISOR)
+    assert pickle.loads(pickle.dumps(config)).kv_connector_extra_config["secret"] == SECRET
+    assert parse_config(config.kv_connector_extra_config).believes(SUPERVISOR)
+    for shown in (repr(config), str(config), repr(settings), str(settings), settings.model_dump_json()):
+        assert SUPERVISOR not in shown
+        assert SECRET not in shown
+        assert "*****" in shown
+    assert isinstance(settings.transfer.secret, SecretStr)
+
+
+def test_the_reference_shows_no_environment(monkeypatch):
+    """The page is the same wherever it is written."""
+    without = reference()
+    monkeypatch.setenv(PEER_SECRET_VARIABLE, SECRET)
+    assert reference() == without

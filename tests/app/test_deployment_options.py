@@ -1,0 +1,174 @@
+"""What replicas ask Ray for, and where it then puts them: a head and three nodes with four GPUs each, none real."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import ray
+from pydantic import SecretStr
+from ray import serve
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from actors.engine.arguments import engine_arguments
+from app.deployment_options import bundles, deployment_options
+from app.main import deploy_engine
+from configs.settings import RoleName, ServiceSettings, SettingsError, parse_settings
+
+GPUS = 4
+NODES = ("a", "b", "c")
+OBJECT_STORE_BYTES = 80 * 2**20
+
+
+def settings(role: RoleName = "prefill", **role_settings: Any) -> ServiceSettings:
+    return parse_settings({role: {"num_cpus": 1} | role_settings})
+
+
+def test_a_rank_has_a_bundle_and_the_first_the_actor() -> None:
+    """A GPU each; CPUs and custom resources are the actor's."""
+    role = settings(executor="ray", num_gpus=3, tensor_parallel_size=3, resources={"fast": 1}).prefill
+    assert bundles(role) == [{"CPU": 1, "GPU": 1, "fast": 1}, {"GPU": 1}, {"GPU": 1}]
+    assert deployment_options(role, {})["ray_actor_options"]["num_gpus"] == 0
+
+
+def test_labels_go_where_the_decision_is_made() -> None:
+    """On the actor, or on every bundle of its group."""
+    selector = {"x": "y"}
+    alone = deployment_options(settings(label_selector=selector).prefill, {})
+    assert alone["ray_actor_options"]["label_selector"] == selector
+    group = deployment_options(settings(label_selector=selector, executor="ray", num_gpus=1).prefill, {})
+    assert group["placement_group_bundle_label_selector"] == [selector]
+
+
+@pytest.mark.parametrize(
+    ("role", "backend"),
+    [
+        ({}, None),
+        ({"num_gpus": 2, "tensor_parallel_size": 2}, None),
+        ({"executor": "ray", "num_gpus": 1}, "ray"),
+    ],
+)
+def test_vllm_is_told_which_executor(role: dict[str, Any], backend: str | None) -> None:
+    """Outside a placement group, `mp` is its own choice."""
+    assert engine_arguments(settings(**role), "prefill").get("distributed_executor_backend") == backend
+
+
+@pytest.mark.parametrize(
+    ("role", "message"),
+    [
+        ({"executor": "ray"}, "executor `ray` needs num_gpus = tensor_parallel_size"),
+        ({"executor": "ray", "num_gpus": 1, "tensor_parallel_size": 2}, "a GPU for each rank, not 1 for 2"),
+        ({"executor": "ray", "num_gpus": 1, "placement": "apart"}, "placement `apart` is not for executor `ray`"),
+        ({"executor": "uni"}, "decode.executor"),
+    ],
+)
+def test_what_cannot_be_placed(role: dict[str, Any], message: str) -> None:
+    """Refused by name."""
+    with pytest.raises(SettingsError, match=message):
+        settings("decode", **role)
+
+
+class Idle:
+    """In the place of an engine's actor: asks for what one asks for, starts nothing."""
+
+    async def __init__(self, settings: ServiceSettings, secret: SecretStr) -> None:  # type: ignore[misc]
+        self._settings = settings
+
+    async def node(self) -> str:
+        return where()
+
+    async def ranks(self) -> list[str]:
+        """Where a rank in each bundle of this replica's group is, placed as vLLM's Ray executor places its workers."""
+        group = ray.util.get_current_placement_group()
+        assert group is not None
+        remote = ray.remote(num_cpus=0, num_gpus=1)(where)
+        feedback = [
+            PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+            for index in range(len(group.bundle_specs))
+        ]
+        return list(await asyncio.gather(*(remote.options(scheduling_strategy=one).remote() for one in feedback)))
+
+
+def where() -> str:
+    """The name of this node: the label that the cluster below gives it."""
+    return str(ray.get_runtime_context().get_node_labels()["name"])
+
+
+Start = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """A head that offers nothing, and the nodes."""
+    small = {"object_store_memory": OBJECT_STORE_BYTES}
+    head = {"num_cpus": 0, "labels": {"name": "head"}, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head | small)
+    try:
+        for name in NODES:
+            cluster.add_node(num_cpus=4, num_gpus=GPUS, labels={"name": name}, **small)
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+@contextmanager
+def starting(cluster: Cluster, **variables: str) -> Iterator[Start]:
+    """Serve with `variables` in its controller's environment; what it gives starts a role and asks every replica."""
+    ray.init(cluster.address, namespace="serve", log_to_driver=False, runtime_env={"env_vars": variables})
+    names: list[str] = []
+
+    def start(role: RoleName, method: str = "node", **role_settings: Any) -> list[Any]:
+        names.append(f"application {len(names)}")
+        parsed = settings(role, **role_settings)
+        application = deploy_engine(Idle, role, parsed, SecretStr("unused by an idle one"))
+        handle = serve.run(application, name=names[-1], route_prefix=None)
+        answers = handle.broadcast(method).results(timeout_s=120)
+        assert len(answers) == parsed.role(role).replicas
+        return list(answers)
+
+    try:
+        serve.start(proxy_location="Disabled")
+        yield start
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+TWO = {"tensor_parallel_size": 2, "num_gpus": 2, "replicas": 2}
+
+
+def test_spread_unless_told_otherwise(cluster: Cluster) -> None:
+    """Two engines that one node would hold are on two; none is on the head; labels decide."""
+    with starting(cluster) as start:
+        prefill = start("prefill", **TWO)
+        assert len(set(prefill)) == 2
+        apart = start("decode", placement="apart", num_gpus=1, replicas=3)
+        assert sorted(apart) == list(NODES)
+        assert start("decode", label_selector={"name": "b"}, num_gpus=1) == ["b"]
+        assert "head" not in prefill
+
+
+def test_packed_where_serve_is_told_to(cluster: Cluster) -> None:
+    """Half a node each: prefill and decode share one, and the next two engines fill another; a node stays free."""
+    with starting(cluster, RAY_SERVE_USE_PACK_SCHEDULING_STRATEGY="1") as start:
+        first = start("prefill", **TWO | {"replicas": 1})
+        assert start("decode", **TWO | {"replicas": 1}) == first
+        assert len(set(start("decode", **TWO)) - set(first)) == 1
+
+
+def test_ranks_of_the_ray_executor(cluster: Cluster) -> None:
+    """Four share a node, as there is one with room; six need a whole one and a half. Labels hold for every rank."""
+    with starting(cluster) as start:
+        (ranks,) = start("prefill", "ranks", executor="ray", tensor_parallel_size=4, num_gpus=4)
+        assert Counter(ranks) == {ranks[0]: 4}
+        (ranks,) = start("decode", "ranks", executor="ray", tensor_parallel_size=6, num_gpus=6)
+        assert sorted(Counter(ranks).values()) == [2, 4]
+    with starting(cluster) as start:
+        selector = {"name": "c"}
+        (ranks,) = start(
+            "prefill", "ranks", executor="ray", tensor_parallel_size=2, num_gpus=2, label_selector=selector
+        )
+        assert ranks == ["c", "c"]
