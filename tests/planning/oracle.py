@@ -361,7 +361,7 @@ def transfer_moves(
     consumer = Consumer(frozenset(), case.consumer.num_blocks, shapes)
     transfer = Transfer("t", Stage.LIVE, 0.0, prompt_tokens=case.end)
     assert offer_problem(transfer, offer, sources, consumer) is None
-    delivery = Delivery(Peer("c", 0), offer, wanted(offer, sources, consumer))
+    delivery = Delivery(Peer("c", 0), offer=offer, pending=wanted(offer, sources, consumer))
     found = []
     for computed in case.chunks:
         transfer.computed_tokens = computed

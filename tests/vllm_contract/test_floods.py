@@ -56,7 +56,8 @@ def test_hellos_wait_in_bounded_number(worker: Callable[..., Worker], monkeypatc
 def test_a_hello_that_is_dropped_is_repeated(worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     """A producer that is met by many at once drops hellos: that costs their senders a second, not the handshake."""
     producer, consumer = worker("p"), worker("c")
-    greeted, dropped = greeter.Greeter.greeted, []
+    greeted = greeter.Greeter.greeted
+    dropped: list[Peer] = []
 
     def drop_first(self: greeter.Greeter, sender: Peer, message: Hello) -> None:
         if dropped:

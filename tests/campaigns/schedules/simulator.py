@@ -328,8 +328,10 @@ class World:
         if queued is None:
             return False
         for consumer in queued.engine.ranks:
-            release = partial(ConsumerMachine.release, transfer_id=queued.transfer_id, producer=queued.producer)
-            self.on(consumer, lambda machine, release=release: release(machine, now=self.now))
+            release = partial(
+                ConsumerMachine.release, transfer_id=queued.transfer_id, producer=queued.producer, now=self.now
+            )
+            self.on(consumer, release)
         return True
 
     def start(
