@@ -33,14 +33,10 @@ class CallState(Enum):
 
 @dataclass(slots=True)
 class Call(Generic[T]):
-    """One call on a lane. Poll ``state``; ``result`` is set once it has ended.
-
-    ``after`` runs on the lane's thread when the call will touch nothing any more: ended, failed or never begun.
-    """
+    """One call on a lane. ``result`` is set once it has ended. A call that is ``over`` touches nothing any more."""
 
     function: Callable[[], T]
     deadline: float
-    after: Callable[[], None] | None = None
     state: CallState = CallState.QUEUED
     result: T | None = None
     seconds: float = 0.0
@@ -67,11 +63,9 @@ class Lane:
             # Daemons: a thread that hangs in a system call must not keep the process from ending.
             threading.Thread(target=self._work, args=(number,), name=f"{self.name}-{number}", daemon=True).start()
 
-    def submit(
-        self, function: Callable[[], T], deadline: float, after: Callable[[], None] | None = None
-    ) -> Call[T] | None:
-        """Queue a call. None where the lane is full, hangs or is closed; ``after`` is not called then."""
-        call = Call(function, deadline, after)
+    def submit(self, function: Callable[[], T], deadline: float) -> Call[T] | None:
+        """Queue a call. None where the lane is full, hangs or is closed."""
+        call = Call(function, deadline)
         with self._condition:
             if self._closed or len(self._queue) >= self.queue_calls or self._hangs(time.monotonic()):
                 return None
@@ -98,7 +92,7 @@ class Lane:
             left, self._queue = list(self._queue), deque()
             self._condition.notify_all()
         for call in left:
-            self._end(call, CallState.FAILED)
+            call.state = CallState.FAILED
 
     def _hangs(self, now: float) -> bool:
         return len(self._calls) == self.threads and all(call.deadline < now for call in self._calls.values())
@@ -125,9 +119,4 @@ class Lane:
             call.seconds = time.monotonic() - started_at
             with self._condition:
                 del self._calls[number]
-            self._end(call, state)
-
-    def _end(self, call: Call[object], state: CallState) -> None:
-        if call.after is not None:
-            call.after()
-        call.state = state
+            call.state = state

@@ -62,6 +62,9 @@ class Ledger:
                 self._read(fd)
                 yield
                 self._write(fd, dirty=False)
+                if not self._is_current(fd):
+                    # Removed while we held it: another process may have counted amid our changes.
+                    self._distrusted = True
             finally:
                 fcntl.flock(fd, fcntl.LOCK_UN)
         except OSError as error:
@@ -104,12 +107,16 @@ class Ledger:
                 if time.monotonic() >= deadline:
                     raise StoreError(f"{self._folder}: another process holds the store's lock")
                 time.sleep(_POLL_S)
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(fd), os.stat(self._path)):
-                    return fd
+            if self._is_current(fd):
+                return fd
             os.close(fd)
             self._fd = None
             self._distrusted = True
+
+    def _is_current(self, fd: int) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(fd), self._path.stat())
+        return False
 
     def _read(self, fd: int) -> None:
         data = os.pread(fd, _FIELDS.size + 16, 0)

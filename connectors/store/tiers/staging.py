@@ -31,10 +31,12 @@ class Staging:
         if size <= 0:
             raise ConfigurationError(f"store: staging_mib must leave room for a page, not {size_bytes} bytes")
         _remove_abandoned(folder)
-        self.path = folder / f"{_PREFIX}{uuid.uuid4().hex}"
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        # The lock tells later engines that this one lives.
+        name = uuid.uuid4().hex
+        unlocked, self.path = folder / f"tandem-new-{name}", folder / f"{_PREFIX}{name}"
+        self._fd = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        # The lock tells engines that start later that this one lives.
         fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        unlocked.rename(self.path)
         try:
             # Allocated now: later, a full /dev/shm would kill whoever touches a page.
             os.posix_fallocate(self._fd, 0, size)
@@ -50,6 +52,7 @@ class Staging:
         self._lock = threading.Lock()
         self._free: list[tuple[int, int]] = [(0, size)]
         self._slots: dict[int, int] = {}
+        self._users: dict[int, int] = {}
         self.size_bytes = size
 
     @property
@@ -65,12 +68,22 @@ class Staging:
                 if length >= size:
                     self._free[number : number + 1] = [(offset + size, length - size)] if length > size else []
                     self._slots[offset] = size
+                    self._users[offset] = 1
                     return offset
         return None
 
-    def give_back(self, offset: int) -> None:
-        """The slot's content is not needed any more, and nothing writes to it."""
+    def share(self, offset: int) -> None:
+        """One more user of a slot will give it back."""
         with self._lock:
+            self._users[offset] += 1
+
+    def give_back(self, offset: int) -> None:
+        """One user needs the slot no more, and does not write to it. The last one frees it."""
+        with self._lock:
+            self._users[offset] -= 1
+            if self._users[offset]:
+                return
+            del self._users[offset]
             insort(self._free, (offset, self._slots.pop(offset)))
             merged: list[tuple[int, int]] = []
             for start, length in self._free:
