@@ -116,7 +116,11 @@ class AttachedStaging:
             self._memory = mmap.mmap(fd, os.fstat(fd).st_size)
         finally:
             os.close(fd)
+        self._view = memoryview(self._memory)
         self.address = np.frombuffer(self._memory, np.uint8).ctypes.data
+
+    def view(self, offset: int, size_bytes: int) -> memoryview:
+        return self._view[offset : offset + size_bytes]
 
 
 def _remove_abandoned(folder: Path) -> None:
