@@ -6,6 +6,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -98,7 +100,7 @@ def test_what_disk_held_is_in_memory_afterwards(host: Host) -> None:
     save(host.start(), *ALL)
     for path in (host.root / "memory" / "objects").glob("*/*"):
         path.unlink()
-    store = host.start()
+    store = host.start(replace(LIMITS, queue_objects=64))
     assert fetch(store).end_token == 384
     store.end_fetch("request")
     until(store.idle)
@@ -147,17 +149,21 @@ def test_a_read_that_comes_late_keeps_its_memory_until_then(host: Host) -> None:
     assert store.staging.used_bytes == 0
 
 
+def stored_in_memory(store: KVStore, count: int) -> bool:
+    return store.tiers[0].counts.stored == count
+
+
 def test_a_slow_disk_drops_stores_and_never_waits(host: Host) -> None:
     files = FaultyFiles()
     store = host.start(files=files)
     until(store.idle)
     files.hang("write")
-    for ref in ALL:
+    for number, ref in enumerate(ALL):
         offset = store.reserve(ref)
         assert offset is not None
         store.staging.view(offset, SIZES[ref.group])[:] = content(NAMES[ref], SIZES[ref.group])
         store.commit(ref, NAMES[ref], offset, 1000)
-        until(lambda: store.tiers[0].counts.stored == ALL.index(ref) + 1)
+        until(partial(stored_in_memory, store, number + 1))
     files.heal()
     until(store.idle)
     # One was being written, four were queued, and the other four were dropped. Memory has all.
