@@ -1,7 +1,7 @@
 """The store of one engine: its tiers, and what requests do with them. Used by one thread, the scheduler's.
 
     fetch    ``begin_fetch`` looks a request's objects up and reads them into staging; ``poll`` says when that is over;
-             ``end_fetch`` when a worker has copied them, or nobody wants them any more
+             ``hand_over`` leaves their memory to whoever copies them, ``end_fetch`` frees it
     store    ``reserve`` finds staging for an object; ``commit`` writes it to the tiers once all ranks have filled it,
              ``drop`` does not
 
@@ -51,11 +51,15 @@ class StoreLimits:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A request may resume at ``end_token``; ``offsets`` are where its objects lie in staging."""
+    """A request may resume at ``end_token``.
+
+    ``offsets`` are where its objects lie in staging; ``present`` is all of the request that was found.
+    """
 
     start_token: int
     end_token: int
     offsets: Mapping[ObjectRef, int]
+    present: frozenset[ObjectRef]
 
 
 @dataclass(slots=True)
@@ -165,7 +169,14 @@ class KVStore:
         if not fetch.over:
             return None
         machine = fetch.machine
-        return Fetched(machine.start_token, machine.end_token, {ref: fetch.offsets[ref] for ref in machine.needed})
+        offsets = {ref: fetch.offsets[ref] for ref in machine.needed}
+        present = frozenset(ref for ref, tiers in fetch.tiers.items() if tiers)
+        return Fetched(machine.start_token, machine.end_token, offsets, present)
+
+    def hand_over(self, request_id: str) -> list[int]:
+        """End a fetch whose objects are about to be copied: slots for the caller to give back to ``staging``."""
+        fetch = self._fetches.pop(request_id)
+        return list(fetch.offsets.values())
 
     def end_fetch(self, request_id: str) -> None:
         """Free what a fetch holds. Idempotent."""

@@ -31,7 +31,7 @@ def name(number: int, space: bytes = SPACE) -> ObjectName:
 
 
 def payload(number: int, size: int = PAYLOAD) -> memoryview:
-    return memoryview(np.random.default_rng(number).integers(0, 256, size, np.uint8))
+    return memoryview(np.random.default_rng(number).bytes(size))
 
 
 def soon() -> float:

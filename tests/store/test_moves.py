@@ -82,7 +82,7 @@ def load_all(
 ) -> None:
     for rank in engine:
         pair = plan_rank(plan, rank.layout).load
-        execute(build_runs(pair, load_moves(plan, pair, table, start, end, objects.addresses).moves))
+        execute(build_runs(pair, load_moves(plan, pair, table, start, end, objects.addresses)))
 
 
 def check_filled(
@@ -180,17 +180,6 @@ def test_a_packed_block_is_stored_whole_and_loaded_in_part() -> None:
     assert (untouched == CANARY).all()
 
 
-def test_the_end_of_a_block_that_is_filled_in_part_is_named() -> None:
-    """A resume at 8 in blocks of 16 leaves half a block, which may hold what another request left."""
-    shape = Shape(style="head_major", rows=16, block_tokens=16, row_bytes=8, groups=(FULL,), num_blocks=12)
-    engine = make_engine(shape, 1)
-    plan = plan_store(engine[0].layout.groups, 8, 4096)
-    pair = plan_rank(plan, engine[0].layout).load
-    addresses = dict.fromkeys(completed_objects(plan, 0, 24), 64)
-    assert load_moves(plan, pair, [[3, 4]], 0, 24, addresses).partial == ((4,),)
-    assert load_moves(plan, pair, [[3, 4]], 0, 16, addresses).partial == ((),)
-
-
 def test_a_window_that_has_passed_cannot_be_stored() -> None:
     """The allocator puts the null block where a window has passed."""
     window: GroupShape = (GroupKind.SLIDING, 8, 1)
@@ -226,5 +215,6 @@ def test_a_rank_that_is_left_out_is_found() -> None:
     with pytest.raises(CoverError):
         prove_plans(store, pairs[:2])
     assert stored_part(plan, engine[0].layout).groups == engine[0].layout.groups
-    every = Moves(0, *(np.zeros(1, np.int64) for _ in range(4)))
+    zero = np.zeros(1, np.int64)
+    every = Moves(0, zero, zero, zero, zero)
     assert len(build_runs(pairs[0], [every])) > 0

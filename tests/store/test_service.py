@@ -92,6 +92,7 @@ def test_a_stored_prefix_is_loaded_by_another_engine(host: Host) -> None:
     for ref, offset in fetched.offsets.items():
         assert bytes(store.staging.view(offset, SIZES[ref.group])) == content(NAMES[ref], SIZES[ref.group])
     store.end_fetch("request")
+    until(store.idle)
     assert store.staging.used_bytes == 0
     assert store.counts == {"queries": 1, "hits": 1, "hit_tokens": 384}
 

@@ -7,7 +7,6 @@ Both functions return moves for the plans of ``layout.plan_rank``, so groups are
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,14 +17,6 @@ from connectors.planning.plan import PairPlan
 from connectors.store.planning.layout import stored_groups
 from connectors.store.planning.prefix import ObjectRef
 from connectors.store.planning.spans import GroupSpans, StorePlan
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Moves of one load, and ``partial[g]``: blocks of KV cache group g of which a part stays as it was."""
-
-    moves: tuple[Moves, ...]
-    partial: tuple[tuple[int, ...], ...]
 
 
 def object_in_blocks(spans: GroupSpans, table: Sequence[int], ref: ObjectRef) -> bool:
@@ -81,14 +72,13 @@ def load_moves(
     start_token: int,
     end_token: int,
     addresses: Mapping[ObjectRef, int],
-) -> Load:
+) -> list[Moves]:
     """Fill a request's blocks from objects, so that it can resume at ``end_token``.
 
     Blocks of tokens before ``start_token`` are in the engine's own cache and are not written. Raises PlanError where a
     block is not allocated, or an object is missing.
     """
     moves: list[Moves] = []
-    partial: list[tuple[int, ...]] = [() for _ in plan.groups]
     for number, spans in enumerate(stored_groups(plan)):
         table, shape = tables[spans.index], pair.groups[number].shape
         blocks = wanted_blocks(spans.group, table, start_token, end_token)
@@ -117,9 +107,7 @@ def load_moves(
                 np.tile(parts, len(blocks))[wanted],
             )
         )
-        if not wanted.all():
-            partial[spans.index] = (int(blocks.ids[-1]),)
-    return Load(tuple(moves), tuple(partial))
+    return moves
 
 
 def _addresses(addresses: Mapping[ObjectRef, int], group: int, ends: Ints) -> tuple[Ints, Ints]:
