@@ -202,6 +202,14 @@ faults: $(STAMP) ## Kill, stop, cancel, forge: SEED=1 CONNECTOR=tandem|nixl|nixl
 	    --out $(OUT).json; code=$$?; \
 	$(BIN)/python -m tests.campaigns.faults.report $(OUT).json $(OUT).md && echo "tandem: the report is $(OUT).md" && exit $$code
 
+.PHONY: store-faults
+store-faults: $(STAMP) ## 10,000 faults of the KV store, without engines (5 minutes): SEED=1
+	$(BIN)/python -m tests.campaigns.store.campaign --seed $(SEED) --faults 10000
+
+.PHONY: store-restart
+store-restart: $(STAMP) ## Kill engines; others with another TP size and block size load what they stored (3 minutes): ONLY="gemma3 llama"
+	$(BIN)/python -m tests.campaigns.store.restart $(if $(ONLY),--only $(ONLY))
+
 .PHONY: ledger
 ledger: $(STAMP) ## Delays in a service with real engines, and where its ledger has them: OUT=build/ledger
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaigns.service.ledger_delays --out $(if $(filter file,$(origin OUT)),build/ledger,$(OUT)).json

@@ -54,6 +54,8 @@ STEPS = (
     Step("corruption", "corruption", lines=2),
     Step("differential", "differential", lines=2),
     Step("fuzz", "fuzz", lines=6),
+    Step("store-faults", "store-faults", lines=3),
+    Step("store-restart", "store-restart", lines=3),
     Step("clients", "clients", lines=20),
     Step("multi-connector", "multi-connector", lines=3),
     Step("two-hosts", "two-hosts-test", lines=12, needs_root=True),

@@ -108,6 +108,11 @@ class TandemStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler.finished(request)
         return False, None
 
+    def reset_cache(self) -> bool | None:
+        """Called with ``reset_prefix_cache(reset_connector=True)``, as after an update of weights in memory."""
+        self.scheduler.reset()
+        return True
+
     # ---- workers' side -----------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

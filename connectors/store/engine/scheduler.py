@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 from connectors.errors import PlanError
 from connectors.store.engine.orders import Load, Store, StoreCard, StoreOrders, StoreReport
 from connectors.store.engine.settings import StoreSettings
-from connectors.store.keys.names import Feature, PrefixChain, namespace
+from connectors.store.keys.names import NAMESPACE_BYTES, Feature, PrefixChain, namespace
 from connectors.store.planning.layout import object_bytes, prove_store, stored_groups
 from connectors.store.planning.moves import object_in_blocks
 from connectors.store.planning.prefix import ObjectRef, completed_objects, possible_objects
@@ -43,13 +44,14 @@ _COST_NS_PER_TOKEN = 100_000
 
 @dataclass(slots=True)
 class _Known:
-    """One request. ``filling``: slots that ranks have been told to fill, and how many ranks have."""
+    """One request. ``filling``: slots that ranks have been told to fill. ``void``: what it computed is not stored."""
 
     request: Request
     chain: PrefixChain
     fetched: Fetched | None = None
     filling: dict[int, ObjectRef] = field(default_factory=dict)
     ended: bool = False
+    void: bool = False
 
 
 class StoreScheduler:
@@ -188,6 +190,19 @@ class StoreScheduler:
             del self._filling[offset]
             self._filled(known, offset, failed)
 
+    def reset(self) -> None:
+        """The engine's caches are void, perhaps because its weights were changed in memory.
+
+        The fingerprint is that of the weight files, so from here on this engine stores and finds under a name of its
+        own, until it is restarted. What running requests have computed is not stored.
+        """
+        for known in self._requests.values():
+            self.store.end_fetch(known.request.request_id)
+            known.void = True
+        self._requests.clear()
+        self._stored.clear()
+        self.store.space = os.urandom(NAMESPACE_BYTES)
+
     def close(self) -> None:
         if self._store is not None:
             self._store.close()
@@ -235,7 +250,7 @@ class StoreScheduler:
         """All ranks have answered for a slot."""
         ref = known.filling.pop(offset)
         name = self._names(known, [ref]).get(ref)
-        if failed or name is None:
+        if failed or name is None or known.void:
             self.store.drop(offset)
         else:
             span = self.store.plan.groups[ref.group].span_tokens

@@ -45,6 +45,7 @@ class Ledger:
         self._count = count
         self._thread_lock = threading.Lock()
         self._fd: int | None = None
+        self._closed = False
         self._used = 0
         self._distrusted = True
         stat = folder.stat()
@@ -90,12 +91,15 @@ class Ledger:
 
     def close(self) -> None:
         with self._thread_lock:
+            self._closed = True
             if self._fd is not None:
                 os.close(self._fd)
                 self._fd = None
 
     def _lock(self, deadline: float) -> int:
         """Wait for the lock of the file that lies at the path now."""
+        if self._closed:
+            raise StoreError(f"{self._folder}: the store is closed")
         while True:
             stat = self._folder.stat()
             if (stat.st_dev, stat.st_ino) != self._identity:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from connectors.errors import StoreError
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.objects import HEADER_BYTES
-from tests.campaigns.store.world import DISK_BUDGET, SIZES, World, content
+from tests.campaigns.store.world import DISK_BUDGET, SIZES, World, content, held
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -52,7 +51,7 @@ def other_weights(world: World) -> None:
     """An engine with other weights uses the path, and somebody copies its files over ours."""
     world.ask(2)
     theirs, ours = (list((world.disk / "objects").glob(f"{space}/*")) for space in _space_names(world))
-    with _held(world.disk):
+    with held(world.disk):
         pairs = [(our, their) for our in ours for their in theirs if _blocks(our) == _blocks(their) > 0]
         if pairs:
             our, their = world.random.choice(pairs)
@@ -207,19 +206,10 @@ def _path(world: World, space: bytes, key: bytes) -> Path:
     return world.disk / "objects" / space.hex() / key.hex()
 
 
-@contextlib.contextmanager
-def _held(root: Path) -> Iterator[None]:
-    """Hold the store's lock, so that no file is evicted and written again by the fault itself."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(FileNotFoundError):
-            fcntl.flock(stack.enter_context((root / "ledger").open("r+b")), fcntl.LOCK_EX)
-        yield
-
-
 def _rewrite(world: World, change: Callable[[bytearray], bytearray]) -> None:
     """Change a few files, in place or by another file of their name."""
     root = world.random.choice((world.disk, world.memory))
-    with _held(root):
+    with held(root):
         files = world.object_files(root)
         for path in world.random.sample(files, min(3, len(files))):
             data = bytes(change(bytearray(path.read_bytes())))
@@ -232,7 +222,7 @@ def _rewrite(world: World, change: Callable[[bytearray], bytearray]) -> None:
 def _swap(world: World, change: Callable[[bytes, bytes], tuple[bytes, bytes]]) -> None:
     """Change two objects of one tier that take as many blocks."""
     root = world.random.choice((world.disk, world.memory))
-    with _held(root):
+    with held(root):
         files = world.object_files(root)
         if len(files) > 1:
             first, second = world.random.sample(files, 2)

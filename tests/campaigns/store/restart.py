@@ -57,7 +57,7 @@ def prompts(count: int) -> list[list[int]]:
     return found
 
 
-async def serve(options: argparse.Namespace) -> None:
+async def serve(options: argparse.Namespace, asked: list[list[int]]) -> None:
     """Answer the prompts, print the answers as JSON, and wait to be killed."""
     from vllm.config import KVTransferConfig
 
@@ -83,7 +83,7 @@ async def serve(options: argparse.Namespace) -> None:
         num_gpu_blocks_override=options.blocks or None,
     )
     answers = []
-    for prompt in json.loads(Path(options.prompts).read_text()):
+    for prompt in asked:
         began = time.monotonic()
         answer = await generate(engine, prompt, MAX_TOKENS)
         seconds = time.monotonic() - began
@@ -167,7 +167,7 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        asyncio.run(serve(options))
+        asyncio.run(serve(options, json.loads(Path(options.prompts).read_text())))
         return 0
     from testing import models
 

@@ -6,13 +6,16 @@ share a disk path and a memory path; a third belongs to other weights.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import random
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -131,6 +134,15 @@ def store_plan() -> StorePlan:
     return plan_store((group(0, 16), sliding(1, 16, 100), state(2)), CHUNK, 4096)
 
 
+@contextlib.contextmanager
+def held(root: Path) -> Iterator[None]:
+    """Hold the store's lock, so that no file appears or goes meanwhile."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(FileNotFoundError):
+            fcntl.flock(stack.enter_context((root / "ledger").open("r+b")), fcntl.LOCK_EX)
+        yield
+
+
 class World:
     """Engines 0 and 1 share both paths; engine 2 has other weights."""
 
@@ -244,18 +256,16 @@ class World:
         return sorted(path for path in (root / "objects").glob("*/*") if not path.name.startswith("."))
 
     def check_budget(self) -> None:
-        """What lies on disk, while others write: a file that moves may be missed, and none is counted twice."""
+        """What all files take at one moment."""
         for root, budget in ((self.disk, DISK_BUDGET), (self.memory, MEMORY_BUDGET)):
-            sizes: dict[int, int] = {}
-            for path in root.rglob("*"):
-                try:
-                    state = path.stat()
-                except OSError:
-                    continue
-                if path.parent != root and path.is_file():
-                    sizes[state.st_ino] = state.st_blocks * 512
-            if sum(sizes.values()) > budget:
-                self.outcome.over_budget.append(f"{root.name}: {sum(sizes.values())} of {budget} bytes")
+            size = 0
+            with held(root):
+                for path in root.glob("*/**/*"):
+                    # A reader may remove a corrupt object without the lock.
+                    with contextlib.suppress(FileNotFoundError):
+                        size += path.stat().st_blocks * 512 if path.is_file() else 0
+            if size > budget:
+                self.outcome.over_budget.append(f"{root.name}: {size} of {budget} bytes")
 
     def settle(self) -> None:
         """All faults have ended: every store becomes idle and holds nothing."""
