@@ -265,6 +265,16 @@ def test_a_ledger_that_vanished_is_made_anew(tier: FolderTier) -> None:
     assert tier.used_bytes(soon()) == 2 * BLOCK
 
 
+def test_a_closed_tier_opens_nothing_again(tier: FolderTier) -> None:
+    """Threads that come back from a hanging disk find their tier closed: the campaign found descriptors that stayed."""
+    write(tier, 1)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    tier.close()
+    with pytest.raises(StoreError, match="the store is closed"):
+        write(tier, 2)
+    assert len(os.listdir("/proc/self/fd")) == descriptors - 1
+
+
 def test_a_removed_folder_is_a_miss(tier: FolderTier) -> None:
     """An unmounted disk: nothing is written to what lies below its mount point."""
     write(tier, 1)
