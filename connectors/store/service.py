@@ -155,7 +155,6 @@ class KVStore:
                     for ref in refs:
                         fetch.unanswered[ref] += 1
         machine.found((), [ref for ref in candidates if not fetch.unanswered[ref]])
-        self._advance(fetch, now)
 
     def has_fetch(self, request_id: str) -> bool:
         return request_id in self._fetches
