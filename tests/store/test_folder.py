@@ -294,6 +294,10 @@ def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
         FolderTier(tmp_path, BLOCK)
     with pytest.raises(ConfigurationError, match="must be positive"):
         FolderTier(tmp_path / "store", 0)
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(ConfigurationError, match="everybody on this host may write"):
+        FolderTier(tmp_path / "open", BLOCK)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="cannot be used"):
         FolderTier(tmp_path / "file" / "store", BLOCK)

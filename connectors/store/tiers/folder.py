@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import stat
 import threading
 import time
 import uuid
@@ -307,7 +308,14 @@ class FolderTier:
 
 def _claim(path: Path) -> None:
     """Make the folder, or make sure that it is a store's: files that are not ours are never touched."""
-    path.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.stat().st_mode & stat.S_IWOTH:
+        raise ConfigurationError(
+            f"store: everybody on this host may write to {path}, and so decide what requests run on; take the right "
+            "away (chmod o-w)"
+        )
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigurationError(f"store: this process may not write to {path}; give the store another path")
     marker = path / "tandem-kv-store"
     if not marker.exists():
         strangers = {entry.name for entry in path.iterdir()} - {"lost+found", marker.name}
