@@ -49,11 +49,15 @@ class StoreOrders(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class StoreReport(KVConnectorWorkerMetadata):
-    """What ranks have done, with a count of ranks: loads that are over, and slots of staging filled or not."""
+    """What ranks have done, with a count of ranks: loads that are over, and slots of staging filled or not.
+
+    ``broken`` are requests whose load has failed on some rank: what they have computed since then is void.
+    """
 
     loaded: dict[int, int] = field(default_factory=dict)
     filled: dict[int, int] = field(default_factory=dict)
     failed: dict[int, int] = field(default_factory=dict)
+    broken: set[str] = field(default_factory=set)
 
     def __bool__(self) -> bool:
         return bool(self.loaded or self.filled or self.failed)
@@ -64,6 +68,7 @@ class StoreReport(KVConnectorWorkerMetadata):
         for mine, theirs in pairs:
             for key, ranks in theirs.items():
                 mine[key] = mine.get(key, 0) + ranks
+        self.broken |= other.broken
         return self
 
 

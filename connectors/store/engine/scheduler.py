@@ -166,13 +166,17 @@ class StoreScheduler:
         self._loads = []
         for request_id, computed in _scheduled(output):
             known = self._requests.get(request_id)
-            if known is not None:
+            if known is not None and not known.void:
                 store = self._completed(known, computed, computed + output.num_scheduled_tokens[request_id], output)
                 orders.stores += [store] if store is not None else []
         return orders
 
     def take(self, report: StoreReport) -> None:
         """What ranks have copied."""
+        # First: of what this step has computed, and the next one that may be under way, nothing is stored.
+        for request_id in report.broken:
+            if request_id in self._requests:
+                self._requests[request_id].void = True
         for load_id, ranks in report.loaded.items():
             slots, before = self._loading[load_id]
             self._loading[load_id] = (slots, before + ranks)

@@ -86,6 +86,7 @@ class StoreWorker:
                 # The request computes its prompt itself: vLLM finds it by its blocks.
                 logger.error("Tandem: request %s is not loaded: %s", load.request_id, error)
                 self._not_loaded.update(block for table in load.tables for block in table if block != NULL_BLOCK)
+                self._report.broken.add(load.request_id)
             self._report.loaded[load.load_id] = 1
 
     def store(self, orders: StoreOrders) -> None:
