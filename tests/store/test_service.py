@@ -267,8 +267,8 @@ def test_staging_memory_of_a_killed_engine_is_removed(tmp_path: Path) -> None:
 
 
 def test_a_cut_of_the_fault_campaign(tmp_path: Path) -> None:
-    """Sixty faults; ten thousand are `make store-faults`."""
-    outcome = campaign.run(tmp_path, tmp_path, seed=2, faults=60, without=frozenset({"killed_process"}))
+    """Forty faults; ten thousand are `make store-faults`."""
+    outcome = campaign.run(tmp_path, tmp_path, seed=2, faults=40, without=frozenset({"killed_process"}))
     assert outcome.right, outcome
     assert outcome.hit_tokens > 0
     assert outcome.counts["corrupt"] > 0
@@ -278,5 +278,5 @@ def test_the_campaign_finds_a_store_that_does_not_check_its_payloads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("connectors.store.tiers.folder.check_payload", lambda header, payload: None)
-    outcome = campaign.run(tmp_path, tmp_path, seed=2, faults=60, without=frozenset({"killed_process"}))
+    outcome = campaign.run(tmp_path, tmp_path, seed=2, faults=40, without=frozenset({"killed_process"}))
     assert outcome.wrong

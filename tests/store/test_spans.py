@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from connectors.errors import ConfigurationError
-from connectors.planning.layout import Group
+from connectors.planning.layout import Group, GroupKind
 from connectors.store.planning.prefix import ObjectRef, completed_objects, needed_objects, usable_prefix
 from connectors.store.planning.spans import plan_store
 from tests.store.groups import FIVE, chunked, group, sliding, state
@@ -110,13 +110,32 @@ def test_windows_shorter_than_a_chunk_keep_the_end_of_it() -> None:
 
 @pytest.mark.parametrize(
     ("window_tokens", "chunk_tokens", "kept"),
-    [(1, 256, 0), (2, 256, 128), (129, 256, 128), (130, 256, 256), (257, 256, 256), (4096, 256, 256), (64, 64, 64)],
+    [
+        (1, 256, 0),
+        (2, 256, 1),
+        (8, 256, 8),
+        (100, 256, 128),
+        (129, 256, 128),
+        (130, 256, 256),
+        (257, 256, 256),
+        (4096, 256, 256),
+        (64, 64, 64),
+    ],
 )
 def test_tokens_kept_for_a_sliding_window(window_tokens: int, chunk_tokens: int, kept: int) -> None:
-    """window - 1 tokens before the next one, in steps of 128, at most the chunk."""
+    """window - 1 tokens before the next one, rounded up to a power of two, at most the chunk."""
     plan = plan_store((sliding(0, 16, window_tokens), group(1, 16)), chunk_tokens, 8192)
     assert plan.groups[0].kept_tokens == kept
     assert plan.groups[0].stored == (kept > 0)
+
+
+def test_windows_of_packed_rows_keep_whole_rows() -> None:
+    """DeepSeek-V4's windows: 128 tokens in packed blocks of 64, and 8 tokens in blocks of 4."""
+    packed = group(0, 64, GroupKind.SLIDING, 128, row_tokens=64)
+    plan = plan_store((packed, sliding(1, 4, 8), sliding(2, 64, 8)), 256, 4096)
+    assert [each.kept_tokens for each in plan.groups] == [128, 8, 8]
+    odd = group(0, 48, GroupKind.SLIDING, 40, row_tokens=48)
+    assert plan_store((odd,), 192, 4096).groups[0].kept_tokens == 96
 
 
 def test_windows_longer_than_a_chunk_need_several_objects() -> None:

@@ -91,18 +91,17 @@ def load_moves(
             continue
         parts = np.arange(shape.dst_units, dtype=np.int64)
         units = (blocks.positions[:, None] * shape.dst_units + parts[None, :]).ravel()
-        wanted = units * shape.tokens < end_token
-        token = units[wanted] * shape.tokens
+        token = units * shape.tokens
         ends = (token // spans.span_tokens + 1) * spans.span_tokens
         inside = token - (ends - spans.kept_tokens)
-        if len(inside) and int(inside.min()) < 0:
-            raise PlanError(f"group {spans.index}: a block reaches back to tokens that objects do not keep")
-        at, which = _addresses(addresses, spans.index, ends)
+        # The first block of a window may begin before what is kept, where nothing looks at.
+        wanted = (token < end_token) & (inside >= 0)
+        at, which = _addresses(addresses, spans.index, ends[wanted])
         moves.append(
             Moves(
                 number,
                 at[which],
-                inside // shape.tokens,
+                inside[wanted] // shape.tokens,
                 np.repeat(blocks.ids, shape.dst_units)[wanted],
                 np.tile(parts, len(blocks))[wanted],
             )

@@ -9,7 +9,8 @@ A *row* is what a kernel packs together (``planning/layout.py``). Spans depend o
 size, so engines of different block sizes name the same objects.
 
 An object *keeps* the tokens that a reader needs: all of its span for full attention, and for a window the last tokens
-that attention at the chunk's end looks at. Of a state group it keeps the state at the chunk's end.
+that attention at the chunk's end looks at, rounded up to a power of two. Of a state group it keeps the state at the
+chunk's end.
 """
 
 from __future__ import annotations
@@ -21,9 +22,6 @@ from functools import cached_property
 
 from connectors.errors import ConfigurationError
 from connectors.planning.layout import WINDOWED, Group, GroupKind
-
-# Windows are kept in multiples of this, so that a reader's blocks of up to so many tokens lie in what is kept.
-WINDOW_STEP_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +115,7 @@ def _spans(group: Group, chunk_tokens: int) -> GroupSpans:
         span = -(-chunk_tokens // granule) * granule
         return GroupSpans(group, span, span, whole=True)
     kept = _kept(group, chunk_tokens, granule)
-    if 0 < kept < chunk_tokens and (kept % group.block_tokens or chunk_tokens % group.block_tokens):
+    if 0 < kept < chunk_tokens and not _fits(group.block_tokens, kept, chunk_tokens):
         raise ConfigurationError(
             f"store: blocks of {group.block_tokens} tokens in KV cache group {group.index} do not fit the {kept} "
             f"tokens that the store keeps of each chunk of {chunk_tokens} for a window of {group.window_tokens}; give "
@@ -135,8 +133,19 @@ def _kept(group: Group, chunk_tokens: int, granule: int) -> int:
     if group.kind is GroupKind.CHUNKED:
         # At a chunk's end that ends an attention chunk too, nothing is looked at.
         return 0 if chunk_tokens % group.window_tokens == 0 else chunk_tokens
-    step = math.lcm(WINDOW_STEP_TOKENS, granule)
-    return min(chunk_tokens, -(-(group.window_tokens - 1) // step) * step)
+    seen = group.window_tokens - 1
+    # A power of two is a multiple of most block sizes.
+    kept = 1 << (seen - 1).bit_length() if seen else 0
+    return min(chunk_tokens, -(-kept // granule) * granule)
+
+
+def _fits(block_tokens: int, kept: int, chunk_tokens: int) -> bool:
+    """Whether loading the end of a chunk leaves no block that a prefix cache would take for whole and is not.
+
+    Blocks that the kept tokens consist of are whole. In a longer block, which ends with the chunk, nothing that starts
+    behind it looks at the tokens that are missing.
+    """
+    return chunk_tokens % block_tokens == 0 and (block_tokens >= kept or kept % block_tokens == 0)
 
 
 def _warning(spans: GroupSpans, chunk_tokens: int) -> str:
