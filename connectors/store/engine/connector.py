@@ -22,12 +22,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from connectors.errors import ConfigurationError
 from connectors.store.engine.orders import StoreCard, StoreOrders, StoreReport
 from connectors.store.engine.scheduler import StoreScheduler
 from connectors.store.engine.settings import parse_settings
 from connectors.store.engine.worker import StoreWorker
+from connectors.store.keys.names import ModelFingerprint
+from connectors.vllm_hma.identity import model_identity
+from connectors.vllm_hma.translate import engine_layout, group_shapes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -58,7 +62,9 @@ class TandemStoreConnector(KVConnectorBase_V1, SupportsHMA):
             answers = vllm_config.speculative_config is None
             self._scheduler = StoreScheduler(settings, vllm_config.model_config.max_model_len, answers)
         else:
-            self._worker = StoreWorker(settings, vllm_config, kv_cache_config)
+            # Refuses caches that cannot be mapped before any memory is allocated.
+            group_shapes(vllm_config, kv_cache_config)
+            self._worker = StoreWorker(settings, vllm_config.model_config.max_model_len)
 
     @property
     def scheduler(self) -> StoreScheduler:
@@ -116,10 +122,14 @@ class TandemStoreConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- workers' side -----------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self.worker.register(kv_caches)
+        rank = get_tensor_model_parallel_rank()
+        self.worker.register(engine_layout(self._vllm_config, self._kv_cache_config, kv_caches, rank))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return self.worker.card()
+        identity = model_identity(self._vllm_config)
+        return self.worker.card(
+            ModelFingerprint(identity.model, identity.dtype, identity.cache_dtype, identity.engine_version)
+        )
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         self.worker.load(self._orders())

@@ -78,6 +78,11 @@ class StoreScheduler:
         assert self._store is not None, "workers register their caches before the first request"
         return self._store
 
+    @property
+    def remembered(self) -> int:
+        """Requests, loads and slots that are under way."""
+        return len(self._requests) + len(self._loading) + len(self._filling)
+
     def publish(self, cards: Sequence[StoreCard]) -> None:
         """All ranks have planned. Raises ConfigurationError, PlanError and CoverError."""
         settings = self._settings

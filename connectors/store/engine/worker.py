@@ -7,12 +7,7 @@ one, which may overwrite a state or reuse the block of a window that has passed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import torch
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from connectors.errors import ConfigurationError, PlanError, StoreError
 from connectors.planning.blocks import NULL_BLOCK
@@ -26,24 +21,16 @@ from connectors.store.planning.layout import RankPlans, plan_rank
 from connectors.store.planning.moves import load_moves, store_moves
 from connectors.store.planning.spans import StorePlan, plan_store
 from connectors.store.tiers.staging import AttachedStaging
-from connectors.vllm_hma.identity import model_identity
-from connectors.vllm_hma.translate import engine_layout, group_shapes
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(__name__)
 
 
 class StoreWorker:
-    """One rank. Ready once its cache is registered."""
+    """One rank. Ready once ``register`` was called."""
 
-    def __init__(self, settings: StoreSettings, config: VllmConfig, cache: KVCacheConfig) -> None:
-        group_shapes(config, cache)
+    def __init__(self, settings: StoreSettings, max_model_len: int) -> None:
         self._settings = settings
-        self._config = config
-        self._cache = cache
+        self._max_model_len = max_model_len
         self._layout: EngineLayout | None = None
         self._plan: StorePlan | None = None
         self._plans: RankPlans | None = None
@@ -51,25 +38,20 @@ class StoreWorker:
         self._report = StoreReport()
         self._not_loaded: set[int] = set()
 
-    def register(self, views: Mapping[str, torch.Tensor]) -> None:
+    def register(self, layout: EngineLayout) -> None:
         """Plan the copies of this rank's cache. Raises ConfigurationError, PlanError and CoverError."""
-        layout = engine_layout(self._config, self._cache, views, get_tensor_model_parallel_rank())
         if layout.place.memory != "DRAM":
             raise ConfigurationError(
                 f"store: the KV cache lies in {layout.place.memory}; the store copies host memory only so far"
             )
         self._layout = layout
-        self._plan = plan_store(layout.groups, self._settings.chunk_tokens, self._config.model_config.max_model_len)
+        self._plan = plan_store(layout.groups, self._settings.chunk_tokens, self._max_model_len)
         self._plans = plan_rank(self._plan, layout)
 
-    def card(self) -> StoreCard:
+    def card(self, model: ModelFingerprint) -> StoreCard:
         """What the scheduler's half needs to know of this rank."""
         assert self._layout is not None, "vLLM registers the cache before it asks for metadata"
-        identity = model_identity(self._config)
-        return StoreCard(
-            self._layout,
-            ModelFingerprint(identity.model, identity.dtype, identity.cache_dtype, identity.engine_version),
-        )
+        return StoreCard(self._layout, model)
 
     def load(self, orders: StoreOrders) -> None:
         """Before the forward: the scheduler counts these tokens as computed already."""
