@@ -132,14 +132,17 @@ class KVStore:
     def begin_fetch(
         self, request_id: str, names: Mapping[ObjectRef, ObjectName], start_token: int, limit_token: int
     ) -> None:
-        """Look up what a request could load beyond ``start_token``. ``names`` has all ``possible_objects``."""
+        """Look up what a request could load beyond ``start_token``: the ``possible_objects`` that have a name.
+
+        An object without one ends behind the tokens that are known.
+        """
         self.end_fetch(request_id)
         now = time.monotonic()
         machine = Fetch(self.plan, start_token, limit_token)
         fetch = _Fetch(machine, dict(names), now)
         self._fetches[request_id] = fetch
         self.counts["queries"] += 1
-        candidates = list(machine.candidates)
+        candidates = [ref for ref in machine.candidates if ref in names]
         fetch.unanswered = dict.fromkeys(candidates, 0)
         for number, tier in enumerate(self._tiers):
             for first in range(0, len(candidates), _LOOKUPS_PER_CALL):
@@ -154,7 +157,7 @@ class KVStore:
                     fetch.lookups.append((number, refs, call))
                     for ref in refs:
                         fetch.unanswered[ref] += 1
-        machine.found((), [ref for ref in candidates if not fetch.unanswered[ref]])
+        machine.found((), [ref for ref in machine.candidates if not fetch.unanswered.get(ref)])
 
     def has_fetch(self, request_id: str) -> bool:
         return request_id in self._fetches

@@ -55,6 +55,7 @@ STEPS = (
     Step("differential", "differential", lines=2),
     Step("fuzz", "fuzz", lines=6),
     Step("store-faults", "store-faults", lines=3),
+    Step("store-schedules", "store-schedules", lines=3),
     Step("store-restart", "store-restart", lines=3),
     Step("clients", "clients", lines=20),
     Step("multi-connector", "multi-connector", lines=3),

@@ -97,6 +97,17 @@ def test_a_stored_prefix_is_loaded_by_another_engine(host: Host) -> None:
     assert store.counts == {"queries": 1, "hits": 1, "hit_tokens": 384}
 
 
+def test_objects_without_a_name_are_missing(host: Host) -> None:
+    """A group that is stored whole may need an object that ends behind the prompt."""
+    save(host.start(), *ALL)
+    store = host.start()
+    store.begin_fetch("request", {ref: name for ref, name in NAMES.items() if ref.end_token < 384}, 0, 500)
+    until(lambda: store.poll("request") is not None)
+    fetched = store.poll("request")
+    assert fetched is not None
+    assert fetched.end_token == 256
+
+
 def test_what_disk_held_is_in_memory_afterwards(host: Host) -> None:
     save(host.start(), *ALL)
     for path in (host.root / "memory" / "objects").glob("*/*"):

@@ -122,13 +122,20 @@ class StoreScheduler:
         known = self._requests.get(request.request_id)
         if known is None or request.skip_reading_prefix_cache:
             return 0
-        if known.fetched is None or local_tokens < known.fetched.start_token:
-            if not self._fetching(known, local_tokens):
+        if known.fetched is not None and local_tokens < known.fetched.start_token:
+            # The engine's own cache has lost blocks that the fetch counted on.
+            self._end_fetch(known)
+        if known.fetched is None:
+            if not self.store.has_fetch(request.request_id) and not self._begin_fetch(known, local_tokens):
                 return 0
-            known.fetched = self.store.poll(request.request_id)
-            if known.fetched is None:
+            fetched = self.store.poll(request.request_id)
+            if fetched is None:
                 return None
-            self._remember(self._names(known, known.fetched.present).values())
+            if local_tokens < fetched.start_token:
+                self._end_fetch(known)
+                return None
+            known.fetched = fetched
+            self._remember(self._names(known, fetched.present).values())
         return max(0, known.fetched.end_token - local_tokens)
 
     def after_alloc(self, request: Request, tables: tuple[list[int], ...], external_tokens: int) -> None:
@@ -218,18 +225,17 @@ class StoreScheduler:
 
     # ---- parts -----------------------------------------------------------------------------------------------------
 
-    def _fetching(self, known: _Known, local_tokens: int) -> bool:
-        """Make sure that a fetch is under way; False where there is nothing to look for."""
-        request, store = known.request, self.store
-        if known.fetched is not None or not store.has_fetch(request.request_id):
-            # The engine's own cache has lost blocks since the last fetch, or there was none.
-            known.fetched = None
-            limit = request.num_tokens - 1
-            names = self._names(known, possible_objects(store.plan, local_tokens, limit))
-            if not names:
-                return False
-            store.begin_fetch(request.request_id, names, local_tokens, limit)
-        return True
+    def _begin_fetch(self, known: _Known, local_tokens: int) -> bool:
+        """Look a request up beyond ``local_tokens``; False where there is nothing to look for."""
+        limit = known.request.num_tokens - 1
+        names = self._names(known, possible_objects(self.store.plan, local_tokens, limit))
+        if names:
+            self.store.begin_fetch(known.request.request_id, names, local_tokens, limit)
+        return bool(names)
+
+    def _end_fetch(self, known: _Known) -> None:
+        known.fetched = None
+        self.store.end_fetch(known.request.request_id)
 
     def _completed(self, known: _Known, before: int, after: int, output: SchedulerOutput) -> Store | None:
         """Reserve staging for the objects that a step completes."""
