@@ -1,4 +1,4 @@
-"""A cut of `make store-schedules`: vLLM's own scheduler with the store; each token that attention looks at is checked."""
+"""A cut of `make store-schedules`: vLLM's own scheduler with the store, and a check of all that attention looks at."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import pytest
 from connectors.planning.descriptors import Runs
 from tests.campaigns.store import scheduling
 
-TWO_ENGINES = [(40, 16, True, True, 1), (60, 32, False, False, 4)]
+TWO_ENGINES = [(40, 16, True, True, 1, False), (60, 32, False, False, 4, False)]
+WITH_STATES = [(40, 16, False, True, 1, True), (90, 16, False, False, 2, True)]
 
 
-def test_two_engines_share_what_they_compute(tmp_path: Path) -> None:
-    """The second one has other blocks and another TP size, and loads what the first has stored."""
-    counts = scheduling.run(tmp_path / "store", 3, 60, TWO_ENGINES)
+@pytest.mark.parametrize("kinds", [TWO_ENGINES, WITH_STATES], ids=["windows", "states"])
+def test_two_engines_share_what_they_compute(tmp_path: Path, kinds: list[scheduling.Kind]) -> None:
+    """The second one has another TP size, and loads what the first has stored."""
+    counts = scheduling.run(tmp_path / "store", 3, 60, kinds)
     assert counts["loads"] > 0
 
 

@@ -20,12 +20,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -36,23 +38,25 @@ from connectors.store.engine.orders import StoreOrders
 from connectors.store.engine.settings import parse_settings
 from connectors.store.engine.worker import StoreWorker
 from connectors.store.keys.names import ModelFingerprint
-from tests.planning.builders import Rank, Shape, make_engine
+from tests.planning.builders import Rank, Shape, make_engine, with_field
 from tests.vllm_contract.caches import cache_config, full, sliding, vllm_config
 
-WINDOW_TOKENS, CHUNK = 48, 32
+WINDOW_TOKENS, CHUNK, MAX_MODEL_LEN = 48, 32, 512
 MAX_TOKENS_A_STEP, MAX_REQUESTS, MAX_PROMPT_TOKENS = 64, 12, 200
 STOP_TOKEN = 7
 ENDS_WITHIN_STEPS = 3000
 MODEL = ModelFingerprint("weights", "float32", "float32", "test")
 HEADS = 4
 
-KINDS = [
-    (blocks, block_tokens, prefixes, ahead, tp)
+Kind = tuple[int, int, bool, bool, int, bool]
+KINDS: list[Kind] = [
+    (blocks, block_tokens, prefixes, ahead, tp, states)
     for blocks, block_tokens, tp in ((40, 16, 1), (90, 16, 2), (60, 32, 4))
-    for prefixes in (False, True)
+    for prefixes, states in ((False, False), (True, False), (False, True))
     for ahead in (False, True)
 ]
-"""Of engines: blocks in the pool, tokens of a block, prefix caching, asynchronous scheduling, TP size."""
+"""Of engines: blocks in the pool, tokens of a block, prefix caching, asynchronous scheduling, TP size, and whether the
+last group keeps states instead of a window."""
 
 Words = npt.NDArray[np.uint64]
 
@@ -61,7 +65,15 @@ class Engine:
     """One engine core without its model."""
 
     def __init__(
-        self, seed: int, folder: Path, blocks: int, block_tokens: int, prefixes: bool, ahead: bool, tp: int
+        self,
+        seed: int,
+        folder: Path,
+        blocks: int,
+        block_tokens: int,
+        prefixes: bool,
+        ahead: bool,
+        tp: int,
+        states: bool,
     ) -> None:
         self.rng = random.Random(seed)
         # Often too little of everything.
@@ -75,16 +87,20 @@ class Engine:
                 kv_connector_extra_config={"store": store | {"lookup_s": 0.2, "load_s": 1.0}},
             ),
             block_size=block_tokens,
-            max_model_len=512,
+            max_model_len=MAX_MODEL_LEN,
             max_num_batched_tokens=MAX_TOKENS_A_STEP,
             max_num_seqs=MAX_REQUESTS,
             enable_prefix_caching=prefixes,
             async_scheduling=ahead,
+            # States exist where steps end.
+            long_prefill_token_threshold=CHUNK if states else 0,
         )
         config.cache_config.num_gpu_blocks = blocks
         names = [f"model.layers.{number}.self_attn.attn" for number in range(3)]
         window = sliding(sliding_window=WINDOW_TOKENS, block_size=block_tokens)
-        cache = cache_config(([names[0]], full(block_size=block_tokens)), ([names[1]], window), ([names[2]], window))
+        state = MambaSpec(block_size=MAX_MODEL_LEN, shapes=((4,),), dtypes=(torch.float32,))
+        last: KVCacheSpec = state if states else window
+        cache = cache_config(([names[0]], full(block_size=block_tokens)), ([names[1]], window), ([names[2]], last))
         cache.num_blocks = blocks
         block_size, hash_block_size = resolve_kv_cache_block_sizes(cache, config)
         self.scheduler = config.scheduler_config.get_scheduler_cls()(
@@ -102,14 +118,17 @@ class Engine:
         assert isinstance(connector, TandemStoreConnector)
         self.connector = connector
         self.aggregator = KVOutputAggregator.from_connector(connector, tp)
-        groups = ((GroupKind.FULL, None, 1), *((GroupKind.SLIDING, WINDOW_TOKENS, 1),) * 2)
+        sliding_group = (GroupKind.SLIDING, WINDOW_TOKENS, 1)
+        last_group = (GroupKind.STATE, None, 1) if states else sliding_group
+        groups = ((GroupKind.FULL, None, 1), sliding_group, last_group)
         style = self.rng.choice(["head_major", "token_major", "heads_outer"])
         shape = Shape(HEADS, style, block_tokens, 8, blocks, 0, True, groups, block_tokens)
         self.ranks = make_engine(shape, tp)
+        self.states = states
         settings = parse_settings({"store": store})
-        self.workers = [StoreWorker(settings, 512) for _ in self.ranks]
+        self.workers = [StoreWorker(settings, MAX_MODEL_LEN) for _ in self.ranks]
         for worker, rank in zip(self.workers, self.ranks, strict=True):
-            worker.register(rank.layout)
+            worker.register(with_field(rank.layout, 2, block_tokens=MAX_MODEL_LEN) if states else rank.layout)
         connector.set_xfer_handshake_metadata_pp_aware(
             {(0, number): worker.card(MODEL) for number, worker in enumerate(self.workers)}
         )
@@ -208,7 +227,10 @@ class Engine:
         for name, count in output.num_scheduled_tokens.items():
             start, stop = before[name], before[name] + count
             words = prefix_words(self.tokens[name])
-            for group in range(3):
+            if self.states:
+                self.check_state(name, tables[name][2], words, start)
+                self.write_state(tables[name][2], words, min(stop, len(words)))
+            for group in range(2 if self.states else 3):
                 seen = 0 if group == 0 else max(0, start - WINDOW_TOKENS + 1)
                 self.check(name, group, tables[name][group], words, seen, start)
                 self.write(group, tables[name][group], words, start, min(stop, len(words)))
@@ -233,6 +255,18 @@ class Engine:
             blocks, rows = self.where(table, start, stop)
             for at, head in enumerate(rank.heads):
                 view(rank, group)[blocks, at, rows] = words[start:stop] + np.uint64(head * 8 + group)
+
+    def check_state(self, name: str, table: list[int], words: Words, start: int) -> None:
+        """The state after ``start`` tokens, in all rows of the request's block."""
+        for rank in self.ranks:
+            for at, head in enumerate(rank.heads):
+                if start and not (view(rank, 2)[table[0], at] == words[start - 1] + np.uint64(head * 8 + 2)).all():
+                    raise AssertionError(f"{name}: the state after {start} tokens is not its own")
+
+    def write_state(self, table: list[int], words: Words, stop: int) -> None:
+        for rank in self.ranks:
+            for at, head in enumerate(rank.heads):
+                view(rank, 2)[table[0], at] = words[stop - 1] + np.uint64(head * 8 + 2)
 
     def where(self, table: list[int], start: int, stop: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         tokens = np.arange(start, stop)
@@ -282,7 +316,7 @@ def prefix_words(tokens: list[int]) -> Words:
     return words
 
 
-def run(folder: Path, seed: int, steps: int, kinds: list[tuple[int, int, bool, bool, int]]) -> Counter[str]:
+def run(folder: Path, seed: int, steps: int, kinds: list[Kind]) -> Counter[str]:
     """One engine of each kind after the other, over one path."""
     totals = Counter[str]()
     for number, kind in enumerate(kinds):
