@@ -112,6 +112,9 @@ class StoreScheduler:
         if request.prompt_embeds is not None or request.prompt_token_ids is None:
             # Nothing says whether two requests with embeddings have the same prompt.
             return
+        if request.resumable:
+            # Sessions of streamed input replace tokens that were computed (Scheduler._update_request_as_session).
+            return
         adapter = "" if request.lora_request is None else self._adapters.identity(request.lora_request)
         features = [Feature(each.identifier, each.mm_position.offset) for each in request.mm_features]
         chain = PrefixChain(self.store.space, self.store.plan.steps, adapter, request.cache_salt, features)

@@ -69,7 +69,7 @@ def is_abandoned(path: Path) -> bool:
         with _opened(path, os.O_RDWR) as (fd, _):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
-    except (BlockingIOError, FileNotFoundError):
+    except (OSError, CorruptObjectError):
         return False
 
 

@@ -204,8 +204,10 @@ class FolderTier:
         try:
             with self._ledger.locked(time.monotonic() + _GIVE_UP_S):
                 self._ledger.begin()
-                part.unlink(missing_ok=True)
-                self._ledger.add(-allocated(size_bytes))
+                # It has its name already where only the ledger could not be written.
+                with contextlib.suppress(FileNotFoundError):
+                    part.unlink()
+                    self._ledger.add(-allocated(size_bytes))
         except StoreError:
             with contextlib.suppress(OSError):
                 part.unlink()
