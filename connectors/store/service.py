@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from connectors.store.planning.fetch import Fetch
 from connectors.store.planning.prefix import ObjectRef
@@ -42,7 +43,7 @@ class StoreLimits:
     """
 
     lookup_s: float = 0.02
-    load_s: float = 10.0
+    load_s: float = 2.0
     store_s: float = 30.0
     queue_objects: int = 256
     read_threads: int = 4
@@ -148,11 +149,7 @@ class KVStore:
             for first in range(0, len(candidates), _LOOKUPS_PER_CALL):
                 refs = candidates[first : first + _LOOKUPS_PER_CALL]
                 asked = [fetch.names[ref] for ref in refs]
-
-                def look(folder: FolderTier = tier.folder, asked: list[ObjectName] = asked) -> list[bool]:
-                    return [folder.find(name) is not None for name in asked]
-
-                call = tier.lookups.submit(look, now + self._limits.lookup_s)
+                call = tier.lookups.submit(partial(tier.folder.find_all, asked), now + self._limits.lookup_s)
                 if call is not None:
                     fetch.lookups.append((number, refs, call))
                     for ref in refs:
@@ -196,11 +193,9 @@ class KVStore:
         if not fetch.machine.settled and now >= fetch.began_at + self._limits.load_s:
             self.counts["late"] += 1
             fetch.machine.give_up()
-        for ref in fetch.machine.next_reads():
-            self._read(fetch, ref, now)
-        # A read that could not begin may have made the rest unusable.
-        while not fetch.machine.settled and (more := fetch.machine.next_reads()):
-            for ref in more:
+        # A read that cannot begin may change what is needed.
+        while reads := fetch.machine.next_reads():
+            for ref in reads:
                 self._read(fetch, ref, now)
         if fetch.machine.settled:
             self._settle(fetch)
@@ -264,13 +259,8 @@ class KVStore:
             return None
         for number in sorted(fetch.tiers[ref]):
             tier, name, view = self._tiers[number], fetch.names[ref], self.staging.view(offset, size)
-
-            def read(
-                folder: FolderTier = tier.folder, name: ObjectName = name, view: memoryview = view
-            ) -> ObjectHeader:
-                return folder.read(name, view)
-
-            call = tier.reads.submit(read, max(now, fetch.began_at + self._limits.load_s))
+            deadline = max(now, fetch.began_at + self._limits.load_s)
+            call = tier.reads.submit(partial(tier.folder.read, name, view), deadline)
             if call is not None:
                 return _Reading(ref, offset, number, call)
         self.staging.give_back(offset)
@@ -322,7 +312,7 @@ class KVStore:
 
     def _write(self, tier: _Tier, name: ObjectName, offset: int, size: int, cost_ns: int) -> bool:
         deadline, view = time.monotonic() + self._limits.store_s, self.staging.view(offset, size)
-        call = tier.writes.submit(lambda: tier.folder.write(name, view, cost_ns, deadline), deadline)
+        call = tier.writes.submit(partial(tier.folder.write, name, view, cost_ns, deadline), deadline)
         if call is None:
             return False
         self.staging.share(offset)

@@ -34,7 +34,7 @@ class StoreSettings:
     chunk_tokens: int = 256
     staging_mib: int = 256
     lookup_s: float = 0.02
-    load_s: float = 10.0
+    load_s: float = 2.0
     store_s: float = 30.0
 
     @property

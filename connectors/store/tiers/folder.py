@@ -18,7 +18,7 @@ import stat
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,6 +116,10 @@ class FolderTier:
             return header
         self.counts.misses += 1
         return None
+
+    def find_all(self, names: Sequence[ObjectName]) -> list[bool]:
+        """Which objects are there."""
+        return [self.find(name) is not None for name in names]
 
     def read(self, name: ObjectName, payload: memoryview) -> ObjectHeader:
         """Fill ``payload`` with an object and check its digest.
