@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import stat
@@ -76,7 +77,12 @@ def is_abandoned(path: Path) -> bool:
 @contextlib.contextmanager
 def _opened(path: Path, mode: int = os.O_RDONLY) -> Iterator[tuple[int, os.stat_result]]:
     # Not to wait where somebody has put a named pipe, and not to follow a link out of the store.
-    fd = os.open(path, mode | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        fd = os.open(path, mode | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise CorruptObjectError("it is a symbolic link") from error
+        raise
     try:
         state = os.fstat(fd)
         if not stat.S_ISREG(state.st_mode):

@@ -262,7 +262,10 @@ class FolderTier:
     # ---- the index -------------------------------------------------------------------------------------------------
 
     def _scan(self) -> int:
-        """Read all headers, remove what is no object, and what dead processes were writing; bytes of what is left."""
+        """Read all headers, remove what is no object, and what dead processes were writing; bytes of what is left.
+
+        Raises OSError where not all could be read.
+        """
         found: list[tuple[float, Path, int, float]] = []
         used = 0
         for part in self._entries(self._parts):
@@ -278,8 +281,10 @@ class FolderTier:
                     state, cost = self._inspect(path, folder.name)
                 except CorruptObjectError:
                     self.counts.corrupt += 1
-                    path.unlink(missing_ok=True)
-                except OSError:
+                    with contextlib.suppress(OSError):
+                        path.unlink()
+                except FileNotFoundError:
+                    # A reader has found it corrupt.
                     continue
                 else:
                     used += allocated(state.st_size)
@@ -294,7 +299,13 @@ class FolderTier:
 
     def _inspect(self, path: Path, space: str) -> tuple[os.stat_result, float]:
         """State and cost of an object of whatever model. Raises CorruptObjectError and OSError."""
-        head, state = self._files.head(path)
+        try:
+            head, state = self._files.head(path)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            # It takes its bytes, whether it can be read or not.
+            return path.stat(), 0.0
         try:
             header = parse_header(head, state.st_size)
         except CorruptObjectError:
@@ -308,7 +319,7 @@ class FolderTier:
 
     @staticmethod
     def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
-        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        with os.scandir(folder) as entries:
             yield from entries
 
 

@@ -101,9 +101,7 @@ class Ledger:
         if self._closed:
             raise StoreError(f"{self._folder}: the store is closed")
         while True:
-            stat = self._folder.stat()
-            if (stat.st_dev, stat.st_ino) != self._identity:
-                raise StoreError(f"{self._folder} was replaced or unmounted; restart the engine to use it again")
+            self._check_folder()
             if self._fd is None:
                 self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fd = self._fd
@@ -116,6 +114,11 @@ class Ledger:
             os.close(fd)
             self._fd = None
             self._distrusted = True
+
+    def _check_folder(self) -> None:
+        stat = self._folder.stat()
+        if (stat.st_dev, stat.st_ino) != self._identity:
+            raise StoreError(f"{self._folder} was replaced or unmounted; restart the engine to use it again")
 
     def _is_current(self, fd: int) -> bool:
         with contextlib.suppress(FileNotFoundError):
@@ -134,6 +137,8 @@ class Ledger:
         # Before counting: whoever distrusts the ledger meanwhile is heard.
         self._distrusted = False
         self._used = self._count()
+        # Files of a disk that is unmounted meanwhile are not counted.
+        self._check_folder()
 
     def _write(self, fd: int, dirty: bool) -> None:
         fields = _FIELDS.pack(_MAGIC, self._used, dirty or self._distrusted)
