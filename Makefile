@@ -219,6 +219,18 @@ faults: $(STAMP) ## Kill, stop, cancel, forge: SEED=1 CONNECTOR=tandem|nixl|nixl
 	    --out $(OUT).json; code=$$?; \
 	$(BIN)/python -m tests.campaigns.faults.report $(OUT).json $(OUT).md && echo "tandem: the report is $(OUT).md" && exit $$code
 
+.PHONY: store-faults
+store-faults: $(STAMP) ## 10,000 faults of the KV store, without engines (5 minutes): SEED=1
+	$(BIN)/python -m tests.campaigns.store.campaign --seed $(SEED) --faults 10000
+
+.PHONY: store-schedules
+store-schedules: $(STAMP) ## Random steps of vLLM's own scheduler with the KV store, each token checked (5 minutes): SEED=1
+	$(BIN)/python -m tests.campaigns.store.scheduling --steps 48000 --seed $(SEED)
+
+.PHONY: store-restart
+store-restart: $(STAMP) ## Kill engines; others with another TP size and block size load what they stored (3 minutes): ONLY="gemma3 llama"
+	$(BIN)/python -m tests.campaigns.store.restart $(if $(ONLY),--only $(ONLY))
+
 .PHONY: fault-pairs
 fault-pairs: $(STAMP) ## Two faults at a time, a link that is cut among them (root, about 3 hours): SEED=1 FAULTS=200 TP=2:1
 	@mkdir -p $(dir $(PAIRS_OUT))

@@ -74,3 +74,11 @@ class TransportError(TandemError):
 
 class FailedWriteError(TransportError):
     """A write failed after its start. Parts of it may reach the peer's memory while this process lives."""
+
+
+class StoreError(TandemError):
+    """The KV store could not do something in time or for want of room. The request computes its tokens instead."""
+
+
+class CorruptObjectError(StoreError):
+    """A stored object is not what its name says, or its bytes have changed."""

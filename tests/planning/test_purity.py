@@ -10,15 +10,17 @@ import pytest
 
 import connectors.planning
 import connectors.protocol
+import connectors.store.keys
+import connectors.store.planning
 from testing.imports import imported
 
-PACKAGES = (connectors.planning, connectors.protocol)
+PACKAGES = (connectors.planning, connectors.protocol, connectors.store.planning, connectors.store.keys)
 HEAVY = ("torch", "vllm", "nixl", "ray", "zmq", "cryptography", "prometheus_client", "pydantic")
 
 IMPORT_ALL = """
 import importlib, pkgutil, sys
-import connectors.planning, connectors.protocol
-for package in (connectors.planning, connectors.protocol):
+import connectors.planning, connectors.protocol, connectors.store.keys, connectors.store.planning
+for package in (connectors.planning, connectors.protocol, connectors.store.keys, connectors.store.planning):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
 print(" ".join(sorted(sys.modules)))
@@ -39,15 +41,18 @@ def test_a_fresh_interpreter_finds_nothing_heavy() -> None:
     assert {f"connectors.planning.{name}" for name in ("layout", "heads", "blocks", "plan", "verify")} <= loaded
     assert {f"connectors.protocol.{name}" for name in ("wire", "cards", "producer", "consumer")} <= loaded
     assert not {name.split(".")[0] for name in loaded} & set(HEAVY)
-    assert not {name for name in loaded if name.startswith(("connectors.transport", "connectors.vllm_hma"))}
+    impure = ("connectors.transport", "connectors.vllm_hma", "connectors.store.tiers", "connectors.store.engine")
+    assert not {name for name in loaded if name.startswith(impure)}
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_sources_import_little(path: Path) -> None:
-    """The standard library, numpy, and connectors.{errors,planning,protocol}; planning knows no protocol."""
+    """The standard library, numpy, and pure packages of ours; planning knows no protocol and no store."""
     ours: tuple[str, ...] = ("connectors.errors", "connectors.planning")
     if path.parent.name == "protocol":
         ours += ("connectors.protocol",)
+    if path.parent.parent.name == "store":
+        ours += ("connectors.store.planning", *(("connectors.store.keys",) if path.parent.name == "keys" else ()))
     for name in imported(path):
         top = name.split(".")[0]
         assert top in sys.stdlib_module_names or top == "numpy" or name.startswith(ours), f"{path.name}: {name}"

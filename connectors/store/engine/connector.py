@@ -1,0 +1,163 @@
+"""The store as a KV connector of its own, for a vLLM engine without prefill/decode disaggregation.
+
+KVTransferConfig(
+    kv_connector="TandemStoreConnector",
+    kv_connector_module_path="connectors.store.engine.connector",
+    kv_role="kv_both",
+    kv_load_failure_policy="recompute",
+    kv_connector_extra_config={"store": {"path": "/mnt/nvme/tandem"}},  # connectors/store/engine/settings.py
+)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+from connectors.errors import ConfigurationError
+from connectors.store.engine.orders import StoreCard, StoreOrders, StoreReport
+from connectors.store.engine.scheduler import StoreScheduler
+from connectors.store.engine.settings import parse_settings
+from connectors.store.engine.worker import StoreWorker
+from connectors.store.keys.names import ModelFingerprint
+from connectors.vllm_hma.identity import model_identity
+from connectors.vllm_hma.translate import engine_layout, group_shapes
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class TandemStoreConnector(KVConnectorBase_V1, SupportsHMA):
+    """Stores chunks of every request and loads those that were computed before."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = self._kv_transfer_config
+        if transfer.kv_load_failure_policy != "recompute":
+            raise ConfigurationError(
+                "kv_transfer_config: set kv_load_failure_policy='recompute'; with 'fail', vLLM's default, a load that "
+                "fails would fail the request"
+            )
+        settings = parse_settings(transfer.kv_connector_extra_config)
+        self._scheduler: StoreScheduler | None = None
+        self._worker: StoreWorker | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            answers = vllm_config.speculative_config is None
+            self._scheduler = StoreScheduler(settings, vllm_config.model_config.max_model_len, answers)
+        else:
+            # Refuses caches that cannot be mapped before any memory is allocated.
+            group_shapes(vllm_config, kv_cache_config)
+            self._worker = StoreWorker(settings, vllm_config.model_config.max_model_len)
+
+    @property
+    def scheduler(self) -> StoreScheduler:
+        assert self._scheduler is not None, "vLLM calls scheduler methods on the scheduler's instance"
+        return self._scheduler
+
+    @property
+    def worker(self) -> StoreWorker:
+        assert self._worker is not None, "vLLM calls worker methods on the workers' instances"
+        return self._worker
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A store that is dropped is a later miss."""
+        return False
+
+    # ---- scheduler's side --------------------------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        self.scheduler.publish([card for _, card in sorted(metadata.items()) if isinstance(card, StoreCard)])
+
+    def on_new_request(self, request: Request) -> None:
+        self.scheduler.new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self.scheduler.matched_tokens(request, num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self.scheduler.after_alloc(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self.scheduler.orders(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if isinstance(connector_output.kv_connector_worker_meta, StoreReport):
+            self.scheduler.take(connector_output.kv_connector_worker_meta)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self.scheduler.finished(request)
+        return False, None
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self.scheduler.finished(request)
+        return False, None
+
+    def reset_cache(self) -> bool | None:
+        """Called with ``reset_prefix_cache(reset_connector=True)``, as after an update of weights in memory."""
+        self.scheduler.reset()
+        return True
+
+    # ---- workers' side -----------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        rank = get_tensor_model_parallel_rank()
+        self.worker.register(engine_layout(self._vllm_config, self._kv_cache_config, kv_caches, rank))
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        identity = model_identity(self._vllm_config)
+        return self.worker.card(
+            ModelFingerprint(identity.model, identity.dtype, identity.cache_dtype, identity.engine_version)
+        )
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        self.worker.load(self._orders())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """All layers were copied before the forward."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        """All layers are copied after the forward."""
+
+    def wait_for_save(self) -> None:
+        self.worker.store(self._orders())
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self.worker.not_loaded()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self.worker.report()
+
+    # ---- both --------------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.close()
+
+    def _orders(self) -> StoreOrders:
+        orders = self._get_connector_metadata()
+        assert isinstance(orders, StoreOrders)
+        return orders

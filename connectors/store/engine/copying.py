@@ -1,0 +1,38 @@
+"""Copies runs of bytes between addresses of this process. Short runs go through numpy, many at a time."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import numpy.typing as npt
+from numpy.lib.stride_tricks import as_strided
+
+from connectors.planning.descriptors import Runs
+
+# From this length on a call of memmove costs less than what it copies.
+_LONG_RUN_BYTES = 8 * 2**10
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def copy_runs(runs: Runs) -> None:
+    """Copy all runs. Sources and destinations must not overlap, and must be memory of this process."""
+    for length in np.unique(runs.length).tolist():
+        chosen = runs.length == length
+        src, dst = runs.src[chosen], runs.dst[chosen]
+        if length >= _LONG_RUN_BYTES or len(src) < 4:
+            for to, source in zip(dst.tolist(), src.tolist(), strict=True):
+                ctypes.memmove(to, source, length)
+        else:
+            first_src, first_dst = int(src.min()), int(dst.min())
+            _rows(first_dst, int(dst.max()), length)[dst - first_dst] = _rows(first_src, int(src.max()), length)[
+                src - first_src
+            ]
+
+
+def _rows(first: int, last: int, length: int) -> Bytes:
+    """A view in which row i is the ``length`` bytes at address ``first + i``; only rows that are runs are touched."""
+    span = last - first + length
+    memory: Bytes = np.frombuffer(memoryview((ctypes.c_uint8 * span).from_address(first)), np.uint8)
+    return as_strided(memory, (last - first + 1, length), (1, 1))

@@ -1,0 +1,310 @@
+"""The scheduler's half: decides what is loaded and stored, and names it.
+
+    load    the first question for matched tokens begins a fetch; vLLM asks again each step until it is over; its
+            objects are verified by then, so the workers' copy cannot fail
+    store   each step's completed objects get a slot of staging; when all ranks have filled it, it is written
+
+Keys are made of the tokens whose KV was computed: the prompt as vLLM holds it, then the answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from connectors.errors import PlanError
+from connectors.store.engine.orders import Load, Store, StoreCard, StoreOrders, StoreReport
+from connectors.store.engine.settings import StoreSettings
+from connectors.store.keys.names import NAMESPACE_BYTES, Feature, PrefixChain, namespace
+from connectors.store.planning.layout import object_bytes, prove_store, stored_groups
+from connectors.store.planning.moves import object_in_blocks
+from connectors.store.planning.prefix import ObjectRef, completed_objects, possible_objects
+from connectors.store.planning.spans import plan_store
+from connectors.store.service import Fetched, KVStore, StoreLimits
+from connectors.store.tiers.folder import FolderTier
+from connectors.store.tiers.objects import ObjectName
+from connectors.store.tiers.staging import Staging
+from connectors.vllm_hma.identity import Adapters
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+# Keys that are known to be stored: 32 bytes each and a little more.
+_KNOWN_KEYS = 100_000
+# Nobody has measured it yet: what matters for eviction is that it is the same for all.
+_COST_NS_PER_TOKEN = 100_000
+
+
+@dataclass(slots=True)
+class _Known:
+    """One request. ``filling``: slots that ranks have been told to fill. ``void``: what it computed is not stored."""
+
+    request: Request
+    chain: PrefixChain
+    fetched: Fetched | None = None
+    filling: dict[int, ObjectRef] = field(default_factory=dict)
+    ended: bool = False
+    void: bool = False
+
+
+class StoreScheduler:
+    """One per engine. Ready once the workers' cards are there."""
+
+    def __init__(self, settings: StoreSettings, max_model_len: int, answers: bool = True) -> None:
+        self._settings = settings
+        self._max_model_len = max_model_len
+        # Speculative decoding takes tokens of an answer back.
+        self._answers = answers
+        self._adapters = Adapters()
+        self._store: KVStore | None = None
+        self._ranks = 0
+        self._requests: dict[str, _Known] = {}
+        self._filling: dict[int, tuple[_Known, int, bool]] = {}
+        self._loads: list[Load] = []
+        self._load_ids = itertools.count()
+        # Slots of loads that workers have not reported, and how many ranks have.
+        self._loading: dict[int, tuple[list[int], int]] = {}
+        self._stored: dict[bytes, None] = {}
+
+    @property
+    def store(self) -> KVStore:
+        assert self._store is not None, "workers register their caches before the first request"
+        return self._store
+
+    @property
+    def remembered(self) -> int:
+        """Requests, loads and slots that are under way."""
+        return len(self._requests) + len(self._loading) + len(self._filling)
+
+    def publish(self, cards: Sequence[StoreCard]) -> None:
+        """All ranks have planned. Raises ConfigurationError, PlanError and CoverError."""
+        settings = self._settings
+        plan = plan_store(cards[0].layout.groups, settings.chunk_tokens, self._max_model_len)
+        for warning in plan.warnings:
+            logger.warning("Tandem: %s", warning)
+        layout = prove_store(plan, [card.layout for card in cards])
+        space = namespace(cards[0].model, plan, layout)
+        indices = [spans.index for spans in stored_groups(plan)]
+        sizes = dict(zip(indices, object_bytes(layout), strict=True))
+        tiers = [
+            FolderTier(folder, budget, durable=label == "disk", label=label) for label, folder, budget in settings.tiers
+        ]
+        limits = StoreLimits(settings.lookup_s, settings.load_s, settings.store_s)
+        self._ranks = len(cards)
+        self._store = KVStore(plan, space, sizes, tiers, Staging(settings.staging_mib << 20), limits)
+        logger.info(
+            "Tandem: the store %s keeps chunks of %d tokens in %s",
+            space.hex(),
+            plan.chunk_tokens,
+            ", ".join(str(folder) for _, folder, _ in settings.tiers),
+        )
+
+    # ---- requests --------------------------------------------------------------------------------------------------
+
+    def new_request(self, request: Request) -> None:
+        if request.prompt_embeds is not None or request.prompt_token_ids is None:
+            # Nothing says whether two requests with embeddings have the same prompt.
+            return
+        if request.resumable:
+            # Sessions of streamed input replace tokens that were computed (Scheduler._update_request_as_session).
+            return
+        adapter = "" if request.lora_request is None else self._adapters.identity(request.lora_request)
+        features = [Feature(each.identifier, each.mm_position.offset) for each in request.mm_features]
+        chain = PrefixChain(self.store.space, self.store.plan.steps, adapter, request.cache_salt, features)
+        self._requests[request.request_id] = _Known(request, chain)
+
+    def matched_tokens(self, request: Request, local_tokens: int) -> int | None:
+        """Tokens beyond ``local_tokens`` that are in staging, verified; None while that is not known."""
+        known = self._requests.get(request.request_id)
+        if known is None or request.skip_reading_prefix_cache:
+            return 0
+        if known.fetched is not None and local_tokens < known.fetched.start_token:
+            # The engine's own cache has lost blocks that the fetch counted on.
+            self._end_fetch(known)
+        if known.fetched is None:
+            if not self.store.has_fetch(request.request_id) and not self._begin_fetch(known, local_tokens):
+                return 0
+            fetched = self.store.poll(request.request_id)
+            if fetched is None:
+                return None
+            if local_tokens < fetched.start_token:
+                self._end_fetch(known)
+                return None
+            known.fetched = fetched
+            self._remember(self._names(known, fetched.present).values())
+        return max(0, known.fetched.end_token - local_tokens)
+
+    def after_alloc(self, request: Request, tables: tuple[list[int], ...], external_tokens: int) -> None:
+        """The request's blocks are allocated, and it runs in the coming step."""
+        known = self._requests.get(request.request_id)
+        if known is None:
+            return
+        fetched, known.fetched = known.fetched, None
+        if fetched is None or not external_tokens:
+            self.store.end_fetch(request.request_id)
+            return
+        # Its slots belong to the load from here on: preempted, the request begins another fetch.
+        load_id = next(self._load_ids)
+        self._loading[load_id] = (self.store.hand_over(request.request_id), 0)
+        self._loads.append(
+            Load(
+                load_id,
+                request.request_id,
+                tuple(tuple(table) for table in tables),
+                fetched.end_token - external_tokens,
+                fetched.end_token,
+                dict(fetched.offsets),
+            )
+        )
+
+    def finished(self, request: Request) -> None:
+        """The request has ended. A load that was ordered runs before its blocks belong to anybody else."""
+        known = self._requests.get(request.request_id)
+        if known is None:
+            return
+        known.ended = True
+        self.store.end_fetch(request.request_id)
+        self._forget(known)
+
+    # ---- each step -------------------------------------------------------------------------------------------------
+
+    def orders(self, output: SchedulerOutput) -> StoreOrders:
+        """What the workers are to copy in this step."""
+        orders = StoreOrders(str(self.store.staging.path), self._loads)
+        self._loads = []
+        for request_id, computed in _scheduled(output):
+            known = self._requests.get(request_id)
+            if known is not None and not known.void:
+                store = self._completed(known, computed, computed + output.num_scheduled_tokens[request_id], output)
+                orders.stores += [store] if store is not None else []
+        return orders
+
+    def take(self, report: StoreReport) -> None:
+        """What ranks have copied."""
+        # First: of what this step has computed, and the next one that may be under way, nothing is stored.
+        for request_id in report.broken:
+            if request_id in self._requests:
+                self._requests[request_id].void = True
+        for load_id, ranks in report.loaded.items():
+            slots, before = self._loading[load_id]
+            self._loading[load_id] = (slots, before + ranks)
+            if before + ranks == self._ranks:
+                del self._loading[load_id]
+                for offset in slots:
+                    self.store.staging.give_back(offset)
+        for offset in {**report.filled, **report.failed}:
+            known, before, failed = self._filling[offset]
+            after = before + report.filled.get(offset, 0) + report.failed.get(offset, 0)
+            failed = failed or offset in report.failed
+            if after < self._ranks:
+                self._filling[offset] = (known, after, failed)
+                continue
+            del self._filling[offset]
+            self._filled(known, offset, failed)
+
+    def reset(self) -> None:
+        """The engine's caches are void, perhaps because its weights were changed in memory.
+
+        The fingerprint is that of the weight files, so from here on this engine stores and finds under a name of its
+        own, until it is restarted. What running requests have computed is not stored.
+        """
+        for known in self._requests.values():
+            self.store.end_fetch(known.request.request_id)
+            known.void = True
+        self._requests.clear()
+        self._stored.clear()
+        self.store.space = os.urandom(NAMESPACE_BYTES)
+
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.close()
+
+    # ---- parts -----------------------------------------------------------------------------------------------------
+
+    def _begin_fetch(self, known: _Known, local_tokens: int) -> bool:
+        """Look a request up beyond ``local_tokens``; False where there is nothing to look for."""
+        limit = known.request.num_tokens - 1
+        names = self._names(known, possible_objects(self.store.plan, local_tokens, limit))
+        if names:
+            self.store.begin_fetch(known.request.request_id, names, local_tokens, limit)
+        return bool(names)
+
+    def _end_fetch(self, known: _Known) -> None:
+        known.fetched = None
+        self.store.end_fetch(known.request.request_id)
+
+    def _completed(self, known: _Known, before: int, after: int, output: SchedulerOutput) -> Store | None:
+        """Reserve staging for the objects that a step completes."""
+        if not self._answers:
+            after = min(after, known.request.num_prompt_tokens)
+        refs = completed_objects(self.store.plan, before, after) if before < after else []
+        if not refs:
+            return None
+        names = self._names(known, refs)
+        refs = [ref for ref in refs if ref not in names or names[ref].key not in self._stored]
+        assert output.kv_connector_block_state is not None
+        tables = output.kv_connector_block_state.get_block_ids(known.request.request_id)
+        assert tables is not None, "a scheduled request has a block table"
+        offsets: dict[ObjectRef, int] = {}
+        for ref in refs:
+            if object_in_blocks(self.store.plan.groups[ref.group], tables[ref.group], ref):
+                offset = self.store.reserve(ref)
+                if offset is not None:
+                    offsets[ref] = offset
+                    known.filling[offset] = ref
+                    self._filling[offset] = (known, 0, False)
+        if not offsets:
+            return None
+        return Store(known.request.request_id, tuple(tuple(table) for table in tables), offsets)
+
+    def _filled(self, known: _Known, offset: int, failed: bool) -> None:
+        """All ranks have answered for a slot."""
+        ref = known.filling.pop(offset)
+        name = self._names(known, [ref]).get(ref)
+        if failed or name is None or known.void:
+            self.store.drop(offset)
+        else:
+            span = self.store.plan.groups[ref.group].span_tokens
+            self.store.commit(ref, name, offset, span * _COST_NS_PER_TOKEN)
+            self._remember([name])
+        self._forget(known)
+
+    def _names(self, known: _Known, refs: Iterable[ObjectRef]) -> dict[ObjectRef, ObjectName]:
+        """Names of objects whose tokens are known; those of an answer may still be on their way."""
+        request, chain = known.request, known.chain
+        try:
+            chain.extend(request.all_token_ids[chain.tokens :])
+        except PlanError:
+            # A placeholder of a token that is not sampled yet.
+            return {}
+        return {
+            ref: ObjectName(self.store.space, chain.key(ref), ref.group)
+            for ref in refs
+            if ref.end_token <= chain.tokens
+        }
+
+    def _remember(self, names: Iterable[ObjectName]) -> None:
+        for name in names:
+            self._stored[name.key] = None
+        while len(self._stored) > _KNOWN_KEYS:
+            del self._stored[next(iter(self._stored))]
+
+    def _forget(self, known: _Known) -> None:
+        if known.ended and not known.filling:
+            self._requests.pop(known.request.request_id, None)
+
+
+def _scheduled(output: SchedulerOutput) -> list[tuple[str, int]]:
+    """(request id, tokens computed before this step) of all requests that this step computes."""
+    cached = output.scheduled_cached_reqs
+    return [
+        *((new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs),
+        *zip(cached.req_ids, cached.num_computed_tokens, strict=True),
+    ]

@@ -1,0 +1,80 @@
+"""Settings of the store: the ``store`` object of ``kv_connector_extra_config``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from connectors.errors import ConfigurationError
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """What may be set.
+
+    ``path``          folder on a local disk; empty: no disk tier
+    ``disk_gib``      bytes below ``path`` of all engines that share it, never exceeded
+    ``memory_gib``    host memory for objects of all engines of this host; 0: no memory tier
+    ``memory_path``   folder on a tmpfs; engines that give the same one share their memory
+    ``chunk_tokens``  tokens of one object
+    ``staging_mib``   shared memory of this engine between files and KV blocks
+    ``lookup_s``      a lookup that has not answered by then is a miss
+    ``load_s``        loads of a request that are not verified by then are not used
+    ``store_s``       an object that is not written by then is dropped
+    """
+
+    path: str = ""
+    disk_gib: float = 64.0
+    memory_gib: float = 0.0
+    memory_path: str = "/dev/shm/tandem-kv-store"
+    chunk_tokens: int = 256
+    staging_mib: int = 256
+    lookup_s: float = 0.02
+    load_s: float = 2.0
+    store_s: float = 30.0
+
+    @property
+    def tiers(self) -> list[tuple[str, Path, int]]:
+        """(label, folder, budget in bytes), the fastest first."""
+        found = []
+        if self.memory_gib:
+            found.append(("memory", Path(self.memory_path), int(self.memory_gib * GIB)))
+        if self.path:
+            found.append(("disk", Path(self.path), int(self.disk_gib * GIB)))
+        return found
+
+
+def parse_settings(extra: Mapping[str, Any]) -> StoreSettings:
+    """Read the ``store`` object of ``kv_connector_extra_config``. Raises ConfigurationError that names the key."""
+    given = extra.get("store")
+    if not isinstance(given, Mapping):
+        raise ConfigurationError("kv_connector_extra_config: store must be an object with at least path or memory_gib")
+    types: dict[str, type] = {field.name: type(field.default) for field in fields(StoreSettings)}
+    values: dict[str, Any] = {}
+    for key, value in dict[str, Any](given).items():
+        if key not in types:
+            raise ConfigurationError(
+                f"kv_connector_extra_config: unknown key store.{key}; known are {', '.join(sorted(types))}"
+            )
+        wanted = types[key]
+        if wanted is float and type(value) is int:
+            value = float(value)
+        if type(value) is not wanted:
+            raise ConfigurationError(f"kv_connector_extra_config: store.{key} must be {wanted.__name__}, not {value!r}")
+        values[key] = value
+        if wanted is not str and values[key] <= 0 and (key, value) != ("memory_gib", 0.0):
+            raise ConfigurationError(f"kv_connector_extra_config: store.{key} must be positive, not {value!r}")
+    settings = StoreSettings(**values)
+    if not settings.tiers:
+        raise ConfigurationError(
+            "kv_connector_extra_config: store has neither a path nor memory_gib; set one of them, or leave store out"
+        )
+    for key in ("path", "memory_path"):
+        folder = getattr(settings, key)
+        if folder and not Path(folder).is_absolute():
+            raise ConfigurationError(f"kv_connector_extra_config: store.{key} must be an absolute path, not {folder!r}")
+    return settings

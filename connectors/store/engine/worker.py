@@ -1,0 +1,103 @@
+"""The workers' half: copies objects between staging memory and this rank's blocks, within the step that asks for it.
+
+Loads are copied before the step's forward reads the blocks. Stores are copied after the forward and before the next
+one, which may overwrite a state or reuse the block of a window that has passed.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from connectors.errors import ConfigurationError, PlanError, StoreError
+from connectors.planning.blocks import NULL_BLOCK
+from connectors.planning.descriptors import build_runs
+from connectors.planning.layout import EngineLayout
+from connectors.store.engine.copying import copy_runs
+from connectors.store.engine.orders import StoreCard, StoreOrders, StoreReport
+from connectors.store.engine.settings import StoreSettings
+from connectors.store.keys.names import ModelFingerprint
+from connectors.store.planning.layout import RankPlans, plan_rank
+from connectors.store.planning.moves import load_moves, store_moves
+from connectors.store.planning.spans import StorePlan, plan_store
+from connectors.store.tiers.staging import AttachedStaging
+
+logger = logging.getLogger(__name__)
+
+
+class StoreWorker:
+    """One rank. Ready once ``register`` was called."""
+
+    def __init__(self, settings: StoreSettings, max_model_len: int) -> None:
+        self._settings = settings
+        self._max_model_len = max_model_len
+        self._layout: EngineLayout | None = None
+        self._plan: StorePlan | None = None
+        self._plans: RankPlans | None = None
+        self._staging: AttachedStaging | None = None
+        self._report = StoreReport()
+        self._not_loaded: set[int] = set()
+
+    def register(self, layout: EngineLayout) -> None:
+        """Plan the copies of this rank's cache. Raises ConfigurationError, PlanError and CoverError."""
+        if layout.place.memory != "DRAM":
+            raise ConfigurationError(
+                f"store: the KV cache lies in {layout.place.memory}; the store copies host memory only so far"
+            )
+        self._layout = layout
+        self._plan = plan_store(layout.groups, self._settings.chunk_tokens, self._max_model_len)
+        self._plans = plan_rank(self._plan, layout)
+
+    def card(self, model: ModelFingerprint) -> StoreCard:
+        """What the scheduler's half needs to know of this rank."""
+        assert self._layout is not None, "vLLM registers the cache before it asks for metadata"
+        return StoreCard(self._layout, model)
+
+    def load(self, orders: StoreOrders) -> None:
+        """Before the forward: the scheduler counts these tokens as computed already."""
+        assert self._plan is not None
+        assert self._plans is not None
+        for load in orders.loads:
+            try:
+                base = self._attach(orders).address
+                addresses = {ref: base + offset for ref, offset in load.offsets.items()}
+                tables, plan = load.tables, self._plans.load
+                moves = load_moves(self._plan, plan, tables, load.start_token, load.end_token, addresses)
+                copy_runs(build_runs(plan, moves))
+            except (PlanError, StoreError) as error:
+                # The request computes its prompt itself: vLLM finds it by its blocks.
+                logger.error("Tandem: request %s is not loaded: %s", load.request_id, error)
+                self._not_loaded.update(block for table in load.tables for block in table if block != NULL_BLOCK)
+                self._report.broken.add(load.request_id)
+            self._report.loaded[load.load_id] = 1
+
+    def store(self, orders: StoreOrders) -> None:
+        """After the forward. What cannot be stored is dropped: nobody waits for it."""
+        assert self._plan is not None
+        assert self._plans is not None
+        for store in orders.stores:
+            try:
+                base = self._attach(orders).address
+                addresses = {ref: base + offset for ref, offset in store.offsets.items()}
+                moves = store_moves(self._plan, self._plans.store, store.tables, addresses)
+                copy_runs(build_runs(self._plans.store, moves))
+            except (PlanError, StoreError) as error:
+                logger.warning("Tandem: request %s is not stored: %s", store.request_id, error)
+                self._report.failed |= dict.fromkeys(store.offsets.values(), 1)
+            else:
+                self._report.filled |= dict.fromkeys(store.offsets.values(), 1)
+
+    def not_loaded(self) -> set[int]:
+        """Blocks of requests whose load has failed since the last call."""
+        found, self._not_loaded = self._not_loaded, set()
+        return found
+
+    def report(self) -> StoreReport | None:
+        """What was done since the last call."""
+        report, self._report = self._report, StoreReport()
+        return report or None
+
+    def _attach(self, orders: StoreOrders) -> AttachedStaging:
+        if self._staging is None:
+            self._staging = AttachedStaging(Path(orders.staging))
+        return self._staging

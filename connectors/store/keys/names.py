@@ -1,0 +1,145 @@
+"""Names of objects: what the KV is of (namespace), of which tokens (prefix), of which group.
+
+    namespace  weights and configuration, dtypes, vLLM release, and how objects are laid out
+    prefix     all token ids from the first one on, with the adapter, the salt, and images and the like where they begin
+    key        namespace, prefix up to the object's end, group
+
+All are BLAKE2b of bytes written out here. Nothing depends on Python's ``hash``, on the TP size, on block sizes or on
+the host.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from connectors.errors import PlanError
+from connectors.planning.layout import EngineLayout
+from connectors.store.planning.layout import stored_groups
+from connectors.store.planning.prefix import ObjectRef
+from connectors.store.planning.spans import StorePlan
+
+# Of names and of what objects contain. Objects of other formats lie in other namespaces.
+FORMAT = 1
+NAMESPACE_BYTES = 16
+KEY_BYTES = 32
+
+# Token ids are not negative, so this announces something else among them.
+_MARK = np.array([-1], "<i8").tobytes()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFingerprint:
+    """What makes KV of two engines interchangeable, apart from its layout.
+
+    ``weights`` is a digest of weights and configuration, not a path; ``cache_dtype`` the dtype of the KV cache.
+    """
+
+    weights: str
+    dtype: str
+    cache_dtype: str
+    engine_version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """An image or the like: ``identifier`` names its content, ``offset`` is the prompt's token at which it begins."""
+
+    identifier: str
+    offset: int
+
+
+def namespace(model: ModelFingerprint, plan: StorePlan, store: EngineLayout) -> bytes:
+    """Name all objects that engines of one model may exchange. ``store`` is the plan's virtual layout."""
+    groups = [
+        {
+            "kind": spans.group.kind.value,
+            "window": spans.group.window_tokens,
+            "span": spans.span_tokens,
+            "kept": spans.kept_tokens,
+            "layers": [
+                [
+                    pages.layer,
+                    pages.address,
+                    pages.total_heads,
+                    pages.stripes,
+                    pages.rows,
+                    pages.row_bytes,
+                    pages.packing,
+                ]
+                for pages in group.layers
+            ],
+        }
+        for spans, group in zip(stored_groups(plan), store.groups, strict=True)
+    ]
+    described = {"format": FORMAT, "model": asdict(model), "chunk": plan.chunk_tokens, "groups": groups}
+    text = json.dumps(described, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=NAMESPACE_BYTES, person=b"tandem-store").digest()
+
+
+class PrefixChain:
+    """Digests of one request's prefixes at the ends of objects, token by token as they are computed.
+
+    A digest covers everything from the first token on. It is the same however the tokens are handed over, and kept for
+    each multiple of each of ``steps`` (``StorePlan.steps``). Features must be given before the tokens they begin at.
+    """
+
+    def __init__(
+        self,
+        space: bytes,
+        steps: Sequence[int],
+        adapter: str = "",
+        salt: str | None = None,
+        features: Iterable[Feature] = (),
+    ) -> None:
+        self._space = space
+        self._steps = tuple(steps)
+        self._features = sorted(features, key=lambda feature: (feature.offset, feature.identifier), reverse=True)
+        self._hasher = hashlib.blake2b(digest_size=KEY_BYTES, person=b"tandem-prefix")
+        self._hasher.update(space)
+        self._add("adapter", adapter)
+        # No salt and an empty one are different requests.
+        self._add("salt", "" if salt is None else f"={salt}")
+        self._digests: dict[int, bytes] = {}
+        self.tokens = 0
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Add the tokens that follow."""
+        ids = np.asarray(token_ids, "<i8")
+        if len(ids) and int(ids.min()) < 0:
+            raise PlanError("token ids must not be negative")
+        start, stop = self.tokens, self.tokens + len(ids)
+        ends = {end for step in self._steps for end in range((start // step + 1) * step, stop + 1, step)}
+        offsets = set()
+        for feature in self._features:
+            if feature.offset < start:
+                raise PlanError(f"a feature begins at token {feature.offset}, behind {start} tokens that are hashed")
+            if feature.offset < stop:
+                offsets.add(feature.offset)
+        for stop_at in sorted({*ends, *offsets, stop}):
+            self._hasher.update(ids[self.tokens - start : stop_at - start].tobytes())
+            self.tokens = stop_at
+            if stop_at in ends:
+                self._digests[stop_at] = self._hasher.copy().digest()
+            # After the digest: a prefix that ends where a feature begins does not contain it.
+            while stop_at in offsets and self._features and self._features[-1].offset == stop_at:
+                self._add("feature", self._features.pop().identifier)
+
+    def prefix(self, end_token: int) -> bytes:
+        """Digest of the first ``end_token`` tokens, a multiple of a step."""
+        return self._digests[end_token]
+
+    def key(self, ref: ObjectRef) -> bytes:
+        """Name of an object of this request."""
+        whole = hashlib.blake2b(self._space, digest_size=KEY_BYTES, person=b"tandem-object")
+        whole.update(self.prefix(ref.end_token))
+        whole.update(ref.group.to_bytes(4, "little"))
+        return whole.digest()
+
+    def _add(self, what: str, value: str) -> None:
+        data = value.encode()
+        self._hasher.update(_MARK + what.encode() + len(data).to_bytes(8, "little") + data)

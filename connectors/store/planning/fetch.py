@@ -1,0 +1,92 @@
+"""One request's way to its stored prefix: which objects to look up, which to read next, and when that is over.
+
+    lookup   ``candidates`` are looked up; ``found`` says which are there
+    reading  ``next_reads`` are read into staging; ``read`` and ``failed`` say how it went
+    over     ``settled``: all objects for ``end_token`` are verified, in staging
+
+A failed object costs what depends on it: the fetch goes on to the longest prefix that is left. Sans-I/O; the caller
+watches the deadlines and calls ``give_up``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from connectors.store.planning.prefix import ObjectRef, needed_objects, possible_objects, usable_prefix
+from connectors.store.planning.spans import StorePlan
+
+
+class Fetch:
+    """``start_token``: tokens that the engine has itself. ``limit_token``: where it may resume at most."""
+
+    def __init__(self, plan: StorePlan, start_token: int, limit_token: int) -> None:
+        self._plan = plan
+        self.start_token = start_token
+        self._limit = limit_token
+        self.candidates = tuple(possible_objects(plan, start_token, limit_token))
+        self._looking = set(self.candidates)
+        self._present: set[ObjectRef] = set()
+        self._reading: set[ObjectRef] = set()
+        self._verified: set[ObjectRef] = set()
+        self._given_up = False
+        self.end_token = start_token
+
+    @property
+    def verified(self) -> frozenset[ObjectRef]:
+        """Objects whose bytes are in staging."""
+        return frozenset(self._verified)
+
+    @property
+    def needed(self) -> list[ObjectRef]:
+        """Objects that the present end needs."""
+        return needed_objects(self._plan, self.start_token, self.end_token)
+
+    @property
+    def settled(self) -> bool:
+        return self._given_up or (not self._looking and self._verified.issuperset(self.needed))
+
+    def found(self, refs: Iterable[ObjectRef], missing: Iterable[ObjectRef]) -> None:
+        """Answers of a lookup."""
+        refs, missing = set(refs), set(missing)
+        self._present |= refs & self._looking
+        self._looking -= refs | missing
+        self._choose()
+
+    def stop_looking(self) -> None:
+        """The lookup's deadline has passed: what has not answered is not there."""
+        self._looking.clear()
+        self._choose()
+
+    def next_reads(self) -> list[ObjectRef]:
+        """Objects to read now. They count as being read until ``read`` or ``failed``."""
+        if self._looking or self._given_up:
+            return []
+        reads = [ref for ref in self.needed if ref not in self._reading and ref not in self._verified]
+        self._reading.update(reads)
+        return reads
+
+    def read(self, ref: ObjectRef) -> bool:
+        """An object was read and verified. Whether it is still of use."""
+        if ref not in self._reading or self._given_up:
+            return False
+        self._reading.discard(ref)
+        self._verified.add(ref)
+        return True
+
+    def failed(self, ref: ObjectRef) -> None:
+        """An object was not read: it is stale, corrupt, or there is no room for it."""
+        self._reading.discard(ref)
+        self._present.discard(ref)
+        self._choose()
+
+    def give_up(self) -> None:
+        """The deadline has passed: the end is what verified objects allow."""
+        self._looking.clear()
+        self._present = set(self._verified)
+        self._reading.clear()
+        self._given_up = True
+        self._choose()
+
+    def _choose(self) -> None:
+        if not self._looking:
+            self.end_token = usable_prefix(self._plan, self._present, self.start_token, self._limit)

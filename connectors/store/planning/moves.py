@@ -1,0 +1,121 @@
+"""Objects and block tables to ``Moves``: which unit of which block goes to or comes from which part of an object.
+
+Both functions return moves for the plans of ``layout.plan_rank``, so groups are numbered as the plan's stored groups.
+``tables[g]`` is the block table of KV cache group g; ``addresses[ref]`` is where an object lies in this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from connectors.errors import PlanError
+from connectors.planning.blocks import NULL_BLOCK, Ints, state_position, wanted_blocks
+from connectors.planning.descriptors import Moves
+from connectors.planning.plan import PairPlan
+from connectors.store.planning.layout import stored_groups
+from connectors.store.planning.prefix import ObjectRef
+from connectors.store.planning.spans import GroupSpans, StorePlan
+
+
+def object_in_blocks(spans: GroupSpans, table: Sequence[int], ref: ObjectRef) -> bool:
+    """Whether a block table still has all blocks that an object is made of."""
+    if spans.is_state:
+        first = state_position(spans.group, ref.end_token)
+    else:
+        first = (ref.end_token - spans.kept_tokens) // spans.group.block_tokens
+    ids = table[first : (ref.end_token - 1) // spans.group.block_tokens + 1]
+    return len(ids) == (ref.end_token - 1) // spans.group.block_tokens + 1 - first and NULL_BLOCK not in ids
+
+
+def store_moves(
+    plan: StorePlan, pair: PairPlan, tables: Sequence[Sequence[int]], addresses: Mapping[ObjectRef, int]
+) -> list[Moves]:
+    """Copy completed objects out of a request's blocks. Raises PlanError where a block is not allocated."""
+    moves = []
+    for number, spans in enumerate(stored_groups(plan)):
+        refs = sorted(ref for ref in addresses if ref.group == spans.index)
+        if not refs:
+            continue
+        table = tables[spans.index]
+        missing = next((ref for ref in refs if not object_in_blocks(spans, table, ref)), None)
+        if missing is not None:
+            raise PlanError(f"group {spans.index}: blocks before token {missing.end_token} are not allocated any more")
+        shape = pair.groups[number].shape
+        at = np.asarray([addresses[ref] for ref in refs], np.int64)
+        ends = np.asarray([ref.end_token for ref in refs], np.int64)
+        if spans.is_state:
+            ids = np.asarray([table[state_position(spans.group, ref.end_token)] for ref in refs], np.int64)
+            zeros = np.zeros_like(at)
+            moves.append(Moves(number, ids, zeros, at, zeros))
+            continue
+        parts = np.arange(shape.dst_units, dtype=np.int64)
+        units = ((ends - spans.kept_tokens) // shape.tokens)[:, None] + parts[None, :]
+        ids = np.asarray(table, np.int64)[(units // shape.src_units).ravel()]
+        moves.append(
+            Moves(
+                number,
+                ids,
+                (units % shape.src_units).ravel(),
+                np.repeat(at, shape.dst_units),
+                np.tile(parts, len(refs)),
+            )
+        )
+    return moves
+
+
+def load_moves(
+    plan: StorePlan,
+    pair: PairPlan,
+    tables: Sequence[Sequence[int]],
+    start_token: int,
+    end_token: int,
+    addresses: Mapping[ObjectRef, int],
+) -> list[Moves]:
+    """Fill a request's blocks from objects, so that it can resume at ``end_token``.
+
+    Blocks of tokens before ``start_token`` are in the engine's own cache and are not written. Raises PlanError where a
+    block is not allocated, or an object is missing.
+    """
+    moves: list[Moves] = []
+    for number, spans in enumerate(stored_groups(plan)):
+        table, shape = tables[spans.index], pair.groups[number].shape
+        blocks = wanted_blocks(spans.group, table, start_token, end_token)
+        if not len(blocks):
+            continue
+        if spans.is_state:
+            at = np.asarray([_address(addresses, ObjectRef(end_token, spans.index))], np.int64)
+            zeros = np.zeros_like(at)
+            moves.append(Moves(number, at, zeros, blocks.ids, zeros))
+            continue
+        parts = np.arange(shape.dst_units, dtype=np.int64)
+        units = (blocks.positions[:, None] * shape.dst_units + parts[None, :]).ravel()
+        token = units * shape.tokens
+        ends = (token // spans.span_tokens + 1) * spans.span_tokens
+        inside = token - (ends - spans.kept_tokens)
+        # The first block of a window may begin before what is kept, where nothing looks at.
+        wanted = (token < end_token) & (inside >= 0)
+        at, which = _addresses(addresses, spans.index, ends[wanted])
+        moves.append(
+            Moves(
+                number,
+                at[which],
+                inside[wanted] // shape.tokens,
+                np.repeat(blocks.ids, shape.dst_units)[wanted],
+                np.tile(parts, len(blocks))[wanted],
+            )
+        )
+    return moves
+
+
+def _addresses(addresses: Mapping[ObjectRef, int], group: int, ends: Ints) -> tuple[Ints, Ints]:
+    distinct, which = np.unique(ends, return_inverse=True)
+    found = [_address(addresses, ObjectRef(end, group)) for end in distinct.tolist()]
+    return np.asarray(found, np.int64), which
+
+
+def _address(addresses: Mapping[ObjectRef, int], ref: ObjectRef) -> int:
+    if ref not in addresses:
+        raise PlanError(f"group {ref.group}: the object that ends at token {ref.end_token} is missing")
+    return addresses[ref]

@@ -1,0 +1,122 @@
+"""Which objects a computed prefix makes, which ones a resume needs, and how long a prefix is usable.
+
+An object is identified here by its group and the token at which it ends. What it keeps are the tokens
+``[end_token - kept_tokens, end_token)``, or the state after ``end_token`` tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
+
+from connectors.planning.blocks import first_needed_token
+from connectors.planning.layout import GroupKind
+from connectors.store.planning.spans import GroupSpans, StorePlan
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ObjectRef:
+    """One object of one request's prefix."""
+
+    end_token: int
+    group: int
+
+
+def completed_objects(plan: StorePlan, before_tokens: int, after_tokens: int) -> list[ObjectRef]:
+    """Objects that a step completes which computes tokens ``[before_tokens, after_tokens)``, by end, then group.
+
+    A state exists only between two steps, so a step completes a state object only where it ends at a chunk's end.
+    """
+    refs = []
+    for group in plan.groups:
+        if not group.stored:
+            continue
+        if group.is_state:
+            if before_tokens < after_tokens and after_tokens % group.span_tokens == 0:
+                refs.append(ObjectRef(after_tokens, group.index))
+            continue
+        first = before_tokens // group.span_tokens + 1
+        refs += [
+            ObjectRef(number * group.span_tokens, group.index)
+            for number in range(first, after_tokens // group.span_tokens + 1)
+        ]
+    return sorted(refs)
+
+
+def needed_objects(plan: StorePlan, start_token: int, end_token: int) -> list[ObjectRef]:
+    """Objects that must be loaded to resume at ``end_token`` where ``[0, start_token)`` is computed already.
+
+    Block tables are filled by whole blocks from where a window begins, so a window needs the objects of its whole first
+    block.
+    """
+    refs = [
+        ObjectRef(end, group.index)
+        for group in plan.groups
+        if group.stored and start_token < end_token
+        for end in _needed_ends(group, start_token, end_token)
+    ]
+    return sorted(refs)
+
+
+def _needed_ends(group: GroupSpans, start_token: int, end_token: int) -> Iterator[int]:
+    if group.is_state:
+        yield end_token
+        return
+    first_needed = first_needed_token(group.group, end_token)
+    if first_needed >= end_token:
+        return
+    block = group.group.block_tokens
+    first = max(first_needed // block * block, start_token // block * block)
+    span = group.span_tokens
+    yield from range((first // span + 1) * span, -(-end_token // span) * span + 1, span)
+
+
+def resume_points(plan: StorePlan, start_token: int, limit_token: int) -> Iterator[int]:
+    """Tokens at which a request may resume, above ``start_token`` and up to ``limit_token``, the largest first."""
+    chunk = plan.chunk_tokens
+    points = set(range((start_token // chunk + 1) * chunk, limit_token + 1, chunk))
+    if not plan.only_chunk_ends:
+        for group in plan.groups:
+            span = group.span_tokens
+            points |= set(range((start_token // span + 1) * span, limit_token + 1, span))
+    yield from sorted(points, reverse=True)
+
+
+def usable_prefix(plan: StorePlan, present: Set[ObjectRef], start_token: int, limit_token: int) -> int:
+    """The largest token at which a request can resume with ``present`` objects; ``start_token`` if none helps.
+
+    ``start_token``: tokens that the engine holds in its own cache. ``limit_token``: the last token at which a resume is
+    allowed, usually one before the end of the prompt, whose last token is always computed.
+    """
+    for group in _full(plan):
+        limit_token = min(limit_token, _covered(group, present, start_token, limit_token))
+    others = _not_full(plan)
+    for point in resume_points(plan, start_token, limit_token):
+        if all(ObjectRef(end, g.index) in present for g in others for end in _needed_ends(g, start_token, point)):
+            return point
+    return start_token
+
+
+def possible_objects(plan: StorePlan, start_token: int, limit_token: int) -> list[ObjectRef]:
+    """All objects that any resume up to ``limit_token`` could need: what a lookup asks for, by end, then group."""
+    points = list(resume_points(plan, start_token, limit_token))
+    refs = {ObjectRef(end, g.index) for g in _full(plan) if points for end in _needed_ends(g, start_token, points[0])}
+    for group in _not_full(plan):
+        refs.update(ObjectRef(end, group.index) for point in points for end in _needed_ends(group, start_token, point))
+    return sorted(refs)
+
+
+def _full(plan: StorePlan) -> list[GroupSpans]:
+    return [group for group in plan.groups if group.group.kind is GroupKind.FULL]
+
+
+def _not_full(plan: StorePlan) -> list[GroupSpans]:
+    return [group for group in plan.groups if group.stored and group.group.kind is not GroupKind.FULL]
+
+
+def _covered(group: GroupSpans, present: Set[ObjectRef], start_token: int, limit_token: int) -> int:
+    """The token up to which a full-attention group is present without a gap, from ``start_token`` on."""
+    for end in _needed_ends(group, start_token, limit_token):
+        if ObjectRef(end, group.index) not in present:
+            return max(start_token, end - group.span_tokens)
+    return limit_token

@@ -1,0 +1,168 @@
+"""Decide how each KV cache group is cut into stored objects. Made once, when an engine starts.
+
+A *chunk* is ``chunk_tokens`` tokens of a request. A *span* is the tokens of one group that one object stands for:
+
+    the chunk, where the kernel's packing can be cut at its ends        span = chunk_tokens
+    the fewest whole rows that reach a chunk, where it cannot           span > chunk_tokens, with a warning
+
+A *row* is what a kernel packs together (``planning/layout.py``). Spans depend on rows and not on the allocator's block
+size, so engines of different block sizes name the same objects.
+
+An object *keeps* the tokens that a reader needs: all of its span for full attention, and for a window the last tokens
+that attention at the chunk's end looks at, rounded up to a power of two. Of a state group it keeps the state at the
+chunk's end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from connectors.errors import ConfigurationError
+from connectors.planning.layout import WINDOWED, Group, GroupKind
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpans:
+    """How one group is stored.
+
+    ``span_tokens``   tokens from one object's end to the next one's
+    ``kept_tokens``   tokens that an object keeps, up to its end; 0 where a resume at a chunk's end needs none, and for
+                      a state, which is no tokens
+    ``whole``         the chunk cannot cut this group's rows
+    """
+
+    group: Group
+    span_tokens: int
+    kept_tokens: int
+    whole: bool = False
+
+    @property
+    def index(self) -> int:
+        return self.group.index
+
+    @property
+    def is_state(self) -> bool:
+        return self.group.kind is GroupKind.STATE
+
+    @property
+    def stored(self) -> bool:
+        """Whether the group has objects at all."""
+        return self.is_state or self.kept_tokens > 0
+
+
+@dataclass(frozen=True)
+class StorePlan:
+    """How an engine's cache is stored. ``warnings`` are for the operator's log."""
+
+    chunk_tokens: int
+    groups: tuple[GroupSpans, ...]
+    warnings: tuple[str, ...]
+
+    @cached_property
+    def steps(self) -> tuple[int, ...]:
+        """The distinct spans: objects end at their multiples, and prefixes are hashed up to there."""
+        return tuple(sorted({group.span_tokens for group in self.groups if group.stored}))
+
+    @cached_property
+    def first_tokens(self) -> int:
+        """Tokens that a request must have computed before anything of it can be resumed."""
+        return max((group.span_tokens for group in self.groups if group.stored), default=self.chunk_tokens)
+
+    @cached_property
+    def has_states(self) -> bool:
+        return any(group.is_state for group in self.groups)
+
+    @cached_property
+    def only_chunk_ends(self) -> bool:
+        """Whether a request can be resumed at ends of chunks only: states and cut windows exist nowhere else."""
+        return any(group.is_state or group.kept_tokens < group.span_tokens for group in self.groups)
+
+
+def plan_store(groups: Sequence[Group], chunk_tokens: int, max_model_len: int) -> StorePlan:
+    """Plan how an engine's ``groups`` are stored. Raises ConfigurationError."""
+    if type(chunk_tokens) is not int or chunk_tokens <= 0:
+        raise ConfigurationError(f"store: chunk_tokens must be a positive number of tokens, not {chunk_tokens!r}")
+    if type(max_model_len) is not int or max_model_len <= 0:
+        raise ConfigurationError(f"store: max_model_len must be a positive number of tokens, not {max_model_len!r}")
+    if not groups:
+        raise ConfigurationError("store: the model has no KV cache groups, so there is nothing to store")
+    spans = tuple(_spans(group, chunk_tokens) for group in groups)
+    if not any(each.stored for each in spans):
+        raise ConfigurationError(
+            f"store: no KV cache group needs anything to resume at a multiple of {chunk_tokens} tokens; give the "
+            "store a chunk_tokens that is no multiple of the model's attention chunks"
+        )
+    plan = StorePlan(chunk_tokens, spans, tuple(_warning(each, chunk_tokens) for each in spans if each.whole))
+    # vLLM computes at least the last token of a request, which is never stored.
+    if plan.first_tokens >= max_model_len:
+        raise ConfigurationError(_nothing_fits(plan, max_model_len))
+    return plan
+
+
+def granule_tokens(group: Group) -> int:
+    """Tokens between two places at which all layers of a group can be cut."""
+    return math.lcm(*(group.row_tokens(pages) for pages in group.layers))
+
+
+def _spans(group: Group, chunk_tokens: int) -> GroupSpans:
+    if group.kind is GroupKind.STATE:
+        return GroupSpans(group, chunk_tokens, 0)
+    granule = granule_tokens(group)
+    if chunk_tokens % granule:
+        span = -(-chunk_tokens // granule) * granule
+        return GroupSpans(group, span, span, whole=True)
+    kept = _kept(group, chunk_tokens, granule)
+    if 0 < kept < chunk_tokens and not _fits(group.block_tokens, kept, chunk_tokens):
+        raise ConfigurationError(
+            f"store: blocks of {group.block_tokens} tokens in KV cache group {group.index} do not fit the {kept} "
+            f"tokens that the store keeps of each chunk of {chunk_tokens} for a window of {group.window_tokens}; give "
+            f"the engine a block_size that divides {math.gcd(kept, chunk_tokens)}, or the store chunk_tokens of at "
+            f"most {kept}"
+        )
+    return GroupSpans(group, chunk_tokens, kept)
+
+
+def _kept(group: Group, chunk_tokens: int, granule: int) -> int:
+    """Tokens of a chunk that attention behind the chunk's end can look at."""
+    if group.kind not in WINDOWED:
+        return chunk_tokens
+    assert group.window_tokens is not None
+    if group.kind is GroupKind.CHUNKED:
+        # At a chunk's end that ends an attention chunk too, nothing is looked at.
+        return 0 if chunk_tokens % group.window_tokens == 0 else chunk_tokens
+    seen = group.window_tokens - 1
+    # A power of two is a multiple of most block sizes.
+    kept = 1 << (seen - 1).bit_length() if seen else 0
+    return min(chunk_tokens, -(-kept // granule) * granule)
+
+
+def _fits(block_tokens: int, kept: int, chunk_tokens: int) -> bool:
+    """Whether loading the end of a chunk leaves no block that a prefix cache would take for whole and is not.
+
+    Blocks that the kept tokens consist of are whole. In a longer block, which ends with the chunk, nothing that starts
+    behind it looks at the tokens that are missing.
+    """
+    return chunk_tokens % block_tokens == 0 and (block_tokens >= kept or kept % block_tokens == 0)
+
+
+def _warning(spans: GroupSpans, chunk_tokens: int) -> str:
+    return (
+        f"store: chunk_tokens {chunk_tokens} does not divide KV cache group {spans.index}, which is packed in rows of "
+        f"{granule_tokens(spans.group)} tokens: it is stored whole and needs {spans.span_tokens} tokens before any of "
+        "it can be stored"
+    )
+
+
+def _nothing_fits(plan: StorePlan, max_model_len: int) -> str:
+    needed = plan.first_tokens
+    largest = next(group for group in plan.groups if group.stored and group.span_tokens == needed)
+    remedy = f"use a max_model_len of at least {needed + 1}"
+    if not largest.whole:
+        remedy += f", or chunk_tokens of at most {max_model_len - 1}"
+    return (
+        f"store: nothing can ever be stored: KV cache group {largest.index} needs {needed} tokens, and a max_model_len "
+        f"of {max_model_len} leaves {max_model_len - 1}; {remedy}"
+    )

@@ -1,0 +1,344 @@
+"""The store of one engine: its tiers, and what requests do with them. Used by one thread, the scheduler's.
+
+    fetch    ``begin_fetch`` looks a request's objects up and reads them into staging; ``poll`` says when that is over;
+             ``hand_over`` leaves their memory to whoever copies them, ``end_fetch`` frees it
+    store    ``reserve`` finds staging for an object; ``commit`` writes it to the tiers once all ranks have filled it,
+             ``drop`` does not
+
+No method blocks. A tier that fails, hangs or has no room makes lookups miss and stores drop, and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from connectors.store.planning.fetch import Fetch
+from connectors.store.planning.prefix import ObjectRef
+from connectors.store.planning.spans import StorePlan
+from connectors.store.tiers.folder import FolderTier
+from connectors.store.tiers.lanes import Call, CallState, Lane
+from connectors.store.tiers.objects import ObjectHeader, ObjectName
+from connectors.store.tiers.staging import Staging
+
+logger = logging.getLogger(__name__)
+
+_LOOKUPS_PER_CALL = 64
+_QUEUED_LOOKUPS = 256
+_QUEUED_READS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLimits:
+    """Deadlines and bounds.
+
+    ``lookup_s``      a lookup that has not answered by then is a miss
+    ``load_s``        from the start of a fetch until its objects are verified
+    ``store_s``       an object that is not written by then is dropped
+    ``queue_objects`` objects that wait to be written; more are dropped
+    """
+
+    lookup_s: float = 0.02
+    load_s: float = 2.0
+    store_s: float = 30.0
+    queue_objects: int = 256
+    read_threads: int = 4
+    write_threads: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A request may resume at ``end_token``.
+
+    ``offsets`` are where its objects lie in staging; ``present`` is all of the request that was found.
+    """
+
+    start_token: int
+    end_token: int
+    offsets: Mapping[ObjectRef, int]
+    present: frozenset[ObjectRef]
+
+
+@dataclass(slots=True)
+class _Reading:
+    ref: ObjectRef
+    offset: int
+    tier: int
+    call: Call[ObjectHeader]
+
+
+@dataclass(slots=True)
+class _Fetch:
+    machine: Fetch
+    names: dict[ObjectRef, ObjectName]
+    began_at: float
+    # (tier, objects asked for, call)
+    lookups: list[tuple[int, list[ObjectRef], Call[list[bool]]]] = field(default_factory=list)
+    unanswered: dict[ObjectRef, int] = field(default_factory=dict)
+    tiers: dict[ObjectRef, list[int]] = field(default_factory=dict)
+    readings: list[_Reading] = field(default_factory=list)
+    offsets: dict[ObjectRef, int] = field(default_factory=dict)
+    over: bool = False
+
+
+@dataclass(slots=True)
+class _Tier:
+    folder: FolderTier
+    lookups: Lane
+    reads: Lane
+    writes: Lane
+
+
+class KVStore:
+    """``sizes[g]`` is the payload of an object of KV cache group g; ``tiers`` are ordered, the fastest first."""
+
+    def __init__(
+        self,
+        plan: StorePlan,
+        space: bytes,
+        sizes: Mapping[int, int],
+        tiers: Sequence[FolderTier],
+        staging: Staging,
+        limits: StoreLimits,
+    ) -> None:
+        self.plan = plan
+        self.space = space
+        self.staging = staging
+        self.counts: Counter[str] = Counter()
+        self._sizes = dict(sizes)
+        self._limits = limits
+        self.tiers = tuple(tiers)
+        self._tiers = [
+            _Tier(
+                folder,
+                Lane(f"store-find-{folder.label}", 1, _QUEUED_LOOKUPS),
+                Lane(f"store-read-{folder.label}", limits.read_threads, _QUEUED_READS),
+                Lane(f"store-write-{folder.label}", limits.write_threads, limits.queue_objects),
+            )
+            for folder in tiers
+        ]
+        self._fetches: dict[str, _Fetch] = {}
+        # Slots that a call may still use, although nobody waits for it.
+        self._lingering: list[tuple[Call[ObjectHeader] | Call[bool], int]] = []
+        for tier in self._tiers:
+            # Reads the index, which only eviction needs.
+            tier.writes.submit(tier.folder.open, time.monotonic() + limits.store_s)
+
+    # ---- fetches ---------------------------------------------------------------------------------------------------
+
+    def begin_fetch(
+        self, request_id: str, names: Mapping[ObjectRef, ObjectName], start_token: int, limit_token: int
+    ) -> None:
+        """Look up what a request could load beyond ``start_token``: the ``possible_objects`` that have a name.
+
+        An object without one ends behind the tokens that are known.
+        """
+        self.end_fetch(request_id)
+        now = time.monotonic()
+        machine = Fetch(self.plan, start_token, limit_token)
+        fetch = _Fetch(machine, dict(names), now)
+        self._fetches[request_id] = fetch
+        self.counts["queries"] += 1
+        candidates = [ref for ref in machine.candidates if ref in names]
+        fetch.unanswered = dict.fromkeys(candidates, 0)
+        for number, tier in enumerate(self._tiers):
+            for first in range(0, len(candidates), _LOOKUPS_PER_CALL):
+                refs = candidates[first : first + _LOOKUPS_PER_CALL]
+                asked = [fetch.names[ref] for ref in refs]
+                call = tier.lookups.submit(partial(tier.folder.find_all, asked), now + self._limits.lookup_s)
+                if call is not None:
+                    fetch.lookups.append((number, refs, call))
+                    for ref in refs:
+                        fetch.unanswered[ref] += 1
+        machine.found((), [ref for ref in machine.candidates if not fetch.unanswered.get(ref)])
+
+    def has_fetch(self, request_id: str) -> bool:
+        return request_id in self._fetches
+
+    def poll(self, request_id: str) -> Fetched | None:
+        """The objects that a request can load; None while that is not known. Ends at ``load_s`` at the latest."""
+        fetch = self._fetches[request_id]
+        if not fetch.over:
+            self._advance(fetch, time.monotonic())
+        self._sweep()
+        if not fetch.over:
+            return None
+        machine = fetch.machine
+        offsets = {ref: fetch.offsets[ref] for ref in machine.needed}
+        present = frozenset(ref for ref, tiers in fetch.tiers.items() if tiers)
+        return Fetched(machine.start_token, machine.end_token, offsets, present)
+
+    def hand_over(self, request_id: str) -> list[int]:
+        """End a fetch whose objects are about to be copied: slots for the caller to give back to ``staging``."""
+        fetch = self._fetches.pop(request_id)
+        return list(fetch.offsets.values())
+
+    def end_fetch(self, request_id: str) -> None:
+        """Free what a fetch holds. Idempotent."""
+        fetch = self._fetches.pop(request_id, None)
+        if fetch is None:
+            return
+        for offset in fetch.offsets.values():
+            self.staging.give_back(offset)
+        self._lingering += [(reading.call, reading.offset) for reading in fetch.readings]
+        self._sweep()
+
+    def _advance(self, fetch: _Fetch, now: float) -> None:
+        self._take_lookups(fetch, now)
+        self._take_reads(fetch)
+        if not fetch.machine.settled and now >= fetch.began_at + self._limits.load_s:
+            self.counts["late"] += 1
+            fetch.machine.give_up()
+        # A read that cannot begin may change what is needed.
+        while reads := fetch.machine.next_reads():
+            for ref in reads:
+                self._read(fetch, ref, now)
+        if fetch.machine.settled:
+            self._settle(fetch)
+
+    def _take_lookups(self, fetch: _Fetch, now: float) -> None:
+        waiting = []
+        for number, refs, call in fetch.lookups:
+            if not call.over:
+                waiting.append((number, refs, call))
+                continue
+            answers = call.result if call.state is CallState.ENDED and call.result is not None else [False] * len(refs)
+            for ref, found in zip(refs, answers, strict=True):
+                fetch.unanswered[ref] -= 1
+                if found:
+                    fetch.tiers.setdefault(ref, []).append(number)
+            fetch.machine.found(
+                [ref for ref in refs if ref in fetch.tiers],
+                [ref for ref in refs if ref not in fetch.tiers and not fetch.unanswered[ref]],
+            )
+        fetch.lookups = waiting
+        if waiting and now >= fetch.began_at + self._limits.lookup_s:
+            self.counts["late_lookups"] += len(waiting)
+            fetch.lookups = []
+            fetch.machine.stop_looking()
+
+    def _take_reads(self, fetch: _Fetch) -> None:
+        reading = []
+        for each in fetch.readings:
+            if not each.call.over:
+                reading.append(each)
+            elif each.call.state is CallState.ENDED and fetch.machine.read(each.ref):
+                fetch.offsets[each.ref] = each.offset
+                self._promote(fetch.names[each.ref], each)
+            else:
+                self.staging.give_back(each.offset)
+                if each.call.state is CallState.FAILED:
+                    self.counts["failed_reads"] += 1
+                    fetch.tiers[each.ref] = [tier for tier in fetch.tiers[each.ref] if tier != each.tier]
+                    retried = self._start_read(fetch, each.ref, time.monotonic())
+                    if retried is None:
+                        fetch.machine.failed(each.ref)
+                    else:
+                        reading.append(retried)
+        fetch.readings = reading
+
+    def _read(self, fetch: _Fetch, ref: ObjectRef, now: float) -> None:
+        started = self._start_read(fetch, ref, now)
+        if started is None:
+            fetch.machine.failed(ref)
+        else:
+            fetch.readings.append(started)
+
+    def _start_read(self, fetch: _Fetch, ref: ObjectRef, now: float) -> _Reading | None:
+        """Read from the first tier that has the object; None where none has, or there is no room."""
+        if not fetch.tiers.get(ref):
+            return None
+        size = self._sizes[ref.group]
+        offset = self.staging.take(size)
+        if offset is None:
+            self.counts["no_room_to_load"] += 1
+            return None
+        for number in sorted(fetch.tiers[ref]):
+            tier, name, view = self._tiers[number], fetch.names[ref], self.staging.view(offset, size)
+            deadline = max(now, fetch.began_at + self._limits.load_s)
+            call = tier.reads.submit(partial(tier.folder.read, name, view), deadline)
+            if call is not None:
+                return _Reading(ref, offset, number, call)
+        self.staging.give_back(offset)
+        return None
+
+    def _promote(self, name: ObjectName, reading: _Reading) -> None:
+        """Write what a slow tier held to the faster ones."""
+        assert reading.call.result is not None
+        cost_ns = reading.call.result.cost_ns
+        for tier in self._tiers[: reading.tier]:
+            self._write(tier, name, reading.offset, reading.call.result.payload_bytes, cost_ns)
+
+    def _settle(self, fetch: _Fetch) -> None:
+        fetch.over = True
+        machine = fetch.machine
+        needed = set(machine.needed)
+        for ref in set(fetch.offsets) - needed:
+            self.staging.give_back(fetch.offsets.pop(ref))
+        self._lingering += [(reading.call, reading.offset) for reading in fetch.readings]
+        fetch.readings = []
+        loaded = machine.end_token - machine.start_token
+        self.counts["hits" if loaded else "misses"] += 1
+        self.counts["hit_tokens"] += loaded
+
+    # ---- stores ----------------------------------------------------------------------------------------------------
+
+    def reserve(self, ref: ObjectRef) -> int | None:
+        """Offset in staging for an object that is about to be copied out of its blocks; None drops the store."""
+        self._sweep()
+        if all(tier.writes.hangs or tier.writes.pending >= self._limits.queue_objects for tier in self._tiers):
+            self.counts["dropped_stores"] += 1
+            return None
+        offset = self.staging.take(self._sizes[ref.group])
+        if offset is None:
+            self.counts["dropped_stores"] += 1
+        return offset
+
+    def commit(self, ref: ObjectRef, name: ObjectName, offset: int, cost_ns: int) -> None:
+        """All ranks have filled the object: write it to every tier. Whoever finds it after that may use it."""
+        written = [self._write(tier, name, offset, self._sizes[ref.group], cost_ns) for tier in self._tiers]
+        if not any(written):
+            self.counts["dropped_stores"] += 1
+        self.staging.give_back(offset)
+
+    def drop(self, offset: int) -> None:
+        """Ranks did not fill the object, and do not write to it any more."""
+        self.counts["dropped_stores"] += 1
+        self.staging.give_back(offset)
+
+    def _write(self, tier: _Tier, name: ObjectName, offset: int, size: int, cost_ns: int) -> bool:
+        deadline, view = time.monotonic() + self._limits.store_s, self.staging.view(offset, size)
+        call = tier.writes.submit(partial(tier.folder.write, name, view, cost_ns, deadline), deadline)
+        if call is None:
+            return False
+        self.staging.share(offset)
+        self._lingering.append((call, offset))
+        return True
+
+    # ---- both ------------------------------------------------------------------------------------------------------
+
+    def idle(self) -> bool:
+        """Whether every object that was committed is written or given up."""
+        self._sweep()
+        return not self._lingering
+
+    def close(self) -> None:
+        """End without waiting. What is not written yet is lost."""
+        for tier in self._tiers:
+            for lane in (tier.lookups, tier.reads, tier.writes):
+                lane.close()
+            tier.folder.close()
+        self.staging.close()
+
+    def _sweep(self) -> None:
+        kept = []
+        for call, offset in self._lingering:
+            if call.over:
+                self.staging.give_back(offset)
+            else:
+                kept.append((call, offset))
+        self._lingering = kept

@@ -1,0 +1,76 @@
+"""Which object goes first when room is needed: GreedyDual over recompute cost per byte. Pure: no clock, no files.
+
+Each object has a *value*: its cost per byte plus the *age* at its last use. The object of least value goes, and the age
+rises to its value, so that what is costly but never used goes in the end. Among equal values the least recently used
+goes first. With equal costs this is LRU.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+K = TypeVar("K")
+
+
+@dataclass(slots=True)
+class _Entry:
+    size_bytes: int
+    cost_per_byte: float
+    turn: int
+
+
+class EvictionOrder(Generic[K]):
+    """Objects by value. All operations take logarithmic time."""
+
+    def __init__(self) -> None:
+        self._entries: dict[K, _Entry] = {}
+        self._heap: list[tuple[float, int, K]] = []
+        self._age = 0.0
+        self._turns = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._entries
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all objects. Takes linear time."""
+        return sum(entry.size_bytes for entry in self._entries.values())
+
+    def add(self, key: K, size_bytes: int, cost: float) -> None:
+        """Take an object up as used now, or change what is known of it."""
+        self._entries[key] = _Entry(size_bytes, cost / max(1, size_bytes), 0)
+        self.use(key)
+
+    def use(self, key: K) -> None:
+        """An object is used now; unknown ones are passed over."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return
+        entry.turn = next(self._turns)
+        heapq.heappush(self._heap, (self._age + entry.cost_per_byte, entry.turn, key))
+        if len(self._heap) > 64 + 4 * len(self._entries):
+            self._heap = [item for item in self._heap if self._current(item)]
+            heapq.heapify(self._heap)
+
+    def discard(self, key: K) -> None:
+        self._entries.pop(key, None)
+
+    def pop(self) -> tuple[K, int] | None:
+        """Remove the object of least value: its key and size. None where there is no object."""
+        while self._heap:
+            item = heapq.heappop(self._heap)
+            if self._current(item):
+                value, _, key = item
+                self._age = max(self._age, value)
+                return key, self._entries.pop(key).size_bytes
+        return None
+
+    def _current(self, item: tuple[float, int, K]) -> bool:
+        entry = self._entries.get(item[2])
+        return entry is not None and entry.turn == item[1]

@@ -1,0 +1,92 @@
+"""System calls on object files, in one place so that a campaign can make them fail."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from connectors.errors import CorruptObjectError
+from connectors.store.tiers.objects import HEADER_BYTES
+
+
+class Files:
+    """Reads and writes one file at a time. Methods raise OSError unless they say otherwise."""
+
+    def head(self, path: Path) -> tuple[bytes, os.stat_result]:
+        """The header's bytes, fewer where the file is shorter, and the file's state. Raises CorruptObjectError too."""
+        with _opened(path) as (fd, state):
+            return os.pread(fd, HEADER_BYTES, 0), state
+
+    def read(self, path: Path, payload: memoryview) -> tuple[bytes, int, int]:
+        """Fill ``payload``: (header's bytes, size of the file, bytes of payload that were read)."""
+        with _opened(path) as (fd, state):
+            header = bytearray(HEADER_BYTES)
+            count = os.preadv(fd, [header, payload], 0)
+            read = max(0, count - HEADER_BYTES)
+            while HEADER_BYTES <= count < HEADER_BYTES + payload.nbytes:
+                more = os.preadv(fd, [payload[read:]], HEADER_BYTES + read)
+                if not more:
+                    break
+                read, count = read + more, count + more
+            return bytes(header[: min(count, HEADER_BYTES)]), state.st_size, read
+
+    def create(self, path: Path, size_bytes: int) -> int:
+        """Create a file with room for ``size_bytes``, locked while this process lives; its descriptor."""
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.posix_fallocate(fd, 0, size_bytes)
+        except BaseException:
+            os.close(fd)
+            with contextlib.suppress(OSError):
+                path.unlink()
+            raise
+        return fd
+
+    def write(self, fd: int, header: bytes, payload: memoryview, sync: bool) -> None:
+        count = os.pwritev(fd, [header, payload], 0)
+        while count < len(header) + payload.nbytes:
+            if count < len(header):
+                count += os.pwrite(fd, header[count:], count)
+            else:
+                count += os.pwrite(fd, payload[count - len(header) :], count)
+        if sync:
+            os.fdatasync(fd)
+
+    def publish(self, part: Path, path: Path) -> None:
+        """Make a written file appear under its name, whole."""
+        path.parent.mkdir(exist_ok=True)
+        part.rename(path)
+
+
+def is_abandoned(path: Path) -> bool:
+    """Whether the process that was writing this file has ended."""
+    try:
+        with _opened(path, os.O_RDWR) as (fd, _):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    except (OSError, CorruptObjectError):
+        return False
+
+
+@contextlib.contextmanager
+def _opened(path: Path, mode: int = os.O_RDONLY) -> Iterator[tuple[int, os.stat_result]]:
+    # Not to wait where somebody has put a named pipe, and not to follow a link out of the store.
+    try:
+        fd = os.open(path, mode | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise CorruptObjectError("it is a symbolic link") from error
+        raise
+    try:
+        state = os.fstat(fd)
+        if not stat.S_ISREG(state.st_mode):
+            raise CorruptObjectError("it is not a regular file")
+        yield fd, state
+    finally:
+        os.close(fd)

@@ -1,0 +1,344 @@
+"""A tier: one folder of objects with a byte budget, shared by any number of processes. Disk, or tmpfs for host memory.
+
+    <path>/ledger                     bytes used (ledger.py)
+    <path>/parts/<process>-<number>   files being written, locked by their writers
+    <path>/objects/<namespace>/<key>  whole objects; one appears by a rename and never changes
+
+The files are the index: a lookup opens the file of a key. What a process knows besides, the order of eviction, it reads
+from the files when it starts. All methods block on the file system: callers run them on threads and watch deadlines
+(``lanes.py``). Whatever fails is a miss or a dropped store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import stat
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from connectors.errors import ConfigurationError, CorruptObjectError, StoreError
+from connectors.store.tiers.eviction import EvictionOrder
+from connectors.store.tiers.files import Files, is_abandoned
+from connectors.store.tiers.ledger import Ledger, allocated
+from connectors.store.tiers.objects import (
+    ObjectHeader,
+    ObjectName,
+    check_name,
+    check_payload,
+    encode_header,
+    is_other_format,
+    parse_header,
+)
+
+# Reads note their time in the file no more often than this: it is a write, and for other processes only.
+_TOUCH_S = 60.0
+_RESCAN_S = 10.0
+_OPEN_S = 60.0
+_GIVE_UP_S = 1.0
+
+
+@dataclass(slots=True)
+class TierCounts:
+    """What has happened in this tier, in this process."""
+
+    hits: int = 0
+    misses: int = 0
+    corrupt: int = 0
+    stored: int = 0
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
+    evicted: int = 0
+    failed_stores: int = 0
+
+
+class FolderTier:
+    """Objects in one folder. Thread-safe. ``durable`` syncs each file before it appears; tmpfs needs no sync."""
+
+    def __init__(
+        self, path: Path, budget_bytes: int, durable: bool = True, files: Files | None = None, label: str = "disk"
+    ) -> None:
+        if budget_bytes <= 0:
+            raise ConfigurationError(f"store: the budget of {path} must be positive, not {budget_bytes} bytes")
+        self.path = path
+        self.label = label
+        self.budget_bytes = budget_bytes
+        self.counts = TierCounts()
+        self._durable = durable
+        self._files = files or Files()
+        self._objects = path / "objects"
+        self._parts = path / "parts"
+        try:
+            _claim(path)
+            self._objects.mkdir(exist_ok=True)
+            self._parts.mkdir(exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(
+                f"store: {path} cannot be used: {error.strerror}; give the store another path"
+            ) from error
+        self._order: EvictionOrder[Path] = EvictionOrder()
+        self._order_lock = threading.Lock()
+        self._scanned_at = 0.0
+        self._part_numbers = itertools.count()
+        self._process = uuid.uuid4().hex
+        self._ledger = Ledger(path, self._scan)
+
+    def open(self) -> int:
+        """Read the index from the files: how many objects there are. Lookups and loads work before, too."""
+        with self._ledger.locked(time.monotonic() + _OPEN_S):
+            pass
+        with self._order_lock:
+            return len(self._order)
+
+    def used_bytes(self, deadline: float) -> int:
+        """Bytes of all files, whoever wrote them. Raises StoreError."""
+        with self._ledger.locked(deadline):
+            return self._ledger.used_bytes
+
+    def find(self, name: ObjectName) -> ObjectHeader | None:
+        """Look an object up and check its header; None where it is not there or not what it should be."""
+        path = self._path(name)
+        try:
+            head, state = self._files.head(path)
+            header = parse_header(head, state.st_size)
+            check_name(header, name)
+        except CorruptObjectError:
+            self._drop_corrupt(path)
+        except OSError:
+            pass
+        else:
+            self.counts.hits += 1
+            return header
+        self.counts.misses += 1
+        return None
+
+    def find_all(self, names: Sequence[ObjectName]) -> list[bool]:
+        """Which objects are there."""
+        return [self.find(name) is not None for name in names]
+
+    def read(self, name: ObjectName, payload: memoryview) -> ObjectHeader:
+        """Fill ``payload`` with an object and check its digest.
+
+        Raises StoreError; ``payload`` holds anything then. A corrupt object is removed.
+        """
+        path = self._path(name)
+        try:
+            head, size, read = self._files.read(path, payload)
+            header = parse_header(head, size)
+            check_name(header, name)
+            check_payload(header, payload[:read])
+            if payload.nbytes != header.payload_bytes:
+                raise CorruptObjectError(f"it has {header.payload_bytes} bytes, and {payload.nbytes} are wanted")
+        except CorruptObjectError:
+            self._drop_corrupt(path)
+            raise
+        except OSError as error:
+            raise StoreError(f"{path}: {error.strerror}") from error
+        self.counts.loaded_bytes += header.payload_bytes
+        self._touch(path)
+        return header
+
+    def write(self, name: ObjectName, payload: memoryview, cost_ns: int, deadline: float) -> bool:
+        """Store an object: False where it was there already. Raises StoreError where there is no room or no time."""
+        path = self._path(name)
+        if path.exists():
+            self._touch(path)
+            return False
+        try:
+            return self._write(path, name, payload, cost_ns, deadline)
+        except StoreError:
+            self.counts.failed_stores += 1
+            raise
+
+    def close(self) -> None:
+        self._ledger.close()
+
+    # ---- files -----------------------------------------------------------------------------------------------------
+
+    def _path(self, name: ObjectName) -> Path:
+        return self._objects / name.space.hex() / name.key.hex()
+
+    def _write(self, path: Path, name: ObjectName, payload: memoryview, cost_ns: int, deadline: float) -> bool:
+        header = encode_header(name, payload, cost_ns)
+        size = len(header) + payload.nbytes
+        part = self._parts / f"{self._process}-{next(self._part_numbers)}"
+        fd = self._reserve(part, size, deadline)
+        try:
+            self._files.write(fd, header, payload, self._durable)
+            with self._ledger.locked(deadline):
+                self._ledger.begin()
+                if path.exists():
+                    part.unlink()
+                    self._ledger.add(-allocated(size))
+                    return False
+                self._files.publish(part, path)
+        except (OSError, StoreError) as error:
+            self._give_up(part, size)
+            raise StoreError(f"{path}: {error}") from error
+        finally:
+            os.close(fd)
+        with self._order_lock:
+            self._order.add(path, allocated(size), cost_ns)
+        self.counts.stored += 1
+        self.counts.stored_bytes += payload.nbytes
+        return True
+
+    def _reserve(self, part: Path, size_bytes: int, deadline: float) -> int:
+        """Make room and create a file of ``size_bytes``; its descriptor. Raises StoreError."""
+        with self._ledger.locked(deadline):
+            self._make_room(allocated(size_bytes), deadline)
+            self._ledger.begin()
+            try:
+                fd = self._files.create(part, size_bytes)
+            except OSError as error:
+                # Nothing has changed: the ledger is clean again when the lock is released.
+                failure = error
+            else:
+                self._ledger.add(allocated(size_bytes))
+                return fd
+        raise StoreError(f"{part}: {failure.strerror}") from failure
+
+    def _give_up(self, part: Path, size_bytes: int) -> None:
+        """Remove a file that was not finished, and give its bytes back."""
+        try:
+            with self._ledger.locked(time.monotonic() + _GIVE_UP_S):
+                self._ledger.begin()
+                # It has its name already where only the ledger could not be written.
+                with contextlib.suppress(FileNotFoundError):
+                    part.unlink()
+                    self._ledger.add(-allocated(size_bytes))
+        except StoreError:
+            with contextlib.suppress(OSError):
+                part.unlink()
+            self._ledger.distrust()
+
+    def _make_room(self, size_bytes: int, deadline: float) -> None:
+        """Evict until ``size_bytes`` fit. Under the ledger's lock. Raises StoreError."""
+        if size_bytes > self.budget_bytes:
+            raise StoreError(f"{self.path}: {size_bytes} bytes do not fit a budget of {self.budget_bytes}")
+        while self._ledger.used_bytes + size_bytes > self.budget_bytes:
+            with self._order_lock:
+                victim = self._order.pop()
+            if victim is not None:
+                self._evict(*victim)
+            elif time.monotonic() - self._scanned_at > _RESCAN_S:
+                # Other processes may have stored what fills the budget.
+                self._ledger.begin()
+                self._ledger.add(self._scan() - self._ledger.used_bytes)
+            else:
+                raise StoreError(f"{self.path}: the budget of {self.budget_bytes} bytes is full of files being written")
+            if time.monotonic() >= deadline:
+                raise StoreError(f"{self.path}: room was not made in time")
+
+    def _evict(self, path: Path, size_bytes: int) -> None:
+        self._ledger.begin()
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            return
+        self._ledger.add(-size_bytes)
+        self.counts.evicted += 1
+
+    def _drop_corrupt(self, path: Path) -> None:
+        self.counts.corrupt += 1
+        with contextlib.suppress(OSError):
+            path.unlink()
+        with self._order_lock:
+            self._order.discard(path)
+        self._ledger.distrust()
+
+    def _touch(self, path: Path) -> None:
+        with self._order_lock:
+            self._order.use(path)
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _TOUCH_S:
+                os.utime(path)
+
+    # ---- the index -------------------------------------------------------------------------------------------------
+
+    def _scan(self) -> int:
+        """Read all headers, remove what is no object, and what dead processes were writing; bytes of what is left.
+
+        Raises OSError where not all could be read.
+        """
+        found: list[tuple[float, Path, int, float]] = []
+        used = 0
+        for part in self._entries(self._parts):
+            if is_abandoned(Path(part.path)):
+                Path(part.path).unlink(missing_ok=True)
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    used += allocated(part.stat().st_size)
+        for folder in self._entries(self._objects):
+            for entry in self._entries(Path(folder.path)):
+                path = Path(entry.path)
+                try:
+                    state, cost = self._inspect(path, folder.name)
+                except CorruptObjectError:
+                    self.counts.corrupt += 1
+                    with contextlib.suppress(OSError):
+                        path.unlink()
+                except FileNotFoundError:
+                    # A reader has found it corrupt.
+                    continue
+                else:
+                    used += allocated(state.st_size)
+                    found.append((state.st_mtime, path, allocated(state.st_size), cost))
+        found.sort(key=lambda item: item[0])
+        with self._order_lock:
+            self._order = EvictionOrder()
+            for _, path, size, cost in found:
+                self._order.add(path, size, cost)
+        self._scanned_at = time.monotonic()
+        return used
+
+    def _inspect(self, path: Path, space: str) -> tuple[os.stat_result, float]:
+        """State and cost of an object of whatever model. Raises CorruptObjectError and OSError."""
+        try:
+            head, state = self._files.head(path)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            # It takes its bytes, whether it can be read or not.
+            return path.stat(), 0.0
+        try:
+            header = parse_header(head, state.st_size)
+        except CorruptObjectError:
+            # Another release's objects are of no use here, and not ours to call corrupt.
+            if is_other_format(head):
+                return state, 0.0
+            raise
+        if (header.name.space.hex(), header.name.key.hex()) != (space, path.name):
+            raise CorruptObjectError("it holds another object")
+        return state, header.cost_ns
+
+    @staticmethod
+    def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
+        with os.scandir(folder) as entries:
+            yield from entries
+
+
+def _claim(path: Path) -> None:
+    """Make the folder, or make sure that it is a store's: files that are not ours are never touched."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.stat().st_mode & stat.S_IWOTH:
+        raise ConfigurationError(
+            f"store: everybody on this host may write to {path}, and so decide what requests run on; take the right "
+            "away (chmod o-w)"
+        )
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigurationError(f"store: this process may not write to {path}; give the store another path")
+    marker = path / "tandem-kv-store"
+    if not marker.exists():
+        strangers = {entry.name for entry in path.iterdir()} - {"lost+found", marker.name}
+        if strangers:
+            raise ConfigurationError(
+                f"store: {path} holds {sorted(strangers)[0]!r}, which is no part of a store; give the store a folder "
+                "of its own"
+            )
+        marker.touch(exist_ok=True)

@@ -1,0 +1,153 @@
+"""Bytes used under one path, shared by all processes that store there. The budget holds for all of them together.
+
+The ledger is a small file next to the objects, changed under ``flock`` only. It is marked dirty before the first change
+to files and clean after the last one: whoever finds it dirty, damaged or gone counts the files again. So a process may
+be killed at any point. The kernel releases the lock of a process that dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import xxhash
+
+from connectors.errors import StoreError
+
+_FIELDS = struct.Struct("<8sQQ")
+_MAGIC = b"TandemLd"
+_POLL_S = 0.001
+BLOCK_BYTES = 4096
+"""Files take whole blocks of the file system."""
+
+
+def allocated(size_bytes: int) -> int:
+    """Bytes that a file of this size takes from the budget."""
+    return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+class Ledger:
+    """``with ledger.locked(deadline): ...`` makes this process the only one to add or remove files.
+
+    ``count`` adds up all files; it is called under the lock where the ledger cannot be trusted. Methods other than
+    ``locked`` may be called under the lock only.
+    """
+
+    def __init__(self, folder: Path, count: Callable[[], int]) -> None:
+        self._path = folder / "ledger"
+        self._folder = folder
+        self._count = count
+        self._thread_lock = threading.Lock()
+        self._fd: int | None = None
+        self._closed = False
+        self._used = 0
+        self._distrusted = True
+        stat = folder.stat()
+        # Where a disk is unmounted, its empty mount point must not be taken for an empty store.
+        self._identity = (stat.st_dev, stat.st_ino)
+
+    @contextlib.contextmanager
+    def locked(self, deadline: float) -> Iterator[None]:
+        """Raises StoreError where others hold the lock past ``deadline``, or the folder is not there any more."""
+        if not self._thread_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise StoreError(f"{self._folder}: another thread holds the store's lock")
+        try:
+            fd = self._lock(deadline)
+            try:
+                self._read(fd)
+                yield
+                self._write(fd, dirty=False)
+                if not self._is_current(fd):
+                    # Removed while we held it: another process may have counted amid our changes.
+                    self._distrusted = True
+            finally:
+                fcntl.flock(fd, fcntl.LOCK_UN)
+        except OSError as error:
+            raise StoreError(f"{self._folder}: {error.strerror or error}") from error
+        finally:
+            self._thread_lock.release()
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used
+
+    def begin(self) -> None:
+        """Files are about to change: until the lock is released, a crash makes the next process count."""
+        assert self._fd is not None
+        self._write(self._fd, dirty=True)
+
+    def add(self, number: int) -> None:
+        self._used = max(0, self._used + number)
+
+    def distrust(self) -> None:
+        """Count the files the next time that the lock is taken: something else than us has changed them."""
+        self._distrusted = True
+
+    def close(self) -> None:
+        with self._thread_lock:
+            self._closed = True
+            if self._fd is not None:
+                os.close(self._fd)
+                self._fd = None
+
+    def _lock(self, deadline: float) -> int:
+        """Wait for the lock of the file that lies at the path now."""
+        if self._closed:
+            raise StoreError(f"{self._folder}: the store is closed")
+        while True:
+            self._check_folder()
+            if self._fd is None:
+                self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = self._fd
+            while not _try_lock(fd):
+                if time.monotonic() >= deadline:
+                    raise StoreError(f"{self._folder}: another process holds the store's lock")
+                time.sleep(_POLL_S)
+            if self._is_current(fd):
+                return fd
+            os.close(fd)
+            self._fd = None
+            self._distrusted = True
+
+    def _check_folder(self) -> None:
+        stat = self._folder.stat()
+        if (stat.st_dev, stat.st_ino) != self._identity:
+            raise StoreError(f"{self._folder} was replaced or unmounted; restart the engine to use it again")
+
+    def _is_current(self, fd: int) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(fd), self._path.stat())
+        return False
+
+    def _read(self, fd: int) -> None:
+        data = os.pread(fd, _FIELDS.size + 16, 0)
+        fields, digest = data[: _FIELDS.size], data[_FIELDS.size :]
+        if len(fields) == _FIELDS.size and xxhash.xxh3_128_digest(fields) == digest and not self._distrusted:
+            magic, used, dirty = _FIELDS.unpack(fields)
+            if magic == _MAGIC and not dirty:
+                self._used = used
+                return
+        self._write(fd, dirty=True)
+        # Before counting: whoever distrusts the ledger meanwhile is heard.
+        self._distrusted = False
+        self._used = self._count()
+        # Files of a disk that is unmounted meanwhile are not counted.
+        self._check_folder()
+
+    def _write(self, fd: int, dirty: bool) -> None:
+        fields = _FIELDS.pack(_MAGIC, self._used, dirty or self._distrusted)
+        os.pwrite(fd, fields + xxhash.xxh3_128_digest(fields), 0)
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

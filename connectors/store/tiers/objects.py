@@ -1,0 +1,98 @@
+"""The bytes of a stored object: a header that says what it is, then the payload that its digest covers.
+
+    magic, version, header bytes     8 + 2 + 2
+    group                            4
+    namespace, key                   16 + 32    must be those that were asked for
+    payload bytes, cost              8 + 8      the file ends with the payload; cost of recomputing it, nanoseconds
+    payload digest, header digest    16 + 16    xxh3_128, the latter of all header bytes before it
+
+Little endian, 112 bytes. A header is checked when an object is looked up; the payload before any request runs on it.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import xxhash
+
+from connectors.errors import CorruptObjectError
+from connectors.store.keys.names import FORMAT, KEY_BYTES, NAMESPACE_BYTES
+
+MAGIC = b"TandemKV"
+_FIELDS = struct.Struct(f"<8sHHI{NAMESPACE_BYTES}s{KEY_BYTES}sQQ16s")
+_DIGEST_BYTES = 16
+_VERSION = slice(8, 10)
+HEADER_BYTES = _FIELDS.size + _DIGEST_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectName:
+    """What is stored: ``key`` names it within ``space``. ``group`` is for people who look at files."""
+
+    space: bytes
+    key: bytes
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectHeader:
+    """A header that is whole. ``cost_ns``: time to recompute what the payload holds."""
+
+    name: ObjectName
+    payload_bytes: int
+    cost_ns: int
+    payload_digest: bytes
+
+    @property
+    def file_bytes(self) -> int:
+        return HEADER_BYTES + self.payload_bytes
+
+
+def encode_header(name: ObjectName, payload: memoryview, cost_ns: int) -> bytes:
+    """Make the header of a payload; hashes all of it."""
+    fields = _FIELDS.pack(
+        MAGIC,
+        FORMAT,
+        HEADER_BYTES,
+        name.group,
+        name.space,
+        name.key,
+        payload.nbytes,
+        min(max(cost_ns, 0), 2**63),
+        xxhash.xxh3_128_digest(payload),
+    )
+    return fields + xxhash.xxh3_128_digest(fields)
+
+
+def parse_header(data: bytes, file_bytes: int) -> ObjectHeader:
+    """Parse the first ``HEADER_BYTES`` of a file of ``file_bytes``. Raises CorruptObjectError."""
+    if len(data) < HEADER_BYTES:
+        raise CorruptObjectError(f"its header is cut off after {len(data)} of {HEADER_BYTES} bytes")
+    magic, version, header_bytes, group, space, key, payload_bytes, cost_ns, digest = _FIELDS.unpack_from(data)
+    if magic != MAGIC or version != FORMAT or header_bytes != HEADER_BYTES:
+        raise CorruptObjectError(f"it begins with {data[:12]!r}, which is no object of format {FORMAT}")
+    if xxhash.xxh3_128_digest(data[: _FIELDS.size]) != data[_FIELDS.size : HEADER_BYTES]:
+        raise CorruptObjectError("its header has changed since it was written")
+    if file_bytes != HEADER_BYTES + payload_bytes:
+        raise CorruptObjectError(f"it has {file_bytes} bytes where its header says {HEADER_BYTES + payload_bytes}")
+    return ObjectHeader(ObjectName(space, key, group), payload_bytes, cost_ns, digest)
+
+
+def is_other_format(data: bytes) -> bool:
+    """Whether a file begins like an object of another release's format."""
+    return data.startswith(MAGIC) and data[_VERSION] != FORMAT.to_bytes(2, "little")
+
+
+def check_name(header: ObjectHeader, wanted: ObjectName) -> None:
+    """Raise CorruptObjectError where a file holds another object than its name says."""
+    if (header.name.space, header.name.key) != (wanted.space, wanted.key):
+        raise CorruptObjectError("it holds another object: the file was moved or copied over this one")
+
+
+def check_payload(header: ObjectHeader, payload: memoryview) -> None:
+    """Raise CorruptObjectError unless this is the payload that was stored."""
+    if payload.nbytes != header.payload_bytes:
+        raise CorruptObjectError(f"its payload has {header.payload_bytes} bytes, and {payload.nbytes} are expected")
+    if xxhash.xxh3_128_digest(payload) != header.payload_digest:
+        raise CorruptObjectError("its payload has changed since it was written")

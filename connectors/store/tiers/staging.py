@@ -1,0 +1,139 @@
+"""Memory between files and KV blocks, shared by the scheduler's process and the workers of one engine.
+
+Objects are verified here before a worker copies them into blocks, and gathered here from all ranks before they are
+written to files. The memory is bounded: where there is no room, a store is dropped and a load is a miss.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import threading
+import uuid
+from bisect import insort
+from pathlib import Path
+
+import numpy as np
+
+from connectors.errors import ConfigurationError, StoreError
+
+_ALIGN = 4096
+SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = "tandem-staging-"
+
+
+class Staging:
+    """One range of memory, dealt out in slots. Thread-safe. ``path`` is how workers attach to it."""
+
+    def __init__(self, size_bytes: int, folder: Path = SHARED_MEMORY) -> None:
+        size = size_bytes // _ALIGN * _ALIGN
+        if size <= 0:
+            raise ConfigurationError(f"store: staging_mib must leave room for a page, not {size_bytes} bytes")
+        _remove_abandoned(folder)
+        name = uuid.uuid4().hex
+        unlocked, self.path = folder / f"tandem-new-{name}", folder / f"{_PREFIX}{name}"
+        self._fd = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        # The lock tells engines that start later that this one lives.
+        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        unlocked.rename(self.path)
+        try:
+            # Allocated now: later, a full /dev/shm would kill whoever touches a page.
+            os.posix_fallocate(self._fd, 0, size)
+        except OSError as error:
+            self.path.unlink()
+            os.close(self._fd)
+            raise ConfigurationError(
+                f"store: staging_mib {size >> 20} does not fit into {folder}: {error.strerror}; give the container "
+                "more shared memory, or the store less"
+            ) from error
+        self._memory = mmap.mmap(self._fd, size)
+        self._view = memoryview(self._memory)
+        self._lock = threading.Lock()
+        self._free: list[tuple[int, int]] = [(0, size)]
+        self._slots: dict[int, int] = {}
+        self._users: dict[int, int] = {}
+        self.size_bytes = size
+
+    @property
+    def used_bytes(self) -> int:
+        with self._lock:
+            return sum(self._slots.values())
+
+    def take(self, size_bytes: int) -> int | None:
+        """Offset of a slot for ``size_bytes``; None where there is no room."""
+        size = max(1, -(-size_bytes // _ALIGN)) * _ALIGN
+        with self._lock:
+            for number, (offset, length) in enumerate(self._free):
+                if length >= size:
+                    self._free[number : number + 1] = [(offset + size, length - size)] if length > size else []
+                    self._slots[offset] = size
+                    self._users[offset] = 1
+                    return offset
+        return None
+
+    def share(self, offset: int) -> None:
+        """One more user of a slot will give it back."""
+        with self._lock:
+            self._users[offset] += 1
+
+    def give_back(self, offset: int) -> None:
+        """One user needs the slot no more, and does not write to it. The last one frees it."""
+        with self._lock:
+            self._users[offset] -= 1
+            if self._users[offset]:
+                return
+            del self._users[offset]
+            insort(self._free, (offset, self._slots.pop(offset)))
+            merged: list[tuple[int, int]] = []
+            for start, length in self._free:
+                if merged and sum(merged[-1]) == start:
+                    merged[-1] = (merged[-1][0], merged[-1][1] + length)
+                else:
+                    merged.append((start, length))
+            self._free = merged
+
+    def view(self, offset: int, size_bytes: int) -> memoryview:
+        return self._view[offset : offset + size_bytes]
+
+    def close(self) -> None:
+        """Remove the name; memory that somebody still looks at lives until they let go."""
+        self.path.unlink(missing_ok=True)
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class AttachedStaging:
+    """A worker's view of its engine's staging memory."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise StoreError(f"{path}: {error.strerror}") from error
+        try:
+            self._memory = mmap.mmap(fd, os.fstat(fd).st_size)
+        finally:
+            os.close(fd)
+        self._view = memoryview(self._memory)
+        self.address = np.frombuffer(self._memory, np.uint8).ctypes.data
+
+    def view(self, offset: int, size_bytes: int) -> memoryview:
+        return self._view[offset : offset + size_bytes]
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove the staging memory of engines that were killed."""
+    for path in folder.glob(f"{_PREFIX}*"):
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+        except OSError:
+            continue
+        finally:
+            os.close(fd)

@@ -1,0 +1,251 @@
+"""Faults of a store: what may happen to its files, its disks and its processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from connectors.errors import StoreError
+from connectors.store.tiers.folder import FolderTier
+from connectors.store.tiers.objects import HEADER_BYTES
+from tests.campaigns.store.world import DISK_BUDGET, SIZES, World, content, held
+
+ROOT = Path(__file__).resolve().parents[3]
+
+Fault = Callable[[World], None]
+
+
+def flip_payload_bits(world: World) -> None:
+    _rewrite(world, lambda data: _flip(world, data, HEADER_BYTES, len(data)))
+
+
+def flip_header_bits(world: World) -> None:
+    _rewrite(world, lambda data: _flip(world, data, 0, HEADER_BYTES))
+
+
+def truncate(world: World) -> None:
+    _rewrite(world, lambda data: data[: world.random.randrange(len(data) + 1)])
+
+
+def extend(world: World) -> None:
+    # Less than a block: what others add to the folder is not the store's to keep within the budget.
+    _rewrite(world, lambda data: data + bytes(world.random.randrange(1, 800)))
+
+
+def swap_objects(world: World) -> None:
+    _swap(world, lambda first, second: (second, first))
+
+
+def swap_payloads(world: World) -> None:
+    """Each keeps its header."""
+    _swap(world, lambda a, b: (a[:HEADER_BYTES] + b[HEADER_BYTES:], b[:HEADER_BYTES] + a[HEADER_BYTES:]))
+
+
+def other_weights(world: World) -> None:
+    """An engine with other weights uses the path, and somebody copies its files over ours."""
+    world.ask(2)
+    theirs, ours = (list((world.disk / "objects").glob(f"{space}/*")) for space in _space_names(world))
+    with held(world.disk):
+        pairs = [(our, their) for our in ours for their in theirs if _blocks(our) == _blocks(their) > 0]
+        if pairs:
+            our, their = world.random.choice(pairs)
+            _replace(our, their.read_bytes())
+
+
+def wrong_index(world: World) -> None:
+    """The ledger is damaged, gone, or an old one: until it is found out, the budget rests on a count of the files."""
+    ledger = world.random.choice((world.disk, world.memory)) / "ledger"
+    with contextlib.suppress(OSError):
+        match world.random.randrange(3):
+            case 0:
+                ledger.write_bytes(world.random.randbytes(40))
+            case 1:
+                ledger.write_bytes(b"")
+            case 2:
+                ledger.unlink()
+
+
+def no_space(world: World) -> None:
+    engine = world.engines[world.random.randrange(2)]
+    engine.files.full = frozenset(world.random.sample(["create", "write", "publish"], world.random.randrange(1, 4)))
+    world.ask(engine.number)
+    engine.files.heal()
+
+
+def stalled_disk(world: World) -> None:
+    """Some calls do not return until the disk comes back, perhaps long after their requests have ended."""
+    engine = world.engines[world.random.randrange(2)]
+    engine.files.hang(
+        *world.random.sample(["head", "read", "create", "write", "publish"], world.random.randrange(1, 3))
+    )
+    world.ask(engine.number)
+    if world.random.random() < 0.5:
+        world.ask(engine.number)
+    engine.files.heal()
+
+
+def removed_disk(world: World) -> None:
+    away = world.root / "away"
+    world.disk.rename(away)
+    try:
+        world.ask(world.random.randrange(2))
+        if world.random.random() < 0.3:
+            # The empty mount point.
+            world.disk.mkdir()
+            world.ask(world.random.randrange(2))
+            if any(world.disk.iterdir()):
+                world.outcome.over_budget.append("files were written below the mount point of a removed disk")
+            world.disk.rmdir()
+    finally:
+        away.rename(world.disk)
+
+
+def lost_objects(world: World) -> None:
+    files = world.object_files(world.disk)
+    for path in world.random.sample(files, min(5, len(files))):
+        path.unlink(missing_ok=True)
+
+
+def two_writers(world: World) -> None:
+    """Two engines store one object at the same moment, while a third reads it."""
+    prompt = world.random.choice(world.prompts[:28])
+    ref = world.random.choice(sorted(prompt.names))
+    name, size = prompt.names[ref], SIZES[ref.group]
+    tiers = [FolderTier(world.disk, DISK_BUDGET, durable=False) for _ in range(2)]
+    data = memoryview(content(name, size))
+    _path(world, name.space, name.key).unlink(missing_ok=True)
+
+    def write(tier: FolderTier) -> None:
+        with contextlib.suppress(StoreError):
+            tier.write(name, data, 1000, time.monotonic() + 1.0)
+
+    threads = [threading.Thread(target=write, args=(tier,)) for tier in tiers]
+    for thread in threads:
+        thread.start()
+    world.ask(0)
+    for thread in threads:
+        thread.join()
+    into = memoryview(bytearray(size))
+    with contextlib.suppress(StoreError):
+        tiers[0].read(name, into)
+        if into != data:
+            world.outcome.wrong.append(f"{ref}: two writers left something else")
+    for tier in tiers:
+        tier.close()
+
+
+def restarted_engine(world: World) -> None:
+    world.restart(world.random.randrange(2))
+
+
+KILLED = """
+import itertools, random, sys, time
+from pathlib import Path
+from connectors.errors import StoreError
+from connectors.store.tiers.folder import FolderTier
+from tests.campaigns.store.world import DISK_BUDGET, SIZES, World, content, FolderTier, ObjectName, SPACES
+tier = FolderTier(Path(sys.argv[1]), DISK_BUDGET, durable=False)
+dice = random.Random(int(sys.argv[2]))
+print("ready", flush=True)
+for _ in itertools.count():
+    name = ObjectName(SPACES[0], dice.randrange(200).to_bytes(32, "big"))
+    data = memoryview(content(name, SIZES[0]))
+    try:
+        tier.write(name, data, 1000, time.monotonic() + 1.0)
+        tier.read(name, memoryview(bytearray(SIZES[0])))
+    except StoreError:
+        pass
+"""
+
+
+def killed_process(world: World) -> None:
+    """A process that reads and writes the same path is killed, at any point of that."""
+    command = [sys.executable, "-c", KILLED, str(world.disk), str(world.random.randrange(2**32))]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        world.ask(world.random.randrange(2))
+        time.sleep(world.random.random() * 0.02)
+    finally:
+        process.kill()
+        process.wait()
+
+
+FAULTS: dict[Fault, int] = {
+    flip_payload_bits: 20,
+    flip_header_bits: 12,
+    truncate: 12,
+    extend: 4,
+    swap_objects: 8,
+    swap_payloads: 8,
+    other_weights: 8,
+    wrong_index: 8,
+    no_space: 8,
+    stalled_disk: 4,
+    removed_disk: 4,
+    lost_objects: 4,
+    two_writers: 8,
+    restarted_engine: 3,
+    killed_process: 1,
+}
+"""Faults and how often each is drawn."""
+
+
+def _space_names(world: World) -> tuple[str, str]:
+    return world.engines[2].store.space.hex(), world.engines[0].store.space.hex()
+
+
+def _path(world: World, space: bytes, key: bytes) -> Path:
+    return world.disk / "objects" / space.hex() / key.hex()
+
+
+def _rewrite(world: World, change: Callable[[bytearray], bytearray]) -> None:
+    """Change a few files, in place or by another file of their name."""
+    root = world.random.choice((world.disk, world.memory))
+    with held(root):
+        files = world.object_files(root)
+        for path in world.random.sample(files, min(3, len(files))):
+            data = bytes(change(bytearray(path.read_bytes())))
+            if world.random.random() < 0.5:
+                path.write_bytes(data)
+            else:
+                _replace(path, data)
+
+
+def _swap(world: World, change: Callable[[bytes, bytes], tuple[bytes, bytes]]) -> None:
+    """Change two objects of one tier that take as many blocks."""
+    root = world.random.choice((world.disk, world.memory))
+    with held(root):
+        files = world.object_files(root)
+        if len(files) > 1:
+            first, second = world.random.sample(files, 2)
+            if _blocks(first) == _blocks(second):
+                for path, data in zip((first, second), change(first.read_bytes(), second.read_bytes()), strict=True):
+                    _replace(path, data)
+
+
+def _blocks(path: Path) -> int:
+    try:
+        return path.stat().st_blocks
+    except FileNotFoundError:
+        return 0
+
+
+def _replace(path: Path, data: bytes) -> None:
+    part = path.with_name(f".{os.getpid()}")
+    part.write_bytes(data)
+    part.rename(path)
+
+
+def _flip(world: World, data: bytearray, first: int, stop: int) -> bytearray:
+    for _ in range(world.random.randrange(1, 4)):
+        if first < min(stop, len(data)):
+            data[world.random.randrange(first, min(stop, len(data)))] ^= 1 << world.random.randrange(8)
+    return data

@@ -1,0 +1,294 @@
+"""A host with two engines' stores, without engines: prompts, the right content of every object, and the checks.
+
+The content of an object follows from its name, so every byte that a request would run on can be checked. Two stores
+share a disk path and a memory path; a third belongs to other weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from connectors.store.keys.names import PrefixChain
+from connectors.store.planning.prefix import ObjectRef, completed_objects, possible_objects
+from connectors.store.planning.spans import StorePlan, plan_store
+from connectors.store.service import KVStore, StoreLimits
+from connectors.store.tiers.files import Files
+from connectors.store.tiers.folder import FolderTier
+from connectors.store.tiers.objects import ObjectName
+from connectors.store.tiers.staging import Staging
+from tests.store.groups import group, sliding, state
+
+CHUNK = 128
+SIZES = {0: 9000, 1: 3000, 2: 700}
+SPACES = (b"the model's own!", b"other weights!!!")
+DISK_BUDGET, MEMORY_BUDGET, STAGING = 120 * 12288, 40 * 12288, 96 * 12288
+LIMITS = StoreLimits(lookup_s=0.02, load_s=0.25, store_s=0.5, queue_objects=64, read_threads=2, write_threads=2)
+# A busy machine wakes a thread late; a wait that nobody ends lasts for ever.
+SLACK_S = 2.0
+STEP_TOKENS = CHUNK
+
+
+class FaultyFiles(Files):
+    """System calls that hang, or fail for want of room, while told so."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.go_on.set()
+        self.hanging: frozenset[str] = frozenset()
+        self.full: frozenset[str] = frozenset()
+
+    def head(self, path: Path) -> tuple[bytes, os.stat_result]:
+        self._pass("head")
+        return super().head(path)
+
+    def read(self, path: Path, payload: memoryview) -> tuple[bytes, int, int]:
+        self._pass("read")
+        return super().read(path, payload)
+
+    def create(self, path: Path, size_bytes: int) -> int:
+        self._pass("create")
+        return super().create(path, size_bytes)
+
+    def write(self, fd: int, header: bytes, payload: memoryview, sync: bool) -> None:
+        if "write" in self.full:
+            super().write(fd, header, payload[: payload.nbytes // 2], sync)
+        self._pass("write")
+        super().write(fd, header, payload, sync)
+
+    def publish(self, part: Path, path: Path) -> None:
+        self._pass("publish")
+        super().publish(part, path)
+
+    def hang(self, *calls: str) -> None:
+        self.hanging = frozenset(calls)
+        self.go_on.clear()
+
+    def heal(self) -> None:
+        self.hanging = self.full = frozenset()
+        self.go_on.set()
+
+    def _pass(self, call: str) -> None:
+        if call in self.hanging:
+            self.go_on.wait()
+        if call in self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@dataclass
+class Prompt:
+    """A request's tokens and the names of its objects in one namespace."""
+
+    tokens: int
+    names: dict[ObjectRef, ObjectName]
+
+
+@dataclass
+class Engine:
+    """One engine's store on this host."""
+
+    store: KVStore
+    files: FaultyFiles
+    number: int = 0
+
+
+@dataclass
+class Outcome:
+    """What requests met."""
+
+    requests: int = 0
+    hit_tokens: int = 0
+    tokens: int = 0
+    wrong: list[str] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)
+    over_budget: list[str] = field(default_factory=list)
+    leaked: list[str] = field(default_factory=list)
+    faults: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
+    longest_wait_s: float = 0.0
+
+    @property
+    def right(self) -> bool:
+        return not (self.wrong or self.late or self.over_budget or self.leaked)
+
+
+def content(name: ObjectName, size: int) -> bytes:
+    """The right payload of an object."""
+    seed = int.from_bytes(hashlib.blake2b(name.space + name.key, digest_size=8).digest(), "little")
+    return np.random.default_rng(seed).integers(0, 256, size, np.uint8).tobytes()
+
+
+def store_plan() -> StorePlan:
+    return plan_store((group(0, 16), sliding(1, 16, 100), state(2)), CHUNK, 4096)
+
+
+@contextlib.contextmanager
+def held(root: Path) -> Iterator[None]:
+    """Hold the store's lock, so that no file appears or goes meanwhile."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(FileNotFoundError):
+            fcntl.flock(stack.enter_context((root / "ledger").open("r+b")), fcntl.LOCK_EX)
+        yield
+
+
+class World:
+    """Engines 0 and 1 share both paths; engine 2 has other weights."""
+
+    def __init__(self, root: Path, memory: Path, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.disk, self.memory = root / "disk", memory / "memory"
+        self.root, self.shared = root, memory
+        self.plan = store_plan()
+        self.outcome = Outcome()
+        self.engines = [self._start(number) for number in range(3)]
+        self.prompts = [self._prompt(space) for space in (0, 0, 1) for _ in range(14)]
+
+    # ---- engines ---------------------------------------------------------------------------------------------------
+
+    def _start(self, number: int) -> Engine:
+        files = FaultyFiles()
+        tiers = [
+            FolderTier(self.memory, MEMORY_BUDGET, durable=False, files=files, label="memory"),
+            FolderTier(self.disk, DISK_BUDGET, durable=False, files=files, label="disk"),
+        ]
+        staging = Staging(STAGING, self.shared)
+        store = KVStore(self.plan, SPACES[number == 2], SIZES, tiers, staging, LIMITS)
+        return Engine(store, files, number)
+
+    def restart(self, number: int) -> None:
+        """End one engine as a kill would, as far as files are concerned, and start another one."""
+        self._stop(self.engines[number])
+        self.engines[number] = self._start(number)
+
+    def _stop(self, engine: Engine) -> None:
+        self.outcome.counts += engine.store.counts
+        for tier in engine.store.tiers:
+            self.outcome.counts["corrupt"] += tier.counts.corrupt
+            self.outcome.counts["evicted"] += tier.counts.evicted
+        engine.files.heal()
+        engine.store.close()
+
+    def heal(self) -> None:
+        for engine in self.engines:
+            engine.files.heal()
+
+    def _prompt(self, space: int) -> Prompt:
+        """Up to eight chunks, of which the first ones are often those of other prompts."""
+        rng = self.random
+        tokens = rng.randrange(1, 9) * CHUNK + rng.randrange(1, CHUNK)
+        ids: list[int] = []
+        while len(ids) < tokens:
+            ids += [rng.randrange(3)] * CHUNK
+        chain = PrefixChain(SPACES[space], self.plan.steps)
+        chain.extend(ids[:tokens])
+        refs = {
+            ref for end in range(CHUNK, tokens + 1, CHUNK) for ref in completed_objects(self.plan, end - CHUNK, end)
+        }
+        refs.update(possible_objects(self.plan, 0, tokens - 1))
+        return Prompt(tokens, {ref: ObjectName(SPACES[space], chain.key(ref), ref.group) for ref in refs})
+
+    # ---- requests --------------------------------------------------------------------------------------------------
+
+    def ask(self, number: int) -> None:
+        """One request: load what the store has, check every byte, and store the rest."""
+        engine = self.engines[number]
+        mine = self.prompts[28:] if number == 2 else self.prompts[:28]
+        prompt = self.random.choice(mine)
+        start = self.random.choice((0, 0, CHUNK))
+        start = start if start < prompt.tokens else 0
+        request = f"request {self.outcome.requests}"
+        self.outcome.requests += 1
+        self.outcome.tokens += prompt.tokens
+        engine.store.begin_fetch(request, prompt.names, start, prompt.tokens - 1)
+        if self.random.random() < 0.05:
+            # The client has gone.
+            engine.store.end_fetch(request)
+            return
+        began = time.monotonic()
+        while (fetched := engine.store.poll(request)) is None:
+            if time.monotonic() - began > LIMITS.load_s + SLACK_S:
+                self.outcome.late.append(f"{request}: no end after {time.monotonic() - began:.1f} s")
+                engine.store.end_fetch(request)
+                return
+            time.sleep(0.0002)
+        self.outcome.longest_wait_s = max(self.outcome.longest_wait_s, time.monotonic() - began)
+        self.outcome.hit_tokens += fetched.end_token - start
+        for ref, offset in fetched.offsets.items():
+            size = SIZES[ref.group]
+            if bytes(engine.store.staging.view(offset, size)) != content(prompt.names[ref], size):
+                self.outcome.wrong.append(f"{request}: {ref} is not what was stored")
+        engine.store.end_fetch(request)
+        self._compute(engine, prompt, fetched.end_token)
+
+    def _compute(self, engine: Engine, prompt: Prompt, computed: int) -> None:
+        while computed < prompt.tokens:
+            step = min(prompt.tokens - computed, STEP_TOKENS - computed % STEP_TOKENS)
+            for ref in completed_objects(self.plan, computed, computed + step):
+                offset = engine.store.reserve(ref)
+                if offset is None:
+                    continue
+                size = SIZES[ref.group]
+                if self.random.random() < 0.02:
+                    # A rank has failed: half of the object is there.
+                    engine.store.staging.view(offset, size)[: size // 2] = content(prompt.names[ref], size)[: size // 2]
+                    engine.store.drop(offset)
+                    continue
+                engine.store.staging.view(offset, size)[:] = content(prompt.names[ref], size)
+                engine.store.commit(ref, prompt.names[ref], offset, STEP_TOKENS * 1000)
+            computed += step
+
+    # ---- checks ----------------------------------------------------------------------------------------------------
+
+    def object_files(self, root: Path) -> list[Path]:
+        """Objects of one tier, sorted: the order of a folder is not the seed's."""
+        return sorted(path for path in (root / "objects").glob("*/*") if not path.name.startswith("."))
+
+    def check_budget(self) -> None:
+        """What all files take at one moment."""
+        for root, budget in ((self.disk, DISK_BUDGET), (self.memory, MEMORY_BUDGET)):
+            size = 0
+            with held(root):
+                for path in root.glob("*/**/*"):
+                    # A reader may remove a corrupt object without the lock.
+                    with contextlib.suppress(FileNotFoundError):
+                        size += path.stat().st_blocks * 512 if path.is_file() else 0
+            if size > budget:
+                self.outcome.over_budget.append(f"{root.name}: {size} of {budget} bytes")
+
+    def settle(self) -> None:
+        """All faults have ended: every store becomes idle and holds nothing."""
+        self.heal()
+        until = time.monotonic() + 30.0
+        for engine in self.engines:
+            while not engine.store.idle() and time.monotonic() < until:
+                time.sleep(0.005)
+            if engine.store.staging.used_bytes:
+                self.outcome.leaked.append(
+                    f"engine {engine.number}: {engine.store.staging.used_bytes} bytes of staging"
+                )
+
+    def close(self) -> None:
+        self.settle()
+        for engine in self.engines:
+            self._stop(engine)
+        time.sleep(0.05)
+        for root, budget in ((self.disk, DISK_BUDGET), (self.memory, MEMORY_BUDGET)):
+            tier = FolderTier(root, budget, durable=False)
+            tier.open()
+            parts = list((root / "parts").iterdir())
+            if parts:
+                self.outcome.leaked.append(f"{root.name}: {len(parts)} unfinished files")
+            tier.close()
+        self.check_budget()

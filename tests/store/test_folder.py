@@ -1,0 +1,432 @@
+"""A tier on real files: what is stored is read, whatever else is there is a miss, and the budget holds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from connectors.errors import ConfigurationError, CorruptObjectError, StoreError
+from connectors.store.tiers.eviction import EvictionOrder
+from connectors.store.tiers.files import Files
+from connectors.store.tiers.folder import FolderTier
+from connectors.store.tiers.objects import HEADER_BYTES, ObjectName
+
+ROOT = Path(__file__).resolve().parents[2]
+SPACE, OTHER_SPACE = b"a" * 16, b"b" * 16
+PAYLOAD = 4096 - HEADER_BYTES
+"""One block of the file system an object."""
+BLOCK = 4096
+
+
+def name(number: int, space: bytes = SPACE) -> ObjectName:
+    return ObjectName(space, number.to_bytes(32, "big"))
+
+
+def payload(number: int, size: int = PAYLOAD) -> memoryview:
+    return memoryview(np.random.default_rng(number).bytes(size))
+
+
+def soon() -> float:
+    return time.monotonic() + 10.0
+
+
+def write(tier: FolderTier, number: int, cost: int = 1000, size: int = PAYLOAD) -> bool:
+    return tier.write(name(number), payload(number, size), cost, soon())
+
+
+def holds(tier: FolderTier, number: int, size: int = PAYLOAD) -> bool:
+    """Whether an object is found, and read with the right bytes."""
+    if tier.find(name(number)) is None:
+        return False
+    into = memoryview(bytearray(size))
+    tier.read(name(number), into)
+    assert into == payload(number, size)
+    return True
+
+
+def file_of(tier: FolderTier, number: int, space: bytes = SPACE) -> Path:
+    return tier.path / "objects" / space.hex() / name(number).key.hex()
+
+
+def disk_bytes(tier: FolderTier) -> int:
+    """What ``du`` counts below the folders of files."""
+    files = [path for part in ("objects", "parts") for path in (tier.path / part).rglob("*") if path.is_file()]
+    return sum(path.stat().st_blocks * 512 for path in files)
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> FolderTier:
+    made = FolderTier(tmp_path / "store", 100 * BLOCK, durable=False)
+    made.open()
+    return made
+
+
+def test_what_is_stored_is_read(tier: FolderTier) -> None:
+    for number, size in enumerate((1, 63, 4096, 100_000)):
+        assert write(tier, number, size=size)
+        assert holds(tier, number, size)
+    assert not write(tier, 0, size=1), "it is there already"
+    assert not holds(tier, 99)
+    assert tier.used_bytes(soon()) == disk_bytes(tier)
+
+
+def test_objects_survive_their_process(tier: FolderTier) -> None:
+    """Another process, or the same after kill -9, reads the same path."""
+    write(tier, 1)
+    again = FolderTier(tier.path, tier.budget_bytes)
+    assert holds(again, 1), "before the index is read"
+    assert again.open() == 1
+
+
+def test_another_model_at_the_same_path_sees_nothing(tier: FolderTier) -> None:
+    write(tier, 1)
+    assert tier.find(name(1, OTHER_SPACE)) is None
+    # Nor does it where somebody copies the files over.
+    copied = file_of(tier, 1, OTHER_SPACE)
+    copied.parent.mkdir()
+    copied.write_bytes(file_of(tier, 1).read_bytes())
+    assert tier.find(name(1, OTHER_SPACE)) is None
+    assert holds(tier, 1)
+
+
+@pytest.mark.parametrize(
+    "damage", ["flip header", "flip payload", "truncate", "extend", "empty", "swap", "pipe", "link"]
+)
+def test_a_damaged_object_is_never_read(tier: FolderTier, damage: str) -> None:
+    """It is removed, counted, and stored again later."""
+    write(tier, 1)
+    write(tier, 2)
+    path = file_of(tier, 1)
+    data = bytearray(path.read_bytes())
+    match damage:
+        case "flip header":
+            data[50] ^= 1
+        case "flip payload":
+            data[-1] ^= 128
+        case "truncate":
+            del data[-7:]
+        case "extend":
+            data += b"\0"
+        case "empty":
+            data.clear()
+        case "swap":
+            data[:] = file_of(tier, 2).read_bytes()
+    path.unlink()
+    if damage == "pipe":
+        os.mkfifo(path)
+    elif damage == "link":
+        path.symlink_to(file_of(tier, 2))
+    else:
+        path.write_bytes(data)
+    into = memoryview(bytearray(PAYLOAD))
+    with pytest.raises(StoreError):
+        tier.read(name(1), into)
+    assert tier.counts.corrupt == 1
+    assert not path.exists()
+    assert write(tier, 1)
+    assert holds(tier, 1)
+    assert holds(tier, 2)
+
+
+def test_headers_are_checked_at_lookup(tier: FolderTier) -> None:
+    write(tier, 1)
+    data = bytearray(file_of(tier, 1).read_bytes())
+    data[30] ^= 4
+    file_of(tier, 1).write_bytes(data)
+    assert tier.find(name(1)) is None
+    assert not file_of(tier, 1).exists()
+
+
+def test_a_payload_of_another_size_is_refused(tier: FolderTier) -> None:
+    write(tier, 1, size=100)
+    with pytest.raises(CorruptObjectError, match="100 bytes"):
+        tier.read(name(1), memoryview(bytearray(99)))
+
+
+# ---- the budget ----------------------------------------------------------------------------------------------------
+
+
+def test_the_budget_is_never_exceeded(tmp_path: Path) -> None:
+    tier = FolderTier(tmp_path / "store", 10 * BLOCK, durable=False)
+    for number in range(50):
+        write(tier, number)
+        assert disk_bytes(tier) <= tier.budget_bytes
+        assert tier.used_bytes(soon()) == disk_bytes(tier)
+    # With equal costs the least recently used have gone.
+    assert [number for number in range(50) if holds(tier, number)] == list(range(40, 50))
+    with pytest.raises(StoreError, match="do not fit a budget"):
+        write(tier, 99, size=11 * BLOCK)
+
+
+def test_costly_objects_stay_longer(tmp_path: Path) -> None:
+    """Cost per byte decides, then the last use."""
+    tier = FolderTier(tmp_path / "store", 4 * BLOCK, durable=False)
+    for number, cost in ((1, 500), (2, 1000), (3, 500), (4, 1000)):
+        write(tier, number, cost)
+    assert holds(tier, 1), "used after 3 was"
+    write(tier, 5, 1000)
+    write(tier, 6, 1000)
+    assert [number for number in range(1, 7) if holds(tier, number)] == [2, 4, 5, 6]
+
+
+def test_costs_and_uses_survive_a_restart(tmp_path: Path) -> None:
+    first = FolderTier(tmp_path / "store", 4 * BLOCK, durable=False)
+    for number, cost in ((1, 500), (2, 1000), (3, 1000), (4, 1000)):
+        write(first, number, cost)
+        os.utime(file_of(first, number), (1_000_000 - number, 1_000_000 - number))
+    second = FolderTier(tmp_path / "store", 4 * BLOCK, durable=False)
+    assert second.open() == 4
+    for number in (5, 6):
+        write(second, number, 1000)
+    # 1 cost least; 4 had been used before 2 and 3.
+    assert [number for number in range(1, 7) if holds(second, number)] == [2, 3, 5, 6]
+
+
+def test_unused_objects_go_in_the_end_however_costly() -> None:
+    order: EvictionOrder[int] = EvictionOrder()
+    order.add(0, 1, 10.0)
+    for number in range(1, 100):
+        order.add(number, 1, 1.0)
+        if len(order) > 3:
+            order.pop()
+    assert 0 not in order
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(["add", "use", "discard", "pop"])), max_size=80))
+def test_eviction_with_equal_costs_is_lru(operations: list[tuple[int, str]]) -> None:
+    """Against a list in order of use."""
+    order: EvictionOrder[int] = EvictionOrder()
+    model: list[int] = []
+    for key, operation in operations:
+        match operation:
+            case "add":
+                order.add(key, 10, 70.0)
+                model = [each for each in model if each != key] + [key]
+            case "use":
+                order.use(key)
+                model = [each for each in model if each != key] + [key] * (key in model)
+            case "discard":
+                order.discard(key)
+                model = [each for each in model if each != key]
+            case "pop":
+                popped = order.pop()
+                assert popped == ((model.pop(0), 10) if model else None)
+        assert len(order) == len(model)
+
+
+def test_a_budget_that_shrank_is_kept_after_a_restart(tmp_path: Path) -> None:
+    first = FolderTier(tmp_path / "store", 20 * BLOCK, durable=False)
+    for number in range(20):
+        write(first, number)
+    second = FolderTier(tmp_path / "store", 5 * BLOCK, durable=False)
+    assert second.open() == 20
+    write(second, 100)
+    assert disk_bytes(second) <= 5 * BLOCK
+    assert holds(second, 100)
+
+
+# ---- the ledger ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("data", [b"", b"garbage", bytes(40), os.urandom(40)])
+def test_a_damaged_ledger_is_counted_again(tier: FolderTier, data: bytes) -> None:
+    for number in range(5):
+        write(tier, number)
+    (tier.path / "ledger").write_bytes(data)
+    assert tier.used_bytes(soon()) == disk_bytes(tier) == 5 * BLOCK
+
+
+def test_an_old_ledger_is_corrected_by_the_next_start(tier: FolderTier) -> None:
+    """A wrong number with the right digest: somebody restored the file from a backup."""
+    old = (tier.path / "ledger").read_bytes()
+    for number in range(5):
+        write(tier, number)
+    (tier.path / "ledger").write_bytes(old)
+    assert tier.used_bytes(soon()) == 0
+    again = FolderTier(tier.path, tier.budget_bytes)
+    again.open()
+    assert again.used_bytes(soon()) == 5 * BLOCK
+
+
+def test_a_ledger_that_vanished_is_made_anew(tier: FolderTier) -> None:
+    write(tier, 1)
+    (tier.path / "ledger").unlink()
+    assert write(tier, 2)
+    assert tier.used_bytes(soon()) == 2 * BLOCK
+
+
+def test_a_closed_tier_opens_nothing_again(tier: FolderTier) -> None:
+    """Threads that come back from a hanging disk find their tier closed: the campaign found descriptors that stayed."""
+    write(tier, 1)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    tier.close()
+    with pytest.raises(StoreError, match="the store is closed"):
+        write(tier, 2)
+    assert len(os.listdir("/proc/self/fd")) == descriptors - 1
+
+
+def test_a_removed_folder_is_a_miss(tier: FolderTier) -> None:
+    """An unmounted disk: nothing is written to what lies below its mount point."""
+    write(tier, 1)
+    tier.path.rename(tier.path.with_name("elsewhere"))
+    assert tier.find(name(1)) is None
+    with pytest.raises(StoreError):
+        write(tier, 2)
+    tier.path.mkdir()
+    with pytest.raises(StoreError, match="replaced or unmounted"):
+        write(tier, 2)
+    assert list(tier.path.iterdir()) == []
+
+
+class Vanishing(Files):
+    """The folder goes away at the first read of a header: a disk is unmounted while its files are counted."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def head(self, path: Path) -> tuple[bytes, os.stat_result]:
+        if self.folder.exists():
+            self.folder.rename(self.folder.with_name("elsewhere"))
+        return super().head(path)
+
+
+def test_a_count_of_files_that_vanish_meanwhile_is_not_believed(tier: FolderTier) -> None:
+    """The ledger lies on the disk, too: it would say that nothing is there when the disk comes back."""
+    for number in range(5):
+        write(tier, number)
+    again = FolderTier(tier.path, tier.budget_bytes, files=Vanishing(tier.path))
+    with pytest.raises(StoreError):
+        again.open()
+    tier.path.with_name("elsewhere").rename(tier.path)
+    assert tier.used_bytes(soon()) == 5 * BLOCK
+
+
+def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(ConfigurationError, match=r"'thesis\.tex', which is no part of a store"):
+        FolderTier(tmp_path, BLOCK)
+    with pytest.raises(ConfigurationError, match="must be positive"):
+        FolderTier(tmp_path / "store", 0)
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(ConfigurationError, match="everybody on this host may write"):
+        FolderTier(tmp_path / "open", BLOCK)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match="cannot be used"):
+        FolderTier(tmp_path / "file" / "store", BLOCK)
+
+
+# ---- several processes ---------------------------------------------------------------------------------------------
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from tests.store.test_folder import FolderTier, BLOCK, write, holds
+tier = FolderTier(Path(sys.argv[1]), int(sys.argv[2]) * BLOCK, durable=False)
+first, stop = int(sys.argv[3]), int(sys.argv[4])
+print("ready", flush=True)
+for turn in range(1000):
+    for number in range(first, stop):
+        write(tier, number)
+        holds(tier, number)
+"""
+
+
+def start_writer(path: Path, budget_blocks: int, first: int, stop: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", WRITER, str(path), str(budget_blocks), str(first), str(stop)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_processes_share_a_path_and_may_be_killed(tmp_path: Path) -> None:
+    """Two writers of the same keys are killed amid their work: the budget holds, and nothing of theirs stays behind."""
+    path = tmp_path / "store"
+    tier = FolderTier(path, 30 * BLOCK, durable=False)
+    writers = [start_writer(path, 30, 0, 40), start_writer(path, 30, 20, 60)]
+    try:
+        for _ in range(100):
+            assert disk_bytes_now(tier) <= 30 * BLOCK
+        os.kill(writers[0].pid, signal.SIGKILL)
+        writers[0].wait()
+        for _ in range(20):
+            assert disk_bytes_now(tier) <= 30 * BLOCK
+    finally:
+        for process in writers:
+            process.kill()
+            process.wait()
+    again = FolderTier(path, 30 * BLOCK, durable=False)
+    again.open()
+    assert list((path / "parts").iterdir()) == []
+    assert again.used_bytes(soon()) == disk_bytes(again)
+    found = [number for number in range(60) if holds(again, number)]
+    assert found
+    assert again.counts.corrupt == 0
+    assert write(again, 1000)
+
+
+def disk_bytes_now(tier: FolderTier) -> int:
+    """``disk_bytes`` while others write: under the lock, so that a file is not counted under two names."""
+    with tier._ledger.locked(soon()):  # noqa: SLF001 - files hold still
+        return disk_bytes(tier)
+
+
+def test_a_writer_that_stops_with_the_lock_costs_others_their_deadline_only(tier: FolderTier) -> None:
+    """Lookups and loads need no lock."""
+    write(tier, 1)
+    holder = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import fcntl, sys, time; f = open(sys.argv[1], 'r+'); fcntl.flock(f, fcntl.LOCK_EX); "
+            "print('held', flush=True); time.sleep(600)",
+            str(tier.path / "ledger"),
+        ],
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        with pytest.raises(StoreError, match="another process holds the store's lock"):
+            tier.write(name(2), payload(2), 1, time.monotonic() + 0.05)
+        assert holds(tier, 1)
+    finally:
+        holder.kill()
+        holder.wait()
+    assert write(tier, 2), "the kernel has released the lock of a dead process"
+
+
+def test_objects_of_another_release_are_counted_and_evicted_first(tmp_path: Path) -> None:
+    tier = FolderTier(tmp_path / "store", 3 * BLOCK, durable=False)
+    write(tier, 1)
+    data = bytearray(file_of(tier, 1).read_bytes())
+    data[8] = 99
+    file_of(tier, 1).write_bytes(data)
+    write(tier, 2)
+    again = FolderTier(tmp_path / "store", 3 * BLOCK, durable=False)
+    assert again.open() == 2
+    for number in (3, 4):
+        write(again, number)
+    assert not file_of(tier, 1).exists()
+    assert [number for number in range(5) if holds(again, number)] == [2, 3, 4]
+
+
+def test_the_index_of_a_thousand_objects_is_read_quickly(tmp_path: Path) -> None:
+    """All objects are found again, with their sizes; how fast is measured by the store's campaign."""
+    tier = FolderTier(tmp_path / "store", 2000 * BLOCK, durable=False)
+    for number in range(1000):
+        write(tier, number)
+    again = FolderTier(tmp_path / "store", 2000 * BLOCK, durable=False)
+    assert again.open() == 1000
+    assert again.used_bytes(soon()) == 1000 * BLOCK

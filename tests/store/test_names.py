@@ -1,0 +1,166 @@
+"""Keys: equal where the KV is, different wherever anything differs, on every host and under every hash seed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from connectors.errors import PlanError
+from connectors.planning.layout import GroupKind
+from connectors.store.keys.names import Feature, ModelFingerprint, PrefixChain, namespace
+from connectors.store.planning.layout import store_layout
+from connectors.store.planning.prefix import ObjectRef
+from connectors.store.planning.spans import plan_store
+from tests.planning.builders import Shape, make_rank, with_field
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ModelFingerprint("weights", "torch.bfloat16", "bfloat16", "0.32.0")
+SPACE = bytes(range(16))
+GROUPS = ((GroupKind.SLIDING, 200, 2), (GroupKind.FULL, None, 2))
+SHAPE = Shape(kv_heads=4, style="head_major", rows=16, block_tokens=16, groups=GROUPS)
+
+GOLDEN = """
+from connectors.store.keys.names import Feature, PrefixChain
+from connectors.store.planning.prefix import ObjectRef
+chain = PrefixChain(bytes(range(16)), (4,), "adapter", "salt", [Feature("image", 2)])
+chain.extend([1, 2, 3, 4, 5])
+print(chain.key(ObjectRef(4, 1)).hex())
+"""
+GOLDEN_KEY = "21899f5831da78bbee9b2c4d2e4db56501fbf2ab6b701ccd2615833874761551"
+
+
+def space_of(shape: Shape, tp_rank: int = 0, tp_size: int = 1, chunk_tokens: int = 256) -> bytes:
+    layout = make_rank(shape, tp_rank, tp_size).layout
+    plan = plan_store(layout.groups, chunk_tokens, 4096)
+    return namespace(MODEL, plan, store_layout(plan, layout))
+
+
+@pytest.mark.parametrize("seed", ["0", "12345", "random"])
+def test_a_key_is_the_same_in_every_process(seed: str) -> None:
+    """Objects outlive processes: a key that changes with the code must be changed on purpose, with FORMAT."""
+    done = subprocess.run(
+        [sys.executable, "-c", GOLDEN],
+        env={**os.environ, "PYTHONHASHSEED": seed},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout.strip() == GOLDEN_KEY
+
+
+@pytest.mark.parametrize(("tp_rank", "tp_size"), [(0, 1), (0, 2), (1, 2), (3, 4), (2, 8), (0, 3)])
+def test_namespaces_do_not_depend_on_the_tensor_parallel_size(tp_rank: int, tp_size: int) -> None:
+    assert space_of(SHAPE, tp_rank, tp_size) == space_of(SHAPE)
+
+
+def test_namespaces_do_not_depend_on_blocks_or_strides() -> None:
+    for changes in (
+        {"rows": 64, "block_tokens": 64},
+        {"style": "token_major"},
+        {"style": "heads_outer"},
+        {"pad_bytes": 8},
+        {"shared": False},
+        {"num_blocks": 40},
+    ):
+        assert space_of(replace(SHAPE, **changes)) == space_of(SHAPE)
+
+
+@pytest.mark.parametrize("field", ["weights", "dtype", "cache_dtype", "engine_version"])
+def test_another_model_has_another_namespace(field: str) -> None:
+    layout = make_rank(SHAPE, 0, 1).layout
+    plan = plan_store(layout.groups, 256, 4096)
+    store = store_layout(plan, layout)
+    other = replace(MODEL, **{field: "other"})
+    assert namespace(other, plan, store) != namespace(MODEL, plan, store)
+
+
+def test_another_layout_has_another_namespace() -> None:
+    other = [
+        space_of(SHAPE, chunk_tokens=512),
+        space_of(replace(SHAPE, kv_heads=8)),
+        space_of(replace(SHAPE, row_bytes=32)),
+        space_of(replace(SHAPE, groups=((GroupKind.SLIDING, 190, 2), (GroupKind.FULL, None, 2)))),
+        space_of(replace(SHAPE, groups=((GroupKind.SLIDING, 200, 2), (GroupKind.FULL, None, 3)))),
+    ]
+    layout = make_rank(SHAPE, 0, 1).layout
+    pages = tuple(replace(each, packing="other") for each in layout.groups[1].layers)
+    layout = with_field(layout, 1, layers=pages)
+    plan = plan_store(layout.groups, 256, 4096)
+    other.append(namespace(MODEL, plan, store_layout(plan, layout)))
+    assert len({space_of(SHAPE), *other}) == 1 + len(other)
+
+
+def chain(
+    tokens: list[int],
+    space: bytes = SPACE,
+    adapter: str = "",
+    salt: str | None = None,
+    features: tuple[Feature, ...] = (),
+) -> PrefixChain:
+    made = PrefixChain(space, (4,), adapter, salt, features)
+    made.extend(tokens)
+    return made
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: chain([9, 2, 3, 4]),
+        lambda: chain([1, 2, 3, 5]),
+        lambda: chain([1, 2, 3, 4], space=bytes(16)),
+        lambda: chain([1, 2, 3, 4], adapter="a"),
+        lambda: chain([1, 2, 3, 4], salt=""),
+        lambda: chain([1, 2, 3, 4], salt="s"),
+        lambda: chain([1, 2, 3, 4], adapter="s"),
+        lambda: chain([1, 2, 3, 4], features=(Feature("image", 0),)),
+        lambda: chain([1, 2, 3, 4], features=(Feature("image", 3),)),
+        lambda: chain([1, 2, 3, 4], features=(Feature("other", 3),)),
+        lambda: chain([1, 2, 3, 4], features=(Feature("image", 3), Feature("image", 3))),
+    ],
+)
+def test_whatever_differs_changes_the_key(other: Callable[[], PrefixChain]) -> None:
+    assert other().key(ObjectRef(4, 0)) != chain([1, 2, 3, 4]).key(ObjectRef(4, 0))
+
+
+def test_groups_of_one_prefix_have_keys_of_their_own() -> None:
+    made = chain([1, 2, 3, 4, 5, 6, 7, 8])
+    assert len({made.key(ObjectRef(end, group)) for end in (4, 8) for group in range(5)}) == 10
+
+
+def test_what_comes_later_does_not_change_an_earlier_key() -> None:
+    """Tokens and images behind an object's end are no part of it."""
+    short = chain([1, 2, 3, 4]).key(ObjectRef(4, 0))
+    assert chain([1, 2, 3, 4, 5]).key(ObjectRef(4, 0)) == short
+    assert chain([1, 2, 3, 4, 5], features=(Feature("image", 4),)).key(ObjectRef(4, 0)) == short
+
+
+@given(st.lists(st.integers(0, 2**31), max_size=60), st.lists(st.integers(0, 60), max_size=6), st.data())
+def test_keys_do_not_depend_on_how_tokens_are_handed_over(
+    tokens: list[int], offsets: list[int], data: st.DataObject
+) -> None:
+    """A prompt at once, or prompt and answer token by token."""
+    features = [Feature(f"image {number}", offset) for number, offset in enumerate(offsets)]
+    whole, parts = (PrefixChain(SPACE, (4, 6), "", None, features) for _ in range(2))
+    whole.extend(tokens)
+    at = 0
+    while at < len(tokens):
+        count = data.draw(st.integers(1, len(tokens) - at))
+        parts.extend(tokens[at : at + count])
+        at += count
+    for end in {*range(4, len(tokens) + 1, 4), *range(6, len(tokens) + 1, 6)}:
+        assert whole.key(ObjectRef(end, 0)) == parts.key(ObjectRef(end, 0))
+
+
+def test_negative_token_ids_are_refused() -> None:
+    with pytest.raises(PlanError, match="must not be negative"):
+        chain([1, -1])

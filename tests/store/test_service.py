@@ -1,0 +1,293 @@
+"""One engine's store: hits by tier, deadlines, bounded queues, and what is left after each."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from connectors.errors import ConfigurationError, StoreError
+from connectors.store.planning.prefix import ObjectRef
+from connectors.store.service import Fetched, KVStore, StoreLimits
+from connectors.store.tiers.folder import FolderTier
+from connectors.store.tiers.lanes import CallState, Lane
+from connectors.store.tiers.objects import ObjectName
+from connectors.store.tiers.staging import AttachedStaging, Staging
+from tests.campaigns.store import campaign
+from tests.campaigns.store.world import DISK_BUDGET, SIZES, SPACES, FaultyFiles, content, store_plan
+from tests.store.test_fetch import ALL, NEEDED_384
+
+NAMES = {ref: ObjectName(SPACES[0], bytes([ref.group]) * 28 + ref.end_token.to_bytes(4, "big")) for ref in ALL}
+LIMITS = StoreLimits(lookup_s=5.0, load_s=5.0, store_s=5.0, queue_objects=4, read_threads=1, write_threads=1)
+
+
+class Host:
+    """Stores over one disk path and one memory path."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.stores: list[KVStore] = []
+
+    def start(self, limits: StoreLimits = LIMITS, files: FaultyFiles | None = None, staging: int = 1 << 20) -> KVStore:
+        tiers = [
+            FolderTier(self.root / "memory", DISK_BUDGET, durable=False, label="memory"),
+            FolderTier(self.root / "disk", DISK_BUDGET, durable=True, files=files, label="disk"),
+        ]
+        (self.root / "shm").mkdir(exist_ok=True)
+        store = KVStore(store_plan(), SPACES[0], SIZES, tiers, Staging(staging, self.root / "shm"), limits)
+        self.stores.append(store)
+        return store
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    made = Host(tmp_path)
+    yield made
+    for store in made.stores:
+        store.close()
+
+
+def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.001)
+
+
+def save(store: KVStore, *refs: ObjectRef) -> None:
+    for ref in refs:
+        until(lambda: store.idle())
+        offset = store.reserve(ref)
+        assert offset is not None
+        store.staging.view(offset, SIZES[ref.group])[:] = content(NAMES[ref], SIZES[ref.group])
+        store.commit(ref, NAMES[ref], offset, 1000)
+    until(store.idle)
+
+
+def fetch(store: KVStore, limit: int = 500) -> Fetched:
+    store.begin_fetch("request", NAMES, 0, limit)
+    found: list[Fetched] = []
+
+    def done() -> bool:
+        answer = store.poll("request")
+        found.extend([answer] if answer else [])
+        return bool(found)
+
+    until(done)
+    return found[0]
+
+
+def test_a_stored_prefix_is_loaded_by_another_engine(host: Host) -> None:
+    save(host.start(), *ALL)
+    store = host.start()
+    fetched = fetch(store)
+    assert fetched.end_token == 384
+    assert set(fetched.offsets) == set(NEEDED_384)
+    for ref, offset in fetched.offsets.items():
+        assert bytes(store.staging.view(offset, SIZES[ref.group])) == content(NAMES[ref], SIZES[ref.group])
+    store.end_fetch("request")
+    until(store.idle)
+    assert store.staging.used_bytes == 0
+    assert store.counts == {"queries": 1, "hits": 1, "hit_tokens": 384}
+
+
+def test_objects_without_a_name_are_missing(host: Host) -> None:
+    """A group that is stored whole may need an object that ends behind the prompt."""
+    save(host.start(), *ALL)
+    store = host.start()
+    store.begin_fetch("request", {ref: name for ref, name in NAMES.items() if ref.end_token < 384}, 0, 500)
+    until(lambda: store.poll("request") is not None)
+    fetched = store.poll("request")
+    assert fetched is not None
+    assert fetched.end_token == 256
+
+
+def test_what_disk_held_is_in_memory_afterwards(host: Host) -> None:
+    save(host.start(), *ALL)
+    for path in (host.root / "memory" / "objects").glob("*/*"):
+        path.unlink()
+    store = host.start(replace(LIMITS, queue_objects=64))
+    assert fetch(store).end_token == 384
+    store.end_fetch("request")
+    until(store.idle)
+    assert len(list((host.root / "memory" / "objects").glob("*/*"))) == len(NEEDED_384)
+
+
+def test_a_corrupt_object_in_memory_is_read_from_disk(host: Host) -> None:
+    save(host.start(), *ALL)
+    for path in (host.root / "memory" / "objects").glob("*/*"):
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+    store = host.start()
+    store.begin_fetch("request", NAMES, 0, 500)
+    until(lambda: all(tier.counts.hits == len(ALL) for tier in store.tiers))
+    # Both lookups have answered: memory is asked first.
+    time.sleep(0.05)
+    until(lambda: store.poll("request") is not None)
+    fetched = store.poll("request")
+    assert fetched is not None
+    assert fetched.end_token == 384
+    assert store.counts["failed_reads"] == len(NEEDED_384)
+
+
+def test_a_disk_that_hangs_costs_the_lookup_deadline_and_then_nothing(host: Host) -> None:
+    """Memory answers meanwhile. Its thread comes back with the disk, and the slot that it writes to is free then."""
+    first = host.start()
+    save(first, *ALL)
+    files = FaultyFiles()
+    store = host.start(StoreLimits(lookup_s=0.02, load_s=0.2, read_threads=1), files)
+    files.hang("head", "read")
+    assert fetch(store).end_token == 384, "all of it is in memory"
+    store.end_fetch("request")
+    for path in (host.root / "memory" / "objects").glob("*/*"):
+        path.unlink()
+    assert fetch(store).end_token == 0
+    store.end_fetch("request")
+    files.heal()
+    until(store.idle)
+    assert store.staging.used_bytes == 0
+
+
+def test_a_read_that_comes_late_keeps_its_memory_until_then(host: Host) -> None:
+    save(host.start(), *ALL)
+    for path in (host.root / "memory" / "objects").glob("*/*"):
+        path.unlink()
+    files = FaultyFiles()
+    store = host.start(StoreLimits(lookup_s=5.0, load_s=0.1, read_threads=1), files)
+    files.hang("read")
+    assert fetch(store).end_token == 0
+    store.end_fetch("request")
+    assert store.staging.used_bytes > 0, "a thread may still write to it"
+    files.heal()
+    until(store.idle)
+    assert store.staging.used_bytes == 0
+
+
+def stored_in_memory(store: KVStore, count: int) -> bool:
+    return store.tiers[0].counts.stored == count
+
+
+def test_a_slow_disk_drops_stores_and_never_waits(host: Host) -> None:
+    files = FaultyFiles()
+    store = host.start(files=files)
+    until(store.idle)
+    files.hang("write")
+    for number, ref in enumerate(ALL):
+        offset = store.reserve(ref)
+        assert offset is not None
+        store.staging.view(offset, SIZES[ref.group])[:] = content(NAMES[ref], SIZES[ref.group])
+        store.commit(ref, NAMES[ref], offset, 1000)
+        until(partial(stored_in_memory, store, number + 1))
+    files.heal()
+    until(store.idle)
+    # One was being written, four were queued, and the other four were dropped. Memory has all.
+    assert store.tiers[1].counts.stored == 5
+    assert store.staging.used_bytes == 0
+    assert fetch(store).end_token == 384
+
+
+def test_without_staging_memory_stores_drop_and_loads_miss(host: Host) -> None:
+    save(host.start(), *ALL)
+    store = host.start(staging=3 * 12288)
+    offsets = [store.reserve(ref) for ref in refs_of_group(0)]
+    assert None not in offsets
+    assert store.reserve(ObjectRef(128, 0)) is None
+    assert fetch(store).end_token == 0
+    assert store.counts["no_room_to_load"] > 0
+    for offset in offsets:
+        assert offset is not None
+        store.drop(offset)
+    assert store.staging.used_bytes == 0
+
+
+def refs_of_group(index: int) -> list[ObjectRef]:
+    return [ref for ref in ALL if ref.group == index]
+
+
+# ---- lanes and staging ---------------------------------------------------------------------------------------------
+
+
+def test_a_lane_is_bounded_and_refuses_while_it_hangs() -> None:
+    lane, release = Lane("test", 1, 2), threading.Event()
+    hanging = lane.submit(release.wait, time.monotonic() + 0.01)
+    assert hanging is not None
+    until(lambda: lane.hangs)
+    assert lane.submit(lambda: None, time.monotonic() + 9) is None
+    release.set()
+    until(lambda: hanging.over)
+    until(lambda: not lane.hangs)
+    late = lane.submit(lambda: None, time.monotonic() - 1)
+    assert late is not None
+    until(lambda: late.over)
+    assert late.state is CallState.FAILED, "its deadline had passed"
+    failing = lane.submit(lambda: 1 // 0, time.monotonic() + 9)
+    assert failing is not None
+    until(lambda: failing.over)
+    assert failing.state is CallState.FAILED
+    release.clear()
+    running = lane.submit(release.wait, time.monotonic() + 9)
+    assert running is not None
+    until(lambda: running.state is CallState.RUNNING)
+    queued = [lane.submit(lambda: None, time.monotonic() + 9) for _ in range(3)]
+    assert [call is None for call in queued] == [False, False, True]
+    lane.close()
+    assert all(call is None or call.state is CallState.FAILED for call in queued)
+    release.set()
+
+
+def test_staging_is_dealt_out_and_merged_again(tmp_path: Path) -> None:
+    staging = Staging(4 * 4096, tmp_path)
+    slots = [staging.take(size) for size in (1, 4096, 4097)]
+    assert slots == [0, 4096, 8192]
+    assert staging.take(1) is None
+    staging.share(4096)
+    staging.give_back(4096)
+    assert staging.take(1) is None, "it has another user"
+    for offset in (0, 8192, 4096):
+        staging.give_back(offset)
+    assert staging.take(4 * 4096) == 0
+    with pytest.raises(ConfigurationError, match="must leave room for a page"):
+        Staging(100, tmp_path)
+
+
+def test_workers_see_the_staging_memory_of_their_engine(tmp_path: Path) -> None:
+    staging = Staging(4096, tmp_path)
+    attached = AttachedStaging(staging.path)
+    staging.view(100, 3)[:] = b"abc"
+    assert bytes(attached.view(100, 3)) == b"abc"
+    staging.close()
+    with pytest.raises(StoreError):
+        AttachedStaging(staging.path)
+
+
+def test_staging_memory_of_a_killed_engine_is_removed(tmp_path: Path) -> None:
+    alive = Staging(4096, tmp_path)
+    (tmp_path / "tandem-staging-dead").write_bytes(bytes(4096))
+    Staging(4096, tmp_path).close()
+    assert [path.name for path in tmp_path.iterdir()] == [alive.path.name]
+    alive.close()
+    assert os.listdir(tmp_path) == []
+
+
+# ---- the campaign --------------------------------------------------------------------------------------------------
+
+
+def test_a_cut_of_the_fault_campaign(tmp_path: Path) -> None:
+    """Forty faults; ten thousand are `make store-faults`."""
+    outcome = campaign.run(tmp_path, tmp_path, seed=2, faults=40, without=frozenset({"killed_process"}))
+    assert outcome.right, outcome
+    assert outcome.hit_tokens > 0
+    assert outcome.counts["corrupt"] > 0
+
+
+def test_the_campaign_finds_a_store_that_does_not_check_its_payloads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("connectors.store.tiers.folder.check_payload", lambda header, payload: None)
+    outcome = campaign.run(tmp_path, tmp_path, seed=2, faults=40, without=frozenset({"killed_process"}))
+    assert outcome.wrong

@@ -1,0 +1,227 @@
+"""How groups are cut into objects: tables computed by hand, and every configuration error with its message."""
+
+from __future__ import annotations
+
+import pytest
+
+from connectors.errors import ConfigurationError
+from connectors.planning.layout import Group, GroupKind
+from connectors.store.planning.prefix import ObjectRef, completed_objects, needed_objects, usable_prefix
+from connectors.store.planning.spans import plan_store
+from tests.store.groups import FIVE, chunked, group, sliding, state
+
+# A kernel that packs a whole block of 1,056 tokens, beside a state: Mamba models on accelerators.
+MAMBA = (group(0, 1056, row_tokens=1056), state(1))
+
+
+@pytest.mark.parametrize(
+    ("chunk_tokens", "ends"),
+    [
+        (256, [256, 512, 768, 1024]),
+        (512, [512, 1024]),
+        (64, list(range(64, 1025, 64))),
+        (100, [100, 200, 300, 400, 500, 600, 700, 800, 900, 1000]),
+    ],
+)
+def test_five_groups_of_unequal_blocks_share_their_chunks(chunk_tokens: int, ends: list[int]) -> None:
+    """256/64/64/4/8: rows of one token can be cut anywhere, so block sizes play no part in what is stored."""
+    plan = plan_store(FIVE, chunk_tokens, 4096)
+    assert plan.warnings == ()
+    assert [each.span_tokens for each in plan.groups] == [chunk_tokens] * 5
+    assert [each.kept_tokens for each in plan.groups] == [chunk_tokens] * 5
+    refs = completed_objects(plan, 0, 1024)
+    assert refs == [ObjectRef(end, g) for end in ends for g in range(5)]
+
+
+def test_five_packed_groups_are_stored_whole_where_the_chunk_cuts_their_blocks() -> None:
+    """The same blocks packed whole: a chunk of 64 divides the small ones and not the largest."""
+    packed = tuple(group(each.index, each.block_tokens, row_tokens=each.block_tokens) for each in FIVE)
+    plan = plan_store(packed, 64, 4096)
+    assert [each.span_tokens for each in plan.groups] == [256, 64, 64, 64, 64]
+    assert [each.whole for each in plan.groups] == [True, False, False, False, False]
+    assert plan.warnings == (
+        "store: chunk_tokens 64 does not divide KV cache group 0, which is packed in rows of 256 tokens: it is stored "
+        "whole and needs 256 tokens before any of it can be stored",
+    )
+    assert plan.steps == (64, 256)
+    assert plan.first_tokens == 256
+    assert completed_objects(plan, 192, 256) == [ObjectRef(256, g) for g in range(5)]
+    assert completed_objects(plan, 128, 192) == [ObjectRef(192, g) for g in (1, 2, 3, 4)]
+    # 320 tokens of the small groups do not help where the large one has 256.
+    present = {*completed_objects(plan, 0, 320)}
+    assert usable_prefix(plan, present, 0, 1000) == 256
+    assert needed_objects(plan, 0, 256) == sorted(present - {ObjectRef(320, g) for g in (1, 2, 3, 4)})
+
+
+def test_mamba_beside_attention_of_1056_tokens() -> None:
+    """Attention needs its whole row of 1,056 tokens; the state exists at ends of chunks that a step ends at."""
+    plan = plan_store(MAMBA, 256, 8192)
+    assert plan.warnings == (
+        "store: chunk_tokens 256 does not divide KV cache group 0, which is packed in rows of 1056 tokens: it is "
+        "stored whole and needs 1056 tokens before any of it can be stored",
+    )
+    assert [(each.span_tokens, each.kept_tokens) for each in plan.groups] == [(1056, 1056), (256, 0)]
+    assert plan.steps == (256, 1056)
+    # Steps end at 512, 1024 (ends of chunks), 1100 (no end of a chunk) and 1280.
+    table = {
+        (0, 512): [ObjectRef(512, 1)],
+        (512, 1024): [ObjectRef(1024, 1)],
+        (1024, 1100): [ObjectRef(1056, 0)],
+        (1100, 1280): [ObjectRef(1280, 1)],
+        (0, 2112): [ObjectRef(1056, 0), ObjectRef(2112, 0)],
+        (1024, 2304): [ObjectRef(1056, 0), ObjectRef(2112, 0), ObjectRef(2304, 1)],
+    }
+    for (before, after), refs in table.items():
+        assert completed_objects(plan, before, after) == refs
+    # At 1,280 attention would need 2,112 tokens; at 1,024 its first row covers more than enough.
+    present = {ObjectRef(512, 1), ObjectRef(1024, 1), ObjectRef(1280, 1), ObjectRef(1056, 0)}
+    assert usable_prefix(plan, present, 0, 2000) == 1024
+    assert needed_objects(plan, 0, 1024) == [ObjectRef(1024, 1), ObjectRef(1056, 0)]
+    assert usable_prefix(plan, present - {ObjectRef(1024, 1)}, 0, 2000) == 512
+    assert usable_prefix(plan, present - {ObjectRef(1056, 0)}, 0, 2000) == 0
+
+
+def test_mamba_beside_attention_that_can_be_cut() -> None:
+    """Blocks of 1,056 tokens whose rows are single tokens need no warning."""
+    plan = plan_store((group(0, 1056), state(1)), 256, 8192)
+    assert plan.warnings == ()
+    assert [each.span_tokens for each in plan.groups] == [256, 256]
+    assert plan.first_tokens == 256
+
+
+def test_windows_shorter_than_a_chunk_keep_the_end_of_it() -> None:
+    """gpt-oss: a window of 128 beside full attention, chunks of 512. Attention at 512 sees tokens 385 to 511."""
+    plan = plan_store((sliding(0, 16, 128), group(1, 16)), 512, 4096)
+    assert [(each.span_tokens, each.kept_tokens) for each in plan.groups] == [(512, 128), (512, 512)]
+    # Only the last window is needed to resume, and all of full attention.
+    assert needed_objects(plan, 0, 1536) == [
+        ObjectRef(512, 1),
+        ObjectRef(1024, 1),
+        ObjectRef(1536, 0),
+        ObjectRef(1536, 1),
+    ]
+    present = {*completed_objects(plan, 0, 1536)}
+    assert usable_prefix(plan, present, 0, 2000) == 1536
+    assert usable_prefix(plan, present - {ObjectRef(1536, 0)}, 0, 2000) == 1024
+    assert usable_prefix(plan, present - {ObjectRef(512, 1)}, 0, 2000) == 0
+    # Full attention's first 512 tokens may be the engine's own.
+    assert usable_prefix(plan, present - {ObjectRef(512, 1)}, 512, 2000) == 1536
+
+
+@pytest.mark.parametrize(
+    ("window_tokens", "chunk_tokens", "kept"),
+    [
+        (1, 256, 0),
+        (2, 256, 1),
+        (8, 256, 8),
+        (100, 256, 128),
+        (129, 256, 128),
+        (130, 256, 256),
+        (257, 256, 256),
+        (4096, 256, 256),
+        (64, 64, 64),
+    ],
+)
+def test_tokens_kept_for_a_sliding_window(window_tokens: int, chunk_tokens: int, kept: int) -> None:
+    """window - 1 tokens before the next one, rounded up to a power of two, at most the chunk."""
+    plan = plan_store((sliding(0, 16, window_tokens), group(1, 16)), chunk_tokens, 8192)
+    assert plan.groups[0].kept_tokens == kept
+    assert plan.groups[0].stored == (kept > 0)
+
+
+def test_windows_of_packed_rows_keep_whole_rows() -> None:
+    """DeepSeek-V4's windows: 128 tokens in packed blocks of 64, and 8 tokens in blocks of 4."""
+    packed = group(0, 64, GroupKind.SLIDING, 128, row_tokens=64)
+    plan = plan_store((packed, sliding(1, 4, 8), sliding(2, 64, 8)), 256, 4096)
+    assert [each.kept_tokens for each in plan.groups] == [128, 8, 8]
+    odd = group(0, 48, GroupKind.SLIDING, 40, row_tokens=48)
+    assert plan_store((odd,), 192, 4096).groups[0].kept_tokens == 96
+
+
+def test_windows_longer_than_a_chunk_need_several_objects() -> None:
+    """A window of 600 at token 1,024 begins at 425, in the block of 16 that begins at 416."""
+    plan = plan_store((sliding(0, 16, 600),), 256, 4096)
+    assert needed_objects(plan, 0, 1024) == [ObjectRef(512, 0), ObjectRef(768, 0), ObjectRef(1024, 0)]
+    # With blocks of 256 the window's first block begins at 256: nothing changes. With 512 it begins at 0.
+    assert needed_objects(plan_store((sliding(0, 512, 600),), 256, 4096), 0, 1024) == [
+        ObjectRef(end, 0) for end in (256, 512, 768, 1024)
+    ]
+
+
+def test_chunked_attention() -> None:
+    """llama4: attention looks back to the beginning of its own chunk of 1,024 tokens."""
+    plan = plan_store((chunked(0, 16, 1024), group(1, 16)), 256, 8192)
+    assert [ref for ref in needed_objects(plan, 0, 1536) if ref.group == 0] == [ObjectRef(1280, 0), ObjectRef(1536, 0)]
+    assert [ref for ref in needed_objects(plan, 0, 2048) if ref.group == 0] == []
+    # Where each end of a stored chunk ends an attention chunk, nothing of the group is ever stored.
+    assert not plan_store((chunked(0, 16, 256), group(1, 16)), 512, 8192).groups[0].stored
+
+
+def test_states_without_a_boundary_at_a_chunk_store_nothing() -> None:
+    plan = plan_store((state(0), group(1, 16)), 256, 4096)
+    assert completed_objects(plan, 0, 300) == [ObjectRef(256, 1)]
+    assert completed_objects(plan, 0, 256) == [ObjectRef(256, 0), ObjectRef(256, 1)]
+    assert completed_objects(plan, 256, 256) == []
+
+
+FULL = (group(0, 16),)
+
+
+@pytest.mark.parametrize(
+    ("groups", "chunk_tokens", "max_model_len", "message"),
+    [
+        (FULL, 0, 100, "store: chunk_tokens must be a positive number of tokens, not 0"),
+        (FULL, -5, 100, "store: chunk_tokens must be a positive number of tokens, not -5"),
+        (FULL, 2.5, 100, "store: chunk_tokens must be a positive number of tokens, not 2.5"),
+        (FULL, True, 100, "store: chunk_tokens must be a positive number of tokens, not True"),
+        (FULL, 256, 0, "store: max_model_len must be a positive number of tokens, not 0"),
+        ((), 256, 4096, "store: the model has no KV cache groups, so there is nothing to store"),
+        (
+            (chunked(0, 16, 256),),
+            512,
+            4096,
+            "store: no KV cache group needs anything to resume at a multiple of 512 tokens; give the store a "
+            "chunk_tokens that is no multiple of the model's attention chunks",
+        ),
+        (
+            FULL,
+            256,
+            256,
+            "store: nothing can ever be stored: KV cache group 0 needs 256 tokens, and a max_model_len of 256 leaves "
+            "255; use a max_model_len of at least 257, or chunk_tokens of at most 255",
+        ),
+        (
+            MAMBA,
+            256,
+            1056,
+            "store: nothing can ever be stored: KV cache group 0 needs 1056 tokens, and a max_model_len of 1056 leaves "
+            "1055; use a max_model_len of at least 1057",
+        ),
+        (
+            (sliding(0, 96, 128),),
+            768,
+            4096,
+            "store: blocks of 96 tokens in KV cache group 0 do not fit the 128 tokens that the store keeps of each "
+            "chunk of 768 for a window of 128; give the engine a block_size that divides 128, or the store "
+            "chunk_tokens of at most 128",
+        ),
+    ],
+)
+def test_configuration_errors(groups: tuple[Group, ...], chunk_tokens: int, max_model_len: int, message: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        plan_store(groups, chunk_tokens, max_model_len)
+    assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(
+    ("groups", "chunk_tokens", "refused"), [(FULL, 256, 256), (MAMBA, 256, 1056), (FIVE, 512, 100)]
+)
+def test_the_max_model_len_that_the_error_names_works(
+    groups: tuple[Group, ...], chunk_tokens: int, refused: int
+) -> None:
+    with pytest.raises(ConfigurationError, match="nothing can ever be stored") as raised:
+        plan_store(groups, chunk_tokens, refused)
+    named = int(str(raised.value).partition("max_model_len of at least ")[2].partition(",")[0])
+    assert completed_objects(plan_store(groups, chunk_tokens, named), 0, named - 1)
+    with pytest.raises(ConfigurationError, match="nothing can ever be stored"):
+        plan_store(groups, chunk_tokens, named - 1)
