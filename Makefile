@@ -26,7 +26,7 @@ BUDGET_S ?= 600
 # A process for each of two cores: a third one makes engines start slower than it gains.
 PARALLEL ?= -n 2 --dist loadscope --no-loadscope-reorder
 # Tests that only compute. They run in one process that takes what engines leave of the two cores.
-PURE = tests/planning tests/protocol tests/actors/policy tests/configs tests/k8s tests/differential benchmarks
+PURE = tests/planning tests/protocol tests/actors/policy tests/store tests/configs tests/k8s tests/differential benchmarks
 CPU_FEATURES ?=
 FABRICS ?=
 SEED ?= 1
