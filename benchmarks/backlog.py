@@ -66,7 +66,7 @@ async def measure(folder: Path) -> dict[str, Any]:
     """One round of the checkout whose modules are imported."""
     from prometheus_client import REGISTRY
 
-    from connectors.vllm_hma.trace import read_trace
+    from connectors.vllm_hma.worker_side.trace import read_trace
     from testing.engines import describe, generate, start_engine
     from testing.identity import random_prompt
     from testing.models import llama

@@ -36,10 +36,10 @@ def our_worker(side: Side, name: str, connected: threading.Event) -> Any:
     """A WorkerRuntime over ``side``, which says when it has connected, and its card."""
     import torch
 
-    from connectors.protocol.cards import ModelIdentity, WorkerCard
+    from connectors.protocol.agent_metadata import ModelIdentity, WorkerCard
     from connectors.vllm_hma.config import ConnectorConfig
-    from connectors.vllm_hma.fence import StepFence
-    from connectors.vllm_hma.runtime import WorkerRuntime
+    from connectors.vllm_hma.worker_side.fence import StepFence
+    from connectors.vllm_hma.worker_side.runtime import WorkerRuntime
 
     class Runtime(WorkerRuntime):
         def _connected(self, *arguments: Any) -> None:
@@ -74,8 +74,8 @@ class Producer:
         from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata, NixlHandshakePayload
         from vllm.utils.network_utils import get_open_port
 
-        from connectors.protocol.cards import encode_worker_card
-        from connectors.vllm_hma.side_channel import CardServer
+        from connectors.protocol.agent_metadata import encode_worker_card
+        from connectors.vllm_hma.handshake.side_channel import CardServer
 
         page, blocks, layers = shape
         self.incarnation = f"producer-{os.getpid()}-{number}"

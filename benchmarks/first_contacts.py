@@ -31,7 +31,7 @@ LAYERS, RANKS = 64, 8
 def cards() -> dict[tuple[int, int], Any]:
     """What the workers of a prefill engine of 8 ranks publish."""
     from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Place, Region
-    from connectors.protocol.cards import ModelIdentity, WorkerCard, encode_worker_card
+    from connectors.protocol.agent_metadata import ModelIdentity, WorkerCard, encode_worker_card
     from connectors.vllm_hma.orders import CardMetadata
 
     page, blocks = 4096, 10_000
@@ -55,7 +55,7 @@ def core(pipe: Connection) -> None:
     import inspect
 
     from connectors.vllm_hma.config import parse_config
-    from connectors.vllm_hma.scheduler import SchedulerConnector
+    from connectors.vllm_hma.scheduler_side.scheduler import SchedulerConnector
 
     more = {"step_tokens": 8192} if "step_tokens" in inspect.signature(SchedulerConnector).parameters else {}
     half = SchedulerConnector(parse_config({"secret": SECRET}), "prefill", RANKS, (), **more)
@@ -79,8 +79,8 @@ def core(pipe: Connection) -> None:
 
 def decode_workers(port: int, count: int, pipe: Connection) -> None:
     """So many workers ask at once; each reports when it has all cards, or why it has none."""
-    from connectors.protocol.keys import derive_keys
-    from connectors.vllm_hma.side_channel import _ASK, _ask
+    from connectors.vllm_hma.handshake.keys import derive_keys
+    from connectors.vllm_hma.handshake.side_channel import _ASK, _ask
 
     identity = derive_keys(SECRET).identity
     begin = threading.Barrier(count + 1)

@@ -9,7 +9,7 @@ from enum import Enum
 from connectors.planning.blocks import BlockSet, UnitSet, UnitShape, wanted_units
 from connectors.planning.layout import Group
 from connectors.protocol.actions import Digest
-from connectors.protocol.cards import NO_PROCESS, ProcessIdentity
+from connectors.protocol.agent_metadata import NO_PROCESS, ProcessIdentity
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.wire import Peer
 

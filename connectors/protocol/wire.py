@@ -28,7 +28,7 @@ import numpy as np
 
 from connectors.errors import PlanError, WireError
 from connectors.planning.blocks import BlockSet
-from connectors.protocol.cards import PROTOCOL_VERSION
+from connectors.protocol.agent_metadata import PROTOCOL_VERSION
 
 _PREFIX = struct.Struct("<3sBI")
 _MAGIC = b"TDM"

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from connectors.errors import ConfigurationError
-from connectors.protocol.keys import MIN_SECRET_CHARACTERS, Keys, derive_keys
 from connectors.protocol.limits import MIN_FORGET_S, TransferLimits
 from connectors.vllm_hma.devices import has_rdma, interface_of
+from connectors.vllm_hma.handshake.keys import MIN_SECRET_CHARACTERS, Keys, derive_keys
 from connectors.vllm_hma.streaming import Streaming
 
 

@@ -28,13 +28,13 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from connectors.errors import ConfigurationError
 from connectors.vllm_hma.config import parse_config
 from connectors.vllm_hma.metrics import TandemPromMetrics, TandemStats
+from connectors.vllm_hma.model.translate import group_shapes, only_states_can_lag
 from connectors.vllm_hma.orders import CardMetadata, Orders
-from connectors.vllm_hma.orphan import end_with_parent
 from connectors.vllm_hma.plugin import register
 from connectors.vllm_hma.reports import WorkerReport
-from connectors.vllm_hma.scheduler import SchedulerConnector
-from connectors.vllm_hma.translate import group_shapes, only_states_can_lag
-from connectors.vllm_hma.worker import WorkerConnector
+from connectors.vllm_hma.scheduler_side.parent_watchdog import end_with_parent
+from connectors.vllm_hma.scheduler_side.scheduler import SchedulerConnector
+from connectors.vllm_hma.worker_side.worker import WorkerConnector
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from app.demo.facts import make_prompt
-from connectors.vllm_hma.trace import read_trace
+from connectors.vllm_hma.worker_side.trace import read_trace
 from testing.ports import free_port
 from testing.servers import Server
 from testing.vllm_server import start_module, stop, wait_until_up

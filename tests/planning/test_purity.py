@@ -39,7 +39,7 @@ def test_a_fresh_interpreter_finds_nothing_heavy() -> None:
     )
     loaded = set(done.stdout.split())
     assert {f"connectors.planning.{name}" for name in ("layout", "heads", "blocks", "plan", "verify")} <= loaded
-    assert {f"connectors.protocol.{name}" for name in ("wire", "cards", "producer", "consumer")} <= loaded
+    assert {f"connectors.protocol.{name}" for name in ("wire", "agent_metadata", "producer", "consumer")} <= loaded
     assert not {name.split(".")[0] for name in loaded} & set(HEAVY)
     impure = ("connectors.transport", "connectors.vllm_hma", "connectors.store.tiers", "connectors.store.engine")
     assert not {name for name in loaded if name.startswith(impure)}

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from connectors.errors import IncompatiblePeerError, WireError
-from connectors.protocol.cards import (
+from connectors.protocol.agent_metadata import (
     PROTOCOL_VERSION,
     ModelIdentity,
     ProcessIdentity,

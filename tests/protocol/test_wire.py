@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from connectors.errors import WireError
 from connectors.planning.blocks import BlockSet, empty_blocks
-from connectors.protocol.cards import PROTOCOL_VERSION
+from connectors.protocol.agent_metadata import PROTOCOL_VERSION
 from connectors.protocol.wire import (
     MAX_FRAME_BYTES,
     Aborted,

@@ -19,7 +19,13 @@ from connectors.planning.layout import Region
 from connectors.planning.plan import PairPlan, plan_pair
 from connectors.planning.verify import prove_plans
 from connectors.protocol.actions import Connect, ConsumerAction, ProducerAction, Received, Send, Sent, Verify, Write
-from connectors.protocol.cards import ModelIdentity, WorkerCard, check_peers, decode_worker_card, encode_worker_card
+from connectors.protocol.agent_metadata import (
+    ModelIdentity,
+    WorkerCard,
+    check_peers,
+    decode_worker_card,
+    encode_worker_card,
+)
 from connectors.protocol.consumer import Consumer as ConsumerMachine
 from connectors.protocol.delivery import Consumer
 from connectors.protocol.limits import TransferLimits

@@ -20,7 +20,7 @@ from connectors.planning.layout import EngineLayout
 from connectors.planning.plan import PairPlan, check_compatible, plan_pair
 from connectors.planning.verify import prove_plans
 from connectors.transport.memory import Fabric, MemoryTransport
-from connectors.vllm_hma.translate import engine_layout
+from connectors.vllm_hma.model.translate import engine_layout
 
 BLOCKS = 400
 """Enough for one request of 256 tokens in every shape of these tests, as vLLM demands."""

@@ -13,10 +13,10 @@ from collections.abc import Callable
 import pytest
 
 from connectors.errors import ConfigurationError
-from connectors.protocol.cards import encode_worker_card
-from connectors.protocol.keys import derive_keys
-from connectors.vllm_hma.card_process import CardProcess
-from connectors.vllm_hma.side_channel import fetch_card
+from connectors.protocol.agent_metadata import encode_worker_card
+from connectors.vllm_hma.handshake.keys import derive_keys
+from connectors.vllm_hma.handshake.metadata_process import CardProcess
+from connectors.vllm_hma.handshake.side_channel import fetch_card
 from tests.vllm_contract.workers import Worker, until
 
 SECRET = "the secret of these two engines"
@@ -24,7 +24,7 @@ DECODE_WORKERS = 96
 
 OWNER = """
 import sys, time
-from connectors.vllm_hma.card_process import CardProcess
+from connectors.vllm_hma.handshake.metadata_process import CardProcess
 print(CardProcess("127.0.0.1", 0, [b"card"]).port, flush=True)
 time.sleep(600)
 """

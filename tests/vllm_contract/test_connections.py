@@ -12,9 +12,9 @@ from connectors.errors import FailedWriteError, TransportError
 from connectors.planning.descriptors import Runs
 from connectors.planning.layout import Place
 from connectors.transport.memory import MemoryTransport
-from connectors.vllm_hma import post
+from connectors.vllm_hma.handshake import message_sender
 from connectors.vllm_hma.orders import Chunk, Expect
-from connectors.vllm_hma.writes import Writes
+from connectors.vllm_hma.worker_side.writes import Writes
 from tests.vllm_contract.workers import DIGEST, LIMITS, Worker, receive, results, until
 
 
@@ -80,7 +80,7 @@ def test_a_broken_connection_is_found_before_a_write_is_posted(
     worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A write to it would fail as one that may have begun, and cost the consumer's blocks; a message costs nothing."""
-    monkeypatch.setattr(post, "_CHECK_EVERY_S", 0.0)
+    monkeypatch.setattr(message_sender, "_CHECK_EVERY_S", 0.0)
     producer, consumer = met(worker)
     break_connection(producer)
 

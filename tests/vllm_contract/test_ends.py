@@ -9,8 +9,7 @@ import numpy as np
 from connectors.planning.layout import Place
 from connectors.transport.memory import MemoryTransport
 from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders
-from connectors.vllm_hma.quarantine import Kept, QuarantineReport
-from connectors.vllm_hma.reports import WorkerReport
+from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
 KEPT = Kept("r", "t")

@@ -12,8 +12,7 @@ from connectors.planning.descriptors import Runs
 from connectors.planning.layout import Place
 from connectors.transport.memory import MemoryTransport
 from connectors.vllm_hma.orders import Chunk, Expect, Finished
-from connectors.vllm_hma.quarantine import Kept, QuarantineReport
-from connectors.vllm_hma.reports import WorkerReport
+from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
 

@@ -11,10 +11,10 @@ import pytest
 
 from connectors.errors import HandshakeError, StaleReferenceError, WireError
 from connectors.protocol.params import EngineAddress
-from connectors.vllm_hma import probe
+from connectors.vllm_hma.handshake import probe
+from connectors.vllm_hma.handshake.processes import Liveness
+from connectors.vllm_hma.handshake.side_channel import CardServer, fetch_card
 from connectors.vllm_hma.orders import Chunk, Expect, Finished
-from connectors.vllm_hma.processes import Liveness
-from connectors.vllm_hma.side_channel import CardServer, fetch_card
 from tests.vllm_contract.workers import BLOCKS, DIGEST, IDENTITY, Worker, receive, results, until
 
 

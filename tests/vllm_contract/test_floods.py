@@ -10,15 +10,15 @@ from dataclasses import replace
 import pytest
 
 from connectors.errors import PeerSecretError
-from connectors.protocol.cards import encode_worker_card
-from connectors.protocol.keys import derive_keys
+from connectors.protocol.agent_metadata import encode_worker_card
 from connectors.protocol.wire import Cancel, Envelope, Hello, Peer, Welcome, encode
-from connectors.vllm_hma import greeter
 from connectors.vllm_hma.config import parse_config
+from connectors.vllm_hma.handshake import handshaker
+from connectors.vllm_hma.handshake.keys import derive_keys
+from connectors.vllm_hma.handshake.message_sender import agent_name
+from connectors.vllm_hma.handshake.side_channel import fetch_card
 from connectors.vllm_hma.orders import CardMetadata
-from connectors.vllm_hma.post import agent_name
-from connectors.vllm_hma.scheduler import SchedulerConnector
-from connectors.vllm_hma.side_channel import fetch_card
+from connectors.vllm_hma.scheduler_side.scheduler import SchedulerConnector
 from tests.vllm_contract.workers import Worker, receive, until
 
 SECRET = "the secret of these engines"
@@ -37,18 +37,18 @@ def test_hellos_wait_in_bounded_number(worker: Callable[..., Worker], monkeypatc
     go = threading.Event()
     answered: list[Peer] = []
 
-    def slow(_: greeter.Greeter, sender: Peer, message: Hello) -> None:
+    def slow(_: handshaker.Greeter, sender: Peer, message: Hello) -> None:
         assert go.wait(30)
         answered.append(sender)
 
-    monkeypatch.setattr(greeter.Greeter, "_greet", slow)
+    monkeypatch.setattr(handshaker.Greeter, "_greet", slow)
     for _ in range(2):
         for number in range(1000):
             say_hello(producer, Peer(f"c{number}", 0), b"{}")
-    assert len(producer.runtime.snapshot().greeter.pending_hellos) == greeter.MAX_PENDING_HELLOS
+    assert len(producer.runtime.snapshot().greeter.pending_hellos) == handshaker.MAX_PENDING_HELLOS
     go.set()
     until(lambda: not producer.runtime.snapshot().greeter.pending_hellos)
-    assert len(answered) == len(set(answered)) == greeter.MAX_PENDING_HELLOS
+    assert len(answered) == len(set(answered)) == handshaker.MAX_PENDING_HELLOS
     say_hello(producer, Peer("one more", 0), b"{}")
     until(lambda: Peer("one more", 0) in answered)
 
@@ -56,15 +56,15 @@ def test_hellos_wait_in_bounded_number(worker: Callable[..., Worker], monkeypatc
 def test_a_hello_that_is_dropped_is_repeated(worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     """A producer that is met by many at once drops hellos: that costs their senders a second, not the handshake."""
     producer, consumer = worker("p"), worker("c")
-    greeted = greeter.Greeter.greeted
+    greeted = handshaker.Greeter.greeted
     dropped: list[Peer] = []
 
-    def drop_first(self: greeter.Greeter, sender: Peer, message: Hello) -> None:
+    def drop_first(self: handshaker.Greeter, sender: Peer, message: Hello) -> None:
         if dropped:
             greeted(self, sender, message)
         dropped.append(sender)
 
-    monkeypatch.setattr(greeter.Greeter, "greeted", drop_first)
+    monkeypatch.setattr(handshaker.Greeter, "greeted", drop_first)
     consumer.step(receives=[receive(producer.address)])
     until(lambda: consumer.runtime.census()["offered"] == 1)
     assert dropped == [Peer("c", 0)] * 2

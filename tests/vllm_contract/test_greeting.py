@@ -9,7 +9,7 @@ import pytest
 
 from connectors.protocol.wire import Peer
 from connectors.transport.memory import MemoryTransport
-from connectors.vllm_hma.guests import Guests
+from connectors.vllm_hma.handshake.peer_table import Guests
 from tests.vllm_contract.test_forgetting import delivered, lose, produce
 from tests.vllm_contract.workers import Worker, receive, results, until
 

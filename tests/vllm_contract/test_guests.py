@@ -10,7 +10,7 @@ import pytest
 
 from connectors.errors import HandshakeError
 from connectors.protocol.wire import Peer
-from connectors.vllm_hma.guests import Guests
+from connectors.vllm_hma.handshake.peer_table import Guests
 from connectors.vllm_hma.orders import Chunk, Expect
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results
 

@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from connectors.errors import UnsupportedCacheError
 from connectors.planning.heads import head_shares
-from connectors.vllm_hma.translate import total_heads
+from connectors.vllm_hma.model.translate import total_heads
 from tests.vllm_contract.caches import full, sliding, vllm_config
 from tests.vllm_contract.memory_engines import MemoryRank, memory_rank, transfer, whole_blocks
 

@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable
 
 from connectors.vllm_hma.orders import Chunk, Expect
-from connectors.vllm_hma.quarantine import Kept
-from connectors.vllm_hma.reports import WorkerReport
+from connectors.vllm_hma.reports import Kept, WorkerReport
 from tests.vllm_contract.workers import DIGEST, LIMITS, Worker, receive, results
 
 STEP = dataclasses.replace(LIMITS, step_s=1.0)

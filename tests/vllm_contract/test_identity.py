@@ -14,12 +14,12 @@ from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.lora.request import LoRARequest
 
-import connectors.vllm_hma.weights as weights
+import connectors.vllm_hma.model.weights as weights
 from app.demo.paths import MODEL_DIR
 from connectors.errors import ConfigurationError
 from connectors.vllm_hma.connector import TandemConnector
-from connectors.vllm_hma.identity import Adapters, model_identity
-from connectors.vllm_hma.weights import digest_weights
+from connectors.vllm_hma.model.identity import Adapters, model_identity
+from connectors.vllm_hma.model.weights import digest_weights
 from tests.vllm_contract.caches import cache_config, full, vllm_config
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

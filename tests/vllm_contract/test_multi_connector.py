@@ -20,7 +20,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.request import Request, RequestStatus
 
-from connectors.protocol.cards import WorkerCard, encode_worker_card
+from connectors.protocol.agent_metadata import WorkerCard, encode_worker_card
 from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.metrics import TandemStats
 from connectors.vllm_hma.orders import CardMetadata

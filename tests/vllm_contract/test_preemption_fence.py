@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from connectors.planning.layout import Place
-from connectors.vllm_hma import runtime
 from connectors.vllm_hma.orders import Chunk, Expect
+from connectors.vllm_hma.worker_side import runtime
 from tests.vllm_contract.test_ends import both_ends, let_go
 from tests.vllm_contract.workers import DIGEST, LIMITS, Worker, receive, until
 

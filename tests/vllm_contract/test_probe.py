@@ -15,15 +15,15 @@ from functools import partial
 import pytest
 
 from connectors.errors import HandshakeError
-from connectors.protocol.cards import ProcessIdentity
+from connectors.protocol.agent_metadata import ProcessIdentity
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.reception import Suspect
 from connectors.protocol.wire import Peer
-from connectors.vllm_hma import probe, processes
+from connectors.vllm_hma.handshake import probe, processes
+from connectors.vllm_hma.handshake.probe import WorkerProbe
+from connectors.vllm_hma.handshake.processes import Liveness, liveness, own_process
+from connectors.vllm_hma.handshake.side_channel import CardServer, ask_liveness, fetch_card
 from connectors.vllm_hma.orders import Chunk, Expect
-from connectors.vllm_hma.probe import WorkerProbe
-from connectors.vllm_hma.processes import Liveness, liveness, own_process
-from connectors.vllm_hma.side_channel import CardServer, ask_liveness, fetch_card
 from tests.vllm_contract.test_ends import HeldWrites, let_go
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
@@ -41,7 +41,7 @@ def refusing() -> Iterator[int]:
 @pytest.fixture
 def child() -> Iterator[tuple[subprocess.Popen[bytes], ProcessIdentity]]:
     """A process, and its identity."""
-    code = "import time; from connectors.vllm_hma.processes import own_process; "
+    code = "import time; from connectors.vllm_hma.handshake.processes import own_process; "
     code += "me = own_process(); print(me.host, me.pid, me.started_at, flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

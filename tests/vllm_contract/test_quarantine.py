@@ -11,8 +11,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from connectors.protocol.actions import Due
-from connectors.vllm_hma.quarantine import Kept, QuarantineReport
-from connectors.vllm_hma.reports import WorkerReport
+from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
 from tests.campaigns.schedules.scheduling import STOP_TOKEN, Engine, Rank
 
 LOADS_STEPS = 5

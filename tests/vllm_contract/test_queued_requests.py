@@ -15,7 +15,7 @@ from connectors.protocol.params import EngineAddress
 from connectors.vllm_hma.config import parse_config
 from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders, Queue, Release
 from connectors.vllm_hma.reports import WorkerReport
-from connectors.vllm_hma.scheduler import SchedulerConnector
+from connectors.vllm_hma.scheduler_side.scheduler import SchedulerConnector
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
 STEP_TOKENS = 100

@@ -14,11 +14,11 @@ import psutil
 import pytest
 
 from connectors.errors import HandshakeError, PeerSecretError, WireError
-from connectors.protocol.cards import PROTOCOL_VERSION, encode_worker_card
-from connectors.protocol.keys import derive_keys
-from connectors.vllm_hma import side_channel
+from connectors.protocol.agent_metadata import PROTOCOL_VERSION, encode_worker_card
+from connectors.vllm_hma.handshake import side_channel
+from connectors.vllm_hma.handshake.keys import derive_keys
+from connectors.vllm_hma.handshake.side_channel import CardServer, fetch_card
 from connectors.vllm_hma.orders import Chunk, Expect
-from connectors.vllm_hma.side_channel import CardServer, fetch_card
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results
 
 SECRET, ANOTHER = "the secret of these two engines", "the secret of two other engines"
@@ -109,9 +109,9 @@ def test_secrets_that_differ(
     consumer.step(receives=[receive(producer.address)])
     assert results(consumer, within_s=2.0) == (set(), {"r"}, {"r"})
     logged = {record.name: record.getMessage() for record in caplog.records}
-    assert asker_says in logged["connectors.vllm_hma.greeter"]
-    assert server_says in logged["connectors.vllm_hma.side_channel"]
-    assert "set the same transfer.secret" in logged["connectors.vllm_hma.side_channel"]
+    assert asker_says in logged["connectors.vllm_hma.handshake.handshaker"]
+    assert server_says in logged["connectors.vllm_hma.handshake.side_channel"]
+    assert "set the same transfer.secret" in logged["connectors.vllm_hma.handshake.side_channel"]
 
 
 def test_a_frame_of_another_secret_is_dropped(worker: Callable[..., Worker], caplog: pytest.LogCaptureFixture) -> None:

@@ -17,8 +17,8 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from connectors.errors import UnsupportedCacheError
 from connectors.planning.layout import GroupKind, LayerPages
 from connectors.planning.plan import check_compatible
-from connectors.vllm_hma.states import state_parts
-from connectors.vllm_hma.translate import engine_layout
+from connectors.vllm_hma.model.states import state_parts
+from connectors.vllm_hma.model.translate import engine_layout
 from testing.models import falcon_h1
 from tests.vllm_contract.caches import cache_config
 

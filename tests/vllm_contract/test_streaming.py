@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from connectors.planning.layout import Group, GroupKind, LayerPages
-from connectors.vllm_hma.fence import StepFence
 from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders
-from connectors.vllm_hma.steps import Begun, Ended, LayersComputed, Steps
 from connectors.vllm_hma.streaming import Governor, Streaming
+from connectors.vllm_hma.worker_side.fence import StepFence
+from connectors.vllm_hma.worker_side.steps import Begun, Ended, LayersComputed, Steps
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
 

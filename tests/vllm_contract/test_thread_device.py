@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-import connectors.vllm_hma.runtime as runtime_module
+import connectors.vllm_hma.worker_side.runtime as runtime_module
 from connectors.protocol.reception import Suspect
 from connectors.protocol.wire import Peer
-from connectors.vllm_hma import accelerator
+from connectors.vllm_hma.handshake.processes import own_process
 from connectors.vllm_hma.orders import Chunk, Expect
-from connectors.vllm_hma.processes import own_process
+from connectors.vllm_hma.worker_side import accelerator
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
 NO_DEVICE = ("tandem-side-channel", "tandem-orphan")

@@ -17,8 +17,8 @@ from vllm.v1.kv_cache_interface import (
 
 from connectors.errors import UnsupportedCacheError
 from connectors.planning.layout import GroupKind
-from connectors.vllm_hma.identity import model_identity
-from connectors.vllm_hma.translate import engine_layout, group_shapes, only_states_can_lag
+from connectors.vllm_hma.model.identity import model_identity
+from connectors.vllm_hma.model.translate import engine_layout, group_shapes, only_states_can_lag
 from tests.vllm_contract.caches import (
     BLOCK_ELEMENTS,
     BLOCK_TOKENS,

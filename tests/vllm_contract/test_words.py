@@ -9,7 +9,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from connectors.vllm_hma.config import parse_config
 from connectors.vllm_hma.orders import Orders
-from connectors.vllm_hma.scheduler import SchedulerConnector
+from connectors.vllm_hma.scheduler_side.scheduler import SchedulerConnector
 
 SUPERVISOR = "what nobody else knows"
 

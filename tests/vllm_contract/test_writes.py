@@ -13,9 +13,9 @@ from connectors.planning.layout import Place
 from connectors.protocol.wire import Message, Offer, Peer
 from connectors.transport import digest
 from connectors.transport.memory import MemoryTransport
+from connectors.vllm_hma.handshake.message_sender import Post
 from connectors.vllm_hma.orders import Chunk, Expect, Finished
-from connectors.vllm_hma.post import Post
-from connectors.vllm_hma.trace import Trace, read_trace
+from connectors.vllm_hma.worker_side.trace import Trace, read_trace
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
 

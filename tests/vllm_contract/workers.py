@@ -10,18 +10,18 @@ import numpy as np
 import torch
 
 from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Place, Region
-from connectors.protocol.cards import ModelIdentity, WorkerCard, encode_worker_card
-from connectors.protocol.keys import derive_keys
+from connectors.protocol.agent_metadata import ModelIdentity, WorkerCard, encode_worker_card
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress, prompt_digest
 from connectors.transport.memory import Fabric, MemoryTransport
 from connectors.vllm_hma.config import ConnectorConfig
-from connectors.vllm_hma.fence import StepFence
+from connectors.vllm_hma.handshake.keys import derive_keys
+from connectors.vllm_hma.handshake.processes import own_process
+from connectors.vllm_hma.handshake.side_channel import CardServer
 from connectors.vllm_hma.orders import Orders, Receive
-from connectors.vllm_hma.processes import own_process
-from connectors.vllm_hma.runtime import WorkerRuntime
-from connectors.vllm_hma.side_channel import CardServer
 from connectors.vllm_hma.streaming import Streaming
+from connectors.vllm_hma.worker_side.fence import StepFence
+from connectors.vllm_hma.worker_side.runtime import WorkerRuntime
 
 BLOCKS, BLOCK_TOKENS, BLOCK_BYTES = 8, 4, 64
 IDENTITY = ModelIdentity("model", "float32", "auto", "0.32.0")

@@ -30,8 +30,8 @@ from connectors.store.engine.scheduler import StoreScheduler
 from connectors.store.engine.settings import parse_settings
 from connectors.store.engine.worker import StoreWorker
 from connectors.store.keys.names import ModelFingerprint
-from connectors.vllm_hma.identity import model_identity
-from connectors.vllm_hma.translate import engine_layout, group_shapes
+from connectors.vllm_hma.model.identity import model_identity
+from connectors.vllm_hma.model.translate import engine_layout, group_shapes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -28,7 +28,7 @@ from connectors.store.service import Fetched, KVStore, StoreLimits
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.objects import ObjectName
 from connectors.store.tiers.staging import Staging
-from connectors.vllm_hma.identity import Adapters
+from connectors.vllm_hma.model.identity import Adapters
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

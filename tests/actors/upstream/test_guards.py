@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ast
-import hashlib
-import importlib.util
 from pathlib import Path
 
 import pytest
 
 from actors import upstream
+from testing.source_digests import digest, source_of
 
 GUARDS: dict[str, dict[str, str]] = {
     "ray_private": {
@@ -64,23 +62,6 @@ GUARDS: dict[str, dict[str, str]] = {
     },
 }
 """For each file of `actors/upstream`: `file:symbol` in an installed package, and the digest of its code."""
-
-
-def source_of(path: str) -> str:
-    """Return the text of an installed package's file, without importing the package."""
-    top, _, rest = path.partition("/")
-    spec = importlib.util.find_spec(top)
-    assert spec is not None
-    assert spec.submodule_search_locations
-    return Path(spec.submodule_search_locations[0], rest).read_text()
-
-
-def digest(source: str, symbol: str) -> str:
-    """Return a digest of the code of `symbol`, a function, a class or a method; comments and layout do not count."""
-    scope: ast.AST = ast.parse(source)
-    for name in symbol.split("."):
-        scope = next(node for node in ast.iter_child_nodes(scope) if getattr(node, "name", None) == name)
-    return hashlib.sha256(ast.dump(scope).encode()).hexdigest()[:12]
 
 
 @pytest.mark.parametrize("workaround", sorted(GUARDS))

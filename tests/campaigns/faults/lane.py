@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from connectors.vllm_hma.trace import read_trace
+from connectors.vllm_hma.worker_side.trace import read_trace
 from testing.ports import free_port
 from testing.servers import MODEL, POOL_BLOCKS, Server
 from tests.campaigns.faults import references

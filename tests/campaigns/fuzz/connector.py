@@ -29,16 +29,16 @@ import numpy as np
 import psutil
 
 from connectors.planning.layout import Place, Region
-from connectors.protocol.cards import PROTOCOL_VERSION, encode_worker_card
-from connectors.protocol.keys import derive_keys
+from connectors.protocol.agent_metadata import PROTOCOL_VERSION, encode_worker_card
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.wire import Envelope, Hello, Peer, encode
 from connectors.transport.memory import Fabric
 from connectors.transport.nixl import NixlTransport
-from connectors.vllm_hma.guests import Guests
+from connectors.vllm_hma.handshake.keys import derive_keys
+from connectors.vllm_hma.handshake.message_sender import agent_name
+from connectors.vllm_hma.handshake.peer_table import Guests
+from connectors.vllm_hma.handshake.side_channel import CardServer, fetch_card
 from connectors.vllm_hma.orders import Chunk, Expect, Finished
-from connectors.vllm_hma.post import agent_name
-from connectors.vllm_hma.side_channel import CardServer, fetch_card
 from tests.campaigns.fuzz.frames import Hostile
 from tests.vllm_contract.workers import DIGEST, LIMITS, Worker, receive, results, until
 

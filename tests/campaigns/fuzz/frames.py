@@ -12,7 +12,7 @@ import numpy as np
 
 from connectors.errors import PlanError
 from connectors.planning.blocks import BlockSet
-from connectors.protocol.cards import PROTOCOL_VERSION
+from connectors.protocol.agent_metadata import PROTOCOL_VERSION
 from connectors.protocol.wire import (
     Aborted,
     Alive,

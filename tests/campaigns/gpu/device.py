@@ -18,7 +18,7 @@ def place_of(device: torch.device) -> Place:
 
 
 def set_current(device: torch.device) -> None:
-    """Make ``device`` current in this thread with its context, as ``connectors.vllm_hma.accelerator`` does."""
+    """Make ``device`` current in this thread with its context, as ``vllm_hma.worker_side.accelerator`` does."""
     if device.type != "cpu":
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)

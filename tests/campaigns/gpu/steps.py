@@ -12,8 +12,8 @@ import torch
 
 from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Region
 from connectors.transport.device_digest import CacheMemory, DeviceMemory
-from connectors.vllm_hma.fence import StepFence
-from connectors.vllm_hma.steps import Begun, Ended, Entry, LayersComputed, Steps
+from connectors.vllm_hma.worker_side.fence import StepFence
+from connectors.vllm_hma.worker_side.steps import Begun, Ended, Entry, LayersComputed, Steps
 from tests.campaigns.gpu.conformance import check
 from tests.campaigns.gpu.device import keep_busy, place_of, set_current, synchronize, until
 

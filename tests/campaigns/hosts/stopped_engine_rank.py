@@ -27,7 +27,7 @@ from pathlib import Path
 import psutil
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from connectors.vllm_hma.trace import read_trace
+from connectors.vllm_hma.worker_side.trace import read_trace
 from testing import fork_server
 from testing.engines import describe, generate, start_engine
 from testing.identity import MAX_TOKENS, random_prompt

@@ -32,17 +32,17 @@ import torch
 
 from connectors.planning.descriptors import Runs
 from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Place, Region
-from connectors.protocol.cards import ModelIdentity, WorkerCard, encode_worker_card
+from connectors.protocol.agent_metadata import ModelIdentity, WorkerCard, encode_worker_card
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress, prompt_digest
 from connectors.transport.nixl import NixlTransport
-from connectors.vllm_hma import probe
 from connectors.vllm_hma.config import ConnectorConfig
-from connectors.vllm_hma.fence import StepFence
+from connectors.vllm_hma.handshake import probe
+from connectors.vllm_hma.handshake.processes import own_process
+from connectors.vllm_hma.handshake.side_channel import CardServer
 from connectors.vllm_hma.orders import Chunk, Expect, Orders, Receive
-from connectors.vllm_hma.processes import own_process
-from connectors.vllm_hma.runtime import WorkerRuntime
-from connectors.vllm_hma.side_channel import CardServer
+from connectors.vllm_hma.worker_side.fence import StepFence
+from connectors.vllm_hma.worker_side.runtime import WorkerRuntime
 
 HEAD_BYTES = 32 * 2**20
 """Of one block on one prefill rank: more than a socket takes at once, so that a stopped rank is in mid-write."""

@@ -30,11 +30,10 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from connectors.protocol.actions import Due
-from connectors.protocol.cards import WorkerCard, encode_worker_card
+from connectors.protocol.agent_metadata import WorkerCard, encode_worker_card
 from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.orders import CardMetadata, Orders
-from connectors.vllm_hma.quarantine import Kept, QuarantineReport
-from connectors.vllm_hma.reports import WorkerReport
+from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
 from tests.vllm_contract.caches import cache_config, full, sliding, vllm_config
 from tests.vllm_contract.workers import IDENTITY, layout_of
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from connectors.vllm_hma.trace import read_trace
+from connectors.vllm_hma.worker_side.trace import read_trace
 from testing import fork_server
 from testing.engines import Pair, describe, generate, start_engine
 from testing.identity import LOGPROB_TOLERANCE, MAX_TOKENS, Outcome, compare, prompts

@@ -35,7 +35,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.worker import cpu_worker  # noqa: F401 (imported once, for all engines)
 
-from connectors.vllm_hma.trace import read_trace
+from connectors.vllm_hma.worker_side.trace import read_trace
 from testing.engines import Answer, generate, start_engine
 from testing.environment import ENVIRONMENT
 from testing.identity import MAX_TOKENS, difference, prompts

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from connectors.vllm_hma.trace import read_trace
+from connectors.vllm_hma.worker_side.trace import read_trace
 from testing.engines import Answer, Pair, describe, generate, start_engine
 from testing.identity import MAX_TOKENS
 from testing.models import gemma3

@@ -16,11 +16,11 @@ from connectors.protocol.actions import ProducerAction, Write
 from connectors.protocol.producer import Producer as ProducerMachine
 from connectors.protocol.wire import Alive
 from connectors.transport.base import Transport, WriteHandle
-from connectors.vllm_hma.complaints import Complaints
+from connectors.vllm_hma.handshake.message_sender import Post, agent_name
+from connectors.vllm_hma.handshake.peers import Peers
 from connectors.vllm_hma.metrics import RankTally
-from connectors.vllm_hma.peers import Peers
-from connectors.vllm_hma.post import Post, agent_name
-from connectors.vllm_hma.trace import Trace
+from connectors.vllm_hma.rate_limited_log import Complaints
+from connectors.vllm_hma.worker_side.trace import Trace
 
 logger = logging.getLogger(__name__)
 

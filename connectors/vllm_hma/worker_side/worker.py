@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-from connectors.protocol.cards import WorkerCard, encode_worker_card
+from connectors.protocol.agent_metadata import WorkerCard, encode_worker_card
 from connectors.protocol.wire import Peer
 from connectors.transport.nixl import NixlTransport
 from connectors.vllm_hma.config import ConnectorConfig
-from connectors.vllm_hma.fence import StepFence
-from connectors.vllm_hma.identity import model_identity
+from connectors.vllm_hma.handshake.message_sender import agent_name
+from connectors.vllm_hma.handshake.processes import own_process
 from connectors.vllm_hma.metrics import TandemStats
+from connectors.vllm_hma.model.identity import model_identity
+from connectors.vllm_hma.model.translate import engine_layout, group_shapes
 from connectors.vllm_hma.orders import Orders
-from connectors.vllm_hma.post import agent_name
-from connectors.vllm_hma.processes import own_process
 from connectors.vllm_hma.reports import WorkerReport
-from connectors.vllm_hma.runtime import WorkerRuntime
 from connectors.vllm_hma.streaming import Streaming
-from connectors.vllm_hma.translate import engine_layout, group_shapes
+from connectors.vllm_hma.worker_side.fence import StepFence
+from connectors.vllm_hma.worker_side.runtime import WorkerRuntime
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

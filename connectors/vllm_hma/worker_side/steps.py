@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from connectors.planning.layout import Group
-from connectors.vllm_hma.fence import StepFence
+from connectors.vllm_hma.worker_side.fence import StepFence
 
 if TYPE_CHECKING:
     # `make gpu-check` uses this module where vLLM is not installed.

@@ -41,7 +41,7 @@ from connectors.protocol.actions import (
     Verify,
     Write,
 )
-from connectors.protocol.cards import WorkerCard
+from connectors.protocol.agent_metadata import WorkerCard
 from connectors.protocol.consumer import Consumer as ConsumerMachine
 from connectors.protocol.consumer import ConsumerSnapshot
 from connectors.protocol.params import names_engine
@@ -51,23 +51,22 @@ from connectors.protocol.reception import Order, Partner
 from connectors.protocol.wire import AwaitStart, Cancel, Hello, Message, Offer, Peer, Refused, Welcome, decode
 from connectors.transport.base import Transport
 from connectors.transport.device_digest import CacheMemory
-from connectors.vllm_hma.accelerator import set_thread_device
-from connectors.vllm_hma.complaints import Complaints
 from connectors.vllm_hma.config import ConnectorConfig
-from connectors.vllm_hma.fence import StepFence
-from connectors.vllm_hma.greeter import Greeter, GreeterSnapshot
+from connectors.vllm_hma.handshake.handshaker import Greeter, GreeterSnapshot
+from connectors.vllm_hma.handshake.message_sender import Post, agent_name
+from connectors.vllm_hma.handshake.peers import Peers, PeersSnapshot
+from connectors.vllm_hma.handshake.probe import WorkerProbe
 from connectors.vllm_hma.metrics import RankTally, TandemStats
 from connectors.vllm_hma.orders import Finished, Orders, Receive
-from connectors.vllm_hma.peers import Peers, PeersSnapshot
-from connectors.vllm_hma.post import Post, agent_name
-from connectors.vllm_hma.probe import WorkerProbe
-from connectors.vllm_hma.pump import Pump
-from connectors.vllm_hma.quarantine import Kept, QuarantineReport
-from connectors.vllm_hma.reports import WorkerReport
-from connectors.vllm_hma.steps import Begun, Ended, Entry, LayersComputed, Steps
+from connectors.vllm_hma.rate_limited_log import Complaints
+from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
 from connectors.vllm_hma.streaming import Governor, Streaming
-from connectors.vllm_hma.trace import Trace
-from connectors.vllm_hma.writes import Writes
+from connectors.vllm_hma.worker_side.accelerator import set_thread_device
+from connectors.vllm_hma.worker_side.fence import StepFence
+from connectors.vllm_hma.worker_side.progress_thread import Pump
+from connectors.vllm_hma.worker_side.steps import Begun, Ended, Entry, LayersComputed, Steps
+from connectors.vllm_hma.worker_side.trace import Trace
+from connectors.vllm_hma.worker_side.writes import Writes
 
 logger = logging.getLogger(__name__)
 

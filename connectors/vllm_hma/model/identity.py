@@ -13,8 +13,8 @@ import huggingface_hub
 import vllm
 from vllm.platforms import current_platform
 
-from connectors.protocol.cards import ModelIdentity
-from connectors.vllm_hma.weights import digest_weights
+from connectors.protocol.agent_metadata import ModelIdentity
+from connectors.vllm_hma.model.weights import digest_weights
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

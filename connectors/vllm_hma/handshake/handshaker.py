@@ -23,7 +23,13 @@ from connectors.errors import HandshakeError, TandemError
 from connectors.planning.heads import partners
 from connectors.planning.plan import PairPlan, plan_pair
 from connectors.planning.verify import prove_plans
-from connectors.protocol.cards import EngineCard, WorkerCard, check_peers, decode_worker_card, encode_worker_card
+from connectors.protocol.agent_metadata import (
+    EngineCard,
+    WorkerCard,
+    check_peers,
+    decode_worker_card,
+    encode_worker_card,
+)
 from connectors.protocol.delivery import Consumer
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.reception import Partner
@@ -31,11 +37,11 @@ from connectors.protocol.wire import Hello, Peer, Refused, Welcome
 from connectors.transport.base import Transport
 from connectors.transport.device_digest import CacheMemory
 from connectors.transport.digest import End, TransferDigest, digests
-from connectors.vllm_hma.complaints import Complaints
-from connectors.vllm_hma.peers import Peers
-from connectors.vllm_hma.post import Post, agent_name
-from connectors.vllm_hma.processes import Liveness, liveness
-from connectors.vllm_hma.side_channel import fetch_card
+from connectors.vllm_hma.handshake.message_sender import Post, agent_name
+from connectors.vllm_hma.handshake.peers import Peers
+from connectors.vllm_hma.handshake.processes import Liveness, liveness
+from connectors.vllm_hma.handshake.side_channel import fetch_card
+from connectors.vllm_hma.rate_limited_log import Complaints
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ import sys
 from typing import BinaryIO
 
 from connectors.errors import ConfigurationError
-from connectors.vllm_hma.side_channel import CardServer
+from connectors.vllm_hma.handshake.side_channel import CardServer
 
 _LENGTH = struct.Struct("<I")
 _START_S = 60.0

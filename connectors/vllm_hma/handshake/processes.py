@@ -11,7 +11,7 @@ from enum import Enum
 from functools import cache
 from pathlib import Path
 
-from connectors.protocol.cards import NO_PROCESS, ProcessIdentity
+from connectors.protocol.agent_metadata import NO_PROCESS, ProcessIdentity
 
 _PROC = Path("/proc")
 _STATE, _STARTED_AT = 0, 19

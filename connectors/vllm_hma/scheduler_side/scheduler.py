@@ -29,7 +29,7 @@ from vllm.v1.request import RequestStatus
 from connectors.errors import WireError
 from connectors.planning.layout import Group
 from connectors.protocol.actions import Due
-from connectors.protocol.cards import decode_worker_card, engine_card
+from connectors.protocol.agent_metadata import decode_worker_card, engine_card
 from connectors.protocol.params import (
     ConsumeParams,
     DiscardParams,
@@ -39,13 +39,14 @@ from connectors.protocol.params import (
     parse_params,
     prompt_digest,
 )
-from connectors.vllm_hma.card_process import CardProcess
-from connectors.vllm_hma.complaints import Complaints
 from connectors.vllm_hma.config import ConnectorConfig
-from connectors.vllm_hma.identity import Adapters
+from connectors.vllm_hma.handshake.metadata_process import CardProcess
 from connectors.vllm_hma.metrics import TandemStats
+from connectors.vllm_hma.model.identity import Adapters
 from connectors.vllm_hma.orders import CardMetadata, Chunk, Expect, Finished, Orders, Queue, Receive, Release
-from connectors.vllm_hma.quarantine import Quarantine
+from connectors.vllm_hma.rate_limited_log import Complaints
+from connectors.vllm_hma.scheduler_side.quarantine import Quarantine
+from connectors.vllm_hma.upstream.vllm_request_prompt import drop_last_token
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -185,7 +186,7 @@ class SchedulerConnector:
                 )
                 return
             digest = _digest(request, self._adapters)
-            _drop_last_token(request)
+            drop_last_token(request)
             production = _Production(
                 params.transfer_id or uuid.uuid4().hex, request.num_prompt_tokens, [0] * len(self._groups)
             )
@@ -389,16 +390,6 @@ def _loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _drop_last_token(request: Request) -> None:
-    """Let vLLM compute a prompt without its last token, which is the consumer's to compute."""
-    if request.num_prompt_tokens < 2 or request.prompt_token_ids is None:
-        return
-    # A list of its own: the request may share it with whoever made it.
-    request.prompt_token_ids = request.prompt_token_ids[:-1]
-    del request._all_token_ids[-1]  # noqa: SLF001 - vLLM keeps the tokens twice
-    request.num_prompt_tokens -= 1
 
 
 def _digest(request: Request, adapters: Adapters) -> str:

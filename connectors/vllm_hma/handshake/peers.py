@@ -24,8 +24,8 @@ from connectors.protocol.delivery import Consumer
 from connectors.protocol.producer import Producer as ProducerMachine
 from connectors.protocol.wire import Peer
 from connectors.transport.base import Transport
-from connectors.vllm_hma.guests import Guests
-from connectors.vllm_hma.post import Post, agent_name
+from connectors.vllm_hma.handshake.message_sender import Post, agent_name
+from connectors.vllm_hma.handshake.peer_table import Guests
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ a secret is set, the connection is TLS that only its holders can complete (``tls
 this engine's memory.
 
 Whoever connects gets little of this engine: TALK_S in all, one of MAX_CONNECTIONS places (the newest takes the
-oldest's) and a few kilobytes read. Engines serve it in a process of its own (``card_process.py``), so that a flood does
-not take the scheduler's interpreter; elsewhere, one connection is accepted in PACE_S. Those who are turned away try
-again until their time is over.
+oldest's) and a few kilobytes read. Engines serve it in a process of its own (``metadata_process.py``), so that a
+flood does not take the scheduler's interpreter; elsewhere, one connection is accepted in PACE_S. Those who are turned
+away try again until their time is over.
 
     question   b"tandem/5 cards\n"
     answer     b"TDC" | version | n | n lengths | n cards        numbers are uint32 but the version, a byte
@@ -30,7 +30,7 @@ import threading
 import time
 
 from connectors.errors import ConfigurationError, HandshakeError, PeerSecretError, StaleReferenceError, WireError
-from connectors.protocol.cards import (
+from connectors.protocol.agent_metadata import (
     MAX_CARD_BYTES,
     PROTOCOL_VERSION,
     EngineCard,
@@ -38,9 +38,9 @@ from connectors.protocol.cards import (
     decode_worker_card,
     engine_card,
 )
-from connectors.vllm_hma.complaints import Complaints
-from connectors.vllm_hma.processes import Liveness, liveness
-from connectors.vllm_hma.tls import tls_context
+from connectors.vllm_hma.handshake.processes import Liveness, liveness
+from connectors.vllm_hma.handshake.tls import tls_context
+from connectors.vllm_hma.rate_limited_log import Complaints
 
 logger = logging.getLogger(__name__)
 

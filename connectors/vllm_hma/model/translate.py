@@ -11,11 +11,10 @@ A new model family is a new branch here, and nowhere else. What is not known is 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -31,8 +30,9 @@ from vllm.v1.kv_cache_interface import (
 
 from connectors.errors import UnsupportedCacheError
 from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Place, Region, unique_regions
-from connectors.vllm_hma.identity import resolved_cache_dtype
-from connectors.vllm_hma.states import state_parts
+from connectors.vllm_hma.model.identity import resolved_cache_dtype
+from connectors.vllm_hma.model.states import state_parts
+from connectors.vllm_hma.upstream.vllm_cpu_attention import instruction_set, stripes_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -266,9 +266,9 @@ def _cpu_parts(config: VllmConfig, page: LayerPages, spec: AttentionSpec, size: 
     tokens = page.rows
     if page.row_stride_bytes != page.row_bytes:
         raise UnsupportedCacheError(page.layer, "its heads are not contiguous, which CPU attention needs", _SEPARATE)
-    isa = _get_attn_isa(config.model_config.dtype, tokens, spec.head_size, config.cache_config.cache_dtype)
+    isa = instruction_set(config, tokens, spec.head_size)
     parts, offset = [], 0
-    for name, head_size, stripe in zip("kv", (spec.head_size, spec.head_size_v), _cpu_stripes(isa), strict=True):
+    for name, head_size, stripe in zip("kv", (spec.head_size, spec.head_size_v), stripes_of(isa), strict=True):
         width = head_size if stripe.dims is None else stripe.dims
         # An unknown packing is one row that cannot be cut.
         granule = stripe.tokens or tokens
@@ -287,29 +287,6 @@ def _cpu_parts(config: VllmConfig, page: LayerPages, spec: AttentionSpec, size: 
         )
         offset += tokens * head_size * size
     return parts
-
-
-@dataclass(frozen=True, slots=True)
-class Stripes:
-    """How CPU attention packs K or V of one head: (head size / dims) stripes, cut between ``tokens`` tokens.
-
-    ``dims`` None is the whole head, one stripe; ``tokens`` None a packing that cannot be cut.
-    """
-
-    dims: int | None
-    tokens: int | None
-
-
-CPU_PACKING = {
-    "vec": (Stripes(1, 1), Stripes(None, 1)),
-    "vec16": (Stripes(1, 1), Stripes(None, 1)),
-    "amx": (Stripes(None, 16), Stripes(16, 2)),
-}
-"""(K, V) by instruction set; proved on the running machine by tests/vllm_contract/test_cpu_packing.py."""
-
-
-def _cpu_stripes(isa: str) -> tuple[Stripes, Stripes]:
-    return CPU_PACKING.get(isa, (Stripes(None, None), Stripes(None, None)))
 
 
 def _span(view: torch.Tensor) -> Region:

@@ -21,9 +21,9 @@ from connectors.errors import TandemError
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.reception import Suspect
 from connectors.protocol.wire import Peer
-from connectors.vllm_hma.complaints import Complaints
-from connectors.vllm_hma.processes import Liveness, liveness
-from connectors.vllm_hma.side_channel import ask_liveness
+from connectors.vllm_hma.handshake.processes import Liveness, liveness
+from connectors.vllm_hma.handshake.side_channel import ask_liveness
+from connectors.vllm_hma.rate_limited_log import Complaints
 
 logger = logging.getLogger(__name__)
 

@@ -16,37 +16,14 @@ run to their end before it fits: it stays among those that wait for KV, which ot
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from connectors.vllm_hma.reports import Kept, QuarantineReport
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
-
-
-class Kept(NamedTuple):
-    """The blocks of a request for one transfer. Either id alone may come again while they are kept."""
-
-    request_id: str
-    transfer_id: str
-
-
-@dataclass(slots=True)
-class QuarantineReport:
-    """What has changed on some ranks since their last reports, with an entry for each rank.
-
-    ``lasts`` on some rank: vLLM passes no empty report on, and the scheduler's half is to look for room in each step.
-    """
-
-    begun: list[Kept] = field(default_factory=list)
-    ended: list[Kept] = field(default_factory=list)
-    lasts: bool = False
-
-    def __bool__(self) -> bool:
-        return bool(self.begun or self.ended or self.lasts)
-
-    def __add__(self, other: QuarantineReport) -> QuarantineReport:
-        return QuarantineReport(self.begun + other.begun, self.ended + other.ended, self.lasts or other.lasts)
 
 
 @dataclass(slots=True)

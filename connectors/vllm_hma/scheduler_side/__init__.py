@@ -1,0 +1,1 @@
+"""Connector in vLLM's scheduler: starts transfers and holds quarantined blocks."""

@@ -1,0 +1,46 @@
+"""How vLLM's CPU attention packs a block: by the instruction set that it selects.
+
+vLLM selects the instruction set in a private function and exports no description of the packing. Sources:
+https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/attention/backends/cpu_attn.py
+and csrc/cpu/cpu_attn_{vec,vec16,amx}.hpp in the same repository.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Stripes:
+    """How CPU attention packs K or V of one head: (head size / dims) stripes, cut between ``tokens`` tokens.
+
+    ``dims`` None is the whole head, one stripe; ``tokens`` None a packing that cannot be cut.
+    """
+
+    dims: int | None
+    tokens: int | None
+
+
+CPU_PACKING = {
+    "vec": (Stripes(1, 1), Stripes(None, 1)),
+    "vec16": (Stripes(1, 1), Stripes(None, 1)),
+    "amx": (Stripes(None, 16), Stripes(16, 2)),
+}
+"""(K, V) by instruction set; proved on the running machine by tests/vllm_contract/test_cpu_packing.py."""
+
+
+def instruction_set(config: VllmConfig, block_tokens: int, head_size: int) -> str:
+    """Return the instruction set that vLLM selects for a layer with these blocks."""
+    isa: str = _get_attn_isa(config.model_config.dtype, block_tokens, head_size, config.cache_config.cache_dtype)
+    return isa
+
+
+def stripes_of(isa: str) -> tuple[Stripes, Stripes]:
+    """Return the packing of K and of V for an instruction set; one that cannot be cut for an unknown one."""
+    return CPU_PACKING.get(isa, (Stripes(None, None), Stripes(None, None)))
