@@ -2,12 +2,13 @@
 
 python -m benchmarks.contact [--blocks 10000] [--layers 48] [--page-bytes 512] [--rounds 7]
 
-Two processes; each round makes new agents, registers their memory and serves their cards (none of which is timed),
+Two processes; each round makes new agents, registers their memory and serves their metadata (none of which is timed),
 then times one contact of each kind, in turn. UCX connects anew in every round.
 
-ours            a request arrives at the consumer's ``WorkerRuntime`` -> its ``_connected``: the card fetched over the
-                side channel, plans made and proved, peers added, Hello and Welcome exchanged over NIXL through both
-                pumps. Nothing is left to be prepared when it ends, and both ends have opened their connections.
+ours            a request arrives at the consumer's ``WorkerRuntime`` -> its ``_connected``: the metadata fetched over
+                the side channel, plans made and proved, peers added, Hello and Welcome exchanged over NIXL through both
+                progress threads. Nothing is left to be prepared when it ends, and both ends have opened their
+                connections.
 upstream        its ``_nixl_handshake`` against its ``_nixl_handshake_listener`` (nixl/base_worker.py:985,
                 nixl/base_scheduler.py:337), with ``add_remote_agent`` reduced to NIXL's, ``_build_fa_remote``,
                 ``get_xfer_descs`` and ``prep_xfer_dlist`` (2264-2266, 2385-2409). Its checks of the peer and its
@@ -33,10 +34,10 @@ HASH = "benchmark"
 
 
 def our_worker(side: Side, name: str, connected: threading.Event) -> Any:
-    """A WorkerRuntime over ``side``, which says when it has connected, and its card."""
+    """A WorkerRuntime over ``side``, which says when it has connected, and its agent metadata."""
     import torch
 
-    from connectors.protocol.agent_metadata import ModelIdentity, WorkerCard
+    from connectors.protocol.agent_metadata import AgentMetadata, ModelIdentity
     from connectors.vllm_hma.config import ConnectorConfig
     from connectors.vllm_hma.worker_side.fence import StepFence
     from connectors.vllm_hma.worker_side.runtime import WorkerRuntime
@@ -47,8 +48,8 @@ def our_worker(side: Side, name: str, connected: threading.Event) -> Any:
             connected.set()
 
     identity = ModelIdentity("benchmark", "float32", "auto", "0")
-    card = WorkerCard(name, identity, side.layout, side.transport.kind, side.transport.metadata())
-    return Runtime(ConnectorConfig(), card, side.transport, StepFence(torch.device("cpu")))
+    agent_metadata = AgentMetadata(name, identity, side.layout, side.transport.kind, side.transport.metadata())
+    return Runtime(ConnectorConfig(), agent_metadata, side.transport, StepFence(torch.device("cpu")))
 
 
 class Theirs:
@@ -74,14 +75,14 @@ class Producer:
         from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata, NixlHandshakePayload
         from vllm.utils.network_utils import get_open_port
 
-        from connectors.protocol.agent_metadata import encode_worker_card
-        from connectors.vllm_hma.handshake.side_channel import CardServer
+        from connectors.protocol.agent_metadata import encode_agent_metadata
+        from connectors.vllm_hma.handshake.side_channel import MetadataServer
 
         page, blocks, layers = shape
         self.incarnation = f"producer-{os.getpid()}-{number}"
         self.side = Side(f"{self.incarnation}/0", page, blocks, layers)
         self.runtime = our_worker(self.side, self.incarnation, threading.Event())
-        self.server = CardServer("127.0.0.1", 0, [encode_worker_card(self.runtime.card)])
+        self.server = MetadataServer("127.0.0.1", 0, [encode_agent_metadata(self.runtime.agent_metadata)])
 
         self.theirs = Theirs(self.side, f"theirs-{self.incarnation}")
         metadata = NixlAgentMetadata(

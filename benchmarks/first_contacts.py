@@ -2,10 +2,11 @@
 
 python -m benchmarks.first_contacts [--engines 64] [--ranks 8] [--before CHECKOUT] [--rounds 3]
 
-One process stands for the prefill engine's core: it publishes the cards of 8 ranks and steps as a scheduler does, a
-millisecond of Python at a time. Another process stands for the decode workers, which all ask for the cards at once over
-TLS. A step's *stall* is the time that it took longer than the median of a quiet second. On a machine of few cores the
-decode workers take their share of the processor as well: the quiet column runs beside the same load on another port.
+One process stands for the prefill engine's core: it publishes the metadata of 8 ranks and steps as a scheduler does, a
+millisecond of Python at a time. Another process stands for the decode workers, which all ask for the metadata at once
+over TLS. A step's *stall* is the time that it took longer than the median of a quiet second. On a machine of few cores
+the decode workers take their share of the processor as well: the quiet column runs beside the same load on another
+port.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ SECRET = "of the benchmark, and no other"
 LAYERS, RANKS = 64, 8
 
 
-def cards() -> dict[tuple[int, int], Any]:
+def rank_metadata() -> dict[tuple[int, int], Any]:
     """What the workers of a prefill engine of 8 ranks publish."""
-    from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Place, Region
-    from connectors.protocol.agent_metadata import ModelIdentity, WorkerCard, encode_worker_card
-    from connectors.vllm_hma.orders import CardMetadata
+    from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, MemoryKind, Region
+    from connectors.protocol.agent_metadata import AgentMetadata, ModelIdentity, encode_agent_metadata
+    from connectors.vllm_hma.orders import EncodedAgentMetadata
 
     page, blocks = 4096, 10_000
     found = {}
@@ -41,12 +42,12 @@ def cards() -> dict[tuple[int, int], Any]:
             LayerPages(f"layers.{layer}", (1 + layer) << 32, page, RANKS, 1, page, 16, page // 16, page // 16, "p")
             for layer in range(LAYERS)
         )
-        regions = tuple(Region(pages.address, page * blocks, Place("VRAM", rank)) for pages in layers)
+        regions = tuple(Region(pages.address, page * blocks, MemoryKind("VRAM", rank)) for pages in layers)
         group = Group(0, GroupKind.FULL, 16, None, layers)
         layout = EngineLayout(rank, RANKS, blocks, regions, (group,))
         identity = ModelIdentity("model", "bfloat16", "auto", "0")
-        card = WorkerCard("prefill", identity, layout, "nixl", os.urandom(4096))
-        found[0, rank] = CardMetadata(encode_worker_card(card))
+        agent_metadata = AgentMetadata("prefill", identity, layout, "nixl", os.urandom(4096))
+        found[0, rank] = EncodedAgentMetadata(encode_agent_metadata(agent_metadata))
     return found
 
 
@@ -60,7 +61,7 @@ def core(pipe: Connection) -> None:
     more = {"step_tokens": 8192} if "step_tokens" in inspect.signature(SchedulerConnector).parameters else {}
     half = SchedulerConnector(parse_config({"secret": SECRET}), "prefill", RANKS, (), **more)
     published_at = time.monotonic()
-    half.publish(cards())
+    half.publish(rank_metadata())
     port = half.snapshot().side_channel_port
     pipe.send((port, time.monotonic() - published_at))
     while pipe.recv() == "step":
@@ -78,7 +79,7 @@ def core(pipe: Connection) -> None:
 
 
 def decode_workers(port: int, count: int, pipe: Connection) -> None:
-    """So many workers ask at once; each reports when it has all cards, or why it has none."""
+    """So many workers ask at once; each reports when it has all agent metadata, or why it has none."""
     from connectors.vllm_hma.handshake.keys import derive_keys
     from connectors.vllm_hma.handshake.side_channel import _ASK, _ask
 

@@ -24,12 +24,12 @@ import numpy as np
 from benchmarks.report import ratios, summary, write
 from connectors.planning.blocks import Ints
 from connectors.planning.descriptors import Moves, build_runs
-from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Place, Region
+from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, MemoryKind, Region
 from connectors.planning.plan import plan_pair
 from connectors.transport.digest import End, HostMemory, digests
 from connectors.transport.nixl import NixlTransport
 
-HOST = Place("DRAM", 0)
+HOST = MemoryKind("DRAM", 0)
 LAYERS = 8
 RUN_KIB = (4, 16, 64, 256, 1024)
 

@@ -18,7 +18,7 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, compute_layout_strides
 
 from connectors.planning.descriptors import Moves, build_runs
-from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Place, Region
+from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, MemoryKind, Region
 from connectors.planning.plan import plan_pair
 from connectors.planning.verify import prove_plans
 
@@ -37,7 +37,7 @@ def layout_of(
         LayerPages(f"l{i}", 1 << 40 | i * layer, block, kv_heads, heads, head, block_tokens, row, content, "tokens")
         for i in range(layers)
     )
-    region = Region(1 << 40, layers * layer, Place("DRAM", 0))
+    region = Region(1 << 40, layers * layer, MemoryKind("DRAM", 0))
     return EngineLayout(tp_rank, tp_size, blocks, (region,), (Group(0, GroupKind.FULL, block_tokens, None, pages),))
 
 

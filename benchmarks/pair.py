@@ -1,8 +1,8 @@
 """A producer and a consumer process over one fabric, for benchmarks of what lies below vLLM.
 
-Both run NIXL agents as the connector's workers do. The consumer does what an idle worker's pump does while a transfer
-is open: it asks for notifications, then rests ``rest_s``. The parent drives the producer with commands, one at a time,
-so several pairs (of different settings) can take turns on one machine.
+Both run NIXL agents as the connector's workers do. The consumer does what an idle worker's progress thread does while a
+transfer is open: it asks for notifications, then rests ``rest_s``. The parent drives the producer with commands, one at
+a time, so several pairs (of different settings) can take turns on one machine.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import numpy as np
 import xxhash
 
 from connectors.planning.blocks import Ints
-from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Place, Region
+from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, MemoryKind, Region
 
-HOST = Place("DRAM", 0)
+HOST = MemoryKind("DRAM", 0)
 ANSWER_S = 600.0
 REST_S = 0.001
 
@@ -68,7 +68,7 @@ def enter(fabric: Fabric, environment: Mapping[str, str]) -> None:
 
 
 def consume(rest_s: float, pipe: Connection, fabric: Fabric, environment: Mapping[str, str]) -> None:
-    """The consumer process: a cache of whatever shape is asked for, and its pump."""
+    """The consumer process: a cache of whatever shape is asked for, and its progress thread."""
     enter(fabric, environment)
     side: Side | None = None
     while True:

@@ -18,7 +18,7 @@ import numpy as np
 from connectors.planning.blocks import BlockSet, UnitShape
 from connectors.planning.layout import Group, GroupKind
 from connectors.protocol.consumer import Consumer
-from connectors.protocol.delivery import Consumer as KnownConsumer
+from connectors.protocol.delivery import ConsumerPeer
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.producer import Producer
@@ -37,7 +37,7 @@ SERIES = 9
 def machines(remembered: int, under_way: int) -> tuple[Producer, Consumer]:
     """A producer and a consumer with so many transfers that are over, and so many that wait for their prompt."""
     producer, consumer = Producer(GROUPS, LIMITS), Consumer(GROUPS, LIMITS)
-    producer.welcome(DECODE, KnownConsumer(frozenset({0}), 10**9, SHAPES), 0.0)
+    producer.welcome(DECODE, ConsumerPeer(frozenset({0}), 10**9, SHAPES), 0.0)
     consumer.connected(ENGINE.incarnation, [Partner(PREFILL, SHAPES, (BYTES,), met_at=ENGINE)], 0.0)
     blocks = (BlockSet(np.arange(2), np.array([1, 2])),)
     for number in range(remembered + under_way):

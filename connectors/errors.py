@@ -41,7 +41,7 @@ class IncompatiblePeerError(TandemError):
 
 
 class WireError(TandemError):
-    """A message or card from a peer is malformed, truncated, or of another protocol version."""
+    """A message or agent metadata from a peer is malformed, truncated, or of another protocol version."""
 
 
 class HandshakeError(TandemError):

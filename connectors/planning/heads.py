@@ -34,7 +34,7 @@ def held_heads(rank: int, tp_size: int, kv_heads: int) -> range:
     return range(first, max(first + 1, (rank + 1) * kv_heads // tp_size))
 
 
-def head_shares(producer_tp: int, consumer_tp: int, kv_heads: int, turn: int = 0) -> tuple[HeadShare, ...]:
+def head_shares(producer_tp: int, consumer_tp: int, kv_heads: int, layer_index: int = 0) -> tuple[HeadShare, ...]:
     """Every share of one layer of one transfer, ordered by consumer rank, then by head.
 
     Heads that one consumer rank takes from one producer rank are contiguous and come as one share. ``turn`` numbers
@@ -51,30 +51,32 @@ def head_shares(producer_tp: int, consumer_tp: int, kv_heads: int, turn: int = 0
                     shares.append(HeadShare(producer_rank, consumer_rank, first, stop))
         else:
             for head in wanted:
-                chosen = _replica(producers, consumers, head, consumer_rank, turn)
+                chosen = _replica(producers, consumers, head, consumer_rank, layer_index)
                 shares.append(HeadShare(chosen, consumer_rank, head, head + 1))
     return tuple(shares)
 
 
-def _replica(producers: list[range], consumers: list[range], head: int, consumer_rank: int, turn: int) -> int:
+def _replica(producers: list[range], consumers: list[range], head: int, consumer_rank: int, layer_index: int) -> int:
     """The holder of ``head`` that serves ``consumer_rank`` in this turn: each holder has its own consumers."""
     holders = [rank for rank, held in enumerate(producers) if head in held]
     wanting = [rank for rank, heads in enumerate(consumers) if head in heads]
-    place = wanting.index(consumer_rank)
-    first = place * len(holders) // len(wanting)
-    stop = max(first + 1, (place + 1) * len(holders) // len(wanting))
-    return holders[first + turn % (stop - first)]
+    position = wanting.index(consumer_rank)
+    first = position * len(holders) // len(wanting)
+    stop = max(first + 1, (position + 1) * len(holders) // len(wanting))
+    return holders[first + layer_index % (stop - first)]
 
 
-def partners(producer_tp: int, consumer_tp: int, turns: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def partners(producer_tp: int, consumer_tp: int, layer_heads: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """The (producer rank, consumer rank) pairs that must talk about each transfer, sorted.
 
     ``turns`` are (turn, KV heads) of the layout's parts. The pairs are those with a share. A producer rank that holds
     only replicas nobody takes still has to learn when its blocks are free, so consumer rank ``p % consumer_tp`` talks
     to it, about nothing but that.
     """
-    different = {(turn if heads < producer_tp else 0, heads) for turn, heads in turns}
-    shares = (share for turn, heads in different for share in head_shares(producer_tp, consumer_tp, heads, turn))
+    different = {(layer_index if heads < producer_tp else 0, heads) for layer_index, heads in layer_heads}
+    shares = (
+        share for layer_index, heads in different for share in head_shares(producer_tp, consumer_tp, heads, layer_index)
+    )
     pairs = {(share.producer_rank, share.consumer_rank) for share in shares}
     used = {producer for producer, _ in pairs}
     pairs.update((rank, rank % consumer_tp) for rank in range(producer_tp) if rank not in used)

@@ -43,7 +43,7 @@ WINDOWED = frozenset({GroupKind.SLIDING, GroupKind.CHUNKED})
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Place:
+class MemoryKind:
     """Where memory lies. ``memory`` is NIXL's word for its kind, ``DRAM`` or ``VRAM``; host memory is device 0."""
 
     memory: str
@@ -56,7 +56,7 @@ class Region:
 
     address: int
     length_bytes: int
-    place: Place
+    memory_kind: MemoryKind
 
     @property
     def end(self) -> int:
@@ -176,7 +176,7 @@ class EngineLayout:
             raise PlanError(f"tp_rank {self.tp_rank} does not exist in a group of {self.tp_size}")
         if [group.index for group in self.groups] != list(range(len(self.groups))):
             raise PlanError("groups must be listed in the order of their index, none missing")
-        if len({region.place for region in self.regions}) != 1:
+        if len({region.memory_kind for region in self.regions}) != 1:
             raise PlanError("a worker's cache must lie in one kind of memory, on one device")
         for group in self.groups:
             for pages in group.layers:
@@ -190,14 +190,16 @@ class EngineLayout:
                     )
 
     @property
-    def place(self) -> Place:
-        return self.regions[0].place
+    def memory_kind(self) -> MemoryKind:
+        return self.regions[0].memory_kind
 
     @property
-    def turns(self) -> frozenset[tuple[int, int]]:
+    def layer_heads(self) -> frozenset[tuple[int, int]]:
         """(number of the layer, heads in all) of every part: what decides who talks to whom."""
         return frozenset(
-            (turn, pages.total_heads) for group in self.groups for turn, pages in numbered(group, self.groups)
+            (layer_index, pages.total_heads)
+            for group in self.groups
+            for layer_index, pages in numbered(group, self.groups)
         )
 
     def _check_inside(self, pages: LayerPages) -> None:
@@ -208,11 +210,11 @@ class EngineLayout:
 
 def numbered(group: Group, groups: Sequence[Group]) -> list[tuple[int, LayerPages]]:
     """The parts of a group with the number of their layer; parts of one layer follow each other and share it."""
-    turn = sum(len({pages.layer for pages in before.layers}) for before in groups[: group.index]) - 1
+    layer_index = sum(len({pages.layer for pages in before.layers}) for before in groups[: group.index]) - 1
     found, last = [], None
     for pages in group.layers:
-        turn, last = turn + (pages.layer != last), pages.layer
-        found.append((turn, pages))
+        layer_index, last = layer_index + (pages.layer != last), pages.layer
+        found.append((layer_index, pages))
     return found
 
 
@@ -224,10 +226,10 @@ def unique_regions(spans: Iterable[Region]) -> tuple[Region, ...]:
     allocations.
     """
     merged: list[Region] = []
-    for span in sorted(spans, key=lambda s: (s.place, s.address, -s.length_bytes)):
+    for span in sorted(spans, key=lambda s: (s.memory_kind, s.address, -s.length_bytes)):
         last = merged[-1] if merged else None
-        if last is not None and last.place == span.place and span.address < last.end:
-            merged[-1] = Region(last.address, max(last.end, span.end) - last.address, last.place)
+        if last is not None and last.memory_kind == span.memory_kind and span.address < last.end:
+            merged[-1] = Region(last.address, max(last.end, span.end) - last.address, last.memory_kind)
         else:
             merged.append(span)
     return tuple(merged)

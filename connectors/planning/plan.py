@@ -166,8 +166,8 @@ def plan_pair(producer: EngineLayout, consumer: EngineLayout) -> PairPlan:
     A pair without a share gets a plan without pieces: it exchanges messages and no bytes.
     """
 
-    def shares(turn: int, heads: int) -> list[HeadShare]:
-        every = head_shares(producer.tp_size, consumer.tp_size, heads, turn)
+    def shares(layer_index: int, heads: int) -> list[HeadShare]:
+        every = head_shares(producer.tp_size, consumer.tp_size, heads, layer_index)
         return [s for s in every if (s.producer_rank, s.consumer_rank) == (producer.tp_rank, consumer.tp_rank)]
 
     groups = tuple(
@@ -201,27 +201,27 @@ _Column = tuple[int, LayerPages, LayerPages, _Piece]
 
 
 def _plan_group(
-    src: _Ends, dst: _Ends, turns: list[tuple[int, LayerPages]], shares: Callable[[int, int], list[HeadShare]]
+    src: _Ends, dst: _Ends, numbered_pages: list[tuple[int, LayerPages]], shares: Callable[[int, int], list[HeadShare]]
 ) -> GroupPlan:
     shape = unit_shape(src.group, dst.group)
     columns: list[_Column] = []
-    for (turn, src_pages), dst_pages in zip(turns, dst.group.layers, strict=True):
+    for (layer_index, src_pages), dst_pages in zip(numbered_pages, dst.group.layers, strict=True):
         rows = src_pages.rows
         if src.group.kind is not GroupKind.STATE:
             rows = shape.tokens // src.group.row_tokens(src_pages)
-        for share in shares(turn, src_pages.total_heads):
+        for share in shares(layer_index, src_pages.total_heads):
             first = (share.first - src.first_head(src_pages), share.first - dst.first_head(dst_pages))
             pieces = _pieces(src_pages, dst_pages, first, share.stop - share.first, rows)
-            columns += [(turn, src_pages, dst_pages, piece) for piece in pieces]
+            columns += [(layer_index, src_pages, dst_pages, piece) for piece in pieces]
     if (shape.src_units, shape.dst_units) == (1, 1):
         columns = _merge_columns(columns)
-    first_turn = turns[0][0] if turns else 0
+    first_layer = numbered_pages[0][0] if numbered_pages else 0
     return GroupPlan(
         shape,
         _side(src.group, shape, shape.src_units, [(pages, piece.src) for _, pages, _, piece in columns]),
         _side(dst.group, shape, shape.dst_units, [(pages, piece.dst) for _, _, pages, piece in columns]),
         np.asarray([piece.length for *_, piece in columns], np.int64),
-        np.asarray([turn - first_turn for turn, *_ in columns], np.int64),
+        np.asarray([layer_index - first_layer for layer_index, *_ in columns], np.int64),
     )
 
 
@@ -242,20 +242,20 @@ def _merge_columns(columns: list[_Column]) -> list[_Column]:
     """Join pieces that continue each other in every block: K and V of a head, a state's parts."""
     merged: list[_Column] = []
     order = sorted(columns, key=lambda c: (c[0], c[1].address + c[3].src))
-    for turn, src, dst, piece in order:
+    for layer_index, src, dst, piece in order:
         if merged:
-            last_turn, last_src, last_dst, last = merged[-1]
+            last_layer, last_src, last_dst, last = merged[-1]
             continues = (
-                last_turn == turn
+                last_layer == layer_index
                 and last_src.address + last.src + last.length == src.address + piece.src
                 and last_dst.address + last.dst + last.length == dst.address + piece.dst
                 and last_src.block_stride_bytes == src.block_stride_bytes
                 and last_dst.block_stride_bytes == dst.block_stride_bytes
             )
             if continues:
-                merged[-1] = (turn, last_src, last_dst, _Piece(last.src, last.dst, last.length + piece.length))
+                merged[-1] = (layer_index, last_src, last_dst, _Piece(last.src, last.dst, last.length + piece.length))
                 continue
-        merged.append((turn, src, dst, piece))
+        merged.append((layer_index, src, dst, piece))
     return merged
 
 
@@ -279,9 +279,9 @@ def _pieces(src: LayerPages, dst: LayerPages, first: tuple[int, int], heads: int
     src_base, dst_base = src_head * src.head_stride_bytes, dst_head * dst.head_stride_bytes
     return [
         _Piece(
-            src_base + sum(at * step[1] for at, step in zip(place, left, strict=True)),
-            dst_base + sum(at * step[2] for at, step in zip(place, left, strict=True)),
+            src_base + sum(at * step[1] for at, step in zip(position, left, strict=True)),
+            dst_base + sum(at * step[2] for at, step in zip(position, left, strict=True)),
             length,
         )
-        for place in itertools.product(*(range(step[0]) for step in left))
+        for position in itertools.product(*(range(step[0]) for step in left))
     ]

@@ -1,7 +1,7 @@
-"""Cards: what engines tell each other about themselves before any transfer, and when two of them fit.
+"""Agent metadata: a description of each worker that engines exchange before any transfer, and the check that two match.
 
-A *worker card* describes one worker's cache, an *engine card* all workers of one engine start. Cards travel as JSON:
-they are read once a pair and a person debugging a refusal wants to see them.
+Agent metadata describes one worker and its NIXL agent; engine metadata is that of all workers of one engine start. It
+travels as JSON: a pair reads it once, and a person who debugs a refusal wants to read it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import fields as fields_of
 from typing import Any, TypeVar
 
 from connectors.errors import IncompatiblePeerError, PlanError, WireError
-from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Place, Region
+from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, MemoryKind, Region
 from connectors.planning.plan import check_compatible
 
 PROTOCOL_VERSION = 5
 _MOST = 4096
-MAX_CARD_BYTES = 16 * 2**20
+MAX_METADATA_BYTES = 16 * 2**20
 _MOST_ROWS = 2**20
 
 _T = TypeVar("_T")
@@ -55,7 +55,7 @@ NO_PROCESS = ProcessIdentity()
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerCard:
+class AgentMetadata:
     """One worker: who it is, what its cache looks like, and the transport metadata needed to reach it.
 
     ``process`` is the one that writes.
@@ -74,18 +74,18 @@ class WorkerCard:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineCard:
+class EngineMetadata:
     """All workers of one engine, by rank."""
 
     incarnation: str
-    workers: tuple[WorkerCard, ...]
+    workers: tuple[AgentMetadata, ...]
 
     @property
     def tp_size(self) -> int:
         return len(self.workers)
 
 
-def check_peers(producer: WorkerCard, consumer: WorkerCard) -> None:
+def check_peers(producer: AgentMetadata, consumer: AgentMetadata) -> None:
     """Raise IncompatiblePeerError, naming the first difference, unless the producer's KV fits the consumer."""
     if producer.transport != consumer.transport:
         raise IncompatiblePeerError(
@@ -103,25 +103,25 @@ def check_peers(producer: WorkerCard, consumer: WorkerCard) -> None:
     check_compatible(producer.layout, consumer.layout)
 
 
-def encode_worker_card(card: WorkerCard) -> bytes:
-    fields = asdict(card)
-    fields["transport_metadata"] = base64.b64encode(card.transport_metadata).decode()
+def encode_agent_metadata(agent_metadata: AgentMetadata) -> bytes:
+    fields = asdict(agent_metadata)
+    fields["transport_metadata"] = base64.b64encode(agent_metadata.transport_metadata).decode()
     return json.dumps({"version": PROTOCOL_VERSION, "worker": fields}, separators=(",", ":")).encode()
 
 
-def decode_worker_card(payload: bytes) -> WorkerCard:
-    """Raises WireError for anything that is not a card of this protocol version."""
-    if len(payload) > MAX_CARD_BYTES:
-        raise WireError(f"a worker card of {len(payload)} bytes; at most {MAX_CARD_BYTES} are read")
+def decode_agent_metadata(payload: bytes) -> AgentMetadata:
+    """Raises WireError for anything that is not agent metadata of this protocol version."""
+    if len(payload) > MAX_METADATA_BYTES:
+        raise WireError(f"agent metadata of {len(payload)} bytes; at most {MAX_METADATA_BYTES} are read")
     try:
         document = json.loads(payload)
         if document["version"] != PROTOCOL_VERSION:
             raise WireError(
-                f"the peer's card has protocol version {document['version']!r}, this engine speaks {PROTOCOL_VERSION}; "
+                f"the peer's metadata has protocol version {document['version']!r}, this engine {PROTOCOL_VERSION}; "
                 "run the same Tandem release on both sides"
             )
         fields = document["worker"]
-        return WorkerCard(
+        return AgentMetadata(
             incarnation=_text(fields["incarnation"]),
             identity=ModelIdentity(**{key: _text(value) for key, value in fields["identity"].items()}),
             layout=_layout(fields["layout"]),
@@ -130,20 +130,22 @@ def decode_worker_card(payload: bytes) -> WorkerCard:
             process=_checked(ProcessIdentity, fields["process"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError, PlanError, RecursionError) as error:
-        raise WireError(f"malformed worker card: {error}") from error
+        raise WireError(f"malformed agent metadata: {error}") from error
 
 
-def engine_card(workers: dict[int, WorkerCard]) -> EngineCard:
-    """Put the workers' cards together. Raises WireError unless they are all ranks of one engine start."""
-    cards = tuple(workers[rank] for rank in sorted(workers))
-    if not cards or sorted(workers) != list(range(len(cards))):
-        raise WireError(f"an engine's cards must be ranks 0..n-1, got {sorted(workers)}")
-    if len({card.incarnation for card in cards}) != 1:
-        raise WireError("an engine's cards must all be of one incarnation")
-    for rank, card in enumerate(cards):
-        if (card.layout.tp_rank, card.layout.tp_size) != (rank, len(cards)):
-            raise WireError(f"card {rank} says it is rank {card.layout.tp_rank} of {card.layout.tp_size}")
-    return EngineCard(cards[0].incarnation, cards)
+def engine_metadata(workers: dict[int, AgentMetadata]) -> EngineMetadata:
+    """Combine the metadata of all workers. Raises WireError unless they are all ranks of one engine start."""
+    rank_metadata = tuple(workers[rank] for rank in sorted(workers))
+    if not rank_metadata or sorted(workers) != list(range(len(rank_metadata))):
+        raise WireError(f"an engine's agent metadata must be ranks 0..n-1, got {sorted(workers)}")
+    if len({agent_metadata.incarnation for agent_metadata in rank_metadata}) != 1:
+        raise WireError("an engine's agent metadata must all be of one incarnation")
+    for rank, agent_metadata in enumerate(rank_metadata):
+        if (agent_metadata.layout.tp_rank, agent_metadata.layout.tp_size) != (rank, len(rank_metadata)):
+            raise WireError(
+                f"metadata {rank} is of rank {agent_metadata.layout.tp_rank} of {agent_metadata.layout.tp_size}"
+            )
+    return EngineMetadata(rank_metadata[0].incarnation, rank_metadata)
 
 
 def _layout(fields: dict[str, Any]) -> EngineLayout:
@@ -153,7 +155,7 @@ def _layout(fields: dict[str, Any]) -> EngineLayout:
         num_blocks=_whole(fields["num_blocks"]),
         caches_prefixes=_flag(fields["caches_prefixes"]),
         regions=tuple(
-            Region(_whole(r["address"]), _whole(r["length_bytes"]), _checked(Place, r["place"]))
+            Region(_whole(r["address"]), _whole(r["length_bytes"]), _checked(MemoryKind, r["memory_kind"]))
             for r in fields["regions"]
         ),
         groups=tuple(
@@ -200,7 +202,7 @@ def _flag(value: object) -> bool:
 
 
 def _few(value: object) -> int:
-    """A number that planning counts up to: a card must not make its reader count for ever."""
+    """Limit a number that planning counts up to, so that a peer cannot make this engine loop for long."""
     if _whole(value) > _MOST:
         raise WireError(f"a number of ranks or heads is {value!r}; at most {_MOST} can be planned for")
     return _whole(value)

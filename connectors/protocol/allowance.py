@@ -24,7 +24,7 @@ class Allowance:
 
     def count_early(self, transfer: Transfer, change: int) -> None:
         """One transfer more or fewer, if its request has not come."""
-        if transfer.stage is Stage.ORPHAN and transfer.consumer is not None:
+        if transfer.stage is Stage.EARLY and transfer.consumer is not None:
             self.early[transfer.consumer] += change
             if not self.early[transfer.consumer]:
                 del self.early[transfer.consumer]

@@ -24,7 +24,7 @@ from connectors.protocol.wire import Message, Offer, Peer
 
 
 @dataclass(frozen=True, slots=True)
-class Consumer:
+class ConsumerPeer:
     """What the producer knows of a consumer worker after its Hello.
 
     ``partner_ranks`` are the ranks of that engine which talk to this producer rank, ``num_blocks`` its pool's size,
@@ -41,7 +41,7 @@ class Consumer:
 class Stage(Enum):
     """Of a transfer; the producer's transition table says what leads where."""
 
-    ORPHAN = auto()
+    EARLY = auto()
     LIVE = auto()
     HELD = auto()
 
@@ -136,7 +136,7 @@ class Transfer:
         )
 
 
-def offer_problem(transfer: Transfer, offer: Offer, groups: Sequence[Group], consumer: Consumer) -> str | None:
+def offer_problem(transfer: Transfer, offer: Offer, groups: Sequence[Group], consumer: ConsumerPeer) -> str | None:
     """Why an offer cannot be served at all."""
     if offer.digest and consumer.new_digest is None:
         return "a digest is wanted, and this engine makes none"
@@ -165,7 +165,7 @@ def offer_problem(transfer: Transfer, offer: Offer, groups: Sequence[Group], con
     return None
 
 
-def wanted(offer: Offer, groups: Sequence[Group], consumer: Consumer) -> list[UnitSet]:
+def wanted(offer: Offer, groups: Sequence[Group], consumer: ConsumerPeer) -> list[UnitSet]:
     """The units of an offer, by group."""
     return [
         wanted_units(group, blocks, shape, offer.end_token)
@@ -174,7 +174,7 @@ def wanted(offer: Offer, groups: Sequence[Group], consumer: Consumer) -> list[Un
 
 
 def take(
-    transfer: Transfer, delivery: Delivery, offer: Offer, groups: Sequence[Group], consumer: Consumer | None
+    transfer: Transfer, delivery: Delivery, offer: Offer, groups: Sequence[Group], consumer: ConsumerPeer | None
 ) -> tuple[str | None, list[Moves]]:
     """What of an offer can be written now, or why it cannot be served."""
     if consumer is None:
@@ -193,7 +193,7 @@ def take(
 
 
 def take_ready(
-    transfer: Transfer, delivery: Delivery, groups: Sequence[Group], consumer: Consumer
+    transfer: Transfer, delivery: Delivery, groups: Sequence[Group], consumer: ConsumerPeer
 ) -> list[Moves] | None:
     """Take the pending units whose tokens are all computed. None where a source block is gone for good.
 
@@ -212,7 +212,7 @@ def take_ready(
 
 
 def take_layers(
-    transfer: Transfer, delivery: Delivery, group: Group, consumer: Consumer, stop: int
+    transfer: Transfer, delivery: Delivery, group: Group, consumer: ConsumerPeer, stop: int
 ) -> list[Moves] | None:
     """Take layers below ``stop`` of a group's units that the step under way completes, as far as they are not taken."""
     if group.index not in delivery.early:
@@ -228,7 +228,7 @@ def take_layers(
 
 
 def _take(
-    transfer: Transfer, delivery: Delivery, group: Group, consumer: Consumer, computed_tokens: int
+    transfer: Transfer, delivery: Delivery, group: Group, consumer: ConsumerPeer, computed_tokens: int
 ) -> list[Moves] | None:
     """The pending units of one group that ``computed_tokens`` complete, if any.
 

@@ -15,7 +15,7 @@ been forgotten could be taken for a new one (docs/decisions/0010)."""
 class TransferLimits:
     """All in seconds.
 
-    ``handshake_s``   first contact with an engine, the fetching of its cards included
+    ``handshake_s``   first contact with an engine, the fetching of its agent metadata included
     ``progress_s``    a consumer waits this long without hearing anything of a transfer, queued or offered, before it
                       gives up
     ``cancel_s``      between two Cancels while a producer has not answered; after the first of these, the request is

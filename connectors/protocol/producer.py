@@ -4,10 +4,10 @@ A *transfer* is one request's KV for one consumer engine; each consumer rank tha
 
     transfer   on                        becomes
     -------------------------------------------------------------------------------------
-    (none)     AwaitStart, Offer, Cancel ORPHAN   the consumer is early: remembered for lease_s
+    (none)     AwaitStart, Offer, Cancel EARLY    the consumer is early: remembered for lease_s
     (none)     expect                    LIVE     the request waits or is being computed
-    ORPHAN     expect                    LIVE
-    ORPHAN     lease_s                   gone     open deliveries: Aborted
+    EARLY      expect                    LIVE
+    EARLY      lease_s                   gone     open deliveries: Aborted
     LIVE       starting                  LIVE     Starting to those that have sent AwaitStart; again every alive_s to
                                                   those that have not offered since
     LIVE       finished, held            HELD     blocks stay allocated, under a lease
@@ -53,7 +53,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from connectors.protocol.actions import Forget, ProducerAction, Send, Sent
-from connectors.protocol.delivery import NOBODY, Consumer, Gone, Stage, Transfer, take_layers
+from connectors.protocol.delivery import NOBODY, ConsumerPeer, Gone, Stage, Transfer, take_layers
 from connectors.protocol.ordered import due
 from connectors.protocol.production import Production
 from connectors.protocol.wire import Alive, AwaitStart, Cancel, Message, Offer, Peer, Starting
@@ -77,7 +77,7 @@ class ProducerSnapshot:
     ``failed``          ids of the transfers of each consumer worker that a write has failed for
     """
 
-    consumers: Mapping[Peer, Consumer]
+    consumers: Mapping[Peer, ConsumerPeer]
     heard_at: Mapping[Peer, float]
     transfers: Mapping[str, Stage]
     remembered: frozenset[str]
@@ -99,7 +99,7 @@ class Producer(Production):
     ) -> list[ProducerAction]:
         """A request that is to be produced has reached this engine."""
         transfer = self._transfers.get(transfer_id)
-        if transfer_id in self._gone or (transfer is not None and transfer.stage is not Stage.ORPHAN):
+        if transfer_id in self._gone or (transfer is not None and transfer.stage is not Stage.EARLY):
             # The id has been used. The request runs, and its blocks are given back as soon as it has finished.
             transfer = Transfer(transfer_id, Stage.LIVE, now, expected_ranks=frozenset())
         elif transfer is None:
@@ -231,7 +231,7 @@ class Producer(Production):
         actions: list[ProducerAction] = []
         for delivery in transfer.deliveries.values():
             actions += self._end(transfer, delivery, "the router has given the transfer up", now)
-        if transfer.stage is Stage.ORPHAN:
+        if transfer.stage is Stage.EARLY:
             self._forget(transfer, now)
             return actions
         if transfer_id not in self._transfers:
@@ -249,7 +249,7 @@ class Producer(Production):
 
     # ---- what peers say ----------------------------------------------------------------------------------------
 
-    def welcome(self, peer: Peer, consumer: Consumer, now: float) -> None:
+    def welcome(self, peer: Peer, consumer: ConsumerPeer, now: float) -> None:
         """A consumer worker has said hello and fits. One that is known may do so again, at any time."""
         self._consumers[peer] = consumer
         self._lost.pop(peer, None)

@@ -8,7 +8,7 @@ from connectors.planning.descriptors import Moves
 from connectors.planning.layout import Group
 from connectors.protocol.actions import ProducerAction, Send, Sent, Write
 from connectors.protocol.allowance import MAX_EARLY, Allowance
-from connectors.protocol.delivery import Consumer, Delivery, Gone, Stage, Transfer, take
+from connectors.protocol.delivery import ConsumerPeer, Delivery, Gone, Stage, Transfer, take
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.wire import Aborted, AwaitStart, Cancel, Cancelled, Failed, Fin, Offer, Peer, Starting
 
@@ -19,7 +19,7 @@ class Production:
     def __init__(self, groups: Sequence[Group], limits: TransferLimits) -> None:
         self._groups = tuple(groups)
         self._limits = limits
-        self._consumers: dict[Peer, Consumer] = {}
+        self._consumers: dict[Peer, ConsumerPeer] = {}
         # From the one that was silent longest to the one that spoke last. Lost ones are known until they are forgotten.
         self._heard_at: dict[Peer, float] = {}
         self._lost: dict[Peer, None] = {}
@@ -109,7 +109,7 @@ class Production:
         transfer_id = message.transfer_id
         gone, transfer = self._gone.get(transfer_id), self._transfers.get(transfer_id)
         if gone is None and transfer is None:
-            transfer = self._transfers[transfer_id] = Transfer(transfer_id, Stage.ORPHAN, now)
+            transfer = self._transfers[transfer_id] = Transfer(transfer_id, Stage.EARLY, now)
         for known in (gone, transfer):
             if known is not None:
                 known.numbers[peer] = max(message.number, known.numbers.get(peer, 0))
@@ -180,7 +180,7 @@ class Production:
         return self._advance(transfer, now)
 
     def _expire(self, transfer: Transfer, now: float) -> list[ProducerAction]:
-        """The lease is over: nobody came (HELD), or the request did not (ORPHAN). Writes in flight still end first."""
+        """The lease is over: nobody came (HELD), or the request did not (EARLY). Writes in flight still end first."""
         reason = "the lease has expired" if transfer.stage is Stage.HELD else "the prefill request never came"
         actions: list[ProducerAction] = []
         for delivery in transfer.deliveries.values():

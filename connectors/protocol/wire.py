@@ -50,9 +50,9 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A consumer introduces itself with its card, so that the producer can reach it and plan."""
+    """A consumer introduces itself with its agent metadata, so that the producer can reach it and plan."""
 
-    card: bytes
+    agent_metadata: bytes
     kind: ClassVar[str] = "hello"
 
 
@@ -195,7 +195,7 @@ def encode(envelope: Envelope, key: bytes = b"") -> bytes:
     body = b""
     match message:
         case Hello():
-            body = message.card
+            body = message.agent_metadata
         case Offer():
             header |= {"id": message.transfer_id, "end": message.end_token, "prompt": message.prompt_digest}
             header |= {"blocks": [len(blocks) for blocks in message.groups], "digest": message.digest}

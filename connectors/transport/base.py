@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from connectors.planning.descriptors import Runs
-from connectors.planning.layout import Place, Region
+from connectors.planning.layout import MemoryKind, Region
 
 WriteHandle = int
 
@@ -43,7 +43,7 @@ class Transport(Protocol):
     def remove_peer(self, peer: str) -> None:
         """Forget a peer. Nothing may be under way to it."""
 
-    def write(self, peer: str, runs: Runs, source: Place, target: Place) -> WriteHandle:
+    def write(self, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> WriteHandle:
         """Start copying ``runs``, at least one, from our registered memory to the peer's.
 
         Raises TransportError where nothing was posted, and FailedWriteError where parts of the write may still arrive.

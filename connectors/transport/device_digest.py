@@ -24,7 +24,7 @@ import xxhash
 
 from connectors.errors import ConfigurationError, PlanError
 from connectors.planning.blocks import Ints
-from connectors.planning.layout import EngineLayout, Place, Region
+from connectors.planning.layout import EngineLayout, MemoryKind, Region
 from connectors.transport.digest import HostMemory, Memory
 
 SEGMENT_BYTES = 16 * 2**10
@@ -47,10 +47,10 @@ class CacheMemory:
         self._host: HostMemory | None = None
         self._device: DeviceMemory | None = None
 
-    def shared_with(self, peer: Place) -> Memory:
+    def shared_with(self, peer: MemoryKind) -> Memory:
         """Return the memory whose streams a peer with its cache at ``peer`` hashes in the same way."""
         # Two threads may both make one: either will do.
-        if self._layout.place.memory == peer.memory == "DRAM":
+        if self._layout.memory_kind.memory == peer.memory == "DRAM":
             self._host = self._host or HostMemory(self._layout)
             return self._host
         self._device = self._device or DeviceMemory(self._layout, self._tensors)
@@ -161,7 +161,7 @@ class DeviceStream:
 
 def _bytes_of(region: Region, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return a region as a tensor of bytes. Raises ConfigurationError where no tensor's storage holds it."""
-    if region.place.memory == "DRAM":
+    if region.memory_kind.memory == "DRAM":
         memory = (ctypes.c_uint8 * region.length_bytes).from_address(region.address)
         return torch.frombuffer(memory, dtype=torch.uint8)
     for tensor in tensors:

@@ -69,8 +69,8 @@ class HostMemory:
     """A cache in host memory; streams are hashed with xxh3_128."""
 
     def __init__(self, layout: EngineLayout) -> None:
-        if layout.place.memory != "DRAM":
-            raise ConfigurationError(f"the host cannot read {layout.place.memory}: use DeviceMemory")
+        if layout.memory_kind.memory != "DRAM":
+            raise ConfigurationError(f"the host cannot read {layout.memory_kind.memory}: use DeviceMemory")
         self.num_blocks = layout.num_blocks
         self._base = min(region.address for region in layout.regions)
         self._span = max(region.end for region in layout.regions) - self._base

@@ -14,7 +14,7 @@ import numpy as np
 
 from connectors.errors import TransportError
 from connectors.planning.descriptors import Runs
-from connectors.planning.layout import Place, Region
+from connectors.planning.layout import MemoryKind, Region
 
 
 class Fabric:
@@ -60,8 +60,10 @@ class MemoryTransport:
     def register(self, regions: Sequence[Region]) -> None:
         self._check_open()
         for region in regions:
-            if region.place.memory != "DRAM":
-                raise TransportError(self.name, f"the memory transport moves DRAM only, not {region.place.memory}")
+            if region.memory_kind.memory != "DRAM":
+                raise TransportError(
+                    self.name, f"the memory transport moves DRAM only, not {region.memory_kind.memory}"
+                )
         self._regions.extend(regions)
 
     def metadata(self) -> bytes:
@@ -85,7 +87,7 @@ class MemoryTransport:
     def remove_peer(self, peer: str) -> None:
         self._peers.discard(peer)
 
-    def write(self, peer: str, runs: Runs, source: Place, target: Place) -> int:
+    def write(self, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> int:
         receiver = self._reach(peer)
         if not len(runs):
             raise TransportError(peer, "a write of 0 runs")

@@ -16,7 +16,7 @@ from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t, nixl_xf
 
 from connectors.errors import ConfigurationError, FailedWriteError, TransportError
 from connectors.planning.descriptors import Runs
-from connectors.planning.layout import Place, Region
+from connectors.planning.layout import MemoryKind, Region
 
 # UCX waits for a TCP connection, for minutes where a host does not answer, and with it everybody who calls NIXL. So
 # connections are made in the background; UCX_TCP_CONN_NB in the environment has the last word.
@@ -74,8 +74,10 @@ class NixlTransport:
 
     def register(self, regions: Sequence[Region]) -> None:
         agent = self._live()
-        for memory in sorted({region.place.memory for region in regions}):
-            ranges = [(r.address, r.length_bytes, r.place.device, "") for r in regions if r.place.memory == memory]
+        for memory in sorted({region.memory_kind.memory for region in regions}):
+            ranges = [
+                (r.address, r.length_bytes, r.memory_kind.device, "") for r in regions if r.memory_kind.memory == memory
+            ]
             try:
                 self._registered.append(agent.register_memory(ranges, memory))
             except Exception as error:
@@ -117,10 +119,10 @@ class NixlTransport:
         with contextlib.suppress(Exception):
             self._live().remove_remote_agent(peer)
 
-    def write(self, peer: str, runs: Runs, source: Place, target: Place) -> int:
+    def write(self, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> int:
         return self.post(peer, self.prepare(peer, runs, source, target))
 
-    def prepare(self, peer: str, runs: Runs, source: Place, target: Place) -> nixl_xfer_handle:
+    def prepare(self, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> nixl_xfer_handle:
         """A write that has only to be posted (``post``) or given up (``discard``). Raises TransportError."""
         agent = self._live()
         try:

@@ -136,12 +136,12 @@ def _end(end: str, backends: list[str], devices: list[str], timeout_s: float, pi
 def _receive(backends: list[str], devices: list[str], timeout_s: float, pipe: IO[str]) -> None:
     import numpy as np
 
-    from connectors.planning.layout import Place, Region
+    from connectors.planning.layout import MemoryKind, Region
     from connectors.transport.nixl import NixlTransport
 
     memory = np.zeros(TRANSFER_BYTES, np.uint8)
     transport = NixlTransport("selftest-receiver/0", backends, devices)
-    transport.register([Region(memory.ctypes.data, memory.nbytes, Place("DRAM", 0))])
+    transport.register([Region(memory.ctypes.data, memory.nbytes, MemoryKind("DRAM", 0))])
     ready = {"metadata": transport.metadata().hex(), "address": memory.ctypes.data, "plugins": _plugins()}
     print(json.dumps(ready), file=pipe)
     sys.stdin.readline()  # the sender has started
@@ -156,13 +156,13 @@ def _send(backends: list[str], devices: list[str], timeout_s: float, pipe: IO[st
     import numpy as np
 
     from connectors.planning.descriptors import Runs
-    from connectors.planning.layout import Place, Region
+    from connectors.planning.layout import MemoryKind, Region
     from connectors.transport.nixl import NixlTransport
 
-    place = Place("DRAM", 0)
+    memory_kind = MemoryKind("DRAM", 0)
     memory = np.random.default_rng(0).integers(0, 256, TRANSFER_BYTES, np.uint8)
     transport = NixlTransport("selftest-sender/0", backends, devices)
-    transport.register([Region(memory.ctypes.data, memory.nbytes, place)])
+    transport.register([Region(memory.ctypes.data, memory.nbytes, memory_kind)])
     receiver = json.loads(sys.stdin.readline())
     peer = transport.add_peer(bytes.fromhex(receiver["metadata"]))
     starts = np.arange(0, TRANSFER_BYTES, RUN_BYTES, dtype=np.int64)
@@ -171,7 +171,7 @@ def _send(backends: list[str], devices: list[str], timeout_s: float, pipe: IO[st
     began = time.monotonic()
     give_up_at = began + timeout_s
     handle = transport.write(
-        peer, Runs(memory.ctypes.data + starts, receiver["address"] + starts, lengths), place, place
+        peer, Runs(memory.ctypes.data + starts, receiver["address"] + starts, lengths), memory_kind, memory_kind
     )
     while not transport.poll(handle):
         _rest(give_up_at, "the write did not come to an end")

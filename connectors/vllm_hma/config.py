@@ -19,7 +19,7 @@ from connectors.vllm_hma.streaming import Streaming
 class ConnectorConfig:
     """Keys of ``kv_connector_extra_config``; those of ``TransferLimits`` stand beside them.
 
-    ``side_channel_host``   interface on which engines hand out their cards; the default serves one machine only
+    ``side_channel_host``   interface on which engines serve their metadata; the default serves one machine only
     ``side_channel_port``   0 takes a free port; the prefill engine's answers carry the port taken
     ``advertise_host``      name or address under which peers reach side_channel_host; needed where that is 0.0.0.0
     ``secret``              what all engines that exchange KV know and nobody else; empty trusts whoever can connect
@@ -59,9 +59,9 @@ class ConnectorConfig:
     def net_devices(self) -> tuple[str, ...]:
         """What UCX is told; none: its own environment counts, and without that it may use whatever there is.
 
-        It would also use an interface that has come for a while, and go silent with it. Peers of an engine that shows
-        its card on a loopback address live on this host; elsewhere they reach us where they reach the card, unless
-        there is RDMA (docs/decisions/0007).
+        Otherwise UCX may bind to a transient interface and hang when that disappears. An engine with its side channel
+        on a loopback address has peers on this host only; elsewhere peers reach it on the side channel's interface,
+        unless there is RDMA (docs/decisions/0007).
         """
         if self.devices or "UCX_NET_DEVICES" in os.environ:
             return self.devices

@@ -29,7 +29,7 @@ from connectors.errors import ConfigurationError
 from connectors.vllm_hma.config import parse_config
 from connectors.vllm_hma.metrics import TandemPromMetrics, TandemStats
 from connectors.vllm_hma.model.translate import group_shapes, only_states_can_lag
-from connectors.vllm_hma.orders import CardMetadata, Orders
+from connectors.vllm_hma.orders import EncodedAgentMetadata, Orders
 from connectors.vllm_hma.plugin import register
 from connectors.vllm_hma.reports import WorkerReport
 from connectors.vllm_hma.scheduler_side.parent_watchdog import end_with_parent
@@ -122,7 +122,9 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        self.scheduler.publish({key: card for key, card in metadata.items() if isinstance(card, CardMetadata)})
+        self.scheduler.publish(
+            {rank: each for rank, each in metadata.items() if isinstance(each, EncodedAgentMetadata)}
+        )
 
     def on_new_request(self, request: Request) -> None:
         self.scheduler.new_request(request)
@@ -167,7 +169,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return CardMetadata(self.worker.card)
+        return EncodedAgentMetadata(self.worker.agent_metadata)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, Orders)

@@ -54,7 +54,7 @@ COUNTERS = {
 TRANSFERS = (
     "vllm:tandem_kv_transfers",
     "stage",
-    "Transfers under way, by stage; of several ranks the largest number. Producing: orphan (asked for, its request "
+    "Transfers under way, by stage; of several ranks the largest number. Producing: early (asked for, its request "
     "has not come), live (waits or is computed), held (computed, under a lease). Consuming: queued (without "
     "blocks, the prompt has not started), connecting, offered, ending.",
 )
@@ -69,7 +69,7 @@ HANGING = (
     "cannot be freed before they end. Of several ranks the largest number.",
 )
 _BY_PEER = ("pair_bytes", "pair_seconds")
-_STAGES = ("orphan", "live", "held", "queued", "connecting", "offered", "ending")
+_STAGES = ("early", "live", "held", "queued", "connecting", "offered", "ending")
 _CENSUS = {*_STAGES, "quarantined", "hanging"}
 
 PEERS_KEPT = 64

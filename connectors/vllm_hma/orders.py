@@ -93,7 +93,7 @@ class Orders(KVConnectorMetadata):
 
 
 @dataclass(frozen=True, slots=True)
-class CardMetadata(KVConnectorHandshakeMetadata):
-    """One worker's card, encoded, on its way to the scheduler's process."""
+class EncodedAgentMetadata(KVConnectorHandshakeMetadata):
+    """One worker's agent metadata, encoded, on its way to the scheduler's process."""
 
-    card: bytes
+    agent_metadata: bytes

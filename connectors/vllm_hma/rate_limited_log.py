@@ -10,7 +10,7 @@ _EVERY_S = 10.0
 _MAX_CHARACTERS = 500
 
 
-class Complaints:
+class RateLimitedLog:
     """Thread-safe. ``kind`` is one of a few fixed words, never a peer's."""
 
     def __init__(self, logger: logging.Logger) -> None:

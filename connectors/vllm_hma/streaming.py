@@ -25,7 +25,7 @@ class Streaming(StrEnum):
 
 
 @dataclass(slots=True)
-class _Cost:
+class _MeanCost:
     mean_s: float = 0.0
     count: int = 0
 
@@ -39,7 +39,7 @@ class Governor:
     """Says for each step whether to send by layers, and learns what that has cost."""
 
     streaming: Streaming
-    _costs: dict[bool, _Cost] = field(default_factory=lambda: {False: _Cost(), True: _Cost()})
+    _costs: dict[bool, _MeanCost] = field(default_factory=lambda: {False: _MeanCost(), True: _MeanCost()})
     _steps: int = 0
 
     def by_layers(self) -> bool:

@@ -438,15 +438,15 @@ def test_too_many_prompts(http):
 
 
 def answers_to_a_stranger(port: int) -> bytes:
-    """What a port on this machine says to somebody who asks for a card."""
+    """What a port on this machine says to somebody who asks for agent metadata."""
     with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=2) as stranger:
         stranger.settimeout(1)
-        stranger.sendall(b"tandem/%d cards\n" % PROTOCOL_VERSION)
+        stranger.sendall(b"tandem/%d metadata\n" % PROTOCOL_VERSION)
         return stranger.recv(1000)
     return b""
 
 
-def test_a_stranger_gets_no_card(service):
+def test_a_stranger_gets_no_metadata(service):
     """The service has made a secret of its own: its engines tell others that they need one, and nothing else."""
     engines = [process for process in service.processes() if "EngineCore" in " ".join(process.cmdline())]
     listening = [one.laddr for engine in engines for one in engine.net_connections("tcp") if one.status == "LISTEN"]

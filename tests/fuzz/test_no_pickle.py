@@ -36,7 +36,7 @@ def used(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_source_of_ours_unpickles(path: Path) -> None:
-    """Cards and messages are JSON and vectors of integers; numpy's loader of objects is not called either."""
+    """Agent metadata and messages are JSON and vectors of integers; numpy's loader of objects is not called either."""
     found = used(path) & (FORBIDDEN_MODULES | FORBIDDEN_CALLS)
     if "compile" in found and "re" in used(path):
         found.discard("compile")

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from connectors.planning.descriptors import Moves, Runs, build_runs
-from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Place, Region, unique_regions
+from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, MemoryKind, Region, unique_regions
 from connectors.planning.plan import PairPlan, plan_pair
 
-HOST = Place("DRAM", 0)
+HOST = MemoryKind("DRAM", 0)
 CANARY = 0xA5
 STYLES = ("packed", "head_major", "token_major", "heads_outer", "gapped_rows")
 

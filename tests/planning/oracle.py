@@ -22,10 +22,10 @@ from connectors.errors import IncompatiblePeerError
 from connectors.planning.blocks import wanted_blocks
 from connectors.planning.descriptors import build_runs, move_bytes
 from connectors.planning.heads import partners
-from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Place, Region
+from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, MemoryKind, Region
 from connectors.planning.plan import check_compatible, plan_pair
 from connectors.planning.verify import prove_plans
-from connectors.protocol.delivery import Consumer, Delivery, Stage, Transfer, offer_problem, take_ready, wanted
+from connectors.protocol.delivery import ConsumerPeer, Delivery, Stage, Transfer, offer_problem, take_ready, wanted
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.reception import Order, Partner, expected_bytes
 from connectors.protocol.wire import Offer, Peer
@@ -258,7 +258,7 @@ def layout_of(case: Case, side: Side, number: int, rank: RankPlace) -> EngineLay
                 )
         group_kind = GroupKind.FULL if kind == "latent" else GroupKind(kind)
         groups.append(Group(index, group_kind, kept.block_tokens, case.windows[index], tuple(pages)))
-    regions = tuple(Region(first * WORD, words * WORD, Place("DRAM", 0)) for first, words in rank.regions)
+    regions = tuple(Region(first * WORD, words * WORD, MemoryKind("DRAM", 0)) for first, words in rank.regions)
     return EngineLayout(number, side.tp, side.num_blocks, regions, tuple(groups))
 
 
@@ -300,8 +300,8 @@ def check_case(case: Case) -> int:
     else:
         check_compatible(sources[0], targets[0])
     pairs = expected_pairs(case)
-    assert partners(case.producer.tp, case.consumer.tp, sources[0].turns) == pairs
-    assert {layout.turns for layout in (*sources, *targets)} == {sources[0].turns}
+    assert partners(case.producer.tp, case.consumer.tp, sources[0].layer_heads) == pairs
+    assert {layout.layer_heads for layout in (*sources, *targets)} == {sources[0].layer_heads}
     plans = {(p, c): plan_pair(sources[p], targets[c]) for p, c in pairs}
     if case.thorough:
         for c, target in enumerate(targets):
@@ -358,7 +358,7 @@ def transfer_moves(
         wanted_blocks(group, table, case.start, case.end) for group, table in zip(targets, tables, strict=True)
     )
     offer = Offer("t", case.end, "", blocks)
-    consumer = Consumer(frozenset(), case.consumer.num_blocks, shapes)
+    consumer = ConsumerPeer(frozenset(), case.consumer.num_blocks, shapes)
     transfer = Transfer("t", Stage.LIVE, 0.0, prompt_tokens=case.end)
     assert offer_problem(transfer, offer, sources, consumer) is None
     delivery = Delivery(Peer("c", 0), offer=offer, pending=wanted(offer, sources, consumer))

@@ -102,11 +102,11 @@ def test_partners_by_hand(case: tuple[int, int, int], pairs: tuple[tuple[int, in
 )
 def test_layers_take_turns_over_replicas(case: tuple[int, int, int], senders: list[list[int]]) -> None:
     """Where there are more holders than consumers, all of them work; consumers never share a holder without need."""
-    for turn, expected in enumerate(senders):
-        assert [share.producer_rank for share in head_shares(*case, turn)] == expected
+    for layer_index, expected in enumerate(senders):
+        assert [share.producer_rank for share in head_shares(*case, layer_index)] == expected
     producer_tp, consumer_tp, heads = case
     used = {rank for ranks in senders for rank in ranks}
-    pairs = partners(producer_tp, consumer_tp, [(turn, heads) for turn in range(len(senders))])
+    pairs = partners(producer_tp, consumer_tp, [(layer_index, heads) for layer_index in range(len(senders))])
     assert used <= {producer for producer, _ in pairs} == set(range(producer_tp))
 
 

@@ -11,22 +11,22 @@ from connectors.planning.layout import (
     Group,
     GroupKind,
     LayerPages,
-    Place,
+    MemoryKind,
     Region,
     numbered,
     unique_regions,
 )
 from tests.planning.builders import HOST, Shape, make_rank
 
-GPU0, GPU1 = Place("VRAM", 0), Place("VRAM", 1)
+GPU0, GPU1 = MemoryKind("VRAM", 0), MemoryKind("VRAM", 1)
 
 PAGES = LayerPages("a", 1000, 100, 2, 2, 50, 5, 10, 10, "rows")
 FULL = Group(0, GroupKind.FULL, 5, None, (PAGES,))
 LAYOUT = EngineLayout(0, 1, 4, (Region(1000, 400, HOST),), (FULL,))
 
 
-def region(address: int, length: int, place: Place = HOST) -> Region:
-    return Region(address, length, place)
+def region(address: int, length: int, memory_kind: MemoryKind = HOST) -> Region:
+    return Region(address, length, memory_kind)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_sizes_are_derived() -> None:
     padded = replace(PAGES, block_stride_bytes=128)
     assert replace(FULL, layers=(PAGES, padded)).block_bytes == 200
     assert region(100, 50).end == 150
-    assert LAYOUT.place == HOST
+    assert LAYOUT.memory_kind == HOST
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_the_last_kernel_block_lies_inside_the_region(last: int, fits: bool) -> 
     group = Group(0, GroupKind.FULL, 6, None, (SPLIT,))
     regions = (region(1000, last - 1000),)
     if fits:
-        assert EngineLayout(0, 1, 2, regions, (group,)).place == HOST
+        assert EngineLayout(0, 1, 2, regions, (group,)).memory_kind == HOST
     else:
         with pytest.raises(PlanError, match="its 2 pages do not lie inside one region"):
             EngineLayout(0, 1, 2, regions, (group,))
@@ -202,10 +202,10 @@ def test_parts_of_a_layer_share_its_turn() -> None:
     """Layers are numbered through all groups; the parts of one layer count once."""
     k0, v0, k1, v1, state = (replace(PAGES, layer=name) for name in ("a", "a", "b", "b", "c"))
     groups = (Group(0, GroupKind.FULL, 5, None, (k0, v0, k1, v1)), Group(1, GroupKind.STATE, 5, None, (state, state)))
-    assert [turn for turn, _ in numbered(groups[0], groups)] == [0, 0, 1, 1]
-    assert [turn for turn, _ in numbered(groups[1], groups)] == [2, 2]
+    assert [layer_index for layer_index, _ in numbered(groups[0], groups)] == [0, 0, 1, 1]
+    assert [layer_index for layer_index, _ in numbered(groups[1], groups)] == [2, 2]
     layout = replace(LAYOUT, groups=groups)
-    assert layout.turns == {(0, 2), (1, 2), (2, 2)}
+    assert layout.layer_heads == {(0, 2), (1, 2), (2, 2)}
 
 
 def test_a_rank_holds_its_share_of_every_part() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 from connectors.planning.blocks import BlockSet, UnitShape
 from connectors.planning.layout import Group, GroupKind
 from connectors.protocol.actions import ProducerAction, Send, Write
-from connectors.protocol.delivery import Consumer
+from connectors.protocol.delivery import ConsumerPeer
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.producer import Producer
 from connectors.protocol.wire import Aborted, Offer, Peer
@@ -35,8 +35,8 @@ def machine(ranks: tuple[int, ...] = (0,)) -> Producer:
     """A machine that has welcomed the consumer's ranks."""
     producer = Producer(GROUPS, LIMITS)
     for rank in (0, 1):
-        producer.welcome(Peer("engine-c", rank), Consumer(frozenset(ranks), 100, SHAPES), 0.0)
-    producer.welcome(STRANGER, Consumer(frozenset({0}), 100, SHAPES), 0.0)
+        producer.welcome(Peer("engine-c", rank), ConsumerPeer(frozenset(ranks), 100, SHAPES), 0.0)
+    producer.welcome(STRANGER, ConsumerPeer(frozenset({0}), 100, SHAPES), 0.0)
     return producer
 
 

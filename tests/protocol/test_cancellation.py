@@ -134,14 +134,14 @@ def test_a_twin_of_decode_is_cancelled(state: str) -> None:
 # ---- prefill -------------------------------------------------------------------------------------------------------
 
 
-def orphan() -> Producer:
+def early_transfer() -> Producer:
     producer = machine()
     assert producer.message(C0, offer(), 0.0) == []
     return producer
 
 
 def queued_with_an_offer() -> Producer:
-    producer = orphan()
+    producer = early_transfer()
     producer.expect("r", "t", 12, "digest", 0.5)
     return producer
 
@@ -227,9 +227,9 @@ def test_a_twin_of_prefill_is_cancelled(state: str) -> None:
     assert repr(rest(producer)) == repr(rest(undisturbed))
 
 
-def test_an_orphan_is_called_off_and_its_request_cancelled() -> None:
+def test_an_early_transfer_is_called_off_and_its_request_cancelled() -> None:
     """Decode leaves before prefill's request has come, and then that is cancelled, too: nothing is kept but the id."""
-    producer = orphan()
+    producer = early_transfer()
     (answer,) = producer.message(C0, Cancel("t"), 1.0)
     assert isinstance(answer, Send)
     assert isinstance(answer.message, Cancelled)

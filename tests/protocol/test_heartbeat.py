@@ -8,7 +8,7 @@ import pytest
 
 from connectors.planning.blocks import UnitShape
 from connectors.protocol.actions import Send
-from connectors.protocol.delivery import Consumer
+from connectors.protocol.delivery import ConsumerPeer
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.producer import Producer
 from connectors.protocol.wire import Alive
@@ -20,7 +20,7 @@ STEP = replace(LIMITS, step_s=50.0)
 def waiting() -> Producer:
     """A request that came at 0 and has been asked for; no step has ended since."""
     producer = Producer(GROUPS, STEP)
-    producer.welcome(C0, Consumer(frozenset({0}), 100, (UnitShape(4, 1, 1), UnitShape(4, 1, 1))), 0.0)
+    producer.welcome(C0, ConsumerPeer(frozenset({0}), 100, (UnitShape(4, 1, 1), UnitShape(4, 1, 1))), 0.0)
     producer.expect("r", "t", 12, "digest", 0.0)
     producer.message(C0, offer(), 0.0)
     return producer
@@ -48,7 +48,7 @@ def test_an_idle_engine_owes_no_steps() -> None:
     """The request counts from its own arrival, not from the last step before it."""
     producer = Producer(GROUPS, STEP)
     producer.stepped(0.0)
-    producer.welcome(C0, Consumer(frozenset({0}), 100, (UnitShape(4, 1, 1), UnitShape(4, 1, 1))), 0.0)
+    producer.welcome(C0, ConsumerPeer(frozenset({0}), 100, (UnitShape(4, 1, 1), UnitShape(4, 1, 1))), 0.0)
     producer.expect("r", "t", 12, "digest", 1000.0)
     producer.message(C0, offer(), 1000.0)
     assert says_alive(producer, 1000.0 + STEP.step_s - 1.0)

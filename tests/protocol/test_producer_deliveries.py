@@ -8,7 +8,7 @@ import pytest
 
 from connectors.planning.blocks import empty_blocks
 from connectors.protocol.actions import Forget, ProducerAction, Send, Sent, Write
-from connectors.protocol.delivery import Consumer
+from connectors.protocol.delivery import ConsumerPeer
 from connectors.protocol.producer import Producer
 from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Failed, Fin, Offer, Welcome
 from tests.campaigns.schedules.tally import Tally
@@ -176,7 +176,7 @@ def asking(tallies: list[Tally], can: bool = True) -> Producer:
         return tallies[-1]
 
     producer = machine()
-    producer.welcome(C0, Consumer(frozenset({0}), 100, SHAPES, new_digest if can else None), 0.0)
+    producer.welcome(C0, ConsumerPeer(frozenset({0}), 100, SHAPES, new_digest if can else None), 0.0)
     producer.expect("r", "t", 12, "digest", 0.0)
     return producer
 

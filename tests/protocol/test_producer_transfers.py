@@ -20,17 +20,17 @@ from tests.protocol.production import (
 
 
 def test_an_offer_before_its_request_is_remembered() -> None:
-    """(none) + Offer -> ORPHAN; ORPHAN + expect -> LIVE, and chunks are written as they complete."""
+    """(none) + Offer -> EARLY; EARLY + expect -> LIVE, and chunks are written as they complete."""
     producer = machine()
     assert producer.message(C0, offer(), 0.0) == []
-    assert producer.census()["orphan"] == 1
+    assert producer.census()["early"] == 1
     assert producer.expect("r", "t", 12, "digest", 5.0) == []
-    assert producer.census() == {"orphan": 0, "live": 1, "held": 0, "writes": 0, "remembered": 0, "hanging": 0}
+    assert producer.census() == {"early": 0, "live": 1, "held": 0, "writes": 0, "remembered": 0, "hanging": 0}
     assert moves(only_write(producer.progress("r", [[1], [4]], 4, 6.0))) == {0: [(1, 50)]}
 
 
-def test_an_orphan_expires() -> None:
-    """ORPHAN + lease_s -> gone; the open delivery is Aborted, and the id is remembered for lease_s."""
+def test_an_early_transfer_expires() -> None:
+    """EARLY + lease_s -> gone; the open delivery is Aborted, and the id is remembered for lease_s."""
     producer = machine()
     producer.message(C0, offer(), 0.0)
     assert producer.tick(19.9) == []
@@ -40,12 +40,12 @@ def test_an_orphan_expires() -> None:
     assert not any(producer.census().values())
 
 
-def test_an_orphan_of_a_cancel_expires() -> None:
-    """(none) + Cancel -> ORPHAN, Cancelled; it goes after lease_s, without another word."""
+def test_an_early_transfer_of_a_cancel_expires() -> None:
+    """(none) + Cancel -> EARLY, Cancelled; it goes after lease_s, without another word."""
     producer = machine()
     assert producer.message(C0, Cancel("t"), 0.0) == [Send(C0, Cancelled("t"))]
     assert producer.tick(20.0) == []
-    assert producer.census()["orphan"] == 0
+    assert producer.census()["early"] == 0
 
 
 def test_cancel_before_the_request_ends_the_lease_before_it_begins() -> None:
@@ -71,7 +71,7 @@ def test_chunks_leave_as_they_complete() -> None:
     assert finish_write(producer, first, 10, 3.2) == []
     assert finish_write(producer, third, 31, 3.3) == [Send(C0, Fin("t", 61))]
     assert producer.finished("r", True, "", 4.0) == [Sent("r")]
-    assert producer.census() == {"orphan": 0, "live": 0, "held": 0, "writes": 0, "remembered": 1, "hanging": 0}
+    assert producer.census() == {"early": 0, "live": 0, "held": 0, "writes": 0, "remembered": 1, "hanging": 0}
 
 
 def test_a_late_offer_gets_everything_at_once() -> None:
@@ -128,7 +128,7 @@ def test_a_discard_does_not_end_under_a_write() -> None:
 
 @pytest.mark.parametrize("offered", [True, False])
 def test_a_discard_before_the_request(offered: bool) -> None:
-    """(none) or ORPHAN + discard: the offer is Aborted, and a request that comes after all is Sent when it ends."""
+    """(none) or EARLY + discard: the offer is Aborted, and a request that comes after all is Sent when it ends."""
     producer = machine()
     if offered:
         producer.message(C0, offer(), 0.0)
@@ -172,7 +172,7 @@ def test_a_request_that_is_not_held_aborts() -> None:
     producer = live()
     producer.message(C0, offer(), 0.5)
     assert producer.finished("r", False, "the client left", 1.0) == [Send(C0, Aborted("t", "the client left"))]
-    assert producer.census() == {"orphan": 0, "live": 0, "held": 0, "writes": 0, "remembered": 1, "hanging": 0}
+    assert producer.census() == {"early": 0, "live": 0, "held": 0, "writes": 0, "remembered": 1, "hanging": 0}
 
 
 def test_finished_of_an_unknown_request() -> None:

@@ -42,7 +42,7 @@ def blocks(*pairs: tuple[int, int]) -> BlockSet:
 
 
 MESSAGES: list[Message] = [
-    Hello(b'{"card": "\x00\xff"}'),
+    Hello(b'{"agent metadata": "\x00\xff"}'),
     Hello(b""),
     Welcome(),
     Refused("dtype differs"),

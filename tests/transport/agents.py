@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from connectors.planning.descriptors import Runs
-from connectors.planning.layout import Place, Region
+from connectors.planning.layout import MemoryKind, Region
 from connectors.transport.base import Transport
 from connectors.transport.memory import Fabric, MemoryTransport
 from connectors.transport.nixl import NixlTransport
 
-HOST = Place("DRAM", 0)
+HOST = MemoryKind("DRAM", 0)
 DEADLINE_S = 30.0
 _numbers = itertools.count()
 

@@ -1,6 +1,6 @@
 """Two engines without engines: the machines of all ranks of both sides over real NIXL, in one process.
 
-Everything that ranks say to each other goes through cards, frames and notifications; only the order of the handshake
+Everything that ranks say to each other goes through metadata, frames and notifications; only the order of the handshake
 is cut short. Agents live as long as the test session: each case builds its layouts over the same registered memory.
 """
 
@@ -20,14 +20,14 @@ from connectors.planning.plan import PairPlan, plan_pair
 from connectors.planning.verify import prove_plans
 from connectors.protocol.actions import Connect, ConsumerAction, ProducerAction, Received, Send, Sent, Verify, Write
 from connectors.protocol.agent_metadata import (
+    AgentMetadata,
     ModelIdentity,
-    WorkerCard,
     check_peers,
-    decode_worker_card,
-    encode_worker_card,
+    decode_agent_metadata,
+    encode_agent_metadata,
 )
-from connectors.protocol.consumer import Consumer as ConsumerMachine
-from connectors.protocol.delivery import Consumer
+from connectors.protocol.consumer import Consumer
+from connectors.protocol.delivery import ConsumerPeer
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.producer import Producer
@@ -44,7 +44,7 @@ DEADLINE_S = 30.0
 REGIONS = 2
 
 
-Machine = TypeVar("Machine", Producer, ConsumerMachine)
+Machine = TypeVar("Machine", Producer, Consumer)
 
 
 def agent_name(peer: Peer) -> str:
@@ -72,10 +72,12 @@ class Worker(Generic[Machine]):
     writes: dict[int, int] = field(default_factory=dict)
 
     @property
-    def card(self) -> bytes:
+    def agent_metadata(self) -> bytes:
         layout, transport = self.rank.layout, self.host.transport
-        card = WorkerCard(self.host.peer.incarnation, IDENTITY, layout, transport.kind, transport.metadata())
-        return encode_worker_card(card)
+        agent_metadata = AgentMetadata(
+            self.host.peer.incarnation, IDENTITY, layout, transport.kind, transport.metadata()
+        )
+        return encode_agent_metadata(agent_metadata)
 
 
 class Engines:
@@ -84,37 +86,37 @@ class Engines:
     def __init__(self, hosts: dict[Peer, Host], shapes: tuple[Shape, Shape], tp: tuple[int, int]) -> None:
         self.limits = TransferLimits()
         self.prefill = [self._worker(Producer, hosts[Peer(PREFILL, r)], shapes[0], r, tp[0]) for r in range(tp[0])]
-        self.decode = [self._worker(ConsumerMachine, hosts[Peer(DECODE, r)], shapes[1], r, tp[1]) for r in range(tp[1])]
+        self.decode = [self._worker(Consumer, hosts[Peer(DECODE, r)], shapes[1], r, tp[1]) for r in range(tp[1])]
         self.sent: list[str] = []
         self.received: list[tuple[str, str | None]] = []
         self.bytes_written = 0
         self.messages: list[str] = []
         self.verified = 0
-        self._introduce(partners(tp[0], tp[1], self.decode[0].rank.layout.turns))
+        self._introduce(partners(tp[0], tp[1], self.decode[0].rank.layout.layer_heads))
 
     def _worker(self, side: type[Machine], host: Host, shape: Shape, rank: int, tp_size: int) -> Worker[Machine]:
         built = make_rank(shape, rank, tp_size, memory=host.memory)
         return Worker(host, built, side(built.layout.groups, self.limits))
 
     def _introduce(self, pairs: tuple[tuple[int, int], ...]) -> None:
-        """Both ends read each other's cards, check and plan; Hello and Welcome are cut short."""
+        """Both ends read each other's agent metadata, check and plan; Hello and Welcome are cut short."""
         for c, consumer in enumerate(self.decode):
-            ours = decode_worker_card(consumer.card)
-            cards = [decode_worker_card(producer.card) for producer in self.prefill]
-            plans = [plan_pair(card.layout, ours.layout) for card in cards]
+            ours = decode_agent_metadata(consumer.agent_metadata)
+            rank_metadata = [decode_agent_metadata(producer.agent_metadata) for producer in self.prefill]
+            plans = [plan_pair(agent_metadata.layout, ours.layout) for agent_metadata in rank_metadata]
             prove_plans(ours.layout, plans)
             found = []
             for p, producer in enumerate(self.prefill):
                 if (p, c) not in pairs:
                     continue
-                check_peers(cards[p], ours)
-                consumer.host.transport.add_peer(cards[p].transport_metadata)
+                check_peers(rank_metadata[p], ours)
+                consumer.host.transport.add_peer(rank_metadata[p].transport_metadata)
                 producer.host.transport.add_peer(ours.transport_metadata)
                 producer.plans[consumer.host.peer] = plans[p]
                 talking = frozenset(other for rank, other in pairs if rank == p)
                 source = digests(plans[p], HostMemory(producer.rank.layout), End.SOURCE)
                 target = digests(plans[p], HostMemory(consumer.rank.layout), End.TARGET)
-                welcomed = Consumer(talking, ours.layout.num_blocks, plans[p].shapes, source)
+                welcomed = ConsumerPeer(talking, ours.layout.num_blocks, plans[p].shapes, source)
                 producer.machine.welcome(consumer.host.peer, welcomed, self.now)
                 found.append(Partner(producer.host.peer, plans[p].shapes, plans[p].unit_bytes, target))
             self.perform(consumer, consumer.machine.connected(PREFILL, found, self.now))

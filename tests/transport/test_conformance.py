@@ -7,7 +7,7 @@ import pytest
 
 from connectors.errors import TransportError
 from connectors.planning.descriptors import Runs
-from connectors.planning.layout import Place, Region
+from connectors.planning.layout import MemoryKind, Region
 from connectors.transport.memory import Fabric, MemoryTransport
 from tests.transport.agents import HOST, Agent, make_agent, receive, runs, until, write
 
@@ -52,7 +52,7 @@ def lone(kind: str, fabric: Fabric) -> Iterator[Agent]:
     agent.transport.close()
 
 
-def test_kind_is_what_cards_say(kind: str, pair: tuple[Agent, Agent]) -> None:
+def test_kind_is_what_metadata_say(kind: str, pair: tuple[Agent, Agent]) -> None:
     """The transport's kind is compared between engines before any transfer."""
     assert pair[0].transport.kind == kind
 
@@ -226,7 +226,7 @@ def test_unknown_peers_are_refused(pair: tuple[Agent, Agent]) -> None:
 def test_unregistered_kinds_of_memory_are_refused(pair: tuple[Agent, Agent]) -> None:
     """A kind of memory that this machine has not, or that nobody knows, is a TransportError at registration."""
     with pytest.raises(TransportError):
-        pair[0].transport.register([Region(pair[0].address, 16, Place("NO_SUCH_MEMORY", 0))])
+        pair[0].transport.register([Region(pair[0].address, 16, MemoryKind("NO_SUCH_MEMORY", 0))])
 
 
 def test_regions_registered_later_can_be_written(kind: str, fabric: Fabric, lone: Agent) -> None:

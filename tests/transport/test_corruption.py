@@ -14,7 +14,7 @@ import pytest
 import xxhash
 
 from connectors.errors import PlanError
-from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Place, Region
+from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, MemoryKind, Region
 from connectors.transport.digest import HostMemory
 from tests.campaigns.corruption import DAMAGES, Scene, Transfer, draw_scene
 
@@ -85,7 +85,7 @@ def test_feeding_is_hashing_the_bytes_in_order(length: int, together: int) -> No
     blocks = 200
     content = np.random.default_rng(6).integers(0, 256, blocks * length, np.uint8)
     pages = LayerPages("layer", content.ctypes.data, length, 1, 1, length, 1, length, length, "p")
-    region = Region(content.ctypes.data, content.nbytes, Place("DRAM", 0))
+    region = Region(content.ctypes.data, content.nbytes, MemoryKind("DRAM", 0))
     memory = HostMemory(EngineLayout(0, 1, blocks, (region,), (Group(0, GroupKind.FULL, 4, None, (pages,)),)))
     starts = np.random.default_rng(7).permutation(blocks // together) * together
     ids = (starts[:, None] + np.arange(together)).ravel()

@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from connectors.errors import ConfigurationError, PlanError
-from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Place, Region
+from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, MemoryKind, Region
 from connectors.transport.device_digest import KEYS, SEGMENT_BYTES, CacheMemory, DeviceMemory
 from connectors.transport.digest import HostMemory
 from tests.campaigns.corruption import DAMAGES, Scene, Transfer, draw_scene
@@ -34,7 +34,7 @@ def memory_of(content: bytes) -> tuple[DeviceMemory, int]:
 
 def layout_of(address: int, blocks: int, page_bytes: int, memory: str = "DRAM") -> EngineLayout:
     pages = LayerPages("layer", address, page_bytes, 1, 1, page_bytes, 1, page_bytes, page_bytes, "p")
-    region = Region(address, blocks * page_bytes, Place(memory, 0))
+    region = Region(address, blocks * page_bytes, MemoryKind(memory, 0))
     return EngineLayout(0, 1, blocks, (region,), (Group(0, GroupKind.FULL, 4, None, (pages,)),))
 
 
@@ -149,7 +149,7 @@ def test_every_corruption_is_caught(kind: str, scenes: list[Scene]) -> None:
 def test_what_both_ends_use_depends_on_both() -> None:
     """xxh3 between two hosts, sums wherever one end is an accelerator."""
     tensor = torch.zeros(64, dtype=torch.uint8)
-    host, device = Place("DRAM", 0), Place("VRAM", 1)
+    host, device = MemoryKind("DRAM", 0), MemoryKind("VRAM", 1)
     in_dram = CacheMemory(layout_of(tensor.data_ptr(), 1, 64))
     in_vram = CacheMemory(layout_of(tensor.data_ptr(), 1, 64, "VRAM"), [tensor])
     assert isinstance(in_dram.shared_with(host), HostMemory)

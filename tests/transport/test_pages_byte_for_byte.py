@@ -171,7 +171,7 @@ def test_offered_first(hosts: dict[Peer, Host], tp: tuple[int, int]) -> None:
     """The offer reaches the producer before its request does."""
     case = Case(hosts, tp, both(kv_heads=2, style="packed"), seed=8)
     case.engines.start(case.order)
-    case.engines.until(lambda: all(w.machine.census()["orphan"] for w in case.engines.prefill), "the offer's arrival")
+    case.engines.until(lambda: all(w.machine.census()["early"] for w in case.engines.prefill), "the offer's arrival")
     case.engines.expect("p", case.order.transfer_id, CHUNKS[-1], "digest")
     for before, after in zip([0, *CHUNKS], CHUNKS, strict=False):
         case.chunk(before, after)

@@ -32,12 +32,12 @@ def first_messages(transport: Any) -> list[tuple[str, bytes]]:
 def receiver(pipe: Connection) -> None:
     """Owns the destination; says what it held at the moment when the sender's message came."""
     os.environ["UCX_TLS"] = "tcp,self"
-    from connectors.planning.layout import Place, Region
+    from connectors.planning.layout import MemoryKind, Region
     from connectors.transport.nixl import NixlTransport
 
     memory = np.zeros(MEGABYTES << 20, np.uint8)
     transport = NixlTransport("receiver/0", devices=("lo",))
-    transport.register([Region(memory.ctypes.data, memory.nbytes, Place("DRAM", 0))])
+    transport.register([Region(memory.ctypes.data, memory.nbytes, MemoryKind("DRAM", 0))])
     pipe.send((transport.metadata(), memory.ctypes.data))
     first_messages(transport)
     pipe.send(hashlib.blake2b(memory.data).hexdigest())
@@ -49,10 +49,10 @@ def sender(pipe: Connection) -> None:
     """Writes, polls until done, then sends a message. Says how often it had to poll, and what it has sent."""
     os.environ["UCX_TLS"] = "tcp,self"
     from connectors.planning.descriptors import Runs
-    from connectors.planning.layout import Place, Region
+    from connectors.planning.layout import MemoryKind, Region
     from connectors.transport.nixl import NixlTransport
 
-    place = Place("DRAM", 0)
+    place = MemoryKind("DRAM", 0)
     memory = np.random.default_rng(0).integers(0, 256, MEGABYTES << 20, np.uint8)
     transport = NixlTransport("sender/0", devices=("lo",))
     transport.register([Region(memory.ctypes.data, memory.nbytes, place)])

@@ -86,7 +86,7 @@ def transfer(producers: Sequence[MemoryRank], consumer: MemoryRank, moves: Seque
         runs = build_runs(plan, moves)
         if len(runs):
             sender.add_peer(receiver.metadata())
-            sender.write(receiver.name, runs, producer.layout.place, consumer.layout.place)
+            sender.write(receiver.name, runs, producer.layout.memory_kind, consumer.layout.memory_kind)
 
 
 def whole_blocks(group: int, src: int, dst: int) -> Moves:

@@ -73,7 +73,7 @@ def own_interface() -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("advertised", [True, False])
-def test_without_rdma_ucx_uses_where_the_card_is_shown(advertised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_rdma_ucx_uses_where_the_metadata_is_shown(advertised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interface that comes and goes is none of ours; where a host has RDMA devices, all stay in use."""
     monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
     name, address = own_interface()

@@ -10,7 +10,7 @@ import pytest
 
 from connectors.errors import FailedWriteError, TransportError
 from connectors.planning.descriptors import Runs
-from connectors.planning.layout import Place
+from connectors.planning.layout import MemoryKind
 from connectors.transport.memory import MemoryTransport
 from connectors.vllm_hma.handshake import message_sender
 from connectors.vllm_hma.orders import Chunk, Expect
@@ -27,7 +27,7 @@ class Breakable(MemoryTransport):
         self._check(peer)
         super().notify(peer, payload)
 
-    def write(self, peer: str, runs: Runs, source: Place, target: Place) -> int:
+    def write(self, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> int:
         self._check(peer)
         return super().write(peer, runs, source, target)
 
@@ -84,7 +84,7 @@ def test_a_broken_connection_is_found_before_a_write_is_posted(
     producer, consumer = met(worker)
     break_connection(producer)
 
-    def fails(transport: Breakable, peer: str, runs: Runs, source: Place, target: Place) -> int:
+    def fails(transport: Breakable, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> int:
         if transport.broken:
             raise FailedWriteError(peer, "NIXL_ERR_REMOTE_DISCONNECT")
         return MemoryTransport.write(transport, peer, runs, source, target)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from connectors.planning.layout import Place
+from connectors.planning.layout import MemoryKind
 from connectors.transport.memory import MemoryTransport
 from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders
 from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
@@ -70,7 +70,7 @@ def test_preemption_waits_for_the_write(worker: Callable[..., Worker]) -> None:
 
 def test_preemption_on_an_accelerator_gives_up_every_write(worker: Callable[..., Worker]) -> None:
     """vLLM has queued what overwrites the blocks before it says so: a write that ends well may have read that."""
-    producer, consumer = both_ends(worker, place=Place("VRAM", 0))
+    producer, consumer = both_ends(worker, place=MemoryKind("VRAM", 0))
     let_go(producer)
     producer.step(preempted=["q"])
     producer.step(chunks=[Chunk("q", ((3, 4),), 7)])

@@ -9,7 +9,7 @@ import pytest
 
 from connectors.errors import TransportError
 from connectors.planning.descriptors import Runs
-from connectors.planning.layout import Place
+from connectors.planning.layout import MemoryKind
 from connectors.transport.memory import MemoryTransport
 from connectors.vllm_hma.orders import Chunk, Expect, Finished
 from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
@@ -23,9 +23,9 @@ class FailsThenLands(MemoryTransport):
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]
-        self.late: list[tuple[str, Runs, Place, Place]] = []
+        self.late: list[tuple[str, Runs, MemoryKind, MemoryKind]] = []
 
-    def write(self, peer: str, runs: Runs, source: Place, target: Place) -> int:
+    def write(self, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> int:
         self.late.append((peer, runs, source, target))
         if self.fails_in == "post":
             raise RuntimeError("posting failed after the first of many descriptors")
@@ -42,7 +42,7 @@ class FailsThenLands(MemoryTransport):
 class RefusesWrites(MemoryTransport):
     """Nothing of a write is posted."""
 
-    def write(self, peer: str, runs: Runs, source: Place, target: Place) -> int:
+    def write(self, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> int:
         raise TransportError(peer, "not connected")
 
 
@@ -78,7 +78,7 @@ def test_the_producer_holds_nothing_for_a_failed_write(worker: Callable[..., Wor
     producer, _ = failed(worker, FailsThenLands)
     producer.step(finished=[Finished("q", True, "")])
     assert results(producer) == ({"q"}, set(), set())
-    until(lambda: not any(producer.runtime.census()[stage] for stage in ("orphan", "live", "held", "writes")))
+    until(lambda: not any(producer.runtime.census()[stage] for stage in ("early", "live", "held", "writes")))
 
 
 def test_a_supervisor_ends_the_quarantine_of_a_failed_write(worker: Callable[..., Worker]) -> None:
@@ -94,7 +94,7 @@ def test_a_supervisor_ends_the_quarantine_of_a_failed_write(worker: Callable[...
     consumer.transport.notify = counted  # type: ignore[method-assign]
     until(lambda: sum(cancels) >= 3)
     assert consumer.runtime.census()["quarantined"] == 1
-    consumer.step(lost=[producer.card.incarnation])
+    consumer.step(lost=[producer.agent_metadata.incarnation])
     assert consumer.runtime.census()["quarantined"] == 0
 
 

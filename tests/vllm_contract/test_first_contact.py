@@ -13,7 +13,7 @@ from connectors.errors import HandshakeError, StaleReferenceError, WireError
 from connectors.protocol.params import EngineAddress
 from connectors.vllm_hma.handshake import probe
 from connectors.vllm_hma.handshake.processes import Liveness
-from connectors.vllm_hma.handshake.side_channel import CardServer, fetch_card
+from connectors.vllm_hma.handshake.side_channel import MetadataServer, fetch_metadata
 from connectors.vllm_hma.orders import Chunk, Expect, Finished
 from tests.vllm_contract.workers import BLOCKS, DIGEST, IDENTITY, Worker, receive, results, until
 
@@ -86,7 +86,7 @@ def test_another_start_at_the_same_address(worker: Callable[..., Worker]) -> Non
     """A reference to an engine that has been restarted is stale, and says so."""
     producer = worker("new")
     with pytest.raises(StaleReferenceError, match="restarted since"):
-        fetch_card("127.0.0.1", producer.server.port, "old", 3.0)
+        fetch_metadata("127.0.0.1", producer.server.port, "old", 3.0)
 
 
 def test_the_side_channel_survives_whatever_it_is_sent(worker: Callable[..., Worker]) -> None:
@@ -102,15 +102,15 @@ def test_the_side_channel_survives_whatever_it_is_sent(worker: Callable[..., Wor
     ):
         with socket.create_connection(("127.0.0.1", producer.server.port)) as raw:
             raw.sendall(question)
-    assert fetch_card("127.0.0.1", producer.server.port, "p", 3.0).incarnation == "p"
+    assert fetch_metadata("127.0.0.1", producer.server.port, "p", 3.0).incarnation == "p"
 
 
-def test_an_answer_that_is_no_card() -> None:
+def test_an_answer_that_is_no_metadata() -> None:
     """Something else on the port gives a typed error, not an exception of its own."""
-    server = CardServer("127.0.0.1", 0, [b"not a card"])
+    server = MetadataServer("127.0.0.1", 0, [b"not agent metadata"])
     try:
-        with pytest.raises(WireError, match="malformed worker card"):
-            fetch_card("127.0.0.1", server.port, "p", 3.0)
+        with pytest.raises(WireError, match="malformed agent metadata"):
+            fetch_metadata("127.0.0.1", server.port, "p", 3.0)
     finally:
         server.close()
 
@@ -121,4 +121,4 @@ def test_a_host_that_does_not_answer() -> None:
         mute.bind(("127.0.0.1", 0))
         mute.listen()
         with pytest.raises(HandshakeError, match=r"did not answer within 0\.5 s"):
-            fetch_card("127.0.0.1", mute.getsockname()[1], "p", 0.5)
+            fetch_metadata("127.0.0.1", mute.getsockname()[1], "p", 0.5)

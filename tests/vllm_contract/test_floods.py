@@ -10,24 +10,24 @@ from dataclasses import replace
 import pytest
 
 from connectors.errors import PeerSecretError
-from connectors.protocol.agent_metadata import encode_worker_card
+from connectors.protocol.agent_metadata import encode_agent_metadata
 from connectors.protocol.wire import Cancel, Envelope, Hello, Peer, Welcome, encode
 from connectors.vllm_hma.config import parse_config
 from connectors.vllm_hma.handshake import handshaker
 from connectors.vllm_hma.handshake.keys import derive_keys
 from connectors.vllm_hma.handshake.message_sender import agent_name
-from connectors.vllm_hma.handshake.side_channel import fetch_card
-from connectors.vllm_hma.orders import CardMetadata
+from connectors.vllm_hma.handshake.side_channel import fetch_metadata
+from connectors.vllm_hma.orders import EncodedAgentMetadata
 from connectors.vllm_hma.scheduler_side.scheduler import SchedulerConnector
 from tests.vllm_contract.workers import Worker, receive, until
 
 SECRET = "the secret of these engines"
 
 
-def say_hello(to: Worker, sender: Peer, card: bytes, secret: str = "") -> None:
+def say_hello(to: Worker, sender: Peer, agent_metadata: bytes, secret: str = "") -> None:
     """A hello arrives, as from the transport."""
-    receiver = Peer(to.card.incarnation, to.card.rank)
-    frame = encode(Envelope(sender, receiver, Hello(card)), derive_keys(secret).messages)
+    receiver = Peer(to.agent_metadata.incarnation, to.agent_metadata.rank)
+    frame = encode(Envelope(sender, receiver, Hello(agent_metadata)), derive_keys(secret).messages)
     to.runtime.frame_received(agent_name(sender), frame, time.monotonic())
 
 
@@ -37,17 +37,17 @@ def test_hellos_wait_in_bounded_number(worker: Callable[..., Worker], monkeypatc
     go = threading.Event()
     answered: list[Peer] = []
 
-    def slow(_: handshaker.Greeter, sender: Peer, message: Hello) -> None:
+    def slow(_: handshaker.Handshaker, sender: Peer, message: Hello) -> None:
         assert go.wait(30)
         answered.append(sender)
 
-    monkeypatch.setattr(handshaker.Greeter, "_greet", slow)
+    monkeypatch.setattr(handshaker.Handshaker, "_accept", slow)
     for _ in range(2):
         for number in range(1000):
             say_hello(producer, Peer(f"c{number}", 0), b"{}")
-    assert len(producer.runtime.snapshot().greeter.pending_hellos) == handshaker.MAX_PENDING_HELLOS
+    assert len(producer.runtime.snapshot().handshaker.pending_hellos) == handshaker.MAX_PENDING_HELLOS
     go.set()
-    until(lambda: not producer.runtime.snapshot().greeter.pending_hellos)
+    until(lambda: not producer.runtime.snapshot().handshaker.pending_hellos)
     assert len(answered) == len(set(answered)) == handshaker.MAX_PENDING_HELLOS
     say_hello(producer, Peer("one more", 0), b"{}")
     until(lambda: Peer("one more", 0) in answered)
@@ -56,15 +56,15 @@ def test_hellos_wait_in_bounded_number(worker: Callable[..., Worker], monkeypatc
 def test_a_hello_that_is_dropped_is_repeated(worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     """A producer that is met by many at once drops hellos: that costs their senders a second, not the handshake."""
     producer, consumer = worker("p"), worker("c")
-    greeted = handshaker.Greeter.greeted
+    hello_received = handshaker.Handshaker.hello_received
     dropped: list[Peer] = []
 
-    def drop_first(self: handshaker.Greeter, sender: Peer, message: Hello) -> None:
+    def drop_first(self: handshaker.Handshaker, sender: Peer, message: Hello) -> None:
         if dropped:
-            greeted(self, sender, message)
+            hello_received(self, sender, message)
         dropped.append(sender)
 
-    monkeypatch.setattr(handshaker.Greeter, "greeted", drop_first)
+    monkeypatch.setattr(handshaker.Handshaker, "hello_received", drop_first)
     consumer.step(receives=[receive(producer.address)])
     until(lambda: consumer.runtime.census()["offered"] == 1)
     assert dropped == [Peer("c", 0)] * 2
@@ -76,7 +76,7 @@ def test_answers_that_nobody_waits_for_are_not_kept(worker: Callable[..., Worker
     for number in range(1000):
         me = Peer(f"p{number}", 0)
         consumer.runtime.frame_received(f"p{number}/0", encode(Envelope(me, Peer("c", 0), Welcome())), 0.0)
-    assert not consumer.runtime.snapshot().greeter.answers
+    assert not consumer.runtime.snapshot().handshaker.answers
 
 
 @pytest.mark.parametrize(
@@ -93,8 +93,8 @@ def test_answers_that_nobody_waits_for_are_not_kept(worker: Callable[..., Worker
 def test_whom_a_message_is_for(worker: Callable[..., Worker], receiver: Peer, sender: Peer, taken: bool) -> None:
     """A signed frame that was for another worker, or is said to come from another, changes nothing here."""
     producer, consumer = worker("p", secret=SECRET), worker("c", secret=SECRET)
-    card = encode_worker_card(replace(consumer.card))
-    say_hello(producer, Peer("c", 0), card, SECRET)
+    agent_metadata = encode_agent_metadata(replace(consumer.agent_metadata))
+    say_hello(producer, Peer("c", 0), agent_metadata, SECRET)
     until(lambda: Peer("c", 0) in producer.runtime.snapshot().producer.consumers)
     frame = encode(Envelope(sender, receiver, Cancel("t")), derive_keys(SECRET).messages)
     producer.runtime.frame_received("c/0", frame, 0.0)
@@ -114,17 +114,17 @@ def test_an_engine_without_a_secret_says_so(
     worker: Callable[..., Worker], caplog: pytest.LogCaptureFixture, config: dict[str, str], warned: bool
 ) -> None:
     """Where others than this machine's can reach it; and the secret of the configuration is the side channel's."""
-    card = encode_worker_card(worker("p").card)
+    agent_metadata = encode_agent_metadata(worker("p").agent_metadata)
     scheduler = SchedulerConnector(parse_config(config), "p", 1, (), 256)
     try:
-        scheduler.publish({(0, 0): CardMetadata(card)})
+        scheduler.publish({(0, 0): EncodedAgentMetadata(agent_metadata)})
         assert ("no secret is set" in caplog.text) == warned
         port = scheduler.snapshot().side_channel_port
         assert port is not None
         identity = derive_keys(config.get("secret", "")).identity
-        assert fetch_card("127.0.0.1", port, "p", 5.0, identity).incarnation == "p"
+        assert fetch_metadata("127.0.0.1", port, "p", 5.0, identity).incarnation == "p"
         if identity:
             with pytest.raises(PeerSecretError):
-                fetch_card("127.0.0.1", port, "p", 5.0)
+                fetch_metadata("127.0.0.1", port, "p", 5.0)
     finally:
         scheduler.close()

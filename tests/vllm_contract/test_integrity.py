@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from connectors.planning.descriptors import Runs
-from connectors.planning.layout import Place
+from connectors.planning.layout import MemoryKind
 from connectors.transport.digest import TransferDigest
 from connectors.transport.memory import Fabric, MemoryTransport
 from connectors.vllm_hma.orders import Chunk, Expect, Finished
@@ -20,7 +20,7 @@ from tests.vllm_contract.workers import BLOCK_BYTES, DIGEST, Worker, receive, re
 class Damaging(MemoryTransport):
     """Writes arrive with one bit flipped in their last byte."""
 
-    def write(self, peer: str, runs: Runs, source: Place, target: Place) -> int:
+    def write(self, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> int:
         handle = super().write(peer, runs, source, target)
         last = int(runs.dst[-1] + runs.length[-1]) - 1
         ctypes.c_uint8.from_address(last).value ^= 1
@@ -34,9 +34,9 @@ class Late(MemoryTransport):
 
     def __init__(self, name: str, fabric: Fabric) -> None:
         super().__init__(name, fabric)
-        self.posted: dict[int, tuple[str, Runs, Place, Place]] = {}
+        self.posted: dict[int, tuple[str, Runs, MemoryKind, MemoryKind]] = {}
 
-    def write(self, peer: str, runs: Runs, source: Place, target: Place) -> int:
+    def write(self, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> int:
         self.posted[len(self.posted) + 1] = (peer, runs, source, target)
         return len(self.posted)
 
@@ -134,7 +134,7 @@ def test_digests_where_a_cache_is_on_an_accelerator(
     worker: Callable[..., Worker], caplog: pytest.LogCaptureFixture, places: str, integrity: str
 ) -> None:
     """On either side or both: clean transfers are believed, damaged ones are not. The tensors are a CPU's here."""
-    prefill, decode = (Place(memory, 0) for memory in places.split())
+    prefill, decode = (MemoryKind(memory, 0) for memory in places.split())
     for transport, failed in ((MemoryTransport, set()), (Damaging, {"r"})):
         name = transport.__name__
         producer = worker(f"p-{name}", transport_class=transport, place=prefill)
@@ -146,5 +146,5 @@ def test_digests_where_a_cache_is_on_an_accelerator(
 
 def test_integrity_off_on_an_accelerator(worker: Callable[..., Worker]) -> None:
     """No digest is asked for, and none is made: damage goes unnoticed there, too."""
-    producer = worker("p", transport_class=Damaging, place=Place("VRAM", 0))
-    assert transfer(producer, worker("c", integrity="off", place=Place("VRAM", 0))) == (set(), {"r"}, set())
+    producer = worker("p", transport_class=Damaging, place=MemoryKind("VRAM", 0))
+    assert transfer(producer, worker("c", integrity="off", place=MemoryKind("VRAM", 0))) == (set(), {"r"}, set())

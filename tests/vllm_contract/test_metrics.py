@@ -76,7 +76,7 @@ def test_a_transfer_is_counted_from_its_offer_to_its_end(
     producer.step(finished=[Finished("q", True, "")])
     observe(metrics, producer.runtime.stats())
     assert value("vllm:tandem_kv_writes_total", outcome="done") == 1
-    peer = consumer.runtime.card.incarnation
+    peer = consumer.runtime.agent_metadata.incarnation
     assert value("vllm:tandem_kv_pair_bytes_total", peer=peer) == 2 * BLOCK_BYTES
     assert (value("vllm:tandem_kv_pair_seconds_total", peer=peer) or 0) > 0
     assert value("vllm:tandem_kv_transfers", stage="live") == value("vllm:tandem_kv_transfers", stage="held") == 0

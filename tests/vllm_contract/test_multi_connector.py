@@ -20,10 +20,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.request import Request, RequestStatus
 
-from connectors.protocol.agent_metadata import WorkerCard, encode_worker_card
+from connectors.protocol.agent_metadata import AgentMetadata, encode_agent_metadata
 from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.metrics import TandemStats
-from connectors.vllm_hma.orders import CardMetadata
+from connectors.vllm_hma.orders import EncodedAgentMetadata
 from tests.vllm_contract.caches import BLOCK_TOKENS, cache_config, full, vllm_config
 from tests.vllm_contract.workers import IDENTITY, layout_of
 
@@ -113,8 +113,8 @@ def test_a_produced_request_keeps_its_blocks_without_hma(tmp_path: Path) -> None
     cache = cache_config((["f"], full()))
     connector = MultiConnector(config, KVConnectorRole.SCHEDULER, cache)
     try:
-        card = encode_worker_card(WorkerCard("me", IDENTITY, layout_of(1 << 20), "memory", b""))
-        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): CardMetadata(card)})
+        agent_metadata = encode_agent_metadata(AgentMetadata("me", IDENTITY, layout_of(1 << 20), "memory", b""))
+        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): EncodedAgentMetadata(agent_metadata)})
         params = {"do_remote_decode": True, "transfer_id": "t"}
         sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
         request = Request("r", list(range(10, 10 + BLOCK_TOKENS)), sampling, None)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from connectors.planning.layout import Place
+from connectors.planning.layout import MemoryKind
 from connectors.vllm_hma.orders import Chunk, Expect
 from connectors.vllm_hma.worker_side import runtime
 from tests.vllm_contract.test_ends import both_ends, let_go
@@ -41,7 +41,7 @@ def test_preemption_on_an_accelerator_waits_for_nothing(
     worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The deliveries are given up: nothing is won by waiting for their writes."""
-    producer, _ = both_ends(worker, place=Place("VRAM", 0))
+    producer, _ = both_ends(worker, place=MemoryKind("VRAM", 0))
     clock = Clock(monkeypatch)
     producer.step(preempted=["q"])
     assert clock.rests == []

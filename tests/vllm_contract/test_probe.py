@@ -22,7 +22,7 @@ from connectors.protocol.wire import Peer
 from connectors.vllm_hma.handshake import probe, processes
 from connectors.vllm_hma.handshake.probe import WorkerProbe
 from connectors.vllm_hma.handshake.processes import Liveness, liveness, own_process
-from connectors.vllm_hma.handshake.side_channel import CardServer, ask_liveness, fetch_card
+from connectors.vllm_hma.handshake.side_channel import MetadataServer, ask_liveness, fetch_metadata
 from connectors.vllm_hma.orders import Chunk, Expect
 from tests.vllm_contract.test_ends import HeldWrites, let_go
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
@@ -156,7 +156,7 @@ def test_a_process_that_was_never_seen_needs_a_witness_at_its_address(
     process, identity = child
     process.kill()
     process.wait()
-    server = CardServer("127.0.0.1", 0, [])
+    server = MetadataServer("127.0.0.1", 0, [])
     try:
         unseen = suspect(identity, False, EngineAddress("p", "127.0.0.1", refusing))
         witness = EngineAddress("p2", "127.0.0.1", server.port)
@@ -171,7 +171,7 @@ def test_a_process_that_was_never_seen_needs_a_witness_at_its_address(
 
 def test_engines_answer_for_processes_of_their_host() -> None:
     """Over the side channel; what is no process is an error or unknown."""
-    server = CardServer("127.0.0.1", 0, [])
+    server = MetadataServer("127.0.0.1", 0, [])
     me = own_process()
     try:
         for asked, found in (
@@ -215,7 +215,7 @@ def test_a_malformed_host_ends_no_thread(
 def test_a_malformed_host_is_a_failed_handshake(host: str, refusing: int) -> None:
     """With a typed error, as for any address where nobody answers."""
     with pytest.raises(HandshakeError):
-        fetch_card(host, refusing, "p", 0.2)
+        fetch_metadata(host, refusing, "p", 0.2)
 
 
 def test_who_cannot_be_told_is_told_again(

@@ -1,4 +1,4 @@
-"""The side channel against strangers: who gets a card, what others are told, and what a flood costs."""
+"""The side channel against strangers: who gets agent metadata, what others are told, and what a flood costs."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ import psutil
 import pytest
 
 from connectors.errors import HandshakeError, PeerSecretError, WireError
-from connectors.protocol.agent_metadata import PROTOCOL_VERSION, encode_worker_card
+from connectors.protocol.agent_metadata import PROTOCOL_VERSION, encode_agent_metadata
 from connectors.vllm_hma.handshake import side_channel
 from connectors.vllm_hma.handshake.keys import derive_keys
-from connectors.vllm_hma.handshake.side_channel import CardServer, fetch_card
+from connectors.vllm_hma.handshake.side_channel import MetadataServer, fetch_metadata
 from connectors.vllm_hma.orders import Chunk, Expect
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results
 
 SECRET, ANOTHER = "the secret of these two engines", "the secret of two other engines"
-QUESTION = b"tandem/%d cards\n" % PROTOCOL_VERSION
+QUESTION = b"tandem/%d metadata\n" % PROTOCOL_VERSION
 
 
 @pytest.fixture
-def serve(worker: Callable[..., Worker]) -> Iterator[Callable[..., CardServer]]:
-    """Starts servers of one card, with a secret or without, and stops them."""
-    card = encode_worker_card(worker("p").card)
-    started: list[CardServer] = []
+def serve(worker: Callable[..., Worker]) -> Iterator[Callable[..., MetadataServer]]:
+    """Starts servers of one agent metadata, with a secret or without, and stops them."""
+    agent_metadata = encode_agent_metadata(worker("p").agent_metadata)
+    started: list[MetadataServer] = []
 
-    def start(secret: str = "", host: str = "127.0.0.1") -> CardServer:
-        started.append(CardServer(host, 0, [card], derive_keys(secret).identity))
+    def start(secret: str = "", host: str = "127.0.0.1") -> MetadataServer:
+        started.append(MetadataServer(host, 0, [agent_metadata], derive_keys(secret).identity))
         return started[-1]
 
     yield start
@@ -41,8 +41,8 @@ def serve(worker: Callable[..., Worker]) -> Iterator[Callable[..., CardServer]]:
 
 
 def fetch(port: int, secret: str = "", timeout_s: float = 5.0) -> str:
-    """The incarnation on the card that is handed out to a peer with ``secret``."""
-    return fetch_card("127.0.0.1", port, "p", timeout_s, derive_keys(secret).identity).incarnation
+    """The incarnation on the agent metadata that is handed out to a peer with ``secret``."""
+    return fetch_metadata("127.0.0.1", port, "p", timeout_s, derive_keys(secret).identity).incarnation
 
 
 def connect(port: int, host: str = "127.0.0.1") -> socket.socket:
@@ -80,7 +80,7 @@ class Eavesdropper:
 
 @pytest.mark.parametrize("secret", ["", SECRET])
 def test_peers_with_one_secret_exchange_kv(worker: Callable[..., Worker], secret: str) -> None:
-    """From the card to the last message, with a secret and without."""
+    """From the agent metadata to the last message, with a secret and without."""
     producer, consumer = worker("p", secret=secret), worker("c", secret=secret)
     producer.cache[:] = np.arange(1, 9, dtype=np.uint8)[:, None]
     consumer.step(receives=[receive(producer.address)])
@@ -127,16 +127,16 @@ def test_a_frame_of_another_secret_is_dropped(worker: Callable[..., Worker], cap
     assert not any(producer.runtime.census().values())
 
 
-def test_a_card_cannot_be_overheard(serve: Callable[..., CardServer]) -> None:
-    """With a secret, neither question nor card pass in the clear; without one, both do."""
+def test_a_metadata_cannot_be_overheard(serve: Callable[..., MetadataServer]) -> None:
+    """With a secret, neither question nor agent metadata pass in the clear; without one, both do."""
     for secret, clear in (("", True), (SECRET, False)):
         ear = Eavesdropper(serve(secret).port)
         assert fetch(ear.port, secret) == "p"
         assert (QUESTION in ear.heard, b"transport_metadata" in ear.said) == (clear, clear)
 
 
-def test_what_was_overheard_cannot_be_replayed(serve: Callable[..., CardServer]) -> None:
-    """The same bytes a second time get no card."""
+def test_what_was_overheard_cannot_be_replayed(serve: Callable[..., MetadataServer]) -> None:
+    """The same bytes a second time get no agent metadata."""
     server = serve(SECRET)
     ear = Eavesdropper(server.port)
     fetch(ear.port, SECRET)
@@ -173,7 +173,7 @@ def test_what_was_overheard_cannot_be_replayed(serve: Callable[..., CardServer])
     ],
     ids=lambda sent: sent[:16].decode(errors="replace") or "nothing",
 )
-def test_whatever_it_is_sent(serve: Callable[..., CardServer], secret: str, sent: bytes) -> None:
+def test_whatever_it_is_sent(serve: Callable[..., MetadataServer], secret: str, sent: bytes) -> None:
     """It ends the connection, and answers the next proper question."""
     server = serve(secret)
     with connect(server.port) as stranger, contextlib.suppress(OSError):
@@ -184,27 +184,27 @@ def test_whatever_it_is_sent(serve: Callable[..., CardServer], secret: str, sent
     assert fetch(server.port, secret) == "p"
 
 
-def test_an_older_tandem_is_told(serve: Callable[..., CardServer]) -> None:
+def test_an_older_tandem_is_told(serve: Callable[..., MetadataServer]) -> None:
     """A peer that asks for another version is answered with what can be asked."""
     with connect(serve().port) as older:
         older.sendall(b"tandem/2 cards\n")
-        assert f"tandem/{PROTOCOL_VERSION} cards".encode() in older.recv(1000)
+        assert f"tandem/{PROTOCOL_VERSION} metadata".encode() in older.recv(1000)
 
 
 @pytest.mark.parametrize(
     ("answer", "error", "says"),
     [
         (b"HTTP/1.1 400 Bad Request\r\n", WireError, "that is not Tandem's side channel"),
-        (b"TDC\x02\x00\x00\x00\x00", WireError, f"protocol version 2, this engine {PROTOCOL_VERSION}"),
-        (b"TDC%c\xff\xff\xff\xff" % PROTOCOL_VERSION, WireError, "announces 4294967295 cards"),
-        (b"TDC%c\x02\x00\x00\x00" % PROTOCOL_VERSION + b"\xff" * 8, WireError, "announces .* bytes"),
-        (b"TDC%c\x01\x00\x00\x00\x02\x00\x00\x00{}" % PROTOCOL_VERSION, WireError, "malformed worker card"),
+        (b"TDA\x02\x00\x00\x00\x00", WireError, f"protocol version 2, this engine {PROTOCOL_VERSION}"),
+        (b"TDA%c\xff\xff\xff\xff" % PROTOCOL_VERSION, WireError, "announces 4294967295 agent metadata"),
+        (b"TDA%c\x02\x00\x00\x00" % PROTOCOL_VERSION + b"\xff" * 8, WireError, "announces .* bytes"),
+        (b"TDA%c\x01\x00\x00\x00\x02\x00\x00\x00{}" % PROTOCOL_VERSION, WireError, "malformed agent metadata"),
         (b"TDE%c\xff\xff\xff\xff" % PROTOCOL_VERSION + b"no" * 600, WireError, "answered with an error: nono"),
-        (b"TDC", HandshakeError, "did not answer within 1 s"),
+        (b"TDA", HandshakeError, "did not answer within 1 s"),
         (b"", HandshakeError, "did not answer within 1 s"),
     ],
 )
-def test_an_answer_that_is_no_card(answer: bytes, error: type[Exception], says: str) -> None:
+def test_an_answer_that_is_no_metadata(answer: bytes, error: type[Exception], says: str) -> None:
     """Whatever listens there: a typed error, within the time given."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -222,7 +222,7 @@ def test_an_answer_that_is_no_card(answer: bytes, error: type[Exception], says: 
 
 @pytest.mark.parametrize("secret", ["", SECRET])
 def test_connections_that_say_nothing(
-    serve: Callable[..., CardServer], monkeypatch: pytest.MonkeyPatch, secret: str
+    serve: Callable[..., MetadataServer], monkeypatch: pytest.MonkeyPatch, secret: str
 ) -> None:
     """More than there are places for: a peer is served at once, and the oldest have been turned away."""
     monkeypatch.setattr(side_channel, "MAX_CONNECTIONS", 128)
@@ -239,7 +239,7 @@ def test_connections_that_say_nothing(
             one.close()
 
 
-def test_a_question_that_drips(serve: Callable[..., CardServer], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_question_that_drips(serve: Callable[..., MetadataServer], monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte now and then does not keep a connection."""
     monkeypatch.setattr(side_channel, "TALK_S", 0.5)
     with connect(serve().port) as slow:
@@ -252,7 +252,7 @@ def test_a_question_that_drips(serve: Callable[..., CardServer], monkeypatch: py
 
 
 @pytest.mark.parametrize("secret", ["", SECRET])
-def test_a_flood_of_connections(serve: Callable[..., CardServer], secret: str) -> None:
+def test_a_flood_of_connections(serve: Callable[..., MetadataServer], secret: str) -> None:
     """While two threads connect as fast as they can, peers are served; afterwards nothing is left of the flood."""
     server = serve(secret)
     assert fetch(server.port, secret) == "p"
@@ -286,7 +286,7 @@ def test_a_flood_of_connections(serve: Callable[..., CardServer], secret: str) -
         time.sleep(0.05)
 
 
-def test_it_listens_where_it_is_told_to(serve: Callable[..., CardServer]) -> None:
+def test_it_listens_where_it_is_told_to(serve: Callable[..., MetadataServer]) -> None:
     """On the configured address and no other."""
     server = serve(host="127.0.0.3")
     listening = [
@@ -295,4 +295,4 @@ def test_it_listens_where_it_is_told_to(serve: Callable[..., CardServer]) -> Non
     assert {address.ip for address in listening} == {"127.0.0.3"}
     with pytest.raises(ConnectionRefusedError):
         connect(server.port, "127.0.0.1")
-    assert fetch_card("127.0.0.3", server.port, "p", 5.0).incarnation == "p"
+    assert fetch_metadata("127.0.0.3", server.port, "p", 5.0).incarnation == "p"

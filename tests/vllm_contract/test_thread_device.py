@@ -17,7 +17,7 @@ from connectors.vllm_hma.orders import Chunk, Expect
 from connectors.vllm_hma.worker_side import accelerator
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
-NO_DEVICE = ("tandem-side-channel", "tandem-orphan")
+NO_DEVICE = ("tandem-side-channel", "tandem-parent-watchdog")
 """Threads of the engine core: they answer sockets and watch a process, and touch neither NIXL nor the cache."""
 
 
@@ -42,7 +42,7 @@ def test_every_thread_of_a_worker_sets_its_device(
         names = {thread.name for thread in threading.enumerate() if thread.ident not in others}
         return {name.rstrip("0123456789_") for name in names if name.startswith("tandem-")} - set(NO_DEVICE)
 
-    until(lambda: started() == {"tandem-pump", "tandem-connect", "tandem-greet", "tandem-verify", "tandem-probe"})
+    until(lambda: started() == {"tandem-progress", "tandem-connect", "tandem-accept", "tandem-verify", "tandem-probe"})
     for thread in threading.enumerate():
         if thread.ident not in others and thread.name.startswith("tandem-") and thread.name not in NO_DEVICE:
             assert thread.ident in seen, f"{thread.name} runs without a device"

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from connectors.planning.descriptors import Runs
-from connectors.planning.layout import Place
+from connectors.planning.layout import MemoryKind
 from connectors.protocol.wire import Message, Offer, Peer
 from connectors.transport import digest
 from connectors.transport.memory import MemoryTransport
-from connectors.vllm_hma.handshake.message_sender import Post
+from connectors.vllm_hma.handshake.message_sender import MessageSender
 from connectors.vllm_hma.orders import Chunk, Expect, Finished
 from connectors.vllm_hma.worker_side.trace import Trace, read_trace
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
@@ -24,7 +24,7 @@ class BreaksOnce(MemoryTransport):
 
     where = ""
 
-    def write(self, peer: str, runs: Runs, source: Place, target: Place) -> int:
+    def write(self, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> int:
         self._break("write")
         return super().write(peer, runs, source, target)
 
@@ -92,17 +92,17 @@ def test_a_digest_that_breaks(pair: tuple[Worker, Worker], monkeypatch: pytest.M
 def test_one_action_does_not_cost_the_next(pair: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     """A message that breaks the sender is lost, which deadlines cover; what was to be done after it is."""
     producer, consumer = pair
-    send = Post.send
+    send = MessageSender.send
     broken: list[bool] = []
 
-    def breaks_once(post: Post, peer: Peer, message: Message) -> None:
+    def breaks_once(post: MessageSender, peer: Peer, message: Message) -> None:
         if isinstance(message, Offer) and not broken:
             broken.append(True)
             raise RuntimeError("anything")
         send(post, peer, message)
 
     assert transfer(producer, consumer, "first") == (set(), {"first"}, set())
-    monkeypatch.setattr(Post, "send", breaks_once)
+    monkeypatch.setattr(MessageSender, "send", breaks_once)
     consumer.step(receives=[receive(producer.address, "lost", "lost"), receive(producer.address, "lost-twin", "lost")])
     assert results(consumer) == (set(), {"lost-twin"}, {"lost-twin"})
     assert results(consumer) == (set(), {"lost"}, {"lost"})

@@ -9,15 +9,15 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Place, Region
-from connectors.protocol.agent_metadata import ModelIdentity, WorkerCard, encode_worker_card
+from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, MemoryKind, Region
+from connectors.protocol.agent_metadata import AgentMetadata, ModelIdentity, encode_agent_metadata
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress, prompt_digest
 from connectors.transport.memory import Fabric, MemoryTransport
 from connectors.vllm_hma.config import ConnectorConfig
 from connectors.vllm_hma.handshake.keys import derive_keys
 from connectors.vllm_hma.handshake.processes import own_process
-from connectors.vllm_hma.handshake.side_channel import CardServer
+from connectors.vllm_hma.handshake.side_channel import MetadataServer
 from connectors.vllm_hma.orders import Orders, Receive
 from connectors.vllm_hma.streaming import Streaming
 from connectors.vllm_hma.worker_side.fence import StepFence
@@ -29,7 +29,7 @@ LIMITS = TransferLimits(handshake_s=3.0, progress_s=1.0, alive_s=0.2, cancel_s=0
 DIGEST = prompt_digest([1, 2, 3])
 
 
-def layout_of(address: int, packing: str = "p", place: Place = Place("DRAM", 0)) -> EngineLayout:  # noqa: B008
+def layout_of(address: int, packing: str = "p", place: MemoryKind = MemoryKind("DRAM", 0)) -> EngineLayout:  # noqa: B008
     """A cache at ``address``: one full-attention group of one layer."""
     pages = LayerPages("layer", address, BLOCK_BYTES, 1, 1, BLOCK_BYTES, 1, BLOCK_BYTES, BLOCK_BYTES, packing)
     region = Region(address, BLOCKS * BLOCK_BYTES, place)
@@ -37,7 +37,7 @@ def layout_of(address: int, packing: str = "p", place: Place = Place("DRAM", 0))
 
 
 class Worker:
-    """A WorkerRuntime over a numpy cache of one full-attention group, and the side channel that shows its card."""
+    """A WorkerRuntime over a numpy cache of one full-attention group, and the side channel that serves its metadata."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Worker:
         transport_class: type[MemoryTransport] = MemoryTransport,
         integrity: str = "auto",
         streaming: Streaming = Streaming.CHUNK,
-        place: Place = Place("DRAM", 0),  # noqa: B008
+        place: MemoryKind = MemoryKind("DRAM", 0),  # noqa: B008
         secret: str = "",
         limits: TransferLimits = LIMITS,
     ) -> None:
@@ -56,20 +56,24 @@ class Worker:
         self.cache = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
         layout = layout_of(self.cache.ctypes.data, packing, place)
         self.transport = transport = transport_class(f"{name}/0", fabric)
-        transport.register([dataclasses.replace(region, place=Place("DRAM", 0)) for region in layout.regions])
-        self.card = WorkerCard(name, identity, layout, transport.kind, transport.metadata(), own_process())
+        transport.register(
+            [dataclasses.replace(region, memory_kind=MemoryKind("DRAM", 0)) for region in layout.regions]
+        )
+        self.agent_metadata = AgentMetadata(name, identity, layout, transport.kind, transport.metadata(), own_process())
         self.runtime = WorkerRuntime(
             ConnectorConfig(integrity=integrity, streaming=streaming, limits=limits, keys=derive_keys(secret)),
-            self.card,
+            self.agent_metadata,
             transport,
             StepFence(torch.device("cpu")),
             [torch.from_numpy(self.cache)],
         )
-        self.server = CardServer("127.0.0.1", 0, [encode_worker_card(self.card)], derive_keys(secret).identity)
+        self.server = MetadataServer(
+            "127.0.0.1", 0, [encode_agent_metadata(self.agent_metadata)], derive_keys(secret).identity
+        )
 
     @property
     def address(self) -> EngineAddress:
-        return EngineAddress(self.card.incarnation, "127.0.0.1", self.server.port)
+        return EngineAddress(self.agent_metadata.incarnation, "127.0.0.1", self.server.port)
 
     def step(self, **orders: list) -> None:
         """One engine step, as vLLM's hooks see it."""

@@ -40,9 +40,9 @@ class StoreWorker:
 
     def register(self, layout: EngineLayout) -> None:
         """Plan the copies of this rank's cache. Raises ConfigurationError, PlanError and CoverError."""
-        if layout.place.memory != "DRAM":
+        if layout.memory_kind.memory != "DRAM":
             raise ConfigurationError(
-                f"store: the KV cache lies in {layout.place.memory}; the store copies host memory only so far"
+                f"store: the KV cache lies in {layout.memory_kind.memory}; the store copies host memory only so far"
             )
         self._layout = layout
         self._plan = plan_store(layout.groups, self._settings.chunk_tokens, self._max_model_len)

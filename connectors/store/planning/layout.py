@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from connectors.errors import PlanError
-from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Place, Region
+from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, MemoryKind, Region
 from connectors.planning.plan import PairPlan, plan_pair
 from connectors.planning.verify import prove_plans
 from connectors.store.planning.spans import GroupSpans, StorePlan
@@ -43,7 +43,7 @@ def store_layout(plan: StorePlan, layout: EngineLayout) -> EngineLayout:
         tp_rank=0,
         tp_size=1,
         num_blocks=_ADDRESSES - largest,
-        regions=(Region(0, _ADDRESSES, Place("DRAM", 0)),),
+        regions=(Region(0, _ADDRESSES, MemoryKind("DRAM", 0)),),
         groups=groups,
     )
 

@@ -28,7 +28,7 @@ def agent_name(peer: Peer) -> str:
     return f"{peer.incarnation}/{peer.rank}"
 
 
-class Post:
+class MessageSender:
     """Sends for one worker. Thread-safe."""
 
     def __init__(self, me: Peer, transport: Transport, key: bytes) -> None:

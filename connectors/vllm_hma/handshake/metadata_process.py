@@ -3,7 +3,7 @@
 The core writes what is to be served to the process's standard input and keeps that open: the process ends when it
 closes, be it because the core has died.
 
-    to the process     length (uint32) | JSON: host, port, identity (hex), lengths of the cards | the cards
+    to the process     length (uint32) | JSON: host, port, identity (hex), lengths by rank | metadata by rank
     from the process   JSON: port, or error; a line
 """
 
@@ -19,7 +19,7 @@ import sys
 from typing import BinaryIO
 
 from connectors.errors import ConfigurationError
-from connectors.vllm_hma.handshake.side_channel import CardServer
+from connectors.vllm_hma.handshake.side_channel import MetadataServer
 
 _LENGTH = struct.Struct("<I")
 _START_S = 60.0
@@ -28,14 +28,19 @@ _END_S = 5.0
 _NICE = 5
 
 
-class CardProcess:
-    """Serves one engine's cards until ``close``. ``port`` is the port taken.
+class MetadataProcess:
+    """Serves one engine's agent metadata until ``close``. ``port`` is the port taken.
 
     Raises ConfigurationError where it cannot listen.
     """
 
-    def __init__(self, host: str, port: int, cards: list[bytes], identity: bytes = b"") -> None:
-        header = {"host": host, "port": port, "identity": identity.hex(), "lengths": [len(card) for card in cards]}
+    def __init__(self, host: str, port: int, rank_metadata: list[bytes], identity: bytes = b"") -> None:
+        header = {
+            "host": host,
+            "port": port,
+            "identity": identity.hex(),
+            "lengths": [len(agent_metadata) for agent_metadata in rank_metadata],
+        }
         encoded = json.dumps(header).encode()
         # This process finds the package wherever the engine has found it. It computes nothing: no threads for that.
         paths = os.pathsep.join(path for path in sys.path if path)
@@ -44,7 +49,7 @@ class CardProcess:
             [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
         )
         try:
-            self._pipe.write(_LENGTH.pack(len(encoded)) + encoded + b"".join(cards))
+            self._pipe.write(_LENGTH.pack(len(encoded)) + encoded + b"".join(rank_metadata))
             self._pipe.flush()
             answer = self._answer()
         except BaseException:
@@ -95,10 +100,12 @@ def serve() -> None:
     source, said = sys.stdin.buffer, sys.stdout
     (length,) = _LENGTH.unpack(source.read(_LENGTH.size))
     header = json.loads(source.read(length))
-    cards = [source.read(size) for size in header["lengths"]]
+    rank_metadata = [source.read(size) for size in header["lengths"]]
     try:
         # Nothing else runs in this process that a flood could keep from its work.
-        server = CardServer(header["host"], header["port"], cards, bytes.fromhex(header["identity"]), pace_s=0.0)
+        server = MetadataServer(
+            header["host"], header["port"], rank_metadata, bytes.fromhex(header["identity"]), pace_s=0.0
+        )
     except ConfigurationError as error:
         print(json.dumps({"error": str(error)}), file=said, flush=True)
         return

@@ -4,8 +4,8 @@
     welcome    a consumer worker fits: it has a plan, and the producer's machine knows it
     forget     a machine knows it no longer: what only that machine needed goes, the rest if the other does not either
 
-Every start of an engine is a new peer that never says goodbye, so there are only so many places (``Guests``): for one
-more, somebody with whom nothing is under way loses theirs.
+Every start of an engine is a new peer that never unregisters, so the table has a limit (``PeerTable``): when it is
+full, the least recently used idle peer is removed.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from connectors.planning.layout import Place
+from connectors.planning.layout import MemoryKind
 from connectors.planning.plan import PairPlan
-from connectors.protocol.consumer import Consumer as ConsumerMachine
-from connectors.protocol.delivery import Consumer
-from connectors.protocol.producer import Producer as ProducerMachine
+from connectors.protocol.consumer import Consumer
+from connectors.protocol.delivery import ConsumerPeer
+from connectors.protocol.producer import Producer
 from connectors.protocol.wire import Peer
 from connectors.transport.base import Transport
-from connectors.vllm_hma.handshake.message_sender import Post, agent_name
-from connectors.vllm_hma.handshake.peer_table import Guests
+from connectors.vllm_hma.handshake.message_sender import MessageSender, agent_name
+from connectors.vllm_hma.handshake.peer_table import PeerTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,66 +42,66 @@ class Peers:
 
     def __init__(
         self,
-        producer: ProducerMachine,
-        consumer: ConsumerMachine,
+        producer: Producer,
+        consumer: Consumer,
         transport: Transport,
-        post: Post,
+        message_sender: MessageSender,
         lock: threading.RLock,
     ) -> None:
         self._producer = producer
         self._consumer = consumer
         self._transport = transport
-        self._post = post
+        self._message_sender = message_sender
         self._lock = lock
-        self._greeting: Counter[Peer] = Counter()
-        self._plans: dict[Peer, tuple[Place, PairPlan]] = {}
-        self._guests = Guests(self._busy)
+        self._handshaking: Counter[Peer] = Counter()
+        self._plans: dict[Peer, tuple[MemoryKind, PairPlan]] = {}
+        self._peer_table = PeerTable(self._busy)
 
     @contextmanager
-    def greeting(self, peer: Peer) -> Iterator[None]:
+    def handshaking(self, peer: Peer) -> Iterator[None]:
         """While hands are shaken. Raises HandshakeError where there is no place for one more.
 
         A machine that forgets the peer meanwhile does not take away the connection that is being made.
         """
         with self._lock:
-            leaving = self._guests.admit(peer)
+            leaving = self._peer_table.admit(peer)
             if leaving is not None:
                 self._push_out(leaving)
-            self._greeting[peer] += 1
+            self._handshaking[peer] += 1
         try:
             yield
         finally:
             with self._lock:
-                self._greeting[peer] -= 1
-                if not self._greeting[peer]:
-                    del self._greeting[peer]
+                self._handshaking[peer] -= 1
+                if not self._handshaking[peer]:
+                    del self._handshaking[peer]
 
-    def welcome(self, peer: Peer, place: Place, plan: PairPlan, consumer: Consumer) -> None:
+    def welcome(self, peer: Peer, memory_kind: MemoryKind, plan: PairPlan, consumer: ConsumerPeer) -> None:
         """The consumer worker that is being greeted fits. ``place`` is where its cache lies."""
         with self._lock:
-            self._plans[peer] = (place, plan)
+            self._plans[peer] = (memory_kind, plan)
             self._producer.welcome(peer, consumer, time.monotonic())
 
-    def plan(self, peer: Peer) -> tuple[Place, PairPlan] | None:
+    def plan(self, peer: Peer) -> tuple[MemoryKind, PairPlan] | None:
         """Where a consumer worker's cache lies and what is sent to it; None where it is known no longer."""
         return self._plans.get(peer)
 
     def spoke(self, peer: Peer) -> None:
         """A message of a transfer has come from it: it keeps its place before those that have only said hello."""
-        self._guests.spoke(peer)
+        self._peer_table.spoke(peer)
 
     def forget(self, peer: Peer) -> None:
         """One of the machines has. Both may know a worker, each in a role of its own."""
         if self._producer.knows(peer):
             return
         self._plans.pop(peer, None)
-        if not self._consumer.knows(peer) and peer not in self._greeting:
+        if not self._consumer.knows(peer) and peer not in self._handshaking:
             self._drop(peer)
 
     def snapshot(self) -> PeersSnapshot:
         """Return a copy of the state, for tests and diagnosis."""
         with self._lock:
-            return PeersSnapshot(frozenset(self._guests), frozenset(self._plans))
+            return PeersSnapshot(frozenset(self._peer_table), frozenset(self._plans))
 
     def _push_out(self, peer: Peer) -> None:
         """Nothing is under way with it: no machine has anything to do but to forget it."""
@@ -112,9 +112,9 @@ class Peers:
         self._drop(peer)
 
     def _drop(self, peer: Peer) -> None:
-        self._guests.forget(peer)
-        self._post.forget(peer)
+        self._peer_table.forget(peer)
+        self._message_sender.forget(peer)
         self._transport.remove_peer(agent_name(peer))
 
     def _busy(self, peer: Peer) -> bool:
-        return peer in self._greeting or self._producer.serves(peer) or self._consumer.awaits(peer)
+        return peer in self._handshaking or self._producer.serves(peer) or self._consumer.awaits(peer)

@@ -23,7 +23,7 @@ from connectors.protocol.reception import Suspect
 from connectors.protocol.wire import Peer
 from connectors.vllm_hma.handshake.processes import Liveness, liveness
 from connectors.vllm_hma.handshake.side_channel import ask_liveness
-from connectors.vllm_hma.rate_limited_log import Complaints
+from connectors.vllm_hma.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class WorkerProbe:
         self._witnesses: frozenset[EngineAddress] = frozenset()
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
-        self._complain = Complaints(logger)
+        self._warn = RateLimitedLog(logger)
 
     def watch(self, suspects: Iterable[Suspect], witnesses: Iterable[EngineAddress]) -> None:
         """Replace the workers to probe and the engines that may know of them. Cheap when nothing changes."""
@@ -92,7 +92,7 @@ class WorkerProbe:
             return gone
         except Exception as error:
             shown = f"{suspect.peer.incarnation[:80]!r}, rank {suspect.peer.rank}"
-            self._complain("broken", f"the prefill worker {shown} cannot be probed: {error!r}")
+            self._warn("broken", f"the prefill worker {shown} cannot be probed: {error!r}")
             return gone_before
 
     def _is_gone(self, suspect: Suspect, witnesses: frozenset[EngineAddress]) -> bool:

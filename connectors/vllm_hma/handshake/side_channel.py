@@ -1,17 +1,17 @@
-r"""The side channel: an engine hands its card to peers that ask for it over TCP, so that workers can find each other.
+r"""The side channel: serves an engine's agent metadata to peers over TCP, so that workers can find each other.
 
-One connection, one question, one answer, once for a pair of engines; transfers themselves go over the transport. Where
-a secret is set, the connection is TLS that only its holders can complete (``tls.py``): a card lets its reader write to
-this engine's memory.
+Each connection carries one request and one response, once for a pair of engines; KV goes over the transport. Where a
+secret is set, the connection is TLS that only its holders can complete (``tls.py``): agent metadata lets its reader
+write to this engine's memory.
 
 Whoever connects gets little of this engine: TALK_S in all, one of MAX_CONNECTIONS places (the newest takes the
 oldest's) and a few kilobytes read. Engines serve it in a process of its own (``metadata_process.py``), so that a
 flood does not take the scheduler's interpreter; elsewhere, one connection is accepted in PACE_S. Those who are turned
 away try again until their time is over.
 
-    question   b"tandem/5 cards\n"
-    answer     b"TDC" | version | n | n lengths | n cards        numbers are uint32 but the version, a byte
-    question   b"tandem/5 process HOST PID STARTED_AT\n"         of a worker's card
+    question   b"tandem/5 metadata\n"
+    answer     b"TDA" | version | n | n lengths | n agent metadata        numbers are uint32 but the version, a byte
+    question   b"tandem/5 process HOST PID STARTED_AT\n"         of a worker's agent metadata
     answer     b"TDP" | version | length | "alive", "gone" or "unknown"
     to either  b"TDE" | version | length | text                   why there is none
 """
@@ -31,16 +31,16 @@ import time
 
 from connectors.errors import ConfigurationError, HandshakeError, PeerSecretError, StaleReferenceError, WireError
 from connectors.protocol.agent_metadata import (
-    MAX_CARD_BYTES,
+    MAX_METADATA_BYTES,
     PROTOCOL_VERSION,
-    EngineCard,
+    EngineMetadata,
     ProcessIdentity,
-    decode_worker_card,
-    engine_card,
+    decode_agent_metadata,
+    engine_metadata,
 )
 from connectors.vllm_hma.handshake.processes import Liveness, liveness
 from connectors.vllm_hma.handshake.tls import tls_context
-from connectors.vllm_hma.rate_limited_log import Complaints
+from connectors.vllm_hma.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
@@ -49,30 +49,32 @@ MAX_CONNECTIONS = 512
 _NO_DESCRIPTOR_S = 0.05
 PACE_S = 0.002
 
-_ASK = b"tandem/%d cards\n" % PROTOCOL_VERSION
+_ASK = b"tandem/%d metadata\n" % PROTOCOL_VERSION
 _PREFIX = struct.Struct("<3sBI")
 _PROCESS = re.compile(rb"tandem/%d process ([0-9a-f/-]{1,200}) ([0-9]{1,18}) ([0-9]{1,18})\n" % PROTOCOL_VERSION)
-_CARDS, _LIVENESS, _ERROR = b"TDC", b"TDP", b"TDE"
+_METADATA, _LIVENESS, _ERROR = b"TDA", b"TDP", b"TDE"
 _TLS_RECORD = b"\x16"
 _MAX_QUESTION_BYTES = 1024
-_MAX_CARDS = 4096
+_MAX_RANKS = 4096
 _MAX_ANSWER_BYTES = 64 * 2**20
 _FIRST_ATTEMPT_S = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 
 
-class CardServer:
-    """Serves one engine's cards until ``close``. ``port`` is the port taken.
+class MetadataServer:
+    """Serves one engine's agent metadata until ``close``. ``port`` is the port taken.
 
     ``identity`` comes from the secret (``Keys.identity``); empty serves everybody.
     """
 
-    def __init__(self, host: str, port: int, cards: list[bytes], identity: bytes = b"", pace_s: float = PACE_S) -> None:
+    def __init__(
+        self, host: str, port: int, rank_metadata: list[bytes], identity: bytes = b"", pace_s: float = PACE_S
+    ) -> None:
         self._pace_s = pace_s
-        lengths = struct.pack(f"<{len(cards)}I", *map(len, cards))
-        self._answer = _PREFIX.pack(_CARDS, PROTOCOL_VERSION, len(cards)) + lengths + b"".join(cards)
+        lengths = struct.pack(f"<{len(rank_metadata)}I", *map(len, rank_metadata))
+        self._answer = _PREFIX.pack(_METADATA, PROTOCOL_VERSION, len(rank_metadata)) + lengths + b"".join(rank_metadata)
         self._tls = tls_context(identity, server=True) if identity else None
-        self._complain = Complaints(logger)
+        self._warn = RateLimitedLog(logger)
         try:
             self._listener = _listen(host, port)
         except OSError as error:
@@ -125,7 +127,7 @@ class CardServer:
                 connection, address = await loop.sock_accept(self._listener)
             except Exception as error:
                 # No file descriptor is left, say: that may pass, and this thread must not end.
-                self._complain("accept", f"side channel: a connection cannot be accepted: {error}")
+                self._warn("accept", f"side channel: a connection cannot be accepted: {error}")
                 await asyncio.sleep(_NO_DESCRIPTOR_S)
             else:
                 if len(self._open) >= MAX_CONNECTIONS:
@@ -144,13 +146,13 @@ class CardServer:
             async with asyncio.timeout(TALK_S):
                 await self._answer_one(connection, streams, who)
         except TimeoutError:
-            self._complain("slow", f"side channel: {who} did not ask within {TALK_S:g} s")
+            self._warn("slow", f"side channel: {who} did not ask within {TALK_S:g} s")
         except ssl.SSLError as error:
-            self._complain("secret", f"side channel: {_meaning(error, who)}")
+            self._warn("secret", f"side channel: {_meaning(error, who)}")
         except (OSError, EOFError) as error:
-            self._complain("broken", f"side channel: the connection of {who} broke: {error}")
+            self._warn("broken", f"side channel: the connection of {who} broke: {error}")
         except Exception as error:
-            self._complain("question", f"side channel: {who} cannot be answered: {error!r}")
+            self._warn("question", f"side channel: {who} cannot be answered: {error!r}")
         finally:
             streams.abort()
 
@@ -163,7 +165,7 @@ class CardServer:
         if (first == _TLS_RECORD) != (self._tls is not None):
             ours, theirs = ("has a secret", "none") if self._tls is not None else ("has no secret", "one")
             problem = PeerSecretError(f"side channel: peer {who}", f"this engine {ours}, it {theirs}")
-            self._complain("secret", str(problem))
+            self._warn("secret", str(problem))
             # Unread bytes would turn the end of the connection into a reset, and the answer might be lost.
             await loop.sock_recv(connection, _MAX_QUESTION_BYTES)
             await loop.sock_sendall(connection, _error(f"this engine {ours}, the peer {theirs}"))
@@ -178,7 +180,7 @@ class CardServer:
             found = liveness(ProcessIdentity(host.decode(), int(pid), int(started_at)))
             writer.write(_text_frame(_LIVENESS, found.value))
         else:
-            self._complain("question", f"side channel: {who} asked {question[:80]!r}")
+            self._warn("question", f"side channel: {who} asked {question[:80]!r}")
             writer.write(_error(f"ask {_ASK.decode().strip()!r}"))
         await writer.drain()
         writer.close()
@@ -245,20 +247,20 @@ def _meaning(error: ssl.SSLError, who: str) -> str:
 # ---- the asking side -----------------------------------------------------------------------------------------------
 
 
-def fetch_card(host: str, port: int, incarnation: str, timeout_s: float, identity: bytes = b"") -> EngineCard:
-    """Ask an engine for its card. Blocks, at most ``timeout_s``.
+def fetch_metadata(host: str, port: int, incarnation: str, timeout_s: float, identity: bytes = b"") -> EngineMetadata:
+    """Ask an engine for its agent metadata. Blocks, at most ``timeout_s``.
 
     Raises PeerSecretError where the two engines' secrets differ, HandshakeError where nobody answers in time,
-    StaleReferenceError where another start of the engine does, and WireError where the answer is no card.
+    StaleReferenceError where another start of the engine does, and WireError where the answer is no agent metadata.
     """
-    cards = [decode_worker_card(part) for part in _ask(_ASK, host, port, timeout_s, identity)]
-    card = engine_card({worker.rank: worker for worker in cards})
-    if card.incarnation != incarnation:
+    rank_metadata = [decode_agent_metadata(part) for part in _ask(_ASK, host, port, timeout_s, identity)]
+    agent_metadata = engine_metadata({worker.rank: worker for worker in rank_metadata})
+    if agent_metadata.incarnation != incarnation:
         raise StaleReferenceError(
-            f"at {host}:{port} now runs engine {card.incarnation}, not {incarnation}: the request refers to an engine "
-            "that has been restarted since"
+            f"at {host}:{port} now runs engine {agent_metadata.incarnation}, not {incarnation}: the request refers to "
+            "an engine that has been restarted since"
         )
-    return card
+    return agent_metadata
 
 
 def ask_liveness(host: str, port: int, process: ProcessIdentity, timeout_s: float, identity: bytes = b"") -> Liveness:
@@ -293,11 +295,13 @@ def _ask(question: bytes, host: str, port: int, timeout_s: float, identity: byte
             if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
                 raise _tls_failure(error, where) from error
             if isinstance(error, OSError) and error.errno == errno.ECONNREFUSED:
-                raise HandshakeError(f"{where} cannot be asked for its card: nothing listens there") from error
+                raise HandshakeError(
+                    f"{where} cannot be asked for its agent metadata: nothing listens there"
+                ) from error
             if time.monotonic() + pause_s >= give_up_at:
                 raise HandshakeError(f"{where} did not answer within {timeout_s:g} s: {error}") from error
         except ValueError as error:  # what Python makes of a host that cannot be one
-            raise HandshakeError(f"{where} cannot be asked for its card: no such address: {error}") from error
+            raise HandshakeError(f"{where} cannot be asked for its agent metadata: no such address: {error}") from error
         time.sleep(pause_s)
         attempt_s, pause_s = 2 * attempt_s, min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -330,7 +334,7 @@ class _Question:
     def _answer(self, connection: socket.socket) -> list[bytes]:
         head = self._receive(connection, _PREFIX.size)
         kind, version, number = _PREFIX.unpack(head)
-        if kind not in (_CARDS if self._question == _ASK else _LIVENESS, _ERROR):
+        if kind not in (_METADATA if self._question == _ASK else _LIVENESS, _ERROR):
             raise WireError(f"{self._where} answered {head!r}: that is not Tandem's side channel")
         if kind == _ERROR:
             text = self._receive(connection, min(number, _MAX_QUESTION_BYTES)).decode(errors="replace")
@@ -341,12 +345,12 @@ class _Question:
             raise WireError(f"{self._where} speaks protocol version {version}, this engine {PROTOCOL_VERSION}")
         if kind == _LIVENESS:
             return [self._receive(connection, min(number, _MAX_QUESTION_BYTES))]
-        if number > _MAX_CARDS:
-            raise WireError(f"{self._where} announces {number} cards; at most {_MAX_CARDS} are read")
+        if number > _MAX_RANKS:
+            raise WireError(f"{self._where} announces {number} agent metadata; at most {_MAX_RANKS} are read")
         lengths = struct.unpack(f"<{number}I", self._receive(connection, 4 * number))
-        if max(lengths, default=0) > MAX_CARD_BYTES or sum(lengths) > _MAX_ANSWER_BYTES:
+        if max(lengths, default=0) > MAX_METADATA_BYTES or sum(lengths) > _MAX_ANSWER_BYTES:
             raise WireError(
-                f"{self._where} announces cards of {sum(lengths)} bytes; at most {_MAX_ANSWER_BYTES} are read"
+                f"{self._where} announces agent metadata of {sum(lengths)} bytes; at most {_MAX_ANSWER_BYTES} are read"
             )
         return [self._receive(connection, length) for length in lengths]
 

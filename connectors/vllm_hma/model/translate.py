@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from connectors.errors import UnsupportedCacheError
-from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Place, Region, unique_regions
+from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, MemoryKind, Region, unique_regions
 from connectors.vllm_hma.model.identity import resolved_cache_dtype
 from connectors.vllm_hma.model.states import state_parts
 from connectors.vllm_hma.upstream.vllm_cpu_attention import instruction_set, stripes_of
@@ -292,5 +292,5 @@ def _cpu_parts(config: VllmConfig, page: LayerPages, spec: AttentionSpec, size: 
 def _span(view: torch.Tensor) -> Region:
     """The memory from a view's first to its last byte."""
     last = sum((length - 1) * stride for length, stride in zip(view.shape, view.stride(), strict=True))
-    place = Place("DRAM", 0) if view.device.type == "cpu" else Place("VRAM", view.device.index or 0)
-    return Region(view.data_ptr(), (last + 1) * view.element_size(), place)
+    memory_kind = MemoryKind("DRAM", 0) if view.device.type == "cpu" else MemoryKind("VRAM", view.device.index or 0)
+    return Region(view.data_ptr(), (last + 1) * view.element_size(), memory_kind)

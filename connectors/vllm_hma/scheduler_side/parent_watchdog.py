@@ -20,7 +20,7 @@ def end_with_parent() -> None:
     """Kill this process when its parent has ended. Does nothing where ``multiprocessing`` has not started it."""
     parent = multiprocessing.parent_process()
     if parent is not None:
-        threading.Thread(target=_wait_for, args=(parent.sentinel,), name="tandem-orphan", daemon=True).start()
+        threading.Thread(target=_wait_for, args=(parent.sentinel,), name="tandem-parent-watchdog", daemon=True).start()
 
 
 def _wait_for(sentinel: int) -> None:

@@ -29,7 +29,7 @@ from vllm.v1.request import RequestStatus
 from connectors.errors import WireError
 from connectors.planning.layout import Group
 from connectors.protocol.actions import Due
-from connectors.protocol.agent_metadata import decode_worker_card, engine_card
+from connectors.protocol.agent_metadata import decode_agent_metadata, engine_metadata
 from connectors.protocol.params import (
     ConsumeParams,
     DiscardParams,
@@ -40,11 +40,11 @@ from connectors.protocol.params import (
     prompt_digest,
 )
 from connectors.vllm_hma.config import ConnectorConfig
-from connectors.vllm_hma.handshake.metadata_process import CardProcess
+from connectors.vllm_hma.handshake.metadata_process import MetadataProcess
 from connectors.vllm_hma.metrics import TandemStats
 from connectors.vllm_hma.model.identity import Adapters
-from connectors.vllm_hma.orders import CardMetadata, Chunk, Expect, Finished, Orders, Queue, Receive, Release
-from connectors.vllm_hma.rate_limited_log import Complaints
+from connectors.vllm_hma.orders import Chunk, EncodedAgentMetadata, Expect, Finished, Orders, Queue, Receive, Release
+from connectors.vllm_hma.rate_limited_log import RateLimitedLog
 from connectors.vllm_hma.scheduler_side.quarantine import Quarantine
 from connectors.vllm_hma.upstream.vllm_request_prompt import drop_last_token
 
@@ -118,17 +118,17 @@ class SchedulerConnector:
         self._adapters = Adapters()
         self.quarantine = Quarantine()
         self._stats = TandemStats()
-        self._server: CardProcess | None = None
-        self._complain = Complaints(logger)
+        self._server: MetadataProcess | None = None
+        self._warn = RateLimitedLog(logger)
 
     # ---- start and end -----------------------------------------------------------------------------------------
 
-    def publish(self, cards: dict[tuple[int, int], CardMetadata]) -> None:
-        """All workers have registered their memory: hand out their cards from now on."""
-        workers = {tp_rank: decode_worker_card(meta.card) for (_, tp_rank), meta in cards.items()}
-        engine_card(workers)
-        encoded = [cards[key].card for key in sorted(cards)]
-        self._server = CardProcess(
+    def publish(self, rank_metadata: dict[tuple[int, int], EncodedAgentMetadata]) -> None:
+        """All workers have registered their memory: hand out their agent metadata from now on."""
+        workers = {tp_rank: decode_agent_metadata(meta.agent_metadata) for (_, tp_rank), meta in rank_metadata.items()}
+        engine_metadata(workers)
+        encoded = [rank_metadata[key].agent_metadata for key in sorted(rank_metadata)]
+        self._server = MetadataProcess(
             self._config.side_channel_host, self._config.side_channel_port, encoded, self._config.keys.identity
         )
         if not self._config.keys.identity and not _loopback(self._config.side_channel_host):
@@ -138,7 +138,7 @@ class SchedulerConnector:
                 self._config.side_channel_host,
             )
         logger.info(
-            "Tandem: engine %s hands out its card on %s:%d",
+            "Tandem: engine %s hands out its agent metadata on %s:%d",
             self._incarnation,
             self._config.side_channel_host,
             self._server.port,
@@ -166,7 +166,7 @@ class SchedulerConnector:
             if self._config.believes(params.supervisor):
                 self._orders.lost.append(params.engines)
             else:
-                self._complain(
+                self._warn(
                     "supervisor",
                     f"request {request.request_id[:80]!r} says that engines {params.engines[:80]!r} have ended and is "
                     "not believed: its kv_transfer_params do not have the supervisor of kv_connector_extra_config",

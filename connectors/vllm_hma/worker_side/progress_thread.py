@@ -8,19 +8,19 @@ from collections.abc import Callable
 _JOIN_S = 5.0
 
 
-class Pump:
+class ProgressThread:
     """Calls ``turn`` again and again, with a rest of as many seconds as it returned, or until ``wake``.
 
     ``turn`` must not raise: its thread has all deadlines and answers. The thread calls ``on_start`` first.
     """
 
-    def __init__(self, turn: Callable[[], float], first_rest_s: float, on_start: Callable[[], None]) -> None:
-        self._turn = turn
+    def __init__(self, progress: Callable[[], float], first_rest_s: float, on_start: Callable[[], None]) -> None:
+        self._progress = progress
         self._on_start = on_start
         self._rest_s = first_rest_s
         self._closed = threading.Event()
         self._awake = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="tandem-pump", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="tandem-progress", daemon=True)
 
     def start(self) -> None:
         """Once, when all that ``turn`` needs is there."""
@@ -49,4 +49,4 @@ class Pump:
         while not self.closed:
             self._awake.wait(self._rest_s)
             self._awake.clear()
-            self._rest_s = self._turn()
+            self._rest_s = self._progress()

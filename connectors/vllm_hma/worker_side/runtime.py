@@ -1,7 +1,7 @@
 """A registered rank at work: carries out the state machines' actions on one rank's memory.
 
-vLLM's hooks and one background thread (the *pump*) drive the same machines under one lock. The hooks see each step as
-soon as it has run; the pump answers peers, polls writes and watches deadlines while the engine computes or idles.
+vLLM's hooks and the progress thread drive the same machines under one lock. The hooks see each step as soon as it has
+run; the progress thread answers peers, polls writes and checks deadlines while the engine computes or idles.
 
     before_forward   requests that come, end without holding their blocks, or are preempted: blocks change hands
     layer_computed   a layer of a prompt's last chunk, where that chunk leaves layer by layer
@@ -41,40 +41,38 @@ from connectors.protocol.actions import (
     Verify,
     Write,
 )
-from connectors.protocol.agent_metadata import WorkerCard
-from connectors.protocol.consumer import Consumer as ConsumerMachine
-from connectors.protocol.consumer import ConsumerSnapshot
+from connectors.protocol.agent_metadata import AgentMetadata
+from connectors.protocol.consumer import Consumer, ConsumerSnapshot
 from connectors.protocol.params import names_engine
-from connectors.protocol.producer import Producer as ProducerMachine
-from connectors.protocol.producer import ProducerSnapshot
+from connectors.protocol.producer import Producer, ProducerSnapshot
 from connectors.protocol.reception import Order, Partner
 from connectors.protocol.wire import AwaitStart, Cancel, Hello, Message, Offer, Peer, Refused, Welcome, decode
 from connectors.transport.base import Transport
 from connectors.transport.device_digest import CacheMemory
 from connectors.vllm_hma.config import ConnectorConfig
-from connectors.vllm_hma.handshake.handshaker import Greeter, GreeterSnapshot
-from connectors.vllm_hma.handshake.message_sender import Post, agent_name
+from connectors.vllm_hma.handshake.handshaker import Handshaker, HandshakerSnapshot
+from connectors.vllm_hma.handshake.message_sender import MessageSender, agent_name
 from connectors.vllm_hma.handshake.peers import Peers, PeersSnapshot
 from connectors.vllm_hma.handshake.probe import WorkerProbe
 from connectors.vllm_hma.metrics import RankTally, TandemStats
 from connectors.vllm_hma.orders import Finished, Orders, Receive
-from connectors.vllm_hma.rate_limited_log import Complaints
+from connectors.vllm_hma.rate_limited_log import RateLimitedLog
 from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
 from connectors.vllm_hma.streaming import Governor, Streaming
 from connectors.vllm_hma.worker_side.accelerator import set_thread_device
 from connectors.vllm_hma.worker_side.fence import StepFence
-from connectors.vllm_hma.worker_side.progress_thread import Pump
+from connectors.vllm_hma.worker_side.progress_thread import ProgressThread
 from connectors.vllm_hma.worker_side.steps import Begun, Ended, Entry, LayersComputed, Steps
 from connectors.vllm_hma.worker_side.trace import Trace
 from connectors.vllm_hma.worker_side.writes import Writes
 
 logger = logging.getLogger(__name__)
 
-# The pump's rests. NIXL moves bytes and messages only when it is called, on both sides.
+# The progress thread's rests. NIXL moves bytes and messages only when it is called, on both sides.
 _BUSY_S = 0.0005
 _OPEN_S = 0.001
 _IDLE_S = 0.01
-_COMPLAIN_EVERY_S = 10.0
+_WARN_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +96,7 @@ class RuntimeSnapshot:
     producer: ProducerSnapshot
     consumer: ConsumerSnapshot
     peers: PeersSnapshot
-    greeter: GreeterSnapshot
+    handshaker: HandshakerSnapshot
     probed: frozenset[Peer]
     alive: bool
 
@@ -112,47 +110,53 @@ class WorkerRuntime:
     def __init__(
         self,
         config: ConnectorConfig,
-        card: WorkerCard,
+        agent_metadata: AgentMetadata,
         transport: Transport,
         fence: StepFence,
         views: Sequence[torch.Tensor] = (),
     ) -> None:
-        self.card = card
+        self.agent_metadata = agent_metadata
         self._limits = config.limits
-        self._me = Peer(card.incarnation, card.rank)
+        self._me = Peer(agent_metadata.incarnation, agent_metadata.rank)
         self._key = config.keys.messages
-        self._complain = Complaints(logger)
+        self._warn = RateLimitedLog(logger)
         self._transport = transport
-        self._post = Post(self._me, transport, config.keys.messages)
-        self._steps = Steps(card.layout.groups, fence)
+        self._message_sender = MessageSender(self._me, transport, config.keys.messages)
+        self._steps = Steps(agent_metadata.layout.groups, fence)
         # What the events of an accelerator say of the cost has not been measured: it must be asked for there.
-        unmeasured = config.streaming is Streaming.AUTO and card.layout.place.memory != "DRAM"
+        unmeasured = config.streaming is Streaming.AUTO and agent_metadata.layout.memory_kind.memory != "DRAM"
         self._governor = Governor(Streaming.CHUNK if unmeasured else config.streaming)
         self._by_layers = False
         self._engine_s = 0.0
         self._posted_before = 0
         self._exposed: Exposure | None = None
-        self._trace = Trace(config.trace_path, card.incarnation, card.rank)
-        self._tally = RankTally(card.rank)
+        self._trace = Trace(config.trace_path, agent_metadata.incarnation, agent_metadata.rank)
+        self._tally = RankTally(agent_metadata.rank)
         self._lock = threading.RLock()
-        self._producer = ProducerMachine(card.layout.groups, config.limits)
-        self._consumer = ConsumerMachine(card.layout.groups, config.limits)
-        self._peers = Peers(self._producer, self._consumer, transport, self._post, self._lock)
+        self._producer = Producer(agent_metadata.layout.groups, config.limits)
+        self._consumer = Consumer(agent_metadata.layout.groups, config.limits)
+        self._peers = Peers(self._producer, self._consumer, transport, self._message_sender, self._lock)
         self._writes = Writes(
-            card.layout.place, transport, self._post, self._peers, self._producer, self._tally, self._trace
+            agent_metadata.layout.memory_kind,
+            transport,
+            self._message_sender,
+            self._peers,
+            self._producer,
+            self._tally,
+            self._trace,
         )
         self._sent: set[str] = set()
         self._received: dict[str, str | None] = {}
         self._due: list[Due] = []
         self._quarantine = QuarantineReport()
-        self._complained_at: dict[str, float] = {}
+        self._warned_at: dict[str, float] = {}
         set_device = partial(set_thread_device, fence.device)
-        self._greeter = Greeter(
-            card,
+        self._handshaker = Handshaker(
+            agent_metadata,
             transport,
-            self._post,
+            self._message_sender,
             self._peers,
-            CacheMemory(card.layout, views),
+            CacheMemory(agent_metadata.layout, views),
             config.integrity != "off",
             config.limits.handshake_s,
             config.keys.identity,
@@ -163,8 +167,8 @@ class WorkerRuntime:
         self._probe = WorkerProbe(config.limits.cancel_s, config.keys.identity, self._worker_lost, set_device)
         # Comparing digests takes a while, and neither the engine's steps nor its answers to peers should wait for it.
         self._verifier = ThreadPoolExecutor(1, "tandem-verify", set_device)
-        self._pump = Pump(self._turn, _IDLE_S, set_device)
-        self._pump.start()
+        self._progress_thread = ProgressThread(self._progress, _IDLE_S, set_device)
+        self._progress_thread.start()
 
     # ---- vLLM's hooks ------------------------------------------------------------------------------------------
 
@@ -192,12 +196,12 @@ class WorkerRuntime:
                     self._steps.drop(finished.request_id)
                     self._finish(finished)
             # One rank asks for all: a prompt starts on every rank of the prefill engine in the same step.
-            for queue in orders.queues if self.card.rank == 0 else ():
+            for queue in orders.queues if self.agent_metadata.rank == 0 else ():
                 now = time.monotonic()
                 self._perform(self._consumer.queue(queue.request_id, queue.transfer_id, queue.producer, now))
         if orders.expects or orders.queues:
             # An idle progress thread rests for longer than it takes a peer to answer.
-            self._pump.wake()
+            self._progress_thread.wake()
         if orders.preempted:
             self._fence_preempted(orders.preempted)
         with self._lock:
@@ -215,7 +219,7 @@ class WorkerRuntime:
                 self._perform(self._producer.preempted(request_id, time.monotonic()))
         # vLLM's runner for accelerators has queued what overwrites these blocks before it calls us: there, a write in
         # flight is given up even if it ends well.
-        if self.card.layout.place.memory == "DRAM":
+        if self.agent_metadata.layout.memory_kind.memory == "DRAM":
             while self._poll_fresh_writes(request_ids):
                 time.sleep(_BUSY_S)
         with self._lock:
@@ -234,11 +238,11 @@ class WorkerRuntime:
         self._perform(self._producer.finished(finished.request_id, finished.held, finished.reason, time.monotonic()))
 
     def layer_computed(self, layer: str) -> None:
-        """Called amid the forward: no lock is taken, and the pump's thread does the rest."""
+        """Called amid the forward: no lock is taken, and the progress thread's thread does the rest."""
         if self._by_layers:
             started_at = time.monotonic()
             if self._steps.layer(layer):
-                self._pump.wake()
+                self._progress_thread.wake()
             self._engine_s += time.monotonic() - started_at
 
     def after_forward(self, orders: Orders) -> None:
@@ -300,36 +304,36 @@ class WorkerRuntime:
                 producer=self._producer.snapshot(),
                 consumer=self._consumer.snapshot(),
                 peers=self._peers.snapshot(),
-                greeter=self._greeter.snapshot(),
+                handshaker=self._handshaker.snapshot(),
                 probed=self._probe.watched,
-                alive=self._pump.alive,
+                alive=self._progress_thread.alive,
             )
 
     def close(self) -> None:
-        if self._pump.closed:
+        if self._progress_thread.closed:
             return
-        self._pump.close()
-        self._greeter.close()
+        self._progress_thread.close()
+        self._handshaker.close()
         self._probe.close()
         self._verifier.shutdown(cancel_futures=True)
         with self._lock:
             self._transport.close()
             self._trace.close()
 
-    # ---- the pump ----------------------------------------------------------------------------------------------
+    # ---- the progress thread -----------------------------------------------------------------------------------
 
-    def _turn(self) -> float:
-        """One of the pump's; the seconds until its next one."""
+    def _progress(self) -> float:
+        """One of the progress thread's; the seconds until its next one."""
         with self._lock:
-            if not self._pump.closed:
+            if not self._progress_thread.closed:
                 self._try_round(time.monotonic())
             return self._pause_s()
 
     def _pause_s(self) -> float:
-        """How long the pump may rest: the engine's own steps pump too."""
+        """How long the progress thread may rest: the engine's own steps progress thread too."""
         if self._writes.under_way() or self._steps:
             return _BUSY_S
-        busy = self._greeter.busy or self._producer.busy or self._consumer.busy
+        busy = self._handshaker.busy or self._producer.busy or self._consumer.busy
         return _OPEN_S if busy else _IDLE_S
 
     def _try_round(self, now: float) -> None:
@@ -349,9 +353,9 @@ class WorkerRuntime:
                 part(now)
             except Exception:
                 name = part.__name__.removeprefix("_")
-                if now - self._complained_at.get(name, float("-inf")) >= _COMPLAIN_EVERY_S:
-                    self._complained_at[name] = now
-                    logger.exception("Tandem: %s of the pump's round failed; the round goes on", name)
+                if now - self._warned_at.get(name, float("-inf")) >= _WARN_EVERY_S:
+                    self._warned_at[name] = now
+                    logger.exception("Tandem: %s of the progress thread's round failed; the round goes on", name)
 
     def _hear(self, now: float) -> None:
         for sender, frame in self._transport.notifications():
@@ -359,7 +363,7 @@ class WorkerRuntime:
             try:
                 self.frame_received(sender, frame, now)
             except Exception:
-                self._complain("broken", f"a frame from {sender[:80]!r} broke its reader:\n{traceback.format_exc()}")
+                self._warn("broken", f"a frame from {sender[:80]!r} broke its reader:\n{traceback.format_exc()}")
 
     def _take_computed(self, now: float) -> None:
         for entry in self._steps.passed():
@@ -414,19 +418,19 @@ class WorkerRuntime:
         try:
             envelope = decode(frame, self._key)
         except WireError as error:
-            self._complain("frame", f"a frame from {sender[:80]!r} is dropped: {error}")
+            self._warn("frame", f"a frame from {sender[:80]!r} is dropped: {error}")
             return
         if sender != agent_name(envelope.sender) or envelope.receiver != self._me:
-            self._complain("foreign", f"a frame from {sender[:80]!r} is dropped: it is not what it says, or not for us")
+            self._warn("foreign", f"a frame from {sender[:80]!r} is dropped: it is not what it says, or not for us")
             return
         match envelope.message:
             case Hello() as hello:
-                self._greeter.greeted(envelope.sender, hello)
+                self._handshaker.hello_received(envelope.sender, hello)
             case Welcome() | Refused() as answer:
-                self._greeter.answered(envelope.sender, answer)
+                self._handshaker.answer_received(envelope.sender, answer)
             case AwaitStart() | Offer() | Cancel() as message:
                 if not self._producer.knows(envelope.sender):
-                    self._complain("stranger", f"{message.kind} of {sender[:80]!r} is dropped: it has not said hello")
+                    self._warn("stranger", f"{message.kind} of {sender[:80]!r} is dropped: it has not said hello")
                     return
                 self._peers.spoke(envelope.sender)
                 self._trace.event(message.kind, transfer=message.transfer_id, consumer=envelope.sender.rank)
@@ -445,7 +449,7 @@ class WorkerRuntime:
             try:
                 todo.extend(self._carry_out(action))
             except Exception:
-                self._complain("action", f"{type(action).__name__} cannot be carried out:\n{traceback.format_exc()}")
+                self._warn("action", f"{type(action).__name__} cannot be carried out:\n{traceback.format_exc()}")
 
     def _carry_out(self, action: ProducerAction | ConsumerAction) -> Sequence[ProducerAction | ConsumerAction]:
         """What the machines make of it."""
@@ -460,8 +464,8 @@ class WorkerRuntime:
             case Forget(peer):
                 self._peers.forget(peer)
             case Connect(engine):
-                self._greeter.connect(engine)
-                self._pump.wake()
+                self._handshaker.connect(engine)
+                self._progress_thread.wake()
             case Due(request_id, transfer_id, failure) as due:
                 self._due.append(due)
                 if failure is not None:
@@ -486,7 +490,7 @@ class WorkerRuntime:
 
     def _send(self, peer: Peer, message: Message) -> list[ConsumerAction]:
         try:
-            self._post.send(peer, message)
+            self._message_sender.send(peer, message)
         except TransportError as error:
             logger.warning("Tandem: %s is not sent: %s", message.kind, error)
             return self._consumer.undelivered(peer, message, time.monotonic())
@@ -494,7 +498,7 @@ class WorkerRuntime:
 
     def _receive(self, receive: Receive, now: float) -> None:
         self._tally.asked(receive.request_id, now)
-        groups = self.card.layout.groups
+        groups = self.agent_metadata.layout.groups
         try:
             wanted = tuple(
                 wanted_blocks(group, table, receive.start_token, receive.end_token)

@@ -54,10 +54,10 @@ class Steps:
 
     def __init__(self, groups: Sequence[Group], fence: StepFence) -> None:
         self._fence = fence
-        self._place: dict[str, tuple[int, int]] = {}
+        self._positions: dict[str, tuple[int, int]] = {}
         for group in groups:
             names = dict.fromkeys(pages.layer for pages in group.layers)
-            self._place |= {name: (group.index, number) for number, name in enumerate(names)}
+            self._positions |= {name: (group.index, number) for number, name in enumerate(names)}
         self._entries: deque[tuple[torch.Event | None, Entry]] = deque()
         self._begun: tuple[str, ...] = ()
         self._run: dict[int, set[int]] = {}
@@ -75,10 +75,10 @@ class Steps:
 
     def layer(self, name: str) -> bool:
         """A layer has been run. True if that completes more layers, from the first on, of a chunk that was begun."""
-        place = self._place.get(name)
-        if not self._begun or place is None:
+        position = self._positions.get(name)
+        if not self._begun or position is None:
             return False
-        group, number = place
+        group, number = position
         run, before = self._run.setdefault(group, set()), self._stop.get(group, 0)
         run.add(number)
         stop = before

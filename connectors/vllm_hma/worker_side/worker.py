@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-from connectors.protocol.agent_metadata import WorkerCard, encode_worker_card
+from connectors.protocol.agent_metadata import AgentMetadata, encode_agent_metadata
 from connectors.protocol.wire import Peer
 from connectors.transport.nixl import NixlTransport
 from connectors.vllm_hma.config import ConnectorConfig
@@ -58,7 +58,7 @@ class WorkerConnector:
             logger.info("Tandem: UCX may use %s only (devices)", ", ".join(devices))
         transport = NixlTransport(name, self._config.backends, devices)
         transport.register(layout.regions)
-        card = WorkerCard(
+        agent_metadata = AgentMetadata(
             self._incarnation,
             model_identity(self._vllm_config),
             layout,
@@ -68,7 +68,7 @@ class WorkerConnector:
         )
         tensors = list(views.values())
         fence = StepFence(tensors[0].device)
-        self._runtime = WorkerRuntime(self._config, card, transport, fence, tensors)
+        self._runtime = WorkerRuntime(self._config, agent_metadata, transport, fence, tensors)
         logger.info(
             "Tandem: rank %d registered %d regions, %d bytes, for %d groups",
             rank,
@@ -83,8 +83,8 @@ class WorkerConnector:
         return self._runtime
 
     @property
-    def card(self) -> bytes:
-        return encode_worker_card(self.runtime.card)
+    def agent_metadata(self) -> bytes:
+        return encode_agent_metadata(self.runtime.agent_metadata)
 
     def before_forward(self, orders: Orders) -> None:
         self.runtime.before_forward(orders)

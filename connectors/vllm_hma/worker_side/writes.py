@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 from connectors.errors import FailedWriteError, TandemError, TransportError
 from connectors.planning.descriptors import Runs, build_runs, move_bytes
-from connectors.planning.layout import Place
+from connectors.planning.layout import MemoryKind
 from connectors.planning.plan import PairPlan
 from connectors.protocol.actions import ProducerAction, Write
-from connectors.protocol.producer import Producer as ProducerMachine
+from connectors.protocol.producer import Producer
 from connectors.protocol.wire import Alive
 from connectors.transport.base import Transport, WriteHandle
-from connectors.vllm_hma.handshake.message_sender import Post, agent_name
+from connectors.vllm_hma.handshake.message_sender import MessageSender, agent_name
 from connectors.vllm_hma.handshake.peers import Peers
 from connectors.vllm_hma.metrics import RankTally
-from connectors.vllm_hma.rate_limited_log import Complaints
+from connectors.vllm_hma.rate_limited_log import RateLimitedLog
 from connectors.vllm_hma.worker_side.trace import Trace
 
 logger = logging.getLogger(__name__)
@@ -40,22 +40,22 @@ class Writes:
 
     def __init__(
         self,
-        source: Place,
+        source: MemoryKind,
         transport: Transport,
-        post: Post,
+        message_sender: MessageSender,
         peers: Peers,
-        producer: ProducerMachine,
+        producer: Producer,
         tally: RankTally,
         trace: Trace,
     ) -> None:
         self._source = source
         self._transport = transport
-        self._post = post
+        self._message_sender = message_sender
         self._peers = peers
         self._producer = producer
         self._tally = tally
         self._trace = trace
-        self._complain = Complaints(logger)
+        self._warn = RateLimitedLog(logger)
         self._handles: dict[int, Posted] = {}
         self.posted = 0
 
@@ -71,17 +71,17 @@ class Writes:
     def begin(self, write: Write) -> list[ProducerAction]:
         """Post a write. Whatever goes wrong in the transport, but for TransportError, may have posted a part of it."""
         try:
-            place, plan = self._target(write)
+            memory_kind, plan = self._target(write)
             runs = build_runs(plan, write.moves)
             if not len(runs):
                 self._producer.write_posted(write.write_id, 0)
                 return self._producer.write_done(write.write_id, time.monotonic())
             # A connection that is known to be broken takes messages no more than writes, and posts nothing.
-            self._post.check(write.peer, Alive(write.transfer_id))
+            self._message_sender.check(write.peer, Alive(write.transfer_id))
         except Exception as error:
             return self._refused(write.write_id, error)
         try:
-            handle = self._posted(agent_name(write.peer), runs, place)
+            handle = self._posted(agent_name(write.peer), runs, memory_kind)
         except FailedWriteError as error:
             return self._failed(write.write_id, error)
         except TransportError as error:
@@ -115,20 +115,20 @@ class Writes:
                 actions += self._producer.write_done(write_id, now)
         return actions
 
-    def _target(self, write: Write) -> tuple[Place, PairPlan]:
+    def _target(self, write: Write) -> tuple[MemoryKind, PairPlan]:
         known = self._peers.plan(write.peer)
         if known is None:
             raise TransportError(agent_name(write.peer), "the consumer is gone")
         return known
 
-    def _posted(self, peer: str, runs: Runs, target: Place) -> WriteHandle:
+    def _posted(self, peer: str, runs: Runs, target: MemoryKind) -> WriteHandle:
         try:
             return self._transport.write(peer, runs, self._source, target)
         except FailedWriteError:
             # A second write of the same bytes could be done before the first one's have arrived.
             raise
         except TransportError as error:
-            self._post.reconnect(peer, error)
+            self._message_sender.reconnect(peer, error)
             return self._transport.write(peer, runs, self._source, target)
 
     def _refused(self, write_id: int, error: Exception) -> list[ProducerAction]:
@@ -144,7 +144,7 @@ class Writes:
         if isinstance(error, TandemError):
             logger.warning("Tandem: %s", error)
         else:
-            self._complain("write", "a write broke:\n" + "".join(traceback.format_exception(error)[-3:]))
+            self._warn("write", "a write broke:\n" + "".join(traceback.format_exception(error)[-3:]))
         return str(error) or repr(error)
 
     def _add_to_digest(self, write: Write) -> None:
@@ -156,7 +156,7 @@ class Writes:
                 write.digest.add(move.group, move.src_ids, move.src_parts, move.layers)
         except Exception:
             # The write is under way. What the digest lacks now makes the consumer compute the prompt itself.
-            self._complain("digest", f"what a write sends cannot be digested:\n{traceback.format_exc()}")
+            self._warn("digest", f"what a write sends cannot be digested:\n{traceback.format_exc()}")
 
     def _count(self, write: Write, plan: PairPlan, runs: int) -> None:
         sizes: Counter[int] = Counter()

@@ -28,23 +28,23 @@ from unittest import mock
 import numpy as np
 import psutil
 
-from connectors.planning.layout import Place, Region
-from connectors.protocol.agent_metadata import PROTOCOL_VERSION, encode_worker_card
+from connectors.planning.layout import MemoryKind, Region
+from connectors.protocol.agent_metadata import PROTOCOL_VERSION, encode_agent_metadata
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.wire import Envelope, Hello, Peer, encode
 from connectors.transport.memory import Fabric
 from connectors.transport.nixl import NixlTransport
 from connectors.vllm_hma.handshake.keys import derive_keys
 from connectors.vllm_hma.handshake.message_sender import agent_name
-from connectors.vllm_hma.handshake.peer_table import Guests
-from connectors.vllm_hma.handshake.side_channel import CardServer, fetch_card
+from connectors.vllm_hma.handshake.peer_table import PeerTable
+from connectors.vllm_hma.handshake.side_channel import MetadataServer, fetch_metadata
 from connectors.vllm_hma.orders import Chunk, Expect, Finished
 from tests.campaigns.fuzz.frames import Hostile
 from tests.vllm_contract.workers import DIGEST, LIMITS, Worker, receive, results, until
 
 SECRET = "what the hostile agent does not know"
 ACTIONS = 20
-GUESTS = 16
+PEERS = 16
 PATIENT = replace(LIMITS, handshake_s=8.0, progress_s=8.0)
 """A busy machine is no finding."""
 WARM_UP = 0.4
@@ -103,19 +103,19 @@ class Campaign:
         logging.getLogger("connectors").addHandler(self._listener)
         fabric, run = Fabric(), f"{os.getpid()}-{next(_runs)}"
         # Few, so that they are pushed out all the time.
-        with mock.patch.object(Guests.__init__, "__defaults__", (GUESTS,)):
+        with mock.patch.object(PeerTable.__init__, "__defaults__", (PEERS,)):
             self.producer = Worker(fabric, f"p-{run}", transport_class=Agent, secret=secret, limits=PATIENT)  # type: ignore[arg-type]
         self.consumer = Worker(fabric, f"c-{run}", transport_class=Agent, secret=secret, limits=PATIENT)  # type: ignore[arg-type]
-        self.victims = [Peer(worker.card.incarnation, 0) for worker in (self.producer, self.consumer)]
+        self.victims = [Peer(worker.agent_metadata.incarnation, 0) for worker in (self.producer, self.consumer)]
         self._me = Peer(f"evil-{run}", 0)
         self._agent = NixlTransport(agent_name(self._me))
         self._memory = np.zeros(4096, np.uint8)
-        self._agent.register([Region(self._memory.ctypes.data, self._memory.nbytes, Place("DRAM", 0))])
-        self._card = replace(
-            self.consumer.card, incarnation=self._me.incarnation, transport_metadata=self._agent.metadata()
+        self._agent.register([Region(self._memory.ctypes.data, self._memory.nbytes, MemoryKind("DRAM", 0))])
+        self._agent_metadata = replace(
+            self.consumer.agent_metadata, incarnation=self._me.incarnation, transport_metadata=self._agent.metadata()
         )
         key = derive_keys(secret if inside else "").messages
-        self._hostile = Hostile(self.rng, self._me, encode_worker_card(self._card), key)
+        self._hostile = Hostile(self.rng, self._me, encode_agent_metadata(self._agent_metadata), key)
         for worker in (self.producer, self.consumer):
             self._agent.add_peer(worker.transport.metadata())
         self._open: list[socket.socket] = []
@@ -180,10 +180,12 @@ class Campaign:
         """A start of an engine that nobody has seen, as the transport would report it from whoever forges its names."""
         me = Peer(f"evil-{next(self._numbers):09}", self.rng.choice((0, 0, 3)))
         metadata = renamed(self._agent.metadata(), agent_name(self._me), agent_name(me))
-        card = encode_worker_card(replace(self._card, incarnation=me.incarnation, transport_metadata=metadata))
+        agent_metadata = encode_agent_metadata(
+            replace(self._agent_metadata, incarnation=me.incarnation, transport_metadata=metadata)
+        )
         if self.rng.random() < 0.3:
-            card = self._hostile.card()
-        frame = encode(Envelope(me, self.victims[0], Hello(card)), self._hostile.key)
+            agent_metadata = self._hostile.agent_metadata()
+        frame = encode(Envelope(me, self.victims[0], Hello(agent_metadata)), self._hostile.key)
         self._deliver(self.producer, agent_name(me), frame)
 
     def _forged(self) -> None:
@@ -191,8 +193,8 @@ class Campaign:
         if not self._secret:
             return self._frames()
         worker, name = self.rng.choice(((self.producer, self.victims[1]), (self.consumer, self.victims[0])))
-        forger = Hostile(self.rng, name, encode_worker_card(self._card), b"another key")
-        to = Peer(worker.card.incarnation, 0)
+        forger = Hostile(self.rng, name, encode_agent_metadata(self._agent_metadata), b"another key")
+        to = Peer(worker.agent_metadata.incarnation, 0)
         self._deliver(
             worker, agent_name(name), forger.frame(to, ["legitimate-0", f"legitimate-{self.report.transfers}"])
         )
@@ -205,7 +207,7 @@ class Campaign:
         """Something is said on the side channel, whole or in part, and left."""
         said = self.rng.choice(
             (
-                b"tandem/%d cards\n" % PROTOCOL_VERSION,
+                b"tandem/%d metadata\n" % PROTOCOL_VERSION,
                 b"tandem/%d car" % PROTOCOL_VERSION,
                 b"\x16\x03\x01" + self.rng.randbytes(200),
                 b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),
@@ -224,7 +226,7 @@ class Campaign:
         with contextlib.suppress(OSError):
             self._open.append(self._connect())
             self._open[-1].sendall(
-                self.rng.choice((b"", b"tandem/%d cards" % PROTOCOL_VERSION, b"\x16\x03\x01\x02\x00"))
+                self.rng.choice((b"", b"tandem/%d metadata" % PROTOCOL_VERSION, b"\x16\x03\x01\x02\x00"))
             )
         while len(self._open) > 150:
             self._open.pop(0).close()
@@ -233,13 +235,13 @@ class Campaign:
         return socket.create_connection(("127.0.0.1", self.producer.server.port), timeout=2)
 
     def false_engine(self) -> None:
-        """A request is sent to an engine whose cards are wrong or whose workers never answer: decode computes it."""
+        """A request is sent to an engine whose metadata is wrong or whose workers never answer: decode computes it."""
         self.report.actions["false engines"] += 1
         name = f"false-{next(self._numbers)}"
-        cards = [self._hostile.card() for _ in range(self.rng.choice((0, 1, 1, 1, 2, 40)))]
+        rank_metadata = [self._hostile.agent_metadata() for _ in range(self.rng.choice((0, 1, 1, 1, 2, 40)))]
         if self.rng.random() < 0.2:
-            cards = [self.rng.randbytes(1000)]
-        server = CardServer("127.0.0.1", 0, cards, derive_keys(self._secret).identity)
+            rank_metadata = [self.rng.randbytes(1000)]
+        server = MetadataServer("127.0.0.1", 0, rank_metadata, derive_keys(self._secret).identity)
         try:
             address = EngineAddress(self._me.incarnation, "127.0.0.1", server.port)
             self.consumer.step(receives=[receive(address, name, name)])
@@ -265,8 +267,10 @@ class Campaign:
         assert results(self.producer, within_s=30.0)[0] == {f"q-{name}"}, f"transfer {number} holds its blocks"
         if number % 10 == 0:
             identity = derive_keys(self._secret).identity
-            card = fetch_card("127.0.0.1", self.producer.server.port, self.victims[0].incarnation, 30.0, identity)
-            assert card.incarnation == self.victims[0].incarnation
+            agent_metadata = fetch_metadata(
+                "127.0.0.1", self.producer.server.port, self.victims[0].incarnation, 30.0, identity
+            )
+            assert agent_metadata.incarnation == self.victims[0].incarnation
         self.report.transfers += 1
 
     def nothing_is_left(self) -> None:
@@ -284,13 +288,13 @@ def nothing_is_left_in(worker: Worker) -> None:
     left = worker.runtime.snapshot()
     assert left.alive
     assert worker.server.alive
-    assert len(left.peers.admitted) <= GUESTS
+    assert len(left.peers.admitted) <= PEERS
     assert len(left.peers.planned) <= len(left.peers.admitted)
-    assert len(worker.transport.peers) <= GUESTS + 1
+    assert len(worker.transport.peers) <= PEERS + 1
     assert not left.producer.early
     assert not left.producer.offered_blocks
-    until(lambda: not worker.runtime.snapshot().greeter.pending_hellos)
-    assert not worker.runtime.snapshot().greeter.answers
+    until(lambda: not worker.runtime.snapshot().handshaker.pending_hellos)
+    assert not worker.runtime.snapshot().handshaker.answers
     until(lambda: not worker.server.connections, within_s=15.0)
 
 

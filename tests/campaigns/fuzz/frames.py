@@ -1,4 +1,4 @@
-"""Frames and cards as nobody should send them, from a seed."""
+"""Frames and agent metadata as nobody should send them, from a seed."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ ODD: tuple[Any, ...] = (
 class Hostile:
     """Makes frames. ``key`` is the secret's, or another; ``me`` is who sends."""
 
-    def __init__(self, rng: random.Random, me: Peer, card: bytes, key: bytes) -> None:
+    def __init__(self, rng: random.Random, me: Peer, agent_metadata: bytes, key: bytes) -> None:
         self.rng = rng
         self.me = me
         self.key = key
-        self._card = card
+        self._agent_metadata = agent_metadata
 
     def frame(self, to: Peer, ids: list[str]) -> bytes:
         """One frame, of any kind of hostility. ``ids`` are transfers that it may speak of."""
@@ -80,7 +80,7 @@ class Hostile:
         transfer_id = rng.choice(ids)
         match rng.randrange(12):
             case 0:
-                return Hello(self.card())
+                return Hello(self.agent_metadata())
             case 1:
                 return Welcome()
             case 2:
@@ -114,11 +114,11 @@ class Hostile:
         end = rng.choice((0, 1, 5, 6, 2**31, 2**62))
         return Offer(transfer_id, end, rng.choice(("", "x" * 200)), tuple(groups), rng.random() < 0.5)
 
-    def card(self) -> bytes:
+    def agent_metadata(self) -> bytes:
         """Ours, whole or with a few fields changed."""
         if self.rng.random() < 0.3:
-            return self._card
-        document = json.loads(self._card)
+            return self._agent_metadata
+        document = json.loads(self._agent_metadata)
         for _ in range(self.rng.randrange(1, 4)):
             self._change(document)
         return json.dumps(document).encode(errors="replace")

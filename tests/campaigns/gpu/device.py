@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import torch
 
-from connectors.planning.layout import Place
+from connectors.planning.layout import MemoryKind
 
 DEADLINE_S = 60.0
 _BUSY_CYCLES = 2_000_000_000
 
 
-def place_of(device: torch.device) -> Place:
-    return Place("DRAM", 0) if device.type == "cpu" else Place("VRAM", device.index or 0)
+def memory_kind_of(device: torch.device) -> MemoryKind:
+    return MemoryKind("DRAM", 0) if device.type == "cpu" else MemoryKind("VRAM", device.index or 0)
 
 
 def set_current(device: torch.device) -> None:

@@ -18,7 +18,7 @@ from connectors.planning.descriptors import Runs
 from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Region
 from connectors.transport.device_digest import CacheMemory
 from connectors.transport.nixl import NixlTransport
-from tests.campaigns.gpu.device import place_of, set_current, synchronize, until
+from tests.campaigns.gpu.device import memory_kind_of, set_current, synchronize, until
 
 PAGE_BYTES = 4096
 PAGES = 256
@@ -40,12 +40,12 @@ class Agent:
 
     def __init__(self, name: str, device: torch.device, bulk_bytes: int) -> None:
         set_current(device)
-        self.device, self.place = device, place_of(device)
+        self.device, self.memory_kind = device, memory_kind_of(device)
         self.pages = torch.zeros(PAGES * PAGE_BYTES, dtype=torch.uint8, device=device)
         self.bulk = torch.zeros(bulk_bytes, dtype=torch.uint8, device=device)
         synchronize(device)
         buffers = (self.pages, self.bulk)
-        regions = tuple(Region(each.data_ptr(), each.numel(), self.place) for each in buffers)
+        regions = tuple(Region(each.data_ptr(), each.numel(), self.memory_kind) for each in buffers)
         page = LayerPages("layer", regions[0].address, PAGE_BYTES, 1, 1, PAGE_BYTES, 1, PAGE_BYTES, PAGE_BYTES, "p")
         self.layout = EngineLayout(0, 1, PAGES, regions[:1], (Group(0, GroupKind.FULL, 1, None, (page,)),))
         self.memory = CacheMemory(self.layout, buffers)
@@ -69,7 +69,7 @@ class Agent:
 
     def digest(self, ids: Sequence[int]) -> bytes:
         """Return the digest of some pages, as a worker computes it for a peer on a device of the same kind."""
-        stream = self.memory.shared_with(self.place).new_stream()
+        stream = self.memory.shared_with(self.memory_kind).new_stream()
         stream.feed(self.pages.data_ptr() + np.asarray(ids, np.int64) * PAGE_BYTES, PAGE_BYTES)
         return stream.digest()
 
@@ -173,7 +173,7 @@ class Pair:
         return Runs(self.ours.pages.data_ptr() + src, self.theirs.pages + dst, length)
 
     def post(self, runs: Runs) -> int:
-        return self.ours.transport.write(self.peer, runs, self.ours.place, self.ours.place)
+        return self.ours.transport.write(self.peer, runs, self.ours.memory_kind, self.ours.memory_kind)
 
     def write(self, runs: Runs) -> None:
         """Post a write and poll it to its end."""

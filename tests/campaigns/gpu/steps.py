@@ -15,7 +15,7 @@ from connectors.transport.device_digest import CacheMemory, DeviceMemory
 from connectors.vllm_hma.worker_side.fence import StepFence
 from connectors.vllm_hma.worker_side.steps import Begun, Ended, Entry, LayersComputed, Steps
 from tests.campaigns.gpu.conformance import check
-from tests.campaigns.gpu.device import keep_busy, place_of, set_current, synchronize, until
+from tests.campaigns.gpu.device import keep_busy, memory_kind_of, set_current, synchronize, until
 
 LAYERS, PAGE_BYTES, PAGES = 4, 40_000, 64
 """Pages of three segments, the last one short."""
@@ -28,7 +28,7 @@ class Cache:
         self.device = device
         self.layers = [torch.zeros(PAGES * PAGE_BYTES, dtype=torch.uint8, device=device) for _ in range(LAYERS)]
         synchronize(device)
-        regions = tuple(Region(each.data_ptr(), each.numel(), place_of(device)) for each in self.layers)
+        regions = tuple(Region(each.data_ptr(), each.numel(), memory_kind_of(device)) for each in self.layers)
         pages = tuple(
             LayerPages(f"layer{k}", region.address, PAGE_BYTES, 1, 1, PAGE_BYTES, 1, PAGE_BYTES, PAGE_BYTES, "p")
             for k, region in enumerate(regions)
@@ -108,7 +108,7 @@ def digests_are_a_cpus(device: torch.device) -> str:
         ours.copy_(content)
         theirs.copy_(content)
     synchronize(device)
-    memory = CacheMemory(cache.layout, cache.layers).shared_with(place_of(device))
+    memory = CacheMemory(cache.layout, cache.layers).shared_with(memory_kind_of(device))
     # Between two host memories xxh3 is used, which no accelerator computes.
     memory = DeviceMemory(cache.layout, cache.layers) if device.type == "cpu" else memory
     reference = DeviceMemory(on_host.layout)

@@ -16,7 +16,7 @@ class BlockDigests:
         """Return a digest of each block's pages in all layers, by block id."""
         connector = get_kv_transfer_group()
         assert isinstance(connector, TandemConnector)
-        layout = connector.worker.runtime.card.layout
+        layout = connector.worker.runtime.agent_metadata.layout
         memory, found = HostMemory(layout), []
         for block in range(layout.num_blocks):
             stream = memory.new_stream()

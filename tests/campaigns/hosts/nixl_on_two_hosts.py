@@ -19,11 +19,11 @@ import pytest
 
 from connectors.errors import TransportError
 from connectors.planning.descriptors import Runs
-from connectors.planning.layout import Place, Region
+from connectors.planning.layout import MemoryKind, Region
 from connectors.transport.nixl import NixlTransport
 from tests.campaigns.hosts.hosts import Host, Switch, hosts
 
-HOST = Place("DRAM", 0)
+HOST = MemoryKind("DRAM", 0)
 SIZE_BYTES = 16 * 2**20
 RATE = "100mbit"
 """At which SIZE_BYTES take more than a second."""

@@ -2,11 +2,11 @@
 
     python -m tests.campaigns.hosts.stopped_rank [--count 50] [--kill]
 
-Real processes and NIXL over TCP, without vLLM engines: an engine core that serves the cards of two prefill ranks, and a
-decode rank. Rank 1 stops itself (SIGSTOP) when its write is posted. The core is killed; nothing listens on its port any
-more. As soon as the decode rank reports that its blocks are free, they are filled with the next request's bytes. Then
-rank 1 continues (SIGCONT), as its write does, and ends as vLLM's workers do when their core has gone. With --kill it is
-killed instead (SIGKILL), and the decode rank must find that out by itself.
+Real processes and NIXL over TCP, without vLLM engines: an engine core that serves the metadata of two prefill ranks,
+and a decode rank. Rank 1 stops itself (SIGSTOP) when its write is posted. The core is killed; nothing listens on its
+port any more. As soon as the decode rank reports that its blocks are free, they are filled with the next request's
+bytes. Then rank 1 continues (SIGCONT), as its write does, and ends as vLLM's workers do when their core has gone. With
+--kill it is killed instead (SIGKILL), and the decode rank must find that out by itself.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ import psutil
 import torch
 
 from connectors.planning.descriptors import Runs
-from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Place, Region
-from connectors.protocol.agent_metadata import ModelIdentity, WorkerCard, encode_worker_card
+from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, MemoryKind, Region
+from connectors.protocol.agent_metadata import AgentMetadata, ModelIdentity, encode_agent_metadata
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress, prompt_digest
 from connectors.transport.nixl import NixlTransport
 from connectors.vllm_hma.config import ConnectorConfig
 from connectors.vllm_hma.handshake import probe
 from connectors.vllm_hma.handshake.processes import own_process
-from connectors.vllm_hma.handshake.side_channel import CardServer
+from connectors.vllm_hma.handshake.side_channel import MetadataServer
 from connectors.vllm_hma.orders import Chunk, Expect, Orders, Receive
 from connectors.vllm_hma.worker_side.fence import StepFence
 from connectors.vllm_hma.worker_side.runtime import WorkerRuntime
@@ -78,7 +78,7 @@ def layout_of(cache: np.ndarray, rank: int, tp_size: int) -> EngineLayout:
     heads, address = RANKS // tp_size, cache.ctypes.data
     stride = heads * HEAD_BYTES
     pages = LayerPages("layer", address, stride, RANKS, heads, HEAD_BYTES, 1, HEAD_BYTES, HEAD_BYTES, "p")
-    region = Region(address, BLOCKS * stride, Place("DRAM", 0))
+    region = Region(address, BLOCKS * stride, MemoryKind("DRAM", 0))
     return EngineLayout(rank, tp_size, BLOCKS, (region,), (Group(0, GroupKind.FULL, BLOCK_TOKENS, None, (pages,)),))
 
 
@@ -91,8 +91,8 @@ class Rank:
         agent = transport(f"{incarnation}/{rank}", devices=("lo",))
         agent.register(layout.regions)
         identity = ModelIdentity("model", "float32", "auto", "0")
-        self.card = WorkerCard(incarnation, identity, layout, agent.kind, agent.metadata(), own_process())
-        self.runtime = WorkerRuntime(CONFIG, self.card, agent, StepFence(torch.device("cpu")))
+        self.agent_metadata = AgentMetadata(incarnation, identity, layout, agent.kind, agent.metadata(), own_process())
+        self.runtime = WorkerRuntime(CONFIG, self.agent_metadata, agent, StepFence(torch.device("cpu")))
 
     def step(self, **orders: list[Any]) -> None:
         self.runtime.before_forward(Orders(**orders))
@@ -102,7 +102,7 @@ class Rank:
 class StopsInMidWrite(NixlTransport):
     """Stops its process as soon as a write is posted."""
 
-    def write(self, peer: str, runs: Runs, source: Place, target: Place) -> int:
+    def write(self, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> int:
         handle = super().write(peer, runs, source, target)
         # At this thread: it stops the process before it goes on, where any other thread would have to wake up first.
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
@@ -110,10 +110,10 @@ class StopsInMidWrite(NixlTransport):
 
 
 def prefill_rank(incarnation: str, rank: int, core: Connection, alive: Connection) -> None:
-    """Sends its card to the core, computes on command, and ends SHUTDOWN_S after its core."""
+    """Sends its agent metadata to the core, computes on command, and ends SHUTDOWN_S after its core."""
     worker = Rank(incarnation, rank, RANKS, StopsInMidWrite if rank else NixlTransport)
     worker.cache[:] = 7
-    core.send(encode_worker_card(worker.card))
+    core.send(encode_agent_metadata(worker.agent_metadata))
 
     def end_with_core() -> None:
         try:
@@ -130,7 +130,7 @@ def prefill_rank(incarnation: str, rank: int, core: Connection, alive: Connectio
 
 
 def engine_core(incarnation: str, main: Connection) -> None:
-    """Starts the ranks, serves their cards, and tells ``main`` the port and the ranks' process ids."""
+    """Starts the ranks, serves their agent metadata, and tells ``main`` the port and the ranks' process ids."""
     ranks = []
     for rank in range(RANKS):
         ours, theirs = CONTEXT.Pipe()
@@ -141,8 +141,8 @@ def engine_core(incarnation: str, main: Connection) -> None:
         process.start()
         reader.close()
         ranks.append((process, ours, writer))
-    cards = [connection.recv() for _, connection, _ in ranks]
-    server = CardServer("127.0.0.1", 0, cards)
+    rank_metadata = [connection.recv() for _, connection, _ in ranks]
+    server = MetadataServer("127.0.0.1", 0, rank_metadata)
     main.send((server.port, [process.pid for process, _, _ in ranks]))
     main.recv()
     for _, connection, _ in ranks:

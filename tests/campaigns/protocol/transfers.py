@@ -185,7 +185,7 @@ class Scenario:
         machine = ExplorableProducer(GROUPS, limits(**(self.deadlines | hang)))
         ranks = frozenset(range(self.consumer_tp))
         for rank in range(self.consumer_tp):
-            machine.welcome(self.peer(rank), delivery.Consumer(ranks, 100, SHAPES, CellDigest), 0.0)
+            machine.welcome(self.peer(rank), delivery.ConsumerPeer(ranks, 100, SHAPES, CellDigest), 0.0)
         return machine
 
     def consumer(self) -> ExplorableConsumer:

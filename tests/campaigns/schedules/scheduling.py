@@ -30,9 +30,9 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from connectors.protocol.actions import Due
-from connectors.protocol.agent_metadata import WorkerCard, encode_worker_card
+from connectors.protocol.agent_metadata import AgentMetadata, encode_agent_metadata
 from connectors.vllm_hma.connector import TandemConnector
-from connectors.vllm_hma.orders import CardMetadata, Orders
+from connectors.vllm_hma.orders import EncodedAgentMetadata, Orders
 from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
 from tests.vllm_contract.caches import cache_config, full, sliding, vllm_config
 from tests.vllm_contract.workers import IDENTITY, layout_of
@@ -87,8 +87,8 @@ class Engine:
         assert isinstance(connector, TandemConnector)
         self.connector = connector
         self.aggregator = KVOutputAggregator.from_connector(connector, TP)
-        card = encode_worker_card(WorkerCard("me", IDENTITY, layout_of(1 << 20), "memory", b""))
-        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): CardMetadata(card)})
+        agent_metadata = encode_agent_metadata(AgentMetadata("me", IDENTITY, layout_of(1 << 20), "memory", b""))
+        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): EncodedAgentMetadata(agent_metadata)})
         self.depth = config.max_concurrent_batches
         self.started: set[str] = set()
         self.batches: deque[SchedulerOutput] = deque()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from connectors.planning.blocks import UnitShape
 from connectors.planning.descriptors import Moves
 from connectors.planning.layout import Group, GroupKind
-from connectors.protocol.consumer import Consumer as ConsumerMachine
+from connectors.protocol.consumer import Consumer
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.producer import Producer
@@ -88,7 +88,7 @@ class ProducerRank:
 @dataclass
 class ConsumerRank:
     peer: Peer
-    machine: ConsumerMachine
+    machine: Consumer
     alive: bool = True
     memory: dict[tuple[int, int, int], Tag] = field(default_factory=dict)
     owner: dict[int, str] = field(default_factory=dict)

@@ -37,8 +37,8 @@ from connectors.protocol.actions import (
     Verify,
     Write,
 )
-from connectors.protocol.consumer import Consumer as ConsumerMachine
-from connectors.protocol.delivery import Consumer
+from connectors.protocol.consumer import Consumer
+from connectors.protocol.delivery import ConsumerPeer
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.producer import Producer
 from connectors.protocol.reception import Order, Partner
@@ -113,7 +113,7 @@ class World:
         self.starts += 1
         name = f"decode-{self.starts}"
         self.decode = DecodeEngine(
-            [ConsumerRank(Peer(name, rank), ConsumerMachine(GROUPS, LIMITS)) for rank in range(self.consumer_tp)]
+            [ConsumerRank(Peer(name, rank), Consumer(GROUPS, LIMITS)) for rank in range(self.consumer_tp)]
         )
         return self.decode
 
@@ -328,9 +328,7 @@ class World:
         if queued is None:
             return False
         for consumer in queued.engine.ranks:
-            release = partial(
-                ConsumerMachine.release, transfer_id=queued.transfer_id, producer=queued.producer, now=self.now
-            )
+            release = partial(Consumer.release, transfer_id=queued.transfer_id, producer=queued.producer, now=self.now)
             self.on(consumer, release)
         return True
 
@@ -353,10 +351,10 @@ class World:
                     consumer.memory[block, producer, layer] = STRANGER
             self.after(self.rng.uniform(0, 0.1), partial(self.on, consumer, lambda m: m.start(order, self.now)))
 
-    def on_consumer(self, rank: int, call: Callable[[ConsumerMachine], list[ConsumerAction]]) -> None:
+    def on_consumer(self, rank: int, call: Callable[[Consumer], list[ConsumerAction]]) -> None:
         self.on(self.consumers[rank], call)
 
-    def on(self, consumer: ConsumerRank, call: Callable[[ConsumerMachine], list[ConsumerAction]]) -> None:
+    def on(self, consumer: ConsumerRank, call: Callable[[Consumer], list[ConsumerAction]]) -> None:
         if consumer.alive:
             self.consume(consumer, call(consumer.machine))
 
@@ -415,7 +413,7 @@ class World:
                 ours = frozenset(other for rank, other in self.pairs if rank == p)
                 source, target = self.digests(producer, consumer)
                 producer.plans.add(consumer.peer)
-                producer.machine.welcome(consumer.peer, Consumer(ours, POOL, SHAPES, source), self.now)
+                producer.machine.welcome(consumer.peer, ConsumerPeer(ours, POOL, SHAPES, source), self.now)
                 consumer.plans.add(producer.peer)
                 sizes = tuple(size * self.heads[p, c] for size in HEAD_BYTES)
                 found.append(Partner(producer.peer, SHAPES, sizes, target if self.integrity else None))

@@ -30,7 +30,7 @@ STATES = ("asked", "receive", "offer", "chunk", "write", "written", "received")
 
     asked      nothing yet: the requests are on their way
     receive    decode has its blocks: CONNECTING, or OFFERED where the engines have met
-    offer      prefill knows what decode wants: ORPHAN or LIVE, the delivery OPEN
+    offer      prefill knows what decode wants: EARLY or LIVE, the delivery OPEN
     chunk      between two chunks of the prompt
     write      a write is under way
     written    a write has ended, others follow

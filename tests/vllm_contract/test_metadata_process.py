@@ -13,10 +13,10 @@ from collections.abc import Callable
 import pytest
 
 from connectors.errors import ConfigurationError
-from connectors.protocol.agent_metadata import encode_worker_card
+from connectors.protocol.agent_metadata import encode_agent_metadata
 from connectors.vllm_hma.handshake.keys import derive_keys
-from connectors.vllm_hma.handshake.metadata_process import CardProcess
-from connectors.vllm_hma.handshake.side_channel import fetch_card
+from connectors.vllm_hma.handshake.metadata_process import MetadataProcess
+from connectors.vllm_hma.handshake.side_channel import fetch_metadata
 from tests.vllm_contract.workers import Worker, until
 
 SECRET = "the secret of these two engines"
@@ -24,8 +24,8 @@ DECODE_WORKERS = 96
 
 OWNER = """
 import sys, time
-from connectors.vllm_hma.handshake.metadata_process import CardProcess
-print(CardProcess("127.0.0.1", 0, [b"card"]).port, flush=True)
+from connectors.vllm_hma.handshake.metadata_process import MetadataProcess
+print(MetadataProcess("127.0.0.1", 0, [b"agent metadata"]).port, flush=True)
 time.sleep(600)
 """
 
@@ -36,13 +36,13 @@ def listens(port: int) -> bool:
 
 
 def test_many_decode_workers_at_once(worker: Callable[..., Worker]) -> None:
-    """All of them get the card, over TLS, and nothing listens after the end."""
+    """All of them get the agent metadata, over TLS, and nothing listens after the end."""
     identity = derive_keys(SECRET).identity
-    server = CardProcess("127.0.0.1", 0, [encode_worker_card(worker("p").card)], identity)
+    server = MetadataProcess("127.0.0.1", 0, [encode_agent_metadata(worker("p").agent_metadata)], identity)
     found: list[str] = []
 
     def ask() -> None:
-        found.append(fetch_card("127.0.0.1", server.port, "p", 30.0, identity).incarnation)
+        found.append(fetch_metadata("127.0.0.1", server.port, "p", 30.0, identity).incarnation)
 
     threads = [threading.Thread(target=ask) for _ in range(DECODE_WORKERS)]
     try:
@@ -63,7 +63,7 @@ def test_a_port_that_is_taken_is_refused_by_name() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigurationError, match=f"side_channel_port {port}: cannot listen there"):
-            CardProcess("127.0.0.1", port, [b"card"])
+            MetadataProcess("127.0.0.1", port, [b"agent metadata"])
 
 
 def test_it_ends_with_its_engine() -> None:

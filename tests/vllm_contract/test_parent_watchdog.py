@@ -11,7 +11,7 @@ import pytest
 
 PARENT = """
 import multiprocessing, sys, time
-from tests.vllm_contract.test_orphan import child
+from tests.vllm_contract.test_parent_watchdog import child
 
 if __name__ == "__main__":
     process = multiprocessing.get_context(sys.argv[1]).Process(target=child, daemon=True)
@@ -62,4 +62,4 @@ def test_a_process_of_its_own_is_left_alone() -> None:
         "print([thread.name for thread in threading.enumerate()])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert "tandem-orphan" not in run.stdout
+    assert "tandem-parent-watchdog" not in run.stdout

@@ -9,7 +9,7 @@ import pytest
 
 from connectors.protocol.wire import Peer
 from connectors.transport.memory import MemoryTransport
-from connectors.vllm_hma.handshake.peer_table import Guests
+from connectors.vllm_hma.handshake.peer_table import PeerTable
 from tests.vllm_contract.test_forgetting import delivered, lose, produce
 from tests.vllm_contract.workers import Worker, receive, results, until
 
@@ -46,7 +46,7 @@ def greet_again(consumer: Worker, producer: Worker, request: str) -> None:
     """The consumer has forgotten the producer engine, as after forget_s / 2; a request comes."""
     runtime = consumer.runtime
     with runtime._lock:  # noqa: SLF001 - no event makes one machine alone forget a peer at a chosen moment
-        runtime._perform(runtime._consumer.forget(producer.card.incarnation))  # noqa: SLF001 - as above
+        runtime._perform(runtime._consumer.forget(producer.agent_metadata.incarnation))  # noqa: SLF001 - as above
     consumer.step(receives=[receive(producer.address, request, request)])
 
 
@@ -98,7 +98,7 @@ def test_nobody_is_pushed_out_amid_a_greeting(
     worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where the only place belongs to a peer that is being greeted, the newcomer is refused and the first succeeds."""
-    monkeypatch.setattr(Guests.__init__, "__defaults__", (1,))
+    monkeypatch.setattr(PeerTable.__init__, "__defaults__", (1,))
     producer = worker("p", transport_class=Paused)
     consumer, newcomer = worker("c"), worker("d")
     paused(producer).pause(before=False)

@@ -10,7 +10,7 @@ import pytest
 
 from connectors.errors import HandshakeError
 from connectors.protocol.wire import Peer
-from connectors.vllm_hma.handshake.peer_table import Guests
+from connectors.vllm_hma.handshake.peer_table import PeerTable
 from connectors.vllm_hma.orders import Chunk, Expect
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results
 
@@ -19,9 +19,9 @@ def peer(name: str) -> Peer:
     return Peer(name, 0)
 
 
-def full(busy: AbstractSet[str] = frozenset()) -> Guests:
+def full(busy: AbstractSet[str] = frozenset()) -> PeerTable:
     """SlotPool for three: a and b have said hello, c has offered."""
-    table = Guests(lambda one: one.incarnation in busy, most=3)
+    table = PeerTable(lambda one: one.incarnation in busy, most=3)
     for name in "abc":
         assert table.admit(peer(name)) is None
     table.spoke(peer("c"))
@@ -79,7 +79,7 @@ def test_a_worker_that_was_forgotten_is_met_again(
     worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its next request is computed by decode, the one after it finds a fresh handshake."""
-    monkeypatch.setattr(Guests.__init__, "__defaults__", (2,))
+    monkeypatch.setattr(PeerTable.__init__, "__defaults__", (2,))
     producer = worker("p")
     producer.cache[:] = np.arange(1, 9, dtype=np.uint8)[:, None]
     first, *others = (worker(f"c{number}") for number in range(4))
@@ -95,7 +95,7 @@ def test_a_worker_that_was_forgotten_is_met_again(
 
 def test_producers_are_forgotten_too(worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode engine outlives many prefill engines; it keeps the last ones, and meets a forgotten one again."""
-    monkeypatch.setattr(Guests.__init__, "__defaults__", (2,))
+    monkeypatch.setattr(PeerTable.__init__, "__defaults__", (2,))
     consumer = worker("c")
     producers = [worker(f"p{number}") for number in range(4)]
     for number, producer in enumerate([*producers, producers[0]]):

@@ -1,4 +1,4 @@
-"""Cards: they come back as they went, refuse what is not one, and name what differs between two engines."""
+"""Agent metadata: they come back as they went, refuse what is not one, and name what differs between two engines."""
 
 import json
 from dataclasses import replace
@@ -11,31 +11,31 @@ from hypothesis import strategies as st
 from connectors.errors import IncompatiblePeerError, WireError
 from connectors.protocol.agent_metadata import (
     PROTOCOL_VERSION,
+    AgentMetadata,
     ModelIdentity,
     ProcessIdentity,
-    WorkerCard,
     check_peers,
-    decode_worker_card,
-    encode_worker_card,
-    engine_card,
+    decode_agent_metadata,
+    encode_agent_metadata,
+    engine_metadata,
 )
 from tests.planning.builders import Shape, make_rank, with_field
 
 IDENTITY = ModelIdentity("m0de1", "bfloat16", "auto", "0.32.0")
 
 
-def card(rank: int = 0, tp_size: int = 1, shape: Shape | None = None, **changes: Any) -> WorkerCard:
+def agent_metadata(rank: int = 0, tp_size: int = 1, shape: Shape | None = None, **changes: Any) -> AgentMetadata:
     layout = make_rank(shape or Shape(), rank, tp_size).layout
     process = ProcessIdentity("b007-id/1/2", 4711, 123456)
-    return replace(WorkerCard("engine-a", IDENTITY, layout, "nixl", b"\x00meta\xff", process), **changes)
+    return replace(AgentMetadata("engine-a", IDENTITY, layout, "nixl", b"\x00meta\xff", process), **changes)
 
 
 def document(**changes: object) -> dict[str, Any]:
-    return json.loads(encode_worker_card(card())) | changes
+    return json.loads(encode_agent_metadata(agent_metadata())) | changes
 
 
 def changed(path: list[str | int], value: object) -> bytes:
-    """A good card with one field replaced, or left out where ``value`` is Ellipsis."""
+    """A good agent metadata with one field replaced, or left out where ``value`` is Ellipsis."""
     whole = document()
     inner = whole["worker"]
     for key in path[:-1]:
@@ -50,35 +50,35 @@ def changed(path: list[str | int], value: object) -> bytes:
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("style", ["packed", "token_major"])
 def test_round_trip(style: str, tp_size: int) -> None:
-    """Every field of every rank's card comes back, strides and windows included."""
+    """Every field of every rank's agent metadata comes back, strides and windows included."""
     for rank in range(tp_size):
-        ours = card(rank, tp_size, Shape(style=style))
-        assert decode_worker_card(encode_worker_card(ours)) == ours
+        ours = agent_metadata(rank, tp_size, Shape(style=style))
+        assert decode_agent_metadata(encode_agent_metadata(ours)) == ours
         assert ours.rank == rank
 
 
-def test_an_engine_card_holds_all_ranks_in_order() -> None:
-    """Cards come in any order; the engine's are by rank."""
-    cards = {rank: card(rank, 3, Shape(kv_heads=3)) for rank in (2, 0, 1)}
-    engine = engine_card(cards)
+def test_an_engine_metadata_holds_all_ranks_in_order() -> None:
+    """Agent metadata come in any order; the engine's are by rank."""
+    rank_metadata = {rank: agent_metadata(rank, 3, Shape(kv_heads=3)) for rank in (2, 0, 1)}
+    engine = engine_metadata(rank_metadata)
     assert (engine.incarnation, engine.tp_size) == ("engine-a", 3)
     assert [worker.rank for worker in engine.workers] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
-    ("cards", "says"),
+    ("rank_metadata", "says"),
     [
         ({}, "must be ranks 0..n-1, got \\[\\]"),
-        ({1: card(1, 2)}, "must be ranks 0..n-1, got \\[1\\]"),
-        ({0: card(0, 2), 1: card(1, 2, incarnation="engine-b")}, "one incarnation"),
-        ({0: card(0, 2)}, "card 0 says it is rank 0 of 2"),
-        ({0: card(1, 2), 1: card(0, 2)}, "card 0 says it is rank 1 of 2"),
+        ({1: agent_metadata(1, 2)}, "must be ranks 0..n-1, got \\[1\\]"),
+        ({0: agent_metadata(0, 2), 1: agent_metadata(1, 2, incarnation="engine-b")}, "one incarnation"),
+        ({0: agent_metadata(0, 2)}, "metadata 0 is of rank 0 of 2"),
+        ({0: agent_metadata(1, 2), 1: agent_metadata(0, 2)}, "metadata 0 is of rank 1 of 2"),
     ],
 )
-def test_cards_that_are_no_engine_are_refused(cards: dict[int, WorkerCard], says: str) -> None:
+def test_metadata_of_no_engine_is_refused(rank_metadata: dict[int, AgentMetadata], says: str) -> None:
     """All ranks of one start, none missing, each in its place."""
     with pytest.raises(WireError, match=says):
-        engine_card(cards)
+        engine_metadata(rank_metadata)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_cards_that_are_no_engine_are_refused(cards: dict[int, WorkerCard], says
 def test_differences_are_named(theirs: dict[str, Any], field: str, remedy: str) -> None:
     """Model, dtype, cache dtype, version, transport, layout: field, our value, theirs, and what to do."""
     with pytest.raises(IncompatiblePeerError, match=remedy) as refusal:
-        check_peers(card(**theirs), card())
+        check_peers(agent_metadata(**theirs), agent_metadata())
     assert refusal.value.field == field
     assert f"{field} differs: this engine has" in str(refusal.value)
 
@@ -113,19 +113,19 @@ def test_differences_are_named(theirs: dict[str, Any], field: str, remedy: str) 
 def test_our_side_and_theirs_are_not_mixed_up() -> None:
     """The consumer reads the text: its own value comes first."""
     with pytest.raises(IncompatiblePeerError, match="this engine has 'bfloat16', the peer 'float32'"):
-        check_peers(card(identity=replace(IDENTITY, dtype="float32")), card())
+        check_peers(agent_metadata(identity=replace(IDENTITY, dtype="float32")), agent_metadata())
 
 
 def test_engines_that_fit() -> None:
     """Another start, TP size, pool and address space is no difference."""
-    check_peers(card(1, 2, Shape(num_blocks=40), incarnation="engine-b"), card(3, 4))
+    check_peers(agent_metadata(1, 2, Shape(num_blocks=40), incarnation="engine-b"), agent_metadata(3, 4))
 
 
 def test_another_version_says_both() -> None:
     """An old peer is told so, rather than misread."""
     payload = json.dumps(document(version=PROTOCOL_VERSION + 1)).encode()
-    with pytest.raises(WireError, match=f"version {PROTOCOL_VERSION + 1}, this engine speaks {PROTOCOL_VERSION}"):
-        decode_worker_card(payload)
+    with pytest.raises(WireError, match=f"version {PROTOCOL_VERSION + 1}, this engine {PROTOCOL_VERSION}"):
+        decode_agent_metadata(payload)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_another_version_says_both() -> None:
         b"",
         b"null",
         b"[]",
-        b'"card"',
+        b'"metadata"',
         b"{}",
         b"{",
         b"\xff\xff",
@@ -173,9 +173,9 @@ def test_another_version_says_both() -> None:
         changed(["layout", "regions"], []),
         changed(["layout", "regions"], {"a": 1}),
         changed(["layout", "regions", 0, "address"], -4096),
-        changed(["layout", "regions", 0, "place"], "DRAM"),
-        changed(["layout", "regions", 0, "place", "memory"], 5),
-        changed(["layout", "regions", 0, "place", "device"], "0"),
+        changed(["layout", "regions", 0, "memory_kind"], "DRAM"),
+        changed(["layout", "regions", 0, "memory_kind", "memory"], 5),
+        changed(["layout", "regions", 0, "memory_kind", "device"], "0"),
         changed(["layout", "groups", 0, "kind"], "mamba"),
         changed(["layout", "groups", 0, "kind"], ["full"]),
         changed(["layout", "groups", 0, "index"], 2),
@@ -192,14 +192,14 @@ def test_another_version_says_both() -> None:
         changed(["layout", "groups", 0, "layers", 0, "colour"], 3),
     ],
 )
-def test_what_is_not_a_card_is_refused(payload: bytes) -> None:
+def test_what_is_no_metadata_is_refused(payload: bytes) -> None:
     """A field that is missing, unknown, of another type or impossible: WireError, with a text."""
-    with pytest.raises(WireError, match=r"card|text|number"):
-        decode_worker_card(payload)
+    with pytest.raises(WireError, match=r"metadata|text|number"):
+        decode_agent_metadata(payload)
 
 
 def all_paths(node: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
-    """The way to every field of a card."""
+    """The way to every field of agent metadata."""
     if isinstance(node, dict):
         keys: list[str | int] = list(node)
     else:
@@ -216,21 +216,21 @@ ANY = (
 @settings(max_examples=400)
 @given(st.sampled_from(PATHS), ANY | st.just(...))
 def test_fuzz_fields(path: tuple[str | int, ...], value: object) -> None:
-    """Any field replaced by anything: a card that encodes again, or a WireError."""
+    """Any field replaced by anything: agent metadata that encodes again, or a WireError."""
     try:
-        decoded = decode_worker_card(changed(list(path), value))
+        decoded = decode_agent_metadata(changed(list(path), value))
     except WireError:
         return
-    assert decode_worker_card(encode_worker_card(decoded)) == decoded
+    assert decode_agent_metadata(encode_agent_metadata(decoded)) == decoded
 
 
 @settings(max_examples=200)
 @given(st.binary(max_size=100), st.integers(0, 3000))
 def test_fuzz_bytes(payload: bytes, cut: int) -> None:
-    """Any bytes, and a card with bytes overwritten anywhere."""
-    whole = encode_worker_card(card())
+    """Any bytes, and agent metadata with bytes overwritten anywhere."""
+    whole = encode_agent_metadata(agent_metadata())
     for candidate in (payload, whole[:cut], whole[:cut] + payload + whole[cut + len(payload) :]):
         try:
-            decode_worker_card(candidate)
+            decode_agent_metadata(candidate)
         except WireError:
             continue
