@@ -37,6 +37,9 @@ connector ends what was under way when something broke. It says nothing about sp
   were long over and the dead had been replaced. **late**: back after more than {at_once:g} s.
 - **probe**: two requests through both engines afterwards.
 
+Where two faults are named, the second comes while the first one lasts or soon after it (`make fault-pairs`). The
+servers then live in network namespaces, on a link that can be cut, and NIXL moves KV over TCP.
+
 A promise is *kept* where nothing was wrong, hung, died, leaked, and the probe was right.
 """
 
@@ -121,6 +124,7 @@ def _findings(cases: Cases) -> str:
         if not case["findings"]:
             continue
         command = f"--connector {case['connector']} --tp {case['tp']} --seed {case['seed']} --only {case['index']}"
+        command = f"--pairs {command}" if case["family"] == "pair" else command
         lines.append(f"- `{command}`: {case['what']}, {case['hit']}: **{'; '.join(case['findings'])}**.")
         lines += [f"  `{line.replace('`', '')}`" for line in case.get("logs", ())[:2]]
     return "\n".join(lines) or "None."
