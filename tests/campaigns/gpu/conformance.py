@@ -189,8 +189,10 @@ def bandwidth(pair: Pair) -> str:
             began = time.perf_counter()
             pair.write(runs)
             took_s.append(time.perf_counter() - began)
-        measured.append(f"{kib} KiB {runs.total_bytes / np.median(took_s) / 1e9:.2f} GB/s")
-    return f"{', '.join(measured)}; own copy {half / np.median(copied_s) / 1e9:.2f} GB/s"
+        measured.append((kib, runs.total_bytes / np.median(took_s) / 1e9))
+    own = half / np.median(copied_s) / 1e9
+    shown = ", ".join(f"{kib} KiB {speed:.2f} GB/s ({speed / own:.2f})" for kib, speed in measured)
+    return f"{shown}; own copy {own:.2f} GB/s (1)"
 
 
 CASES: tuple[Callable[[Pair], str], ...] = (
