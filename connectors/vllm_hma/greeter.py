@@ -25,8 +25,8 @@ from connectors.planning.plan import PairPlan, plan_pair
 from connectors.planning.verify import prove_plans
 from connectors.protocol.cards import EngineCard, WorkerCard, check_peers, decode_worker_card, encode_worker_card
 from connectors.protocol.delivery import Consumer
+from connectors.protocol.engines import Partner
 from connectors.protocol.params import EngineAddress
-from connectors.protocol.reception import Partner
 from connectors.protocol.wire import Hello, Peer, Refused, Welcome
 from connectors.transport.base import Transport
 from connectors.transport.device_digest import CacheMemory

@@ -22,10 +22,11 @@ from connectors.protocol.actions import Connect, ConsumerAction, ProducerAction,
 from connectors.protocol.cards import ModelIdentity, WorkerCard, check_peers, decode_worker_card, encode_worker_card
 from connectors.protocol.consumer import Consumer as ConsumerMachine
 from connectors.protocol.delivery import Consumer
+from connectors.protocol.engines import Partner
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.producer import Producer
-from connectors.protocol.reception import Order, Partner
+from connectors.protocol.reception import Order
 from connectors.protocol.wire import Envelope, Peer, decode, encode
 from connectors.transport.digest import End, HostMemory, digests
 from connectors.transport.nixl import NixlTransport
