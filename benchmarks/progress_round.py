@@ -19,10 +19,11 @@ from connectors.planning.blocks import BlockSet, UnitShape
 from connectors.planning.layout import Group, GroupKind
 from connectors.protocol.consumer import Consumer
 from connectors.protocol.delivery import ConsumerPeer
+from connectors.protocol.engines import Partner
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.producer import Producer
-from connectors.protocol.reception import Order, Partner
+from connectors.protocol.reception import Order
 from connectors.protocol.wire import Fin, Offer, Peer
 
 GROUPS = (Group(0, GroupKind.FULL, 16, None, ()),)

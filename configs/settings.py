@@ -306,7 +306,7 @@ class AuthSettings(Frozen):
         except ValueError as error:
             raise SettingsError(f"{API_KEYS_VARIABLE}: {error}") from None
         if listed and not found:
-            raise SettingsError(f"{API_KEYS_VARIABLE}: is set, but holds no key; unset it to let everybody in")
+            raise SettingsError(f"{API_KEYS_VARIABLE}: is set, but contains no key; unset it to admit all clients")
         return (*self.api_keys, *map(SecretStr, found))
 
 

@@ -1,7 +1,8 @@
-"""One transfer as its producer sees it: the state, and what of it can be written now."""
+"""A transfer at its producer: its state, what can be written now, and bounds on consumers' claims."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
@@ -48,6 +49,9 @@ class Stage(Enum):
 
 EVERY_LAYER = 2**31
 """More layers than any group has."""
+
+MAX_EARLY = 1024
+"""Transfers of one consumer engine whose requests have not come yet; honest ones wait for milliseconds."""
 
 NOBODY = ""
 """The consumer of a transfer that was discarded: no peer's incarnation is empty."""
@@ -134,6 +138,41 @@ class Transfer:
             and self.expected_ranks <= self.deliveries.keys()
             and all(delivery.closed for delivery in self.deliveries.values())
         )
+
+
+class Allowance:
+    """What consumers may make a producer rank remember.
+
+    ``early``   transfers whose requests have not come, by the consumer's incarnation. Beyond MAX_EARLY of them a
+                consumer is not answered at all: an answer permits it to reuse blocks and must be remembered
+    ``blocks``  blocks in open offers, by consumer rank: at most as many as its pool has
+    """
+
+    def __init__(self) -> None:
+        self.early: Counter[str] = Counter()
+        self.blocks: Counter[Peer] = Counter()
+
+    def count_early(self, transfer: Transfer, change: int) -> None:
+        """One transfer more or fewer, if its request has not come."""
+        if transfer.stage is Stage.EARLY and transfer.consumer is not None:
+            self.early[transfer.consumer] += change
+            if not self.early[transfer.consumer]:
+                del self.early[transfer.consumer]
+
+    def take_offer(self, delivery: Delivery, offer: Offer, pool_blocks: int) -> bool:
+        """Take an offer for a delivery. Blocks are on offer once at a time, so no engine has more than its pool."""
+        count = sum(map(len, offer.groups))
+        if self.blocks[delivery.peer] + count > pool_blocks:
+            return False
+        delivery.offer, delivery.offered_blocks = offer, count
+        self.blocks[delivery.peer] += count
+        return True
+
+    def give_back(self, delivery: Delivery) -> None:
+        """The delivery is closed."""
+        self.blocks[delivery.peer] -= delivery.offered_blocks
+        if not self.blocks[delivery.peer]:
+            del self.blocks[delivery.peer]
 
 
 def offer_problem(transfer: Transfer, offer: Offer, groups: Sequence[Group], consumer: ConsumerPeer) -> str | None:

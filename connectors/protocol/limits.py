@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from typing import TypeVar
 
 from connectors.errors import ConfigurationError
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 
 MIN_FORGET_S = 1800.0
 """Of what an operator may set. TCP goes on with a message for up to half an hour; one that comes after its sender has
@@ -45,6 +50,10 @@ class TransferLimits:
         """A delivery whose writes do not end is given up after this: its consumer has done so by then."""
         return 2 * self.progress_s
 
+    def silence_s(self, connecting: bool) -> float:
+        """Time without a message after which a consumer gives up a transfer, during the handshake or after it."""
+        return max(self.handshake_s, self.progress_s) if connecting else self.progress_s
+
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
@@ -55,3 +64,17 @@ class TransferLimits:
                 f"transfer.alive_s ({self.alive_s}) must be at most half of transfer.progress_s ({self.progress_s}), "
                 "or a producer that waits its turn is taken for dead"
             )
+
+
+def due(items: Mapping[_K, _V], is_due: Callable[[_V], bool]) -> list[_K]:
+    """Return the keys of the leading items that are due, of a dict in the order of its deadlines.
+
+    >>> due({"a": 1, "b": 2, "c": 5}, lambda at: at < 3)
+    ['a', 'b']
+    """
+    found: list[_K] = []
+    for key, value in items.items():
+        if not is_due(value):
+            break
+        found.append(key)
+    return found

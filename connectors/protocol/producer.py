@@ -54,7 +54,7 @@ from dataclasses import dataclass
 
 from connectors.protocol.actions import Forget, ProducerAction, Send, Sent
 from connectors.protocol.delivery import NOBODY, ConsumerPeer, Gone, Stage, Transfer, take_layers
-from connectors.protocol.ordered import due
+from connectors.protocol.limits import due
 from connectors.protocol.production import Production
 from connectors.protocol.wire import Alive, AwaitStart, Cancel, Message, Offer, Peer, Starting
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from connectors.planning.descriptors import Moves
 from connectors.planning.layout import Group
 from connectors.protocol.actions import ProducerAction, Send, Sent, Write
-from connectors.protocol.allowance import MAX_EARLY, Allowance
-from connectors.protocol.delivery import ConsumerPeer, Delivery, Gone, Stage, Transfer, take
+from connectors.protocol.delivery import MAX_EARLY, Allowance, ConsumerPeer, Delivery, Gone, Stage, Transfer, take
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.wire import Aborted, AwaitStart, Cancel, Cancelled, Failed, Fin, Offer, Peer, Starting
 

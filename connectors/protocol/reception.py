@@ -1,17 +1,21 @@
-"""What a consumer's machine receives: orders, the producer workers that fill them, and receptions under way."""
+"""Requests of a consumer: queued ones, then receptions. Part of ``consumer.py``, which has the table."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from connectors.planning.blocks import BlockSet, UnitSet, UnitShape, wanted_units
+from connectors.planning.blocks import BlockSet, UnitSet, wanted_units
 from connectors.planning.layout import Group
-from connectors.protocol.actions import Digest
-from connectors.protocol.agent_metadata import NO_PROCESS, ProcessIdentity
+from connectors.protocol.actions import Connect, ConsumerAction, Due, Send
+from connectors.protocol.engines import Partner, ProducerEngines
+from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress
-from connectors.protocol.wire import Peer
+from connectors.protocol.wire import Aborted, Alive, AwaitStart, Cancelled, Failed, Fin, Peer, Starting
+
+Answer = Starting | Fin | Aborted | Failed | Cancelled | Alive
+"""A message about one transfer from one of its producer ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,33 +44,104 @@ class QueuedRequest:
     asked: Peer | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Partner:
-    """One producer rank that talks to this worker; ``unit_bytes[g]`` is what it sends for a unit of group g.
+class RequestQueue:
+    """Requests without blocks, by transfer. Each ends with ``Due``, unless it is removed first."""
 
-    ``new_digest`` makes the digest of one transfer from it, over our memory; None where none is to be asked for.
-    ``met_at`` is where its engine was met, None where nobody shook hands. A request may name the engine with another
-    address, and who answers there, or nobody, says nothing about this one. ``process`` is the one that writes, and
-    ``was_seen`` whether this worker's own kernel had it then.
-    """
+    def __init__(self, engines: ProducerEngines, limits: TransferLimits) -> None:
+        self._engines = engines
+        self._limits = limits
+        self.requests: dict[str, QueuedRequest] = {}
 
-    peer: Peer
-    shapes: tuple[UnitShape, ...]
-    unit_bytes: tuple[int, ...]
-    new_digest: Callable[[], Digest] | None = None
-    met_at: EngineAddress | None = None
-    process: ProcessIdentity = NO_PROCESS
-    was_seen: bool = False
+    def add(self, request_id: str, transfer_id: str, producer: EngineAddress, now: float) -> list[ConsumerAction]:
+        """Queue a request, and ask its producer for the start or for a handshake."""
+        self._engines.touch(producer.incarnation, now)
+        queued = self.requests[transfer_id] = QueuedRequest(request_id, producer, now)
+        partners = self._engines.reachable(producer.incarnation)
+        return [Connect(producer)] if partners is None else [self._ask(transfer_id, queued, partners, now)]
 
+    def remove(self, transfer_id: str, request_id: str) -> bool:
+        """Remove the transfer's entry if it is this request's; return whether it was."""
+        queued = self.requests.get(transfer_id)
+        if queued is None or queued.request_id != request_id:
+            return False
+        del self.requests[transfer_id]
+        return True
 
-@dataclass(frozen=True, slots=True)
-class Suspect:
-    """A producer worker that keeps blocks in quarantine: is its process dead? As in its ``Partner``."""
+    def discard(self, transfer_id: str) -> None:
+        """Remove the transfer's entry, if there is one."""
+        self.requests.pop(transfer_id, None)
 
-    peer: Peer
-    process: ProcessIdentity
-    was_seen: bool
-    met_at: EngineAddress | None
+    def connected(self, incarnation: str, partners: Sequence[Partner], now: float) -> list[Send]:
+        """Ask for the start of the prompts that waited for this handshake."""
+        waiting = [item for item in self._of_engine(incarnation) if item[1].asked is None]
+        return [self._ask(transfer_id, queued, partners, now) for transfer_id, queued in waiting]
+
+    def connect_failed(self, incarnation: str, reason: str) -> list[Due]:
+        """End the requests that waited for this handshake."""
+        waiting = [item for item in self._of_engine(incarnation) if item[1].asked is None]
+        return [self._end(transfer_id, reason) for transfer_id, _ in waiting]
+
+    def engine_lost(self, incarnation: str, reason: str) -> list[Due]:
+        """End all requests of a dead engine; there is nobody to send a Cancel to."""
+        return [self._end(transfer_id, reason) for transfer_id, _ in self._of_engine(incarnation)]
+
+    def worker_lost(self, peer: Peer, reason: str, now: float) -> list[ConsumerAction]:
+        """End the requests that a dead worker was asked about."""
+        actions: list[ConsumerAction] = []
+        for transfer_id, queued in self._of_engine(peer.incarnation):
+            if queued.asked == peer:
+                actions += self._fail(transfer_id, f"rank {peer.rank}: {reason}", now)
+        return actions
+
+    def undelivered(self, peer: Peer, message: AwaitStart, now: float) -> list[ConsumerAction]:
+        """An AwaitStart could not be sent."""
+        if message.transfer_id not in self.requests:
+            return []
+        return self._fail(message.transfer_id, f"rank {peer.rank} of the prefill engine is out of reach", now)
+
+    def message(self, peer: Peer, message: Answer, now: float) -> list[ConsumerAction]:
+        """A message about a queued transfer. Only the rank that was asked counts."""
+        queued = self.requests[message.transfer_id]
+        if queued.asked != peer:
+            return []
+        match message:
+            case Starting(transfer_id):
+                return [self._end(transfer_id, None)]
+            case Aborted(transfer_id, reason) | Failed(transfer_id, reason):
+                return self._fail(transfer_id, reason, now)
+            case Alive():
+                queued.heard_at = now
+        return []
+
+    def tick(self, now: float) -> list[ConsumerAction]:
+        """End the requests whose producers have been silent for too long."""
+        actions: list[ConsumerAction] = []
+        for transfer_id, queued in list(self.requests.items()):
+            silence_s = self._limits.silence_s(connecting=queued.asked is None)
+            if now - queued.heard_at >= silence_s:
+                reason = f"nothing was heard of the queued transfer for {silence_s:g} s"
+                actions += self._fail(transfer_id, reason, now)
+        return actions
+
+    def uses(self, incarnation: str) -> bool:
+        """Return whether a request waits for this engine."""
+        return any(queued.producer.incarnation == incarnation for queued in self.requests.values())
+
+    def _of_engine(self, incarnation: str) -> list[tuple[str, QueuedRequest]]:
+        return [item for item in self.requests.items() if item[1].producer.incarnation == incarnation]
+
+    def _ask(self, transfer_id: str, queued: QueuedRequest, partners: Sequence[Partner], now: float) -> Send:
+        """Ask one rank of the producer engine: its scheduler starts a prompt on all of them at once."""
+        queued.asked, queued.heard_at = partners[0].peer, now
+        return Send(queued.asked, AwaitStart(transfer_id, self._engines.next_number()))
+
+    def _end(self, transfer_id: str, failure: str | None) -> Due:
+        return Due(self.requests.pop(transfer_id).request_id, transfer_id, failure)
+
+    def _fail(self, transfer_id: str, reason: str, now: float) -> list[ConsumerAction]:
+        """This engine computes the request, so its producer need not hold the KV under a lease."""
+        incarnation = self.requests[transfer_id].producer.incarnation
+        return [self._end(transfer_id, reason), *self._engines.release(transfer_id, incarnation, now)]
 
 
 class ReceptionStage(Enum):
@@ -83,6 +158,12 @@ GIVEN_UP = (ReceptionStage.ENDING, ReceptionStage.QUARANTINE)
 
 @dataclass(slots=True)
 class Reception:
+    """One request with blocks, from its handshake until no partner may write to them.
+
+    ``writing`` are the partners that may still write, ``heard_at`` the times of their last messages, ``verifying``
+    those whose bytes are being compared with a digest. No deadline can pass before ``check_at``.
+    """
+
     order: Order
     stage: ReceptionStage
     since: float
@@ -93,6 +174,12 @@ class Reception:
     failure: str | None = None
     cancelled_at: float = 0.0
     check_at: float = float("-inf")
+
+    def silent_since(self, now: float) -> float:
+        """Return when the partner was last heard that has been silent longest: each must report."""
+        if self.stage is ReceptionStage.CONNECTING:
+            return self.since
+        return min((self.heard_at[peer] for peer in self.writing), default=now)
 
 
 def units_from(partner: Partner, groups: Sequence[Group], order: Order) -> tuple[UnitSet, ...]:

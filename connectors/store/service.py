@@ -1,6 +1,6 @@
-"""The store of one engine: its tiers, and what requests do with them. Used by one thread, the scheduler's.
+"""The store of one engine: fetches and stores over its tiers. Only the scheduler's thread uses it.
 
-    fetch    ``begin_fetch`` looks a request's objects up and reads them into staging; ``poll`` says when that is over;
+    fetch    ``begin_fetch`` looks a request's objects up and reads them into staging; ``poll`` returns the result;
              ``hand_over`` leaves their memory to whoever copies them, ``end_fetch`` frees it
     store    ``reserve`` finds staging for an object; ``commit`` writes it to the tiers once all ranks have filled it,
              ``drop`` does not
@@ -94,7 +94,7 @@ class _Tier:
 
 
 class KVStore:
-    """``sizes[g]`` is the payload of an object of KV cache group g; ``tiers`` are ordered, the fastest first."""
+    """A store over ``tiers``, ordered from fastest to slowest. ``sizes[g]``: payload bytes of an object of group g."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class KVStore:
             for folder in tiers
         ]
         self._fetches: dict[str, _Fetch] = {}
-        # Slots that a call may still use, although nobody waits for it.
+        # Slots that a running call may still use after its request has ended.
         self._lingering: list[tuple[Call[ObjectHeader] | Call[bool], int]] = []
         for tier in self._tiers:
             # Reads the index, which only eviction needs.
@@ -160,7 +160,7 @@ class KVStore:
         return request_id in self._fetches
 
     def poll(self, request_id: str) -> Fetched | None:
-        """The objects that a request can load; None while that is not known. Ends at ``load_s`` at the latest."""
+        """Objects that a request can load; None while the fetch runs, at most ``load_s``."""
         fetch = self._fetches[request_id]
         if not fetch.over:
             self._advance(fetch, time.monotonic())
@@ -178,7 +178,7 @@ class KVStore:
         return list(fetch.offsets.values())
 
     def end_fetch(self, request_id: str) -> None:
-        """Free what a fetch holds. Idempotent."""
+        """Free the staging of a fetch. Idempotent."""
         fetch = self._fetches.pop(request_id, None)
         if fetch is None:
             return
@@ -267,7 +267,7 @@ class KVStore:
         return None
 
     def _promote(self, name: ObjectName, reading: _Reading) -> None:
-        """Write what a slow tier held to the faster ones."""
+        """Write an object of a slow tier to the faster ones."""
         assert reading.call.result is not None
         cost_ns = reading.call.result.cost_ns
         for tier in self._tiers[: reading.tier]:
@@ -299,14 +299,14 @@ class KVStore:
         return offset
 
     def commit(self, ref: ObjectRef, name: ObjectName, offset: int, cost_ns: int) -> None:
-        """All ranks have filled the object: write it to every tier. Whoever finds it after that may use it."""
+        """Write an object that all ranks have filled to every tier. Any engine may load it after that."""
         written = [self._write(tier, name, offset, self._sizes[ref.group], cost_ns) for tier in self._tiers]
         if not any(written):
             self.counts["dropped_stores"] += 1
         self.staging.give_back(offset)
 
     def drop(self, offset: int) -> None:
-        """Ranks did not fill the object, and do not write to it any more."""
+        """Free the slot of an object that the ranks did not fill. They no longer write to it."""
         self.counts["dropped_stores"] += 1
         self.staging.give_back(offset)
 

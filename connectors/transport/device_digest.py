@@ -49,7 +49,7 @@ class CacheMemory:
 
     def shared_with(self, peer: MemoryKind) -> Memory:
         """Return the memory whose streams a peer with its cache at ``peer`` hashes in the same way."""
-        # Two threads may both make one: either will do.
+        # Two threads may each create one; both are equal.
         if self._layout.memory_kind.memory == peer.memory == "DRAM":
             self._host = self._host or HostMemory(self._layout)
             return self._host
@@ -60,8 +60,8 @@ class CacheMemory:
 class DeviceMemory:
     """A cache on a torch device, the CPU included. Work is queued on a stream of its own.
 
-    On an accelerator ``StreamHash.feed`` returns before the device has read the bytes, ``digest`` waits for them. What
-    feeds it must know that they have been computed, as by an event.
+    On an accelerator ``StreamHash.feed`` returns before the device has read the bytes; ``digest`` waits for it. The
+    caller of ``feed`` must know that the bytes are computed, for example by an event.
     """
 
     def __init__(self, layout: EngineLayout, tensors: Sequence[torch.Tensor] = ()) -> None:
@@ -121,7 +121,7 @@ class DeviceMemory:
             content = content[: len(content) // _WORD_BYTES * _WORD_BYTES].view(torch.int32)
             offset = offset // _WORD_BYTES
         row = words if aligned else length
-        # Row i is what lies at offset i; only the rows that are asked for are ever read.
+        # Row i is the bytes from offset i; only indexed rows are read.
         rows = content.as_strided((len(content) - row + 1, row), (1, 1), content.storage_offset())
         index = self._upload(offset)
         step = max(1, self._batch_bytes // length)
@@ -140,7 +140,7 @@ class DeviceMemory:
 
 
 class DeviceStream:
-    """The hash of a stream whose segments' sums stay on the device until it is asked for."""
+    """Hash of a stream. Sums of its segments stay on the device until ``digest``."""
 
     def __init__(self, memory: DeviceMemory) -> None:
         self._memory = memory

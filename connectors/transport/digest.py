@@ -32,7 +32,7 @@ from connectors.planning.plan import GroupPlan, PairPlan, Side
 
 Bytes = npt.NDArray[np.uint8]
 
-# Runs at least this long are hashed where they lie; shorter ones are gathered first, so many bytes at a time.
+# Runs at least this long are hashed in place; shorter ones are gathered first, _GATHER_BYTES at a time.
 _LONG_RUN_BYTES = 16 * 2**10
 _GATHER_BYTES = 512 * 2**10
 
@@ -45,7 +45,7 @@ class End(Enum):
 
 
 class StreamHash(Protocol):
-    """The hash of one stream."""
+    """Incremental hash of one stream."""
 
     def feed(self, address: Ints, length: int) -> None:
         """Add ``length`` bytes at each address, in order."""
@@ -75,7 +75,7 @@ class HostMemory:
         self._base = min(region.address for region in layout.regions)
         self._span = max(region.end for region in layout.regions) - self._base
         memory = memoryview((ctypes.c_uint8 * self._span).from_address(self._base))
-        # One array from the first region to the last: only addresses of pages are ever read, never what lies between.
+        # One array from the first region to the last. Only pages are read, never the memory between regions.
         self._bytes: Bytes = np.frombuffer(memory, np.uint8)
         self._rows: dict[int, Bytes] = {}
 

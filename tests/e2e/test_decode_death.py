@@ -10,7 +10,7 @@ from tests.campaigns.service.decode_deaths import Decodes, service_with_two_deco
 
 pytestmark = pytest.mark.engine(killed=True)
 
-TOKENS, AT_EVENT = 400, 150
+TOKENS, AT_EVENT = 1000, 120
 """A short stream could end before a busy client has seen the event at which it kills the engine."""
 
 

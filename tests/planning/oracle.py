@@ -26,8 +26,9 @@ from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPage
 from connectors.planning.plan import check_compatible, plan_pair
 from connectors.planning.verify import prove_plans
 from connectors.protocol.delivery import ConsumerPeer, Delivery, Stage, Transfer, offer_problem, take_ready, wanted
+from connectors.protocol.engines import Partner
 from connectors.protocol.params import EngineAddress
-from connectors.protocol.reception import Order, Partner, expected_bytes
+from connectors.protocol.reception import Order, expected_bytes
 from connectors.protocol.wire import Offer, Peer
 from tests.planning.oracle_cases import FOREVER, LAYERS, Case, Keeping, Part, Side
 

@@ -8,9 +8,10 @@ from connectors.planning.blocks import BlockSet, UnitShape
 from connectors.planning.layout import Group, GroupKind
 from connectors.protocol.actions import Send
 from connectors.protocol.consumer import Consumer
+from connectors.protocol.engines import Partner
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress
-from connectors.protocol.reception import Order, Partner
+from connectors.protocol.reception import Order
 from connectors.protocol.wire import Cancel, Fin, Offer, Peer
 
 LIMITS = TransferLimits(handshake_s=7, progress_s=10, cancel_s=2, lease_s=20, alive_s=1, fence_s=1)

@@ -7,8 +7,9 @@ import pytest
 from connectors.planning.blocks import UnitShape, empty_blocks
 from connectors.protocol.actions import Connect, Forget, Freed, Received, Send
 from connectors.protocol.consumer import Consumer, failures
+from connectors.protocol.engines import Partner
 from connectors.protocol.params import EngineAddress
-from connectors.protocol.reception import Order, Partner, expected_bytes
+from connectors.protocol.reception import Order, expected_bytes
 from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Failed, Fin, Peer, Welcome
 from tests.protocol.consumption import (
     ENGINE,

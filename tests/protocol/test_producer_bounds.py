@@ -4,7 +4,7 @@ import numpy as np
 
 from connectors.planning.blocks import BlockSet, empty_blocks
 from connectors.protocol.actions import Send
-from connectors.protocol.allowance import MAX_EARLY
+from connectors.protocol.delivery import MAX_EARLY
 from connectors.protocol.producer import Producer
 from connectors.protocol.wire import Aborted, Cancel, Cancelled, Offer
 from tests.protocol.production import C0, C1, LIMITS, STRANGER, TABLES, aborted_reason, machine, offer

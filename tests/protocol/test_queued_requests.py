@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from connectors.protocol.actions import Connect, Due, Received, Send
-from connectors.protocol.allowance import MAX_EARLY
 from connectors.protocol.consumer import Consumer
+from connectors.protocol.delivery import MAX_EARLY
 from connectors.protocol.producer import Producer
 from connectors.protocol.wire import Aborted, Alive, AwaitStart, Cancel, Cancelled, Failed, Fin, Offer, Starting
 from tests.protocol import consumption, production

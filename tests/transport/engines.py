@@ -28,10 +28,11 @@ from connectors.protocol.agent_metadata import (
 )
 from connectors.protocol.consumer import Consumer
 from connectors.protocol.delivery import ConsumerPeer
+from connectors.protocol.engines import Partner
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.producer import Producer
-from connectors.protocol.reception import Order, Partner
+from connectors.protocol.reception import Order
 from connectors.protocol.wire import Envelope, Peer, decode, encode
 from connectors.transport.digest import End, HostMemory, digests
 from connectors.transport.nixl import NixlTransport

@@ -12,6 +12,7 @@ import pytest
 from connectors.errors import PeerSecretError
 from connectors.protocol.agent_metadata import encode_agent_metadata
 from connectors.protocol.wire import Cancel, Envelope, Hello, Peer, Welcome, encode
+from connectors.transport.memory import MemoryTransport
 from connectors.vllm_hma.config import parse_config
 from connectors.vllm_hma.handshake import handshaker
 from connectors.vllm_hma.handshake.keys import derive_keys
@@ -68,6 +69,24 @@ def test_a_hello_that_is_dropped_is_repeated(worker: Callable[..., Worker], monk
     consumer.step(receives=[receive(producer.address)])
     until(lambda: consumer.runtime.census()["offered"] == 1)
     assert dropped == [Peer("c", 0)] * 2
+
+
+def test_more_than_64_decode_engines_of_8_ranks_are_known_at_once(worker: Callable[..., Worker]) -> None:
+    """None pushes another one out, and those whose hello was dropped say it again."""
+    producer, template = worker("p"), worker("c").agent_metadata
+    encoded = {}
+    for number in range(65 * 8):
+        transport = MemoryTransport(f"c{number}/0", producer.transport.fabric)
+        metadata = replace(template, incarnation=f"c{number}", transport_metadata=transport.metadata())
+        encoded[Peer(metadata.incarnation, 0)] = encode_agent_metadata(metadata)
+
+    def all_known() -> bool:
+        unknown = encoded.keys() - producer.runtime.snapshot().producer.consumers.keys()
+        for peer in unknown:
+            say_hello(producer, peer, encoded[peer])
+        return not unknown
+
+    until(all_known, within_s=60.0)
 
 
 def test_answers_that_nobody_waits_for_are_not_kept(worker: Callable[..., Worker]) -> None:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 PARENT = """
 import multiprocessing, os, sys
-from actors.fork_server import InheritingContext
+from actors.upstream.vllm_fork_server import InheritingContext
 
 def grandchild(pipe):
     pipe.send((os.environ["COLOUR"], os.getppid(), "preloaded" in sys.modules))

@@ -16,8 +16,8 @@ import pytest
 
 from connectors.errors import HandshakeError
 from connectors.protocol.agent_metadata import ProcessIdentity
+from connectors.protocol.engines import Suspect
 from connectors.protocol.params import EngineAddress
-from connectors.protocol.reception import Suspect
 from connectors.protocol.wire import Peer
 from connectors.vllm_hma.handshake import probe, processes
 from connectors.vllm_hma.handshake.probe import WorkerProbe

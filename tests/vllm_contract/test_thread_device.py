@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import connectors.vllm_hma.worker_side.runtime as runtime_module
-from connectors.protocol.reception import Suspect
+from connectors.protocol.engines import Suspect
 from connectors.protocol.wire import Peer
 from connectors.vllm_hma.handshake.processes import own_process
 from connectors.vllm_hma.orders import Chunk, Expect

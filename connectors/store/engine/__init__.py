@@ -1,1 +1,1 @@
-"""The store inside vLLM: a KV connector that stores what an engine computes and loads what was stored."""
+"""The store in vLLM: a KV connector that stores KV after each step and loads stored prefixes."""

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class TandemStoreConnector(KVConnectorBase_V1, SupportsHMA):
-    """Stores chunks of every request and loads those that were computed before."""
+    """Store chunks of every request, and load stored ones instead of computing them."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -78,7 +78,7 @@ class TandemStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A store that is dropped is a later miss."""
+        """False: vLLM need not wait for stores. A dropped store is only a later miss."""
         return False
 
     # ---- scheduler's side --------------------------------------------------------------------------------------

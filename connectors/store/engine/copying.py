@@ -1,4 +1,4 @@
-"""Copies runs of bytes between addresses of this process. Short runs go through numpy, many at a time."""
+"""Copy runs of bytes between addresses of this process. numpy copies short runs of one length together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from connectors.planning.descriptors import Runs
 
-# From this length on a call of memmove costs less than what it copies.
+# From this length on, the call of memmove costs less than the copy.
 _LONG_RUN_BYTES = 8 * 2**10
 
 Bytes = npt.NDArray[np.uint8]
@@ -32,7 +32,7 @@ def copy_runs(runs: Runs) -> None:
 
 
 def _rows(first: int, last: int, length: int) -> Bytes:
-    """A view in which row i is the ``length`` bytes at address ``first + i``; only rows that are runs are touched."""
+    """View in which row i is the ``length`` bytes at address ``first + i``. Access only rows that are runs."""
     span = last - first + length
     memory: Bytes = np.frombuffer(memoryview((ctypes.c_uint8 * span).from_address(first)), np.uint8)
     return as_strided(memory, (last - first + 1, length), (1, 1))

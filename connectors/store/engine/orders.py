@@ -1,4 +1,4 @@
-"""What the two halves of the store's connector tell each other once a step."""
+"""Messages between the store's scheduler and worker sides, one per step and direction."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Store:
 
 @dataclass(slots=True)
 class StoreOrders(KVConnectorMetadata):
-    """All of one step. ``staging`` is the path of the engine's staging memory."""
+    """Orders of one step. ``staging`` is the path of the engine's staging memory."""
 
     staging: str = ""
     loads: list[Load] = field(default_factory=list)
@@ -49,9 +49,9 @@ class StoreOrders(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class StoreReport(KVConnectorWorkerMetadata):
-    """What ranks have done, with a count of ranks: loads that are over, and slots of staging filled or not.
+    """Number of ranks that have finished each load, and filled or not filled each slot of staging.
 
-    ``broken`` are requests whose load has failed on some rank: what they have computed since then is void.
+    ``broken`` are requests whose load failed on a rank: KV that they have computed since then is invalid.
     """
 
     loaded: dict[int, int] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class StoreReport(KVConnectorWorkerMetadata):
 
 @dataclass(frozen=True, slots=True)
 class StoreCard(KVConnectorHandshakeMetadata):
-    """One rank's cache, on its way to the scheduler's process when the engine starts."""
+    """One rank's cache layout and model, sent to the scheduler's process when the engine starts."""
 
     layout: EngineLayout
     model: ModelFingerprint

@@ -1,4 +1,4 @@
-"""The scheduler's half: decides what is loaded and stored, and names it.
+"""Scheduler side of the store: decides which objects to load and store, and names them.
 
     load    the first question for matched tokens begins a fetch; vLLM asks again each step until it is over; its
             objects are verified by then, so the workers' copy cannot fail
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Keys that are known to be stored: 32 bytes each and a little more.
+# Keys known to be stored; each takes little more than its 32 bytes.
 _KNOWN_KEYS = 100_000
-# Nobody has measured it yet: what matters for eviction is that it is the same for all.
+# Not measured. Eviction needs the same value for all objects, not the right one.
 _COST_NS_PER_TOKEN = 100_000
 
 
@@ -55,12 +55,12 @@ class _Known:
 
 
 class StoreScheduler:
-    """One per engine. Ready once the workers' cards are there."""
+    """The store's scheduler side of one engine. Ready after ``publish``."""
 
     def __init__(self, settings: StoreSettings, max_model_len: int, answers: bool = True) -> None:
         self._settings = settings
         self._max_model_len = max_model_len
-        # Speculative decoding takes tokens of an answer back.
+        # Speculative decoding rejects tokens after their KV was computed.
         self._answers = answers
         self._adapters = Adapters()
         self._store: KVStore | None = None
@@ -80,11 +80,11 @@ class StoreScheduler:
 
     @property
     def remembered(self) -> int:
-        """Requests, loads and slots that are under way."""
+        """Number of requests, loads and slots in progress."""
         return len(self._requests) + len(self._loading) + len(self._filling)
 
     def publish(self, cards: Sequence[StoreCard]) -> None:
-        """All ranks have planned. Raises ConfigurationError, PlanError and CoverError."""
+        """Open the store with the layouts of all ranks. Raises ConfigurationError, PlanError and CoverError."""
         settings = self._settings
         plan = plan_store(cards[0].layout.groups, settings.chunk_tokens, self._max_model_len)
         for warning in plan.warnings:
@@ -110,7 +110,7 @@ class StoreScheduler:
 
     def new_request(self, request: Request) -> None:
         if request.prompt_embeds is not None or request.prompt_token_ids is None:
-            # Nothing says whether two requests with embeddings have the same prompt.
+            # Two requests with embeddings cannot be compared, so their objects have no name.
             return
         if request.resumable:
             # Sessions of streamed input replace tokens that were computed (Scheduler._update_request_as_session).
@@ -121,7 +121,7 @@ class StoreScheduler:
         self._requests[request.request_id] = _Known(request, chain)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> int | None:
-        """Tokens beyond ``local_tokens`` that are in staging, verified; None while that is not known."""
+        """Verified tokens in staging beyond ``local_tokens``; None while the fetch runs."""
         known = self._requests.get(request.request_id)
         if known is None or request.skip_reading_prefix_cache:
             return 0
@@ -142,7 +142,7 @@ class StoreScheduler:
         return max(0, known.fetched.end_token - local_tokens)
 
     def after_alloc(self, request: Request, tables: tuple[list[int], ...], external_tokens: int) -> None:
-        """The request's blocks are allocated, and it runs in the coming step."""
+        """Order the load into the request's blocks; it runs in the coming step."""
         known = self._requests.get(request.request_id)
         if known is None:
             return
@@ -165,7 +165,7 @@ class StoreScheduler:
         )
 
     def finished(self, request: Request) -> None:
-        """The request has ended. A load that was ordered runs before its blocks belong to anybody else."""
+        """Forget an ended request. A load that was ordered runs before another request gets its blocks."""
         known = self._requests.get(request.request_id)
         if known is None:
             return
@@ -176,7 +176,7 @@ class StoreScheduler:
     # ---- each step -------------------------------------------------------------------------------------------------
 
     def orders(self, output: SchedulerOutput) -> StoreOrders:
-        """What the workers are to copy in this step."""
+        """Copies that the workers perform in this step."""
         orders = StoreOrders(str(self.store.staging.path), self._loads)
         self._loads = []
         for request_id, computed in _scheduled(output):
@@ -187,7 +187,7 @@ class StoreScheduler:
         return orders
 
     def take(self, report: StoreReport) -> None:
-        """What ranks have copied."""
+        """Process the copies that ranks report."""
         # First: of what this step has computed, and the next one that may be under way, nothing is stored.
         for request_id in report.broken:
             if request_id in self._requests:
@@ -229,7 +229,7 @@ class StoreScheduler:
     # ---- parts -----------------------------------------------------------------------------------------------------
 
     def _begin_fetch(self, known: _Known, local_tokens: int) -> bool:
-        """Look a request up beyond ``local_tokens``; False where there is nothing to look for."""
+        """Start a fetch beyond ``local_tokens``; False if no object could exist there."""
         limit = known.request.num_tokens - 1
         names = self._names(known, possible_objects(self.store.plan, local_tokens, limit))
         if names:
@@ -265,7 +265,7 @@ class StoreScheduler:
         return Store(known.request.request_id, tuple(tuple(table) for table in tables), offsets)
 
     def _filled(self, known: _Known, offset: int, failed: bool) -> None:
-        """All ranks have answered for a slot."""
+        """Write or drop the object in a slot for which all ranks have reported."""
         ref = known.filling.pop(offset)
         name = self._names(known, [ref]).get(ref)
         if failed or name is None or known.void:
@@ -277,7 +277,7 @@ class StoreScheduler:
         self._forget(known)
 
     def _names(self, known: _Known, refs: Iterable[ObjectRef]) -> dict[ObjectRef, ObjectName]:
-        """Names of objects whose tokens are known; those of an answer may still be on their way."""
+        """Names of objects whose tokens are known. The last tokens of an answer may not be sampled yet."""
         request, chain = known.request, known.chain
         try:
             chain.extend(request.all_token_ids[chain.tokens :])

@@ -14,7 +14,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """What may be set.
+    """Settings of the store, with their units in the names.
 
     ``path``          folder on a local disk; empty: no disk tier
     ``disk_gib``      bytes below ``path`` of all engines that share it, never exceeded

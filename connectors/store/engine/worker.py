@@ -1,4 +1,4 @@
-"""The workers' half: copies objects between staging memory and this rank's blocks, within the step that asks for it.
+"""Worker side of the store: copies objects between staging and this rank's blocks, in the step that orders it.
 
 Loads are copied before the step's forward reads the blocks. Stores are copied after the forward and before the next
 one, which may overwrite a state or reuse the block of a window that has passed.
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class StoreWorker:
-    """One rank. Ready once ``register`` was called."""
+    """The store's worker side of one rank. Ready after ``register``."""
 
     def __init__(self, settings: StoreSettings, max_model_len: int) -> None:
         self._settings = settings
@@ -49,12 +49,12 @@ class StoreWorker:
         self._plans = plan_rank(self._plan, layout)
 
     def card(self, model: ModelFingerprint) -> StoreCard:
-        """What the scheduler's half needs to know of this rank."""
+        """This rank's layout and model, for the scheduler side."""
         assert self._layout is not None, "vLLM registers the cache before it asks for metadata"
         return StoreCard(self._layout, model)
 
     def load(self, orders: StoreOrders) -> None:
-        """Before the forward: the scheduler counts these tokens as computed already."""
+        """Copy objects into blocks before the forward. The scheduler already counts their tokens as computed."""
         assert self._plan is not None
         assert self._plans is not None
         for load in orders.loads:
@@ -72,7 +72,7 @@ class StoreWorker:
             self._report.loaded[load.load_id] = 1
 
     def store(self, orders: StoreOrders) -> None:
-        """After the forward. What cannot be stored is dropped: nobody waits for it."""
+        """Copy completed objects into staging after the forward. A failed copy drops its objects."""
         assert self._plan is not None
         assert self._plans is not None
         for store in orders.stores:
@@ -88,12 +88,12 @@ class StoreWorker:
                 self._report.filled |= dict.fromkeys(store.offsets.values(), 1)
 
     def not_loaded(self) -> set[int]:
-        """Blocks of requests whose load has failed since the last call."""
+        """Ids of blocks whose load failed since the last call."""
         found, self._not_loaded = self._not_loaded, set()
         return found
 
     def report(self) -> StoreReport | None:
-        """What was done since the last call."""
+        """Copies since the last call; None if there were none."""
         report, self._report = self._report, StoreReport()
         return report or None
 

@@ -23,7 +23,7 @@ from connectors.store.planning.layout import stored_groups
 from connectors.store.planning.prefix import ObjectRef
 from connectors.store.planning.spans import StorePlan
 
-# Of names and of what objects contain. Objects of other formats lie in other namespaces.
+# Version of names and object contents. Objects of other formats have other namespaces.
 FORMAT = 1
 NAMESPACE_BYTES = 16
 KEY_BYTES = 32

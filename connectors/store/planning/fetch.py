@@ -1,10 +1,10 @@
-"""One request's way to its stored prefix: which objects to look up, which to read next, and when that is over.
+"""State machine of one request's fetch: which objects to look up, which to read next, and when it has ended.
 
-    lookup   ``candidates`` are looked up; ``found`` says which are there
-    reading  ``next_reads`` are read into staging; ``read`` and ``failed`` say how it went
+    lookup   ``candidates`` are looked up; ``found`` reports which exist
+    reading  ``next_reads`` are read into staging; ``read`` and ``failed`` report results
     over     ``settled``: all objects for ``end_token`` are verified, in staging
 
-A failed object costs what depends on it: the fetch goes on to the longest prefix that is left. Sans-I/O; the caller
+After a failed object the fetch continues with the longest prefix that does not need it. Sans-I/O; the caller
 watches the deadlines and calls ``give_up``.
 """
 
@@ -46,14 +46,14 @@ class Fetch:
         return self._given_up or (not self._looking and self._verified.issuperset(self.needed))
 
     def found(self, refs: Iterable[ObjectRef], missing: Iterable[ObjectRef]) -> None:
-        """Answers of a lookup."""
+        """Record the answers of a lookup."""
         refs, missing = set(refs), set(missing)
         self._present |= refs & self._looking
         self._looking -= refs | missing
         self._choose()
 
     def stop_looking(self) -> None:
-        """The lookup's deadline has passed: what has not answered is not there."""
+        """End the lookup at its deadline: objects without an answer count as missing."""
         self._looking.clear()
         self._choose()
 
@@ -66,7 +66,7 @@ class Fetch:
         return reads
 
     def read(self, ref: ObjectRef) -> bool:
-        """An object was read and verified. Whether it is still of use."""
+        """Record a verified object. Return whether the fetch still needs it."""
         if ref not in self._reading or self._given_up:
             return False
         self._reading.discard(ref)
@@ -74,13 +74,13 @@ class Fetch:
         return True
 
     def failed(self, ref: ObjectRef) -> None:
-        """An object was not read: it is stale, corrupt, or there is no room for it."""
+        """Record an object that was not read: it is stale or corrupt, or staging is full."""
         self._reading.discard(ref)
         self._present.discard(ref)
         self._choose()
 
     def give_up(self) -> None:
-        """The deadline has passed: the end is what verified objects allow."""
+        """End the fetch at its deadline, with the prefix that verified objects allow."""
         self._looking.clear()
         self._present = set(self._verified)
         self._reading.clear()

@@ -26,7 +26,7 @@ from connectors.planning.layout import WINDOWED, Group, GroupKind
 
 @dataclass(frozen=True, slots=True)
 class GroupSpans:
-    """How one group is stored.
+    """Span and kept tokens of one group.
 
     ``span_tokens``   tokens from one object's end to the next one's
     ``kept_tokens``   tokens that an object keeps, up to its end; 0 where a resume at a chunk's end needs none, and for
@@ -55,7 +55,7 @@ class GroupSpans:
 
 @dataclass(frozen=True)
 class StorePlan:
-    """How an engine's cache is stored. ``warnings`` are for the operator's log."""
+    """Spans of all groups of an engine's cache. ``warnings`` are for the operator's log."""
 
     chunk_tokens: int
     groups: tuple[GroupSpans, ...]
@@ -126,12 +126,12 @@ def _spans(group: Group, chunk_tokens: int) -> GroupSpans:
 
 
 def _kept(group: Group, chunk_tokens: int, granule: int) -> int:
-    """Tokens of a chunk that attention behind the chunk's end can look at."""
+    """Tokens of a chunk that attention after the chunk's end can read."""
     if group.kind not in WINDOWED:
         return chunk_tokens
     assert group.window_tokens is not None
     if group.kind is GroupKind.CHUNKED:
-        # At a chunk's end that ends an attention chunk too, nothing is looked at.
+        # Where a chunk of the store ends with an attention chunk, later tokens read nothing before it.
         return 0 if chunk_tokens % group.window_tokens == 0 else chunk_tokens
     seen = group.window_tokens - 1
     # A power of two is a multiple of most block sizes.

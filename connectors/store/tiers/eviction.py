@@ -43,12 +43,12 @@ class EvictionOrder(Generic[K]):
         return sum(entry.size_bytes for entry in self._entries.values())
 
     def add(self, key: K, size_bytes: int, cost: float) -> None:
-        """Take an object up as used now, or change what is known of it."""
+        """Add an object as used now, or update its size and cost."""
         self._entries[key] = _Entry(size_bytes, cost / max(1, size_bytes), 0)
         self.use(key)
 
     def use(self, key: K) -> None:
-        """An object is used now; unknown ones are passed over."""
+        """Record a use of an object now; unknown keys are ignored."""
         entry = self._entries.get(key)
         if entry is None:
             return

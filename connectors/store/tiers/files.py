@@ -23,7 +23,7 @@ class Files:
             return os.pread(fd, HEADER_BYTES, 0), state
 
     def read(self, path: Path, payload: memoryview) -> tuple[bytes, int, int]:
-        """Fill ``payload``: (header's bytes, size of the file, bytes of payload that were read)."""
+        """Fill ``payload``. Return the header's bytes, the size of the file, and the payload bytes read."""
         with _opened(path) as (fd, state):
             header = bytearray(HEADER_BYTES)
             count = os.preadv(fd, [header, payload], 0)
@@ -59,7 +59,7 @@ class Files:
             os.fdatasync(fd)
 
     def publish(self, part: Path, path: Path) -> None:
-        """Make a written file appear under its name, whole."""
+        """Rename a complete file to its final name."""
         path.parent.mkdir(exist_ok=True)
         part.rename(path)
 
@@ -76,7 +76,7 @@ def is_abandoned(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _opened(path: Path, mode: int = os.O_RDONLY) -> Iterator[tuple[int, os.stat_result]]:
-    # Not to wait where somebody has put a named pipe, and not to follow a link out of the store.
+    # O_NONBLOCK: a named pipe at this path must not block. O_NOFOLLOW: a link must not lead out of the store.
     try:
         fd = os.open(path, mode | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:

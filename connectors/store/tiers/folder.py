@@ -6,7 +6,7 @@
 
 The files are the index: a lookup opens the file of a key. What a process knows besides, the order of eviction, it reads
 from the files when it starts. All methods block on the file system: callers run them on threads and watch deadlines
-(``lanes.py``). Whatever fails is a miss or a dropped store.
+(``lanes.py``). A failure is a miss or a dropped store.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from connectors.store.tiers.objects import (
     parse_header,
 )
 
-# Reads note their time in the file no more often than this: it is a write, and for other processes only.
+# Minimum interval between updates of a file's time of use, which only other processes read.
 _TOUCH_S = 60.0
 _RESCAN_S = 10.0
 _OPEN_S = 60.0
@@ -45,7 +45,7 @@ _GIVE_UP_S = 1.0
 
 @dataclass(slots=True)
 class TierCounts:
-    """What has happened in this tier, in this process."""
+    """Events in this tier, counted by this process."""
 
     hits: int = 0
     misses: int = 0
@@ -101,7 +101,7 @@ class FolderTier:
             return self._ledger.used_bytes
 
     def find(self, name: ObjectName) -> ObjectHeader | None:
-        """Look an object up and check its header; None where it is not there or not what it should be."""
+        """Look an object up and check its header; None if it is missing or is another object."""
         path = self._path(name)
         try:
             head, state = self._files.head(path)
@@ -196,7 +196,7 @@ class FolderTier:
             try:
                 fd = self._files.create(part, size_bytes)
             except OSError as error:
-                # Nothing has changed: the ledger is clean again when the lock is released.
+                # No file has changed, so releasing the lock marks the ledger clean.
                 failure = error
             else:
                 self._ledger.add(allocated(size_bytes))
@@ -204,11 +204,11 @@ class FolderTier:
         raise StoreError(f"{part}: {failure.strerror}") from failure
 
     def _give_up(self, part: Path, size_bytes: int) -> None:
-        """Remove a file that was not finished, and give its bytes back."""
+        """Remove an unfinished file and return its bytes to the budget."""
         try:
             with self._ledger.locked(time.monotonic() + _GIVE_UP_S):
                 self._ledger.begin()
-                # It has its name already where only the ledger could not be written.
+                # Missing where it was renamed and only the ledger could not be written.
                 with contextlib.suppress(FileNotFoundError):
                     part.unlink()
                     self._ledger.add(-allocated(size_bytes))
@@ -262,7 +262,7 @@ class FolderTier:
     # ---- the index -------------------------------------------------------------------------------------------------
 
     def _scan(self) -> int:
-        """Read all headers, remove what is no object, and what dead processes were writing; bytes of what is left.
+        """Read all headers, remove corrupt files and those of dead writers. Return the bytes of the rest.
 
         Raises OSError where not all could be read.
         """
@@ -298,18 +298,18 @@ class FolderTier:
         return used
 
     def _inspect(self, path: Path, space: str) -> tuple[os.stat_result, float]:
-        """State and cost of an object of whatever model. Raises CorruptObjectError and OSError."""
+        """Return state and cost of an object of any model. Raises CorruptObjectError and OSError."""
         try:
             head, state = self._files.head(path)
         except FileNotFoundError:
             raise
         except OSError:
-            # It takes its bytes, whether it can be read or not.
+            # An unreadable file still takes its bytes.
             return path.stat(), 0.0
         try:
             header = parse_header(head, state.st_size)
         except CorruptObjectError:
-            # Another release's objects are of no use here, and not ours to call corrupt.
+            # An object of another release is not corrupt, only unusable here.
             if is_other_format(head):
                 return state, 0.0
             raise
@@ -324,7 +324,7 @@ class FolderTier:
 
 
 def _claim(path: Path) -> None:
-    """Make the folder, or make sure that it is a store's: files that are not ours are never touched."""
+    """Create the folder, or check that it is a store's, so that no other files are touched."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.stat().st_mode & stat.S_IWOTH:
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""Threads that do a tier's blocking calls, so that a slow or hanging file system costs its caller a deadline at most.
+"""Threads for a tier's blocking calls, so that a hanging file system delays its caller by a deadline at most.
 
 A lane has a few threads and a bounded queue. A call that has not begun by its deadline never begins. One that hangs
 keeps its thread: when all threads of a lane hang, the lane refuses calls at once until one of them returns.
@@ -33,7 +33,7 @@ class CallState(Enum):
 
 @dataclass(slots=True)
 class Call(Generic[T]):
-    """One call on a lane. ``result`` is set once it has ended. A call that is ``over`` touches nothing any more."""
+    """One call on a lane. ``result`` is set when it ends. A call that is ``over`` accesses no memory or file."""
 
     function: Callable[[], T]
     deadline: float
@@ -86,7 +86,7 @@ class Lane:
             return self._hangs(time.monotonic())
 
     def close(self) -> None:
-        """Begin no call any more; queued ones fail."""
+        """Start no further calls; queued ones fail."""
         with self._condition:
             self._closed = True
             left, self._queue = list(self._queue), deque()

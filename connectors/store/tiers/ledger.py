@@ -1,8 +1,8 @@
 """Bytes used under one path, shared by all processes that store there. The budget holds for all of them together.
 
 The ledger is a small file next to the objects, changed under ``flock`` only. It is marked dirty before the first change
-to files and clean after the last one: whoever finds it dirty, damaged or gone counts the files again. So a process may
-be killed at any point. The kernel releases the lock of a process that dies.
+to files and clean after the last one. A process that finds it dirty, damaged or missing counts the files again, so a
+process may be killed at any point. The kernel releases the lock of a process that dies.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Ledger:
                 yield
                 self._write(fd, dirty=False)
                 if not self._is_current(fd):
-                    # Removed while we held it: another process may have counted amid our changes.
+                    # The file was replaced under our lock: another process may have counted during our changes.
                     self._distrusted = True
             finally:
                 fcntl.flock(fd, fcntl.LOCK_UN)
@@ -78,7 +78,7 @@ class Ledger:
         return self._used
 
     def begin(self) -> None:
-        """Files are about to change: until the lock is released, a crash makes the next process count."""
+        """Mark the ledger dirty before files change, so that the next process counts after a crash."""
         assert self._fd is not None
         self._write(self._fd, dirty=True)
 
@@ -86,7 +86,7 @@ class Ledger:
         self._used = max(0, self._used + number)
 
     def distrust(self) -> None:
-        """Count the files the next time that the lock is taken: something else than us has changed them."""
+        """Count the files at the next lock: they were changed outside of the ledger."""
         self._distrusted = True
 
     def close(self) -> None:
@@ -134,10 +134,10 @@ class Ledger:
                 self._used = used
                 return
         self._write(fd, dirty=True)
-        # Before counting: whoever distrusts the ledger meanwhile is heard.
+        # Reset before counting, so that a `distrust` during the count is kept.
         self._distrusted = False
         self._used = self._count()
-        # Files of a disk that is unmounted meanwhile are not counted.
+        # A disk that was unmounted during the count makes the count wrong.
         self._check_folder()
 
     def _write(self, fd: int, dirty: bool) -> None:

@@ -28,7 +28,7 @@ HEADER_BYTES = _FIELDS.size + _DIGEST_BYTES
 
 @dataclass(frozen=True, slots=True)
 class ObjectName:
-    """What is stored: ``key`` names it within ``space``. ``group`` is for people who look at files."""
+    """Name of an object: ``key`` within namespace ``space``. ``group`` only helps to read files."""
 
     space: bytes
     key: bytes
@@ -37,7 +37,7 @@ class ObjectName:
 
 @dataclass(frozen=True, slots=True)
 class ObjectHeader:
-    """A header that is whole. ``cost_ns``: time to recompute what the payload holds."""
+    """A valid header. ``cost_ns``: time to recompute the payload."""
 
     name: ObjectName
     payload_bytes: int

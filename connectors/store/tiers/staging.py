@@ -24,7 +24,7 @@ _PREFIX = "tandem-staging-"
 
 
 class Staging:
-    """One range of memory, dealt out in slots. Thread-safe. ``path`` is how workers attach to it."""
+    """A range of shared memory, divided into slots. Thread-safe. Workers attach to it by ``path``."""
 
     def __init__(self, size_bytes: int, folder: Path = SHARED_MEMORY) -> None:
         size = size_bytes // _ALIGN * _ALIGN
@@ -34,11 +34,11 @@ class Staging:
         name = uuid.uuid4().hex
         unlocked, self.path = folder / f"tandem-new-{name}", folder / f"{_PREFIX}{name}"
         self._fd = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        # The lock tells engines that start later that this one lives.
+        # Engines that start later remove staging files without a lock.
         fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         unlocked.rename(self.path)
         try:
-            # Allocated now: later, a full /dev/shm would kill whoever touches a page.
+            # Allocate now: with a full /dev/shm, a later access would end the process with SIGBUS.
             os.posix_fallocate(self._fd, 0, size)
         except OSError as error:
             self.path.unlink()
@@ -73,12 +73,12 @@ class Staging:
         return None
 
     def share(self, offset: int) -> None:
-        """One more user of a slot will give it back."""
+        """Add a user to a slot, which calls ``give_back`` later."""
         with self._lock:
             self._users[offset] += 1
 
     def give_back(self, offset: int) -> None:
-        """One user needs the slot no more, and does not write to it. The last one frees it."""
+        """Remove a user, which no longer accesses the slot. The last one frees it."""
         with self._lock:
             self._users[offset] -= 1
             if self._users[offset]:
@@ -97,7 +97,7 @@ class Staging:
         return self._view[offset : offset + size_bytes]
 
     def close(self) -> None:
-        """Remove the name; memory that somebody still looks at lives until they let go."""
+        """Remove the name. The kernel frees the memory when the last process has unmapped it."""
         self.path.unlink(missing_ok=True)
         if self._fd >= 0:
             os.close(self._fd)

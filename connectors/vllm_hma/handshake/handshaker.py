@@ -31,8 +31,8 @@ from connectors.protocol.agent_metadata import (
     encode_agent_metadata,
 )
 from connectors.protocol.delivery import ConsumerPeer
+from connectors.protocol.engines import Partner
 from connectors.protocol.params import EngineAddress
-from connectors.protocol.reception import Partner
 from connectors.protocol.wire import Hello, Peer, Refused, Welcome
 from connectors.transport.base import Transport
 from connectors.transport.device_digest import CacheMemory

@@ -1,7 +1,7 @@
-"""The side channel in a process of its own, so that first contacts take no time of the engine core's interpreter.
+"""The side channel in a process of its own, so that first contacts do not hold the engine core's interpreter lock.
 
-The core writes what is to be served to the process's standard input and keeps that open: the process ends when it
-closes, be it because the core has died.
+The core writes the agent metadata to the process's standard input and keeps it open. The process ends when that pipe
+closes, also when the core is killed.
 
     to the process     length (uint32) | JSON: host, port, identity (hex), lengths by rank | metadata by rank
     from the process   JSON: port, or error; a line
@@ -24,7 +24,7 @@ from connectors.vllm_hma.handshake.side_channel import MetadataServer
 _LENGTH = struct.Struct("<I")
 _START_S = 60.0
 _END_S = 5.0
-# Between the engine's own processes and this one, the engine's go first.
+# The engine's processes have priority over this one.
 _NICE = 5
 
 
@@ -42,7 +42,7 @@ class MetadataProcess:
             "lengths": [len(agent_metadata) for agent_metadata in rank_metadata],
         }
         encoded = json.dumps(header).encode()
-        # This process finds the package wherever the engine has found it. It computes nothing: no threads for that.
+        # The process imports the package from the engine's sys.path. It computes nothing, so it needs no thread pools.
         paths = os.pathsep.join(path for path in sys.path if path)
         environment = os.environ | {"PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
@@ -94,7 +94,7 @@ class MetadataProcess:
 
 
 def serve() -> None:
-    """Be that process."""
+    """Run the side channel until standard input closes. Entry point of the process."""
     os.nice(_NICE)
     logging.basicConfig(format="%(levelname)s %(asctime)s [%(name)s] %(message)s", datefmt="%m-%d %H:%M:%S")
     source, said = sys.stdin.buffer, sys.stdout
@@ -102,7 +102,7 @@ def serve() -> None:
     header = json.loads(source.read(length))
     rank_metadata = [source.read(size) for size in header["lengths"]]
     try:
-        # Nothing else runs in this process that a flood could keep from its work.
+        # No pace: a flood delays nothing else in this process.
         server = MetadataServer(
             header["host"], header["port"], rank_metadata, bytes.fromhex(header["identity"]), pace_s=0.0
         )

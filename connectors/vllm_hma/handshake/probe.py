@@ -18,8 +18,8 @@ import threading
 from collections.abc import Callable, Iterable
 
 from connectors.errors import TandemError
+from connectors.protocol.engines import Suspect
 from connectors.protocol.params import EngineAddress
-from connectors.protocol.reception import Suspect
 from connectors.protocol.wire import Peer
 from connectors.vllm_hma.handshake.processes import Liveness, liveness
 from connectors.vllm_hma.handshake.side_channel import ask_liveness

@@ -1,4 +1,4 @@
-"""Which two faults come together, and when: a pure function of the seed.
+"""Draw pairs of faults and their delay: a pure function of the seed.
 
 A round holds every ordered pair of kinds once, and those that are known to be hard HARD_WEIGHT times, in an order that
 the seed shuffles. The second fault comes while the first one lasts, or soon after its end.
@@ -49,7 +49,7 @@ class FaultPair:
 
 
 def kinds(tp_sizes: tuple[int, int], link: bool) -> list[Fault]:
-    """The faults that pairs are made of; those of a link only where there is one that can be cut."""
+    """Return the faults that pairs consist of; cuts only with a ``link``."""
     found = [
         Fault(0, "cancel", "client", "", ""),
         Fault(0, "cancel", "client", "", "", variant="all requests"),
@@ -65,7 +65,7 @@ def kinds(tp_sizes: tuple[int, int], link: bool) -> list[Fault]:
 
 
 def cells(tp_sizes: tuple[int, int], link: bool) -> list[tuple[Fault, Fault]]:
-    """All ordered pairs of different kinds, the hard ones several times."""
+    """Return all ordered pairs of different kinds, the hard ones HARD_WEIGHT times."""
     every = kinds(tp_sizes, link)
     pairs = [(first, second) for first in every for second in every if _fit(first, second)]
     hard = [pair for pair in pairs if _hard(*pair)]
@@ -78,14 +78,14 @@ def _fit(first: Fault, second: Fault) -> bool:
 
 
 def _hard(first: Fault, second: Fault) -> bool:
-    """A rank that is stopped while its engine's core is killed may write later, as may one behind a cut link."""
+    """Whether a write may land late: a rank stopped while its core is killed, or a cut link and a cancelled request."""
     both = {(each.family, each.target, each.part.rstrip("0123456789")) for each in (first, second)}
     stopped_and_killed = both == {("stop", "prefill", "rank"), ("kill", "prefill", "core")}
     return stopped_and_killed or {family for family, _, _ in both} == {"cut", "cancel"}
 
 
 def pairs(seed: int, tp_sizes: tuple[int, int], link: bool) -> Iterator[FaultPair]:
-    """Pairs without end."""
+    """Yield pairs without end."""
     round_of = cells(tp_sizes, link)
     rng = random.Random(seed)
     index = 0

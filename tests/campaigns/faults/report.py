@@ -42,6 +42,10 @@ progress when something fails. It does not show speed, GPUs or RDMA.
 | late | a block pool at its baseline after more than {at_once:g} s |
 | probe | two requests through both engines afterwards |
 
+Where two faults are named, the second starts during the first one or soon after it
+(`make fault-pairs`). The servers then run in network namespaces, on a link that can be cut, and
+NIXL moves KV over TCP.
+
 A promise is *kept* if nothing was wrong, hung, died or leaked, and the probe was right.
 """
 
@@ -126,6 +130,7 @@ def _findings(cases: Cases) -> str:
         if not case["findings"]:
             continue
         command = f"--connector {case['connector']} --tp {case['tp']} --seed {case['seed']} --only {case['index']}"
+        command = f"--pairs {command}" if case["family"] == "pair" else command
         lines.append(f"- `{command}`: {case['what']}, {case['hit']}: **{'; '.join(case['findings'])}**.")
         lines += [f"  `{line.replace('`', '')}`" for line in case.get("logs", ())[:2]]
     return "\n".join(lines) or "None."

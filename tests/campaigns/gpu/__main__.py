@@ -30,7 +30,7 @@ PACKAGE = __spec__.parent if __spec__ else "tests.campaigns.gpu"
 
 @dataclass(frozen=True)
 class Part:
-    """Checks of one module: their titles, and the packages without which they are skipped."""
+    """Checks of one module: names, and the packages that they need."""
 
     title: str
     names: tuple[str, ...]

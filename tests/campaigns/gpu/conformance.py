@@ -1,4 +1,4 @@
-"""What a transport must do between two processes over memory of one device: on a GPU, through CUDA IPC.
+"""Contract of a transport between two processes over memory of one device: on a GPU, through CUDA IPC.
 
 ``tests/transport/test_conformance.py`` has the contract in full, over host memory of one process.
 """
@@ -39,7 +39,7 @@ def source(pair: Pair) -> np.ndarray:
 
 
 def a_write_moves_its_bytes_and_no_others(pair: Pair) -> str:
-    """Odd addresses and lengths; all around them stays."""
+    """Odd addresses and lengths; the bytes around them do not change."""
     pair.write(pair.runs((3, 1001, 777), (5000, 0, 1)))
     expected, ours = np.full(SIZE, CANARY, np.uint8), source(pair)
     expected[1001:1778] = ours[3:780]
@@ -68,7 +68,7 @@ def ten_thousand_fragments(pair: Pair) -> str:
 
 
 def many_writes_at_once(pair: Pair) -> str:
-    """50 writes under way; each handle ends by itself."""
+    """Post 50 writes at once; each handle ends independently."""
     open_handles = {pair.post(pair.runs((64 * k, 128 * k, 64))) for k in range(50)}
     check(len(open_handles) == 50, "handles are not distinct")
 
@@ -141,7 +141,7 @@ def a_connection_is_made_anew(pair: Pair) -> str:
 
 
 def digests_agree(pair: Pair) -> str:
-    """Each end's digest of what was moved, in its own memory; one flipped byte is found."""
+    """Both ends compute equal digests of the bytes moved; a flipped byte changes one."""
     src, dst = list(range(0, 100, 2)), list(range(200, 100, -2))
     pair.write(pair.runs(*((PAGE_BYTES * a, PAGE_BYTES * b, PAGE_BYTES) for a, b in zip(src, dst, strict=True))))
     sent = pair.ours.digest(src)
@@ -189,8 +189,10 @@ def bandwidth(pair: Pair) -> str:
             began = time.perf_counter()
             pair.write(runs)
             took_s.append(time.perf_counter() - began)
-        measured.append(f"{kib} KiB {runs.total_bytes / np.median(took_s) / 1e9:.2f} GB/s")
-    return f"{', '.join(measured)}; own copy {half / np.median(copied_s) / 1e9:.2f} GB/s"
+        measured.append((kib, runs.total_bytes / np.median(took_s) / 1e9))
+    own = half / np.median(copied_s) / 1e9
+    shown = ", ".join(f"{kib} KiB {speed:.2f} GB/s ({speed / own:.2f})" for kib, speed in measured)
+    return f"{shown}; own copy {own:.2f} GB/s (1)"
 
 
 CASES: tuple[Callable[[Pair], str], ...] = (

@@ -1,4 +1,4 @@
-"""The device of a check: its place in NIXL's words, work that keeps it busy, and waiting for it."""
+"""The device of a check: its memory kind for NIXL, kernels that keep it busy, and synchronisation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def set_current(device: torch.device) -> None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that was queued. NIXL knows nothing of streams."""
+    """Wait for all queued work of the device. NIXL does not order writes by CUDA streams."""
     if device.type != "cpu":
         torch.cuda.synchronize(device)
 

@@ -28,7 +28,7 @@ _POLL_S = 0.0005
 
 @dataclass(frozen=True)
 class Address:
-    """What the other process needs: the agent's metadata and where its buffers begin."""
+    """An agent's metadata and the addresses of its buffers, for the other process."""
 
     metadata: bytes
     pages: int
@@ -58,7 +58,7 @@ class Agent:
         return Address(self.transport.metadata(), self.pages.data_ptr(), self.bulk.data_ptr())
 
     def fill(self, content: bytes) -> None:
-        """Fill the pages with ``content``, again and again."""
+        """Fill the pages with repetitions of ``content``."""
         whole = np.resize(np.frombuffer(content, np.uint8), PAGES * PAGE_BYTES)
         self.pages.copy_(torch.from_numpy(whole))
         synchronize(self.device)
@@ -77,7 +77,7 @@ class Agent:
         self.inbox += self.transport.notifications()
 
     def take_messages(self) -> list[tuple[str, bytes]]:
-        """Return the messages that have come since the last call."""
+        """Return the messages received since the last call."""
         self.collect()
         taken, self.inbox = self.inbox, []
         return taken
@@ -95,7 +95,7 @@ class Agent:
 
 def _serve(connection: Connection, device: str, bulk_bytes: int) -> None:
     """Call an agent's methods for the other process, and let NIXL make progress meanwhile."""
-    # What must work without vLLM is imported here, too: see Agent.modules.
+    # Import what must work without vLLM, so that Agent.modules lists it.
     from connectors.vllm_hma.worker_side import fence, steps  # noqa: F401
 
     agent = Agent("theirs/0", torch.device(device), bulk_bytes)
@@ -181,7 +181,7 @@ class Pair:
         until(lambda: self.ours.transport.poll(handle), "a write")
 
     def messages(self, count: int) -> list[tuple[str, bytes]]:
-        """Return the next ``count`` messages that come to the other process."""
+        """Wait for ``count`` messages at the other process, and return them."""
         found: list[tuple[str, bytes]] = []
 
         def arrived() -> bool:

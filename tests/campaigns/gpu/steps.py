@@ -1,4 +1,4 @@
-"""What of a step may be read: events of a fence, layers in order, and digests beside a running kernel."""
+"""Checks of a step's fences, its order of layers, and digests beside a running kernel."""
 
 from __future__ import annotations
 

@@ -331,14 +331,14 @@ class ExplorableConsumer(Consumer):
     """A consumer whose state can be named, aged and permuted."""
 
     def age(self) -> None:
-        for queued in self._queued.values():
+        for queued in self._queue.requests.values():
             queued.heard_at = _older(queued.heard_at)
         for reception in self._all():
             reception.since, reception.cancelled_at = _older(reception.since), _older(reception.cancelled_at)
             reception.check_at = -FOREVER
             reception.heard_at = {peer: _older(at) for peer, at in reception.heard_at.items()}
         self._used = {transfer_id: _older(at) for transfer_id, at in self._used.items()}
-        for waiting in self._releases.values():
+        for waiting in self._engines.releases.values():
             waiting[:] = [(transfer_id, _older(at)) for transfer_id, at in waiting]
 
     def key(self) -> object:
@@ -359,16 +359,16 @@ class ExplorableConsumer(Consumer):
                 )
                 for reception in self._all()
             ),
-            tuple((each.heard_at, each.asked.rank if each.asked else None) for each in self._queued.values()),
-            bool(self._partners),
-            bool(self._doubtful),
-            tuple(item for waiting in self._releases.values() for item in waiting),
+            tuple((each.heard_at, each.asked.rank if each.asked else None) for each in self._queue.requests.values()),
+            bool(self._engines.partners),
+            bool(self._engines.stale),
+            tuple(item for waiting in self._engines.releases.values() for item in waiting),
             tuple(self._used.values()),
         )
 
     def swap_producers(self) -> None:
         """The same with producer ranks 0 and 1 in each other's place."""
-        for queued in self._queued.values():
+        for queued in self._queue.requests.values():
             queued.asked = None if queued.asked is None else swapped(queued.asked)
         for reception in self._all():
             reception.writing = {

@@ -11,8 +11,9 @@ import numpy as np
 from connectors.planning.blocks import BlockSet, UnitShape
 from connectors.planning.layout import Group, GroupKind
 from connectors.protocol import delivery
+from connectors.protocol.engines import Partner
 from connectors.protocol.limits import TransferLimits
-from connectors.protocol.reception import Order, Partner
+from connectors.protocol.reception import Order
 from connectors.protocol.wire import Peer
 from tests.campaigns.protocol.automata import (
     DECODE,

@@ -39,9 +39,10 @@ from connectors.protocol.actions import (
 )
 from connectors.protocol.consumer import Consumer
 from connectors.protocol.delivery import ConsumerPeer
+from connectors.protocol.engines import Partner
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.producer import Producer
-from connectors.protocol.reception import Order, Partner
+from connectors.protocol.reception import Order
 from connectors.protocol.wire import AwaitStart, Cancel, Envelope, Message, Offer, Peer, decode, encode
 from tests.campaigns.schedules.simulated import (
     DAMAGED,

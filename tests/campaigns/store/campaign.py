@@ -27,7 +27,7 @@ _CHECK_EVERY = 10
 
 
 def run(root: Path, memory: Path, seed: int, faults: int, without: frozenset[str] = frozenset()) -> Outcome:
-    """Draw ``faults`` faults. ``without`` names those to leave out."""
+    """Draw and play ``faults`` faults. ``without`` names kinds to leave out."""
     world = World(root, memory, seed)
     chosen = {fault: weight for fault, weight in FAULTS.items() if fault.__name__ not in without}
     dice = random.Random(f"faults {seed}")

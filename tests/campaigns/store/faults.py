@@ -1,4 +1,4 @@
-"""Faults of a store: what may happen to its files, its disks and its processes."""
+"""Faults of a store's files, disks and processes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def swap_payloads(world: World) -> None:
 
 
 def other_weights(world: World) -> None:
-    """An engine with other weights uses the path, and somebody copies its files over ours."""
+    """Copy an object of an engine with other weights over one of this model."""
     world.ask(2)
     theirs, ours = (list((world.disk / "objects").glob(f"{space}/*")) for space in _space_names(world))
     with held(world.disk):
@@ -59,7 +59,7 @@ def other_weights(world: World) -> None:
 
 
 def wrong_index(world: World) -> None:
-    """The ledger is damaged, gone, or an old one: until it is found out, the budget rests on a count of the files."""
+    """Damage, empty or remove a ledger, so that the budget depends on a count of the files."""
     ledger = world.random.choice((world.disk, world.memory)) / "ledger"
     with contextlib.suppress(OSError):
         match world.random.randrange(3):
@@ -165,7 +165,7 @@ for _ in itertools.count():
 
 
 def killed_process(world: World) -> None:
-    """A process that reads and writes the same path is killed, at any point of that."""
+    """Kill a process while it reads and writes the same path."""
     command = [sys.executable, "-c", KILLED, str(world.disk), str(world.random.randrange(2**32))]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
     try:
@@ -207,7 +207,7 @@ def _path(world: World, space: bytes, key: bytes) -> Path:
 
 
 def _rewrite(world: World, change: Callable[[bytearray], bytearray]) -> None:
-    """Change a few files, in place or by another file of their name."""
+    """Change a few files, in place or by replacing them."""
     root = world.random.choice((world.disk, world.memory))
     with held(root):
         files = world.object_files(root)

@@ -111,7 +111,8 @@ def run_engine(model: str, path: Path, prompt_file: Path, engine: dict[str, Any]
                 if line.startswith("answers "):
                     found: list[Any] = json.loads(line.removeprefix("answers "))
                     return found
-            raise RuntimeError(f"the engine ended: {log.read_text()[-3000:]}")
+            causes = [line for line in log.read_text().splitlines() if "Error" in line]
+            raise RuntimeError("the engine ended: " + "\n".join(causes[:8]))
         finally:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()

@@ -184,7 +184,7 @@ class Engine:
             output = self.scheduler.schedule()
             self.counts["preempted"] += len(output.preempted_req_ids or ())
             if not output.num_scheduled_tokens:
-                # All requests wait for the store's threads.
+                # Every request waits for the store's threads, so give them time.
                 time.sleep(0.0005)
             manager = self.scheduler.kv_cache_manager
             tables = {name: manager.get_block_ids(name) for name in output.num_scheduled_tokens}

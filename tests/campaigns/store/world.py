@@ -106,7 +106,7 @@ class Engine:
 
 @dataclass
 class Outcome:
-    """What requests met."""
+    """Results of all requests and checks."""
 
     requests: int = 0
     hit_tokens: int = 0
@@ -125,7 +125,7 @@ class Outcome:
 
 
 def content(name: ObjectName, size: int) -> bytes:
-    """The right payload of an object."""
+    """Return the correct payload of an object."""
     seed = int.from_bytes(hashlib.blake2b(name.space + name.key, digest_size=8).digest(), "little")
     return np.random.default_rng(seed).integers(0, 256, size, np.uint8).tobytes()
 
@@ -168,7 +168,7 @@ class World:
         return Engine(store, files, number)
 
     def restart(self, number: int) -> None:
-        """End one engine as a kill would, as far as files are concerned, and start another one."""
+        """Close one engine's store without waiting for its writes, and start another."""
         self._stop(self.engines[number])
         self.engines[number] = self._start(number)
 
@@ -213,7 +213,7 @@ class World:
         self.outcome.tokens += prompt.tokens
         engine.store.begin_fetch(request, prompt.names, start, prompt.tokens - 1)
         if self.random.random() < 0.05:
-            # The client has gone.
+            # The client has disconnected.
             engine.store.end_fetch(request)
             return
         began = time.monotonic()
@@ -241,7 +241,7 @@ class World:
                     continue
                 size = SIZES[ref.group]
                 if self.random.random() < 0.02:
-                    # A rank has failed: half of the object is there.
+                    # A rank has failed: only half of the object is filled.
                     engine.store.staging.view(offset, size)[: size // 2] = content(prompt.names[ref], size)[: size // 2]
                     engine.store.drop(offset)
                     continue
@@ -256,7 +256,7 @@ class World:
         return sorted(path for path in (root / "objects").glob("*/*") if not path.name.startswith("."))
 
     def check_budget(self) -> None:
-        """What all files take at one moment."""
+        """Compare the bytes of all files at one moment with the budget."""
         for root, budget in ((self.disk, DISK_BUDGET), (self.memory, MEMORY_BUDGET)):
             size = 0
             with held(root):
@@ -268,7 +268,7 @@ class World:
                 self.outcome.over_budget.append(f"{root.name}: {size} of {budget} bytes")
 
     def settle(self) -> None:
-        """All faults have ended: every store becomes idle and holds nothing."""
+        """End all faults, and check that every store becomes idle and holds no staging."""
         self.heal()
         until = time.monotonic() + 30.0
         for engine in self.engines:
