@@ -25,7 +25,7 @@ TESTS ?=
 BUDGET_S ?= 600
 # A process for each of two cores: a third one makes engines start slower than it gains.
 PARALLEL ?= -n 2 --dist loadscope --no-loadscope-reorder
-# Tests that only compute. They run in one process that takes what engines leave of the two cores.
+# Tests that only compute. They run in one process that takes what engines leave of the two cores; Ray's have niceness 15.
 PURE = tests/planning tests/protocol tests/actors/policy tests/store tests/configs tests/k8s tests/differential benchmarks
 CPU_FEATURES ?=
 FABRICS ?=
@@ -89,7 +89,7 @@ ifdef TESTS
 	$(BIN)/python -m pytest $(TESTS)
 else
 	@mkdir -p build
-	@(nice $(BIN)/python -m pytest --durations=10 $(PURE); tests=$$?; nice $(SHELL) -c "$(CHECK)" && exit $$tests) \
+	@(nice -n 19 $(BIN)/python -m pytest --durations=10 $(PURE); tests=$$?; nice -n 19 $(SHELL) -c "$(CHECK)" && exit $$tests) \
 		> build/pure.log 2>&1 & pure=$$!; \
 	$(BIN)/python -m pytest $(PARALLEL) --durations=30 --budget-s=$(BUDGET_S) $(PURE:%=--ignore=%); tests=$$?; \
 	wait $$pure; code=$$?; cat build/pure.log; exit $$((tests ? tests : code))
