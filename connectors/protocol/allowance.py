@@ -1,7 +1,7 @@
-"""What consumers may make a producer rank remember.
+"""Limits on the state that consumers can create in a producer rank.
 
-MAX_EARLY transfers whose requests have not come, beyond which a consumer is not answered at all (an answer would be a
-licence, and nothing would remember that it was given), and open offers of as many blocks as its pool has.
+Per consumer engine: MAX_EARLY transfers whose requests have not arrived, and open offers of as many blocks as its pool
+has. Beyond MAX_EARLY the producer does not answer: an answer would permit an offer of which it keeps no record.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from connectors.protocol.delivery import Delivery, Stage, Transfer
 from connectors.protocol.wire import Offer, Peer
 
 MAX_EARLY = 1024
-"""Transfers of one consumer engine whose requests have not come yet; honest ones wait for milliseconds."""
+"""Transfers of one consumer engine whose requests have not arrived; a legitimate one waits for milliseconds."""
 
 
 class Allowance:
-    """``early`` counts those transfers by the consumer's incarnation, ``blocks`` what is on offer by consumer rank."""
+    """``early`` counts those transfers by consumer incarnation, ``blocks`` the offered blocks by consumer rank."""
 
     def __init__(self) -> None:
         self.early: Counter[str] = Counter()
         self.blocks: Counter[Peer] = Counter()
 
     def count_early(self, transfer: Transfer, change: int) -> None:
-        """One transfer more or fewer, if its request has not come."""
+        """Add ``change`` to the consumer's count if the transfer's request has not arrived."""
         if transfer.stage is Stage.EARLY and transfer.consumer is not None:
             self.early[transfer.consumer] += change
             if not self.early[transfer.consumer]:
                 del self.early[transfer.consumer]
 
     def take_offer(self, delivery: Delivery, offer: Offer, pool_blocks: int) -> bool:
-        """Take an offer for a delivery. Blocks are on offer once at a time, so no engine has more than its pool."""
+        """Accept an offer for a delivery unless the rank would then offer more blocks than its pool has."""
         count = sum(map(len, offer.groups))
         if self.blocks[delivery.peer] + count > pool_blocks:
             return False
@@ -39,7 +39,7 @@ class Allowance:
         return True
 
     def give_back(self, delivery: Delivery) -> None:
-        """The delivery is closed."""
+        """Subtract the blocks of a closed delivery."""
         self.blocks[delivery.peer] -= delivery.offered_blocks
         if not self.blocks[delivery.peer]:
             del self.blocks[delivery.peer]

@@ -1,4 +1,4 @@
-"""What is due at the front of a dict that is kept in the order of its deadlines."""
+"""Selection of expired items from a dict that is ordered by deadline."""
 
 from __future__ import annotations
 

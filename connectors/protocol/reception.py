@@ -1,4 +1,4 @@
-"""What a consumer's machine receives: orders, the producer workers that fill them, and receptions under way."""
+"""Records of a consumer's machine: orders, the producer workers that fill them, and receptions in progress."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from connectors.protocol.wire import Peer
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What one request wants: ``groups[g]`` are the blocks of group g to fill so that it resumes at ``end_token``."""
+    """Blocks that one request needs: ``groups[g]`` of group g, filled so that it resumes at ``end_token``."""
 
     request_id: str
     transfer_id: str
@@ -70,7 +70,7 @@ class Suspect:
 
 
 class ReceptionStage(Enum):
-    """Its value is its name in the census."""
+    """Stage of a reception; the value is its key in ``census``."""
 
     CONNECTING = "connecting"
     OFFERED = "offered"
@@ -96,7 +96,7 @@ class Reception:
 
 
 def units_from(partner: Partner, groups: Sequence[Group], order: Order) -> tuple[UnitSet, ...]:
-    """What a partner must write for an order, by group."""
+    """Return the units that a partner must write for an order, by group."""
     return tuple(
         wanted_units(group, blocks, shape, order.end_token)
         for group, blocks, shape in zip(groups, order.groups, partner.shapes, strict=True)
@@ -104,6 +104,6 @@ def units_from(partner: Partner, groups: Sequence[Group], order: Order) -> tuple
 
 
 def expected_bytes(groups: Sequence[Group], order: Order, partner: Partner) -> int:
-    """Bytes that a partner must report in Fin for an order."""
+    """Return the number of bytes that a partner must report in Fin for an order."""
     units = units_from(partner, groups, order)
     return sum(len(each) * size for each, size in zip(units, partner.unit_bytes, strict=True))

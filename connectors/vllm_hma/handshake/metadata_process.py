@@ -1,7 +1,7 @@
-"""The side channel in a process of its own, so that first contacts take no time of the engine core's interpreter.
+"""Side channel in its own process, so that handshakes take no time of the engine core's interpreter.
 
-The core writes what is to be served to the process's standard input and keeps that open: the process ends when it
-closes, be it because the core has died.
+The core writes the metadata to the process's standard input and keeps that open. The process ends when its input
+closes, also if the core was killed.
 
     to the process     length (uint32) | JSON: host, port, identity (hex), lengths by rank | metadata by rank
     from the process   JSON: port, or error; a line
@@ -24,14 +24,14 @@ from connectors.vllm_hma.handshake.side_channel import MetadataServer
 _LENGTH = struct.Struct("<I")
 _START_S = 60.0
 _END_S = 5.0
-# Between the engine's own processes and this one, the engine's go first.
+# The engine's own processes have priority over this one.
 _NICE = 5
 
 
 class MetadataProcess:
-    """Serves one engine's agent metadata until ``close``. ``port`` is the port taken.
+    """Serves one engine's agent metadata until ``close``. ``port`` is the listening port.
 
-    Raises ConfigurationError where it cannot listen.
+    Raises ConfigurationError if it cannot listen.
     """
 
     def __init__(self, host: str, port: int, rank_metadata: list[bytes], identity: bytes = b"") -> None:
@@ -42,7 +42,7 @@ class MetadataProcess:
             "lengths": [len(agent_metadata) for agent_metadata in rank_metadata],
         }
         encoded = json.dumps(header).encode()
-        # This process finds the package wherever the engine has found it. It computes nothing: no threads for that.
+        # The child imports this package from the same path as the engine. It computes nothing, so it needs no threads.
         paths = os.pathsep.join(path for path in sys.path if path)
         environment = os.environ | {"PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
@@ -59,7 +59,7 @@ class MetadataProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
+        """Return whether the process is running."""
         return self._process.poll() is None
 
     def close(self) -> None:
@@ -84,9 +84,7 @@ class MetadataProcess:
         ready, _, _ = select.select([self._process.stdout], [], [], _START_S)
         line = self._process.stdout.readline() if ready else b""
         if not line:
-            raise ConfigurationError(
-                "the process of the side channel has not started; its own error, if any, is in the engine's log"
-            )
+            raise ConfigurationError("the side channel's process did not start; the engine's log has its error, if any")
         answer: dict[str, int] = json.loads(line)
         if "error" in answer:
             raise ConfigurationError(str(answer["error"]))
@@ -94,7 +92,7 @@ class MetadataProcess:
 
 
 def serve() -> None:
-    """Be that process."""
+    """Main function of the process."""
     os.nice(_NICE)
     logging.basicConfig(format="%(levelname)s %(asctime)s [%(name)s] %(message)s", datefmt="%m-%d %H:%M:%S")
     source, said = sys.stdin.buffer, sys.stdout
@@ -102,7 +100,7 @@ def serve() -> None:
     header = json.loads(source.read(length))
     rank_metadata = [source.read(size) for size in header["lengths"]]
     try:
-        # Nothing else runs in this process that a flood could keep from its work.
+        # No pause between connections: this process has no other work that a flood could delay.
         server = MetadataServer(
             header["host"], header["port"], rank_metadata, bytes.fromhex(header["identity"]), pace_s=0.0
         )
