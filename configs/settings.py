@@ -1,7 +1,7 @@
-"""What an operator may set: one frozen model for the whole service, read from a Serve config file's `args`.
+"""Settings of the service: one frozen model, read from the `args` of a Serve config file.
 
 Unknown keys and values out of range are refused by name. Times are in seconds (`_s`), sizes in bytes
-(`_bytes`) or GiB (`_gib`). Engine arguments are handed to vLLM as they are; `actors.engine.arguments` checks
+(`_bytes`) or GiB (`_gib`). Engine arguments are passed to vLLM unchanged; `actors.engine.arguments` checks
 their names against the installed vLLM.
 """
 
@@ -54,7 +54,7 @@ class HiddenText(str):
 
 
 class PlacementSettings(Frozen):
-    """Which Ray nodes (on Kubernetes: pods) may hold a deployment's replicas."""
+    """Ray nodes (on Kubernetes: pods) that may hold a deployment's replicas."""
 
     label_selector: dict[str, str] = Field(
         default_factory=dict, description="labels that a Ray node must have, for example `tandem/role: prefill`"
@@ -71,7 +71,7 @@ class PlacementSettings(Frozen):
 
 
 class CpuSettings(Frozen):
-    """How an engine without a GPU uses its host; ignored by roles with `num_gpus` > 0."""
+    """Use of the host by an engine without a GPU; ignored by roles with `num_gpus` > 0."""
 
     kv_cache_gib: int = Field(1, ge=1, description="KV cache of each engine worker (GiB)")
     omp_threads: int = Field(1, ge=1, description="OpenMP threads of each engine worker")
@@ -163,7 +163,7 @@ class TransferSettings(Frozen):
         }
 
     def operators_secret(self) -> SecretStr | None:
-        """What the operator has set: here, or else in the environment of this process."""
+        """Return the operator's secret from these settings, or else from the environment of this process."""
         if self.secret is not None:
             return self.secret
         found = os.environ.get(PEER_SECRET_VARIABLE)
@@ -175,8 +175,8 @@ class TransferSettings(Frozen):
 
 
 class RoutingSettings(Frozen):
-    """Where a request goes. Changed with the router's limits, while engines run; what has been measured is kept,
-    unless an assumption (`assumed_*`) changes."""
+    """Routing of requests. Can change together with the router's limits while engines run. The router keeps its
+    measurements unless an assumption (`assumed_*`) changes."""
 
     policy: Literal["cost", "least_load", "round_robin", "always_remote", "never_remote"] = Field(
         "cost",
@@ -282,7 +282,7 @@ class RouterSettings(RouterLimits, PlacementSettings):
 
 
 class AuthSettings(Frozen):
-    """Who may use the HTTP side."""
+    """Authentication of HTTP clients."""
 
     api_keys: tuple[SecretStr, ...] = Field(
         (),
@@ -296,9 +296,9 @@ class AuthSettings(Frozen):
         return tuple(SecretStr(_sendable_key(key.get_secret_value())) for key in keys)
 
     def operators_keys(self) -> tuple[SecretStr, ...]:
-        """What the operator has set: here, and in the environment of this process.
+        """Return the operator's API keys from these settings and from the environment of this process.
 
-        Raises SettingsError where the environment's variable is set to what no client can send.
+        Raises SettingsError if the environment variable has a value that no client can send.
         """
         listed = os.environ.get(API_KEYS_VARIABLE, "")
         try:
@@ -377,7 +377,7 @@ class RoleSettings(PlacementSettings):
 
     @property
     def scaled(self) -> bool:
-        """Whether the number of replicas is the autoscaler's to choose."""
+        """Return whether the autoscaler chooses the number of replicas."""
         return not isinstance(self.replicas, int)
 
     @field_validator("replicas")
@@ -389,7 +389,7 @@ class RoleSettings(PlacementSettings):
 
 
 class ScalingSettings(Frozen):
-    """How the application's autoscaling policy scales both roles: its `policy_kwargs`, not a part of `args`."""
+    """Arguments (`policy_kwargs`) of the autoscaling policy for both roles. They are not a part of `args`."""
 
     prefill_busy: float = Field(
         0.7, gt=0, le=1, description="target fraction of time in which prefill engines compute, at their measured rate"
@@ -451,12 +451,12 @@ class ServiceSettings(Frozen):
 
     @property
     def model_path(self) -> str:
-        """What vLLM loads."""
+        """Return the path or name of the model that vLLM loads."""
         return str(DEMO_MODEL_DIR) if self.model == DEMO_MODEL else self.model
 
     @property
     def model_name(self) -> str:
-        """What clients write into `model`."""
+        """Return the name that clients send as `model`."""
         if self.served_model_name is not None:
             return self.served_model_name
         return DEMO_SERVED_NAME if self.model == DEMO_MODEL else self.model

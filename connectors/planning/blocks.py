@@ -39,7 +39,7 @@ class BlockSet:
 
 @dataclass(frozen=True, slots=True)
 class UnitShape:
-    """How one group's blocks are cut between two engines: ``tokens`` a unit, so many units a block on each side."""
+    """Units of one group between two engines: ``tokens`` per unit, and units per block on each side."""
 
     tokens: int
     src_units: int
@@ -105,7 +105,7 @@ def wanted_blocks(group: Group, table: Sequence[int], start_token: int, end_toke
 
 
 def state_position(group: Group, end_token: int) -> int:
-    """Where a state group's table names the state after ``end_token`` tokens."""
+    """Return the index in a state group's block table of the state after ``end_token`` tokens."""
     return (end_token - 1) // group.block_tokens
 
 

@@ -61,7 +61,7 @@ def build_runs(plan: PairPlan, moves: Sequence[Moves]) -> Runs:
 
 
 def move_bytes(plan: PairPlan, move: Moves) -> int:
-    """How many bytes a move is."""
+    """Return the number of bytes of a move."""
     group = plan.groups[move.group]
     return len(move) * int(group.piece_bytes[group.pieces_of(move.layers)].sum())
 

@@ -1,11 +1,11 @@
-"""Which tensor-parallel rank holds which KV heads, and who sends which heads to whom.
+"""Distribution of KV heads over tensor-parallel ranks, and the heads that each producer rank sends to a consumer rank.
 
     rank r of n holds heads [r*H//n, (r+1)*H//n)           H >= n
     rank r of n holds a replica of the one head r*H//n     H <  n
 
-Sizes need not divide each other. Every consumer rank gets each of its heads from exactly one producer rank; where
-several producer ranks hold a head, the load is spread over them: by consumer rank, and where there are fewer consumers
-than holders, by layer too.
+Sizes need not divide each other. Every consumer rank receives each of its heads from exactly one producer rank. Where
+several producer ranks hold a head, planning spreads the load over them by consumer rank, and where there are fewer
+consumers than holders, also by layer.
 """
 
 from __future__ import annotations

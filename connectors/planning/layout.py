@@ -1,6 +1,6 @@
-"""What one worker's KV cache looks like as bytes: regions, groups and pages.
+"""Layout of one worker's KV cache in bytes: regions, groups and pages.
 
-Words: a *region* is one registered range of memory, unique by base address. A *group* is an HMA cache group, its own
+Terms: a *region* is one registered range of memory, unique by base address. A *group* is an HMA cache group, its own
 namespace of block ids. A *page* is what one block holds of one layer. Several layers of different groups may lie in
 one region; their pages are told apart by block id only, because all groups draw ids from one pool.
 
@@ -27,10 +27,10 @@ from connectors.planning.heads import held_heads
 
 
 class GroupKind(StrEnum):
-    """How a group's layers look back.
+    """Tokens that a group's layers attend to.
 
-    ``FULL`` at everything, ``SLIDING`` through a window of ``window_tokens``, ``CHUNKED`` to the beginning of the
-    current chunk of ``window_tokens``. ``STATE`` keeps one running state a request and no tokens at all.
+    ``FULL`` all, ``SLIDING`` those in a window of ``window_tokens``, ``CHUNKED`` those of the current chunk of
+    ``window_tokens``. ``STATE`` keeps one running state per request and no tokens.
     """
 
     FULL = "full"
@@ -44,7 +44,7 @@ WINDOWED = frozenset({GroupKind.SLIDING, GroupKind.CHUNKED})
 
 @dataclass(frozen=True, slots=True, order=True)
 class MemoryKind:
-    """Where memory lies. ``memory`` is NIXL's word for its kind, ``DRAM`` or ``VRAM``; host memory is device 0."""
+    """Kind of memory and its device. ``memory`` is NIXL's name, ``DRAM`` or ``VRAM``; host memory is device 0."""
 
     memory: str
     device: int
@@ -109,7 +109,7 @@ class LayerPages:
 
     @property
     def last_offset(self) -> int:
-        """Where the last byte of a page ends, from the page's address."""
+        """Offset of the end of a page's last byte from the page's address."""
         return (
             (self.kernel_blocks - 1) * self.kernel_block_stride_bytes
             + (self.heads - 1) * self.head_stride_bytes
@@ -195,7 +195,7 @@ class EngineLayout:
 
     @property
     def layer_heads(self) -> frozenset[tuple[int, int]]:
-        """(number of the layer, heads in all) of every part: what decides who talks to whom."""
+        """(layer index, total heads) of every part; with the TP sizes they determine which ranks are partners."""
         return frozenset(
             (layer_index, pages.total_heads)
             for group in self.groups

@@ -1,4 +1,4 @@
-"""What the state machines ask their owner to do."""
+"""Actions that the state machines return for their owner to carry out."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from connectors.protocol.wire import Message, Peer
 
 
 class Digest(Protocol):
-    """Of the bytes of one transfer of one pair of ranks, on one end. Machines carry it; its owner feeds it memory."""
+    """Digest of one transfer between a pair of ranks, at one end. The machines' owner adds the bytes."""
 
     def add(self, group: int, ids: Ints, parts: Ints, layers: tuple[int, int] | None = None) -> None:
-        """The bytes of some units of a group, in ascending order of the units over all calls."""
+        """Add the bytes of some units of a group. Units ascend over all calls."""
 
     def hexdigest(self) -> str:
-        """32 hexadecimal digits."""
+        """Return 32 hexadecimal digits."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send ``message`` to ``peer``. Losing it is allowed: deadlines cover that."""
+    """Send ``message`` to ``peer``. It may be lost: each wait for an answer has a deadline."""
 
     peer: Peer
     message: Message
@@ -46,10 +46,10 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """The machine has forgotten this worker, and nothing of its own is under way to it.
+    """The machine has removed this worker and has no messages or writes in progress to it.
 
-    What the owner keeps for it (plans, a connection) can go, unless its other machine ``knows`` the worker. If it is
-    alive after all, it is met like a stranger: by a new handshake.
+    The owner can release its plans and connection, unless the other machine ``knows`` the worker. A worker that is
+    still alive reconnects with a new handshake.
     """
 
     peer: Peer
@@ -57,7 +57,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """This rank needs the request's blocks no longer."""
+    """This rank no longer reads the request's blocks."""
 
     request_id: str
 
@@ -83,9 +83,9 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Add ``units[g]`` of every group g to ``digest`` and report ``verified``: are these the bytes that were sent?
+    """Add ``units[g]`` of every group g to ``digest``, compare it with ``expected`` and report ``verified``.
 
-    The blocks stay this transfer's until then. ``expected`` is the digest that ``peer`` has sent.
+    The blocks belong to this transfer until then. ``expected`` is the digest that ``peer`` has sent.
     """
 
     transfer_id: str
@@ -95,21 +95,21 @@ class Verify:
     expected: str
 
     def problem(self) -> str | None:
-        """Carry it out."""
+        """Return None if the digests are equal, else the difference."""
         for group, units in enumerate(self.units):
             self.digest.add(group, units.dst_ids, units.dst_parts)
         found = self.digest.hexdigest()
         if found == self.expected:
             return None
-        return f"the bytes that have arrived are not those that were sent: digest {found} instead of {self.expected}"
+        return f"the received bytes differ from the bytes sent: digest {found}, expected {self.expected}"
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """The request need not wait any longer. ``failure`` is None where all KV has arrived, unharmed.
+    """The request no longer waits. ``failure`` is None if all KV has arrived and its digests match.
 
-    No partner writes to its blocks any more, unless they are in ``quarantine``: then they must be kept from everybody,
-    this request included, until ``Freed`` names that transfer.
+    No partner writes to its blocks any more, unless they are in ``quarantine``: then no request may use them, this one
+    included, until ``Freed`` names that transfer.
     """
 
     request_id: str
@@ -119,7 +119,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """No partner writes any more to the blocks that were in quarantine for this request's transfer."""
+    """No partner can write any more to the blocks in quarantine for this request's transfer."""
 
     request_id: str
     transfer_id: str

@@ -26,10 +26,10 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """What makes KV of two engines interchangeable, apart from its layout.
+    """Properties besides the layout that must be equal for two engines to share KV.
 
-    ``model`` is a digest of the model's own configuration rather than its path: two hosts may keep one model in two
-    places. ``cache_dtype`` is the dtype of the KV cache, ``engine_version`` that of vLLM.
+    ``model`` is a digest of the model's weights and configuration rather than its path, which may differ between
+    hosts. ``cache_dtype`` is the dtype of the KV cache, ``engine_version`` that of vLLM.
     """
 
     model: str
@@ -40,10 +40,10 @@ class ModelIdentity:
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """A process as its kernel knows it, so that others can find out whether it lives.
+    """Kernel's identity of a process, with which others can check whether it is alive.
 
     ``host`` names the boot of a kernel and the namespaces in which ``pid`` and ``started_at`` (clock ticks since that
-    boot) are counted. It is empty where nobody can tell.
+    boot) are counted. It is empty if unknown.
     """
 
     host: str = ""
@@ -56,9 +56,9 @@ NO_PROCESS = ProcessIdentity()
 
 @dataclass(frozen=True, slots=True)
 class AgentMetadata:
-    """One worker: who it is, what its cache looks like, and the transport metadata needed to reach it.
+    """Identity of one worker, layout of its cache, and the transport metadata that peers need to reach it.
 
-    ``process`` is the one that writes.
+    ``process`` is the process that posts the writes.
     """
 
     incarnation: str

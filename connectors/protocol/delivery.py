@@ -26,7 +26,7 @@ from connectors.protocol.wire import Message, Offer, Peer
 
 @dataclass(frozen=True, slots=True)
 class ConsumerPeer:
-    """What the producer knows of a consumer worker after its Hello.
+    """Producer's record of a consumer worker after its Hello.
 
     ``partner_ranks`` are the ranks of that engine which talk to this producer rank, ``num_blocks`` its pool's size,
     ``shapes[g]`` how blocks of group g are cut between the two. ``new_digest`` makes the digest of one transfer to it;
@@ -40,7 +40,7 @@ class ConsumerPeer:
 
 
 class Stage(Enum):
-    """Of a transfer; the producer's transition table says what leads where."""
+    """Stage of a transfer; ``producer.py`` has the transitions."""
 
     EARLY = auto()
     LIVE = auto()
@@ -90,7 +90,7 @@ class Delivery:
         return transfer.computed_tokens >= (transfer.prompt_tokens if left else self.offer.end_token)
 
     def missing(self) -> str | None:
-        """What the prompt has ended without: a state that was never at the token where the consumer resumes."""
+        """Return what is missing at the prompt's end: a state at the token where the consumer resumes."""
         assert self.offer is not None
         groups = [str(group) for group, units in enumerate(self.pending or ()) if len(units)]
         if not groups:
@@ -100,7 +100,7 @@ class Delivery:
 
 @dataclass(slots=True)
 class Gone:
-    """What is remembered of a transfer that is over: since when, and the numbers that were named with it."""
+    """Record of an ended transfer: when it ended, and the offer numbers that it used."""
 
     at: float
     numbers: dict[Peer, int] = field(default_factory=dict)
@@ -215,7 +215,7 @@ def wanted(offer: Offer, groups: Sequence[Group], consumer: ConsumerPeer) -> lis
 def take(
     transfer: Transfer, delivery: Delivery, offer: Offer, groups: Sequence[Group], consumer: ConsumerPeer | None
 ) -> tuple[str | None, list[Moves]]:
-    """What of an offer can be written now, or why it cannot be served."""
+    """Return the moves that can be written now for an offer, or the reason why it cannot be served."""
     if consumer is None:
         return "the consumer is gone", []
     if delivery.pending is None:

@@ -1,8 +1,8 @@
-"""``kv_transfer_params``: how a router names a transfer to the two engines.
+"""``kv_transfer_params``: the request parameters with which a router names a transfer to the two engines.
 
-These are the keys that public prefill/decode proxies pass around, plus ``transfer_id``, with which both legs can be
-sent at once, ``describe``, which asks an engine for its address, ``discard``, which gives up a transfer, and
-``engines_lost``, a supervisor's word that engines have ended.
+These are the keys that public prefill/decode proxies use, plus ``transfer_id``, with which a router can send both legs
+at once, ``describe``, which requests an engine's address, ``discard``, which cancels a transfer, and ``engines_lost``,
+a supervisor's report that engines have ended.
 
     prefill leg   do_remote_decode=True  [transfer_id] [describe]
     discard       do_remote_decode=True  transfer_id  discard=True; nothing is computed for it
@@ -26,7 +26,7 @@ from connectors.errors import WireError
 
 @dataclass(frozen=True, slots=True)
 class EngineAddress:
-    """Where to shake hands with an engine start, and which start it must be."""
+    """Side channel address of one start of an engine, and the id of that start."""
 
     incarnation: str
     host: str
@@ -35,7 +35,7 @@ class EngineAddress:
 
 @dataclass(frozen=True, slots=True)
 class ProduceParams:
-    """The request is to be prefilled here for a consumer elsewhere. Without an id the producer makes one."""
+    """Prefill the request here for a consumer on another engine. Without an id the producer creates one."""
 
     transfer_id: str | None
     describe: bool
@@ -43,16 +43,16 @@ class ProduceParams:
 
 @dataclass(frozen=True, slots=True)
 class DiscardParams:
-    """Nobody will fetch this transfer's KV, whether its request is here already or not."""
+    """No engine will fetch this transfer's KV, whether its request has arrived or not."""
 
     transfer_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class LostParams:
-    """Every engine start that ``engines`` names (``names_engine``) has ended: nothing of it writes any more.
+    """Every engine start that ``engines`` names (``names_engine``) has ended and writes no more.
 
-    Whoever says so must be believed on no other ground than ``supervisor``.
+    Valid only if ``supervisor`` matches the connector's configuration.
     """
 
     engines: str
@@ -61,7 +61,7 @@ class LostParams:
 
 @dataclass(frozen=True, slots=True)
 class ConsumeParams:
-    """The request's KV comes from the engine at ``producer``, which has ``computed`` it, or has yet to."""
+    """Receive the request's KV from the engine at ``producer``. ``computed`` if that engine has already computed it."""
 
     transfer_id: str
     producer: EngineAddress
@@ -72,7 +72,7 @@ TransferParams = ProduceParams | DiscardParams | LostParams | ConsumeParams
 
 
 def parse_params(params: Mapping[str, object] | None) -> TransferParams | None:
-    """None where the request has nothing to do with another engine. Raises WireError naming the key that is wrong."""
+    """Return None for a request without a transfer. Raises WireError that names the invalid key."""
     if not params:
         return None
     if not isinstance(params, Mapping):
@@ -105,7 +105,7 @@ def parse_params(params: Mapping[str, object] | None) -> TransferParams | None:
 
 
 def names_engine(engines: str, incarnation: str) -> bool:
-    """Whether ``engines`` is the engine start's id, or the beginning of it that ends before or with a dot."""
+    """Return whether ``engines`` is this engine start's id, or a prefix of it that ends before or with a dot."""
     return incarnation == engines or incarnation.startswith(engines.rstrip(".") + ".")
 
 
@@ -121,9 +121,9 @@ def _address(params: Mapping[str, object]) -> EngineAddress:
 
 
 def prompt_digest(token_ids: Sequence[int] | None, others: Sequence[str] = ()) -> str:
-    """A short digest of all that a prompt's KV depends on, besides the model.
+    """Return a digest of everything besides the model that a prompt's KV depends on.
 
-    ``others`` are what token ids do not say: the identities of images and the like, a LoRA adapter, a cache salt.
+    ``others`` are inputs that token ids do not contain: identities of images, a LoRA adapter, a cache salt.
     """
     digest = hashlib.blake2b(np.asarray(token_ids or (), "<i8").tobytes(), digest_size=16)
     for other in others:

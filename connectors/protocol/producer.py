@@ -259,7 +259,7 @@ class Producer(Production):
         return peer in self._consumers
 
     def serves(self, peer: Peer) -> bool:
-        """Whether an answer to ``peer`` is still owed."""
+        """Return whether ``peer`` still waits for an answer."""
         return any(
             delivery.peer == peer and not delivery.closed
             for transfer in (*self._transfers.values(), *(transfer for transfer, _ in self._writes.values()))
@@ -367,7 +367,7 @@ class Producer(Production):
         return actions
 
     def _engine_hangs(self, transfer: Transfer, now: float) -> bool:
-        """Whether the engine has had this request to compute for step_s, and has ended no step."""
+        """Return whether the engine has had this request to compute for step_s and has ended no step."""
         got_on_at = max(self._stepped_at, transfer.since)
         return transfer.stage is Stage.LIVE and now - got_on_at >= self._limits.step_s
 
@@ -397,7 +397,7 @@ class Producer(Production):
         return [Forget(peer) for peer in forgotten]
 
     def census(self) -> dict[str, int]:
-        """How much is under way: transfers by stage, writes in flight, ids remembered, writes that hang."""
+        """Return counts of transfers by stage, writes in flight, remembered ids, and hanging writes."""
         counts = {stage.name.lower(): 0 for stage in Stage}
         for transfer in self._transfers.values():
             counts[transfer.stage.name.lower()] += 1
@@ -406,7 +406,7 @@ class Producer(Production):
 
     @property
     def busy(self) -> bool:
-        """Whether a transfer is open, in any stage."""
+        """Return whether a transfer is open, in any stage."""
         return bool(self._transfers)
 
     def snapshot(self) -> ProducerSnapshot:

@@ -99,7 +99,7 @@ class Production:
         ][:1]
 
     def _too_early(self, peer: Peer, transfer_id: str) -> bool:
-        """Whether too many transfers of ``peer``'s engine wait for their requests for this one to wait as well."""
+        """Return whether ``peer``'s engine already has MAX_EARLY transfers whose requests have not arrived."""
         known = transfer_id in self._transfers or transfer_id in self._gone
         return not known and self._allowance.early[peer.incarnation] >= MAX_EARLY
 

@@ -183,7 +183,7 @@ class Reception:
 
 
 def units_from(partner: Partner, groups: Sequence[Group], order: Order) -> tuple[UnitSet, ...]:
-    """What a partner must write for an order, by group."""
+    """Return the units that a partner must write for an order, by group."""
     return tuple(
         wanted_units(group, blocks, shape, order.end_token)
         for group, blocks, shape in zip(groups, order.groups, partner.shapes, strict=True)

@@ -1,6 +1,6 @@
-"""What the connector needs of a transport: registered memory, one-sided writes, messages.
+"""Interface of a transport: registered memory, one-sided writes, messages.
 
-The order of calls: ``register`` once, ``metadata`` to be sent to peers, ``add_peer`` with theirs, then ``write`` /
+Order of calls: ``register`` once, ``metadata`` to send to peers, ``add_peer`` with theirs, then ``write`` /
 ``poll`` and ``notify`` / ``notifications`` in any order, ``close`` last. A peer can be notified as soon as its
 metadata has been added on this side; it need not have added ours. ``add_peer``, ``reconnect`` and ``notify`` may be
 called from any thread at any time; the owner serialises the others.
@@ -27,7 +27,7 @@ class Transport(Protocol):
         """Make memory readable for our writes and writable for peers'. Raises TransportError."""
 
     def metadata(self) -> bytes:
-        """What a peer needs to reach this agent and its registered memory."""
+        """Return the metadata with which a peer reaches this agent and its registered memory."""
         ...
 
     def add_peer(self, metadata: bytes, name: str | None = None) -> str:

@@ -38,7 +38,7 @@ _GATHER_BYTES = 512 * 2**10
 
 
 class End(Enum):
-    """Which end of a transfer a digest is made on."""
+    """End of a transfer at which a digest is computed."""
 
     SOURCE = auto()
     TARGET = auto()
@@ -137,7 +137,7 @@ def digests(plan: PairPlan, memory: Memory, end: End) -> Callable[[], TransferDi
 
 
 class TransferDigest:
-    """Of one transfer of one pair of ranks; ``digests`` makes it."""
+    """Digest of one transfer between a pair of ranks; created by ``digests``."""
 
     def __init__(self, groups: tuple[tuple[GroupPlan, Side, tuple[_Stream, ...]], ...], memory: Memory) -> None:
         self._groups = groups
@@ -164,7 +164,7 @@ class TransferDigest:
                 self._fed_bytes[group][number] += len(of_stream) * stream.piece_bytes
 
     def hexdigest(self) -> str:
-        """Of all that has been added so far: 32 hexadecimal digits."""
+        """Return the digest of all bytes added so far: 32 hexadecimal digits."""
         whole = xxhash.xxh3_128()
         for group, (*_, streams) in enumerate(self._groups):
             for number, stream in enumerate(streams):

@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 def run(
     backends: list[str], devices: list[str], timeout_s: float, environments: dict[str, dict[str, str]], show: bool
 ) -> dict[str, Any]:
-    """What the two processes found; never raises for what the machine lacks."""
+    """Return the findings of the two processes. A missing capability is a finding, not an exception."""
     ends = {name: _start(name, backends, devices, timeout_s, own, show) for name, own in environments.items()}
     receiver, sender = ends["receiver"], ends["sender"]
     try:

@@ -22,16 +22,16 @@ class ConnectorConfig:
     ``side_channel_host``   interface on which engines serve their metadata; the default serves one machine only
     ``side_channel_port``   0 takes a free port; the prefill engine's answers carry the port taken
     ``advertise_host``      name or address under which peers reach side_channel_host; needed where that is 0.0.0.0
-    ``secret``              what all engines that exchange KV know and nobody else; empty trusts whoever can connect
-    ``supervisor``          what a request must know, as ``supervisor`` in its kv_transfer_params, to be believed that
-                            engines have ended (``engines_lost``); empty believes nobody. Tandem's actors make one up
+    ``secret``              secret shared by all engines that exchange KV; empty trusts every peer that can connect
+    ``supervisor``          token that a request must carry, as ``supervisor`` in its kv_transfer_params, to report that
+                            engines have ended (``engines_lost``); empty accepts no report. Tandem's actors generate it
     ``backends``            NIXL back ends
     ``devices``             network devices that UCX may use and listen on; none given: all where the host has RDMA
                             devices, else the interface that has side_channel_host as its address
-    ``integrity``           full: digests of all bytes moved are compared before a request runs; off: none are made;
-                            auto: as full
-    ``streaming``           chunk: blocks leave when the chunk that completes them is computed; layer: those of a
-                            prompt's last chunk layer by layer; auto: whichever of the two has cost less so far
+    ``integrity``           full: compare digests of all transferred bytes before a request runs; off: compute none;
+                            auto: equals full
+    ``streaming``           chunk: send blocks when the chunk that completes them is computed; layer: send those of a
+                            prompt's last chunk layer by layer; auto: use the one that has cost less so far
     ``trace_path``          append one JSON line per transfer event to this file; for benchmarks
     """
 
@@ -52,12 +52,12 @@ class ConnectorConfig:
         return self.advertise_host or self.side_channel_host
 
     def believes(self, supervisor: str) -> bool:
-        """Whether a word about engines that have ended comes from this engine's supervisor."""
+        """Return whether a report of ended engines comes from this engine's supervisor."""
         return bool(self.supervisor) and hmac.compare_digest(self.supervisor.encode(), supervisor.encode())
 
     @property
     def net_devices(self) -> tuple[str, ...]:
-        """What UCX is told; none: its own environment counts, and without that it may use whatever there is.
+        """Network devices for UCX. Empty leaves the choice to UCX's environment variables, or else to UCX.
 
         Otherwise UCX may bind to a transient interface and hang when that disappears. An engine with its side channel
         on a loopback address has peers on this host only; elsewhere peers reach it on the side channel's interface,
@@ -88,7 +88,7 @@ _OWN: dict[str, type] = {
 
 
 def parse_config(extra: Mapping[str, Any]) -> ConnectorConfig:
-    """Raises ConfigurationError that names the key."""
+    """Parse ``kv_connector_extra_config``. Raises ConfigurationError that names the key."""
     for key, value in extra.items():
         if key not in _OWN and key not in _LIMITS:
             known = ", ".join(sorted([*_OWN, *_LIMITS]))
@@ -98,7 +98,7 @@ def parse_config(extra: Mapping[str, Any]) -> ConnectorConfig:
             raise ConfigurationError(f"kv_connector_extra_config: {key} must be {_OWN[key].__name__}{shown}")
     own: dict[str, Any] = {key: value for key, value in extra.items() if key in _OWN}
     if not 0 <= own.get("side_channel_port", 0) < 65536:
-        raise ConfigurationError(f"kv_connector_extra_config: side_channel_port {own['side_channel_port']} is no port")
+        raise ConfigurationError("kv_connector_extra_config: side_channel_port must be 0 to 65535")
     for key, choices in _CHOICES.items():
         if key in own and own[key] not in choices:
             raise ConfigurationError(
@@ -119,6 +119,6 @@ def parse_config(extra: Mapping[str, Any]) -> ConnectorConfig:
     config = ConnectorConfig(**own, limits=limits, keys=keys)
     if config.reachable_host in ("0.0.0.0", "::", ""):
         raise ConfigurationError(
-            f"kv_connector_extra_config: advertise_host must say how peers reach {config.side_channel_host!r}"
+            f"kv_connector_extra_config: set advertise_host to an address of {config.side_channel_host!r}"
         )
     return config

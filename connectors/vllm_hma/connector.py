@@ -1,4 +1,4 @@
-"""The class that vLLM loads. It forwards to the scheduler's or the workers' half, and does nothing else.
+"""Connector class that vLLM loads. It forwards each call to the scheduler side or the worker side.
 
 KVTransferConfig(
     kv_connector="TandemConnector",
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-# An installation without entry points, or VLLM_PLUGINS that leaves ours out: see plugin.py for who needs the name.
+# For an installation without entry points, or a VLLM_PLUGINS without ours. plugin.py says why the name is needed.
 register()
 
 
@@ -96,7 +96,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """May vLLM count a held prefix of full attention whose states are gone? The last state always comes."""
+        """Return whether vLLM may count a cached full-attention prefix without its states: a transfer brings those."""
         return self._only_states_can_lag
 
     @classmethod
@@ -109,14 +109,14 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         model = vllm_config.model_config
         return None if model is None or model.use_mla else "LBHNC"
 
-    # ---- scheduler's side --------------------------------------------------------------------------------------
+    # ---- scheduler side ----------------------------------------------------------------------------------------
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self.scheduler.quarantine.bind(kv_cache_manager)
 
     def has_pending_push_work(self) -> bool:
-        """While blocks are in quarantine, an idle engine steps on: with a step's output workers tell of its end."""
+        """Keep an idle engine stepping while blocks are in quarantine: workers report its end with a step's output."""
         return bool(self.scheduler.quarantine)
 
     def set_xfer_handshake_metadata_pp_aware(
@@ -130,7 +130,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler.new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """None defers the request: vLLM skips it in this step, schedules others, and asks again in the next."""
+        """Return (tokens, load is asynchronous). None defers the request to the next step; vLLM schedules others."""
         tokens = self.scheduler.matched_tokens(request, num_computed_tokens)
         return tokens, bool(tokens)
 
@@ -149,7 +149,8 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler.quarantine.take(report.quarantine)
             self.scheduler.due(report.due)
         self.scheduler.sending_finished(connector_output.finished_sending or set())
-        # vLLM looks at what has been received after this; it has taken down before what of it has failed.
+        # vLLM has already read failed_recving and reads finished_recving after this call (v1/core/sched/scheduler.py,
+        # ``_update_from_kv_xfer_finished``).
         connector_output.finished_recving = self.scheduler.receiving_finished(
             connector_output.finished_recving or set(), connector_output.failed_recving
         )
@@ -163,7 +164,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         """Called by MultiConnector in place of the method above when another child does not support HMA."""
         return self.scheduler.finished(request)
 
-    # ---- workers' side -----------------------------------------------------------------------------------------
+    # ---- worker side -------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self.worker.register(kv_caches)
@@ -176,15 +177,15 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.before_forward(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Loads are asynchronous; they are ordered before and after the forward."""
+        """Do nothing: loads are asynchronous and are ordered before and after the forward."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing runs before all of its KV has arrived."""
+        """Do nothing: a request runs only after all of its KV has arrived."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """This layer of the step's chunks is computed."""
+        """Record that this layer of the step's chunks is computed."""
         self.worker.layer_computed(layer_name)
 
     def wait_for_save(self) -> None:
@@ -199,7 +200,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self.worker.report()
 
-    # ---- what is counted: on both sides, and in the API server's process ------------------------------------------
+    # ---- metrics: on both sides, and in the API server's process ------------------------------------------------
 
     def get_kv_connector_stats(self) -> TandemStats | None:
         return self._scheduler.stats() if self._scheduler is not None else self.worker.stats()

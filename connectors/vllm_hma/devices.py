@@ -1,4 +1,4 @@
-"""Which network devices this host has, as far as it matters for what UCX is told to use."""
+"""Network devices of this host, from which the connector chooses those that UCX may use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _RDMA = Path("/sys/class/infiniband")
 
 
 def has_rdma(where: Path = _RDMA) -> bool:
-    """Whether the kernel knows RDMA devices of any kind, this container's or not."""
+    """Return whether the kernel has RDMA devices of any kind, visible in this container or not."""
     try:
         return any(os.scandir(where))
     except FileNotFoundError:
@@ -19,9 +19,9 @@ def has_rdma(where: Path = _RDMA) -> bool:
 
 
 def interface_of(address: str) -> str | None:
-    """The interface of this host that has an address; None for names, and for addresses that are not this host's."""
+    """Return the interface of this host with this address; None for host names and other hosts' addresses."""
     for name, addresses in psutil.net_if_addrs().items():
-        # With a scope behind an IPv6 address, and a label behind the interface of a second one.
+        # psutil appends a scope to an IPv6 address, and the kernel a label to the name of a secondary address.
         if any(each.address.split("%")[0] == address for each in addresses):
             return name.split(":")[0]
     return None

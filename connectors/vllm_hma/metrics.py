@@ -1,8 +1,8 @@
-"""What the connector counts, from its ranks and its scheduler half to the engine's Prometheus registry.
+"""Metrics of the connector, from its ranks and its scheduler side to the engine's Prometheus registry.
 
-vLLM carries a ``KVConnectorStats`` from each step of each rank, and from the scheduler's half, to the API server's
-process, where ``build_prom_metrics`` has registered the metrics. Idle engines take no steps: what changes then is
-reported with the next one. Engines that hold blocks for a transfer step on until it has ended.
+vLLM passes a ``KVConnectorStats`` from each step of each rank, and from the scheduler side, to the API server's
+process, where ``build_prom_metrics`` has registered the metrics. An idle engine takes no steps, so changes are reported
+with its next step. An engine that holds blocks for a transfer continues to step until the transfer has ended.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetricT,
 )
 
-# Named as vLLM's own and other connectors' are: vLLM takes what has "vllm" in its name out of the registry when another
-# engine starts in the same process.
+# Named like vLLM's own: vLLM unregisters collectors with "vllm" in their names when another engine starts in the same
+# process (vllm/v1/metrics/prometheus.py, ``unregister_vllm_metrics``).
 COUNTERS = {
     "requests": (
         "vllm:tandem_kv_requests",
@@ -60,28 +60,28 @@ TRANSFERS = (
 )
 QUARANTINED = (
     "vllm:tandem_kv_quarantined",
-    "Transfers that have been given up and whose blocks cannot be freed, because a prefill rank has not said that it "
-    "writes no more; of several ranks the largest number. Their requests wait no longer.",
+    "Cancelled transfers whose blocks cannot be freed because a prefill rank has not confirmed that it stopped "
+    "writing; the largest number of all ranks. Their requests no longer wait.",
 )
 HANGING = (
     "vllm:tandem_kv_hanging",
-    "Writes to decode ranks that have made no progress for so long that they were given up; the blocks that they read "
-    "cannot be freed before they end. Of several ranks the largest number.",
+    "Writes to decode ranks that were abandoned because they made no progress; the blocks that they read cannot be "
+    "freed before they end. The largest number of all ranks.",
 )
 _BY_PEER = ("pair_bytes", "pair_seconds")
 _STAGES = ("early", "live", "held", "queued", "connecting", "offered", "ending")
 _CENSUS = {*_STAGES, "quarantined", "hanging"}
 
 PEERS_KEPT = 64
-"""Series per engine with a label of their own for a decode engine. Every start of one is another peer."""
+"""Peers per engine that have series of their own. Every start of a decode engine is a new peer."""
 
 ARRIVALS_KEPT = 1024
-"""Of one report: vLLM adds reports up for its log, and nobody may ask for it."""
+"""Limit of one report: vLLM adds up reports for its log, and may never read them."""
 
 
 @dataclass
 class TandemStats(KVConnectorStats):
-    """What has been counted since the last report, in ``data``:
+    """Counts since the last report, in ``data``:
 
     ``counts``     ``{counter: {label: number}}``
     ``ranks``      ``{rank: census}``
@@ -120,7 +120,7 @@ class TandemStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For vLLM's periodic log line."""
+        """Return the fields of vLLM's periodic log line."""
         counts = self.data["counts"]
         found: dict[str, int | float] = {f"KV {end}": number for end, number in counts.get("requests", {}).items()}
         if "bytes" in counts:
@@ -157,7 +157,7 @@ class RankTally:
         self._stats.arrived(request_id, self._asked_at.pop(request_id, now), now, failed)
 
     def take(self, census: Mapping[str, int]) -> TandemStats | None:
-        """What has changed since the last call, the census included; None where nothing has."""
+        """Return the changes since the last call, including ``census``; None if there are none."""
         now = {key: number for key, number in census.items() if key in _CENSUS}
         if now != self._census:
             self._census = self._stats.data["ranks"][self._rank] = now
@@ -168,7 +168,7 @@ class RankTally:
 
 
 class TandemPromMetrics(KVConnectorPromMetrics):
-    """The metrics themselves, with vLLM's own labels and one more where there is a choice."""
+    """Prometheus metrics with vLLM's own labels, and one more for outcome, group, stage or peer."""
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ class TandemPromMetrics(KVConnectorPromMetrics):
             held_up.labels(*values).set(largest[key])
 
     def _keep(self, engine_idx: int, peer: str) -> None:
-        """Note that a peer is in use. The one that has not been for longest goes where there are too many."""
+        """Mark a peer as used. Remove the least recently used one if there are more than PEERS_KEPT."""
         self._peers.pop((engine_idx, peer), None)
         self._peers[engine_idx, peer] = None
         own = [key for key in self._peers if key[0] == engine_idx]

@@ -1,4 +1,4 @@
-"""What the scheduler's half of the connector tells the workers' half, once a step."""
+"""Messages from the connector's scheduler side to its worker side, once per step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from connectors.protocol.params import EngineAddress
 
 @dataclass(frozen=True, slots=True)
 class Expect:
-    """A request to be produced has been queued."""
+    """vLLM has queued a request whose KV is to be produced."""
 
     request_id: str
     transfer_id: str
@@ -23,7 +23,7 @@ class Expect:
 class Chunk:
     """This step computes the request up to ``computed_tokens``; ``new_ids[g]`` extend group g's block table.
 
-    ``last`` of its prompt.
+    ``last`` marks the last chunk of its prompt.
     """
 
     request_id: str
@@ -43,7 +43,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """A request takes its blocks when the producer is about to start its prompt: ask the producer to say so."""
+    """Ask the producer to report when it is about to start the prompt; the request allocates its blocks then."""
 
     request_id: str
     transfer_id: str
@@ -65,7 +65,7 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A request wants nothing of its producer and holds no blocks for it."""
+    """The request needs nothing from its producer and holds no blocks for it."""
 
     transfer_id: str
     producer: EngineAddress
@@ -73,7 +73,7 @@ class Release:
 
 @dataclass(slots=True)
 class Orders(KVConnectorMetadata):
-    """All of one step, each list in the order in which things happened.
+    """Orders of one step; each list is in the order of events.
 
     ``starts`` are requests whose prompts this step or the next one begins to compute. ``discards`` are transfer ids,
     ``lost`` names engines that have ended (``params.names_engine``).

@@ -14,6 +14,6 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 def register() -> None:
     """Register the connector. vLLM calls plugins in every process, and repeated calls have no effect."""
-    # ValueError: it is registered already.
+    # vLLM raises ValueError for a name that is already registered.
     with contextlib.suppress(ValueError):
         KVConnectorFactory.register_connector("TandemConnector", "connectors.vllm_hma.connector", "TandemConnector")

@@ -1,4 +1,4 @@
-"""Log lines that a hostile or broken peer cannot flood: of each kind one in a while, with how many it stands for."""
+"""Log that a hostile or broken peer cannot flood: one line per kind and interval, with the number of lines omitted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MAX_CHARACTERS = 500
 
 
 class RateLimitedLog:
-    """Thread-safe. ``kind`` is one of a few fixed words, never a peer's."""
+    """Thread-safe. ``kind`` is one of a few constants, never a peer's text."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger

@@ -1,4 +1,4 @@
-"""What the workers' half of the connector tells the scheduler's half, with each step's output."""
+"""Reports from the connector's worker side to its scheduler side, with each step's output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from connectors.protocol.actions import Due
 
 
 class Kept(NamedTuple):
-    """The blocks of a request for one transfer. Either id alone may come again while they are kept."""
+    """Blocks of a request for one transfer. Another request may reuse either id while they are in quarantine."""
 
     request_id: str
     transfer_id: str
@@ -19,9 +19,10 @@ class Kept(NamedTuple):
 
 @dataclass(slots=True)
 class QuarantineReport:
-    """What has changed on some ranks since their last reports, with an entry for each rank.
+    """Changes on some ranks since their last reports, with one entry per rank.
 
-    ``lasts`` on some rank: vLLM passes no empty report on, and the scheduler's half is to look for room in each step.
+    ``lasts``: some rank still has blocks in quarantine. The report is then not empty, so vLLM delivers it, and the
+    scheduler side looks for free blocks in each step.
     """
 
     begun: list[Kept] = field(default_factory=list)
@@ -37,7 +38,7 @@ class QuarantineReport:
 
 @dataclass(slots=True)
 class WorkerReport(KVConnectorWorkerMetadata):
-    """Of one rank or several: blocks in quarantine, and queued requests whose prompts are about to start."""
+    """Report of one or several ranks: blocks in quarantine, and queued requests whose prompts are about to start."""
 
     quarantine: QuarantineReport = field(default_factory=QuarantineReport)
     due: list[Due] = field(default_factory=list)

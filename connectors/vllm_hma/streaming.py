@@ -1,8 +1,8 @@
-"""Is it worth sending a prompt's last chunk layer by layer? Decided by what either way has cost. Pure: no clock.
+"""Choice between sending a prompt's last chunk whole or layer by layer, by the measured cost of each. Pure: no clock.
 
-Chunks before the last one hide behind the next; the last one, often the only one, is exposed from its end until its
-bytes have arrived. Sent layer by layer, most of it leaves while later layers are computed, at the price of more and
-smaller writes, and of the engine's time to hand them over.
+The transfer of an earlier chunk overlaps with the next chunk's computation; that of the last one, often the only one,
+delays the request. Sent layer by layer, most of it overlaps with the computation of later layers, at the cost of more
+and smaller writes, and of the engine's time to post them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-# Of the newest measurement in the running mean, and how often the way that looks worse is tried again.
+# Weight of the newest measurement in the running mean, and the interval in steps at which the slower mode is retried.
 _NEWEST = 0.2
 _TRY_AGAIN_EVERY = 16
 _FIRST_TRIES = 4
@@ -36,14 +36,14 @@ class _MeanCost:
 
 @dataclass(slots=True)
 class Governor:
-    """Says for each step whether to send by layers, and learns what that has cost."""
+    """Decides for each step whether to send layer by layer, from the measured cost."""
 
     streaming: Streaming
     _costs: dict[bool, _MeanCost] = field(default_factory=lambda: {False: _MeanCost(), True: _MeanCost()})
     _steps: int = 0
 
     def by_layers(self) -> bool:
-        """The way of the next step that ends a prompt."""
+        """Return whether the next step that ends a prompt sends layer by layer."""
         if self.streaming is not Streaming.AUTO:
             return self.streaming is Streaming.LAYER
         self._steps += 1

@@ -75,7 +75,7 @@ def test_every_partner_is_verified_before_the_request_runs() -> None:
 def test_another_digest_is_a_problem() -> None:
     """Verify says what differs."""
     action = verify(checked(), P0, with_digest(FIN0, tallied([4, 6, 5], [7])))
-    assert "the bytes that have arrived are not those that were sent" in (action.problem() or "")
+    assert "the received bytes differ from the bytes sent" in (action.problem() or "")
 
 
 def test_a_wrong_digest_is_never_decoded_from() -> None:

@@ -67,7 +67,7 @@ def test_damaged_bytes_fail_the_transfer(
 ) -> None:
     """The request is computed at the consumer, and the log says which rank's bytes differed. auto is full."""
     assert transfer(*both(worker, integrity, Damaging)) == (set(), {"r"}, {"r"})
-    assert "rank 0: the bytes that have arrived are not those that were sent" in caplog.text
+    assert "rank 0: the received bytes differ from the bytes sent" in caplog.text
 
 
 def test_integrity_off_compares_nothing(worker: Callable[..., Worker]) -> None:
@@ -141,7 +141,7 @@ def test_digests_where_a_cache_is_on_an_accelerator(
         producer.cache[:] = np.arange(1, 9, dtype=np.uint8)[:, None]
         consumer = worker(f"c-{name}", integrity=integrity, place=decode)
         assert transfer(producer, consumer) == (set(), {"r"}, failed)
-    assert caplog.text.count("the bytes that have arrived are not those that were sent") == 1
+    assert caplog.text.count("the received bytes differ from the bytes sent") == 1
 
 
 def test_integrity_off_on_an_accelerator(worker: Callable[..., Worker]) -> None:

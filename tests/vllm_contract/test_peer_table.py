@@ -20,7 +20,7 @@ def peer(name: str) -> Peer:
 
 
 def full(busy: AbstractSet[str] = frozenset()) -> PeerTable:
-    """SlotPool for three: a and b have said hello, c has offered."""
+    """A table of three: a and b have said hello, c has offered."""
     table = PeerTable(lambda one: one.incarnation in busy, most=3)
     for name in "abc":
         assert table.admit(peer(name)) is None

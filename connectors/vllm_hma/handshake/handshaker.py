@@ -1,4 +1,4 @@
-"""First contact between two workers, off the engine's path: both directions, in threads of their own.
+"""Handshake between two workers, for both roles, in background threads.
 
     consumer worker                          producer engine / worker
     fetch the engine's agent metadata  -------------->  side channel (engine core)
@@ -6,7 +6,7 @@
     Hello(agent metadata)              -------------->  check, add peer, plan
                              <--------------  Welcome | Refused(reason)
 
-Both ends have opened their connections when Welcome arrives, so the first offer does not pay for it.
+Both ends have opened their connections when Welcome arrives, so the first offer does not wait for that.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from connectors.vllm_hma.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
-# Connecting waits for peers that may be silent; greeting must not wait behind it.
+# A connect may wait for a silent peer; answering a Hello must not wait behind it.
 _CONNECT_THREADS = 32
 _ACCEPT_THREADS = 4
 MAX_PENDING_HELLOS = 256
@@ -54,15 +54,15 @@ _HELLO_AGAIN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class HandshakerSnapshot:
-    """Handshakes under way: ``pending_hellos`` of workers that wait for our answer, ``answers`` of workers that have
-    answered our hello; a copy."""
+    """Copy of the handshakes in progress: ``pending_hellos`` of workers that wait for an answer, ``answers`` of workers
+    that have answered our hello."""
 
     pending_hellos: frozenset[Peer]
     answers: frozenset[Peer]
 
 
 class Handshaker:
-    """Shakes hands for one worker. The callbacks are called from its threads and take the worker's lock themselves."""
+    """Handshakes of one worker. Calls the callbacks from its threads; they take the worker's lock themselves."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Handshaker:
         self._answered = threading.Condition(self._lock)
 
     def connect(self, engine: EngineAddress) -> None:
-        """Shake hands with a producer engine in the background; a second call while one is under way does nothing."""
+        """Start a handshake with a producer engine in the background, unless one is in progress."""
         with self._lock:
             if engine.incarnation in self._connecting:
                 return
@@ -108,11 +108,11 @@ class Handshaker:
 
     @property
     def busy(self) -> bool:
-        """Whether a handshake that we have begun waits for answers."""
+        """Return whether a handshake that this worker started is in progress."""
         return bool(self._connecting)
 
     def hello_received(self, sender: Peer, message: Hello) -> None:
-        """A consumer worker has said hello. In a flood, some are dropped: their senders will hear nothing."""
+        """Handle a consumer worker's Hello. Drop it if MAX_PENDING_HELLOS are pending; the sender repeats it."""
         with self._lock:
             if sender in self._pending_hellos:
                 return
@@ -120,12 +120,12 @@ class Handshaker:
             if not full:
                 self._pending_hellos.add(sender)
         if full:
-            self._warn("full", f"{MAX_PENDING_HELLOS} hellos wait for an answer; one of {sender} is dropped")
+            self._warn("full", f"dropped the Hello of {sender}: {MAX_PENDING_HELLOS} others are pending")
             return
         self._submit(self._accepts, self._welcome, sender, message)
 
     def answer_received(self, sender: Peer, message: Welcome | Refused) -> None:
-        """A producer worker has answered our hello, if there was one."""
+        """Handle a producer worker's answer; ignore it if this worker sent no Hello."""
         with self._answered:
             if sender not in self._awaited:
                 return
@@ -147,31 +147,31 @@ class Handshaker:
             pool.submit(self._guarded, work, *arguments)
 
     def _guarded(self, work: Callable[..., None], *arguments: object) -> None:
-        """A bad peer never ends a thread silently."""
+        """Log every exception of a task: a thread pool would discard it."""
         try:
             work(*arguments)
         except TandemError as error:
-            logger.warning("Tandem: first contact failed: %s", error)
+            logger.warning("Tandem: handshake failed: %s", error)
         except Exception:
-            logger.exception("Tandem: first contact failed unexpectedly")
+            logger.exception("Tandem: handshake failed unexpectedly")
 
     # ---- as a consumer -----------------------------------------------------------------------------------------
 
     def _connect(self, engine: EngineAddress) -> None:
         found: list[Partner] | None = None
         failure = ""
-        # Its workers are being greeted until the machine knows them.
+        # The peer table keeps the engine's workers until the machine has them.
         with contextlib.ExitStack() as handshakes:
             try:
                 found = self._shake_hands(engine, handshakes)
             except TandemError as error:
-                # One that keeps blocks in quarantine is asked again every cancel_s.
-                self._warn("connect", f"no connection with prefill engine {engine.incarnation}: {error}")
+                # Rate-limited: an engine that keeps blocks in quarantine is retried every cancel_s.
+                self._warn("connect", f"cannot connect to prefill engine {engine.incarnation}: {error}")
                 failure = str(error)
             except Exception as error:
-                logger.exception("Tandem: the handshake with prefill engine %s broke", engine.incarnation)
-                failure = f"the handshake broke: {error!r}"
-            # First, so that a request which comes from here on starts a handshake of its own.
+                logger.exception("Tandem: the handshake with prefill engine %s failed", engine.incarnation)
+                failure = f"the handshake failed: {error!r}"
+            # Before the callback, so that a later request starts another handshake.
             with self._lock:
                 self._connecting.discard(engine.incarnation)
             if found is None:
@@ -203,7 +203,7 @@ class Handshaker:
         ]
 
     def _target_digests(self, plan: PairPlan, producer: AgentMetadata) -> Callable[[], TransferDigest] | None:
-        """What makes the digests of transfers from ``producer``; None where none are to be compared."""
+        """Return the factory for digests of transfers from ``producer``; None if integrity is off."""
         if not self._compares_digests:
             return None
         return digests(plan, self._memory.shared_with(producer.layout.memory_kind), End.TARGET)
@@ -211,7 +211,7 @@ class Handshaker:
     def _say_hello(
         self, engine: EngineMetadata, ranks: list[int], deadline: float, handshakes: contextlib.ExitStack
     ) -> list[str]:
-        """Say hello to these ranks and wait for all their answers: the reasons of those that refused."""
+        """Send Hello to these ranks, wait for all answers, and return the reasons of those that refused."""
         hello = Hello(encode_agent_metadata(self._agent_metadata))
         waiting = {Peer(engine.incarnation, rank) for rank in ranks}
         with self._lock:
@@ -231,7 +231,7 @@ class Handshaker:
                         return [reason for peer in sorted(waiting, key=agent_name) if (reason := self._answers[peer])]
                 if time.monotonic() >= deadline:
                     raise HandshakeError(f"its workers did not answer within {self._handshake_s:g} s")
-                # A worker that is met by many at once drops hellos.
+                # A worker with many pending hellos drops further ones.
                 for peer in silent:
                     self._message_sender.send(peer, hello)
         finally:
@@ -241,7 +241,7 @@ class Handshaker:
                     self._answers.pop(peer, None)
 
     def _plans(self, engine: EngineMetadata) -> dict[int, PairPlan]:
-        """What each producer rank that talks to this worker sends to it."""
+        """Return, by producer rank that sends to this worker, what it sends."""
         mine = self._agent_metadata.layout
         ranks = [p for p, c in partners(engine.tp_size, mine.tp_size, mine.layer_heads) if c == mine.tp_rank]
         return {rank: plan_pair(engine.workers[rank].layout, mine) for rank in ranks}
@@ -277,7 +277,7 @@ class Handshaker:
             self._message_sender.send(sender, Welcome())
 
     def _plan_for(self, agent_metadata: AgentMetadata) -> tuple[PairPlan, ConsumerPeer]:
-        """What this rank sends to a consumer worker. Raises TandemError where the two do not fit."""
+        """Return what this rank sends to a consumer worker. Raises TandemError if the two engines do not match."""
         check_peers(self._agent_metadata, agent_metadata)
         mine, theirs = self._agent_metadata.layout, agent_metadata.layout
         pairs = partners(mine.tp_size, theirs.tp_size, mine.layer_heads)

@@ -1,7 +1,7 @@
-"""Keys from the secret that peers share: one signs messages, the other identifies an engine on the side channel.
+"""Keys derived from the shared secret: one signs messages, the other identifies an engine on the side channel.
 
-Pure computation. The derivation is deliberately slow (scrypt, about 50 ms): an engine shows a stranger the public half
-of its identity, from which a secret that a person made up could otherwise be guessed.
+Pure computation. The derivation is deliberately slow (scrypt, about 50 ms): an engine sends the public half of its
+identity to any client, which could otherwise guess a weak secret from it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PURPOSE = b"tandem peers 1"
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """32 bytes each, or none where peers share no secret: then anybody who can connect is a peer."""
+    """Keys of 32 bytes each, or empty without a shared secret: then every client that can connect is a peer."""
 
     messages: bytes = field(default=b"", repr=False)
     identity: bytes = field(default=b"", repr=False)
@@ -26,7 +26,7 @@ class Keys:
 
 @cache
 def derive_keys(secret: str) -> Keys:
-    """Keys for ``secret``; none for an empty one. Raises ConfigurationError for one that could be guessed."""
+    """Return the keys for ``secret``; empty keys for an empty one. Raises ConfigurationError for a short one."""
     if not secret:
         return Keys()
     if len(secret) < MIN_SECRET_CHARACTERS:

@@ -1,7 +1,7 @@
-"""Messages to other workers, over connections that may have broken since.
+"""Sending of messages to other workers, with one reconnect.
 
-A connection that was reset stays broken on this side, whatever becomes of the network, until it is made anew. So a
-message that cannot be sent is sent once more over a fresh connection.
+A connection that was reset stays broken on this side until it is reopened, even if the network recovers. A message that
+cannot be sent is therefore sent once more over a new connection.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from connectors.transport.base import Transport
 
 logger = logging.getLogger(__name__)
 
-# A dead peer is not worth a fresh connection for every message to it.
+# Limits reconnects to a dead peer.
 _RECONNECT_EVERY_S = 1.0
 
-# A write to a broken connection costs its consumer the blocks, a message costs microseconds.
+# A write to a broken connection puts the consumer's blocks into quarantine; a message takes microseconds.
 _CHECK_EVERY_S = 1.0
 
 
@@ -29,7 +29,7 @@ def agent_name(peer: Peer) -> str:
 
 
 class MessageSender:
-    """Sends for one worker. Thread-safe."""
+    """Sends messages of one worker. Thread-safe."""
 
     def __init__(self, me: Peer, transport: Transport, key: bytes) -> None:
         self._me = me
@@ -40,7 +40,7 @@ class MessageSender:
         self._sent_at: dict[str, float] = {}
 
     def send(self, peer: Peer, message: Message) -> None:
-        """Raises TransportError where the message cannot be sent, even over a fresh connection."""
+        """Send a message. Raises TransportError if that fails, even over a new connection."""
         name, frame = agent_name(peer), encode(Envelope(self._me, peer, message), self._key)
         try:
             self._transport.notify(name, frame)
@@ -50,25 +50,25 @@ class MessageSender:
         self._sent_at[name] = time.monotonic()
 
     def check(self, peer: Peer, message: Message) -> None:
-        """Send ``message`` unless another was sent a moment ago: a connection known to be broken is then made anew.
+        """Send ``message`` to detect and reopen a broken connection, unless one was sent within _CHECK_EVERY_S.
 
-        Raises TransportError where it cannot be sent.
+        Raises TransportError if it cannot be sent.
         """
         if time.monotonic() - self._sent_at.get(agent_name(peer), float("-inf")) >= _CHECK_EVERY_S:
             self.send(peer, message)
 
     def forget(self, peer: Peer) -> None:
-        """Nothing more will be sent to ``peer``."""
+        """Remove the state kept for ``peer``."""
         with self._lock:
             self._reconnected_at.pop(agent_name(peer), None)
             self._sent_at.pop(agent_name(peer), None)
 
     def reconnect(self, name: str, error: TransportError) -> None:
-        """Make the connection to ``name`` anew after ``error``; raises it again where that was done a moment ago."""
+        """Reopen the connection to ``name``; raise ``error`` again within _RECONNECT_EVERY_S of the last time."""
         with self._lock:
             now = time.monotonic()
             if now - self._reconnected_at.get(name, float("-inf")) < _RECONNECT_EVERY_S:
                 raise error
             self._reconnected_at[name] = now
-            logger.warning("Tandem: connecting to %r anew: %s", name, error)
+            logger.warning("Tandem: reconnecting to %r: %s", name, error)
             self._transport.reconnect(name)

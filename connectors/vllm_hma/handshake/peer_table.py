@@ -1,8 +1,7 @@
-"""The workers of other engines that a worker knows: how many, and which to forget when it meets one more.
+"""Bounded table of the workers of other engines that a worker knows.
 
-Every start of an engine is a new peer that never says goodbye. Those that a transfer was spoken of with are kept before
-those that have only said hello, so that a flood of hellos pushes out its own; one with something under way is never
-forgotten.
+Every start of an engine is a new peer that never unregisters. Peers that have exchanged messages of a transfer are kept
+before those that have only sent Hello, so that a flood of hellos evicts its own entries. A busy peer is never evicted.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ MAX_PEERS = 2048
 
 
 class PeerTable:
-    """Not thread-safe; its owner serialises calls. ``busy`` says whether something is under way with a peer."""
+    """Not thread-safe; its owner serialises calls. ``busy`` returns whether a peer has work in progress."""
 
     def __init__(self, busy: Callable[[Peer], bool], most: int = MAX_PEERS) -> None:
         self._busy = busy
         self._most = most
-        # Each from the one that was silent longest to the one that spoke last.
+        # Ordered from least to most recently heard.
         self._new: dict[Peer, None] = {}
         self._regular: dict[Peer, None] = {}
 
@@ -35,7 +34,7 @@ class PeerTable:
         return len(self._new) + len(self._regular)
 
     def admit(self, peer: Peer) -> Peer | None:
-        """A hello has come or is sent. Who must be forgotten for it, if anybody; HandshakeError where nobody can be."""
+        """Add a peer for a Hello. Return the evicted peer, if any. Raises HandshakeError if all are busy."""
         if peer in self._regular:
             self.spoke(peer)
             return None
@@ -50,7 +49,7 @@ class PeerTable:
         return leaving
 
     def spoke(self, peer: Peer) -> None:
-        """An admitted peer has sent a message of a transfer."""
+        """Record that an admitted peer has sent a message of a transfer."""
         if peer in self:
             self.forget(peer)
             self._regular[peer] = None

@@ -1,8 +1,8 @@
-"""The workers of other engines as one rank knows them: a place, a connection and, for a consumer worker, a plan.
+"""Workers of other engines that one rank knows: table entry, connection and, for a consumer worker, a plan.
 
-    greeting   hands are being shaken: the peer has a place, and keeps it and its connection whatever else happens
-    welcome    a consumer worker fits: it has a plan, and the producer's machine knows it
-    forget     a machine knows it no longer: what only that machine needed goes, the rest if the other does not either
+    greeting   a handshake is in progress: the peer keeps its table entry and its connection meanwhile
+    welcome    a consumer worker matches: it has a plan, and the producer's machine knows it
+    forget     a machine has removed it: release what only that machine needed, and the rest if neither knows it
 
 Every start of an engine is a new peer that never unregisters, so the table has a limit (``PeerTable``): when it is
 full, the least recently used idle peer is removed.
@@ -59,9 +59,9 @@ class Peers:
 
     @contextmanager
     def handshaking(self, peer: Peer) -> Iterator[None]:
-        """While hands are shaken. Raises HandshakeError where there is no place for one more.
+        """Keep the peer during its handshake. Raises HandshakeError if the table is full of busy peers.
 
-        A machine that forgets the peer meanwhile does not take away the connection that is being made.
+        The connection stays even if a machine forgets the peer meanwhile.
         """
         with self._lock:
             leaving = self._peer_table.admit(peer)
@@ -83,15 +83,15 @@ class Peers:
             self._producer.welcome(peer, consumer, time.monotonic())
 
     def plan(self, peer: Peer) -> tuple[MemoryKind, PairPlan] | None:
-        """Where a consumer worker's cache lies and what is sent to it; None where it is known no longer."""
+        """Return the memory kind and the plan of a consumer worker; None if it is no longer known."""
         return self._plans.get(peer)
 
     def spoke(self, peer: Peer) -> None:
-        """A message of a transfer has come from it: it keeps its place before those that have only said hello."""
+        """Record a message of a transfer from this peer; it is evicted after peers that have only sent Hello."""
         self._peer_table.spoke(peer)
 
     def forget(self, peer: Peer) -> None:
-        """One of the machines has. Both may know a worker, each in a role of its own."""
+        """Release what a machine that forgot the peer needed. Both machines may know a worker, each in its role."""
         if self._producer.knows(peer):
             return
         self._plans.pop(peer, None)
@@ -104,7 +104,7 @@ class Peers:
             return PeersSnapshot(frozenset(self._peer_table), frozenset(self._plans))
 
     def _push_out(self, peer: Peer) -> None:
-        """Nothing is under way with it: no machine has anything to do but to forget it."""
+        """Remove an idle peer from both machines."""
         self._producer.peer_lost(peer, time.monotonic())
         for sibling in self._consumer.forget(peer.incarnation):
             self.forget(sibling.peer)

@@ -1,10 +1,10 @@
-"""Finds out whether prefill workers that do not answer are dead: only their end lets their consumer's blocks go.
+"""Checks whether prefill workers that do not answer are dead, so that their consumer's blocks can be freed.
 
 A consumer's blocks stay allocated until each producer worker has acknowledged that it writes no more, or its process is
-known to be dead (docs/decisions/0019). Proof is the process's own end, as its kernel knows it:
+known to be dead (docs/decisions/0019). Proof is the end of the process in its kernel:
 
-    on this host    the process is gone (``processes.py``), and this worker had seen it alive at first contact
-    on another one  an engine that answers at the same address, in the same pid namespace, says that it is gone
+    on this host    the process is gone (``processes.py``), and this worker saw it alive at the handshake
+    on another one  an engine that answers at the same address, in the same pid namespace, reports that it is gone
 
 A port that refuses connections, a connection that breaks or a peer that is silent prove nothing. Without proof the
 blocks stay in quarantine until a supervisor reports the engine as ended.
@@ -27,13 +27,13 @@ from connectors.vllm_hma.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
-# Between the first proof and the second: what a dead process has left in its host's sockets arrives meanwhile.
+# Time between the first and the second proof, in which the data in a dead process's sockets arrives.
 CONFIRM_S = 2.0
 _MAX_WITNESSES = 16
 
 
 class WorkerProbe:
-    """Probes the workers that it is told to watch, in a thread that lives only while there are some."""
+    """Probes the watched workers in a thread that runs only while there are some."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class WorkerProbe:
         self._warn = RateLimitedLog(logger)
 
     def watch(self, suspects: Iterable[Suspect], witnesses: Iterable[EngineAddress]) -> None:
-        """Replace the workers to probe and the engines that may know of them. Cheap when nothing changes."""
+        """Replace the workers to probe and the engines that may know their state. Cheap if nothing changes."""
         with self._lock:
             self._watched, self._witnesses = frozenset(suspects), frozenset(witnesses)
             if self._watched and self._thread is None and not self._closed.is_set():
@@ -84,7 +84,7 @@ class WorkerProbe:
             self._closed.wait(CONFIRM_S)
 
     def _look(self, suspect: Suspect, gone_before: bool, witnesses: frozenset[EngineAddress]) -> bool:
-        """Whether the worker is gone; reported the second time. One that cannot be probed keeps no other from it."""
+        """Return whether the worker is gone; report it the second time. A failed probe affects no other worker."""
         try:
             gone = self._is_gone(suspect, witnesses)
             if gone and gone_before:

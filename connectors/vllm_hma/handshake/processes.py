@@ -1,4 +1,4 @@
-"""Whether a process of this host lives, by its identity: the proof that a worker writes no more.
+"""Liveness of a process of this host, by its identity: a dead process writes no more.
 
 Process ids mean something in one pid namespace of one running kernel only, and are reused. An identity therefore names
 the boot, the namespaces and the start time; any other host's process is UNKNOWN, never GONE.
@@ -19,7 +19,7 @@ _STATE, _STARTED_AT = 0, 19
 
 
 class Liveness(Enum):
-    """What is known of a process."""
+    """State of a process."""
 
     ALIVE = "alive"
     GONE = "gone"
@@ -27,7 +27,7 @@ class Liveness(Enum):
 
 
 def own_process() -> ProcessIdentity:
-    """Return this process's identity; one that nobody can check where ``/proc`` does not tell it."""
+    """Return this process's identity; NO_PROCESS, which cannot be checked, without ``/proc``."""
     try:
         return ProcessIdentity(_host(), os.getpid(), int(_stat(os.getpid())[_STARTED_AT]))
     except OSError:
@@ -35,7 +35,7 @@ def own_process() -> ProcessIdentity:
 
 
 def liveness(process: ProcessIdentity) -> Liveness:
-    """Return whether ``process`` lives. A stopped process does; one that waits to be reaped does not."""
+    """Return whether ``process`` is alive. A stopped process is; a zombie is not."""
     try:
         if not process.host or process.host != _host():
             return Liveness.UNKNOWN
@@ -62,7 +62,7 @@ def _liveness_of_another_user(process: ProcessIdentity) -> Liveness:
 def _liveness(process: ProcessIdentity, stat: list[str], threads: int) -> Liveness:
     if int(stat[_STARTED_AT]) != process.started_at:
         return Liveness.GONE
-    # A zombie whose other threads run has only lost its first one.
+    # A process in state Z with other threads has only lost its main thread.
     return Liveness.GONE if stat[_STATE] in "ZX" and threads <= 1 else Liveness.ALIVE
 
 

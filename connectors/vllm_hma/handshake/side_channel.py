@@ -4,16 +4,15 @@ Each connection carries one request and one response, once for a pair of engines
 secret is set, the connection is TLS that only its holders can complete (``tls.py``): agent metadata lets its reader
 write to this engine's memory.
 
-Whoever connects gets little of this engine: TALK_S in all, one of MAX_CONNECTIONS places (the newest takes the
-oldest's) and a few kilobytes read. Engines serve it in a process of its own (``metadata_process.py``), so that a
-flood does not take the scheduler's interpreter; elsewhere, one connection is accepted in PACE_S. Those who are turned
-away try again until their time is over.
+Each connection is limited to TALK_S and to a few kilobytes; of more than MAX_CONNECTIONS the oldest is closed. Engines
+serve it in its own process (``metadata_process.py``), so that a flood does not block the scheduler's interpreter;
+elsewhere, it accepts one connection per PACE_S. A rejected client retries until its deadline.
 
     question   b"tandem/5 metadata\n"
     answer     b"TDA" | version | n | n lengths | n agent metadata        numbers are uint32 but the version, a byte
-    question   b"tandem/5 process HOST PID STARTED_AT\n"         of a worker's agent metadata
+    question   b"tandem/5 process HOST PID STARTED_AT\n"         from a worker's metadata
     answer     b"TDP" | version | length | "alive", "gone" or "unknown"
-    to either  b"TDE" | version | length | text                   why there is none
+    to either  b"TDE" | version | length | text                   reason for an error
 """
 
 from __future__ import annotations
@@ -62,9 +61,9 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 
 
 class MetadataServer:
-    """Serves one engine's agent metadata until ``close``. ``port`` is the port taken.
+    """Serves one engine's agent metadata until ``close``. ``port`` is the listening port.
 
-    ``identity`` comes from the secret (``Keys.identity``); empty serves everybody.
+    ``identity`` is derived from the secret (``Keys.identity``); empty serves every client.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class MetadataServer:
 
     @property
     def alive(self) -> bool:
-        """Whether the serving thread runs."""
+        """Return whether the serving thread is running."""
         return self._thread.is_alive()
 
     def close(self) -> None:
@@ -126,7 +125,7 @@ class MetadataServer:
             try:
                 connection, address = await loop.sock_accept(self._listener)
             except Exception as error:
-                # No file descriptor is left, say: that may pass, and this thread must not end.
+                # For example, no file descriptor is left. That may pass, and this thread must continue.
                 self._warn("accept", f"side channel: a connection cannot be accepted: {error}")
                 await asyncio.sleep(_NO_DESCRIPTOR_S)
             else:
@@ -140,7 +139,7 @@ class MetadataServer:
             await asyncio.sleep(self._pace_s)
 
     async def _talk(self, connection: socket.socket, who: str) -> None:
-        """One connection, from its first byte to its end. Never raises, whatever it is sent."""
+        """Serve one connection. Never raises, whatever the peer sends."""
         streams = _Streams(connection)
         try:
             async with asyncio.timeout(TALK_S):
@@ -188,7 +187,7 @@ class MetadataServer:
 
 
 class _Streams:
-    """A connection, and once ``open`` its streams. ``abort`` ends it wherever it is."""
+    """Connection and, once ``open``, its streams. ``abort`` ends it in any state."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -212,13 +211,13 @@ class _Streams:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """On this interface and no other."""
+    """Listen on this interface only."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS, dualstack_ipv6=host == "::")
 
 
 async def _peek(loop: asyncio.AbstractEventLoop, connection: socket.socket) -> bytes:
-    """The first byte that comes, left where it is; empty where the peer has closed."""
+    """Wait for the first byte and return it without consuming it; empty if the peer has closed."""
     ready = asyncio.Event()
     loop.add_reader(connection, ready.set)
     try:
@@ -238,7 +237,7 @@ def _text_frame(kind: bytes, text: str) -> bytes:
 
 
 def _meaning(error: ssl.SSLError, who: str) -> str:
-    """What a failed TLS handshake says about the peer's secret."""
+    """Return the meaning of a failed TLS handshake: another secret, or a broken connection."""
     if isinstance(error, ssl.SSLCertVerificationError) or "ALERT" in (error.reason or ""):
         return str(PeerSecretError(f"peer {who}", "it has another secret than this engine"))
     return f"peer {who}: its TLS is broken: {error}"
@@ -281,7 +280,7 @@ def ask_liveness(host: str, port: int, process: ProcessIdentity, timeout_s: floa
 
 
 def _ask(question: bytes, host: str, port: int, timeout_s: float, identity: bytes) -> list[bytes]:
-    """Ask until there is an answer: an engine that is flooded turns connections away, and so does its kernel."""
+    """Ask until there is an answer: an overloaded engine or its kernel rejects connections."""
     where = f"the prefill engine at {host}:{port}"
     tls = tls_context(identity, server=False) if identity else None
     give_up_at = time.monotonic() + timeout_s
@@ -300,7 +299,7 @@ def _ask(question: bytes, host: str, port: int, timeout_s: float, identity: byte
                 ) from error
             if time.monotonic() + pause_s >= give_up_at:
                 raise HandshakeError(f"{where} did not answer within {timeout_s:g} s: {error}") from error
-        except ValueError as error:  # what Python makes of a host that cannot be one
+        except ValueError as error:  # Python's error for an invalid host name
             raise HandshakeError(f"{where} cannot be asked for its agent metadata: no such address: {error}") from error
         time.sleep(pause_s)
         attempt_s, pause_s = 2 * attempt_s, min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -315,7 +314,7 @@ def _tls_failure(error: ssl.SSLError, where: str) -> HandshakeError:
 
 
 class _Question:
-    """One attempt at asking. OSError and EOFError mean that it may be tried again."""
+    """One attempt. OSError and EOFError mean that it may be retried."""
 
     def __init__(self, where: str, question: bytes, give_up_at: float, tls: ssl.SSLContext | None) -> None:
         self._where = where
@@ -355,7 +354,7 @@ class _Question:
         return [self._receive(connection, length) for length in lengths]
 
     def _receive(self, connection: socket.socket, size: int) -> bytes:
-        """Exactly ``size`` bytes, which take memory only as they come."""
+        """Receive exactly ``size`` bytes. Allocates memory only for bytes received."""
         received = bytearray()
         while len(received) < size:
             connection.settimeout(self._left_s())

@@ -1,4 +1,4 @@
-"""What must be equal on two engines before the KV cache of one is used by the other: model, dtypes, adapters."""
+"""Identity of model, dtypes and adapters, which must be equal on two engines before they share KV."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def model_identity(config: VllmConfig) -> ModelIdentity:
-    """What must be equal on both engines. Reads all weights of a local model once per host (``weights.py``)."""
+    """Return the model's identity. Reads all weights of a local model once per host (``weights.py``)."""
     model = config.model_config
     digest = hashlib.blake2b(digest_size=16)
     digest.update(f"{_weights(model)}:".encode())
@@ -41,9 +41,9 @@ def model_identity(config: VllmConfig) -> ModelIdentity:
 
 
 def resolved_cache_dtype(name: str, model: ModelConfig) -> str:
-    """What ``kv_cache_dtype`` means on this engine: ``auto`` and ``bfloat16`` may be the same.
+    """Return the dtype that ``kv_cache_dtype`` selects on this engine: ``auto`` and ``bfloat16`` may be equal.
 
-    torch's dtype alone does not tell: vLLM keeps every kind of FP8 as uint8.
+    torch's dtype is not enough: vLLM stores every kind of FP8 as uint8.
     """
     if name == "auto":
         return str(model.dtype).removeprefix("torch.")
@@ -53,7 +53,7 @@ def resolved_cache_dtype(name: str, model: ModelConfig) -> str:
 
 
 def _weights(model: ModelConfig) -> str:
-    """The content of a local model, or the commit of a model of the Hugging Face Hub."""
+    """Return a digest of a local model's weights, or the commit of a model of the Hugging Face Hub."""
     path = Path(model.model)
     if path.exists():
         return digest_weights(path)
@@ -68,7 +68,7 @@ def _weights(model: ModelConfig) -> str:
 
 
 def _commit(repository: str, revision: str | None, file: str = "config.json") -> str | None:
-    """The commit that a revision stands for: as vLLM has resolved it, or as the cache of the hub's files has it."""
+    """Return the commit of a revision, as resolved by vLLM or by the hub's local cache."""
     # huggingface_hub's ResolvedRevision is a str that equals the revision that was asked for, "main" say.
     resolved = getattr(revision, "resolved", None) or revision
     if resolved and len(resolved) == 40 and all(character in "0123456789abcdef" for character in resolved):
@@ -84,15 +84,15 @@ def _commit(repository: str, revision: str | None, file: str = "config.json") ->
 class Adapters:
     """Identities of LoRA adapters by content. For one engine; not thread-safe.
 
-    An engine loads an adapter once for each id. One whose files have changed since may be loaded in either state, so it
-    gets an identity that no other engine has, and its KV is computed by each engine itself.
+    An engine loads an adapter once per id. If its files have changed since, the loaded state is unknown: the adapter
+    gets a unique identity, and each engine computes its KV itself.
     """
 
     def __init__(self) -> None:
         self._first: dict[int, tuple[str, str]] = {}
 
     def identity(self, request: LoRARequest) -> str:
-        """Equal on two engines only if they use the same adapter."""
+        """Return an identity that is equal on two engines only if they use the same adapter."""
         now = _adapter(request.lora_path)
         if now is None:
             return f"not on this host yet: {uuid.uuid4().hex}"
@@ -105,7 +105,7 @@ class Adapters:
 
 
 def _adapter(path: str) -> str | None:
-    """The content of a local adapter, or the commit of one of the hub, once it has been loaded."""
+    """Return a digest of a local adapter, or the commit of a hub adapter; None before it has been downloaded."""
     folder = Path(path)
     if folder.exists():
         settings = folder / "adapter_config.json"

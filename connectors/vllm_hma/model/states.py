@@ -1,6 +1,6 @@
-"""What lies in a state layer's page, and how vLLM splits it over tensor-parallel ranks. Part of ``translate.py``.
+"""Layout of a state layer's page, and vLLM's split of it over tensor-parallel ranks. Part of ``translate.py``.
 
-vLLM keeps one page of int8 a state, in which the tensors of ``MambaSpec.shapes`` follow each other without gaps:
+vLLM keeps one int8 page per state, in which the tensors of ``MambaSpec.shapes`` follow each other without gaps:
 
     Mamba-1            conv [channels]            recurrent (channels, state)
     Mamba-2            conv [x | B | C]           recurrent (heads, head size, state)
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import MambaSpec
 
 _GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
-"""What the configurations of Mamba-2 models call the number of groups."""
+"""Names of the number of groups in the configurations of Mamba-2 models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def state_parts(
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """Where a layer's states lie."""
+    """Address and stride of a layer's states."""
 
     layer: str
     address: int
@@ -138,7 +138,7 @@ def _channels(shape: tuple[int, ...]) -> int:
 
 
 def _total_groups(config: VllmConfig, groups: int, tp_size: int) -> int | None:
-    """Groups of the whole model; a single one is whole on every rank, which its share alone does not tell."""
+    """Return the groups of the whole model. Every rank holds a single group whole, which its shape does not show."""
     if groups > 1 or tp_size == 1:
         return groups * tp_size
     hf_config = config.model_config.hf_text_config

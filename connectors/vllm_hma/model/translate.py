@@ -1,11 +1,11 @@
-"""The only reader of vLLM's cache specs and tensors: turns them into an ``EngineLayout``, once.
+"""Translation of vLLM's cache specs and tensors into an ``EngineLayout``. No other module reads them.
 
 vLLM 0.32 views every attention layer's cache as (blocks, KV heads, states, content), content being K and V of one
 token of one head, whatever the strides behind it. CPU attention keeps that shape and packs a head's tokens in an order
 of its own: K first, then V, each in tiles of some tokens by instruction set (``cpu_tile_tokens``). State layers (Mamba
 and its kin) keep one page of int8 a state: ``states.py`` says what is in it.
 
-A new model family is a new branch here, and nowhere else. What is not known is refused, by layer and spec.
+A new model family needs a branch here only. An unknown cache is refused, by layer and spec.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ _SEPARATE = "serve this model without Tandem's connector"
 def engine_layout(
     config: VllmConfig, cache: KVCacheConfig, views: Mapping[str, torch.Tensor], tp_rank: int
 ) -> EngineLayout:
-    """This worker's cache. ``views[layer]`` is an attention layer's (blocks, KV heads, states, content) tensor.
+    """Return the layout of this worker's cache.
+
+    ``views[layer]`` is an attention layer's (blocks, KV heads, states, content) tensor.
 
     Raises UnsupportedCacheError for a layer whose bytes cannot be mapped.
     """
@@ -69,7 +71,7 @@ def engine_layout(
 
 
 def group_shapes(config: VllmConfig, cache: KVCacheConfig) -> tuple[Group, ...]:
-    """The groups without their layers: what the scheduler, which has no tensors, needs to know.
+    """Return the groups without their layers, for the scheduler, which has no tensors.
 
     Raises UnsupportedCacheError for what the connector cannot carry, before the engine accepts a request.
     """
@@ -91,7 +93,7 @@ def group_shapes(config: VllmConfig, cache: KVCacheConfig) -> tuple[Group, ...]:
 
 
 def only_states_can_lag(cache: KVCacheConfig) -> bool:
-    """Does a prefix that full attention holds lack nothing but states, where groups hold prefixes of unequal length?
+    """Return whether only states can be missing from a prefix that full attention has cached.
 
     Windows can lag too, and so can full attention of another shape, whose blocks are evicted on their own.
     """
@@ -164,7 +166,7 @@ def _attention_parts(
 
 
 def _packing(config: VllmConfig, spec: AttentionSpec) -> str:
-    """How one token's content of one head is encoded."""
+    """Return the encoding of one token's content of one head."""
     name = getattr(spec, "cache_dtype_str", None)
     resolved = resolved_cache_dtype(name, config.model_config) if name else None
     return f"{spec.dtype}/{spec.kv_quant_mode.name}/{resolved}"

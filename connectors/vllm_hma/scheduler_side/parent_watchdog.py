@@ -1,7 +1,8 @@
-"""An engine core does not outlive the process that started it.
+"""Ends an engine core when the process that started it ends.
 
-vLLM stops its engine core where the process that asked for it shuts down; where that is killed, the core would live on,
-hold its memory and answer its peers. Workers of larger engines end with the core: vLLM sees to that.
+vLLM stops its engine core when the parent process shuts down, but not when the parent is killed: the core would keep
+its memory and answer its peers. vLLM ends the workers of a larger engine with the core
+(vllm/v1/executor/multiproc_executor.py, ``death_writer``).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def end_with_parent() -> None:
-    """Kill this process when its parent has ended. Does nothing where ``multiprocessing`` has not started it."""
+    """Kill this process when its parent has ended. Does nothing if ``multiprocessing`` did not start it."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_wait_for, args=(parent.sentinel,), name="tandem-parent-watchdog", daemon=True).start()
@@ -25,5 +26,5 @@ def end_with_parent() -> None:
 
 def _wait_for(sentinel: int) -> None:
     wait([sentinel])
-    logger.critical("Tandem: the process that started this engine is gone: the engine ends, too")
+    logger.critical("Tandem: the parent process of this engine has ended; the engine core ends, too")
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,16 +1,16 @@
-"""Blocks that a request has let go of while a prefill rank may still write to them: nobody gets them.
+"""Quarantine of blocks that a prefill rank may still write to after their request has released them.
 
-vLLM counts references to blocks. A request whose transfer has been given up, and whose producer does not answer, is to
-be computed in other blocks; vLLM drops its references to the first ones. The scheduler's half takes one of its own
-before that, and drops it once no rank of this engine has a producer rank that may still write.
+vLLM counts references to blocks. A request whose transfer was cancelled, and whose producer does not answer, is
+computed in other blocks; vLLM drops its references to the first ones. The scheduler side takes its own references
+before that, and drops them when no producer rank can write to this engine's ranks any more.
 
     a rank's consumer machine    Received(quarantine) ... Freed
     QuarantineReport             of all ranks, with each step's output, not later than the rank's own Received
-    Quarantine                   the scheduler's references, from the first rank's word to the last one's
+    Quarantine                   the scheduler's references, from the first rank's report to the last one's
 
-vLLM puts a request whose load has failed in front of all others that wait, for it takes the blocks that it needs to be
-free again. One that does not fit into what quarantine leaves would stand in everybody's way, also of those that must
-run to their end before it fits: it stays among those that wait for KV, which others pass, until there is room.
+vLLM puts a request whose load has failed at the head of its queue, because it assumes that the request's blocks are
+free again. A request too large for the blocks outside quarantine would block the queue, so its ``finished_recving`` is
+delayed until it fits: vLLM skips requests that wait for KV.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ class _Hold:
 
 
 class Quarantine:
-    """References to blocks, of one engine."""
+    """Scheduler's references to blocks of one engine."""
 
     def __init__(self) -> None:
         self._manager: KVCacheManager | None = None
         self._holds: dict[Kept, _Hold] = {}
-        # Requests that would go on if there were room, and for how many blocks.
+        # Number of blocks that each delayed request needs.
         self._waiting: dict[str, int] = {}
 
     def bind(self, manager: KVCacheManager) -> None:
         self._manager = manager
 
     def __len__(self) -> int:
-        """How many transfers keep blocks here."""
+        """Return the number of transfers with blocks in quarantine."""
         return len(self._holds)
 
     def take(self, report: QuarantineReport) -> None:
-        """Before vLLM hears of this step's transfer results: until then the requests have their blocks."""
+        """Apply a report, before vLLM reads this step's transfer results: the requests still have their blocks."""
         for kept in report.begun:
             if kept not in self._holds:
                 self._holds[kept] = _Hold(self._take_references(kept.request_id))
@@ -62,9 +62,9 @@ class Quarantine:
                 self._bound.block_pool.free_blocks(hold.blocks)
 
     def go_on(self, ended: Set[str]) -> set[str]:
-        """Of the requests that need not wait for KV any more, now or since an earlier call: those with room to go on.
+        """Return the requests that no longer wait for KV, from this or an earlier call, and for which blocks are free.
 
-        Only such as have blocks in quarantine are ever held back.
+        Delays only requests with blocks in quarantine.
         """
         kept = {kept.request_id: len(hold.blocks) for kept, hold in self._holds.items()}
         self._waiting |= {request_id: kept[request_id] for request_id in ended if request_id in kept}
@@ -78,7 +78,7 @@ class Quarantine:
         return passing
 
     def left(self, request_id: str) -> None:
-        """The request has ended otherwise: it needs no room."""
+        """Record that the request has ended: it needs no blocks."""
         if request_id in self._waiting:
             self._waiting[request_id] = 0
 
@@ -88,7 +88,7 @@ class Quarantine:
         return self._manager
 
     def _take_references(self, request_id: str) -> list[KVCacheBlock]:
-        """To all of a request's blocks, those of a cached prefix included, in the order in which vLLM frees them."""
+        """Take references to a request's blocks, cached prefixes included, in the order in which vLLM frees them."""
         groups = self._bound.get_blocks(request_id).blocks
         blocks = [block for group in groups for block in reversed(group) if not block.is_null]
         for block in blocks:

@@ -1,18 +1,18 @@
-"""The scheduler's half: watches requests, and orders the workers to produce and to receive.
+"""Scheduler side of the connector: observes requests, and orders the workers to produce and to receive.
 
     producing   on_new_request -> Expect; each step -> Chunk; the end -> Finished; ``finished_sending`` frees the blocks
     consuming   on_new_request -> Queue, if others wait for the same producer; once it is ``due``, tokens are claimed in
                 ``matched_tokens``, and blocks are known in ``after_alloc`` -> Receive
 
-Both requests of a transfer come at once, and prefill may have others to compute before. The consumer takes its blocks
-when the prompt is about to start, so that a queued prompt holds none: until then ``matched_tokens`` is None and vLLM
-passes the request over. A request that no other waits before takes its blocks at once: where prefill is idle, its first
-chunk is being computed by the time an answer could be there (docs/decisions/0026).
+Both requests of a transfer arrive at once, and prefill may compute other requests first. The consumer allocates its
+blocks when the prompt is about to start, so that a queued prompt holds none: until then ``matched_tokens`` is None and
+vLLM skips the request. If no other request waits for that producer, the consumer allocates at once: an idle prefill
+engine computes the first chunk before an answer could arrive (docs/decisions/0026).
 
-A consumer claims all prompt tokens but the last, which it computes itself to get logits. vLLM would also let it claim
-that one and then step back, but by then the sliding-window groups have let go of the oldest token that it attends to,
-and a state would have taken the token in twice. So the producer drops the last token of the prompt when the request
-comes: its windows end, and its states are, where the consumer resumes.
+A consumer claims all prompt tokens but the last, which it computes itself to get logits. vLLM also lets a connector
+claim all tokens and recompute the last one (vllm/v1/core/sched/scheduler.py, ``_update_waiting_for_remote_kv``), but
+then sliding-window groups have freed the oldest token in that token's window, and a state has already consumed it. So
+the producer removes the last token from the prompt on arrival: its windows and states end where the consumer resumes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 class _Production:
     """A request that is produced here. ``sent[g]`` ids of group g's table are known to the workers.
 
-    ``starting`` once the workers know that its prompt is about to start.
+    ``starting`` is set when the workers have been told that its prompt is about to start.
     """
 
     transfer_id: str
@@ -78,13 +78,13 @@ class ProductionSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSnapshot:
-    """State of the scheduler's half at one moment; a copy.
+    """Copy of the scheduler side's state.
 
     ``productions``        requests that are produced here
     ``consumptions``       requests whose transfer has not started
-    ``queued``             those of them whose prompt has not started either
+    ``queued``             consumptions whose prompt has not started
     ``receptions``         requests whose transfer has started and not ended
-    ``has_orders``         whether the next step carries orders that came since the last one
+    ``has_orders``         whether orders for the next step are pending
     ``side_channel_port``  port of the side channel; None before ``publish``
     """
 
@@ -109,7 +109,7 @@ class SchedulerConnector:
         self._step_tokens = step_tokens
         self._orders = Orders()
         self._productions: dict[str, _Production] = {}
-        # Of prompts that are not computed whole, in the order in which they came.
+        # By request whose prompt is not fully computed, in order of arrival.
         self._tokens_left: dict[str, int] = {}
         self._consumptions: dict[str, ConsumeParams] = {}
         self._queued: set[str] = set()
@@ -124,7 +124,7 @@ class SchedulerConnector:
     # ---- start and end -----------------------------------------------------------------------------------------
 
     def publish(self, rank_metadata: dict[tuple[int, int], EncodedAgentMetadata]) -> None:
-        """All workers have registered their memory: hand out their agent metadata from now on."""
+        """Start the side channel. All workers have registered their memory."""
         workers = {tp_rank: decode_agent_metadata(meta.agent_metadata) for (_, tp_rank), meta in rank_metadata.items()}
         engine_metadata(workers)
         encoded = [rank_metadata[key].agent_metadata for key in sorted(rank_metadata)]
@@ -133,12 +133,12 @@ class SchedulerConnector:
         )
         if not self._config.keys.identity and not _loopback(self._config.side_channel_host):
             logger.warning(
-                "Tandem: no secret is set (kv_connector_extra_config: secret): whoever can connect to %s can write to "
-                "this engine's memory",
+                "Tandem: no secret is set (kv_connector_extra_config: secret): every client that can connect to %s can "
+                "write to this engine's memory",
                 self._config.side_channel_host,
             )
         logger.info(
-            "Tandem: engine %s hands out its agent metadata on %s:%d",
+            "Tandem: engine %s serves its agent metadata on %s:%d",
             self._incarnation,
             self._config.side_channel_host,
             self._server.port,
@@ -154,9 +154,9 @@ class SchedulerConnector:
         try:
             params = parse_params(request.kv_transfer_params)
         except WireError as error:
-            # The request itself is fine: it is served by this engine alone.
+            # The request itself is valid: this engine computes it alone.
             logger.warning("request %s: %s; it is computed here", request.request_id, error)
-            # vLLM looks into them too, and takes them for a dict.
+            # vLLM reads them too and expects a dict (vllm/v1/core/sched/scheduler.py).
             request.kv_transfer_params = None
             return
         if isinstance(params, DiscardParams):
@@ -168,17 +168,17 @@ class SchedulerConnector:
             else:
                 self._warn(
                     "supervisor",
-                    f"request {request.request_id[:80]!r} says that engines {params.engines[:80]!r} have ended and is "
-                    "not believed: its kv_transfer_params do not have the supervisor of kv_connector_extra_config",
+                    f"request {request.request_id[:80]!r} reports the end of engines {params.engines[:80]!r} and is "
+                    "ignored: its kv_transfer_params need the supervisor of kv_connector_extra_config",
                 )
             return
         if params is not None and request.prompt_embeds is not None:
-            # Nothing says whether two requests with embeddings have the same prompt.
+            # There is no digest of prompt embeddings with which the two requests could be compared.
             logger.warning("request %s has prompt embeddings; it is computed here", request.request_id)
             return
         if isinstance(params, ProduceParams) and not params.describe:
             if request.max_tokens != 1:
-                # Decoding here would slide the windows on, and blocks that the consumer needs would be gone.
+                # Decoding here would move the windows, and vLLM would free blocks that the consumer needs.
                 logger.warning(
                     "request %s is not produced: a prefill leg must set max_tokens=1, not %d",
                     request.request_id,
@@ -203,14 +203,14 @@ class SchedulerConnector:
                 self._orders.queues.append(Queue(request.request_id, params.transfer_id, params.producer))
 
     def _waits_for(self, incarnation: str) -> bool:
-        """Whether a request waits for KV of this producer, with its blocks or without."""
+        """Return whether a request waits for KV from this producer, with its blocks or without."""
         waiting = any(params.producer.incarnation == incarnation for params in self._consumptions.values())
         return waiting or incarnation in self._taken.values()
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
-        """How many tokens beyond ``computed_tokens`` come from elsewhere; None while the request is queued.
+        """Return the number of tokens beyond ``computed_tokens`` to receive; None while the request is queued.
 
-        No side effects: it may be asked often.
+        No side effects: vLLM may call it repeatedly.
         """
         if request.request_id not in self._consumptions:
             return 0
@@ -218,10 +218,10 @@ class SchedulerConnector:
         return None if tokens and request.request_id in self._queued else tokens
 
     def due(self, reported: Iterable[Due]) -> None:
-        """Queued requests need not wait longer: their prompts are about to start, or never will for them."""
+        """Release queued requests whose prompts are about to start, or whose KV will not come."""
         for due in reported:
             params = self._consumptions.get(due.request_id)
-            # A request's id may come again.
+            # Another request may reuse an id.
             if params is None or params.transfer_id != due.transfer_id or due.request_id not in self._queued:
                 continue
             self._queued.discard(due.request_id)
@@ -230,7 +230,7 @@ class SchedulerConnector:
                 self._stats.count("requests", "recomputed")
 
     def after_alloc(self, request: Request, tables: tuple[list[int], ...], external_tokens: int) -> None:
-        """The request's blocks are allocated; its transfer, if any, starts now and is never started again."""
+        """Start the request's transfer, if any, once: its blocks are allocated. vLLM may call this twice."""
         params = self._consumptions.pop(request.request_id, None)
         if params is None:
             return
@@ -253,7 +253,7 @@ class SchedulerConnector:
         )
 
     def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        """The request has ended. True keeps its blocks until ``finished_sending``."""
+        """Handle the end of a request. True keeps its blocks until ``finished_sending``."""
         request_id = request.request_id
         self.quarantine.left(request_id)
         self._tokens_left.pop(request_id, None)
@@ -283,15 +283,15 @@ class SchedulerConnector:
         }
 
     def sending_finished(self, request_ids: set[str]) -> None:
-        """All workers are done with these productions: the scheduler frees their blocks now."""
+        """Handle productions that all workers have finished: vLLM frees their blocks now."""
         for request_id in request_ids:
             if self._productions.pop(request_id, None) is not None:
                 self._stats.count("requests", "sent")
 
     def receiving_finished(self, request_ids: set[str], failed: set[str]) -> set[str]:
-        """All workers are done with these receptions, ``failed`` of them without their KV. Which requests may go on.
+        """Handle receptions that all workers have finished, ``failed`` without KV. Return the requests to resume.
 
-        Those may that no producer writes for any more, and others, now or later, once there is room for them.
+        A request with blocks in quarantine resumes, in this or a later call, when enough blocks are free.
         """
         for request_id in request_ids & self._taken.keys():
             self._stats.count("requests", "recomputed" if request_id in failed else "received")
@@ -299,7 +299,7 @@ class SchedulerConnector:
         return self.quarantine.go_on(request_ids)
 
     def stats(self) -> TandemStats | None:
-        """What has been counted since the last call."""
+        """Return the counts since the last call; None if there are none."""
         if self._stats.is_empty():
             return None
         taken, self._stats = self._stats, TandemStats()
@@ -322,7 +322,7 @@ class SchedulerConnector:
     # ---- each step ---------------------------------------------------------------------------------------------
 
     def orders(self, output: SchedulerOutput) -> Orders:
-        """What the workers are to do in this step."""
+        """Return the workers' orders for this step."""
         orders, self._orders = self._orders, Orders()
         for request_id in output.preempted_req_ids or ():
             production = self._productions.get(request_id)
@@ -393,7 +393,7 @@ def _loopback(host: str) -> bool:
 
 
 def _digest(request: Request, adapters: Adapters) -> str:
-    """What both requests of a transfer must agree on before one's KV is used for the other."""
+    """Return the digest that must be equal on both requests of a transfer."""
     others = [f"{f.identifier}@{f.mm_position.offset}+{f.mm_position.length}" for f in request.mm_features]
     if request.lora_request is not None:
         others.append(f"adapter {adapters.identity(request.lora_request)}")

@@ -1,4 +1,4 @@
-"""How vLLM's CPU attention packs a block: by the instruction set that it selects.
+"""Packing of a block by vLLM's CPU attention, by instruction set.
 
 vLLM selects the instruction set in a private function and exports no description of the packing. Sources:
 https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/attention/backends/cpu_attn.py
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Stripes:
-    """How CPU attention packs K or V of one head: (head size / dims) stripes, cut between ``tokens`` tokens.
+    """Packing of K or V of one head: (head size / dims) stripes, which can be cut every ``tokens`` tokens.
 
     ``dims`` None is the whole head, one stripe; ``tokens`` None a packing that cannot be cut.
     """

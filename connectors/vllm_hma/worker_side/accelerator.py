@@ -1,4 +1,4 @@
-"""The current accelerator of a thread. A new thread has none, whatever the thread that started it has set."""
+"""Current accelerator of a thread. A new thread has none; it does not inherit that of its parent."""
 
 from __future__ import annotations
 

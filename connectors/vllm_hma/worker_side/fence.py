@@ -1,7 +1,7 @@
-"""When has the device really computed what a step has submitted?
+"""Fence between a step's computation and its readers.
 
-On an accelerator the forward pass returns before its kernels have run. A chunk may be read only after an event that
-was recorded behind them has passed. On the CPU the forward has run when it returns.
+On an accelerator the forward pass returns before its kernels have run. A chunk may be read only after an event
+recorded behind them has completed. On the CPU the forward has completed when it returns.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import torch
 
 
 class StepFence:
-    """``mark`` after a forward, ``passed`` when its results may be read by others."""
+    """``mark`` after a forward; its results may be read once ``passed``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     @property
     def device(self) -> torch.device:
-        """Where the KV cache lies."""
+        """Return the device of the KV cache."""
         return self._device
 
     def mark(self) -> torch.Event | None:

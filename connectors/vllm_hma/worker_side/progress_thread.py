@@ -1,4 +1,4 @@
-"""The background thread that keeps transfers moving while the engine computes or idles."""
+"""Background thread that advances transfers while the engine computes or idles."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _JOIN_S = 5.0
 
 
 class ProgressThread:
-    """Calls ``turn`` again and again, with a rest of as many seconds as it returned, or until ``wake``.
+    """Calls ``progress`` in a loop, and waits between calls for the seconds that it returned, or until ``wake``.
 
-    ``turn`` must not raise: its thread has all deadlines and answers. The thread calls ``on_start`` first.
+    ``progress`` must not raise: its thread checks all deadlines and answers peers. The thread calls ``on_start`` first.
     """
 
     def __init__(self, progress: Callable[[], float], first_rest_s: float, on_start: Callable[[], None]) -> None:
@@ -23,7 +23,7 @@ class ProgressThread:
         self._thread = threading.Thread(target=self._run, name="tandem-progress", daemon=True)
 
     def start(self) -> None:
-        """Once, when all that ``turn`` needs is there."""
+        """Start the thread, once, when ``progress`` can be called."""
         self._thread.start()
 
     @property
@@ -35,11 +35,11 @@ class ProgressThread:
         return self._closed.is_set()
 
     def wake(self) -> None:
-        """Take the next turn now."""
+        """Make the next call now."""
         self._awake.set()
 
     def close(self) -> None:
-        """Take no further turn; wait for the one under way, but not for ever."""
+        """Stop. Wait at most _JOIN_S for the call in progress."""
         self._closed.set()
         self._awake.set()
         self._thread.join(timeout=_JOIN_S)

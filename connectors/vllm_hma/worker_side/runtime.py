@@ -1,14 +1,13 @@
-"""A registered rank at work: carries out the state machines' actions on one rank's memory.
+"""Runtime of one registered rank: carries out the state machines' actions on its memory.
 
 vLLM's hooks and the progress thread drive the same machines under one lock. The hooks see each step as soon as it has
 run; the progress thread answers peers, polls writes and checks deadlines while the engine computes or idles.
 
-    before_forward   requests that come, end without holding their blocks, or are preempted: blocks change hands
-    layer_computed   a layer of a prompt's last chunk, where that chunk leaves layer by layer
+    before_forward   requests that arrive, end without holding their blocks, or are preempted
+    layer_computed   a layer of a prompt's last chunk, if that chunk is sent layer by layer
     after_forward    the chunks that the step has computed, and the rest of its orders
     results          what the scheduler may free, and what has arrived
-    report           queued requests that may take their blocks; blocks that nobody may have although their requests
-                     wait no longer
+    report           queued requests that may allocate their blocks; changes of the quarantine
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ from connectors.vllm_hma.worker_side.writes import Writes
 
 logger = logging.getLogger(__name__)
 
-# The progress thread's rests. NIXL moves bytes and messages only when it is called, on both sides.
+# Pauses of the progress thread. NIXL moves bytes and messages only when it is called, on both sides.
 _BUSY_S = 0.0005
 _OPEN_S = 0.001
 _IDLE_S = 0.01
@@ -78,7 +77,7 @@ _WARN_EVERY_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Exposure:
-    """A prompt's last chunk that has ended at ``since`` while these writes were under way."""
+    """A prompt's last chunk that ended at ``since`` while these writes were in progress."""
 
     since: float
     by_layers: bool
@@ -88,9 +87,9 @@ class Exposure:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeSnapshot:
-    """State of a worker's runtime at one moment; a copy.
+    """Copy of a worker runtime's state.
 
-    ``probed``  workers whose end is being established
+    ``probed``  workers whose liveness is being checked
     ``alive``   whether the progress thread runs
     """
 
@@ -103,7 +102,7 @@ class RuntimeSnapshot:
 
 
 class WorkerRuntime:
-    """A registered rank: the two machines, the transport, and what connects them.
+    """Two state machines, a transport, and the code that connects them, for one rank.
 
     ``views`` are the tensors of the KV cache; host memory needs none.
     """
@@ -124,7 +123,7 @@ class WorkerRuntime:
         self._transport = transport
         self._message_sender = MessageSender(self._me, transport, config.keys.messages)
         self._steps = Steps(agent_metadata.layout.groups, fence)
-        # What the events of an accelerator say of the cost has not been measured: it must be asked for there.
+        # AUTO is not validated on accelerators, so there it means CHUNK; LAYER must be configured.
         unmeasured = config.streaming is Streaming.AUTO and agent_metadata.layout.memory_kind.memory != "DRAM"
         self._governor = Governor(Streaming.CHUNK if unmeasured else config.streaming)
         self._by_layers = False
@@ -166,7 +165,7 @@ class WorkerRuntime:
             set_device,
         )
         self._probe = WorkerProbe(config.limits.cancel_s, config.keys.identity, self._worker_lost, set_device)
-        # Comparing digests takes a while, and neither the engine's steps nor its answers to peers should wait for it.
+        # Comparing digests is slow; neither the engine's steps nor its answers to peers should wait for it.
         self._verifier = ThreadPoolExecutor(1, "tandem-verify", set_device)
         self._progress_thread = ProgressThread(self._progress, _IDLE_S, set_device)
         self._progress_thread.start()
@@ -174,10 +173,10 @@ class WorkerRuntime:
     # ---- vLLM's hooks ------------------------------------------------------------------------------------------
 
     def before_forward(self, orders: Orders) -> None:
-        """What must be known before this step overwrites blocks that have changed hands.
+        """Apply the orders that must precede this step, which may overwrite reallocated blocks.
 
-        Requests that ended without holding their blocks deliver nothing from here on. Writes that read blocks of a
-        preempted request get fence_s from their start to end; those that do not are given up with their delivery.
+        Requests that ended without holding their blocks deliver nothing more. Writes that read blocks of a preempted
+        request get fence_s from their start; the delivery of a write that has not ended by then fails.
         """
         with self._lock:
             for expect in orders.expects:
@@ -196,12 +195,12 @@ class WorkerRuntime:
                 if not finished.held:
                     self._steps.drop(finished.request_id)
                     self._finish(finished)
-            # One rank asks for all: a prompt starts on every rank of the prefill engine in the same step.
+            # Only rank 0 asks: a prompt starts on every rank of the prefill engine in the same step.
             for queue in orders.queues if self.agent_metadata.rank == 0 else ():
                 now = time.monotonic()
                 self._perform(self._consumer.queue(queue.request_id, queue.transfer_id, queue.producer, now))
         if orders.expects or orders.queues:
-            # An idle progress thread rests for longer than it takes a peer to answer.
+            # The pause of an idle progress thread is longer than a peer's answer takes.
             self._progress_thread.wake()
         if orders.preempted:
             self._fence_preempted(orders.preempted)
@@ -213,13 +212,13 @@ class WorkerRuntime:
                 self._steps.begin(last)
 
     def _fence_preempted(self, request_ids: list[str]) -> None:
-        """Wait for writes in host memory that may end well; the lock is free meanwhile, and nothing new is posted."""
+        """Wait for writes that read host memory. The lock is released between polls, and no new write is posted."""
         with self._lock:
             for request_id in request_ids:
                 self._steps.drop(request_id)
                 self._perform(self._producer.preempted(request_id, time.monotonic()))
-        # vLLM's runner for accelerators has queued what overwrites these blocks before it calls us: there, a write in
-        # flight is given up even if it ends well.
+        # On an accelerator, vLLM's runner has queued the kernels that overwrite these blocks before this call: the
+        # delivery of a write in flight then fails in any case.
         if self.agent_metadata.layout.memory_kind.memory == "DRAM":
             while self._poll_fresh_writes(request_ids):
                 time.sleep(_BUSY_S)
@@ -228,7 +227,7 @@ class WorkerRuntime:
                 self._perform(self._producer.fenced(request_id, time.monotonic()))
 
     def _poll_fresh_writes(self, request_ids: list[str]) -> bool:
-        """Whether a write of these requests is under way that was posted less than fence_s ago."""
+        """Return whether a write of these requests, posted less than fence_s ago, is in progress."""
         with self._lock:
             now = time.monotonic()
             self._perform(self._writes.poll(now))
@@ -239,7 +238,7 @@ class WorkerRuntime:
         self._perform(self._producer.finished(finished.request_id, finished.held, finished.reason, time.monotonic()))
 
     def layer_computed(self, layer: str) -> None:
-        """Called amid the forward: no lock is taken, and the progress thread's thread does the rest."""
+        """Record a computed layer. Called during the forward: takes no lock; the progress thread sends the layer."""
         if self._by_layers:
             started_at = time.monotonic()
             if self._steps.layer(layer):
@@ -247,7 +246,7 @@ class WorkerRuntime:
             self._engine_s += time.monotonic() - started_at
 
     def after_forward(self, orders: Orders) -> None:
-        """Stream what the step has computed, and take the rest of its orders."""
+        """Stream the step's chunks, and apply the rest of its orders."""
         now = time.monotonic()
         with self._lock:
             self._producer.stepped(now)
@@ -273,7 +272,7 @@ class WorkerRuntime:
                     self._finish(finished)
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
-        """(sent, received, failed) request ids since the last call; failed ones are among the received."""
+        """Return (sent, received, failed) request ids since the last call; received includes failed."""
         with self._lock:
             self._try_round(time.monotonic())
             sent, received = self._sent, self._received
@@ -281,7 +280,7 @@ class WorkerRuntime:
         return sent, set(received), {request_id for request_id, failure in received.items() if failure is not None}
 
     def report(self) -> WorkerReport | None:
-        """What has changed since the last call. Asked after ``results``, it has all that those requests have begun."""
+        """Return the changes since the last call. Called after ``results``, so it includes their quarantines."""
         with self._lock:
             report = WorkerReport(self._quarantine, self._due)
             self._quarantine, self._due = QuarantineReport(), []
@@ -289,12 +288,12 @@ class WorkerRuntime:
         return report or None
 
     def stats(self) -> TandemStats | None:
-        """What has been counted since the last call."""
+        """Return the counts since the last call."""
         with self._lock:
             return self._tally.take(self.census())
 
     def census(self) -> dict[str, int]:
-        """What is under way: producing and consuming transfers by stage, writes, blocks in quarantine."""
+        """Return counts of transfers by stage, writes, and quarantines."""
         with self._lock:
             return self._producer.census() | self._consumer.census()
 
@@ -324,22 +323,22 @@ class WorkerRuntime:
     # ---- the progress thread -----------------------------------------------------------------------------------
 
     def _progress(self) -> float:
-        """One of the progress thread's; the seconds until its next one."""
+        """Run one round. Return the seconds until the next one."""
         with self._lock:
             if not self._progress_thread.closed:
                 self._try_round(time.monotonic())
             return self._pause_s()
 
     def _pause_s(self) -> float:
-        """How long the progress thread may rest: the engine's own steps progress thread too."""
+        """Return the pause of the progress thread in seconds; the engine's steps advance transfers, too."""
         if self._writes.under_way() or self._steps:
             return _BUSY_S
         busy = self._handshaker.busy or self._producer.busy or self._consumer.busy
         return _OPEN_S if busy else _IDLE_S
 
     def _try_round(self, now: float) -> None:
-        """Messages, computed chunks, writes, deadlines. Never raises: vLLM's hooks would end the engine, the thread all
-        deadlines and answers. A part that fails, be it in every round, must not cost the others theirs.
+        """Handle messages, computed chunks, writes and deadlines. Never raises: an exception would end the engine in a
+        hook of vLLM, or the progress thread. A part that fails does not prevent the others.
         """
         for part in (
             self._hear,
@@ -356,15 +355,15 @@ class WorkerRuntime:
                 name = part.__name__.removeprefix("_")
                 if now - self._warned_at.get(name, float("-inf")) >= _WARN_EVERY_S:
                     self._warned_at[name] = now
-                    logger.exception("Tandem: %s of the progress thread's round failed; the round goes on", name)
+                    logger.exception("Tandem: %s failed in a round of the progress thread; the round continues", name)
 
     def _hear(self, now: float) -> None:
         for sender, frame in self._transport.notifications():
-            # One frame that we cannot bear must not cost those that came with it.
+            # A frame that cannot be handled must not prevent the others.
             try:
                 self.frame_received(sender, frame, now)
             except Exception:
-                self._warn("broken", f"a frame from {sender[:80]!r} broke its reader:\n{traceback.format_exc()}")
+                self._warn("broken", f"cannot handle a frame from {sender[:80]!r}:\n{traceback.format_exc()}")
 
     def _take_computed(self, now: float) -> None:
         for entry in self._steps.passed():
@@ -395,13 +394,13 @@ class WorkerRuntime:
                     self._trace.event("chunk", request=chunk.request_id, tokens=chunk.computed_tokens)
                     new_ids = [()] * len(chunk.new_ids) if chunk.request_id in begun else chunk.new_ids
                     self._perform(self._producer.progress(chunk.request_id, new_ids, chunk.computed_tokens, now))
-                # A step that nothing was sent of says nothing about the way of sending.
+                # Only a step that has posted a write measures the mode of sending.
                 sent = self._writes.posted > self._posted_before and any(chunk.last for chunk in chunks)
                 if sent and self._exposed is None:
                     self._exposed = Exposure(now, bool(begun), self._engine_s, self._writes.under_way())
 
     def _measure(self, now: float) -> None:
-        """What the way of sending the last step has cost, once its writes have ended."""
+        """Report the cost of sending the last step to the governor, once its writes have ended."""
         exposed = self._exposed
         if exposed is not None and not exposed.writes & self._writes.under_way():
             self._exposed = None
@@ -419,10 +418,10 @@ class WorkerRuntime:
         try:
             envelope = decode(frame, self._key)
         except WireError as error:
-            self._warn("frame", f"a frame from {sender[:80]!r} is dropped: {error}")
+            self._warn("frame", f"dropped a frame from {sender[:80]!r}: {error}")
             return
         if sender != agent_name(envelope.sender) or envelope.receiver != self._me:
-            self._warn("foreign", f"a frame from {sender[:80]!r} is dropped: it is not what it says, or not for us")
+            self._warn("foreign", f"dropped a frame from {sender[:80]!r}: its sender or its receiver does not match")
             return
         match envelope.message:
             case Hello() as hello:
@@ -431,7 +430,7 @@ class WorkerRuntime:
                 self._handshaker.answer_received(envelope.sender, answer)
             case AwaitStart() | Offer() | Cancel() as message:
                 if not self._producer.knows(envelope.sender):
-                    self._warn("stranger", f"{message.kind} of {sender[:80]!r} is dropped: it has not said hello")
+                    self._warn("stranger", f"dropped {message.kind} of {sender[:80]!r}: it has not sent Hello")
                     return
                 self._peers.spoke(envelope.sender)
                 self._trace.event(message.kind, transfer=message.transfer_id, consumer=envelope.sender.rank)
@@ -443,7 +442,7 @@ class WorkerRuntime:
     # ---- actions -----------------------------------------------------------------------------------------------
 
     def _perform(self, actions: Iterable[ProducerAction | ConsumerAction]) -> None:
-        """One action that cannot be carried out must not cost those that come after it."""
+        """Carry out actions. One that fails does not prevent those after it."""
         todo = deque(actions)
         while todo:
             action = todo.popleft()
@@ -453,7 +452,7 @@ class WorkerRuntime:
                 self._warn("action", f"{type(action).__name__} cannot be carried out:\n{traceback.format_exc()}")
 
     def _carry_out(self, action: ProducerAction | ConsumerAction) -> Sequence[ProducerAction | ConsumerAction]:
-        """What the machines make of it."""
+        """Carry out one action. Return the actions that follow from it."""
         match action:
             case Send(peer, message):
                 return self._send(peer, message)
@@ -474,7 +473,7 @@ class WorkerRuntime:
                     logger.warning("Tandem: the KV of request %s is computed here: %s", request_id, failure)
                 self._trace.event("due", request=request_id, transfer=transfer_id, failure=failure)
             case Verify() as verify:
-                # A pool that is shut down refuses work: this worker is being closed.
+                # submit() raises RuntimeError while this worker is being closed.
                 with contextlib.suppress(RuntimeError):
                     self._verifier.submit(self._verify, verify)
             case Received(request_id, failure, quarantine):
@@ -536,7 +535,7 @@ class WorkerRuntime:
             self._perform(self._consumer.connect_failed(incarnation, reason, time.monotonic()))
 
     def _verify(self, verify: Verify) -> None:
-        """The blocks are nobody else's until the machine has heard the result, which it always does."""
+        """Verify a digest and always report the result: the machine keeps the blocks until then."""
         started_at = time.monotonic()
         try:
             problem = verify.problem()

@@ -1,8 +1,8 @@
-"""What engine steps have computed, in order, and when it may be read by others.
+"""Queue of the engine steps' results, in order, each readable once the device has computed it.
 
-The engine's thread says what a step begins, which layers it has run, and when it has ended. On an accelerator all of
-that is ahead of the device, so every entry carries an event of the ``StepFence`` and comes out only once the event has
-passed. Entries go in without a lock (one thread appends), so that a forward never waits for a peer.
+The engine's thread appends what a step begins, which layers it has run, and its end. On an accelerator the thread is
+ahead of the device, so every entry carries an event of the ``StepFence`` and is returned once the event has passed. One
+thread appends without a lock, so that a forward never waits for a peer.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Entry = Begun | LayersComputed | Ended
 
 
 class Steps:
-    """The entries of the steps that are under way on the device."""
+    """Entries of the steps in progress on the device."""
 
     def __init__(self, groups: Sequence[Group], fence: StepFence) -> None:
         self._fence = fence
@@ -67,14 +67,14 @@ class Steps:
         return bool(self._entries)
 
     def begin(self, chunks: Sequence[Chunk]) -> None:
-        """The step that comes computes these chunks, and will say which of its layers have been run."""
+        """Begin a step that computes these chunks and reports its layers."""
         self._begun = tuple(chunk.request_id for chunk in chunks)
         self._run, self._stop = {}, {}
         if chunks:
             self._entries.append((None, Begun(tuple(chunks))))
 
     def layer(self, name: str) -> bool:
-        """A layer has been run. True if that completes more layers, from the first on, of a chunk that was begun."""
+        """Record a layer. Return whether that extends the contiguous layers, from the first, of a begun chunk."""
         position = self._positions.get(name)
         if not self._begun or position is None:
             return False
@@ -91,13 +91,13 @@ class Steps:
         return True
 
     def end(self, chunks: Sequence[Chunk]) -> None:
-        """The step has been submitted whole."""
+        """Record the end of a step."""
         if chunks:
             self._entries.append((self._fence.mark(), Ended(tuple(chunks), frozenset(self._begun))))
         self._begun = ()
 
     def drop(self, request_id: str) -> None:
-        """The request has lost its blocks: what steps have computed of it is void."""
+        """Remove a request that has lost its blocks from all entries."""
         kept: deque[tuple[torch.Event | None, Entry]] = deque()
         for event, entry in self._entries:
             match entry:
@@ -109,6 +109,6 @@ class Steps:
         self._entries = kept
 
     def passed(self) -> Iterator[Entry]:
-        """Take out what the device has done."""
+        """Remove and return the entries that the device has completed."""
         while self._entries and self._fence.passed(self._entries[0][0]):
             yield self._entries.popleft()[1]

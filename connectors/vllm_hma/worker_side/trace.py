@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class Trace:
-    """Appends to a file; every line names the engine and rank that wrote it."""
+    """Trace file of one rank; every line contains its engine and rank."""
 
     def __init__(self, path: str, incarnation: str, rank: int) -> None:
         self._who = {"engine": incarnation, "rank": rank}
@@ -30,13 +30,13 @@ class Trace:
         try:
             self._stream.write(json.dumps(record) + "\n")
         except OSError as error:
-            logger.warning("Tandem: the trace of transfers ends here: %s", error)
+            logger.warning("Tandem: stopped writing trace_path: %s", error)
             self.close()
 
     def close(self) -> None:
         stream, self._stream = self._stream, None
         if stream is not None:
-            # What could not be written before cannot be now.
+            # Closing flushes the line that could not be written, and fails again.
             with contextlib.suppress(OSError):
                 stream.close()
 

@@ -1,4 +1,4 @@
-"""The workers' half as vLLM holds it: made before the cache is allocated, ready once the cache is registered."""
+"""Worker side of the connector: created before the cache is allocated, ready when the cache is registered."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class WorkerConnector:
     ) -> None:
         group_shapes(vllm_config, cache)
         if vllm_config.parallel_config.use_ubatching:
-            # A layer is then called once for each part of the batch, and has not run for all at the first call.
+            # With ubatching vLLM calls each layer once per part of the batch; one call does not complete the layer.
             config = replace(config, streaming=Streaming.CHUNK)
         self._config = config
         self._incarnation = incarnation
@@ -49,7 +49,7 @@ class WorkerConnector:
         self._runtime: WorkerRuntime | None = None
 
     def register(self, views: Mapping[str, torch.Tensor]) -> None:
-        """The cache is allocated: describe it, register it, and start talking to peers."""
+        """Describe and register the allocated cache, and start the runtime."""
         rank = get_tensor_model_parallel_rank()
         layout = engine_layout(self._vllm_config, self._cache, views, rank)
         name = agent_name(Peer(self._incarnation, rank))

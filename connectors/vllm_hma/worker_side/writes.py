@@ -1,4 +1,4 @@
-"""The writes of one rank, from the machine's ``Write`` to its end: every one that is begun ends, done or failed."""
+"""Writes of one rank, from the machine's ``Write`` to its end, done or failed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """A write under way ``since`` then, to a worker of ``engine``."""
+    """Write in progress to a worker of ``engine``, posted at ``since``."""
 
     handle: WriteHandle
     engine: str
@@ -36,7 +36,7 @@ class Posted:
 
 
 class Writes:
-    """Not thread-safe; its owner serialises calls. Those that return actions have told the machine of writes' ends."""
+    """Not thread-safe; its owner serialises calls. Methods that return actions have reported ended writes."""
 
     def __init__(
         self,
@@ -60,23 +60,23 @@ class Writes:
         self.posted = 0
 
     def under_way(self) -> frozenset[int]:
-        """Ids of the writes that have not ended."""
+        """Return the ids of the writes that have not ended."""
         return frozenset(self._handles)
 
     def is_newer(self, write_id: int, than: float) -> bool:
-        """Whether a write is under way that was posted after ``than``."""
+        """Return whether this write is in progress and was posted after ``than``."""
         posted = self._handles.get(write_id)
         return posted is not None and posted.since > than
 
     def begin(self, write: Write) -> list[ProducerAction]:
-        """Post a write. Whatever goes wrong in the transport, but for TransportError, may have posted a part of it."""
+        """Post a write. Any error of the transport other than TransportError may have posted a part of it."""
         try:
             memory_kind, plan = self._target(write)
             runs = build_runs(plan, write.moves)
             if not len(runs):
                 self._producer.write_posted(write.write_id, 0)
                 return self._producer.write_done(write.write_id, time.monotonic())
-            # A connection that is known to be broken takes messages no more than writes, and posts nothing.
+            # Detect a broken connection with a message: it posts nothing, whereas a failed write may have.
             self._message_sender.check(write.peer, Alive(write.transfer_id))
         except Exception as error:
             return self._refused(write.write_id, error)
@@ -96,9 +96,9 @@ class Writes:
         return []
 
     def poll(self, now: float) -> list[ProducerAction]:
-        """Which writes have ended?
+        """Return the actions for the writes that have ended.
 
-        A transport that raises anything else than TransportError is broken: it will say no more of the write than that.
+        An exception ends the write as failed: the transport will not report it again.
         """
         actions: list[ProducerAction] = []
         for write_id, posted in list(self._handles.items()):
@@ -125,18 +125,18 @@ class Writes:
         try:
             return self._transport.write(peer, runs, self._source, target)
         except FailedWriteError:
-            # A second write of the same bytes could be done before the first one's have arrived.
+            # A second write could complete before the bytes of the first one have arrived.
             raise
         except TransportError as error:
             self._message_sender.reconnect(peer, error)
             return self._transport.write(peer, runs, self._source, target)
 
     def _refused(self, write_id: int, error: Exception) -> list[ProducerAction]:
-        """Nothing was posted."""
+        """Report a write of which nothing was posted."""
         return self._producer.write_refused(write_id, self._reason(error), time.monotonic())
 
     def _failed(self, write_id: int, error: Exception) -> list[ProducerAction]:
-        """Parts of the write may still arrive."""
+        """Report a failed write of which parts may still arrive."""
         return self._producer.write_failed(write_id, self._reason(error), time.monotonic())
 
     def _reason(self, error: Exception) -> str:
@@ -148,14 +148,14 @@ class Writes:
         return str(error) or repr(error)
 
     def _add_to_digest(self, write: Write) -> None:
-        """Now, while these are the request's bytes, whatever becomes of the blocks before the write has read them."""
+        """Add the bytes now: the request's blocks may be overwritten before the write has read them."""
         if write.digest is None:
             return
         try:
             for move in write.moves:
                 write.digest.add(move.group, move.src_ids, move.src_parts, move.layers)
         except Exception:
-            # The write is under way. What the digest lacks now makes the consumer compute the prompt itself.
+            # The write is in progress. The incomplete digest makes the consumer compute the prompt itself.
             self._warn("digest", f"what a write sends cannot be digested:\n{traceback.format_exc()}")
 
     def _count(self, write: Write, plan: PairPlan, runs: int) -> None:
