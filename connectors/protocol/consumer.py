@@ -292,7 +292,7 @@ class Consumer:
         waited_for = (address.incarnation for address in self._producers())
         return {*self._engines.partners, *self._engines.releases, *waited_for}
 
-    def census(self) -> dict[str, int]:
+    def counts(self) -> dict[str, int]:
         """Queued requests, and receptions by stage."""
         counts = {"queued": len(self._queue.requests)} | {stage.value: 0 for stage in ReceptionStage}
         for reception in self._all():

@@ -396,7 +396,7 @@ class Producer(Production):
             self._overtaken.pop(peer, None)
         return [Forget(peer) for peer in forgotten]
 
-    def census(self) -> dict[str, int]:
+    def counts(self) -> dict[str, int]:
         """Return counts of transfers by stage, writes in flight, remembered ids, and hanging writes."""
         counts = {stage.name.lower(): 0 for stage in Stage}
         for transfer in self._transfers.values():

@@ -145,7 +145,7 @@ class RequestQueue:
 
 
 class ReceptionStage(Enum):
-    """Its value is its name in the census."""
+    """Its value is its name in the counts."""
 
     CONNECTING = "connecting"
     OFFERED = "offered"

@@ -70,7 +70,7 @@ HANGING = (
 )
 _BY_PEER = ("pair_bytes", "pair_seconds")
 _STAGES = ("early", "live", "held", "queued", "connecting", "offered", "ending")
-_CENSUS = {*_STAGES, "quarantined", "hanging"}
+_COUNTED = {*_STAGES, "quarantined", "hanging"}
 
 PEERS_KEPT = 64
 """Peers per engine that have series of their own. Every start of a decode engine is a new peer."""
@@ -84,7 +84,7 @@ class TandemStats(KVConnectorStats):
     """Counts since the last report, in ``data``:
 
     ``counts``     ``{counter: {label: number}}``
-    ``ranks``      ``{rank: census}``
+    ``ranks``      ``{rank: counts}``
     ``arrivals``   ``{request id: [asked_at, ended_at, failed]}``: when KV was asked for, and when the last of the ranks
                    had it or knew that it will not come, in ``time.monotonic()`` of the engine's host
     """
@@ -134,7 +134,7 @@ class RankTally:
     def __init__(self, rank: int) -> None:
         self._rank = str(rank)
         self._stats = TandemStats()
-        self._census: Mapping[str, int] = {}
+        self._counts: Mapping[str, int] = {}
         self._asked_at: dict[str, float] = {}
 
     def sent_bytes(self, group: int, number: int) -> None:
@@ -156,11 +156,11 @@ class RankTally:
     def ended(self, request_id: str, now: float, failed: bool) -> None:
         self._stats.arrived(request_id, self._asked_at.pop(request_id, now), now, failed)
 
-    def take(self, census: Mapping[str, int]) -> TandemStats | None:
-        """Return the changes since the last call, including ``census``; None if there are none."""
-        now = {key: number for key, number in census.items() if key in _CENSUS}
-        if now != self._census:
-            self._census = self._stats.data["ranks"][self._rank] = now
+    def take(self, counts: Mapping[str, int]) -> TandemStats | None:
+        """Return the changes since the last call, including ``counts``; None if there are none."""
+        now = {key: number for key, number in counts.items() if key in _COUNTED}
+        if now != self._counts:
+            self._counts = self._stats.data["ranks"][self._rank] = now
         if self._stats.is_empty():
             return None
         taken, self._stats = self._stats, TandemStats()
@@ -206,8 +206,8 @@ class TandemPromMetrics(KVConnectorPromMetrics):
         ranks = self._ranks.setdefault(engine_idx, {})
         ranks |= transfer_stats_data["ranks"]
         largest: Counter[str] = Counter()
-        for census in ranks.values():
-            largest |= Counter(census)
+        for counts in ranks.values():
+            largest |= Counter(counts)
         for stage in _STAGES:
             self._transfers.labels(*values, stage).set(largest[stage])
         for key, held_up in self._held_up.items():

@@ -62,4 +62,4 @@ def cancels(*peers: Peer) -> list[Send]:
 
 
 def empty(consumer: Consumer) -> bool:
-    return not any(consumer.census().values()) and not consumer.suspects()
+    return not any(consumer.counts().values()) and not consumer.suspects()

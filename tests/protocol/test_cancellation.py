@@ -54,7 +54,7 @@ def ending() -> Consumer:
 def quarantined() -> Consumer:
     consumer = ending()
     consumer.tick(4.0)
-    assert consumer.census()["quarantined"] == 1
+    assert consumer.counts()["quarantined"] == 1
     return consumer
 
 
@@ -115,7 +115,7 @@ def test_a_twin_of_decode_is_cancelled(state: str) -> None:
     consumer, undisturbed = make(), make()
     consumer.start(order("twin"), 4.0)
     assert consumer.abort("twin", 5.0) == []
-    assert consumer.census() == undisturbed.census()
+    assert consumer.counts() == undisturbed.counts()
 
     def rest(machine: Consumer) -> list[ConsumerAction]:
         found = machine.connected("engine-a", PARTNERS, 6.0)
@@ -204,7 +204,7 @@ def test_prefill_is_cancelled(state: str, twins: int) -> None:
     if twins:
         assert producer.progress("twin", *TABLES, 6.0) == []
         assert producer.finished("twin", True, "", 7.0) == [Sent("twin")]
-    assert {key: number for key, number in producer.census().items() if number} == {"remembered": 1}
+    assert {key: number for key, number in producer.counts().items() if number} == {"remembered": 1}
 
 
 @pytest.mark.parametrize("state", PREFILL_STATES)
@@ -214,7 +214,7 @@ def test_a_twin_of_prefill_is_cancelled(state: str) -> None:
     producer, undisturbed = make(), make()
     producer.expect("twin", "t", 12, "digest", 2.0)
     assert producer.finished("twin", False, "cancelled", 3.0) == []
-    assert producer.census() == undisturbed.census()
+    assert producer.counts() == undisturbed.counts()
 
     def rest(one: Producer) -> list[ProducerAction]:
         writes = list(one.writes_in_flight("r"))
@@ -235,4 +235,4 @@ def test_an_early_transfer_is_called_off_and_its_request_cancelled() -> None:
     assert isinstance(answer.message, Cancelled)
     producer.expect("r", "t", 12, "digest", 2.0)
     assert producer.finished("r", False, "cancelled", 3.0) == []
-    assert {key: number for key, number in producer.census().items() if number} == {"remembered": 1}
+    assert {key: number for key, number in producer.counts().items() if number} == {"remembered": 1}

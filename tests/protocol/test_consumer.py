@@ -38,7 +38,7 @@ def test_start_connects_first() -> None:
     """(none) + start -> CONNECTING, Connect."""
     consumer = Consumer(GROUPS, LIMITS)
     assert consumer.start(order(), 0.0) == [Connect(ENGINE)]
-    assert consumer.census()["connecting"] == 1
+    assert consumer.counts()["connecting"] == 1
 
 
 def test_connected_offers_to_every_partner() -> None:
@@ -50,7 +50,7 @@ def test_connected_offers_to_every_partner() -> None:
     for offer in offers(actions):
         assert (offer.transfer_id, offer.end_token, offer.prompt_digest) == ("t", 9, "digest")
         assert [group.ids.tolist() for group in offer.groups] == [[4, 5, 6], [7]]
-    assert consumer.census()["offered"] == 1
+    assert consumer.counts()["offered"] == 1
 
 
 def test_a_known_engine_is_offered_at_once() -> None:
@@ -64,7 +64,7 @@ def test_connected_to_another_engine_changes_nothing() -> None:
     consumer = Consumer(GROUPS, LIMITS)
     consumer.start(order(), 0.0)
     assert consumer.connected("engine-b", PARTNERS, 1.0) == []
-    assert consumer.census()["connecting"] == 1
+    assert consumer.counts()["connecting"] == 1
 
 
 def test_connect_failed_ends_at_once() -> None:
@@ -101,7 +101,7 @@ def test_a_fin_counts_once() -> None:
     consumer = offered()
     consumer.message(P1, FIN1, 1.0)
     assert consumer.message(P1, FIN1, 1.0) == []
-    assert consumer.census()["offered"] == 1
+    assert consumer.counts()["offered"] == 1
 
 
 @pytest.mark.parametrize("count", [0, 30, 32, 60])
@@ -199,9 +199,9 @@ def test_a_request_does_not_wait_for_an_answer() -> None:
     consumer = offered()
     consumer.abort("r", 0.0)
     consumer.message(P0, Cancelled("t"), 0.5)
-    assert (consumer.tick(1.9), consumer.census()["quarantined"]) == ([], 0)
+    assert (consumer.tick(1.9), consumer.counts()["quarantined"]) == ([], 0)
     assert consumer.tick(2.0) == [*cancels(P1), Connect(ENGINE), QUARANTINED]
-    assert (consumer.census()["quarantined"], {each.peer for each in consumer.suspects()}) == (1, {P1})
+    assert (consumer.counts()["quarantined"], {each.peer for each in consumer.suspects()}) == (1, {P1})
     assert (consumer.awaits(P0), consumer.awaits(P1)) == (False, True)
     assert (consumer.tick(3.9), consumer.tick(4.0)) == ([], [*cancels(P1), Connect(ENGINE)])
     assert consumer.message(P1, Cancelled("t"), 4.1) == [Freed("r", "t")]
@@ -237,7 +237,7 @@ def test_a_request_in_quarantine_is_over() -> None:
     assert consumer.abort("r", 2.5) == []
     consumer.start(order("r", "t2"), 3.0)
     consumer.connected("engine-a", PARTNERS, 3.0)
-    assert (consumer.census()["offered"], consumer.census()["quarantined"]) == (1, 1)
+    assert (consumer.counts()["offered"], consumer.counts()["quarantined"]) == (1, 1)
     assert consumer.message(P0, Cancelled("t"), 3.5) == []
     assert consumer.message(P1, Cancelled("t"), 3.5) == [Freed("r", "t")]
     assert consumer.message(P0, Fin("t2", 31), 4.0) == []
@@ -320,7 +320,7 @@ def test_strangers_change_nothing() -> None:
         (P0, Cancel("t", 1)),
     ):
         assert consumer.message(peer, message, 1.0) == []
-    assert consumer.census()["offered"] == 1
+    assert consumer.counts()["offered"] == 1
 
 
 def test_whatever_comes_after_the_end_is_ignored() -> None:
@@ -430,7 +430,7 @@ def test_a_failed_write_of_a_transfer_that_was_given_up() -> None:
     received = Received("r", "the request was aborted", quarantine="t")
     assert consumer.message(P1, Failed("t", "a write failed"), 1.5) == [received]
     assert consumer.message(P0, Cancelled("t"), 1.6) == []
-    assert consumer.census()["quarantined"] == 1
+    assert consumer.counts()["quarantined"] == 1
 
 
 def test_a_failed_write_of_another_rank_keeps_blocks_that_are_verified() -> None:
@@ -478,4 +478,4 @@ def test_the_death_of_a_stranger_changes_nothing() -> None:
     consumer = offered()
     assert consumer.worker_lost(Peer("engine-b", 0), "gone", 1.0) == []
     assert consumer.worker_lost(Peer("engine-a", 7), "gone", 1.0) == []
-    assert consumer.census()["offered"] == 1
+    assert consumer.counts()["offered"] == 1

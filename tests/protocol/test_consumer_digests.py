@@ -107,7 +107,7 @@ def test_blocks_are_kept_while_they_are_verified() -> None:
     verify(consumer, P1, with_digest(FIN1))
     assert consumer.abort("r", 2.0) == []
     assert consumer.tick(50.0) == []
-    assert consumer.census()["quarantined"] == 0
+    assert consumer.counts()["quarantined"] == 0
     assert consumer.verified("t", P0, None, 51.0) == []
     assert consumer.verified("t", P1, "other bytes", 51.0) == [Received("r", "the request was aborted")]
     assert empty(consumer)

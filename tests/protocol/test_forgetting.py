@@ -82,9 +82,9 @@ def test_an_offer_that_was_called_off_is_never_taken_for_a_new_one() -> None:
     assert producer.message(C0, Cancel("t", 3), 0.0) == [Send(C0, Cancelled("t"))]
     for now in (20.0, 40.0):
         producer.tick(now)
-    assert not any(producer.census().values())
+    assert not any(producer.counts().values())
     assert aborted_reason(producer.message(C0, numbered(3), 50.0)) == "this offer has come too late"
-    assert not any(producer.census().values())
+    assert not any(producer.counts().values())
     assert producer.message(C0, numbered(4), 50.0) == []
     assert producer.message(C1, numbered(3), 50.0) == [], "every worker numbers its own"
 
@@ -94,7 +94,7 @@ def test_an_offer_that_comes_twice_is_never_taken_for_a_new_one() -> None:
     producer = held()
     finish_write(producer, only_write(producer.message(C0, numbered(1), 3.0)), 61, 4.0)
     producer.tick(24.0)
-    assert not any(producer.census().values())
+    assert not any(producer.counts().values())
     producer.expect("r2", "t", 12, "digest", 25.0)
     producer.progress("r2", *TABLES, 26.0)
     assert aborted_reason(producer.message(C0, numbered(1), 27.0)) == "this offer has come too late"
@@ -150,16 +150,16 @@ def test_the_blocks_of_a_write_that_hangs_wait_for_its_end() -> None:
     producer = held()
     write = only_write(producer.message(C0, offer(), 3.0))
     assert producer.tick(3.0 + LIMITS.hang_s - 0.1) == []
-    assert producer.census()["hanging"] == 0
+    assert producer.counts()["hanging"] == 0
     assert producer.tick(3.0 + LIMITS.hang_s) == []
-    assert producer.census()["hanging"] == 1
+    assert producer.counts()["hanging"] == 1
     for later in (60.0, 600.0):
         assert Sent("r") not in producer.tick(later)
     answer, sent = producer.write_refused(write.write_id, "aborted", 700.0)
     assert isinstance(answer, Send)
     assert isinstance(answer.message, Aborted)
     assert "no progress for 20 s" in answer.message.reason
-    assert (sent, producer.census()["hanging"]) == (Sent("r"), 0)
+    assert (sent, producer.counts()["hanging"]) == (Sent("r"), 0)
 
 
 def test_a_write_that_ends_well_after_all_is_given_up() -> None:
@@ -180,6 +180,6 @@ def test_a_write_of_a_request_that_has_ended_counts_too() -> None:
     write = only_write(producer.progress("r", *TABLES, 1.0))
     producer.finished("r", False, "the client left", 2.0)
     producer.tick(1.0 + LIMITS.hang_s)
-    assert producer.census()["hanging"] == 1
+    assert producer.counts()["hanging"] == 1
     answer = aborted_reason(producer.write_refused(write.write_id, "unreachable", 99.0))
-    assert (answer, producer.census()["hanging"]) == ("the client left", 0)
+    assert (answer, producer.counts()["hanging"]) == ("the client left", 0)

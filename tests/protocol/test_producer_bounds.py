@@ -30,7 +30,7 @@ def test_offers_beyond_the_bound_are_neither_remembered_nor_answered() -> None:
     for message in (offer("one more"), Cancel("one more"), offer("one more")):
         assert producer.message(C0, message, 1.0) == []
         assert producer.message(C1, message, 1.0) == [], "the bound is the engine's, not the rank's"
-    assert producer.census()["early"] == MAX_EARLY
+    assert producer.counts()["early"] == MAX_EARLY
     assert producer.expect("r", "one more", 12, "digest", 2.0) == []
     assert producer.progress("r", *TABLES, 2.0) == [], "nobody has offered for it"
 
@@ -49,17 +49,17 @@ def test_places_come_back_when_requests_come() -> None:
     producer.expect("r", "early-0", 12, "digest", 1.0)
     assert producer.message(C0, offer("a"), 1.0) == []
     assert producer.message(C0, offer("b"), 1.0) == []
-    assert producer.census() | {"early": MAX_EARLY, "live": 1} == producer.census()
+    assert producer.counts() | {"early": MAX_EARLY, "live": 1} == producer.counts()
     (aborted,) = producer.discard("early-1", 1.0)
     assert isinstance(aborted, Send)
     assert isinstance(aborted.message, Aborted)
     producer.message(C0, offer("b"), 1.0)
-    assert producer.census()["early"] == MAX_EARLY
+    assert producer.counts()["early"] == MAX_EARLY
     expired = producer.tick(1.0 + LIMITS.lease_s)
     assert sum(isinstance(action, Send) for action in expired) == MAX_EARLY
-    assert producer.census()["early"] == 0
+    assert producer.counts()["early"] == 0
     producer.message(C0, Cancel("c"), 2.0 + LIMITS.lease_s)
-    assert producer.census()["early"] == 1
+    assert producer.counts()["early"] == 1
 
 
 def test_known_transfers_are_answered_through_a_flood() -> None:

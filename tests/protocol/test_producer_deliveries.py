@@ -89,7 +89,7 @@ def test_a_failed_write_is_remembered_by_both_ends_names() -> None:
     assert producer.write_failed(write.write_id, "broken", 4.0) == [failed, Sent("r")]
     producer.tick(5.0 + LIMITS.lease_s)
     assert Forget(C0) in producer.tick(5.0 + LIMITS.forget_s)
-    assert not any(producer.census().values())
+    assert not any(producer.counts().values())
     again = 6.0 + LIMITS.forget_s
     producer.welcome(C0, machine().snapshot().consumers[C0], again)
     assert producer.message(C0, Cancel("t", 7), again) == [failed]
@@ -383,7 +383,7 @@ def test_a_gone_transfer_is_not_forgotten_during_a_write() -> None:
     assert finish_write(producer, write, 61, 70.0) == [Send(C0, Cancelled("t"))]
     producer.tick(90.0)
     producer.tick(110.0)
-    assert not any(producer.census().values())
+    assert not any(producer.counts().values())
 
 
 def test_alive_while_the_consumer_waits() -> None:

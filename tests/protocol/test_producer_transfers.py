@@ -23,9 +23,9 @@ def test_an_offer_before_its_request_is_remembered() -> None:
     """(none) + Offer -> EARLY; EARLY + expect -> LIVE, and chunks are written as they complete."""
     producer = machine()
     assert producer.message(C0, offer(), 0.0) == []
-    assert producer.census()["early"] == 1
+    assert producer.counts()["early"] == 1
     assert producer.expect("r", "t", 12, "digest", 5.0) == []
-    assert producer.census() == {"early": 0, "live": 1, "held": 0, "writes": 0, "remembered": 0, "hanging": 0}
+    assert producer.counts() == {"early": 0, "live": 1, "held": 0, "writes": 0, "remembered": 0, "hanging": 0}
     assert moves(only_write(producer.progress("r", [[1], [4]], 4, 6.0))) == {0: [(1, 50)]}
 
 
@@ -35,9 +35,9 @@ def test_an_early_transfer_expires() -> None:
     producer.message(C0, offer(), 0.0)
     assert producer.tick(19.9) == []
     assert aborted_reason(producer.tick(20.0)) == "the prefill request never came"
-    assert producer.census()["remembered"] == 1
+    assert producer.counts()["remembered"] == 1
     producer.tick(40.0)
-    assert not any(producer.census().values())
+    assert not any(producer.counts().values())
 
 
 def test_an_early_transfer_of_a_cancel_expires() -> None:
@@ -45,7 +45,7 @@ def test_an_early_transfer_of_a_cancel_expires() -> None:
     producer = machine()
     assert producer.message(C0, Cancel("t"), 0.0) == [Send(C0, Cancelled("t"))]
     assert producer.tick(20.0) == []
-    assert producer.census()["early"] == 0
+    assert producer.counts()["early"] == 0
 
 
 def test_cancel_before_the_request_ends_the_lease_before_it_begins() -> None:
@@ -71,7 +71,7 @@ def test_chunks_leave_as_they_complete() -> None:
     assert finish_write(producer, first, 10, 3.2) == []
     assert finish_write(producer, third, 31, 3.3) == [Send(C0, Fin("t", 61))]
     assert producer.finished("r", True, "", 4.0) == [Sent("r")]
-    assert producer.census() == {"early": 0, "live": 0, "held": 0, "writes": 0, "remembered": 1, "hanging": 0}
+    assert producer.counts() == {"early": 0, "live": 0, "held": 0, "writes": 0, "remembered": 1, "hanging": 0}
 
 
 def test_a_late_offer_gets_everything_at_once() -> None:
@@ -137,7 +137,7 @@ def test_a_discard_before_the_request(offered: bool) -> None:
     assert producer.progress("r", *TABLES, 3.0) == []
     assert producer.finished("r", True, "", 4.0) == [Sent("r")]
     producer.tick(40.0)
-    assert not any(producer.census().values())
+    assert not any(producer.counts().values())
 
 
 def test_a_lease_expires() -> None:
@@ -149,7 +149,7 @@ def test_a_lease_expires() -> None:
         aborted_reason(producer.message(C0, offer(), 23.0)) == "this transfer has ended or belongs to another consumer"
     )
     assert producer.tick(42.0) == []
-    assert not any(producer.census().values())
+    assert not any(producer.counts().values())
 
 
 def test_a_lease_ends_for_the_ranks_that_did_not_come() -> None:
@@ -172,7 +172,7 @@ def test_a_request_that_is_not_held_aborts() -> None:
     producer = live()
     producer.message(C0, offer(), 0.5)
     assert producer.finished("r", False, "the client left", 1.0) == [Send(C0, Aborted("t", "the client left"))]
-    assert producer.census() == {"early": 0, "live": 0, "held": 0, "writes": 0, "remembered": 1, "hanging": 0}
+    assert producer.counts() == {"early": 0, "live": 0, "held": 0, "writes": 0, "remembered": 1, "hanging": 0}
 
 
 def test_finished_of_an_unknown_request() -> None:
@@ -193,5 +193,5 @@ def test_an_id_is_for_one_request(stage: str) -> None:
     assert producer.expect("again", "t", 12, "digest", 22.5) == []
     assert producer.progress("again", *TABLES, 22.6) == []
     assert producer.finished("again", True, "", 22.7) == [Sent("again")]
-    assert producer.census()["held"] == (stage == "held")
-    assert producer.census()["live"] == (stage == "live")
+    assert producer.counts()["held"] == (stage == "held")
+    assert producer.counts()["live"] == (stage == "live")

@@ -36,7 +36,7 @@ def in_vain(reason: str, number: int = 2) -> list[object]:
 
 def test_a_start_makes_it_due_and_then_it_offers() -> None:
     consumer = queued()
-    assert consumer.census()["queued"] == 1
+    assert consumer.counts()["queued"] == 1
     assert consumer.message(P0, Starting("t"), 1.0) == [Due("r", "t", None)]
     assert empty(consumer)
     sent = consumer.start(order(), 2.0)
@@ -115,7 +115,7 @@ def test_only_the_rank_that_was_asked_is_heard() -> None:
     assert consumer.message(P1, Starting("t"), 1.0) == []
     assert consumer.message(P0, Fin("t", 1), 1.0) == []
     assert consumer.message(P0, Cancelled("t"), 1.0) == []
-    assert consumer.census()["queued"] == 1
+    assert consumer.counts()["queued"] == 1
 
 
 def test_an_id_is_for_one_request() -> None:

@@ -63,7 +63,7 @@ def consumer_with(transfers: int) -> Consumer:
 def test_a_producers_round() -> None:
     """Ids are remembered in the order in which they will be forgotten."""
     few, many = producer_with(10), producer_with(200)
-    assert many.census()["remembered"] == 200
+    assert many.counts()["remembered"] == 200
     assert bytecodes(lambda: few.tick(0.5)) == bytecodes(lambda: many.tick(0.5))
 
 
@@ -92,9 +92,9 @@ def test_ids_are_forgotten_all_the_same() -> None:
     producer, consumer = producer_with(3), consumer_with(3)
     lease_s = CONSUMER_LIMITS.lease_s
     producer.tick(lease_s - 0.1)
-    assert producer.census()["remembered"] == 3
+    assert producer.counts()["remembered"] == 3
     producer.tick(lease_s)
-    assert producer.census()["remembered"] == 0
+    assert producer.counts()["remembered"] == 0
     consumer.tick(lease_s - 0.1)
     assert consumer.snapshot().used == {"t", "t0", "t1", "t2"}
     consumer.tick(lease_s)

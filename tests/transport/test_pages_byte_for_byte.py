@@ -114,9 +114,9 @@ class Case:
         assert self.engines.sent == ["p"] * everyone[1]
         assert self.engines.verified == self.engines.messages.count("fin") > 0
         for consumer in self.engines.decode:
-            assert not any(consumer.machine.census().values())
+            assert not any(consumer.machine.counts().values())
         for producer in self.engines.prefill:
-            assert {key: count for key, count in producer.machine.census().items() if count} == {"remembered": 1}
+            assert {key: count for key, count in producer.machine.counts().items() if count} == {"remembered": 1}
 
     def compare(self) -> None:
         """Pages against the producer's, whole buffers against the oracle's: canaries included, and no byte too many."""
@@ -171,7 +171,7 @@ def test_offered_first(hosts: dict[Peer, Host], tp: tuple[int, int]) -> None:
     """The offer reaches the producer before its request does."""
     case = Case(hosts, tp, both(kv_heads=2, style="packed"), seed=8)
     case.engines.start(case.order)
-    case.engines.until(lambda: all(w.machine.census()["early"] for w in case.engines.prefill), "the offer's arrival")
+    case.engines.until(lambda: all(w.machine.counts()["early"] for w in case.engines.prefill), "the offer's arrival")
     case.engines.expect("p", case.order.transfer_id, CHUNKS[-1], "digest")
     for before, after in zip([0, *CHUNKS], CHUNKS, strict=False):
         case.chunk(before, after)

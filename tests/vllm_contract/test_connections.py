@@ -99,7 +99,7 @@ def test_an_offer_that_reaches_nobody_holds_no_blocks(worker: Callable[..., Work
     consumer.transport.fabric.cut("p/0")
     consumer.step(receives=[receive(producer.address, "lost", "lost")])
     assert results(consumer, within_s=0.9) == (set(), {"lost"}, {"lost"})
-    assert consumer.runtime.census()["quarantined"] == 0
+    assert consumer.runtime.counts()["quarantined"] == 0
     consumer.transport.fabric.mend("p/0")
     deliver(producer, consumer, "found")
 
@@ -114,7 +114,7 @@ def test_a_hook_never_raises(worker: Callable[..., Worker]) -> None:
     consumer.transport.notifications = failing  # type: ignore[method-assign]
     assert consumer.runtime.results() == (set(), set(), set())
     del consumer.transport.notifications
-    until(lambda: consumer.runtime.census()["offered"] == 0)
+    until(lambda: consumer.runtime.counts()["offered"] == 0)
     deliver(producer, consumer, "second")
 
 

@@ -32,7 +32,7 @@ def both_ends(worker: Callable[..., Worker], **producers: object) -> tuple[Worke
     consumer.step(receives=[receive(producer.address)])
     producer.step(expects=[Expect("q", "t", 7, DIGEST)])
     producer.step(chunks=[Chunk("q", ((1, 2),), 7)])
-    until(lambda: producer.runtime.census()["writes"] == 1)
+    until(lambda: producer.runtime.counts()["writes"] == 1)
     return producer, consumer
 
 
@@ -55,7 +55,7 @@ def test_a_request_that_comes_and_goes_between_two_steps(worker: Callable[..., W
     """Queued and aborted before any step ran: nothing stays behind."""
     producer = worker("p")
     producer.step(expects=[Expect("q", "t", 7, DIGEST)], finished=[Finished("q", False, "aborted")])
-    assert producer.runtime.census()["live"] == 0
+    assert producer.runtime.counts()["live"] == 0
 
 
 def test_preemption_waits_for_the_write(worker: Callable[..., Worker]) -> None:
@@ -91,9 +91,9 @@ def test_a_write_that_hangs_is_no_sign_of_life(worker: Callable[..., Worker]) ->
     producer, consumer = both_ends(worker)
     assert results(consumer) == (set(), {"r"}, {"r"})
     assert consumer.runtime.report() == WorkerReport(QuarantineReport(begun=[KEPT], lasts=True))
-    assert (consumer.runtime.census()["quarantined"], consumer.runtime.report()) == (1, LASTS)
+    assert (consumer.runtime.counts()["quarantined"], consumer.runtime.report()) == (1, LASTS)
     let_go(producer)
-    until(lambda: consumer.runtime.census()["quarantined"] == 0)
+    until(lambda: consumer.runtime.counts()["quarantined"] == 0)
     assert consumer.runtime.report() == WorkerReport(QuarantineReport(ended=[KEPT]))
     assert (consumer.runtime.results(), consumer.runtime.report()) == ((set(), set(), set()), None)
 
@@ -116,4 +116,4 @@ def test_a_host_that_is_gone(worker: Callable[..., Worker]) -> None:
     assert consumer.runtime.report() == LASTS
     consumer.step(lost=["another host.", "p"])
     assert consumer.runtime.report() == WorkerReport(QuarantineReport(ended=[KEPT]))
-    assert consumer.runtime.census()["quarantined"] == 0
+    assert consumer.runtime.counts()["quarantined"] == 0

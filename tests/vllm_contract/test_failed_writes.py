@@ -78,7 +78,7 @@ def test_the_producer_holds_nothing_for_a_failed_write(worker: Callable[..., Wor
     producer, _ = failed(worker, FailsThenLands)
     producer.step(finished=[Finished("q", True, "")])
     assert results(producer) == ({"q"}, set(), set())
-    until(lambda: not any(producer.runtime.census()[stage] for stage in ("early", "live", "held", "writes")))
+    until(lambda: not any(producer.runtime.counts()[stage] for stage in ("early", "live", "held", "writes")))
 
 
 def test_a_supervisor_ends_the_quarantine_of_a_failed_write(worker: Callable[..., Worker]) -> None:
@@ -93,16 +93,16 @@ def test_a_supervisor_ends_the_quarantine_of_a_failed_write(worker: Callable[...
 
     consumer.transport.notify = counted  # type: ignore[method-assign]
     until(lambda: sum(cancels) >= 3)
-    assert consumer.runtime.census()["quarantined"] == 1
+    assert consumer.runtime.counts()["quarantined"] == 1
     consumer.step(lost=[producer.agent_metadata.incarnation])
-    assert consumer.runtime.census()["quarantined"] == 0
+    assert consumer.runtime.counts()["quarantined"] == 0
 
 
 def test_a_write_of_which_nothing_was_posted_frees_the_blocks(worker: Callable[..., Worker]) -> None:
     """The producer acknowledges: nothing is on its way."""
     _, consumer = failed(worker, RefusesWrites)
     assert consumer.runtime.report() is None
-    assert consumer.runtime.census()["quarantined"] == 0
+    assert consumer.runtime.counts()["quarantined"] == 0
 
 
 def test_the_next_transfer_of_the_pair_succeeds(worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,11 +75,11 @@ def test_a_dead_producer_frees_the_blocks_at_last(
     producer, consumer = worker("p"), worker("c")
     producer.step(expects=[Expect("q", "t", 7, DIGEST)])
     consumer.step(receives=[receive(producer.address)])
-    until(lambda: consumer.runtime.census()["offered"] == 1)
+    until(lambda: consumer.runtime.counts()["offered"] == 1)
     producer.close()
     assert results(consumer, within_s=15.0) == (set(), {"r"}, {"r"})
     monkeypatch.setattr(probe, "liveness", lambda _: Liveness.GONE)
-    until(lambda: not any(consumer.runtime.census().values()), within_s=15.0)
+    until(lambda: not any(consumer.runtime.counts().values()), within_s=15.0)
 
 
 def test_another_start_at_the_same_address(worker: Callable[..., Worker]) -> None:

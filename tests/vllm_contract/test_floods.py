@@ -67,7 +67,7 @@ def test_a_hello_that_is_dropped_is_repeated(worker: Callable[..., Worker], monk
 
     monkeypatch.setattr(handshaker.Handshaker, "hello_received", drop_first)
     consumer.step(receives=[receive(producer.address)])
-    until(lambda: consumer.runtime.census()["offered"] == 1)
+    until(lambda: consumer.runtime.counts()["offered"] == 1)
     assert dropped == [Peer("c", 0)] * 2
 
 

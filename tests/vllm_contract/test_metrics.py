@@ -66,7 +66,7 @@ def test_a_transfer_is_counted_from_its_offer_to_its_end(
     consumer.step(receives=[receive(producer.address)])
     producer.step(expects=[Expect("q", "t", 7, DIGEST)])
     producer.step(chunks=[Chunk("q", ((1, 2),), 7)])
-    until(lambda: producer.runtime.census()["writes"] == 1)
+    until(lambda: producer.runtime.counts()["writes"] == 1)
     observe(metrics, producer.runtime.stats())
     assert value("vllm:tandem_kv_sent_bytes_total", group="0") == 2 * BLOCK_BYTES
     assert value("vllm:tandem_kv_writes_total", outcome="done") is None
@@ -91,15 +91,15 @@ def test_blocks_in_quarantine_show_until_they_are_free(
     consumer.step(receives=[receive(producer.address)])
     producer.step(expects=[Expect("q", "t", 7, DIGEST)])
     producer.step(chunks=[Chunk("q", ((1, 2),), 7)])
-    until(lambda: producer.runtime.census()["writes"] == 1)
+    until(lambda: producer.runtime.counts()["writes"] == 1)
     assert value("vllm:tandem_kv_quarantined") == 0
     consumer.step(aborts=["r"])
-    until(lambda: consumer.runtime.census()["quarantined"] == 1)
+    until(lambda: consumer.runtime.counts()["quarantined"] == 1)
     observe(metrics, consumer.runtime.stats())
     assert value("vllm:tandem_kv_quarantined") == 1
     assert results(consumer) == (set(), {"r"}, {"r"})
     let_go(producer)
-    until(lambda: consumer.runtime.census()["quarantined"] == 0)
+    until(lambda: consumer.runtime.counts()["quarantined"] == 0)
     observe(metrics, consumer.runtime.stats())
     assert value("vllm:tandem_kv_quarantined") == 0
 
@@ -112,7 +112,7 @@ def test_a_write_that_hangs_shows_until_it_ends(metrics: TandemPromMetrics, work
     producer.step(expects=[Expect("q", "t", 7, DIGEST)])
     producer.step(chunks=[Chunk("q", ((1, 2),), 7)])
     assert value("vllm:tandem_kv_hanging") == 0
-    until(lambda: producer.runtime.census()["hanging"] == 1)
+    until(lambda: producer.runtime.counts()["hanging"] == 1)
     observe(metrics, producer.runtime.stats())
     assert value("vllm:tandem_kv_hanging") == 1
     let_go(producer)

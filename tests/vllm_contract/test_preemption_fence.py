@@ -54,7 +54,7 @@ def test_the_fence_does_not_hold_the_lock(worker: Callable[..., Worker], monkeyp
     clock, answered = Clock(monkeypatch), threading.Event()
 
     def ask() -> None:
-        producer.runtime.census()
+        producer.runtime.counts()
         answered.set()
 
     def during() -> None:
@@ -76,7 +76,7 @@ def test_one_hung_consumer_delays_one_preemption_only(
     consumer.step(receives=[receive(producer.address, "r2", "t2")])
     producer.step(expects=[Expect("q2", "t2", 7, DIGEST)])
     producer.step(chunks=[Chunk("q2", ((3, 4),), 7)])
-    until(lambda: producer.runtime.census()["writes"] == 2)
+    until(lambda: producer.runtime.counts()["writes"] == 2)
     clock = Clock(monkeypatch)
     producer.step(preempted=["q"])
     assert 0 < len(clock.rests) <= LIMITS.fence_s / 0.1 + 1

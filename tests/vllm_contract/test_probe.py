@@ -249,7 +249,7 @@ def stuck(worker: Callable[..., Worker]) -> tuple[Worker, Worker]:
     producer, consumer = worker("p", transport_class=HeldWrites), worker("c")
     consumer.step(receives=[receive(producer.address)])
     producer.step(expects=[Expect("q", "t", 7, DIGEST)], chunks=[Chunk("q", ((1, 2),), 7)])
-    until(lambda: consumer.runtime.census()["quarantined"] == 1)
+    until(lambda: consumer.runtime.counts()["quarantined"] == 1)
     return producer, consumer
 
 
@@ -268,18 +268,18 @@ def test_an_engine_core_that_is_dead_frees_nothing(
 
     monkeypatch.setattr(probe, "liveness", counted)
     until(lambda: len(looks) > 10)
-    assert consumer.runtime.census()["quarantined"] == 1
+    assert consumer.runtime.counts()["quarantined"] == 1
     assert consumer.runtime.snapshot().probed == {Peer("p", 0)}
     let_go(producer)
     until(lambda: "r" in results(consumer)[1])
-    until(lambda: consumer.runtime.census()["quarantined"] == 0)
+    until(lambda: consumer.runtime.counts()["quarantined"] == 0)
 
 
 def test_a_worker_that_is_dead_frees_the_blocks(worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody has to say so: its process is gone."""
     monkeypatch.setattr(probe, "CONFIRM_S", 0.01)
     _, consumer = stuck(worker)
-    assert consumer.runtime.census()["quarantined"] == 1
+    assert consumer.runtime.counts()["quarantined"] == 1
     monkeypatch.setattr(probe, "liveness", lambda _: Liveness.GONE)
-    until(lambda: consumer.runtime.census()["quarantined"] == 0)
+    until(lambda: consumer.runtime.counts()["quarantined"] == 0)
     until(lambda: consumer.runtime.snapshot().probed == frozenset())

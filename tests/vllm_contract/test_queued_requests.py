@@ -161,7 +161,7 @@ def due(worker: Worker) -> list[Due]:
 
 def idle(*workers: Worker) -> bool:
     return not any(
-        count for worker in workers for what, count in worker.runtime.census().items() if what != "remembered"
+        count for worker in workers for what, count in worker.runtime.counts().items() if what != "remembered"
     )
 
 
@@ -170,8 +170,8 @@ def test_workers_from_the_queue_to_the_kv(worker: Callable[..., Worker]) -> None
     producer.cache[:] = 7
     consumer.step(queues=[Queue("r", "t", producer.address)])
     producer.step(expects=[Expect("q", "t", 7, DIGEST)])
-    until(lambda: producer.runtime.census()["live"] == 1 and bool(producer.runtime.snapshot().producer.consumers))
-    assert consumer.runtime.census()["queued"] == 1
+    until(lambda: producer.runtime.counts()["live"] == 1 and bool(producer.runtime.snapshot().producer.consumers))
+    assert consumer.runtime.counts()["queued"] == 1
     assert consumer.runtime.report() is None
     producer.step(starts=["q"])
     assert due(consumer) == [Due("r", "t", None)]
@@ -215,4 +215,4 @@ def test_workers_whose_producer_dies(worker: Callable[..., Worker], when: str) -
     (found,) = due(consumer)
     assert (found.request_id, found.transfer_id) == ("r", "t")
     assert found.failure is not None
-    assert consumer.runtime.census()["quarantined"] == 0
+    assert consumer.runtime.counts()["quarantined"] == 0

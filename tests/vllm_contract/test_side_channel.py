@@ -124,7 +124,7 @@ def test_a_frame_of_another_secret_is_dropped(worker: Callable[..., Worker], cap
     while "does not have this engine's secret" not in caplog.text:
         assert time.monotonic() < give_up_at
         producer.runtime.results()
-    assert not any(producer.runtime.census().values())
+    assert not any(producer.runtime.counts().values())
 
 
 def test_a_metadata_cannot_be_overheard(serve: Callable[..., MetadataServer]) -> None:

@@ -92,7 +92,7 @@ def test_a_layer_arrives_while_the_step_goes_on(worker: Callable[..., Worker]) -
     producer, consumer = worker("p", streaming=Streaming.LAYER), worker("c")
     consumer.step(receives=[receive(producer.address)])
     producer.step(expects=[Expect("q", "t", 6, DIGEST)])
-    until(lambda: producer.runtime.census()["live"] == 1 and consumer.runtime.census()["offered"] == 1)
+    until(lambda: producer.runtime.counts()["live"] == 1 and consumer.runtime.counts()["offered"] == 1)
     orders = Orders(chunks=[Chunk("q", ((1, 2),), 6, True)])
     producer.runtime.before_forward(orders)
     producer.cache[:] = np.arange(1, 9, dtype=np.uint8)[:, None]
@@ -110,12 +110,12 @@ def test_chunks_before_the_last_do_not_ask_for_layers(worker: Callable[..., Work
     producer, consumer = worker("p", streaming=Streaming.LAYER), worker("c")
     consumer.step(receives=[receive(producer.address)])
     producer.step(expects=[Expect("q", "t", 6, DIGEST)])
-    until(lambda: producer.runtime.census()["live"] == 1 and consumer.runtime.census()["offered"] == 1)
+    until(lambda: producer.runtime.counts()["live"] == 1 and consumer.runtime.counts()["offered"] == 1)
     orders = Orders(chunks=[Chunk("q", ((1,),), 4)])
     producer.runtime.before_forward(orders)
     producer.cache[:] = 7
     producer.runtime.layer_computed("layer")
-    assert not producer.runtime.census()["writes"]
+    assert not producer.runtime.counts()["writes"]
     producer.runtime.after_forward(orders)
     until(lambda: consumer.cache[3, 0] == 7)
 

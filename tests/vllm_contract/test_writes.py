@@ -67,7 +67,7 @@ def test_a_transport_that_raises_anything(
     assert isinstance(producer.transport, BreaksOnce)
     producer.transport.where = where
     assert transfer(producer, consumer, "broken") == (set(), {"broken"}, {"broken"})
-    assert producer.runtime.census()["writes"] == 0
+    assert producer.runtime.counts()["writes"] == 0
     assert caplog.text.count("RuntimeError: anything") == 1
     assert transfer(producer, consumer, "whole") == (set(), {"whole"}, set())
     assert consumer.cache[[3, 5], 0].tolist() == [2, 3]
@@ -106,7 +106,7 @@ def test_one_action_does_not_cost_the_next(pair: tuple[Worker, Worker], monkeypa
     consumer.step(receives=[receive(producer.address, "lost", "lost"), receive(producer.address, "lost-twin", "lost")])
     assert results(consumer) == (set(), {"lost-twin"}, {"lost-twin"})
     assert results(consumer) == (set(), {"lost"}, {"lost"})
-    until(lambda: not any(consumer.runtime.census().values()))
+    until(lambda: not any(consumer.runtime.counts().values()))
 
 
 def test_a_trace_that_cannot_be_written(caplog: pytest.LogCaptureFixture) -> None:

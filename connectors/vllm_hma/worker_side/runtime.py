@@ -290,12 +290,12 @@ class WorkerRuntime:
     def stats(self) -> TandemStats | None:
         """Return the counts since the last call."""
         with self._lock:
-            return self._tally.take(self.census())
+            return self._tally.take(self.counts())
 
-    def census(self) -> dict[str, int]:
+    def counts(self) -> dict[str, int]:
         """Return counts of transfers by stage, writes, and quarantines."""
         with self._lock:
-            return self._producer.census() | self._consumer.census()
+            return self._producer.counts() | self._consumer.counts()
 
     def snapshot(self) -> RuntimeSnapshot:
         """Return a copy of the state, for tests and diagnosis."""

@@ -284,7 +284,7 @@ class Campaign:
 
 
 def nothing_is_left_in(worker: Worker) -> None:
-    until(lambda: not any(worker.runtime.census().values()), within_s=10 * LIMITS.lease_s)
+    until(lambda: not any(worker.runtime.counts().values()), within_s=10 * LIMITS.lease_s)
     left = worker.runtime.snapshot()
     assert left.alive
     assert worker.server.alive

@@ -407,5 +407,5 @@ def call_consumer(machine: ExplorableConsumer, event: Event, letters: Letters) -
     return outcome
 
 
-def census(machine: Producer | Consumer) -> tuple[tuple[str, int], ...]:
-    return tuple((what, count) for what, count in machine.census().items() if count)
+def counts(machine: Producer | Consumer) -> tuple[tuple[str, int], ...]:
+    return tuple((what, count) for what, count in machine.counts().items() if count)

@@ -35,7 +35,7 @@ from tests.campaigns.protocol.automata import (
     ExplorableConsumer,
     ExplorableProducer,
     Posted,
-    census,
+    counts,
 )
 from tests.campaigns.protocol.states import (
     DEAD,
@@ -510,15 +510,15 @@ class World(States):
         whole = all(a.machine != DEAD for a in d.a)
         held = whole and d.budget.cut == NEVER
         for p, a in enumerate(d.a):
-            if a.machine != DEAD and self.producers.derive(a.machine, census):
-                raise Broken(f"at the end prefill {p} has {self.producers.derive(a.machine, census)}")
+            if a.machine != DEAD and self.producers.derive(a.machine, counts):
+                raise Broken(f"at the end prefill {p} has {self.producers.derive(a.machine, counts)}")
             if whole and a.sent != held:
                 raise Broken(f"at the end prefill {p}'s request (held: {held}) is sent: {a.sent}")
         if held and not d.budget.freed:
             raise Broken("at the end prefill's blocks are not free")
         for c, b in enumerate(d.b):
             if b.machine != DEAD and (
-                b.phase not in (GOT, FAILED) or b.kept or self.consumers.derive(b.machine, census)
+                b.phase not in (GOT, FAILED) or b.kept or self.consumers.derive(b.machine, counts)
             ):
-                left = self.consumers.derive(b.machine, census)
+                left = self.consumers.derive(b.machine, counts)
                 raise Broken(f"at the end decode {c} is in phase {b.phase} and has {left}")

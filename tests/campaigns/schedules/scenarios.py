@@ -368,7 +368,7 @@ def end_quarantine(world: World) -> None:
                         f"{request.request_id} is in quarantine on {consumer.peer}, and no write has failed"
                     )
                 world.counts["quarantines for good"] += 1
-    if any(consumer.alive and consumer.machine.census()["quarantined"] for consumer in world.consumers):
+    if any(consumer.alive and consumer.machine.counts()["quarantined"] for consumer in world.consumers):
         for producer in world.producers:
             producer.alive = False
         for consumer in world.consumers:
@@ -409,12 +409,12 @@ def check_nothing_remains(schedule: Schedule) -> None:
     """After the leases: empty machines that know nobody, full pools, one Sent a rank for every held request."""
     world = schedule.world
     for producer in world.producers:
-        if producer.alive and (any(producer.machine.census().values()) or producer.plans):
-            raise Violation(f"{producer.peer} still has {producer.machine.census()}, knows {producer.plans}")
+        if producer.alive and (any(producer.machine.counts().values()) or producer.plans):
+            raise Violation(f"{producer.peer} still has {producer.machine.counts()}, knows {producer.plans}")
     for consumer in world.consumers:
-        if consumer.alive and (any(consumer.machine.census().values()) or consumer.owner or consumer.plans):
+        if consumer.alive and (any(consumer.machine.counts().values()) or consumer.owner or consumer.plans):
             raise Violation(
-                f"{consumer.peer} still has {consumer.machine.census()}, {len(consumer.owner)} blocks, "
+                f"{consumer.peer} still has {consumer.machine.counts()}, {len(consumer.owner)} blocks, "
                 f"knows {consumer.plans}"
             )
     for prefill in schedule.prefills:
