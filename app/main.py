@@ -42,7 +42,7 @@ of service in 6 s."""
 
 ENGINE_DRAIN_POLL_S = 0.2
 """Interval at which Serve checks whether a stopping replica has requests of its own. Requests do
-not pass through Serve (docs/decisions/0108), and the RPC server waits for them, so Serve's default
+not pass through Serve (docs/decisions/0036), and the RPC server waits for them, so Serve's default
 of 2 s would only delay each stop."""
 
 

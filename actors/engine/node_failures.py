@@ -3,7 +3,7 @@
 A decode engine keeps blocks that a prefill engine may still write to. The connector detects that a
 process has ended on a reachable host; an unreachable host proves nothing. Ray marks such a node
 dead, and a node that has lost the head ends itself and its actors within a bounded time. So writes
-are presumed stopped `node_lost_s` after Ray marks the node dead (docs/decisions/0015). An engine id
+are presumed stopped `node_lost_s` after Ray marks the node dead (docs/decisions/0014). An engine id
 begins with its node's id, so that no table of engines by node is needed.
 """
 

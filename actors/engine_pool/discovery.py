@@ -2,7 +2,7 @@
 tries them.
 
 `serve_discovery.py` fills the registry in each router's process. Routers learn about engines in no
-other way (docs/decisions/0108).
+other way (docs/decisions/0036).
 """
 
 from collections.abc import Hashable, Mapping, Sequence

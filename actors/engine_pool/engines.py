@@ -2,7 +2,7 @@
 server.
 
 Serve starts and stops engines and reports which ones run. Requests do not pass through Serve
-(docs/decisions/0108).
+(docs/decisions/0036).
 """
 
 import asyncio

@@ -13,7 +13,7 @@ _V = TypeVar("_V")
 
 MIN_FORGET_S = 1800.0
 """Of what an operator may set. TCP goes on with a message for up to half an hour; one that comes after its sender has
-been forgotten could be taken for a new one (docs/decisions/0010)."""
+been forgotten could be taken for a new one (docs/decisions/0009)."""
 
 
 @dataclass(frozen=True, slots=True)

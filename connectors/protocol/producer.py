@@ -30,9 +30,9 @@ While a step computes a chunk (begin), layers that it has run (layers_computed) 
     OPEN       Cancel                    CLOSED   Cancelled, once its writes have ended
     OPEN       a failure                 CLOSED   Aborted, once its writes have ended
     OPEN       a write fails             CLOSED   Failed, and no Cancel is ever acknowledged: parts of the write may
-                                                  still arrive while this process lives (docs/decisions/0018)
+                                                  still arrive while this process lives (docs/decisions/0024)
     OPEN       no write ends for hang_s  OPEN     given up: nothing more is written, and the write counts as hanging;
-                                                  blocks stay allocated until it has ended (docs/decisions/0010)
+                                                  blocks stay allocated until it has ended (docs/decisions/0009)
 
 A delivery that is closed is never written for again: its Fin, Aborted or Cancelled is the consumer's licence to use or
 free its blocks. One that a failed write has closed gives no licence: its Offers and Cancels are answered with Failed,

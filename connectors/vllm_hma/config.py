@@ -61,7 +61,7 @@ class ConnectorConfig:
 
         Otherwise UCX may bind to a transient interface and hang when that disappears. An engine with its side channel
         on a loopback address has peers on this host only; elsewhere peers reach it on the side channel's interface,
-        unless there is RDMA (docs/decisions/0007).
+        unless there is RDMA (docs/decisions/0006).
         """
         if self.devices or "UCX_NET_DEVICES" in os.environ:
             return self.devices

@@ -70,7 +70,7 @@ def test_a_final_stage_runs_as_nobody_in_particular(stage: str) -> None:
 
 
 def test_build_tools_stay_out() -> None:
-    """Of all stages but `gpu`, where Triton needs a compiler (decision 14)."""
+    """Of all stages but `gpu`, where Triton needs a compiler (decision 13)."""
     with_tools = {name for name, lines in stages().items() if any(BUILD_TOOLS.search(line) for line in lines)}
     assert with_tools == {"gpu"}
 

@@ -1,7 +1,7 @@
 """Checks whether prefill workers that do not answer are dead, so that their consumer's blocks can be freed.
 
 A consumer's blocks stay allocated until each producer worker has acknowledged that it writes no more, or its process is
-known to be dead (docs/decisions/0019). Proof is the end of the process in its kernel:
+known to be dead (docs/decisions/0025). Proof is the end of the process in its kernel:
 
     on this host    the process is gone (``processes.py``), and this worker saw it alive at the handshake
     on another one  an engine that answers at the same address, in the same pid namespace, reports that it is gone

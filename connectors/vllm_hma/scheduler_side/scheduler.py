@@ -7,7 +7,7 @@
 Both requests of a transfer arrive at once, and prefill may compute other requests first. The consumer allocates its
 blocks when the prompt is about to start, so that a queued prompt holds none: until then ``matched_tokens`` is None and
 vLLM skips the request. If no other request waits for that producer, the consumer allocates at once: an idle prefill
-engine computes the first chunk before an answer could arrive (docs/decisions/0026).
+engine computes the first chunk before an answer could arrive (docs/decisions/0032).
 
 A consumer claims all prompt tokens but the last, which it computes itself to get logits. vLLM also lets a connector
 claim all tokens and recompute the last one (vllm/v1/core/sched/scheduler.py, ``_update_waiting_for_remote_kv``), but
