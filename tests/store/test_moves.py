@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from connectors.errors import CoverError, PlanError
+from connectors.errors import ConfigurationError, CoverError, PlanError
 from connectors.planning.descriptors import Moves, build_runs
 from connectors.planning.layout import GroupKind
 from connectors.planning.verify import prove_plans
@@ -149,7 +149,11 @@ def test_what_any_engine_stores_any_other_loads(
     rng = np.random.default_rng(seed)
     writer, reader = make_engine(shapes[0], writer_tp), make_engine(shapes[1], reader_tp)
     tokens = 2 * chunk_tokens
-    plans = [plan_store(engine[0].layout.groups, chunk_tokens, 4096) for engine in (writer, reader)]
+    try:
+        plans = [plan_store(engine[0].layout.groups, chunk_tokens, 4096) for engine in (writer, reader)]
+    except ConfigurationError:
+        # Blocks that do not fit what the store keeps of a window are refused by name: test_spans.py.
+        reject()
     stores = [
         prove_store(plan, [rank.layout for rank in engine])
         for plan, engine in zip(plans, (writer, reader), strict=True)
