@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-
 import torch
 import torch._dynamo
 import vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector
 import vllm.model_executor.models.falcon_h1
 import vllm.model_executor.models.gemma3  # noqa: F401
-from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.entrypoints.launchers.api_server.entry import main as _main
 from vllm.envs import environment_variables
 from vllm.v1.engine import async_llm, core_client  # noqa: F401
@@ -17,16 +14,14 @@ from vllm.v1.executor import multiproc_executor  # noqa: F401
 from vllm.v1.worker import cpu_worker  # noqa: F401
 
 import connectors.vllm_hma.connector  # noqa: F401
+from actors.upstream.vllm_busy_wait import shorten_busy_wait
 from testing.ports import give_vllm_these_ports
 
 torch.set_num_threads(1)
 torch._dynamo.config.disable = True  # noqa: SLF001 (torch has no public name for it)
 # The CPU platform sets this variable to `spawn` (vllm/platforms/cpu.py).
 environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"
-# After each step, vLLM's processes poll for the next one for a second before they block
-# (vllm/distributed/device_communicators/shm_broadcast.py).
-assert inspect.signature(SpinCondition).parameters["busy_loop_s"].default == 1, "SpinCondition has changed"
-SpinCondition.__init__.__defaults__ = (0.01,)
+shorten_busy_wait()
 give_vllm_these_ports()
 
 

@@ -8,10 +8,12 @@ from vllm.v1.engine import core, core_client  # noqa: F401
 from vllm.v1.executor import multiproc_executor  # noqa: F401
 
 from actors.upstream import vllm_cpu_worker, vllm_forced_tokens  # noqa: F401
+from actors.upstream.vllm_busy_wait import shorten_busy_wait
 from actors.upstream.vllm_fork_server import stay_with_this_server, use_fork_server
 from connectors.vllm_hma import connector  # noqa: F401
 
 use_fork_server()
+shorten_busy_wait()
 stay_with_this_server()
 # Done here because setproctitle must find the title's memory before the environment changes, as it
 # does after a fork.

@@ -27,6 +27,9 @@ GUARDS: dict[str, dict[str, str]] = {
         "uvicorn/server.py:Server.serve": "c143ac4318b2",
         "uvicorn/server.py:Server.shutdown": "1e34f6833403",
     },
+    "vllm_busy_wait": {
+        "vllm/distributed/device_communicators/shm_broadcast.py:SpinCondition": "fc89baeffc89",
+    },
     "vllm_cached_token_counts": {
         "vllm/v1/engine/output_processor.py:OutputProcessor.__init__": "74c5bb1275a6",
         "vllm/v1/engine/output_processor.py:OutputProcessor.process_outputs": "41bacc31a1d2",

@@ -1,0 +1,31 @@
+"""Shortens the busy wait of vLLM's processes on engines without a GPU.
+
+After each step, a worker and the engine core poll shared memory for one second before they block
+(`SpinCondition`). On a GPU host that hides the wake-up. Where the model itself runs on the CPU, the
+polling takes cores from the other engine's compute. Blocking costs a wake-up of about 0.1 ms.
+
+Imported by the fork server, so its processes inherit it; engines with a GPU do not use the fork
+server. Source:
+https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/distributed/device_communicators/shm_broadcast.py
+"""
+
+import inspect
+import logging
+
+from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+logger = logging.getLogger(__name__)
+
+BUSY_WAIT_S = 0.01
+"""Longer than the pause between two steps of a busy engine."""
+
+
+def shorten_busy_wait(busy_wait_s: float = BUSY_WAIT_S) -> None:
+    """Set the default of `SpinCondition`'s last argument, which vLLM never passes. If vLLM has
+    changed, log a warning and keep its busy wait."""
+    parameters = list(inspect.signature(SpinCondition.__init__).parameters)
+    defaults = SpinCondition.__init__.__defaults__
+    if parameters[-1] != "busy_loop_s" or defaults is None or len(defaults) != 1:
+        logger.warning("vLLM's processes poll for a second after each step: SpinCondition has changed: %s", parameters)
+        return
+    SpinCondition.__init__.__defaults__ = (busy_wait_s,)

@@ -1,0 +1,31 @@
+"""Engines without a GPU block soon after a step instead of polling for a second."""
+
+from __future__ import annotations
+
+import pytest
+import zmq
+from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+from actors.upstream.vllm_busy_wait import shorten_busy_wait
+
+
+def test_readers_block_after_the_shorter_time() -> None:
+    before = SpinCondition.__init__.__defaults__
+    try:
+        shorten_busy_wait(0.25)
+        reader = SpinCondition(is_reader=True, context=zmq.Context.instance(), notify_address="inproc://busy-wait")
+        assert reader.busy_loop_s == 0.25
+        assert before == (1,), "vLLM's own default has changed"
+    finally:
+        SpinCondition.__init__.__defaults__ = before
+
+
+def test_a_changed_vllm_keeps_its_own_busy_wait(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def changed(self: object, is_reader: bool, poll_s: float = 1) -> None: ...
+
+    monkeypatch.setattr(SpinCondition, "__init__", changed)
+    shorten_busy_wait(0.25)
+    assert changed.__defaults__ == (1,)
+    assert "SpinCondition has changed" in caplog.text
