@@ -12,8 +12,8 @@ from actors.policy.options import Options
 from configs.settings import RoutingSettings
 
 FAILING_S = 5.0
-"""Time for which a replica ranks last after a failed call: it looks idle until Serve detects its
-failure."""
+"""Time for which a replica ranks last after a failed call: an engine without calls would look idle
+until Serve detects its failure."""
 
 Key = Callable[[Estimate], tuple[float, ...]]
 

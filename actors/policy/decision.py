@@ -69,7 +69,7 @@ class Decision:
 
     def explain(self) -> str:
         """Return the decision as compact JSON; seconds to the microsecond."""
-        told: dict[str, object] = {
+        fields: dict[str, object] = {
             "route": self.route,
             "reason": self.reason,
             "policy": self.policy,
@@ -77,11 +77,11 @@ class Decision:
         }
         for name, estimate in (("chosen", self.chosen), ("other", self.other)):
             if estimate is not None:
-                told[name] = _told(estimate)
-        return json.dumps(told, separators=(",", ":"))
+                fields[name] = _estimate_fields(estimate)
+        return json.dumps(fields, separators=(",", ":"))
 
 
-def _told(estimate: Estimate) -> dict[str, object]:
+def _estimate_fields(estimate: Estimate) -> dict[str, object]:
     numbers = {name: value for name, value in vars(estimate).items() if value is not None}
     numbers["ttft_s"] = estimate.ttft_s
     return {name: round(value, 6) if isinstance(value, float) else value for name, value in numbers.items()}

@@ -29,8 +29,8 @@ class Options:
     now: float = 0.0
 
     def ongoing_decode(self, decode: str) -> int:
-        """Return the ongoing requests of a decode replica, as Serve or this router counts them,
-        whichever is more."""
+        """Return the ongoing requests of a decode replica: those of all routers that the engine
+        reported, or this router's own if they are more."""
         return max(self.decode[decode], len(self._decode_load(decode).calls))
 
     def ongoing_prefill(self, prefill: str) -> int:
@@ -38,7 +38,8 @@ class Options:
         return max(self.prefill.get(prefill, 0), len(self.prefill_loads.get(prefill, NOTHING).calls))
 
     def streams(self, decode: str) -> int:
-        """Return the number of other streams: this router's, plus what Serve counts beyond those."""
+        """Return the number of other streams: this router's, plus those of
+        other routers."""
         load = self._decode_load(decode)
         return len(load.streams) + max(self.decode[decode] - len(load.calls), 0)
 

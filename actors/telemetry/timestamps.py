@@ -21,8 +21,8 @@ class _FirstToken:
 
 
 class CallTimestamps:
-    """Starts when the call arrives at the actor. `tell` returns the timings once, with the first
-    token."""
+    """Starts when the call arrives at the actor. `take_timings` returns the timings once, with the
+    first token."""
 
     def __init__(self) -> None:
         self.request_id: str | None = None
