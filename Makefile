@@ -23,8 +23,8 @@ PORT ?=
 ADDRESS ?=
 TESTS ?=
 BUDGET_S ?= 600
-# A process for each of two cores: a third one makes engines start slower than it gains.
-PARALLEL ?= -n 2 --dist loadscope --no-loadscope-reorder
+# Three processes for two cores: many tests wait. Engines have niceness 10 (conftest.py).
+PARALLEL ?= -n 3 --dist loadscope --no-loadscope-reorder
 # Tests that only compute. They run in one process that takes what engines leave of the two cores; Ray's have niceness 15.
 PURE = tests/planning tests/protocol tests/actors/policy tests/store tests/configs tests/k8s tests/differential benchmarks
 CPU_FEATURES ?=

@@ -16,6 +16,9 @@ from app.doctor.machine import longest_temporary_directory, ray_temporary_direct
 if len(ray_temporary_directory()) + len(".99") > longest_temporary_directory():
     os.environ["RAY_TMPDIR"] = "/tmp"
 
+# Engines yield to what they are tested with: Ray's agents have 15 s to start, and clients have deadlines.
+os.environ |= {"TANDEM_ENGINE_NICENESS": "10", "RAY_worker_niceness": "10"}
+
 # No deadline for generated cases: engines of other tests may keep the machine busy.
 settings.register_profile("tandem", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("tandem")
