@@ -17,15 +17,16 @@ if len(ray_temporary_directory()) + len(".99") > longest_temporary_directory():
     os.environ["RAY_TMPDIR"] = "/tmp"
 
 # Engines yield to what they are tested with: Ray's agents have 15 s to start, and clients have deadlines.
-os.environ |= {"TANDEM_ENGINE_NICENESS": "10", "RAY_worker_niceness": "10"}
+os.environ |= {"TANDEM_ENGINE_NICENESS": "5", "RAY_worker_niceness": "5"}
 
 # No deadline for generated cases: engines of other tests may keep the machine busy.
 settings.register_profile("tandem", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("tandem")
 
 _STARTED_AT = pytest.StashKey[float]()
-SHARED_FOLDERS = ("tests/e2e/pair",)
-"""Folders whose files share engines."""
+TWO_RANKS = ("tests/e2e/pair/", "tests/e2e/test_families.py")
+"""Tests of engines with two ranks. A rank polls for the other one (vllm's csrc/cpu/shm.cpp), so two such
+engines on two cores take twice the processor time: these tests run one after the other."""
 
 OVER_BUDGET = 1.5
 """A run may take this multiple of its budget."""
@@ -40,14 +41,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class GroupScheduling(LoadScopeScheduling):
-    """Keep the tests of a group in one process: those of a file, or of a folder that shares engines.
+    """Keep the tests of a group in one process: those of a file, or all that start engines with two ranks.
 
     Not ``--dist loadgroup``: pytest-xdist 3.8 sets ``Item._nodeid``, which pytest 9.2 no longer reads.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        return next((folder for folder in SHARED_FOLDERS if file.startswith(folder + "/")), file)
+        return "two ranks" if nodeid.startswith(TWO_RANKS) else nodeid.partition("::")[0]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling:
@@ -55,16 +55,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupSchedul
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start with the groups that take longest: the others fill the gaps."""
+    """Start with the groups that take longest; the others fill the gaps."""
     items.sort(key=_rank)
 
 
 def _rank(item: pytest.Item) -> int:
-    """Return the item's place: the service that most tests use, engines, engines that are killed, everything else."""
+    """Return the item's place: the service, engines, engines that are killed, engines with two ranks, everything else.
+
+    The service has two ranks, too, so the others with two come when it has stopped.
+    """
     marker = item.get_closest_marker("engine")
     if marker is None:
-        return 3
-    return 0 if marker.kwargs.get("first") else 2 if marker.kwargs.get("killed") else 1
+        return 4
+    if marker.kwargs.get("first"):
+        return 0
+    return 3 if item.nodeid.startswith(TWO_RANKS) else 2 if marker.kwargs.get("killed") else 1
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
