@@ -376,11 +376,13 @@ async def test_a_prefill_that_ends_before_decode_says_no(service, http, leaves):
     # Decode's API server reads all of this before it refuses it; the prefill leg goes without.
     body = completion("a", logit_bias={str(10**6 + token): 1 for token in range(300_000)}, max_tokens="many")
     async with httpx.AsyncClient(base_url=service.url, timeout=60) as client:
-        asked = asyncio.create_task(client.post("/v1/completions", json=body))
-        give_up_at = time.monotonic() + 30
-        while metric(http, "vllm:request_success_total", role="prefill") == done:
-            assert time.monotonic() < give_up_at, "prefill has not run"
-            await asyncio.sleep(0.01)
+        for _ in range(10):  # on a busy machine decode may refuse before prefill has run
+            asked = asyncio.create_task(client.post("/v1/completions", json=body))
+            while not asked.done() and metric(http, "vllm:request_success_total", role="prefill") == done:
+                await asyncio.sleep(0.01)
+            if not asked.done():
+                break
+        assert not asked.done(), "decode has refused ten times before prefill had run"
         if leaves:
             asked.cancel()
         else:
