@@ -378,11 +378,12 @@ async def test_a_prefill_that_ends_before_decode_says_no(service, http, leaves):
     async with httpx.AsyncClient(base_url=service.url, timeout=60) as client:
         for _ in range(10):  # on a busy machine decode may refuse before prefill has run
             asked = asyncio.create_task(client.post("/v1/completions", json=body))
-            while not asked.done() and metric(http, "vllm:request_success_total", role="prefill") == done:
-                await asyncio.sleep(0.01)
-            if not asked.done():
+            refused: set[asyncio.Task[httpx.Response]] = set()
+            while not refused and metric(http, "vllm:request_success_total", role="prefill") == done:
+                refused, _ = await asyncio.wait([asked], timeout=0.01)
+            if not refused:
                 break
-        assert not asked.done(), "decode has refused ten times before prefill had run"
+        assert not refused, "decode has refused ten times before prefill had run"
         if leaves:
             asked.cancel()
         else:
