@@ -60,16 +60,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _rank(item: pytest.Item) -> int:
-    """Return the item's place: the service, engines, engines that are killed, engines with two ranks, everything else.
+    """Return the item's place: the service, engines, engines with two ranks, engines that are killed, everything else.
 
-    The service has two ranks, too, so the others with two come when it has stopped.
+    The service has two ranks, too, so the others with two come when it is about to stop.
     """
     marker = item.get_closest_marker("engine")
     if marker is None:
         return 4
     if marker.kwargs.get("first"):
         return 0
-    return 3 if item.nodeid.startswith(TWO_RANKS) else 2 if marker.kwargs.get("killed") else 1
+    return 2 if item.nodeid.startswith(TWO_RANKS) else 3 if marker.kwargs.get("killed") else 1
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
