@@ -27,7 +27,7 @@ BUDGET_S ?= 600
 PARALLEL ?= -n 2 --dist loadscope --no-loadscope-reorder
 # Tests that mostly wait run in a third process.
 WAITING = tests/actors tests/app
-# Tests that only compute take what the others leave of the two cores. Engines have niceness 5 (conftest.py).
+# Tests that only compute take what the others leave of the two cores. Ray actors have niceness 5 (conftest.py).
 PURE = tests/planning tests/protocol tests/actors/policy tests/store tests/configs tests/k8s tests/differential benchmarks
 CPU_FEATURES ?=
 FABRICS ?=

@@ -16,8 +16,9 @@ from app.doctor.machine import longest_temporary_directory, ray_temporary_direct
 if len(ray_temporary_directory()) + len(".99") > longest_temporary_directory():
     os.environ["RAY_TMPDIR"] = "/tmp"
 
-# Engines yield to what they are tested with: Ray's agents have 15 s to start, and clients have deadlines.
-os.environ |= {"TANDEM_ENGINE_NICENESS": "5", "RAY_worker_niceness": "5"}
+# Services start as fast as engines without Ray: Ray's own niceness of 15 would starve them. But Ray's agents have 15 s
+# to start, so actors yield to them. Ray starts no workers that no test uses.
+os.environ |= {"RAY_worker_niceness": "5", "RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
 
 # No deadline for generated cases: engines of other tests may keep the machine busy.
 settings.register_profile("tandem", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)

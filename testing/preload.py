@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 import torch._dynamo
 import vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector
@@ -24,7 +22,6 @@ torch._dynamo.config.disable = True  # noqa: SLF001 (torch has no public name fo
 # The CPU platform sets this variable to `spawn` (vllm/platforms/cpu.py).
 environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"
 shorten_busy_wait()
-os.nice(int(os.environ.get("TANDEM_ENGINE_NICENESS", "0")))
 give_vllm_these_ports()
 
 

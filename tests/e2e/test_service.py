@@ -195,6 +195,7 @@ def test_responses_through_the_sdk(http, sdk):
             assert exact(prompt, stream.get_final_response().output_text)
         assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")
         assert exact(prompt, whole.parse().output_text)
+    wait_until_idle(http)
     assert metric(http, "tandem_prefill_legs_total", outcome="done") == before + 6
     assert metric(http, "vllm:tandem_kv_requests_total", role="decode", outcome="recomputed") == recomputed
 
