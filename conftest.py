@@ -1,4 +1,4 @@
-"""Options of the whole suite: groups for parallel runs, and the time budget of ``make test``."""
+"""Pytest options of the whole suite: groups for parallel runs, and the budget of ``make test``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from xdist.scheduler import LoadScopeScheduling
 
 from app.doctor.machine import longest_temporary_directory, ray_temporary_directory
 
-# Ray's sockets lie in TMPDIR, numbered where there are several nodes. Ray does not start where the path is too long.
+# Ray's sockets are in TMPDIR, numbered if there are several nodes. Ray does not start if the path
+# is too long.
 if len(ray_temporary_directory()) + len(".99") > longest_temporary_directory():
     os.environ["RAY_TMPDIR"] = "/tmp"
 
@@ -37,9 +38,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class GroupScheduling(LoadScopeScheduling):
-    """Keep the tests of a group in one process: those of a file, or of a folder that shares engines.
+    """Run the tests of a group in one process: those of a file, or of a folder that shares engines.
 
-    Not ``--dist loadgroup``: pytest-xdist 3.8 sets ``Item._nodeid``, which pytest 9.2 no longer reads.
+    Not ``--dist loadgroup``: pytest-xdist 3.8 sets ``Item._nodeid``, which pytest 9.2 does not
+    read.
     """
 
     def _split_scope(self, nodeid: str) -> str:
@@ -52,12 +54,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupSchedul
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start with the groups that take longest: the others fill the gaps."""
+    """Start with the groups that take longest; the others fill the gaps."""
     items.sort(key=_rank)
 
 
 def _rank(item: pytest.Item) -> int:
-    """Return the item's place: the service that most tests use, engines, engines that are killed, everything else."""
+    """Return the sort key of a test: shared service, engines, killed engines, everything else."""
     marker = item.get_closest_marker("engine")
     if marker is None:
         return 3
@@ -65,7 +67,7 @@ def _rank(item: pytest.Item) -> int:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail a run that has exceeded its budget, in the process that controls it."""
+    """Fail a run that has exceeded its budget, in the controlling process."""
     budget_s = session.config.getoption("--budget-s")
     if budget_s is None or hasattr(session.config, "workerinput"):
         return
