@@ -1,4 +1,4 @@
-"""Options of the whole suite: groups for parallel runs, and the time budget of ``make test``."""
+"""Pytest options of the whole suite: groups for parallel runs, and the budget of ``make test``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from xdist.scheduler import LoadScopeScheduling
 
 from app.doctor.machine import longest_temporary_directory, ray_temporary_directory
 
-# Ray's sockets lie in TMPDIR, numbered where there are several nodes. Ray does not start where the path is too long.
+# Ray's sockets are in TMPDIR, numbered if there are several nodes. Ray does not start if the path
+# is too long.
 if len(ray_temporary_directory()) + len(".99") > longest_temporary_directory():
     os.environ["RAY_TMPDIR"] = "/tmp"
 
@@ -44,7 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
 class GroupScheduling(LoadScopeScheduling):
     """Keep the tests of a group in one process: those of a file, or all that start engines with two ranks.
 
-    Not ``--dist loadgroup``: pytest-xdist 3.8 sets ``Item._nodeid``, which pytest 9.2 no longer reads.
+    Not ``--dist loadgroup``: pytest-xdist 3.8 sets ``Item._nodeid``, which pytest 9.2 does not
+    read.
     """
 
     def _split_scope(self, nodeid: str) -> str:
@@ -61,9 +63,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _rank(item: pytest.Item) -> int:
-    """Return the item's place: the service, engines, engines with two ranks, engines that are killed, everything else.
+    """Return the sort key of a test: service, engines, engines with two ranks, killed engines, everything else.
 
-    The service has two ranks, too, so the others with two come when it is about to stop.
+    The service has two ranks, so the other tests with two start when it is about to stop.
     """
     marker = item.get_closest_marker("engine")
     if marker is None:
@@ -74,7 +76,7 @@ def _rank(item: pytest.Item) -> int:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail a run that has exceeded its budget, in the process that controls it."""
+    """Fail a run that has exceeded its budget, in the controlling process."""
     budget_s = session.config.getoption("--budget-s")
     if budget_s is None or hasattr(session.config, "workerinput"):
         return

@@ -1,4 +1,4 @@
-"""The choice among a request's options under the configured policy. Pure."""
+"""Chooses among a request's options under the configured policy. Pure."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from actors.policy.options import Options
 from configs.settings import RoutingSettings
 
 FAILING_S = 5.0
-"""Time for which a replica ranks last after a failed call: an engine without calls would look idle
-until Serve detects its failure."""
+"""Seconds for which a replica ranks last after a failed call: without calls it would look idle until
+Serve detects its failure.
+"""
 
 Key = Callable[[Estimate], tuple[float, ...]]
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Constraints of the choice. `whole` is the reason why decode must serve all of the request, or
-    None.
+    """Constraints of the choice.
 
-    `session` prefers one replica. `prefill_known` is false until the running prefill replicas are
-    known.
+    ``whole``           reason why decode must serve all of the request, or None
+    ``session``         session of the request, which prefers one decode replica; or None
+    ``prefill_known``   whether the running prefill replicas are known
+    ``prefill_failed``  whether a prefill replica has already failed this request
     """
 
     whole: str | None = None
     session: str | None = None
     prefill_known: bool = True
     prefill_failed: bool = False
-    """Whether a prefill replica has already failed this request."""
 
 
 def score(settings: RoutingSettings, estimate: Estimate) -> float:
@@ -44,7 +45,7 @@ def score(settings: RoutingSettings, estimate: Estimate) -> float:
 
 
 def choose(settings: RoutingSettings, options: Options, asked: Asked) -> Decision:
-    """Return the decision. It ranks all usable replicas: the first may have no free slot."""
+    """Return the decision, with all usable replicas ranked: the first may have no free slot."""
     key = _key(settings, options, asked.session)
     local = sorted(options.local, key=key)
     remote = sorted(options.remote, key=key) if asked.whole is None else []
@@ -84,7 +85,7 @@ def _route(
 
 
 def _key(settings: RoutingSettings, options: Options, session: str | None) -> Key:
-    """Return the sort key of the policy. A session's decode replica comes first."""
+    """Return the sort key of the policy. The session's decode replica ranks first."""
 
     def affinity(decode: str) -> float:
         # Highest hash wins: all routers choose the same replica, and scaling moves few sessions.
@@ -95,11 +96,11 @@ def _key(settings: RoutingSettings, options: Options, session: str | None) -> Ke
         times = [load.failed_at for load in loads if load is not None and load.failed_at is not None]
         return any(options.now - failed_at < FAILING_S for failed_at in times)
 
-    decode_turn = {decode: turn for turn, decode in enumerate(options.decode)}
-    prefill_turn = {prefill: turn for turn, prefill in enumerate(options.prefill)}
+    decode_order = {decode: position for position, decode in enumerate(options.decode)}
+    prefill_order = {prefill: position for position, prefill in enumerate(options.prefill)}
 
-    def by_turn(one: Estimate) -> tuple[float, ...]:
-        return affinity(one.decode), decode_turn[one.decode], prefill_turn.get(one.prefill or "", 0)
+    def by_order(one: Estimate) -> tuple[float, ...]:
+        return affinity(one.decode), decode_order[one.decode], prefill_order.get(one.prefill or "", 0)
 
     def by_load(one: Estimate) -> tuple[float, ...]:
         return affinity(one.decode), options.ongoing_decode(one.decode), options.ongoing_prefill(one.prefill or "")
@@ -107,5 +108,5 @@ def _key(settings: RoutingSettings, options: Options, session: str | None) -> Ke
     def by_cost(one: Estimate) -> tuple[float, ...]:
         return affinity(one.decode), score(settings, one)
 
-    by_policy = {"round_robin": by_turn, "least_load": by_load}.get(settings.policy, by_cost)
+    by_policy = {"round_robin": by_order, "least_load": by_load}.get(settings.policy, by_cost)
     return lambda one: (failing(one), *by_policy(one))

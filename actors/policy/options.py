@@ -1,4 +1,4 @@
-"""All ways to serve one request, with the expected cost of each."""
+"""Lists the ways to serve one request, with the expected cost of each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ NOTHING = EngineLoad()
 
 @dataclass(frozen=True)
 class Options:
-    """Candidate replicas with their ongoing requests; their order decides between equals."""
+    """Candidate replicas of one request. Their order decides between equal options.
+
+    ``decode``, ``prefill``              ongoing requests of each replica, as Serve reports them
+    ``decode_held``, ``prefill_held``    cached prompt tokens of each replica
+    ``decode_loads``, ``prefill_loads``  work of this router on each replica
+    """
 
     prompt_tokens: int
     answer_tokens: int
@@ -29,17 +34,17 @@ class Options:
     now: float = 0.0
 
     def ongoing_decode(self, decode: str) -> int:
-        """Return the ongoing requests of a decode replica: those of all routers that the engine
-        reported, or this router's own if they are more."""
+        """Return the ongoing requests of a decode replica: those that the engine reported for all
+        routers, or this router's own if they are more.
+        """
         return max(self.decode[decode], len(self._decode_load(decode).calls))
 
     def ongoing_prefill(self, prefill: str) -> int:
-        """Return the ongoing requests of a prefill replica; 0 when it does not exist."""
+        """Return the ongoing requests of a prefill replica; 0 if it does not exist."""
         return max(self.prefill.get(prefill, 0), len(self.prefill_loads.get(prefill, NOTHING).calls))
 
     def streams(self, decode: str) -> int:
-        """Return the number of other streams: this router's, plus those of
-        other routers."""
+        """Return the other streams of a replica: this router's, plus those of other routers."""
         load = self._decode_load(decode)
         return len(load.streams) + max(self.decode[decode] - len(load.calls), 0)
 
@@ -48,12 +53,12 @@ class Options:
 
     @cached_property
     def local(self) -> list[Estimate]:
-        """Return the option of each decode replica alone."""
+        """Options in which one decode replica serves the request alone."""
         return [self._local(decode) for decode in self.decode]
 
     @cached_property
     def remote(self) -> list[Estimate]:
-        """Return the option of each pair."""
+        """Options in which a pair of engines serves the request."""
         prefills = [(prefill, *self._prefill(prefill)) for prefill in self.prefill]
         decodes = [(decode, *self._decode(decode)) for decode in self.decode]
         pairs = []
@@ -67,8 +72,9 @@ class Options:
 
     @cached_property
     def _decoding(self) -> dict[str, tuple[float, float]]:
-        """Return, for each decode replica, the seconds after the first token and the delay of other
-        streams."""
+        """(seconds after the first token, delay of other streams in seconds) of each decode
+        replica.
+        """
         return {decode: self._decoding_on(decode) for decode in self.decode}
 
     def _local(self, decode: str) -> Estimate:
@@ -77,8 +83,8 @@ class Options:
         compute_s = self.costs.local_s(decode, parts, self.now)
         decoding_s, interference_s = self._decoding[decode]
         queue_s = self._decode_load(decode).prompts.wait_s(self.now)
-        held_up_s = interference_s + streams * compute_s
-        return Estimate(decode, None, new, 0, queue_s, compute_s, 0.0, decoding_s, held_up_s)
+        delayed_s = interference_s + streams * compute_s
+        return Estimate(decode, None, new, 0, queue_s, compute_s, 0.0, decoding_s, delayed_s)
 
     def _prefill(self, prefill: str) -> tuple[int, float, float]:
         held = self.prefill_held[prefill]

@@ -1,7 +1,7 @@
-"""A transport between agents of one process: real bytes, real bounds, no network.
+"""In-memory transport between agents of one process: real bytes and bounds checks, no network.
 
-Tests and simulations use it to run whole transfers without NIXL. A ``Fabric`` is the network: agents on one fabric
-can reach each other. Like NIXL it refuses runs outside registered memory, on either side.
+Tests and simulations run whole transfers on it without NIXL. Agents on one ``Fabric`` can reach
+each other. Like NIXL, it refuses runs outside registered memory on either side.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from connectors.planning.layout import MemoryKind, Region
 
 
 class Fabric:
-    """The agents that can reach each other, by name. ``cut`` and ``mend`` take one away and bring it back."""
+    """A simulated network of agents, by name. ``cut`` disconnects one agent, ``mend`` reconnects
+    it.
+    """
 
     def __init__(self) -> None:
         self.agents: dict[str, MemoryTransport] = {}
@@ -31,13 +33,14 @@ class Fabric:
         self.unreachable.discard(name)
 
     def agent(self, sender: str, peer: str) -> MemoryTransport:
+        """Return the agent ``peer``. Raises TransportError if ``sender`` cannot reach it."""
         if peer not in self.agents or peer in self.unreachable or sender in self.unreachable:
-            raise TransportError(peer, "no such agent can be reached on this fabric")
+            raise TransportError(peer, "this agent is unreachable on this fabric")
         return self.agents[peer]
 
 
 class MemoryTransport:
-    """One agent. Writes are copied when they are posted and are done at the next poll."""
+    """One agent. Writes are copied when posted and reported done at the next poll."""
 
     kind = "memory"
 
@@ -81,7 +84,7 @@ class MemoryTransport:
 
     def reconnect(self, peer: str) -> None:
         if peer in self._pending.values():
-            raise TransportError(peer, "a write to it is under way; it cannot be connected to anew")
+            raise TransportError(peer, "cannot reconnect while a write to this peer is in flight")
         self._reach(peer)
 
     def remove_peer(self, peer: str) -> None:

@@ -315,9 +315,11 @@ def test_unit_shapes(src: Group, dst: Group, shape: tuple[int, int, int]) -> Non
 
 def test_a_row_of_tokens_is_not_cut() -> None:
     """Blocks of 16 and 24 tokens have 8 tokens in common, and 16 packed together do not fit into that."""
-    with pytest.raises(PlanError, match="blocks of 16 and 24 tokens have 8 in common, and 16 tokens are packed"):
+    with pytest.raises(PlanError, match="blocks of 16 and 24 tokens have units of 8 tokens, but the kernel packs 16"):
         unit_shape(full(16, 16), full(24, 24))
-    with pytest.raises(PlanError, match="layer 'a': blocks of 24 and 16 tokens have 8 in common, and 24 tokens"):
+    with pytest.raises(
+        PlanError, match="layer 'a': blocks of 24 and 16 tokens have units of 8 tokens, but the kernel packs 24"
+    ):
         unit_shape(full(24, 24), full(16, 16))
 
 

@@ -149,11 +149,11 @@ def layer_changed(**changes: Any) -> EngineLayout:
         (make_rank(Shape(groups=GEMMA[:2]), 0, 1).layout, "number of KV cache groups", "same model"),
         (with_field(BASE, 2, kind=GroupKind.SLIDING, window_tokens=8), "kind of KV cache group 2", "same model"),
         (with_field(BASE, 1, window_tokens=9), "window_tokens of KV cache group 1", "same model"),
-        (with_field(BASE, 0, block_tokens=8), "tokens in what cannot be cut of layer 'layers.0.0'", "same block_size"),
+        (with_field(BASE, 0, block_tokens=8), "tokens per row of layer 'layers.0.0'", "same block_size"),
         (layer_changed(layer="other"), "layers of KV cache group 1", "same model"),
         (with_field(BASE, 1, layers=BASE.groups[1].layers[:1]), "layers of KV cache group 1", "same model"),
         (layer_changed(packing="other"), "packing of layer 'layers.1.1'", "KV layout"),
-        (layer_changed(rows=2), "tokens in what cannot be cut of layer 'layers.1.1'", "same block_size"),
+        (layer_changed(rows=2), "tokens per row of layer 'layers.1.1'", "same block_size"),
         (layer_changed(row_bytes=8), "row_bytes of layer 'layers.1.1'", "KV layout"),
     ],
 )
@@ -218,6 +218,6 @@ def test_states_need_whole_blocks_beside_them() -> None:
         for layout in (small, large)
     )
     with pytest.raises(
-        IncompatiblePeerError, match="beside state groups, give prefill a block_size that is a multiple"
+        IncompatiblePeerError, match="for a model with state groups, set prefill's block_size to a multiple"
     ):
         check_compatible(small, large)

@@ -47,7 +47,7 @@ def test_prefill_legs() -> None:
 def test_discards() -> None:
     """They name the transfer that nobody will fetch."""
     assert parse_params({"do_remote_decode": True, "discard": True, "transfer_id": "t"}) == DiscardParams("t")
-    with pytest.raises(WireError, match="discard needs the transfer_id"):
+    with pytest.raises(WireError, match="discard needs a transfer_id"):
         parse_params({"do_remote_decode": True, "discard": True})
 
 
@@ -58,7 +58,7 @@ def test_lost_engines() -> None:
     with pytest.raises(WireError, match="supervisor must be text"):
         parse_params({"engines_lost": "node-a.", "supervisor": 5})
     for wrong in ("", ".", 5, True, ["node-a."]):
-        with pytest.raises(WireError, match="engines_lost must name engines by how their ids begin"):
+        with pytest.raises(WireError, match="engines_lost must be an engine id or its prefix"):
             parse_params({"engines_lost": wrong})
 
 

@@ -169,7 +169,7 @@ def test_bytes_after_the_end_are_refused(message: Message) -> None:
     ("bad", "says"),
     [
         (b"", "a frame of 0 bytes"),
-        (frame({}, magic=b"XYZ"), "does not start with Tandem's mark"),
+        (frame({}, magic=b"XYZ"), "does not start with b'TDM'"),
         (frame({}, version=PROTOCOL_VERSION + 1), f"version {PROTOCOL_VERSION + 1}, this engine {PROTOCOL_VERSION}"),
         (frame({}, version=0), "version 0"),
         (tagged(struct.pack("<3sBI", b"TDM", PROTOCOL_VERSION, 2**32 - 1)), "truncated"),
@@ -177,7 +177,7 @@ def test_bytes_after_the_end_are_refused(message: Message) -> None:
         (frame(b"\xff\xfe"), "malformed frame"),
         (frame(b""), "malformed frame"),
         (frame(b"[" * 60_000), "malformed frame"),
-        (frame(b"[" * 100_000), "a header of 100000 bytes; at most 65536 are read"),
+        (frame(b"[" * 100_000), "a header has 100000 bytes; the limit is 65536"),
         (frame([1]), "not a JSON object"),
         (frame("text"), "not a JSON object"),
         (frame({}), "'from' must be text"),
@@ -189,7 +189,7 @@ def test_bytes_after_the_end_are_refused(message: Message) -> None:
         (frame(offer_header(number=-1)), "'number' must be a whole number"),
         (frame({"from": "a", "rank": 0}), "'to' must be text"),
         (frame({"from": "a", "rank": 0, "to": "b"}), "'to_rank' must be a whole number, not None"),
-        (frame(fin_header(id="t" * 257)), "'id' has 257 characters, at most 256"),
+        (frame(fin_header(id="t" * 257)), "'id' has 257 characters; the limit is 256"),
         (frame({"from": "a", "rank": 0, "to": "b", "to_rank": 0}), "unknown message None"),
         (frame({"from": "a", "rank": 0, "to": "b", "to_rank": 0, "kind": "greet"}), "unknown message 'greet'"),
         (frame({"from": "a", "rank": 0, "to": "b", "to_rank": 0, "kind": ["fin"]}), "unknown message"),
@@ -201,7 +201,7 @@ def test_bytes_after_the_end_are_refused(message: Message) -> None:
         (frame({"from": "a", "rank": 0, "to": "b", "to_rank": 0, "kind": "alive"}), "'id' must be text"),
         (
             frame({"from": "a", "rank": 0, "to": "b", "to_rank": 0, "kind": "alive", "id": "t"}, b"x"),
-            "1 bytes that it should not",
+            "a body of 1 bytes, but must have none",
         ),
         (frame(fin_header(digest=None)), "'digest' must be text, not None"),
         (frame({k: v for k, v in fin_header().items() if k != "digest"}), "'digest' must be text, not None"),
@@ -214,11 +214,11 @@ def test_bytes_after_the_end_are_refused(message: Message) -> None:
         (frame(offer_header(digest="")), "'digest' must be true or false"),
         (frame(offer_header(end=-1)), "'end' must be a whole number"),
         (frame(offer_header(prompt=None)), "'prompt' must be text"),
-        (frame(offer_header(blocks=None)), "count the blocks of each group"),
-        (frame(offer_header(blocks=[-1])), "count the blocks of each group"),
-        (frame(offer_header(blocks=[True])), "count the blocks of each group"),
-        (frame(offer_header(blocks=[1.0]), vectors(0, 1)), "count the blocks of each group"),
-        (frame(offer_header(blocks=[1])), "an offer of 1 blocks carries 0 bytes"),
+        (frame(offer_header(blocks=None)), "the number of blocks of each group"),
+        (frame(offer_header(blocks=[-1])), "the number of blocks of each group"),
+        (frame(offer_header(blocks=[True])), "the number of blocks of each group"),
+        (frame(offer_header(blocks=[1.0]), vectors(0, 1)), "the number of blocks of each group"),
+        (frame(offer_header(blocks=[1])), "an offer of 1 blocks has 0 bytes"),
         (frame(offer_header(blocks=[1]), vectors(0, 1, 2)), "not 16 a block"),
         (frame(offer_header(blocks=[2**62, 2**62])), "not 16 a block"),
         (frame(offer_header(blocks=[1]), vectors(-1, 5)), "positions must ascend from 0"),
@@ -294,7 +294,7 @@ def test_another_key_is_refused_before_anything_is_read(theirs: bytes) -> None:
     """A frame without our key may not even choose what we parse."""
     for content in (b"[" * 10, b"{}", encode(Envelope(SENDER, RECEIVER, MESSAGES[0]))[8:-32]):
         bad = struct.pack("<3sBI", b"TDM", PROTOCOL_VERSION, len(content)) + content
-        with pytest.raises(WireError, match="does not have this engine's secret"):
+        with pytest.raises(WireError, match="the sender has another secret"):
             decode(tagged(bad, theirs), KEY)
 
 
