@@ -122,7 +122,7 @@ async def test_an_engine_that_is_not_there(world: World) -> None:
             await (await world.call("ends", stack)).__anext__()
 
 
-async def test_a_door_that_closes(world: World) -> None:
+async def test_a_server_that_closes(world: World) -> None:
     """Calls end with it, and nobody is left."""
     async with AsyncExitStack() as stack:
         calls = [await world.call("hangs", stack) for _ in range(2)]
