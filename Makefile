@@ -25,8 +25,6 @@ TESTS ?=
 BUDGET_S ?= 600
 # Two processes start engines.
 PARALLEL ?= -n 2 --dist loadscope --no-loadscope-reorder
-# Tests that mostly wait run in a third process.
-WAITING = tests/actors tests/app
 # Tests that only compute take what the others leave of the two cores. Ray actors have niceness 5 (conftest.py).
 PURE = tests/planning tests/protocol tests/actors/policy tests/store tests/configs tests/k8s tests/differential benchmarks
 CPU_FEATURES ?=
@@ -93,9 +91,8 @@ else
 	@mkdir -p build
 	@(nice -n 19 $(BIN)/python -m pytest --durations=10 $(PURE); tests=$$?; nice -n 19 $(SHELL) -c "$(CHECK)" && exit $$tests) \
 		> build/pure.log 2>&1 & pure=$$!; \
-	$(BIN)/python -m pytest --durations=10 --ignore=tests/actors/policy $(WAITING) > build/waiting.log 2>&1 & waiting=$$!; \
-	$(BIN)/python -m pytest $(PARALLEL) --durations=30 --budget-s=$(BUDGET_S) $(PURE:%=--ignore=%) $(WAITING:%=--ignore=%); \
-	code=$$?; wait $$waiting || code=$$?; wait $$pure || code=$$?; cat build/waiting.log build/pure.log; exit $$code
+	$(BIN)/python -m pytest $(PARALLEL) --durations=30 --budget-s=$(BUDGET_S) $(PURE:%=--ignore=%); \
+	code=$$?; wait $$pure || code=$$?; cat build/pure.log; exit $$code
 endif
 
 .PHONY: test-all

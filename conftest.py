@@ -30,6 +30,13 @@ TWO_RANKS = ("tests/e2e/pair/", "tests/e2e/test_families.py")
 """Tests of engines with two ranks. A rank polls for the other one (vllm's csrc/cpu/shm.cpp), so two such
 engines on two cores take twice the processor time: these tests run one after the other."""
 
+WAITING = (
+    "tests/actors/router/test_router.py",
+    "tests/app/test_deployment_options.py",
+    "tests/app/http/test_http_server.py",
+)
+"""Tests that wait more than they compute, so they run beside those that start engines."""
+
 OVER_BUDGET = 1.5
 """A run may take this multiple of its budget."""
 
@@ -63,16 +70,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _rank(item: pytest.Item) -> int:
-    """Return the sort key of a test: service, engines, engines with two ranks, killed engines, everything else.
+    """Return the sort key of a test: service, waiting, engines with two ranks, engines, killed engines, everything else.
 
     The service has two ranks, so the other tests with two start when it is about to stop.
     """
     marker = item.get_closest_marker("engine")
+    if item.nodeid.startswith(WAITING):
+        return 1
     if marker is None:
-        return 4
+        return 5
     if marker.kwargs.get("first"):
         return 0
-    return 2 if item.nodeid.startswith(TWO_RANKS) else 3 if marker.kwargs.get("killed") else 1
+    return 2 if item.nodeid.startswith(TWO_RANKS) else 4 if marker.kwargs.get("killed") else 3
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
