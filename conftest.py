@@ -70,7 +70,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _rank(item: pytest.Item) -> int:
-    """Return the sort key of a test: service, waiting, engines with two ranks, engines, killed engines, everything else.
+    """Return the sort key: service, waiting tests, engines with two ranks, engines, killed engines, everything else.
 
     The service has two ranks, so the other tests with two start when it is about to stop.
     """
