@@ -112,7 +112,7 @@ def router_deployment(settings: RouterSettings) -> serve.Deployment:
         max_replicas_per_node=settings.max_replicas_per_node,
         max_ongoing_requests=settings.max_ongoing_requests + ROUTER_SURPLUS_REQUESTS,
         graceful_shutdown_timeout_s=settings.drain_s,
-        user_config=settings.limits().model_dump(),
+        user_config={},  # `reconfigure` merges it over the settings that the replica is built with
     )
 
 

@@ -486,6 +486,26 @@ def parse_scaling(policy_kwargs: dict[str, Any]) -> ScalingSettings:
         raise _settings_error(error, ScalingSettings) from None
 
 
+def changed_limits(built: RouterLimits, user_config: Any) -> RouterLimits:
+    """Return `built` with the keys that a `user_config` names; raises SettingsError with one line per
+    offending key."""
+    if not isinstance(user_config, dict):
+        raise SettingsError(f"user_config must be a mapping (got {user_config!r})")
+    fixed = [key for key in user_config if key in RouterSettings.model_fields.keys() - RouterLimits.model_fields.keys()]
+    if fixed:
+        raise SettingsError(
+            "\n".join(f"{key}: cannot change while the router runs; change it in `args`" for key in fixed)
+        )
+    routing = user_config.get("routing")
+    merged = built.model_dump() | user_config
+    if isinstance(routing, dict):
+        merged["routing"] = built.routing.model_dump() | routing
+    try:
+        return RouterLimits.model_validate(merged)
+    except ValidationError as error:
+        raise _settings_error(error, RouterLimits) from None
+
+
 def _settings_error(error: ValidationError, model: type[BaseModel]) -> SettingsError:
     lines = [f"{'.'.join(map(str, problem['loc']))}: {_advice(problem, model)}" for problem in error.errors()]
     return SettingsError("\n".join(lines))

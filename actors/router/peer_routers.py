@@ -42,6 +42,7 @@ class RouterReplica(Router):
             "ongoing": int(self.metrics.value("tandem_ongoing_requests")),
             "slots_taken": self.slots_taken,
             "limit": self.limits.max_ongoing_requests,
+            "rejected_config": self.rejected_config,
             "counts": self.metrics.counts(),
             "recent": self.recent.newest(RECENT_SHOWN),
         }

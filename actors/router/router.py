@@ -1,6 +1,7 @@
 """The router: sends both legs of a request to a pair of engines at once and relays decode's answer."""
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
@@ -16,7 +17,9 @@ from actors.router.leg import Leg, choose, deadline
 from actors.router.routing_feedback import RoutingFeedback
 from actors.telemetry.recent_requests import RecentRequests
 from actors.telemetry.router_metrics import RouterMetrics
-from configs.settings import RoleName, RouterLimits
+from configs.settings import RoleName, RouterLimits, changed_limits
+
+logger = logging.getLogger(__name__)
 
 
 class Router:
@@ -24,7 +27,9 @@ class Router:
     both legs."""
 
     def __init__(self, limits: RouterLimits, prefill: EnginePool, decode: EnginePool) -> None:
-        self.limits = limits
+        self.limits = self._built_limits = limits
+        self.rejected_config: str | None = None
+        """Why the last `user_config` was refused; None if it took effect."""
         self.metrics = RouterMetrics()
         self._roles: dict[RoleName, EnginePool] = {"prefill": prefill, "decode": decode}
         self._decode = decode
@@ -34,9 +39,21 @@ class Router:
         self.recent = RecentRequests()
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Apply new deadlines, limits and routing to later requests; Serve's hook."""
-        self.limits = RouterLimits.model_validate(user_config)
-        self._feedback.reconfigure(self.limits.routing)
+        """Apply new deadlines, limits and routing to later requests; Serve's hook.
+
+        Keys that `user_config` does not name have the values of `args`. After an error the present
+        settings stay: Serve would stop a replica whose hook raises.
+        """
+        try:
+            limits = changed_limits(self._built_limits, user_config)
+            self._feedback.reconfigure(limits.routing)
+        except Exception as error:
+            self.rejected_config = str(error)
+            self.metrics.user_config_rejected.set(1)
+            logger.error("the router's user_config is refused, its settings stay as they are: %s", error)
+            return
+        self.limits, self.rejected_config = limits, None
+        self.metrics.user_config_rejected.set(0)
 
     @property
     def ongoing(self) -> int:
