@@ -66,7 +66,7 @@ class HttpRouter(RouterReplica):
         # only.
         traces = Traces(otlp_traces_endpoint) if otlp_traces_endpoint else None
         self._surface = build_http(self, (*key_digests, *digests(AuthSettings().operators_keys())), traces)
-        self._http_server = HttpServer(self._surface, *listen) if listen else None
+        self._http_server = HttpServer(self._surface, *listen, ready=lambda: self.ready) if listen else None
         if self._http_server is not None:
             await self._http_server.open()
 

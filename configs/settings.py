@@ -239,7 +239,6 @@ class RouterLimits(Frozen):
         description="longest silence of a decode engine with an open request; then another engine takes over. Engines "
         f"send a heartbeat every {BEAT_S:g} s, between two steps, also for queued requests",
     )
-    health_timeout_s: Seconds = Field(5.0, description="longest wait for the engines' answers to /health")
     metrics_timeout_s: Seconds = Field(5.0, description="longest wait for the engines' answers to /metrics")
     retry_after_s: int = Field(1, ge=1, description="`Retry-After` of 429 and 503 responses, in seconds")
     max_ongoing_requests: int = Field(256, ge=1, description="requests in one router replica; further ones get 429")

@@ -21,6 +21,9 @@ from configs.settings import RoleName, RouterLimits, changed_limits
 
 logger = logging.getLogger(__name__)
 
+DISCARD_S = 5.0
+"""Longest wait for prefill replicas to free the KV of a transfer that decode does not fetch."""
+
 
 class Router:
     """Serves requests with the engines of both roles. `answer` opens a request; closing it ends
@@ -107,12 +110,17 @@ class Router:
                 body += item
             return start, body
 
-    async def healthy(self) -> dict[RoleName, int]:
-        """Return how many replicas of each role answer within `health_timeout_s`."""
-        answers = await asyncio.gather(
-            *(self._ask_all(role, "ping", self.limits.health_timeout_s) for role in self._roles)
-        )
-        return {role: len(replies) for role, replies in zip(self._roles, answers, strict=True)}
+    def replicas(self) -> dict[RoleName, int]:
+        """Return how many replicas of each role accept calls, as Serve has published them.
+
+        Serve's controller checks their health; nobody is asked here.
+        """
+        return {role: len(engines.ongoing() or ()) for role, engines in self._roles.items()}
+
+    @property
+    def ready(self) -> bool:
+        """True while requests can be served: decode serves them alone if there is no prefill."""
+        return self.replicas()["decode"] > 0
 
     async def engine_metrics(self) -> list[tuple[RoleName, str, str]]:
         """Return (role, replica, exposition) of each replica that answers within
@@ -134,7 +142,7 @@ class Router:
         """Ask the prefill replica that holds this transfer to free its KV; if that fails, the KV's
         lease expires."""
         self.metrics.discards.inc()
-        await self._ask_all("prefill", "discard", self.limits.health_timeout_s, transfer_id)
+        await self._ask_all("prefill", "discard", DISCARD_S, transfer_id)
 
     async def _ask_all(self, role: RoleName, method: str, timeout_s: float, *arguments: object) -> list[Any]:
         """Return the results of `method` on the replicas of `role`, without those that fail or are

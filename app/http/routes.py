@@ -24,13 +24,11 @@ from app.http.merge_metrics import CONTENT_TYPE, merge
 from app.http.parsing import forwarded_headers
 from app.http.status_page import PAGE_HEADERS, status_page
 from app.http.traces import Traces
-from configs.settings import RoleName
 
 logger = logging.getLogger(__name__)
 
 OPEN_AGE_S = 1.0
-"""Maximum age of `/health` and `/metrics`, which need no key: without it, anyone could keep all
-engines busy."""
+"""Maximum age of `/metrics`, which needs no key: without it, anyone could keep all engines busy."""
 
 
 def build_http(router: RouterReplica, key_digests: Sequence[bytes] = (), traces: Traces | None = None) -> ASGIApp:
@@ -44,19 +42,17 @@ def build_http(router: RouterReplica, key_digests: Sequence[bytes] = (), traces:
             return error_response(error, router.limits.retry_after_s)
         return Response(body, start.status, media_type="application/json")
 
-    async def healthy() -> dict[RoleName, int]:
-        return await router.healthy()
-
     async def merged() -> str:
         routers, engines = await asyncio.gather(router.router_metrics(), router.engine_metrics())
         return merge([*(("router", replica, text) for replica, text in routers), *engines])
 
-    replicas_told, exposition = SingleFlight(healthy, OPEN_AGE_S), SingleFlight(merged, OPEN_AGE_S)
+    exposition = SingleFlight(merged, OPEN_AGE_S)
 
     async def health(_: Request) -> Response:
-        replicas = await replicas_told()
-        status = HTTPStatus.OK if all(replicas.values()) else HTTPStatus.SERVICE_UNAVAILABLE
-        return JSONResponse({"replicas": replicas}, status_code=status)
+        replicas = router.replicas()
+        told = "unavailable" if not router.ready else "ok" if all(replicas.values()) else "degraded"
+        status = HTTPStatus.OK if router.ready else HTTPStatus.SERVICE_UNAVAILABLE
+        return JSONResponse({"status": told, "replicas": replicas}, status_code=status)
 
     async def metrics(_: Request) -> Response:
         return Response(await exposition(), media_type=CONTENT_TYPE)

@@ -123,6 +123,24 @@ async def test_routers_are_replaced_under_load() -> None:
     assert count > 100
 
 
+async def test_a_router_without_a_decode_engine_is_not_ready() -> None:
+    """During an upgrade through a second cluster, its routers start long before its engines: a load balancer that
+    selects both clusters' routers must not send requests there. Requests that come all the same are answered."""
+    port, ready = free_port(), False
+    server = HttpServer(Behind("new").app, HOST, port, LEAVE_S, "ours", ready=lambda: ready)
+    await server.open()
+    try:
+        async with httpx.AsyncClient(base_url=f"http://{HOST}:{port}") as client:
+            reply = await client.get(SERVICE_PATH)
+            assert (reply.status_code, reply.text) == (503, "ours")
+            assert (await client.get("/")).status_code == 200
+            async with opened(Behind("its peer"), port):  # they share the port before they are ready
+                ready = True
+                assert (await client.get(SERVICE_PATH)).status_code == 200
+    finally:
+        await server.close()
+
+
 async def test_what_has_begun_is_answered() -> None:
     """A router that is stopped takes no more connections, and sends its streams to their end."""
     port, behind = free_port(), Behind("a stream")
