@@ -244,8 +244,16 @@ class RouterLimits(Frozen):
     max_ongoing_requests: int = Field(256, ge=1, description="requests in one router replica; further ones get 429")
     max_body_bytes: int = Field(8 * 2**20, ge=1, description="largest request body; larger ones get 413")
     max_prompts: int = Field(128, ge=1, description="largest number of prompts times `n` in one request")
-    max_ongoing_requests_per_key: int = Field(
-        256, ge=1, description="requests of one API key in one router replica; further ones get 429"
+    max_ongoing_requests_per_key: int | None = Field(
+        None,
+        ge=1,
+        description="requests of one API key in one router replica; further ones get 429. Unset: half of the "
+        "router's limit, or no limit of its own if there is only one key",
+    )
+    client_priority: bool = Field(
+        False,
+        description="pass `X-Vllm-Priority` of clients to the engines, which use it with the engine argument "
+        "`scheduling_policy: priority`; false: drop it",
     )
     routing: RoutingSettings = Field(RoutingSettings(), description="routing policy")
 

@@ -2,14 +2,15 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from http import HTTPStatus
 from typing import Any
 
 from actors.broadcast import ask_all
 from actors.engine_pool.engines import EnginePool
-from actors.errors import OverloadedError
-from actors.request import Call, Headers, ResponseStart
+from actors.errors import OverloadedError, UnavailableError
+from actors.request import Call, ResponseStart, StreamChunk
 from actors.router.answer import Answer
 from actors.router.client_request import ClientRequest, RequestTimer
 from actors.router.dispatch import Dispatcher, Fleet
@@ -75,6 +76,13 @@ class Router:
         finally:
             self._ongoing -= 1
 
+    def max_requests_of_key(self, keys: int) -> int | None:
+        """Return how many requests one of `keys` API keys may have here; None: the router's own limit
+        is enough."""
+        if self.limits.max_ongoing_requests_per_key is not None:
+            return self.limits.max_ongoing_requests_per_key
+        return None if keys == 1 else max(self.limits.max_ongoing_requests // 2, 1)
+
     @asynccontextmanager
     async def answer(self, request: ClientRequest) -> AsyncGenerator[Answer, None]:
         """Serve `request`. Leaving the context ends the calls that still run on either engine.
@@ -99,16 +107,41 @@ class Router:
         """Close the connections to the engines."""
         await asyncio.gather(*(engines.close() for engines in self._roles.values()))
 
-    async def ask_decode(self, method: str, path: str, headers: Headers) -> tuple[ResponseStart, bytes]:
-        """Send a request without a body to a decode replica, and return its answer."""
-        async with AsyncExitStack() as stack, deadline(self.limits.replica_timeout_s, f"{method} {path}"):
-            slot = await choose(stack, "decode", self._decode, self.limits.replica_timeout_s)
-            leg = Leg("decode", self._decode.dispatch(slot, Call(method, path, headers)))
-            stack.callback(leg.close)
-            start, body = await leg.start(), b""
-            while isinstance(item := await leg.next(), bytes):
-                body += item
-            return start, body
+    @asynccontextmanager
+    async def ask_decode(self, call: Call) -> AsyncGenerator[tuple[ResponseStart, AsyncIterator[bytes]], None]:
+        """Send a request that one decode replica answers alone; yield the start and the body of its
+        answer. Leaving the context ends the call.
+
+        A stored response is in one engine: when a replica answers 404 or fails, the others are asked.
+        """
+        asked: set[str] = set()
+        failed: UnavailableError | None = None
+        while True:
+            async with AsyncExitStack() as stack:
+                slot = await choose(stack, "decode", self._decode, self.limits.replica_timeout_s, asked)
+                asked.add(slot.replica_id)
+                others = (self._decode.ongoing() or {}).keys() - asked
+                leg = Leg("decode", self._decode.dispatch(slot, call))
+                stack.callback(leg.close)
+                try:
+                    async with deadline(self.limits.replica_timeout_s, f"{call.method} {call.path}"):
+                        start = await leg.start()
+                except UnavailableError as error:
+                    failed = error
+                    if others:
+                        continue
+                    raise
+                if start.status == HTTPStatus.NOT_FOUND and others:
+                    continue
+                if start.status == HTTPStatus.NOT_FOUND and failed is not None:
+                    raise failed
+                yield start, self._body_of(leg)
+                return
+
+    async def _body_of(self, leg: Leg) -> AsyncIterator[bytes]:
+        until = asyncio.get_running_loop().time() + self.limits.request_timeout_s
+        while (item := await leg.next(self.limits.silence_timeout_s, until)) is not None:
+            yield item.body if isinstance(item, StreamChunk) else item
 
     def replicas(self) -> dict[RoleName, int]:
         """Return how many replicas of each role accept calls, as Serve has published them.

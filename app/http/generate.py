@@ -76,7 +76,7 @@ class Generate:
             with self._router.admitted():
                 request = await self._read(Request(scope, receive))
                 with Observer.of(self._router, request, self._traces) as observer:
-                    await _until_disconnect(receive, self._relay(observer, tally, send))
+                    await until_disconnect(receive, self._relay(observer, tally, send))
         except (ClientDisconnect, TaskCancelledError):
             return
         except Exception as error:
@@ -93,7 +93,9 @@ class Generate:
         limits = self._router.limits
         try:
             async with asyncio.timeout(limits.body_timeout_s):
-                found = await read_request(request, self._endpoint, limits.max_body_bytes, limits.max_prompts)
+                found = await read_request(
+                    request, self._endpoint, limits.max_body_bytes, limits.max_prompts, limits.client_priority
+                )
         except TimeoutError:
             message = f"the body did not arrive within {limits.body_timeout_s:g} s"
             raise BadRequestError(message, status=HTTPStatus.REQUEST_TIMEOUT) from None
@@ -169,7 +171,7 @@ def _response_headers(answer: Answer) -> list[tuple[bytes, bytes]]:
     return headers
 
 
-async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
     """Run `work`, and cancel it when the client disconnects; it has ended when this returns.
 
     `work` runs in an empty context, so that Ray does not take its calls for children of the

@@ -96,6 +96,7 @@ class HttpServer:
         config = uvicorn.Config(
             self._told,
             http=BoundedHttpProtocol,
+            ws="none",
             interface="asgi3",
             lifespan="off",
             log_config=None,

@@ -18,10 +18,10 @@ from actors.request import Endpoint
 from actors.router.peer_routers import RouterReplica
 from actors.router.single_flight import SingleFlight
 from app.http.auth import Authenticated
-from app.http.errors import error_body, error_response
+from app.http.errors import error_body
+from app.http.from_decode import FromDecode
 from app.http.generate import Generate
 from app.http.merge_metrics import CONTENT_TYPE, merge
-from app.http.parsing import forwarded_headers
 from app.http.status_page import PAGE_HEADERS, status_page
 from app.http.traces import Traces
 
@@ -33,14 +33,6 @@ OPEN_AGE_S = 1.0
 
 def build_http(router: RouterReplica, key_digests: Sequence[bytes] = (), traces: Traces | None = None) -> ASGIApp:
     """Return the application for `router`; if there are keys, only their holders may use it."""
-
-    async def from_decode(request: Request) -> Response:
-        path = request.url.path.removeprefix(request.scope.get("root_path", ""))
-        try:
-            start, body = await router.ask_decode(request.method, path, forwarded_headers(request))
-        except Exception as error:
-            return error_response(error, router.limits.retry_after_s)
-        return Response(body, start.status, media_type="application/json")
 
     async def merged() -> str:
         routers, engines = await asyncio.gather(router.router_metrics(), router.engine_metrics())
@@ -63,6 +55,7 @@ def build_http(router: RouterReplica, key_digests: Sequence[bytes] = (), traces:
     async def page(_: Request) -> Response:
         return HTMLResponse(status_page(), headers=PAGE_HEADERS)
 
+    from_decode = FromDecode(router)
     surface = Starlette(
         routes=[
             *(Route(path, Generate(router, path, traces), methods=["POST"]) for path in get_args(Endpoint)),
