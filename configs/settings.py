@@ -278,6 +278,11 @@ class RouterSettings(RouterLimits, PlacementSettings):
     num_cpus: float = Field(0.1, ge=0, description="CPUs that the actor requests of Ray")
     resources: dict[str, float] = Field(default_factory=dict, description="custom Ray resources")
     drain_s: Seconds = Field(30.0, description="time for which a stopping router may finish its requests")
+    access_log: bool = Field(
+        True,
+        description="write a JSON line per request to `access-<replica>.log` in the Ray session's log directory "
+        "([fields](observing.md#access-log))",
+    )
     otlp_traces_endpoint: str | None = Field(
         None,
         description="OTLP/HTTP endpoint of the router's spans, for example `http://collector:4318/v1/traces`; unset: "

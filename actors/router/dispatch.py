@@ -63,6 +63,8 @@ class Attempt:
         self.prefill: PrefillLeg | None = None
         self.began_at = self.slots_at = time.monotonic()
         """Times at which the attempt began and at which it had slots for its legs."""
+        self.prompt_tokens: int | None = None
+        """Number of tokens of the prompt, from prefill's answer."""
         self.legs = AsyncExitStack()
         self._planner = planner
         self._prompt = prompt
@@ -102,7 +104,8 @@ class Attempt:
         if self._prefilled_at is None:
             self._prefilled_at = _now()
         if body is not None:
-            self._report_prefilled(_prompt_tokens(body))
+            self.prompt_tokens = _prompt_tokens(body)
+            self._report_prefilled(self.prompt_tokens)
 
     def opened(self, response: Response) -> Self:
         """Keep the calls: decode has started to answer. Only a stream shows when its first token

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from actors.errors import OverloadedError
 from actors.router.router import Router
+from actors.telemetry.access_log import ENTRY
 from app.http.errors import error_body, error_response
 
 OPEN_PATHS = frozenset({"/", "/health", "/metrics"})
@@ -81,6 +82,8 @@ class Authenticated:
         if key is None:
             await self._refuse(unauthorized())(scope, receive, send)
             return
+        if (entry := scope.get(ENTRY)) is not None:
+            entry.key = key.hex()[:8]
         try:
             with self._limiter.taken(key, self._router.max_requests_of_key(len(self._digests))):
                 await self._app(scope, receive, send)

@@ -19,6 +19,7 @@ from actors.router.answer import Answer
 from actors.router.client_request import ClientRequest
 from actors.router.leg import deadline
 from actors.router.router import Router
+from actors.telemetry.access_log import ENTRY
 from actors.telemetry.router_metrics import RouterMetrics
 from app.http.errors import BadRequestError, error_event, error_response, status_of
 from app.http.explain import Observer, wants_explanation
@@ -75,7 +76,7 @@ class Generate:
         try:
             with self._router.admitted():
                 request = await self._read(Request(scope, receive))
-                with Observer.of(self._router, request, self._traces) as observer:
+                with Observer.of(self._router, request, self._traces, scope.get(ENTRY)) as observer:
                     await until_disconnect(receive, self._relay(observer, tally, send))
         except (ClientDisconnect, TaskCancelledError):
             return

@@ -3,7 +3,7 @@ router."""
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import get_args
 
@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 from actors.request import Endpoint
 from actors.router.peer_routers import RouterReplica
 from actors.router.single_flight import SingleFlight
+from actors.telemetry.access_log import AccessLog
 from app.http.auth import Authenticated
 from app.http.errors import error_body
 from app.http.from_decode import FromDecode
@@ -31,8 +32,16 @@ OPEN_AGE_S = 1.0
 """Maximum age of `/metrics`, which needs no key: without it, anyone could keep all engines busy."""
 
 
-def build_http(router: RouterReplica, key_digests: Sequence[bytes] = (), traces: Traces | None = None) -> ASGIApp:
-    """Return the application for `router`; if there are keys, only their holders may use it."""
+def build_http(
+    router: RouterReplica,
+    key_digests: Sequence[bytes] = (),
+    traces: Traces | None = None,
+    access_log: Callable[[str], None] | None = None,
+) -> ASGIApp:
+    """Return the application for `router`; if there are keys, only their holders may use it.
+
+    `access_log` receives a line per request.
+    """
 
     async def merged() -> str:
         routers, engines = await asyncio.gather(router.router_metrics(), router.engine_metrics())
@@ -68,7 +77,8 @@ def build_http(router: RouterReplica, key_digests: Sequence[bytes] = (), traces:
         ],
         exception_handlers={HTTPException: refuse_route},
     )
-    return Authenticated(surface, router, key_digests)
+    authenticated = Authenticated(surface, router, key_digests)
+    return authenticated if access_log is None else AccessLog(authenticated, access_log)
 
 
 async def refuse_route(request: Request, error: Exception) -> Response:
