@@ -9,6 +9,7 @@ directory; VERBOSE=1 prints them as well.
 
 import argparse
 import contextlib
+import json
 import logging
 import os
 import platform
@@ -444,10 +445,11 @@ class Watcher:
         return next(iter(serve.status().applications.values()), None)
 
     def _healthy(self) -> bool:
+        """Return whether a router knows engines of both roles."""
         try:
             with urllib.request.urlopen(f"http://{self._address}/health", timeout=HEALTH_TIMEOUT_S) as reply:
-                return bool(reply.status == 200)
-        except OSError:
+                return bool(json.load(reply)["status"] == "ok")
+        except (OSError, ValueError):
             return False
 
 
