@@ -45,6 +45,7 @@ class Call:
 
     method: str
     path: str
+    """Escaped path, and after a question mark the query."""
     headers: Headers = ()
     body: bytes = field(default=b"", repr=False)
     replay_log: ReplayLog = field(default=(), repr=False)

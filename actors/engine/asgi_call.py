@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from contextlib import ExitStack
 from contextvars import Context
 from typing import Any
+from urllib.parse import unquote
 
 from actors.engine.heartbeat import HeartbeatMonitor
 from actors.request import Call, Heartbeat, ResponseStart
@@ -89,6 +90,7 @@ def _ready_body(outbox: asyncio.Queue[Message | None]) -> bytes:
 
 
 def _scope(call: Call) -> Message:
+    path, _, query = call.path.partition("?")
     return {
         "type": "http",
         # From spec version 2.4 on, Starlette detects a disconnect only in `send`, which is too late
@@ -97,9 +99,9 @@ def _scope(call: Call) -> Message:
         "http_version": "1.1",
         "method": call.method,
         "scheme": "http",
-        "path": call.path,
-        "raw_path": call.path.encode(),
-        "query_string": b"",
+        "path": unquote(path),
+        "raw_path": path.encode(),
+        "query_string": query.encode(),
         "root_path": "",
         "headers": list(call.headers),
         "client": ("127.0.0.1", 0),

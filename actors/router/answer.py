@@ -34,6 +34,7 @@ class Answer:
         self._first = attempt
         """The attempt that produced the first bytes; another attempt may continue the stream."""
         self._metrics = metrics
+        self._replay_log: list[TokenGroup] = []
 
     @property
     def route(self) -> str:
@@ -54,6 +55,19 @@ class Answer:
     def pair(self) -> Pair:
         """Replicas that produced the first bytes."""
         return self._first.pair
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """Number of tokens of the prompt, if prefill has reported it."""
+        return self._first.prompt_tokens
+
+    @property
+    def completion_tokens(self) -> int | None:
+        """Number of tokens of a stream so far; None if the stream has no complete record."""
+        request = self._attempts.request
+        if not self.start.streams or why_not_resumable(request.endpoint, request.body):
+            return None
+        return sum(map(len, self._replay_log))
 
     @cached_property
     def breakdown(self) -> LatencyBreakdown:
@@ -82,7 +96,7 @@ class Answer:
         decode has died and the stream cannot continue.
         """
         stream = EventStream()
-        replay_log: list[TokenGroup] = []
+        replay_log = self._replay_log
         comments = b""
         ready = b""
         while self._attempt.start.streams:

@@ -64,6 +64,11 @@ class RouterMetrics:
             "Responses that ended with an error after their first byte.",
             registry=self.registry,
         )
+        self.user_config_rejected = Gauge(
+            "tandem_user_config_rejected",
+            "1 while the router's last `user_config` is refused and earlier settings are in effect.",
+            registry=self.registry,
+        )
         self.ongoing = Gauge("tandem_ongoing_requests", "Requests in the router.", registry=self.registry)
         self.first_byte = Histogram(
             "tandem_first_byte_seconds",

@@ -115,7 +115,7 @@ def recall(seed: int, facts: int = FACTS_FAR) -> RecallPrompt:
 
 def test_health_and_models(http):
     """Both roles answer; the model goes by its served name."""
-    assert http.get("/health").json() == {"replicas": {"prefill": 1, "decode": 1}}
+    assert http.get("/health").json() == {"status": "ok", "replicas": {"prefill": 1, "decode": 1}}
     assert [model["id"] for model in http.get("/v1/models").json()["data"]] == [MODEL]
 
 
@@ -428,7 +428,7 @@ async def test_hostile_requests(service, http):
     report = await attack(service.url, seed=3, count=160, processes=service.processes(), bound_s=330)
     check(report)
     wait_until_idle(http)
-    assert http.get("/health").json() == {"replicas": {"prefill": 1, "decode": 1}}
+    assert http.get("/health").json() == {"status": "ok", "replicas": {"prefill": 1, "decode": 1}}
     prompt = recall(55)
     reply = http.post("/v1/completions", json=completion(prompt.text))
     assert exact(prompt, reply.json()["choices"][0]["text"])

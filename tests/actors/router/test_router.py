@@ -135,9 +135,6 @@ class Engine:
     async def discard(self, transfer_id: str) -> None:
         self.discarded += transfer_id in self.held
 
-    async def ping(self) -> str:
-        return "fake"
-
     async def status(self) -> dict[str, object]:
         return {"role": self.role, "replica": "fake", "running": self.running}
 
@@ -323,9 +320,9 @@ async def test_a_client_that_leaves_ends_both_calls(client, prompt):
 
 
 async def test_health_names_the_replicas(client):
-    """200 while both roles answer."""
+    """As Serve has published them."""
     reply = await client.get("/health")
-    assert (reply.status_code, reply.json()) == (200, {"replicas": {"prefill": 1, "decode": 2}})
+    assert (reply.status_code, reply.json()) == (200, {"status": "ok", "replicas": {"prefill": 1, "decode": 2}})
 
 
 def counted(reply: httpx.Response) -> str:
