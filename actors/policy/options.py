@@ -34,9 +34,7 @@ class Options:
     now: float = 0.0
 
     def ongoing_decode(self, decode: str) -> int:
-        """Return the ongoing requests of a decode replica: Serve's count or this router's, if
-        larger.
-        """
+        """Return the ongoing requests of a decode replica, by Serve's or this router's count."""
         return max(self.decode[decode], len(self._decode_load(decode).calls))
 
     def ongoing_prefill(self, prefill: str) -> int:
@@ -44,9 +42,7 @@ class Options:
         return max(self.prefill.get(prefill, 0), len(self.prefill_loads.get(prefill, NOTHING).calls))
 
     def streams(self, decode: str) -> int:
-        """Return the other streams of a replica: this router's, plus Serve's count of other
-        requests.
-        """
+        """Return the number of other streams on a replica, those of other routers included."""
         load = self._decode_load(decode)
         return len(load.streams) + max(self.decode[decode] - len(load.calls), 0)
 
@@ -74,7 +70,7 @@ class Options:
 
     @cached_property
     def _decoding(self) -> dict[str, tuple[float, float]]:
-        """(seconds after the first token, delay of other streams in seconds) of each decode
+        """(answer time after the first token, delay of other streams) in seconds, by decode
         replica.
         """
         return {decode: self._decoding_on(decode) for decode in self.decode}
