@@ -17,8 +17,8 @@ from app.doctor.machine import longest_temporary_directory, ray_temporary_direct
 if len(ray_temporary_directory()) + len(".99") > longest_temporary_directory():
     os.environ["RAY_TMPDIR"] = "/tmp"
 
-# Services start as fast as engines without Ray: Ray's own niceness of 15 would starve them. But Ray's agents have 15 s
-# to start, so actors yield to them. Ray starts no workers that no test uses.
+# Ray's default niceness of 15 would starve services beside engines without Ray. Ray's agents have
+# 15 s to start, so actors yield to them. Ray starts no workers that no test uses.
 os.environ |= {"RAY_worker_niceness": "5", "RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
 
 # No deadline for generated cases: engines of other tests may keep the machine busy.
@@ -27,8 +27,9 @@ settings.load_profile("tandem")
 
 _STARTED_AT = pytest.StashKey[float]()
 TWO_RANKS = ("tests/e2e/pair/", "tests/e2e/test_families.py")
-"""Tests of engines with two ranks. A rank polls for the other one (vllm's csrc/cpu/shm.cpp), so two such
-engines on two cores take twice the processor time: these tests run one after the other."""
+"""Tests of engines with two ranks. A rank polls for the other one (vLLM's csrc/cpu/shm.cpp), so two
+such engines on two cores take twice the processor time. These tests run one after the other.
+"""
 
 WAITING = (
     "tests/actors/router/test_router.py",
@@ -50,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class GroupScheduling(LoadScopeScheduling):
-    """Keep the tests of a group in one process: those of a file, or all that start engines with two ranks.
+    """Run the tests of a file in one process, and those of all engines with two ranks.
 
     Not ``--dist loadgroup``: pytest-xdist 3.8 sets ``Item._nodeid``, which pytest 9.2 does not
     read.
@@ -70,8 +71,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _rank(item: pytest.Item) -> int:
-    """Return the sort key: service, waiting tests, engines with two ranks, engines, killed engines, everything else.
+    """Return the sort key of a test.
 
+    In this order: the service, waiting tests, engines with two ranks, other engines, engines that
+    are killed, everything else.
     The service has two ranks, so the other tests with two start when it is about to stop.
     """
     marker = item.get_closest_marker("engine")

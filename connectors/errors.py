@@ -42,9 +42,7 @@ class IncompatiblePeerError(TandemError):
 
 
 class WireError(TandemError):
-    """A peer's message or agent metadata is malformed, truncated, or of another protocol
-    version.
-    """
+    """A peer's message or agent metadata is malformed, truncated or of another version."""
 
 
 class HandshakeError(TandemError):
@@ -78,8 +76,9 @@ class TransportError(TandemError):
 
 
 class FailedWriteError(TransportError):
-    """A write failed after its start. Parts of it may reach the peer's memory while this process
-    lives.
+    """A write failed after its start.
+
+    Parts of it may reach the peer's memory while this process lives.
     """
 
 

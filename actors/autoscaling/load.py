@@ -43,9 +43,7 @@ class LoadMeter:
         self._prompts = Fading(window_s)
 
     def prompt(self, tokens: int, computing_s: float, now_s: float) -> None:
-        """Count a prompt whose first token was computed now, after `computing_s` seconds of
-        work.
-        """
+        """Count a prompt whose first token was computed now, after `computing_s` of work."""
         self._prompt_tokens.add(tokens, now_s)
         # Prompts are computed concurrently: overlapping time counts once.
         busy_s = max(now_s - max(now_s - computing_s, self._busy_until_s), 0.0)

@@ -1,3 +1,4 @@
-"""Routing policy: decides from measured costs which engines serve a request. No I/O, clock or
-Ray.
+"""Routing policy: decides from measured costs which engines serve a request.
+
+No I/O, clock or Ray.
 """

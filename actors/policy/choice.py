@@ -12,8 +12,8 @@ from actors.policy.options import Options
 from configs.settings import RoutingSettings
 
 FAILING_S = 5.0
-"""Seconds for which a replica ranks last after a failed call: without calls it would look idle until
-Serve detects its failure.
+"""Seconds for which a replica ranks last after a failed call: without calls it would look idle
+until Serve detects its failure.
 """
 
 Key = Callable[[Estimate], tuple[float, ...]]

@@ -71,8 +71,7 @@ class Costs:
         )
 
     def local_parts(self, new_tokens: int, held_tokens: int, streams: int, now: float) -> Components:
-        """Return the cost parts of the same work on a decode engine with ``streams`` running
-        streams.
+        """Return the cost parts of the same work on a decode engine with ``streams`` streams.
 
         They are derived from the measurements of prefill engines.
         """
@@ -80,16 +79,16 @@ class Costs:
         return (*prefill, prefill[1] * streams / BUSY_STREAMS)
 
     def handover_parts(self, moved_tokens: int, streams: int) -> Components:
-        """Return the cost parts of the handover to a decode engine with ``streams`` running
-        streams.
-        """
+        """Return the cost parts of the handover to a decode engine with ``streams`` streams."""
         assumed = self.settings
         step_s = assumed.assumed_step_s * streams / BUSY_STREAMS
         return assumed.assumed_handover_s, moved_tokens / assumed.assumed_transfer_tokens_per_s, step_s
 
     def step_parts(self, streams: float, prefilled_tokens: float, now: float) -> Components:
-        """Return the cost parts of a decode step with ``streams`` that computes
-        ``prefilled_tokens``.
+        """Return the cost parts of a decode step.
+
+        ``streams``           running streams
+        ``prefilled_tokens``  prompt tokens that the step computes
         """
         step_s = self.settings.assumed_step_s
         # Fast path: each decision calls this twice per decode engine, without prefilled tokens.

@@ -25,8 +25,9 @@ class _Work:
 
 
 class PromptQueue:
-    """Prompts that one engine computes, first come, first served. The caller supplies their
-    keys.
+    """Prompts that one engine computes, first come, first served.
+
+    The caller supplies their keys.
     """
 
     def __init__(self) -> None:

@@ -44,7 +44,7 @@ class Options:
         return max(self.prefill.get(prefill, 0), len(self.prefill_loads.get(prefill, NOTHING).calls))
 
     def streams(self, decode: str) -> int:
-        """Return the other streams of a replica: this router's, plus those of other routers."""
+        """Return the number of other streams on a replica, those of other routers included."""
         load = self._decode_load(decode)
         return len(load.streams) + max(self.decode[decode] - len(load.calls), 0)
 
@@ -72,7 +72,7 @@ class Options:
 
     @cached_property
     def _decoding(self) -> dict[str, tuple[float, float]]:
-        """(seconds after the first token, delay of other streams in seconds) of each decode
+        """(answer time after the first token, delay of other streams) in seconds, by decode
         replica.
         """
         return {decode: self._decoding_on(decode) for decode in self.decode}

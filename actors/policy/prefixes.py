@@ -99,9 +99,7 @@ class Prefixes:
         return {engine: frozenset(tree.pieces) for engine, tree in self._trees.items()}
 
     def add(self, engine: str, passage: Passage) -> tuple[int, ...]:
-        """Record that `engine` will cache all of `passage`; return the pieces that are new to
-        it.
-        """
+        """Record that `engine` will cache all of `passage`; return its new pieces."""
         return self._trees.setdefault(engine, _Tree()).add(passage, self.most_pieces)
 
     def drop(self, engine: str, pieces: Iterable[int]) -> None:

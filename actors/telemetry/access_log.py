@@ -39,7 +39,7 @@ _USAGE_BYTES = 400
 
 @dataclass
 class AccessEntry:
-    """One request. The HTTP layer fills in what only it knows: `key`, `request_id` and `answered`."""
+    """One request. The HTTP layer sets `key`, `request_id` and `answered`."""
 
     request_id: str | None
     key: str | None = None

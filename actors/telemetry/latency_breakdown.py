@@ -103,8 +103,9 @@ class Span:
 
 @dataclass(frozen=True)
 class LatencyBreakdown:
-    """Consecutive spans of the interval, without gap or overlap. A part may occur more than
-    once.
+    """Consecutive spans of the interval, without gap or overlap.
+
+    A part may occur more than once.
     """
 
     spans: tuple[Span, ...]

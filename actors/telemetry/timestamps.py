@@ -83,9 +83,7 @@ class KvArrivals:
         return None if request_id is None else self._found.pop(request_id, None)
 
     def observe(self, connector_stats: Mapping[str, Any] | None) -> None:
-        """Read the connector's report of one step (`TandemStats.data`); others report no
-        arrivals.
-        """
+        """Read the connector's report of one step (`TandemStats.data`), if it has arrivals."""
         for request_id, (asked_at, ended_at, failed) in ((connector_stats or {}).get("arrivals") or {}).items():
             if request_id in self._found:
                 self._found[request_id] = (asked_at, ended_at, bool(failed))

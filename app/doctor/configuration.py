@@ -59,9 +59,7 @@ def _directory(folder: Path) -> Iterator[Finding]:
 
 
 def _unreadable(path: Path) -> str | None:
-    """Return why a checkpoint file is unusable, judged by its first bytes; None if it seems
-    usable.
-    """
+    """Return why a checkpoint file is unusable, judged by its first bytes; else None."""
     try:
         with path.open("rb") as file:
             head = file.read(FIRST_BYTES)

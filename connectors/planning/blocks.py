@@ -38,7 +38,7 @@ class BlockSet:
 
     def __post_init__(self) -> None:
         if self.positions.shape != self.ids.shape or self.positions.ndim != 1:
-            raise PlanError("positions and ids must be two vectors of one length")
+            raise PlanError("positions and ids must be vectors of equal length")
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -94,8 +94,7 @@ def first_needed_token(group: Group, resume_token: int) -> int:
 
 
 def wanted_blocks(group: Group, table: Sequence[int], start_token: int, end_token: int) -> BlockSet:
-    """Return the blocks that the producer must fill so that the consumer can resume at
-    ``end_token``.
+    """Return the blocks to fill so that a consumer can resume at ``end_token``.
 
     Tokens before ``start_token`` are a prefix cache hit of the consumer. Their blocks may be shared
     with other requests and are never written. Tokens before the window are not needed. For a state
@@ -105,7 +104,7 @@ def wanted_blocks(group: Group, table: Sequence[int], start_token: int, end_toke
     token.
     """
     if not 0 <= start_token <= end_token:
-        raise PlanError(f"tokens [{start_token}, {end_token}) are not a range")
+        raise PlanError(f"start_token {start_token} must be 0 to end_token {end_token}")
     if group.kind is GroupKind.STATE:
         return _state_block(group, table, end_token) if start_token < end_token else empty_blocks()
     first = max(first_needed_token(group, end_token), start_token) // group.block_tokens
@@ -114,12 +113,12 @@ def wanted_blocks(group: Group, table: Sequence[int], start_token: int, end_toke
         return empty_blocks()
     if stop > len(table):
         raise PlanError(
-            f"group {group.index}: the block table has {len(table)} blocks, tokens up to {end_token} need {stop}"
+            f"group {group.index}: the block table has {len(table)} blocks, but {end_token} tokens need {stop}"
         )
     ids = np.asarray(table[first:stop], np.int64)
     if (ids == NULL_BLOCK).any():
         missing = first + int(np.flatnonzero(ids == NULL_BLOCK)[0])
-        raise PlanError(f"group {group.index}: no block is allocated at position {missing}, which is needed")
+        raise PlanError(f"group {group.index}: the needed block at position {missing} is not allocated")
     return BlockSet(np.arange(first, stop, dtype=np.int64), ids)
 
 
@@ -131,13 +130,12 @@ def state_position(group: Group, end_token: int) -> int:
 def _state_block(group: Group, table: Sequence[int], end_token: int) -> BlockSet:
     position = state_position(group, end_token)
     if position >= len(table) or table[position] == NULL_BLOCK:
-        raise PlanError(f"group {group.index}: no block is allocated for the state after {end_token} tokens")
+        raise PlanError(f"group {group.index}: the block of the state after {end_token} tokens is not allocated")
     return BlockSet(np.zeros(1, np.int64), np.asarray(table[position : position + 1], np.int64))
 
 
 def wanted_units(group: Group, blocks: BlockSet, shape: UnitShape, end_token: int) -> UnitSet:
-    """Return the units of ``blocks`` with tokens that the consumer needs to resume at
-    ``end_token``.
+    """Return the units of ``blocks`` that a consumer needs to resume at ``end_token``.
 
     The first block of a window is filled from the beginning of the producer's block, because a
     consumer with prefix caching treats a full block as complete. The last block may extend past the

@@ -80,9 +80,9 @@ def _spans(layout: EngineLayout, group: int) -> list[tuple[str, int, int, int]]:
         if pages.layer in found:
             _, stride, first, last = found[pages.layer]
             if stride != pages.block_stride_bytes:
-                raise PlanError(f"layer {pages.layer!r}: its parts have blocks of unequal size")
+                raise PlanError(f"layer {pages.layer!r}: its parts have unequal block strides")
             start, stop = min(first, start), max(last, stop)
         if stop - start > pages.block_stride_bytes:
-            raise PlanError(f"layer {pages.layer!r}: its page does not lie in one piece of each block")
+            raise PlanError(f"layer {pages.layer!r}: its page is not one contiguous range of each block")
         found[pages.layer] = (pages.layer, pages.block_stride_bytes, start, stop)
     return list(found.values())

@@ -1,7 +1,7 @@
-"""Applies plans to block ids: returns vectors of (source, destination, length), adjacent runs
-merged.
+"""Applies plans to block ids: returns runs, vectors of (source, destination, length).
 
-The code creates no Python object per block: 10,000 blocks take a few numpy operations.
+Adjacent runs are merged. The code creates no Python object per block: 10,000 blocks take a few
+numpy operations.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ def _expand(plan: GroupPlan, move: Moves) -> tuple[Ints, Ints, Ints]:
     merge.
     """
     if move.src_ids.shape != move.dst_ids.shape:
-        raise PlanError(f"group {move.group}: {len(move.src_ids)} source for {len(move.dst_ids)} destination units")
+        raise PlanError(
+            f"group {move.group}: {len(move.src_ids)} source units for {len(move.dst_ids)} destination units"
+        )
     pieces = plan.pieces_of(move.layers)
     firsts, counts = _contiguous_units(plan, pieces, move)
     src = plan.src.at(pieces, move.src_ids[firsts], move.src_parts[firsts])

@@ -1,4 +1,4 @@
-"""Assigns KV heads to tensor-parallel ranks, and the source rank of each head of a consumer rank.
+"""Distributes KV heads over tensor-parallel ranks, and selects the source rank of each head.
 
     rank r of n holds heads [r*H//n, (r+1)*H//n)           H >= n
     rank r of n holds a replica of the one head r*H//n     H <  n
@@ -18,9 +18,7 @@ from connectors.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class HeadShare:
-    """Heads ``[first, stop)`` (model-wide numbers) that ``producer_rank`` sends to
-    ``consumer_rank``.
-    """
+    """Heads ``[first, stop)`` of the model that one producer rank sends to one consumer rank."""
 
     producer_rank: int
     consumer_rank: int
@@ -31,7 +29,7 @@ class HeadShare:
 def held_heads(rank: int, tp_size: int, kv_heads: int) -> range:
     """Return the model-wide numbers of the KV heads that ``rank`` of ``tp_size`` holds."""
     if tp_size <= 0 or kv_heads <= 0 or not 0 <= rank < tp_size:
-        raise PlanError(f"no rank {rank} of {tp_size} over {kv_heads} KV heads")
+        raise PlanError(f"invalid split of {kv_heads} KV heads: rank {rank} of {tp_size}")
     first = rank * kv_heads // tp_size
     return range(first, max(first + 1, (rank + 1) * kv_heads // tp_size))
 

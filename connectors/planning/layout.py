@@ -208,8 +208,9 @@ class EngineLayout:
 
     @property
     def layer_heads(self) -> frozenset[tuple[int, int]]:
-        """(layer index, total heads) of every part. With the TP sizes, they determine the partner
-        ranks.
+        """(layer index, total heads) of every part.
+
+        With the TP sizes, they determine the partner ranks.
         """
         return frozenset(
             (layer_index, pages.total_heads)

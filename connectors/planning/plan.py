@@ -260,9 +260,7 @@ def _side(group: Group, shape: UnitShape, units: int, pieces: list[tuple[LayerPa
 
 
 def _merge_columns(columns: list[_Column]) -> list[_Column]:
-    """Merge pieces that are adjacent in every block on both sides: K and V of a head, parts of a
-    state.
-    """
+    """Merge pieces that are adjacent in every block on both sides, such as K and V of a head."""
     merged: list[_Column] = []
     order = sorted(columns, key=lambda c: (c[0], c[1].address + c[3].src))
     for layer_index, src, dst, piece in order:
@@ -283,8 +281,7 @@ def _merge_columns(columns: list[_Column]) -> list[_Column]:
 
 
 def _pieces(src: LayerPages, dst: LayerPages, first: tuple[int, int], heads: int, rows: int) -> list[_Piece]:
-    """Divide ``heads`` heads of ``rows`` rows into the fewest pieces that are contiguous on both
-    sides.
+    """Divide ``heads`` heads of ``rows`` rows into the fewest ranges contiguous on both sides.
 
     ``first`` is the index of the first head among the source rank's heads, and among the target
     rank's.

@@ -12,8 +12,9 @@ from connectors.protocol.wire import Message, Peer
 
 
 class Digest(Protocol):
-    """Digest of one transfer between two ranks, at one end. The owner of the machine adds the
-    bytes.
+    """Digest of one transfer between two ranks, at one end.
+
+    The owner of the machine adds the bytes.
     """
 
     def add(self, group: int, ids: Ints, parts: Ints, layers: tuple[int, int] | None = None) -> None:
@@ -31,8 +32,9 @@ class Digest(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send ``message`` to ``peer``. The message may be lost: every wait for an answer has a
-    deadline.
+    """Send ``message`` to ``peer``.
+
+    The message may be lost: every wait for an answer has a deadline.
     """
 
     peer: Peer
@@ -41,10 +43,11 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Write ``moves`` to ``peer``, then report ``write_done`` or ``write_failed`` with
-    ``write_id``.
+    """Write ``moves`` to ``peer``, then report the end of write ``write_id``.
 
     ``digest``  receives the source bytes after the write is posted; None without integrity check
+
+    The owner calls ``write_done``, ``write_refused`` or ``write_failed``.
     """
 
     write_id: int
@@ -81,8 +84,7 @@ class Connect:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """The producer is about to start a queued request's prompt: the request can allocate its
-    blocks.
+    """A queued request can allocate its blocks: the producer is about to start its prompt.
 
     ``failure``  None, or why no KV will arrive; this engine then computes the prompt
     """

@@ -209,7 +209,7 @@ def _whole(value: object, key: str = "a number") -> int:
 
 def _flag(value: object) -> bool:
     if not isinstance(value, bool):
-        raise WireError(f"expected true or false, not {value!r}")
+        raise WireError(f"a flag must be true or false, not {value!r}")
     return value
 
 
@@ -222,5 +222,5 @@ def _few(value: object) -> int:
 
 def _text(value: object, key: str = "a field") -> str:
     if not isinstance(value, str):
-        raise WireError(f"{key} must be text, not {value!r}")
+        raise WireError(f"{key} must be a string, not {value!r}")
     return value

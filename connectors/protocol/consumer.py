@@ -111,8 +111,9 @@ class ConsumerSnapshot:
 
 
 class Consumer:
-    """State machine of all transfers that one worker receives. Not thread-safe: the owner
-    serialises.
+    """State machine of all transfers that one worker receives.
+
+    Not thread-safe: the owner serialises.
     """
 
     def __init__(self, groups: Sequence[Group], limits: TransferLimits) -> None:
@@ -166,8 +167,9 @@ class Consumer:
         return self._fail(reception, "the request was aborted", now)
 
     def connected(self, incarnation: str, partners: Sequence[Partner], now: float) -> list[ConsumerAction]:
-        """Handle a successful handshake. ``partners`` are the engine's ranks that serve this
-        worker.
+        """Handle a successful handshake.
+
+        ``partners`` are the engine's ranks that serve this worker.
         """
         self._engines.connected(incarnation, partners, now)
         actions: list[ConsumerAction] = [*self._queue.connected(incarnation, partners, now)]
@@ -198,8 +200,9 @@ class Consumer:
         return actions + self._engines.forget(incarnation)
 
     def worker_lost(self, peer: Peer, reason: str, now: float) -> list[ConsumerAction]:
-        """Handle the death of one producer worker: it writes no more. Other workers may still
-        write.
+        """Handle the death of one producer worker: it writes no more.
+
+        Other workers may still write.
         """
         self._engines.mark_stale(peer.incarnation)
         actions = self._queue.worker_lost(peer, reason, now)
@@ -311,9 +314,7 @@ class Consumer:
         return self._engines.addresses()
 
     def engines(self) -> set[str]:
-        """Return the incarnations of all producer engines that are known or that a request waits
-        for.
-        """
+        """Return the incarnations of known and awaited producer engines."""
         waited_for = (address.incarnation for address in self._producers())
         return {*self._engines.partners, *self._engines.releases, *waited_for}
 
@@ -387,8 +388,8 @@ class Consumer:
     def _answered(
         self, reception: Reception, partner: Partner, message: Fin | Aborted | Cancelled, now: float
     ) -> list[ConsumerAction]:
-        """Handle a partner's final message: check what it wrote, and end the reception if it was
-        the last.
+        """Handle a partner's final message: check its bytes; after the last one, end the
+        reception.
         """
         if isinstance(message, Fin):
             expected = expected_bytes(self._groups, reception.order, partner)
@@ -434,9 +435,7 @@ class Consumer:
         return actions
 
     def _write_failed(self, reception: Reception, reason: str, now: float) -> list[ConsumerAction]:
-        """Quarantine the blocks: parts of the write may arrive until the producer's process has
-        ended.
-        """
+        """Quarantine the blocks: parts of the write may arrive while the producer is alive."""
         actions = self._fail(reception, reason, now)
         if reception.stage is ReceptionStage.ENDING:
             actions.append(self._keep(reception))

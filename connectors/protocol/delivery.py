@@ -1,6 +1,4 @@
-"""State of one transfer at its producer, the blocks that can be written now, and per-consumer
-limits.
-"""
+"""State of one transfer at its producer, the writes that are possible now, and limits."""
 
 from __future__ import annotations
 
@@ -183,18 +181,14 @@ class Allowance:
         self.blocks: Counter[Peer] = Counter()
 
     def count_early(self, transfer: Transfer, change: int) -> None:
-        """Add ``change`` to the consumer's early transfers if this transfer's request has not
-        arrived.
-        """
+        """Add ``change`` to the consumer's early transfers, if this transfer is early."""
         if transfer.stage is Stage.EARLY and transfer.consumer is not None:
             self.early[transfer.consumer] += change
             if not self.early[transfer.consumer]:
                 del self.early[transfer.consumer]
 
     def take_offer(self, delivery: Delivery, offer: Offer, pool_blocks: int) -> bool:
-        """Accept an offer for a delivery; return False if the open offers exceed the consumer's
-        pool.
-        """
+        """Accept an offer; return False if the open offers exceed the consumer's pool."""
         count = sum(map(len, offer.groups))
         if self.blocks[delivery.peer] + count > pool_blocks:
             return False
@@ -250,9 +244,7 @@ def wanted(offer: Offer, groups: Sequence[Group], consumer: ConsumerPeer) -> lis
 def take(
     transfer: Transfer, delivery: Delivery, offer: Offer, groups: Sequence[Group], consumer: ConsumerPeer | None
 ) -> tuple[str | None, list[Moves]]:
-    """Return the moves that can be written now for an offer, or the reason why it cannot be
-    served.
-    """
+    """Return the moves that can be written now for an offer, or why it cannot be served."""
     if consumer is None:
         return "the consumer engine has ended", []
     if delivery.pending is None:

@@ -96,9 +96,7 @@ class ProducerEngines:
         return due(self._used_at, lambda at: now - at >= self._limits.forget_s / 2)
 
     def release(self, transfer_id: str, incarnation: str, now: float) -> list[Send]:
-        """Cancel the transfer at every rank, now or after the next handshake, to end its lease
-        early.
-        """
+        """Cancel the transfer at every rank, now or after the next handshake, to end its lease."""
         partners = self.reachable(incarnation)
         if partners is None:
             self.release_later(transfer_id, incarnation, now)

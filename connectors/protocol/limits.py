@@ -1,5 +1,6 @@
-"""Deadlines of the transfer protocol. Each wait of both state machines is bounded by one of
-them.
+"""Deadlines of the transfer protocol.
+
+Each wait of both state machines is bounded by one of them.
 """
 
 from __future__ import annotations

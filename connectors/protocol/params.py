@@ -94,14 +94,14 @@ def parse_params(params: Mapping[str, object] | None) -> TransferParams | None:
             raise WireError(f"kv_transfer_params: engines_lost must be an engine id or its prefix, not {lost!r}")
         supervisor = params.get("supervisor", "")
         if not isinstance(supervisor, str):
-            raise WireError("kv_transfer_params: supervisor must be text")
+            raise WireError("kv_transfer_params: supervisor must be a string")
         return LostParams(lost, supervisor)
     produce, consume = bool(params.get("do_remote_decode")), bool(params.get("do_remote_prefill"))
     if produce and consume:
-        raise WireError("kv_transfer_params: do_remote_decode and do_remote_prefill exclude each other")
+        raise WireError("kv_transfer_params: set do_remote_decode or do_remote_prefill, not both")
     transfer_id = params.get("transfer_id")
     if transfer_id is not None and (not isinstance(transfer_id, str) or not 0 < len(transfer_id) <= 256):
-        raise WireError("kv_transfer_params: transfer_id must be text of 1 to 256 characters")
+        raise WireError("kv_transfer_params: transfer_id must be a string of 1 to 256 characters")
     if produce and params.get("discard"):
         if transfer_id is None:
             raise WireError("kv_transfer_params: discard needs a transfer_id")
@@ -111,7 +111,7 @@ def parse_params(params: Mapping[str, object] | None) -> TransferParams | None:
     if not consume:
         return None
     if transfer_id is None:
-        raise WireError("kv_transfer_params: transfer_id is missing; pass the prefill answer's parameters on unchanged")
+        raise WireError("kv_transfer_params: transfer_id is missing; send the parameters of prefill's answer unchanged")
     return ConsumeParams(transfer_id, _address(params), params.get("remote_num_tokens") is not None)
 
 

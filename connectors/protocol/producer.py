@@ -98,8 +98,9 @@ class ProducerSnapshot:
 
 
 class Producer(Production):
-    """State machine of all transfers that one worker sends. Not thread-safe: the owner
-    serialises.
+    """State machine of all transfers that one worker sends.
+
+    Not thread-safe: the owner serialises.
     """
 
     # Events of the scheduler and the engine.
@@ -179,8 +180,7 @@ class Producer(Production):
         return actions
 
     def preempted(self, request_id: str, now: float) -> list[ProducerAction]:
-        """Handle a preemption: vLLM has freed the request's blocks and will recompute it in other
-        blocks.
+        """Handle a preemption: vLLM has freed the request's blocks and will recompute it.
 
         No new write reads the old blocks. Writes in flight (``writes_in_flight``) may continue
         until ``fenced``; what they wrote by then stays valid.
@@ -268,8 +268,9 @@ class Producer(Production):
     # Events of peers.
 
     def welcome(self, peer: Peer, consumer: ConsumerPeer, now: float) -> None:
-        """Add a consumer worker that has sent a valid Hello. It may repeat its Hello at any
-        time.
+        """Add a consumer worker that has sent a valid Hello.
+
+        It may repeat its Hello at any time.
         """
         self._consumers[peer] = consumer
         self._lost.pop(peer, None)
@@ -313,9 +314,7 @@ class Producer(Production):
         return {peer.incarnation for peer in (*self._heard_at, *self._failed)}
 
     def peer_lost(self, peer: Peer, now: float) -> list[ProducerAction]:
-        """Handle the death of a consumer worker: abort its deliveries; its writes finish or
-        fail.
-        """
+        """Handle the death of a consumer worker: abort its deliveries after their writes."""
         if self._consumers.pop(peer, None) is not None:
             self._lost[peer] = None
         actions: list[ProducerAction] = []
@@ -406,9 +405,7 @@ class Producer(Production):
         return actions
 
     def _forget_silent_peers(self, now: float) -> list[ProducerAction]:
-        """Remove lost consumers, and those without a message for forget_s, unless they have open
-        deliveries.
-        """
+        """Remove consumers that are lost or silent for forget_s and have no open delivery."""
         silent = {**self._lost, **dict.fromkeys(due(self._heard_at, lambda at: now - at >= self._limits.forget_s))}
         if not silent:
             return []
@@ -424,9 +421,7 @@ class Producer(Production):
         return [Forget(peer) for peer in forgotten]
 
     def counts(self) -> dict[str, int]:
-        """Return the numbers of transfers by stage, unfinished writes, remembered ids and hanging
-        writes.
-        """
+        """Return the numbers of transfers by stage, writes, remembered ids and hanging writes."""
         counts = {stage.name.lower(): 0 for stage in Stage}
         for transfer in self._transfers.values():
             counts[transfer.stage.name.lower()] += 1

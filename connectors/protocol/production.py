@@ -1,5 +1,6 @@
-"""State of a producer machine and the transitions that its events share. Base of
-``producer.py``.
+"""State of a producer machine and the transitions that its events share.
+
+Base of ``producer.py``.
 """
 
 from __future__ import annotations

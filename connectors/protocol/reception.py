@@ -59,9 +59,7 @@ class RequestQueue:
         self.requests: dict[str, QueuedRequest] = {}
 
     def add(self, request_id: str, transfer_id: str, producer: EngineAddress, now: float) -> list[ConsumerAction]:
-        """Queue a request and return its AwaitStart, or a Connect if a handshake is needed
-        first.
-        """
+        """Queue a request; return its AwaitStart, or a Connect if a handshake is needed first."""
         self._engines.touch(producer.incarnation, now)
         queued = self.requests[transfer_id] = QueuedRequest(request_id, producer, now)
         partners = self._engines.reachable(producer.incarnation)
@@ -139,9 +137,7 @@ class RequestQueue:
         return [item for item in self.requests.items() if item[1].producer.incarnation == incarnation]
 
     def _ask(self, transfer_id: str, queued: QueuedRequest, partners: Sequence[Partner], now: float) -> Send:
-        """Return an AwaitStart to one producer rank: its scheduler starts a prompt on all ranks at
-        once.
-        """
+        """Return an AwaitStart to one rank: a prompt starts on all producer ranks at once."""
         queued.asked, queued.heard_at = partners[0].peer, now
         return Send(queued.asked, AwaitStart(transfer_id, self._engines.next_number()))
 

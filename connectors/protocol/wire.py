@@ -85,9 +85,7 @@ class AwaitStart:
 
 @dataclass(frozen=True, slots=True)
 class Starting:
-    """The prompt is about to be computed, or has been: the consumer can allocate and offer
-    blocks.
-    """
+    """The prompt is about to be computed, or has been: the consumer can offer its blocks."""
 
     transfer_id: str
     kind: ClassVar[str] = "starting"
@@ -321,7 +319,7 @@ def _block_sets(counts: object, body: bytes) -> tuple[BlockSet, ...]:
 def _text(fields: Mapping[str, object], key: str) -> str:
     value = fields.get(key)
     if not isinstance(value, str):
-        raise WireError(f"{key!r} must be text, not {reprlib.repr(value)}")
+        raise WireError(f"{key!r} must be a string, not {reprlib.repr(value)}")
     return value
 
 

@@ -43,8 +43,9 @@ class Transport(Protocol):
         ...
 
     def reconnect(self, peer: str) -> None:
-        """Reopen the connection to a peer. Raises TransportError, also if a write to it is in
-        flight.
+        """Reopen the connection to a peer.
+
+        Raises TransportError, also if a write to it is in flight.
         """
 
     def remove_peer(self, peer: str) -> None:
@@ -67,8 +68,9 @@ class Transport(Protocol):
         ...
 
     def notify(self, peer: str, payload: bytes) -> None:
-        """Send a message, delivered at most once. Raises TransportError if the peer is
-        unreachable.
+        """Send a message, delivered at most once.
+
+        Raises TransportError if the peer is unreachable.
         """
 
     def notifications(self) -> list[tuple[str, bytes]]:

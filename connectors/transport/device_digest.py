@@ -52,9 +52,7 @@ class CacheMemory:
         self._device: DeviceMemory | None = None
 
     def shared_with(self, peer: MemoryKind) -> Memory:
-        """Return the memory object that computes the same hashes as a peer with its cache at
-        ``peer``.
-        """
+        """Return the memory whose hashes equal those of a peer with its cache at ``peer``."""
         # Two threads may each create one; both are equal.
         if self._layout.memory_kind.memory == peer.memory == "DRAM":
             self._host = self._host or HostMemory(self._layout)
@@ -141,8 +139,9 @@ class DeviceMemory:
         return sums[0] if len(sums) == 1 else torch.cat(sums)
 
     def _upload(self, offset: Ints) -> torch.Tensor:
-        """Return offsets as a tensor on the device. Pinned: a pageable copy would wait for the
-        stream.
+        """Return offsets as a tensor on the device.
+
+        Pinned: a pageable copy would wait for the stream.
         """
         index = torch.from_numpy(np.ascontiguousarray(offset))
         return index if self._stream is None else index.pin_memory().to(self.device, non_blocking=True)

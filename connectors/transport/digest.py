@@ -135,9 +135,7 @@ class _Stream:
 
 
 def digests(plan: PairPlan, memory: Memory, end: End) -> Callable[[], TransferDigest]:
-    """Return a function that creates the digest of one transfer of this pair of ranks, at one
-    end.
-    """
+    """Return a function that creates the digest of one transfer, for one end of a pair of ranks."""
     groups = tuple((group, group.src if end is End.SOURCE else group.dst, _streams(group)) for group in plan.groups)
     return lambda: TransferDigest(groups, memory)
 

@@ -18,8 +18,9 @@ from connectors.planning.layout import MemoryKind, Region
 
 
 class Fabric:
-    """A simulated network of agents, by name. ``cut`` disconnects one agent, ``mend`` reconnects
-    it.
+    """A simulated network of agents, by name.
+
+    ``cut`` disconnects one agent, ``mend`` reconnects it.
     """
 
     def __init__(self) -> None:
@@ -77,7 +78,7 @@ class MemoryTransport:
         self._check_open()
         peer = metadata.decode(errors="replace")
         if name is not None and peer != name:
-            raise TransportError(name, f"its agent metadata is that of {peer[:80]!r}")
+            raise TransportError(name, f"the metadata belongs to agent {peer[:80]!r}")
         self.fabric.agent(self.name, peer)
         self._peers.add(peer)
         return peer
@@ -93,7 +94,7 @@ class MemoryTransport:
     def write(self, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> int:
         receiver = self._reach(peer)
         if not len(runs):
-            raise TransportError(peer, "a write of 0 runs")
+            raise TransportError(peer, "a write must have at least one run")
         self._check_inside(self.name, runs.src, runs.length)
         receiver._check_inside(peer, runs.dst, runs.length)  # noqa: SLF001 - another agent of this class
         for dst, src, length in zip(runs.dst.tolist(), runs.src.tolist(), runs.length.tolist(), strict=True):
@@ -138,4 +139,4 @@ class MemoryTransport:
             inside |= (address >= region.address) & (address + length <= region.end)
         if not inside.all():
             outside = int(address[~inside][0])
-            raise TransportError(owner, f"address {outside:#x} is not inside its registered memory")
+            raise TransportError(owner, f"address {outside:#x} is outside its registered memory")

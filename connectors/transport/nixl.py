@@ -91,7 +91,7 @@ class NixlTransport:
             try:
                 self._registered.append(agent.register_memory(ranges, memory))
             except Exception as error:
-                raise TransportError(self.name, f"registering {len(ranges)} {memory} regions: {error}") from error
+                raise TransportError(self.name, f"cannot register {len(ranges)} {memory} regions: {error}") from error
 
     def metadata(self) -> bytes:
         return bytes(self._live().get_agent_metadata())
@@ -101,12 +101,12 @@ class NixlTransport:
         try:
             peer = _text(agent.add_remote_agent(metadata))
         except Exception as error:
-            raise TransportError(name or "?", f"its agent metadata is not usable: {error}") from error
+            raise TransportError(name or "?", f"NIXL rejects its metadata: {error}") from error
         if name is not None and peer != name:
             # A known peer stays: NIXL refuses a second connection under a known name.
             if peer not in self._metadata:
                 self.remove_peer(peer)
-            raise TransportError(name, f"its agent metadata is that of {peer[:80]!r}")
+            raise TransportError(name, f"the metadata belongs to agent {peer[:80]!r}")
         self._metadata[peer] = metadata
         return peer
 
@@ -143,7 +143,7 @@ class NixlTransport:
             remote = agent.get_xfer_descs(_descriptors(runs.dst, runs.length, target.device), target.memory)
             return agent.initialize_xfer("WRITE", local, remote, peer)
         except Exception as error:
-            raise TransportError(peer, f"preparing a write of {len(runs)} runs: {error}") from error
+            raise TransportError(peer, f"cannot prepare a write of {len(runs)} runs: {error}") from error
 
     def post(self, peer: str, xfer: nixl_xfer_handle) -> int:
         """Start a prepared write and return its handle. Raises FailedWriteError.
@@ -157,7 +157,7 @@ class NixlTransport:
             state = agent.transfer(xfer)
         except Exception as error:
             self.discard(xfer)
-            raise FailedWriteError(peer, f"posting a write: {error}") from error
+            raise FailedWriteError(peer, f"posting a write failed: {error}") from error
         if state == "ERR":
             self.discard(xfer)
             raise FailedWriteError(peer, "posting a write failed")
@@ -187,14 +187,14 @@ class NixlTransport:
         try:
             agent.send_notif(peer, payload)
         except Exception as error:
-            raise TransportError(peer, f"sending a message of {len(payload)} bytes: {error}") from error
+            raise TransportError(peer, f"cannot send a message of {len(payload)} bytes: {error}") from error
 
     def notifications(self) -> list[tuple[str, bytes]]:
         agent = self._live()
         try:
             inbox = agent.get_new_notifs()
         except Exception as error:
-            raise TransportError(self.name, f"taking messages: {error}") from error
+            raise TransportError(self.name, f"cannot read messages: {error}") from error
         return [(_text(peer), payload) for peer, payloads in inbox.items() for payload in payloads]
 
     def close(self) -> None:

@@ -57,8 +57,9 @@ def main(argv: list[str] | None = None) -> int:
 def run(
     backends: list[str], devices: list[str], timeout_s: float, environments: dict[str, dict[str, str]], show: bool
 ) -> dict[str, Any]:
-    """Run both processes and return the result. A missing capability is a result, not an
-    exception.
+    """Run both processes and return the result.
+
+    A missing capability is a result, not an exception.
     """
     ends = {name: _start(name, backends, devices, timeout_s, own, show) for name, own in environments.items()}
     receiver, sender = ends["receiver"], ends["sender"]

@@ -102,7 +102,7 @@ def parse_config(extra: Mapping[str, Any]) -> ConnectorConfig:
             raise ConfigurationError(f"kv_connector_extra_config: unknown key {key!r}; known keys are {known}")
         if key in _OWN and (not isinstance(value, _OWN[key]) or isinstance(value, bool)):
             shown = "" if key in ("secret", "supervisor") else f", not {value!r}"
-            raise ConfigurationError(f"kv_connector_extra_config: {key} must be {_OWN[key].__name__}{shown}")
+            raise ConfigurationError(f"kv_connector_extra_config: {key} must be of type {_OWN[key].__name__}{shown}")
     own: dict[str, Any] = {key: value for key, value in extra.items() if key in _OWN}
     if not 0 <= own.get("side_channel_port", 0) < 65536:
         raise ConfigurationError("kv_connector_extra_config: side_channel_port must be 0 to 65535")

@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-# Weight of the newest measurement in the running mean; retry interval of the slower mode in steps;
-# first measurements per mode before they are compared.
+# Weight of the newest measurement in the running mean.
 _NEWEST = 0.2
+# Interval in steps at which the slower mode is tried again.
 _TRY_AGAIN_EVERY = 16
+# Measurements of each mode before their costs are compared.
 _FIRST_TRIES = 4
 
 

@@ -51,7 +51,7 @@ def test_devices(
         ({"side_channel_port": 70000}, "side_channel_port"),
         ({"side_channel_port": "7000"}, "side_channel_port"),
         ({"side_channel_host": 1}, "side_channel_host"),
-        ({"devices": "eth0"}, "devices must be list"),
+        ({"devices": "eth0"}, "devices must be of type list"),
         ({"side_channel_host": "0.0.0.0"}, "advertise_host"),
         ({"supervisor": "short"}, "supervisor must have at least 16 characters"),
         ({"forget_s": 60}, "forget_s must be at least 1800 s"),

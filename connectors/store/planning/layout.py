@@ -39,8 +39,9 @@ class RankPlans:
 
 
 def store_layout(plan: StorePlan, layout: EngineLayout) -> EngineLayout:
-    """Return the layout of the virtual engine. It is equal for the layouts of all ranks of one
-    model.
+    """Return the layout of the virtual engine.
+
+    It is equal for the layouts of all ranks of one model.
     """
     groups = tuple(
         _stored_group(number, spans, layout.groups[spans.index]) for number, spans in enumerate(stored_groups(plan))
@@ -61,9 +62,7 @@ def stored_groups(plan: StorePlan) -> tuple[GroupSpans, ...]:
 
 
 def stored_part(plan: StorePlan, layout: EngineLayout) -> EngineLayout:
-    """Return a rank's layout without the groups that have no objects, numbered as in
-    ``store_layout``.
-    """
+    """Return a rank's layout without groups that have no objects, renumbered."""
     groups = tuple(
         replace(layout.groups[spans.index], index=number) for number, spans in enumerate(stored_groups(plan))
     )

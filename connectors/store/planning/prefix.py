@@ -49,10 +49,10 @@ def completed_objects(plan: StorePlan, before_tokens: int, after_tokens: int) ->
 
 
 def needed_objects(plan: StorePlan, start_token: int, end_token: int) -> list[ObjectRef]:
-    """Return the objects to load to resume at ``end_token``; ``[0, start_token)`` is already
-    computed.
+    """Return the objects to load to resume at ``end_token``.
 
-    Loads fill whole blocks, so a window also needs the objects of its first block.
+    Tokens ``[0, start_token)`` are already computed. Loads fill whole blocks, so a window also
+    needs the objects of its first block.
     """
     refs = [
         ObjectRef(end, group.index)
@@ -77,9 +77,7 @@ def _needed_ends(group: GroupSpans, start_token: int, end_token: int) -> Iterato
 
 
 def resume_points(plan: StorePlan, start_token: int, limit_token: int) -> Iterator[int]:
-    """Yield the tokens in ``(start_token, limit_token]`` at which a request may resume, largest
-    first.
-    """
+    """Yield the resume points in ``(start_token, limit_token]``, largest first."""
     chunk = plan.chunk_tokens
     points = set(range((start_token // chunk + 1) * chunk, limit_token + 1, chunk))
     if not plan.only_chunk_ends:
@@ -106,8 +104,9 @@ def usable_prefix(plan: StorePlan, present: Set[ObjectRef], start_token: int, li
 
 
 def possible_objects(plan: StorePlan, start_token: int, limit_token: int) -> list[ObjectRef]:
-    """Return all objects that a resume up to ``limit_token`` could need, sorted by end, then
-    group.
+    """Return all objects that a resume up to ``limit_token`` could need.
+
+    They are sorted by end, then group.
     """
     points = list(resume_points(plan, start_token, limit_token))
     refs = {ObjectRef(end, g.index) for g in _full(plan) if points for end in _needed_ends(g, start_token, points[0])}

@@ -82,9 +82,7 @@ class StorePlan:
 
     @cached_property
     def only_chunk_ends(self) -> bool:
-        """Whether a request can resume only at chunk ends: states and cut windows exist only
-        there.
-        """
+        """Whether a request can resume only at chunk ends, as with states and cut windows."""
         return any(group.is_state or group.kept_tokens < group.span_tokens for group in self.groups)
 
 

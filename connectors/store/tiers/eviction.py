@@ -62,9 +62,7 @@ class EvictionOrder(Generic[K]):
         self._entries.pop(key, None)
 
     def pop(self) -> tuple[K, int] | None:
-        """Remove the object of least value and return its key and size; None if there is no
-        object.
-        """
+        """Remove the object of least value; return its key and size, or None without objects."""
         while self._heap:
             item = heapq.heappop(self._heap)
             if self._current(item):

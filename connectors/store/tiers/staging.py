@@ -25,8 +25,9 @@ _PREFIX = "tandem-staging-"
 
 
 class Staging:
-    """A range of shared memory, divided into slots. Thread-safe. Workers attach to it by
-    ``path``.
+    """A range of shared memory, divided into slots.
+
+    Thread-safe. Workers attach to it by ``path``.
     """
 
     def __init__(self, size_bytes: int, folder: Path = SHARED_MEMORY) -> None:

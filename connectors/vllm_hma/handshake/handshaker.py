@@ -66,8 +66,9 @@ class HandshakerSnapshot:
 
 
 class Handshaker:
-    """Handshakes of one worker. Callbacks run in its threads and take the worker's lock
-    themselves.
+    """Handshakes of one worker.
+
+    Callbacks run in its threads and take the worker's lock themselves.
     """
 
     def __init__(

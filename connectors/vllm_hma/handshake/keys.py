@@ -18,8 +18,9 @@ _PURPOSE = b"tandem peers 1"
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Keys of 32 bytes each. Empty without a secret: every client that can connect is then a
-    peer.
+    """Keys of 32 bytes each.
+
+    Empty without a secret: every client that can connect is then a peer.
     """
 
     messages: bytes = field(default=b"", repr=False)

@@ -66,8 +66,9 @@ class MessageSender:
             self._sent_at.pop(agent_name(peer), None)
 
     def reconnect(self, name: str, error: TransportError) -> None:
-        """Reopen the connection to ``name``. Raises ``error`` within _RECONNECT_EVERY_S of the last
-        time.
+        """Reopen the connection to ``name``.
+
+        Raises ``error`` within _RECONNECT_EVERY_S of the last time.
         """
         with self._lock:
             now = time.monotonic()

@@ -42,8 +42,9 @@ class PeersSnapshot:
 
 
 class Peers:
-    """Peers of one worker. Thread-safe: ``lock`` is the lock under which the owner calls the
-    machines.
+    """Peers of one worker.
+
+    Thread-safe: ``lock`` is the lock under which the owner calls the machines.
     """
 
     def __init__(
@@ -83,17 +84,16 @@ class Peers:
                     del self._handshaking[peer]
 
     def welcome(self, peer: Peer, memory_kind: MemoryKind, plan: PairPlan, consumer: ConsumerPeer) -> None:
-        """Record a consumer worker that matches. ``memory_kind`` is the memory kind of its
-        cache.
+        """Record a consumer worker that matches.
+
+        ``memory_kind`` is the memory kind of its cache.
         """
         with self._lock:
             self._plans[peer] = (memory_kind, plan)
             self._producer.welcome(peer, consumer, time.monotonic())
 
     def plan(self, peer: Peer) -> tuple[MemoryKind, PairPlan] | None:
-        """Return the memory kind and the plan of a consumer worker; None if it is no longer
-        known.
-        """
+        """Return the memory kind and plan of a consumer worker; None if it is unknown."""
         return self._plans.get(peer)
 
     def spoke(self, peer: Peer) -> None:
@@ -101,8 +101,9 @@ class Peers:
         self._peer_table.spoke(peer)
 
     def forget(self, peer: Peer) -> None:
-        """Release what the machine that removed the peer needed. The other machine may still know
-        it.
+        """Release what the machine that removed the peer needed.
+
+        The other machine may still know it.
         """
         if self._producer.knows(peer):
             return

@@ -289,9 +289,7 @@ def ask_liveness(host: str, port: int, process: ProcessIdentity, timeout_s: floa
 
 
 def _ask(request: bytes, host: str, port: int, timeout_s: float, identity: bytes) -> list[bytes]:
-    """Send a request, and retry until the deadline: an overloaded engine or kernel rejects
-    connections.
-    """
+    """Send a request; retry until the deadline: an overloaded engine rejects connections."""
     where = f"the prefill engine at {host}:{port}"
     tls = tls_context(identity, server=False) if identity else None
     give_up_at = time.monotonic() + timeout_s

@@ -21,8 +21,9 @@ _FROM, _UNTIL = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31)
 
 
 def tls_context(identity: bytes, server: bool) -> ssl.SSLContext:
-    """Return the TLS context of one end. Both ends need the same 32-byte ``identity``
-    (``Keys``).
+    """Return the TLS context of one end.
+
+    Both ends need the same 32-byte ``identity`` (``Keys``).
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3

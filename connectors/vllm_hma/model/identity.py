@@ -24,8 +24,9 @@ logger = logging.getLogger(__name__)
 
 
 def model_identity(config: VllmConfig) -> ModelIdentity:
-    """Return the model's identity. Reads all weights of a local model once per host
-    (``weights.py``).
+    """Return the model's identity.
+
+    Reads all weights of a local model once per host (``weights.py``).
     """
     model = config.model_config
     digest = hashlib.blake2b(digest_size=16)
@@ -70,9 +71,7 @@ def _weights(model: ModelConfig) -> str:
 
 
 def _commit(repository: str, revision: str | None, file: str = "config.json") -> str | None:
-    """Return the commit of a revision, as resolved by vLLM or by the hub's local cache; else
-    None.
-    """
+    """Return the commit of a revision, from vLLM or the hub's local cache; else None."""
     # huggingface_hub's ResolvedRevision is a str equal to the requested revision, for example
     # "main".
     resolved = getattr(revision, "resolved", None) or revision
@@ -110,9 +109,7 @@ class Adapters:
 
 
 def _adapter(path: str) -> str | None:
-    """Return the digest of a local adapter or the commit of a hub adapter; None before its
-    download.
-    """
+    """Return the digest of a local adapter or the commit of a hub adapter; None before download."""
     folder = Path(path)
     if folder.exists():
         settings = folder / "adapter_config.json"

@@ -144,7 +144,7 @@ def _attention_parts(
     block_stride, head_stride, row_stride, content_stride = (stride * size for stride in view.stride())
     content = view.shape[3] * size
     if content_stride != size:
-        raise UnsupportedCacheError(layer, "the content of its tokens is not contiguous", _SEPARATE)
+        raise UnsupportedCacheError(layer, "the bytes of its tokens are not contiguous", _SEPARATE)
     page = LayerPages(
         layer=layer,
         address=view.data_ptr(),

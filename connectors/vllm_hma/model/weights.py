@@ -82,9 +82,7 @@ def _state(file: Path) -> str:
 
 @contextlib.contextmanager
 def _cache_file(state: str) -> Iterator[Path | None]:
-    """Yield the cache file of ``state``, locked against other engines; None if it cannot be
-    written.
-    """
+    """Yield the cache file of ``state``, locked; None if it cannot be written."""
     name = hashlib.blake2b(state.encode(), digest_size=16).hexdigest()
     with contextlib.ExitStack() as stack:
         try:

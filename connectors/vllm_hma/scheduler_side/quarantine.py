@@ -53,9 +53,7 @@ class Quarantine:
         return len(self._holds)
 
     def take(self, report: QuarantineReport) -> None:
-        """Apply a report, before vLLM reads this step's results: requests still have their
-        blocks.
-        """
+        """Apply a report before vLLM reads the step's results, while requests have their blocks."""
         for kept in report.begun:
             if kept not in self._holds:
                 self._holds[kept] = _Hold(self._take_references(kept.request_id))

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 
 def drop_last_token(request: Request) -> None:
-    """Remove the prompt's last token, which the consumer computes. A prompt of one token is
-    kept.
+    """Remove the prompt's last token, which the consumer computes.
+
+    A prompt of one token is kept.
     """
     if request.num_prompt_tokens < 2 or request.prompt_token_ids is None:
         return

@@ -294,8 +294,9 @@ class WorkerRuntime:
                     self._finish(finished)
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
-        """Return (sent, received, failed) request ids since the last call; received includes
-        failed.
+        """Return the (sent, received, failed) request ids since the last call.
+
+        ``received`` includes ``failed``.
         """
         with self._lock:
             self._try_round(time.monotonic())

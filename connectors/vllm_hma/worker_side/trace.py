@@ -1,5 +1,4 @@
-"""Writes one JSON line per transfer event, for benchmarks and debugging; off without
-``trace_path``.
+"""Writes one JSON line per transfer event to ``trace_path``, for benchmarks and debugging.
 
 Times are ``time.monotonic()`` in seconds, a clock that all processes of a host share.
 """

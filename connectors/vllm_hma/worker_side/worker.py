@@ -33,8 +33,9 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerConnector:
-    """Worker side of one rank. The constructor checks the cache; ``register`` starts the
-    runtime.
+    """Worker side of one rank.
+
+    The constructor checks the cache; ``register`` starts the runtime.
     """
 
     def __init__(

@@ -161,9 +161,7 @@ class Writes:
         return str(error) or repr(error)
 
     def _add_to_digest(self, write: Write) -> None:
-        """Hash the source bytes now: the engine may overwrite them before the write has read
-        them.
-        """
+        """Hash the source bytes now: the engine may overwrite them before the write reads them."""
         if write.digest is None:
             return
         try:
