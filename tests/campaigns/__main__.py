@@ -75,7 +75,7 @@ STEPS = (
     Step("two-hosts", "two-hosts-test", lines=12, needs_root=True),
     Step("faults-1-1", "faults", ("FAULTS=200", "TP=1:1", "LANES=2", "OUT={folder}/faults-1-1"), lines=2),
     Step("faults-1-2", "faults", ("FAULTS=200", "TP=1:2", "LANES=2", "OUT={folder}/faults-1-2"), lines=2),
-    Step("fault-pairs", "fault-pairs", ("PAIRS_OUT={folder}/fault-pairs"), lines=2, needs_root=True),
+    Step("fault-pairs", "fault-pairs", ("PAIRS_OUT={folder}/fault-pairs",), lines=2, needs_root=True),
     Step("stopped-rank", "stopped-rank", ("COUNT=50",), lines=2),
     Step("streams", "streams", lines=3),
     Step("families", "families", lines=40),
