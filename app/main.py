@@ -114,7 +114,7 @@ def router_deployment(settings: RouterSettings) -> serve.Deployment:
             "label_selector": settings.label_selector,
             "runtime_env": {"env_vars": ROUTER_ENVIRONMENT},
         },
-        max_replicas_per_node=settings.max_replicas_per_node,
+        **settings.spreading_options(),
         max_ongoing_requests=settings.max_ongoing_requests + ROUTER_SURPLUS_REQUESTS,
         graceful_shutdown_timeout_s=settings.drain_s,
         user_config={},  # `reconfigure` merges it over the settings that the replica is built with

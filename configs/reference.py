@@ -82,6 +82,7 @@ applications:
   with a local model `HF_HUB_OFFLINE=1`; without a GPU `VLLM_CPU_KVCACHE_SPACE`,
   `VLLM_CPU_OMP_THREADS_BIND`, `OMP_NUM_THREADS` and `TORCHDYNAMO_DISABLE=1`. For routers they are
   `RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=0` and `RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP=0`.
+  `serve build app.main:app` prints them for default settings.
   `executor: ray` has `placement_group_bundles` and `placement_group_bundle_label_selector` instead.
 - **`max_replicas_per_node`** is 1 for `placement: apart`.
 

@@ -65,9 +65,9 @@ class PlacementSettings(Frozen):
         "RAY_SERVE_USE_PACK_SCHEDULING_STRATEGY=1; apart: at most one replica of this deployment per node",
     )
 
-    @property
-    def max_replicas_per_node(self) -> int | None:
-        return 1 if self.placement == "apart" else None
+    def spreading_options(self) -> dict[str, int]:
+        """Return Serve's option for `placement: apart`. `serve build` accepts no `None` for it."""
+        return {"max_replicas_per_node": 1} if self.placement == "apart" else {}
 
 
 class CpuSettings(Frozen):

@@ -88,6 +88,13 @@ class Shell:
         assert health.status_code == 200 or not is_ready
         return is_ready and bool(health.json()["status"] == "ok")
 
+    def is_unreachable(self) -> bool:
+        try:
+            httpx.get(f"{self.url}/health")
+        except httpx.ConnectError:
+            return True
+        return False
+
     def engines(self) -> set[str]:
         """Each start of an engine has an id of its own."""
         return {engine["engine_id"] for engine in self.service()["engines"]}
@@ -153,7 +160,7 @@ def test_a_service_under_rays_own_commands(shell: Shell) -> None:
         assert "uthentication" in refused.stdout + refused.stderr
         wait_until(lambda: shell.serve_status()["applications"]["tandem"]["status"] == "RUNNING")
         assert shell.serve_status()["applications"]["tandem"]["deployments"].keys() == {"Router", "Prefill", "Decode"}
-        assert yaml.safe_load(shell.run("serve", "config").stdout)["applications"][0]["name"] == "tandem"
+        assert yaml.safe_load(shell.run("serve", "config").stdout)["name"] == "tandem"
 
         engines, began = shell.engines(), [one["replica"] for one in shell.service()["routers"]]
         assert len(engines) == 2
@@ -168,23 +175,23 @@ def test_a_service_under_rays_own_commands(shell: Shell) -> None:
         assert shell.engines() == engines, "no engine was restarted"
         assert began[0] in [one["replica"] for one in shell.service()["routers"]]
 
-        (written,) = (shell.folder / "session_latest" / "logs").glob(f"access-{began[0]}.log")
+        written = next(shell.folder.rglob(f"access-{began[0]}.log"))
         lines = [json.loads(line) for line in written.read_text().splitlines()]
         assert {"remote", 413} <= {line.get("route") for line in lines} | {line["status"] for line in lines}
 
         told = shell.run("serve", "shutdown", "-y")
         assert told.returncode == 0, told.stderr
         wait_until(lambda: not shell.serve_status()["applications"])
-        with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{shell.url}/health")
+        wait_until(shell.is_unreachable)
     finally:
         running.terminate()
         running.wait(COMMAND_S)
 
 
-def test_serve_build_writes_a_config_file(shell: Shell) -> None:
-    """`app.main:app` is the service with default settings; the three deployments stand in the file."""
-    path = shell.folder / "built.yaml"
+def test_serve_build_writes_a_config_file(tmp_path: Path) -> None:
+    """`app.main:app` is the service with default settings; no cluster is needed."""
+    path = tmp_path / "built.yaml"
+    shell = Shell(tmp_path, path, "", os.environ | {"PYTHONPATH": str(ROOT)})
     told = shell.run("serve", "build", "app.main:app", "-o", str(path))
     assert told.returncode == 0, told.stderr
     (application,) = yaml.safe_load(path.read_text())["applications"]
