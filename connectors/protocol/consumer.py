@@ -5,43 +5,32 @@ queue, ``engines.py`` the producer engines.
 
     reception   on                         becomes     actions
     --------------------------------------------------------------------------------------------
-    (none)      queue                      queued      AwaitStart to one partner, after a
-                                                       handshake if there was none; no blocks yet
+    (none)      queue                      queued      AwaitStart to one partner, without blocks
     queued      Starting                   (none)      Due(ok): allocate the blocks, then start
-    queued      Aborted, Failed,
-                handshake failed,
-                progress_s without
-                a message                  (none)      Due(failed), Cancel to all partners
+    queued      Aborted, Failed, silence,  (none)      Due(failed), Cancel to all partners
+                connect_failed
     (none)      start                      CONNECTING  Connect to the producer engine
-    (none)      start, id used within      gone        Received(failed): a transfer id is valid
-                lease_s                                for one request
+    (none)      start, id used before      gone        Received(failed): an id is valid once
     CONNECTING  connected                  OFFERED     an Offer to every partner rank
-    CONNECTING  connect_failed,            gone        Received(failed): no peer knows the blocks
-                progress_s
+    CONNECTING  connect_failed, silence    gone        Received(failed): no peer knows the blocks
     OFFERED     Fin, expected byte count   OFFERED     Verify if a digest was requested
     OFFERED     all verified               gone        Received(ok)
-    OFFERED     an Offer cannot be sent    ENDING      Cancel to the other partners; the next
-                                                       request of this engine starts with a
-                                                       handshake
-    OFFERED     Aborted, wrong byte count
-                or digest, abort,
-                progress_s without a
-                message of one partner     ENDING      Cancel to all partners that may write
-    OFFERED     Failed                     QUARANTINE  Received(failed, quarantine), Cancel to
-                                                       all partners that may write
+    OFFERED     an Offer cannot be sent    ENDING      Cancel to the other partners
+    OFFERED     Aborted, abort, silence,   ENDING      Cancel
+                wrong count or digest
+    OFFERED     Failed                     QUARANTINE  Received(failed, quarantine), Cancel
     ENDING      last partner answers       gone        Received(failed)
     ENDING      Failed                     QUARANTINE  Received(failed, quarantine)
-    ENDING      cancel_s                   QUARANTINE  Received(failed, quarantine): the engine
-                                                       computes the request in other blocks;
-                                                       Cancel and Connect again
-    ENDING      connected                  ENDING      Cancel again
-    QUARANTINE  cancel_s                   QUARANTINE  Cancel and Connect again: the producer may
-                                                       have removed this consumer
-    QUARANTINE  connected                  QUARANTINE  Cancel again
+    ENDING      cancel_s                   QUARANTINE  Received(failed, quarantine), Cancel, Connect
+    ENDING      connected                  ENDING      Cancel
+    QUARANTINE  cancel_s                   QUARANTINE  Cancel, Connect: the producer may have
+                                                       removed this consumer
+    QUARANTINE  connected                  QUARANTINE  Cancel
     QUARANTINE  last partner answers       gone        Freed
-    (none)      start, after another
-                request of the engine
-                went into QUARANTINE       CONNECTING  Connect before any Offer
+
+Silence is progress_s without a message of one partner. Cancel goes to all partners that may write.
+A request of a known engine skips CONNECTING, unless a message to the engine could not be sent or
+one of its transfers is in quarantine. A transfer id stays used for lease_s.
 
 A partner *may write* after an Offer was sent to it, until its Fin, Aborted or Cancelled arrives or
 it is known to be dead. Failed does not end this: parts of a write may still arrive. ``Received``
@@ -129,9 +118,8 @@ class Consumer:
         self._used: dict[str, float] = {}
 
     def queue(self, request_id: str, transfer_id: str, producer: EngineAddress, now: float) -> list[ConsumerAction]:
-        """Add a request that allocates its blocks when the producer starts its prompt.
-
-        ``Due`` follows, unless ``start`` or ``release`` comes first.
+        """Add a request without blocks. ``Due`` follows, unless ``start`` or ``release`` is
+        first.
         """
         if self._is_used(transfer_id):
             return [Due(request_id, transfer_id, _USED_TWICE)]
@@ -167,10 +155,7 @@ class Consumer:
         return self._fail(reception, "the request was aborted", now)
 
     def connected(self, incarnation: str, partners: Sequence[Partner], now: float) -> list[ConsumerAction]:
-        """Handle a successful handshake.
-
-        ``partners`` are the engine's ranks that serve this worker.
-        """
+        """Handle a successful handshake. ``partners`` are the ranks that serve this worker."""
         self._engines.connected(incarnation, partners, now)
         actions: list[ConsumerAction] = [*self._queue.connected(incarnation, partners, now)]
         for reception in self._of_engine(incarnation):
@@ -200,10 +185,7 @@ class Consumer:
         return actions + self._engines.forget(incarnation)
 
     def worker_lost(self, peer: Peer, reason: str, now: float) -> list[ConsumerAction]:
-        """Handle the death of one producer worker: it writes no more.
-
-        Other workers may still write.
-        """
+        """Handle the death of one producer worker. Other workers may still write."""
         self._engines.mark_stale(peer.incarnation)
         actions = self._queue.worker_lost(peer, reason, now)
         for reception in self._of_engine(peer.incarnation):

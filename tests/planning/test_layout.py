@@ -110,7 +110,7 @@ def test_impossible_groups_are_refused(kind: GroupKind, block_tokens: int, windo
     ("change", "says"),
     [
         ({"tp_rank": 1}, "tp_rank 1 is not below tp_size 1"),
-        ({"tp_rank": -1}, "tp_rank -1 does not exist"),
+        ({"tp_rank": -1}, "tp_rank -1 is not below tp_size 1"),
         ({"groups": (replace(FULL, index=1),)}, "sorted by index"),
         ({"regions": ()}, "one memory kind"),
         ({"regions": (region(1000, 400), region(1000, 400, GPU0))}, "one memory kind"),
@@ -225,5 +225,5 @@ def test_impossible_parts_are_refused() -> None:
     Group(0, GroupKind.FULL, 5, None, (PAGES, PAGES, other, other))
     with pytest.raises(PlanError, match="group 0: the parts of a layer must be adjacent"):
         Group(0, GroupKind.FULL, 5, None, (PAGES, other, PAGES))
-    with pytest.raises(PlanError, match="layer 'a': a state has no kernel blocks"):
+    with pytest.raises(PlanError, match="layer 'a': a state cannot have kernel blocks"):
         Group(0, GroupKind.STATE, 5, None, (replace(PAGES, kernel_blocks=2, kernel_block_stride_bytes=40),))

@@ -178,7 +178,7 @@ def test_what_may_differ_is_accepted() -> None:
 def test_pages_with_fewer_heads_than_the_rank_holds_are_refused() -> None:
     """A layer that keeps fewer heads than its rank's share is no layout; the error names it."""
     pages = BASE.groups[0].layers
-    with pytest.raises(PlanError, match=r"layer 'layers\.0\.0': rank 0 of 1 holds 3 of 4 heads .* gives it 4"):
+    with pytest.raises(PlanError, match=r"layer 'layers\.0\.0': rank 0 of 1 holds 3 of 4 heads, .* gives it 4"):
         with_field(BASE, 0, layers=(replace(pages[0], heads=3), pages[1]))
 
 

@@ -168,7 +168,7 @@ def test_bytes_after_the_end_are_refused(message: Message) -> None:
 @pytest.mark.parametrize(
     ("bad", "says"),
     [
-        (b"", "a frame of 0 bytes"),
+        (b"", "a frame has 0 bytes"),
         (frame({}, magic=b"XYZ"), "does not start with b'TDM'"),
         (frame({}, version=PROTOCOL_VERSION + 1), f"version {PROTOCOL_VERSION + 1}, this engine {PROTOCOL_VERSION}"),
         (frame({}, version=0), "version 0"),
@@ -219,8 +219,8 @@ def test_bytes_after_the_end_are_refused(message: Message) -> None:
         (frame(offer_header(blocks=[True])), "the number of blocks of each group"),
         (frame(offer_header(blocks=[1.0]), vectors(0, 1)), "the number of blocks of each group"),
         (frame(offer_header(blocks=[1])), "an offer of 1 blocks has 0 bytes"),
-        (frame(offer_header(blocks=[1]), vectors(0, 1, 2)), "not 16 a block"),
-        (frame(offer_header(blocks=[2**62, 2**62])), "not 16 a block"),
+        (frame(offer_header(blocks=[1]), vectors(0, 1, 2)), "not 16 per block"),
+        (frame(offer_header(blocks=[2**62, 2**62])), "not 16 per block"),
         (frame(offer_header(blocks=[1]), vectors(-1, 5)), "positions must ascend from 0"),
         (frame(offer_header(blocks=[1]), vectors(0, 0)), "block ids must be positive"),
         (frame(offer_header(blocks=[1]), vectors(0, -7)), "block ids must be positive"),
@@ -245,7 +245,7 @@ def test_a_block_that_is_offered_twice_is_refused() -> None:
 
 def test_oversized_frames_are_refused() -> None:
     """A frame is at most 64 MiB, whatever it says."""
-    with pytest.raises(WireError, match=f"a frame of {MAX_FRAME_BYTES + 1} bytes"):
+    with pytest.raises(WireError, match=f"a frame has {MAX_FRAME_BYTES + 1} bytes"):
         decode(bytes(MAX_FRAME_BYTES + 1))
 
 
