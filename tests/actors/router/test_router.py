@@ -65,7 +65,8 @@ class Engine:
 
     async def __init__(self, role: str) -> None:  # type: ignore[misc]
         self.role = role
-        self.server = RpcServer(self.serve_request, slots=100)
+        methods = {"ping": self.ping, "status": self.status, "metrics": self.metrics, "discard": self.discard}
+        self.server = RpcServer(self.serve_request, slots=100, methods=methods)
         self.address = await self.server.open("127.0.0.1", 0)
         self.running = 0
         self.held: set[str] = set()
