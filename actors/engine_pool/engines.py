@@ -24,6 +24,7 @@ from actors.request import Accepted, Call, Heartbeat, Item
 from actors.rpc.address import RpcAddress
 from actors.rpc.client import Channel, Channels, ChannelsSnapshot
 from actors.rpc.messages import RpcFailure, RpcRequest
+from actors.rpc.protocol import GRANT_BYTES, item_bytes
 from connectors.errors import TandemError
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class EngineCall:
         self._waiter: asyncio.Future[None] | None = None
         self._channel: Channel | None = None
         self._stream = 0
+        self._consumed_bytes = 0
         self._is_over = False
         self._lost: str | None = None
         self._failure: RpcFailure | None = None
@@ -102,8 +104,10 @@ class EngineCall:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         item = self._items.popleft()
-        if self._channel is not None:
-            self._channel.consumed(self._stream, item)
+        self._consumed_bytes += item_bytes(item)
+        if self._consumed_bytes >= GRANT_BYTES and self._channel is not None:
+            self._channel.grant(self._stream, self._consumed_bytes)
+            self._consumed_bytes = 0
         if isinstance(item, Accepted):
             self._slot.served = True
             self._slots.record_accepted(self._slot.replica_id, item.ongoing)

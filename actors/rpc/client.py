@@ -9,7 +9,7 @@ from actors.errors import EngineDownError, EngineError
 from actors.request import Item
 from actors.rpc.address import RpcAddress, enable_keepalive
 from actors.rpc.messages import Reply, RpcFailure, RpcProtocolError, RpcRequest, StreamItem
-from actors.rpc.protocol import RouterProtocol, item_bytes
+from actors.rpc.protocol import RouterProtocol
 
 CONNECT_S = 5.0
 """Timeout of a TCP connect; normally less than a millisecond."""
@@ -87,9 +87,9 @@ class Channel(asyncio.Protocol):
             self._flush()
             self._rest_if_idle()
 
-    def consumed(self, stream: int, item: Item) -> None:
-        """Note that the reader has taken `item`, which lets the engine send more."""
-        self._protocol.consumed(stream, item_bytes(item))
+    def grant(self, stream: int, size: int) -> None:
+        """Let the engine send `size` more bytes of a call; its reader has consumed as many."""
+        self._protocol.grant(stream, size)
         self._flush()
 
     def close(self) -> None:

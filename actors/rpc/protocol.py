@@ -10,7 +10,7 @@ side speaks its newest version and the one before.
 
 import hmac
 from collections.abc import Iterator, Mapping
-from enum import Enum
+from enum import StrEnum
 
 from actors.request import Item, StreamChunk
 from actors.rpc.messages import (
@@ -45,13 +45,13 @@ ITEM_BYTES = 64
 """Credit that an item takes in addition to its body."""
 
 GRANT_BYTES = WINDOW_BYTES // 4
-"""Consumed bytes that the router returns at once: a short stream needs no Credit at all."""
+"""Consumed bytes from which the router grants them again: a short stream needs no Credit at all."""
 
 HELLO_BYTES = 1024
 """Size limit of a frame before authentication. Later ones have none: routers limit their bodies."""
 
 
-class StreamState(Enum):
+class StreamState(StrEnum):
     """State of one stream; both sides use the same states."""
 
     NEW = "new"
@@ -99,13 +99,9 @@ def common_version(offered: int, newest: int = NEWEST_VERSION, oldest: int = OLD
 
 def item_bytes(item: Item) -> int:
     """Return the credit that `item` takes."""
-    match item:
-        case bytes():
-            return ITEM_BYTES + len(item)
-        case StreamChunk():
-            return ITEM_BYTES + len(item.body)
-        case _:
-            return ITEM_BYTES
+    if isinstance(item, StreamChunk):
+        return ITEM_BYTES + len(item.body)
+    return ITEM_BYTES + len(item) if isinstance(item, bytes) else ITEM_BYTES
 
 
 def pieces(item: Item) -> Iterator[Item]:
@@ -196,15 +192,15 @@ class EngineProtocol(_Endpoint):
             else:
                 raise RpcProtocolError(f"unexpected {type(message).__name__}")
 
-    def may_send(self, stream: int, item: Item) -> bool:
-        """Return whether the stream has credit for `item`, one of its `pieces`."""
-        return self._credit.get(stream, 0) >= item_bytes(item)
-
-    def send(self, stream: int, item: Item) -> None:
-        """Queue an item; dropped when the router has cancelled the stream."""
-        if self._states.get(stream) is StreamState.OPEN:
-            self._credit[stream] -= item_bytes(item)
-            self._outgoing.append(StreamItem(stream, item))
+    def send(self, stream: int, item: Item, size: int) -> bool:
+        """Queue an item of `item_bytes` `size`, one of its `pieces`; return False when the stream has
+        no credit for it."""
+        credit = self._credit[stream] - size
+        if credit < 0:
+            return False
+        self._credit[stream] = credit
+        self._outgoing.append(StreamItem(stream, item))
+        return True
 
     def reply(self, stream: int, value: object) -> None:
         """Queue the result of a method, which ends the stream."""
@@ -248,7 +244,6 @@ class RouterProtocol(_Endpoint):
         self._hello: Hello | None = Hello(NEWEST_VERSION, key)
         self._unread: dict[int, int] = {}
         """Bytes of each stream that were received and are not yet granted again."""
-        self._consumed: dict[int, int] = {}
 
     def open(self, request: RpcRequest) -> int:
         """Queue a call; return its stream."""
@@ -276,17 +271,12 @@ class RouterProtocol(_Endpoint):
             self._move(stream, StreamState.CANCELLED)
             self._outgoing.append(Cancel(stream))
 
-    def consumed(self, stream: int, size: int) -> None:
-        """Note that the reader has taken `size` bytes; queues Credit now and then."""
-        if stream not in self._unread:
-            return  # ended
-        total = self._consumed.get(stream, 0) + size
-        if total < GRANT_BYTES:
-            self._consumed[stream] = total
-            return
-        self._consumed[stream] = 0
-        self._unread[stream] -= total
-        self._outgoing.append(Credit(stream, total))
+    def grant(self, stream: int, size: int) -> None:
+        """Queue Credit for `size` consumed bytes, unless the stream has ended. Grant them from
+        GRANT_BYTES on."""
+        if stream in self._unread:
+            self._unread[stream] -= size
+            self._outgoing.append(Credit(stream, size))
 
     def receive(self, data: bytes) -> Iterator[StreamItem | Reply | End]:
         """Yield the engine's messages about streams. Raises RpcProtocolError; then close."""
@@ -326,4 +316,3 @@ class RouterProtocol(_Endpoint):
 
     def _forget(self, stream: int) -> None:
         self._unread.pop(stream, None)
-        self._consumed.pop(stream, None)

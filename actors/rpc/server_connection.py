@@ -118,10 +118,10 @@ class ServerConnection(asyncio.Protocol):
 
     def sent(self, number: int, item: Item, lazy: bool) -> bool:
         """Send an item of a stream unless the stream has no credit or the socket no room."""
-        if not self._can_write or not self._protocol.may_send(number, item):
+        size = item_bytes(item)
+        if not self._can_write or not self._protocol.send(number, item, size):
             return False
-        self._protocol.send(number, item)
-        self._unsent_bytes += item_bytes(item)
+        self._unsent_bytes += size
         if self._unsent_bytes >= PIECE_BYTES:
             self._flush()
         else:

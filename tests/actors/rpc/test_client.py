@@ -155,11 +155,14 @@ async def test_an_idle_connection_is_closed(world: World, monkeypatch: pytest.Mo
     monkeypatch.setattr(client, "IDLE_CONNECTION_S", 0.1)
     async with AsyncExitStack() as stack:
         for _ in range(2):
-            both = [await world.call("ends", stack) for _ in range(2)]
-            await asyncio.gather(*map(items, both))
-            assert world.engines.snapshot().open == 1
-            await asyncio.sleep(0.3)
-            assert world.engines.snapshot().open == 0
+            running = [await world.call("waits", stack) for _ in range(2)]
+            await asyncio.gather(*map(anext, running))
+            assert world.engines.snapshot() == client.ChannelsSnapshot(open=1, idle=0)
+            world.served.go_on.set()
+            await asyncio.gather(*map(items, running))
+            async with asyncio.timeout(5):
+                while world.engines.snapshot().open:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
 
 
 async def test_a_paused_reader(world: World) -> None:

@@ -75,8 +75,8 @@ def test_a_call_by_hand() -> None:
     assert router.take() == b""
     assert list(router.receive(engine.take())) == []
     assert list(engine.receive(router.take())) == [Open(1, REQUEST)]
-    engine.send(1, Accepted("e"))
-    engine.send(1, b"one")
+    assert engine.send(1, Accepted("e"), ITEM_BYTES)
+    assert engine.send(1, b"one", ITEM_BYTES + 3)
     engine.end(1)
     frame = engine.take()
     assert frame == encode([StreamItem(1, Accepted("e")), StreamItem(1, b"one"), End(1)]), "one frame"
@@ -178,17 +178,20 @@ def test_credit(seed: int) -> None:
     list(engine.receive(router.take()))
     waiting = {one: [bytes(rng.choice([0, 1, 900, PIECE_BYTES])) for _ in range(40)] for one in streams}
     unread: dict[int, list[bytes]] = {one: [] for one in streams}
-    read = dict.fromkeys(streams, 0)
+    read, consumed = dict.fromkeys(streams, 0), dict.fromkeys(streams, 0)
     for _ in range(100_000):
         stream = rng.choice(streams)
         if rng.random() < 0.5:
-            if waiting[stream] and engine.may_send(stream, waiting[stream][0]):
-                engine.send(stream, waiting[stream].pop(0))
+            if waiting[stream] and engine.send(stream, waiting[stream][0], item_bytes(waiting[stream][0])):
+                waiting[stream].pop(0)
             for message in router.receive(engine.take()):
                 assert isinstance(message, StreamItem)
                 unread[message.stream].append(message.item)  # type: ignore[arg-type]
         elif unread[stream] and rng.random() < 0.3:
-            router.consumed(stream, item_bytes(unread[stream].pop(0)))
+            consumed[stream] += item_bytes(unread[stream].pop(0))
+            if consumed[stream] >= GRANT_BYTES:
+                router.grant(stream, consumed[stream])
+                consumed[stream] = 0
             read[stream] += 1
             list(engine.receive(router.take()))
         assert sum(map(item_bytes, unread[stream])) <= WINDOW_BYTES
@@ -197,13 +200,16 @@ def test_credit(seed: int) -> None:
     raise AssertionError(f"a stream starves: {read}")
 
 
-def test_a_short_stream_needs_no_credit() -> None:
-    """The router returns it in portions; the largest item fits into what it may hold back."""
+def test_credit_by_hand() -> None:
+    """A window of four pieces; what the router holds back leaves room for the largest item."""
     router, engine = pair()
     router.open(REQUEST)
     list(engine.receive(router.take()))
-    router.consumed(1, GRANT_BYTES - 1)
-    assert router.take() == b""
-    router.consumed(1, 1)
-    assert router.take() == encode([Credit(1, GRANT_BYTES)])
-    assert GRANT_BYTES + PIECE_BYTES + ITEM_BYTES <= WINDOW_BYTES
+    piece, size = bytes(PIECE_BYTES), PIECE_BYTES + ITEM_BYTES
+    assert [engine.send(1, piece, size) for _ in range(4)] == [True, True, True, False]
+    assert engine.send(1, b"", ITEM_BYTES)
+    list(router.receive(engine.take()))
+    router.grant(1, size)
+    assert list(engine.receive(router.take())) == [Credit(1, size)]
+    assert engine.send(1, piece, size)
+    assert GRANT_BYTES + size <= WINDOW_BYTES
