@@ -10,14 +10,16 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from actors.engine_pool.discovery import replicas_of
+from actors.engine_pool.discovery import replicas_of, subscribe
 from actors.engine_pool.slots import SlotPool
 from actors.errors import CannotResumeError, EngineDownError, EngineError, RefusedError
 from actors.request import Accepted, Call, Heartbeat, Item
@@ -146,6 +148,7 @@ class EnginePool:
         self._slots = SlotPool(lambda: replicas_of(handle.deployment_id) or {})
         self._router = uuid.uuid4().hex
         self._channels = Channels()
+        self._unsubscribe: Callable[[], None] | None = None
 
     async def take(self, avoid: AbstractSet[str] = frozenset(), prefer: Sequence[str] = ()) -> Slot:
         """Take a slot on a replica that is not in `avoid`: the first free one of `prefer`, else the
@@ -154,6 +157,10 @@ class EnginePool:
         Waits until it is cancelled. Give the slot back with `give_back`. Raises OverloadedError
         when too many requests wait.
         """
+        if self._unsubscribe is None:
+            self._unsubscribe = subscribe(
+                self._handle.deployment_id, partial(_call, self._slots.changed, asyncio.get_running_loop())
+            )
         while True:
             name = await self._slots.take(avoid, prefer)
             try:
@@ -224,3 +231,12 @@ class EnginePool:
     async def close(self) -> None:
         """Close all connections."""
         self._channels.close()
+        if self._unsubscribe is not None:
+            self._unsubscribe()
+            self._unsubscribe = None
+
+
+def _call(do: Callable[[], None], loop: asyncio.AbstractEventLoop) -> None:
+    """Run `do` in `loop` from any thread, unless the loop is closed."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(do)
