@@ -9,9 +9,11 @@ computation, and one step of the running streams.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from actors.policy.estimates import Components, Level, Regression
+import numpy as np
+
+from actors.policy.estimates import Components, Level, PairLevels, Regression
 from configs.settings import RoutingSettings
 
 ATTENTION_TOKENS = 32_768.0
@@ -57,7 +59,8 @@ class Costs:
         self.settings = settings
         self._prefill = _Cost(3, settings.fades_s)
         self._local = _Cost(4, settings.fades_s)
-        self._handover = _Cost(3, settings.fades_s)
+        self._handover = Regression(3, settings.fades_s)
+        self._pairs = PairLevels(settings.fades_s * ENGINE_FADES_SHARE)
         self._step = _Cost(3, settings.fades_s)
 
     def prefill_parts(self, new_tokens: int, held_tokens: int) -> Components:
@@ -102,7 +105,15 @@ class Costs:
         return self._local.predict(engine, parts, now)
 
     def handover_s(self, pair: tuple[str, str], parts: Components, now: float) -> float:
-        return self._handover.predict(pair, parts, now)
+        return self._handover.predict(parts, now) * self._pairs.factor(pair, now)
+
+    def handovers_s(
+        self, prefill: Sequence[str], decode: Sequence[str], parts: Sequence[Components], now: float
+    ) -> np.ndarray:
+        """Return the seconds of all pairs, one row for each decode engine with its cost parts."""
+        usual = np.array(parts) @ np.array(self._handover.factors(now))
+        handovers_s: np.ndarray = usual[:, None] * self._pairs.factors(prefill, decode, now)
+        return handovers_s
 
     def step_s(self, engine: str, parts: Components, now: float) -> float:
         return self._step.predict(engine, parts, now)
@@ -114,7 +125,9 @@ class Costs:
         self._local.observe(engine, parts, measured_s, now)
 
     def observe_handover(self, pair: tuple[str, str], parts: Components, measured_s: float, now: float) -> None:
-        self._handover.observe(pair, parts, measured_s, now)
+        # As in `_Cost.observe`.
+        self._handover.observe(parts, measured_s / self._pairs.factor(pair, now), now)
+        self._pairs.observe(pair, self._handover.predict(parts, now), measured_s, now)
 
     def observe_step(self, engine: str, parts: Components, measured_s: float, now: float) -> None:
         self._step.observe(engine, parts, measured_s, now)
@@ -125,4 +138,4 @@ class Costs:
         self._prefill.keep_only(set(prefill))
         self._local.keep_only(set(decode))
         self._step.keep_only(set(decode))
-        self._handover.keep_only({(p, d) for p in prefill for d in decode})
+        self._pairs.keep_only({(p, d) for p in prefill for d in decode})

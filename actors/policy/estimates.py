@@ -9,6 +9,9 @@ no work since.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from operator import mul
 
 import numpy as np
 
@@ -71,9 +74,66 @@ class Level:
         self._at = max(now, self._at)
         return max(assumed_s, LEAST_S) * math.exp(ratio)
 
+    @property
+    def state(self) -> tuple[float, float, float]:
+        """Mean of the logarithm, count, and time of the last measurement."""
+        return self._mean, self._count, self._at
+
     def _share(self, now: float) -> float:
         count = self.count(now)
         return count / (count + ASSUMED_WEIGHT)
+
+
+class PairLevels:
+    """Levels of (prefill, decode) pairs, in arrays from which the factors of all pairs are read at
+    once."""
+
+    def __init__(self, fades_s: float) -> None:
+        self._fades_s = fades_s
+        self._levels: dict[tuple[str, str], Level] = {}
+        self._prefill: dict[str, int] = {}
+        self._decode: dict[str, int] = {}
+        # Mean, count and time of each pair. Row and column 0 are for engines without measurements.
+        self._values = np.zeros((3, 1, 1))
+
+    def factor(self, pair: tuple[str, str], now: float) -> float:
+        """Return the factor of one pair; 1 without recent measurements."""
+        level = self._levels.get(pair)
+        return 1.0 if level is None else level.factor(now)
+
+    def factors(self, prefill: Sequence[str], decode: Sequence[str], now: float) -> np.ndarray:
+        """Return the factors of all pairs, one row for each decode engine."""
+        columns = [self._prefill.get(name, 0) for name in prefill]
+        rows = [self._decode.get(name, 0) for name in decode]
+        mean, count, at = self._values[:, rows][:, :, columns]
+        present = count * np.exp(-np.maximum(now - at, 0.0) / self._fades_s)
+        factors: np.ndarray = np.exp(mean * present / (present + ASSUMED_WEIGHT))
+        return factors
+
+    def observe(self, pair: tuple[str, str], assumed_s: float, measured_s: float, now: float) -> None:
+        """Learn from a measurement of one pair."""
+        level = self._levels.get(pair)
+        if level is None:
+            level = self._levels[pair] = Level(self._fades_s)
+        level.observe(assumed_s, measured_s, now)
+        self._store(pair, level)
+
+    def keep_only(self, pairs: AbstractSet[tuple[str, str]]) -> None:
+        """Forget all other pairs."""
+        kept = {pair: level for pair, level in self._levels.items() if pair in pairs}
+        if len(kept) < len(self._levels):
+            self.__init__(self._fades_s)  # type: ignore[misc]
+            self._levels = kept
+            for pair, level in kept.items():
+                self._store(pair, level)
+
+    def _store(self, pair: tuple[str, str], level: Level) -> None:
+        column = self._prefill.setdefault(pair[0], len(self._prefill) + 1)
+        row = self._decode.setdefault(pair[1], len(self._decode) + 1)
+        missing = [max(0, index + 1 - size) for index, size in zip((row, column), self._values.shape[1:], strict=True)]
+        if any(missing):
+            self._values = np.pad(self._values, [(0, 0), *((0, 2 * more) for more in missing)])
+        self._values[:, row, column] = level.state
 
 
 class Regression:
@@ -115,12 +175,13 @@ class Regression:
         return self._cached
 
     def parts(self, assumed: Components, now: float) -> Components:
-        """Return the expected seconds of each part."""
-        return tuple(factor * part for factor, part in zip(self.factors(now), assumed, strict=True))
+        """Return the expected seconds of each part of work with the assumed parts `assumed`."""
+        return tuple(map(mul, self.factors(now), assumed))
 
     def predict(self, assumed: Components, now: float) -> float:
         """Return the expected seconds of work with the assumed parts `assumed`."""
-        return sum(self.parts(assumed, now))
+        seconds: float = sum(map(mul, self.factors(now), assumed))
+        return seconds
 
     def observe(self, assumed: Components, measured_s: float, now: float) -> None:
         """Learn that work with the assumed parts took `measured_s`. Ignores work of zero cost."""

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
+
 from actors.policy.costs import Costs
 from actors.policy.decision import Estimate
 from actors.policy.loads import EngineLoad
@@ -45,8 +47,9 @@ class Options:
 
     def streams(self, decode: str) -> int:
         """Return the number of other streams on a replica, those of other routers included."""
-        load = self._decode_load(decode)
-        return len(load.streams) + max(self.decode[decode] - len(load.calls), 0)
+        load = self.decode_loads.get(decode)
+        ongoing = self.decode[decode]
+        return ongoing if load is None else len(load.streams) + max(ongoing - len(load.calls), 0)
 
     def uncached(self, decode: str) -> int:
         return self.prompt_tokens - self.decode_held[decode]
@@ -56,19 +59,30 @@ class Options:
         """Options in which one decode replica serves the request alone."""
         return [self._local(decode) for decode in self.decode]
 
+    def pair(self, decode: str, prefill: str) -> Estimate:
+        """Return the option of one pair."""
+        moved, parts, decoding_s, interference_s = self._decodes[decode]
+        new, queue_s, compute_s = self._prefills[prefill]
+        handover_s = self.costs.handover_s((prefill, decode), parts, self.now)
+        return Estimate(decode, prefill, new, moved, queue_s, compute_s, handover_s, decoding_s, interference_s)
+
+    def pair_costs(self, decode_weight: float, interference_weight: float) -> np.ndarray:
+        """Return the weighted seconds of all pairs, one row for each decode replica."""
+        decodes = self._decodes.values()
+        parts = [parts for _, parts, _, _ in decodes]
+        by_decode = np.array([decode_weight * after + interference_weight * delay for _, _, after, delay in decodes])
+        by_prefill = np.array([queue_s + compute_s for _, queue_s, compute_s in self._prefills.values()])
+        handovers_s = self.costs.handovers_s(list(self.prefill), list(self.decode), parts, self.now)
+        costs: np.ndarray = by_prefill[None, :] + handovers_s + by_decode[:, None]
+        return costs
+
     @cached_property
-    def remote(self) -> list[Estimate]:
-        """Options in which a pair of engines serves the request."""
-        prefills = [(prefill, *self._prefill(prefill)) for prefill in self.prefill]
-        decodes = [(decode, *self._decode(decode)) for decode in self.decode]
-        pairs = []
-        for decode, moved, parts, decoding_s, interference_s in decodes:
-            for prefill, new, queue_s, compute_s in prefills:
-                handover_s = self.costs.handover_s((prefill, decode), parts, self.now)
-                pairs.append(
-                    Estimate(decode, prefill, new, moved, queue_s, compute_s, handover_s, decoding_s, interference_s)
-                )
-        return pairs
+    def _prefills(self) -> dict[str, tuple[int, float, float]]:
+        return {prefill: self._prefill(prefill) for prefill in self.prefill}
+
+    @cached_property
+    def _decodes(self) -> dict[str, tuple[int, tuple[float, ...], float, float]]:
+        return {decode: self._decode(decode) for decode in self.decode}
 
     @cached_property
     def _decoding(self) -> dict[str, tuple[float, float]]:

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Self
 
@@ -42,7 +43,7 @@ class Fleet:
     decode: EnginePool
     metrics: RouterMetrics
     feedback: RoutingFeedback
-    discard: Callable[[str], Awaitable[None]]
+    discard: Callable[[Slot, str], Awaitable[None]]
 
 
 class Attempt:
@@ -284,7 +285,7 @@ class Dispatcher:
                 transfer_id,
                 self.limits.prefill_timeout_s,
                 self._fleet.metrics,
-                self._fleet.discard,
+                partial(self._fleet.discard, prefill_slot, transfer_id),
                 attempt.prefilled,
                 prefill_legs.pop_all(),
             )

@@ -7,8 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from http import HTTPStatus
 from typing import Any
 
-from actors.broadcast import ask_all
-from actors.engine_pool.engines import EnginePool
+from actors.engine_pool.engines import EnginePool, Slot
 from actors.errors import OverloadedError, UnavailableError
 from actors.request import Call, ResponseStart, StreamChunk
 from actors.router.answer import Answer
@@ -159,7 +158,7 @@ class Router:
         """Return (role, replica, exposition) of each replica that answers within
         `metrics_timeout_s`."""
         answers = await asyncio.gather(
-            *(self._ask_all(role, "metrics", self.limits.metrics_timeout_s) for role in self._roles)
+            *(role.ask_all("metrics", self.limits.metrics_timeout_s) for role in self._roles.values())
         )
         pairs = zip(self._roles, answers, strict=True)
         return [(role, replica, text) for role, replies in pairs for replica, text in replies]
@@ -167,17 +166,13 @@ class Router:
     async def engine_status(self) -> list[dict[str, Any]]:
         """Return the status of each engine replica that answers within `metrics_timeout_s`."""
         answers = await asyncio.gather(
-            *(self._ask_all(role, "status", self.limits.metrics_timeout_s) for role in self._roles)
+            *(role.ask_all("status", self.limits.metrics_timeout_s) for role in self._roles.values())
         )
         return [status for replies in answers for status in replies]
 
-    async def _discard(self, transfer_id: str) -> None:
-        """Ask the prefill replica that holds this transfer to free its KV; if that fails, the KV's
+    async def _discard(self, slot: Slot, transfer_id: str) -> None:
+        """Ask the prefill replica of `slot` to free the KV of a transfer; if that fails, the KV's
         lease expires."""
         self.metrics.discards.inc()
-        await self._ask_all("prefill", "discard", DISCARD_S, transfer_id)
-
-    async def _ask_all(self, role: RoleName, method: str, timeout_s: float, *arguments: object) -> list[Any]:
-        """Return the results of `method` on the replicas of `role`, without those that fail or are
-        late."""
-        return await ask_all(role, self._roles[role], method, timeout_s, *arguments)
+        async with deadline(DISCARD_S, f"discarding transfer {transfer_id}"):
+            await self._roles["prefill"].ask(slot, "discard", transfer_id)

@@ -8,7 +8,7 @@ import asyncio
 import json
 import os
 import socket
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,12 @@ class Engine:
 
     async def __init__(self, role: str) -> None:  # type: ignore[misc]
         self.role = role
-        self.server = RpcServer(self.serve_request, slots=100)
+        methods: dict[str, Callable[..., Awaitable[Any]]] = {
+            "status": self.status,
+            "metrics": self.metrics,
+            "discard": self.discard,
+        }
+        self.server = RpcServer(self.serve_request, slots=100, methods=methods)
         self.address = await self.server.open("127.0.0.1", 0)
         self.running = 0
         self.held: set[str] = set()
