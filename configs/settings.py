@@ -65,7 +65,7 @@ class PlacementSettings(Frozen):
         "RAY_SERVE_USE_PACK_SCHEDULING_STRATEGY=1; apart: at most one replica of this deployment per node",
     )
 
-    def spreading_options(self) -> dict[str, int]:
+    def spreading_options(self) -> dict[str, Any]:
         """Return Serve's option for `placement: apart`. `serve build` accepts no `None` for it."""
         return {"max_replicas_per_node": 1} if self.placement == "apart" else {}
 
