@@ -77,6 +77,8 @@ def _rank_pairs(settings: RoutingSettings, options: Options, session: str | None
     """Return the rank of each pair under the policy, one row for each decode replica: the order of
     `_key` for all pairs at once."""
     shape = (len(options.decode), len(options.prefill))
+    if shape == (1, 1):
+        return np.zeros(shape, int)
 
     def rows(values: Iterable[float]) -> np.ndarray:
         return np.broadcast_to(np.fromiter(values, float)[:, None], shape)

@@ -131,13 +131,16 @@ class ServerConnection(asyncio.Protocol):
         return True
 
     async def close(self, within_s: float) -> None:
-        """Close the connection and wait for its calls to end."""
-        self._transport.abort()
+        """Cancel the calls that run, send the end of all, and close the connection."""
         tasks = {stream.task for stream in self._streams.values() if stream.task is not None}
         for number in list(self._streams):
             self._cancel(number)
         if tasks:
             await asyncio.wait(tasks, timeout=within_s)
+        await asyncio.sleep(0)  # ends are sent by callbacks of the tasks
+        self._flush()
+        self._transport.close()
+        asyncio.get_running_loop().call_later(within_s, self._transport.abort)  # if the router does not read
 
     def _open_stream(self, number: int, expects_refusal: bool = False) -> ServedStream:
         stream = self._streams[number] = ServedStream(self, number, expects_refusal)
@@ -159,8 +162,8 @@ class ServerConnection(asyncio.Protocol):
         """Send the end of an answer, however its task ended; a cancelled one may never have started."""
         del self._streams[number]
         failure = None
-        if task.cancelled():
-            pass
+        if task.cancelled():  # by the router, which ignores the end, or because the engine stops
+            failure = RpcFailure("engine_down", "the engine is stopping")
         elif (error := task.exception()) is not None:
             logger.error("a call failed", exc_info=error)
             failure = RpcFailure("error", repr(error))

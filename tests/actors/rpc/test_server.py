@@ -103,6 +103,24 @@ async def test_an_engine_that_leaves(world: World) -> None:
                 await world.engines.take()
 
 
+async def test_the_last_answer_of_an_engine_that_stops(world: World) -> None:
+    """It arrives whole although the server closes as soon as it has no call."""
+    async with AsyncExitStack() as stack:
+        running = [await world.call("waits", stack) for _ in range(2)]
+        reading = [asyncio.create_task(items(call)) for call in running]
+        await world.has(2)
+
+        async def stop() -> None:
+            await world.server.drain()
+            await world.server.close()
+
+        stopping = asyncio.create_task(stop())
+        world.served.go_on.set()
+        for task in reading:
+            assert joined(await asyncio.wait_for(task, 5)) == joined(ITEMS)
+        await asyncio.wait_for(stopping, 5)
+
+
 async def test_a_router_that_is_gone(world: World) -> None:
     """Its calls end with its connections."""
     stack = AsyncExitStack()

@@ -150,7 +150,7 @@ class Stranger:
     async def answer(self, stream: int) -> list[Any]:
         """The items of a stream up to its end; other streams' are left out."""
         found: list[Any] = []
-        while (message := await self.heard()) != End(stream):
+        while not (isinstance(message := await self.heard(), End) and message.stream == stream):
             assert message is not None
             if isinstance(message, StreamItem):
                 self.say(Credit(message.stream, item_bytes(message.item)))
