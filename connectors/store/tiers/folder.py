@@ -1,6 +1,6 @@
 """A tier: one folder of objects with a byte budget, shared by any number of processes. Disk, or tmpfs for host memory.
 
-    <path>/ledger                     bytes used (ledger.py)
+    <path>/ledger                     bytes used, under a lock of <path> (ledger.py)
     <path>/parts/<process>-<number>   files being written, locked by their writers
     <path>/objects/<namespace>/<key>  whole objects; one appears by a rename and never changes
 
@@ -228,8 +228,7 @@ class FolderTier:
                 self._evict(*victim)
             elif time.monotonic() - self._scanned_at > _RESCAN_S:
                 # Other processes may have stored what fills the budget.
-                self._ledger.begin()
-                self._ledger.add(self._scan() - self._ledger.used_bytes)
+                self._ledger.recount()
             else:
                 raise StoreError(f"{self.path}: the budget of {self.budget_bytes} bytes is full of files being written")
             if time.monotonic() >= deadline:
@@ -264,28 +263,30 @@ class FolderTier:
     def _scan(self) -> int:
         """Read all headers, remove corrupt files and those of dead writers. Return the bytes of the rest.
 
-        Raises OSError where not all could be read.
+        Raises OSError where not all could be read. A file counts as gone only where its folder's descriptor finds it
+        gone: a disk that is away for a moment loses its paths.
         """
         found: list[tuple[float, Path, int, float]] = []
         used = 0
-        for part in self._entries(self._parts):
-            if is_abandoned(Path(part.path)):
-                Path(part.path).unlink(missing_ok=True)
-            else:
-                with contextlib.suppress(FileNotFoundError):
-                    used += allocated(part.stat().st_size)
-        for folder in self._entries(self._objects):
-            for entry in self._entries(Path(folder.path)):
-                path = Path(entry.path)
+        for part in _entries(self._parts):
+            path = self._parts / part.name
+            if is_abandoned(path):
+                path.unlink(missing_ok=True)
+            used += _bytes_now(part)
+        for folder in _entries(self._objects):
+            for entry in _entries(self._objects / folder.name):
+                path = self._objects / folder.name / entry.name
                 try:
                     state, cost = self._inspect(path, folder.name)
                 except CorruptObjectError:
                     self.counts.corrupt += 1
                     with contextlib.suppress(OSError):
                         path.unlink()
+                    used += _bytes_now(entry)
                 except FileNotFoundError:
                     # A reader has found it corrupt.
-                    continue
+                    if _bytes_now(entry):
+                        raise OSError(f"{self.path} changed while its files were counted") from None
                 else:
                     used += allocated(state.st_size)
                     found.append((state.st_mtime, path, allocated(state.st_size), cost))
@@ -317,10 +318,23 @@ class FolderTier:
             raise CorruptObjectError("it holds another object")
         return state, header.cost_ns
 
-    @staticmethod
-    def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
-        with os.scandir(folder) as entries:
+
+def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
+    """Entries of a folder, whose states are read through its descriptor, not through its path."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with os.scandir(fd) as entries:
             yield from entries
+    finally:
+        os.close(fd)
+
+
+def _bytes_now(entry: os.DirEntry[str]) -> int:
+    """Bytes that a file takes; 0 where it is gone."""
+    try:
+        return allocated(entry.stat(follow_symlinks=False).st_size)
+    except FileNotFoundError:
+        return 0
 
 
 def _claim(path: Path) -> None:

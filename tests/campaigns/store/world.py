@@ -137,10 +137,12 @@ def store_plan() -> StorePlan:
 @contextlib.contextmanager
 def held(root: Path) -> Iterator[None]:
     """Hold the store's lock, so that no file appears or goes meanwhile."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(FileNotFoundError):
-            fcntl.flock(stack.enter_context((root / "ledger").open("r+b")), fcntl.LOCK_EX)
+    fd = os.open(root, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(fd)
 
 
 class World:
