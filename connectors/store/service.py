@@ -65,6 +65,8 @@ class Fetched:
 
 @dataclass(slots=True)
 class _Reading:
+    """An object that is read from tier number ``tier`` into staging."""
+
     ref: ObjectRef
     offset: int
     tier: int
@@ -122,8 +124,11 @@ class KVStore:
             for folder in tiers
         ]
         self._fetches: dict[str, _Fetch] = {}
+        self._seconds: Counter[tuple[str, str]] = Counter()
         # Slots that a running call may still use after its request has ended.
         self._lingering: list[tuple[Call[ObjectHeader] | Call[bool], int]] = []
+        # Calls among them that write, and the label of their tier.
+        self._writing: dict[int, str] = {}
         for tier in self._tiers:
             # Reads the index, which only eviction needs.
             tier.writes.submit(tier.folder.open, time.monotonic() + limits.store_s)
@@ -226,7 +231,9 @@ class KVStore:
         for each in fetch.readings:
             if not each.call.over:
                 reading.append(each)
-            elif each.call.state is CallState.ENDED and fetch.machine.read(each.ref):
+                continue
+            self._seconds["loaded", self._tiers[each.tier].folder.label] += each.call.seconds
+            if each.call.state is CallState.ENDED and fetch.machine.read(each.ref):
                 fetch.offsets[each.ref] = each.offset
                 self._promote(fetch.names[each.ref], each)
             else:
@@ -284,6 +291,7 @@ class KVStore:
         loaded = machine.end_token - machine.start_token
         self.counts["hits" if loaded else "misses"] += 1
         self.counts["hit_tokens"] += loaded
+        self.counts["missed_tokens"] += machine.limit_token - machine.end_token
 
     # ---- stores ----------------------------------------------------------------------------------------------------
 
@@ -317,9 +325,38 @@ class KVStore:
             return False
         self.staging.share(offset)
         self._lingering.append((call, offset))
+        self._writing[id(call)] = tier.folder.label
         return True
 
     # ---- both ------------------------------------------------------------------------------------------------------
+
+    @property
+    def pending_loads(self) -> int:
+        """Number of fetches that have not ended."""
+        return sum(not fetch.over for fetch in self._fetches.values())
+
+    def totals(self) -> dict[str, dict[str, float]]:
+        """Everything that was counted since the start: ``{counter: {label: number}}``."""
+        self._sweep()
+        counts, tiers = self.counts, {tier.label: tier.counts for tier in self.tiers}
+        return {
+            "store_requests": {"hit": counts["hits"], "miss": counts["misses"]},
+            "store_tokens": {"hit": counts["hit_tokens"], "miss": counts["missed_tokens"]},
+            "store_problems": {
+                "late_lookup": counts["late_lookups"],
+                "late_load": counts["late"],
+                "failed_load": counts["failed_reads"],
+                "no_staging_for_load": counts["no_room_to_load"],
+                "dropped_store": counts["dropped_stores"],
+                "failed_store": sum(each.failed_stores for each in tiers.values()),
+            },
+            "store_corrupt": {label: each.corrupt for label, each in tiers.items()},
+            "store_evicted": {label: each.evicted for label, each in tiers.items()},
+            "store_loaded_bytes": {label: each.loaded_bytes for label, each in tiers.items()},
+            "store_loaded_seconds": {label: self._seconds["loaded", label] for label in tiers},
+            "store_stored_bytes": {label: each.stored_bytes for label, each in tiers.items()},
+            "store_stored_seconds": {label: self._seconds["stored", label] for label in tiers},
+        }
 
     def idle(self) -> bool:
         """Whether every object that was committed is written or given up."""
@@ -339,6 +376,9 @@ class KVStore:
         for call, offset in self._lingering:
             if call.over:
                 self.staging.give_back(offset)
+                label = self._writing.pop(id(call), None)
+                if label is not None:
+                    self._seconds["stored", label] += call.seconds
             else:
                 kept.append((call, offset))
         self._lingering = kept

@@ -10,6 +10,8 @@ from typing import Any
 
 from connectors.errors import ConfigurationError
 from connectors.protocol.limits import MIN_FORGET_S, TransferLimits
+from connectors.store.settings import StoreSettings
+from connectors.store.settings import parse_settings as parse_store
 from connectors.vllm_hma.devices import has_rdma, interface_of
 from connectors.vllm_hma.handshake.keys import MIN_SECRET_CHARACTERS, Keys, derive_keys
 from connectors.vllm_hma.streaming import Streaming
@@ -33,6 +35,7 @@ class ConnectorConfig:
     ``streaming``           chunk: send blocks when the chunk that completes them is computed; layer: send those of a
                             prompt's last chunk layer by layer; auto: use the one that has cost less so far
     ``trace_path``          append one JSON line per transfer event to this file; for benchmarks
+    ``store``               settings of the KV store (connectors/store/settings.py); none: the engine has no store
     """
 
     side_channel_host: str = "127.0.0.1"
@@ -43,6 +46,7 @@ class ConnectorConfig:
     integrity: str = "auto"
     streaming: Streaming = Streaming.AUTO
     trace_path: str = ""
+    store: StoreSettings | None = None
     supervisor: str = field(default="", repr=False)
     limits: TransferLimits = field(default_factory=TransferLimits)
     keys: Keys = field(default_factory=Keys)
@@ -84,6 +88,7 @@ _OWN: dict[str, type] = {
     "integrity": str,
     "streaming": str,
     "trace_path": str,
+    "store": dict,
 }
 
 
@@ -104,6 +109,8 @@ def parse_config(extra: Mapping[str, Any]) -> ConnectorConfig:
             raise ConfigurationError(
                 f"kv_connector_extra_config: {key} must be one of {', '.join(choices)}, not {own[key]!r}"
             )
+    if "store" in own:
+        own["store"] = parse_store(extra)
     if "streaming" in own:
         own["streaming"] = Streaming(own["streaming"])
     if own.get("supervisor") and len(own["supervisor"]) < MIN_SECRET_CHARACTERS:

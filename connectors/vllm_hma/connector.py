@@ -1,4 +1,4 @@
-"""Connector class that vLLM loads. It forwards each call to the scheduler side or the worker side.
+"""Connector class that vLLM loads. It forwards each call to its scheduler side or worker side, and to the store's.
 
 KVTransferConfig(
     kv_connector="TandemConnector",
@@ -26,7 +26,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from connectors.errors import ConfigurationError
+from connectors.protocol.agent_metadata import AgentMetadata, decode_agent_metadata
+from connectors.store.keys.names import ModelFingerprint
 from connectors.vllm_hma.config import parse_config
+from connectors.vllm_hma.kv_store.orders import StoreCard
+from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
+from connectors.vllm_hma.kv_store.worker import StoreWorker
 from connectors.vllm_hma.metrics import TandemPromMetrics, TandemStats
 from connectors.vllm_hma.model.translate import group_shapes, only_states_can_lag
 from connectors.vllm_hma.orders import EncodedAgentMetadata, Orders
@@ -75,14 +80,22 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         incarnation = f"{transfer.engine_id}.{vllm_config.instance_id}"
         self._scheduler: SchedulerConnector | None = None
         self._worker: WorkerConnector | None = None
+        self._store_scheduler: StoreScheduler | None = None
+        self._store_worker: StoreWorker | None = None
+        max_model_len = vllm_config.model_config.max_model_len
         if role is KVConnectorRole.SCHEDULER:
             end_with_parent()
             tp_size = vllm_config.parallel_config.tensor_parallel_size
             shapes = group_shapes(vllm_config, kv_cache_config)
             step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
             self._scheduler = SchedulerConnector(config, incarnation, tp_size, shapes, step_tokens)
+            if config.store is not None:
+                answers = vllm_config.speculative_config is None
+                self._store_scheduler = StoreScheduler(config.store, max_model_len, answers)
         else:
             self._worker = WorkerConnector(config, incarnation, vllm_config, kv_cache_config)
+            if config.store is not None:
+                self._store_worker = StoreWorker(config.store, max_model_len)
 
     @property
     def scheduler(self) -> SchedulerConnector:
@@ -122,15 +135,25 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        self.scheduler.publish(
-            {rank: each for rank, each in metadata.items() if isinstance(each, EncodedAgentMetadata)}
-        )
+        encoded = {rank: each for rank, each in metadata.items() if isinstance(each, EncodedAgentMetadata)}
+        self.scheduler.publish(encoded)
+        if self._store_scheduler is not None:
+            workers = [decode_agent_metadata(encoded[rank].agent_metadata) for rank in sorted(encoded)]
+            self._store_scheduler.publish([_store_card(worker) for worker in workers])
 
     def on_new_request(self, request: Request) -> None:
+        # First: of a prompt that is produced, it removes the last token.
         self.scheduler.new_request(request)
+        if self._store_scheduler is not None:
+            self._store_scheduler.new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return (tokens, load is asynchronous). None defers the request to the next step; vLLM schedules others."""
+        """Return (tokens, load is asynchronous). None defers the request to the next step; vLLM schedules others.
+
+        A request that waits for a transfer never waits for the store. Others load stored tokens within the step.
+        """
+        if self._store_scheduler is not None and not self.scheduler.consumes(request.request_id):
+            return self._store_scheduler.matched_tokens(request, num_computed_tokens), False
         tokens = self.scheduler.matched_tokens(request, num_computed_tokens)
         return tokens, bool(tokens)
 
@@ -138,16 +161,34 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         return self._kv_cache_config.transfer_group_ids
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        self.scheduler.after_alloc(request, blocks.get_block_ids(), num_external_tokens)
+        tables = blocks.get_block_ids()
+        received = self.scheduler.after_alloc(request, tables, num_external_tokens)
+        if self._store_scheduler is None:
+            return
+        if received is not None:
+            self._store_scheduler.receiving(request, received.start_token, received.end_token)
+        else:
+            self._store_scheduler.after_alloc(request, tables, num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        if self._store_scheduler is None or self.scheduler.receives(request.request_id):
+            return super().get_external_cache_hit_sources(request, num_external_tokens)
+        sources = self._store_scheduler.sources(num_external_tokens)
+        return {CacheHitSource.HOST if name == "memory" else CacheHitSource.DISK: n for name, n in sources.items()}
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self.scheduler.orders(scheduler_output)
+        orders = self.scheduler.orders(scheduler_output)
+        if self._store_scheduler is not None:
+            orders.store = self._store_scheduler.orders(scheduler_output)
+        return orders
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self.scheduler.quarantine.take(report.quarantine)
             self.scheduler.due(report.due)
+            if self._store_scheduler is not None and report.store is not None:
+                self._store_scheduler.take(report.store)
         self.scheduler.sending_finished(connector_output.finished_sending or set())
         # vLLM has already read failed_recving and reads finished_recving after this call (v1/core/sched/scheduler.py,
         # ``_update_from_kv_xfer_finished``).
@@ -158,16 +199,27 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
+        if self._store_scheduler is not None:
+            self._store_scheduler.finished(request)
         return self.scheduler.finished(request)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Called by MultiConnector in place of the method above when another child does not support HMA."""
-        return self.scheduler.finished(request)
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def reset_cache(self) -> bool | None:
+        """Called with ``reset_prefix_cache(reset_connector=True)``, as after an update of weights in memory."""
+        if self._store_scheduler is None:
+            return super().reset_cache()
+        self._store_scheduler.reset()
+        return True
 
     # ---- worker side -------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self.worker.register(kv_caches)
+        if self._store_worker is not None:
+            self._store_worker.register(self.worker.runtime.agent_metadata.layout)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return EncodedAgentMetadata(self.worker.agent_metadata)
@@ -177,7 +229,12 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.before_forward(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Do nothing: loads are asynchronous and are ordered before and after the forward."""
+        """Load stored KV: before the forward if a request of this step needs it. Transfers are asynchronous."""
+        orders = self._orders()
+        if self._store_worker is not None and orders.store is not None:
+            broken = self._store_worker.load(orders.store)
+            if broken:
+                self.worker.spoil(broken)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: a request runs only after all of its KV has arrived."""
@@ -189,21 +246,36 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.layer_computed(layer_name)
 
     def wait_for_save(self) -> None:
-        orders = self._get_connector_metadata()
-        assert isinstance(orders, Orders)
+        orders = self._orders()
         self.worker.after_forward(orders)
+        if self._store_worker is not None and orders.store is not None:
+            self._store_worker.store(orders.store)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set() if self._store_worker is None else self._store_worker.not_loaded()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         sent, received, failed = self.worker.results()
         return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self.worker.report()
+        report = self.worker.report()
+        copies = None if self._store_worker is None else self._store_worker.report()
+        if copies is None:
+            return report
+        report = report or WorkerReport()
+        report.store = copies
+        return report
 
     # ---- metrics: on both sides, and in the API server's process ------------------------------------------------
 
     def get_kv_connector_stats(self) -> TandemStats | None:
-        return self._scheduler.stats() if self._scheduler is not None else self.worker.stats()
+        if self._scheduler is None:
+            return self.worker.stats()
+        stats = self._scheduler.stats() or TandemStats()
+        if self._store_scheduler is not None:
+            stats.aggregate(self._store_scheduler.stats())
+        return None if stats.is_empty() else stats
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TandemStats:
@@ -224,5 +296,18 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self._scheduler is not None:
             self._scheduler.close()
+        if self._store_scheduler is not None:
+            self._store_scheduler.close()
         if self._worker is not None:
             self._worker.close()
+
+    def _orders(self) -> Orders:
+        orders = self._get_connector_metadata()
+        assert isinstance(orders, Orders)
+        return orders
+
+
+def _store_card(worker: AgentMetadata) -> StoreCard:
+    model = worker.identity
+    fingerprint = ModelFingerprint(model.model, model.dtype, model.cache_dtype, model.engine_version)
+    return StoreCard(worker.layout, fingerprint)

@@ -48,6 +48,36 @@ COUNTERS = {
         "Time that writes to a decode engine were under way, added up over writes and ranks: divides pair_bytes.",
     ),
     "writes": ("vllm:tandem_kv_writes", "outcome", "Writes to decode engines by their end, done or failed, all ranks."),
+    "store_requests": (
+        "vllm:tandem_store_requests",
+        "outcome",
+        "Lookups of prompts in the KV store: hit (at least one chunk was loaded) or miss.",
+    ),
+    "store_tokens": (
+        "vllm:tandem_store_tokens",
+        "outcome",
+        "Prompt tokens looked up in the KV store beyond the engine's own cache: hit (loaded) or miss.",
+    ),
+    "store_loaded_bytes": ("vllm:tandem_store_loaded_bytes", "tier", "Bytes read from a tier and verified."),
+    "store_loaded_seconds": (
+        "vllm:tandem_store_loaded_seconds",
+        "tier",
+        "Time of reads from a tier, added up over objects: divides store_loaded_bytes.",
+    ),
+    "store_stored_bytes": ("vllm:tandem_store_stored_bytes", "tier", "Bytes written to a tier."),
+    "store_stored_seconds": (
+        "vllm:tandem_store_stored_seconds",
+        "tier",
+        "Time of writes to a tier, added up over objects: divides store_stored_bytes.",
+    ),
+    "store_evicted": ("vllm:tandem_store_evicted", "tier", "Objects that this engine evicted for others."),
+    "store_corrupt": ("vllm:tandem_store_corrupt", "tier", "Objects that failed a check and were removed."),
+    "store_problems": (
+        "vllm:tandem_store_problems",
+        "kind",
+        "Lookups, loads and stores that were given up: late_lookup (a call to a tier), late_load (a request), "
+        "failed_load, no_staging_for_load, dropped_store, failed_store (objects).",
+    ),
 }
 """Key in the stats -> name, label and description."""
 
@@ -67,6 +97,10 @@ HANGING = (
     "vllm:tandem_kv_hanging",
     "Writes to decode ranks that were abandoned because they made no progress; the blocks that they read cannot be "
     "freed before they end. The largest number of all ranks.",
+)
+STORE_LOADS = (
+    "vllm:tandem_store_pending_loads",
+    "Requests that wait for a lookup in the KV store or for its objects.",
 )
 _BY_PEER = ("pair_bytes", "pair_seconds")
 _STAGES = ("early", "live", "held", "queued", "connecting", "offered", "ending")
@@ -187,7 +221,7 @@ class TandemPromMetrics(KVConnectorPromMetrics):
         self._transfers: Any = gauge(name=name, documentation=text, labelnames=[*labelnames, label])
         self._held_up: dict[str, Any] = {
             key: gauge(name=name, documentation=text, labelnames=labelnames)
-            for key, (name, text) in (("quarantined", QUARANTINED), ("hanging", HANGING))
+            for key, (name, text) in (("quarantined", QUARANTINED), ("hanging", HANGING), ("store_loads", STORE_LOADS))
         }
         for values, held_up in itertools.product(per_engine_labelvalues.values(), self._held_up.values()):
             held_up.labels(*values).set(0)

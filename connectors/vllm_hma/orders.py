@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
 
 from connectors.protocol.params import EngineAddress
+from connectors.vllm_hma.kv_store.orders import StoreOrders
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,8 @@ class Orders(KVConnectorMetadata):
     """Orders of one step; each list is in the order of events.
 
     ``starts`` are requests whose prompts this step or the next one begins to compute. ``discards`` are transfer ids,
-    ``lost`` names engines that have ended (``params.names_engine``).
+    ``lost`` names engines that have ended (``params.names_engine``). ``store`` has the copies of the KV store, if the
+    engine has one.
     """
 
     expects: list[Expect] = field(default_factory=list)
@@ -90,6 +92,7 @@ class Orders(KVConnectorMetadata):
     releases: list[Release] = field(default_factory=list)
     discards: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    store: StoreOrders | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from connectors.errors import ConfigurationError
-from connectors.store.engine.settings import GIB, parse_settings
+from connectors.store.settings import GIB, parse_settings
 
 
 def test_tiers_are_ordered_by_speed() -> None:

@@ -22,7 +22,7 @@ class Fetch:
     def __init__(self, plan: StorePlan, start_token: int, limit_token: int) -> None:
         self._plan = plan
         self.start_token = start_token
-        self._limit = limit_token
+        self.limit_token = limit_token
         self.candidates = tuple(possible_objects(plan, start_token, limit_token))
         self._looking = set(self.candidates)
         self._present: set[ObjectRef] = set()
@@ -89,4 +89,4 @@ class Fetch:
 
     def _choose(self) -> None:
         if not self._looking:
-            self.end_token = usable_prefix(self._plan, self._present, self.start_token, self._limit)
+            self.end_token = usable_prefix(self._plan, self._present, self.start_token, self.limit_token)

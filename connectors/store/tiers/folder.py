@@ -41,6 +41,7 @@ _TOUCH_S = 60.0
 _RESCAN_S = 10.0
 _OPEN_S = 60.0
 _GIVE_UP_S = 1.0
+_MARKER = "tandem-kv-store"
 
 
 @dataclass(slots=True)
@@ -74,7 +75,9 @@ class FolderTier:
         self._objects = path / "objects"
         self._parts = path / "parts"
         try:
-            _claim(path)
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            check_folder(path)
+            (path / _MARKER).touch(exist_ok=True)
             self._objects.mkdir(exist_ok=True)
             self._parts.mkdir(exist_ok=True)
         except OSError as error:
@@ -337,22 +340,25 @@ def _bytes_now(entry: os.DirEntry[str]) -> int:
         return 0
 
 
-def _claim(path: Path) -> None:
-    """Create the folder, or check that it is a store's, so that no other files are touched."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if path.stat().st_mode & stat.S_IWOTH:
+def check_folder(path: Path) -> None:
+    """Raise ConfigurationError where a folder cannot be a tier: it has other files, or other users may write to it."""
+    state = path.stat()
+    if state.st_uid not in (0, os.geteuid()):
+        raise ConfigurationError(
+            f"store: {path} belongs to user {state.st_uid}, who could decide what requests run on; give the store a "
+            "folder of the user that serves"
+        )
+    if state.st_mode & stat.S_IWOTH:
         raise ConfigurationError(
             f"store: everybody on this host may write to {path}, and so decide what requests run on; take the right "
             "away (chmod o-w)"
         )
     if not os.access(path, os.W_OK | os.X_OK):
         raise ConfigurationError(f"store: this process may not write to {path}; give the store another path")
-    marker = path / "tandem-kv-store"
-    if not marker.exists():
-        strangers = {entry.name for entry in path.iterdir()} - {"lost+found", marker.name}
+    if not (path / _MARKER).exists():
+        strangers = {entry.name for entry in path.iterdir()} - {"lost+found", _MARKER}
         if strangers:
             raise ConfigurationError(
                 f"store: {path} holds {sorted(strangers)[0]!r}, which is no part of a store; give the store a folder "
                 "of its own"
             )
-        marker.touch(exist_ok=True)

@@ -229,28 +229,36 @@ class SchedulerConnector:
                 del self._consumptions[due.request_id]
                 self._stats.count("requests", "recomputed")
 
-    def after_alloc(self, request: Request, tables: tuple[list[int], ...], external_tokens: int) -> None:
+    def consumes(self, request_id: str) -> bool:
+        """Return whether a transfer of this request is to start."""
+        return request_id in self._consumptions
+
+    def receives(self, request_id: str) -> bool:
+        """Return whether a transfer of this request has started."""
+        return request_id in self._taken
+
+    def after_alloc(self, request: Request, tables: tuple[list[int], ...], external_tokens: int) -> Receive | None:
         """Start the request's transfer, if any, once: its blocks are allocated. vLLM may call this twice."""
         params = self._consumptions.pop(request.request_id, None)
         if params is None:
-            return
+            return None
         self._queued.discard(request.request_id)
         if external_tokens == 0:
             self._orders.releases.append(Release(params.transfer_id, params.producer))
-            return
+            return None
         end_token = request.num_prompt_tokens - 1
         self._taken[request.request_id] = params.producer.incarnation
-        self._orders.receives.append(
-            Receive(
-                request_id=request.request_id,
-                transfer_id=params.transfer_id,
-                producer=params.producer,
-                prompt_digest=_digest(request, self._adapters),
-                tables=tuple(tuple(table) for table in tables),
-                start_token=end_token - external_tokens,
-                end_token=end_token,
-            )
+        receive = Receive(
+            request_id=request.request_id,
+            transfer_id=params.transfer_id,
+            producer=params.producer,
+            prompt_digest=_digest(request, self._adapters),
+            tables=tuple(tuple(table) for table in tables),
+            start_token=end_token - external_tokens,
+            end_token=end_token,
         )
+        self._orders.receives.append(receive)
+        return receive
 
     def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """Handle the end of a request. True keeps its blocks until ``finished_sending``."""

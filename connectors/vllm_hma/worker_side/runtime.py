@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -236,6 +236,17 @@ class WorkerRuntime:
 
     def _finish(self, finished: Finished) -> None:
         self._perform(self._producer.finished(finished.request_id, finished.held, finished.reason, time.monotonic()))
+
+    def spoil(self, request_ids: Set[str]) -> None:
+        """End the deliveries of prompts whose stored prefix was not loaded: what this step computes on it is wrong.
+
+        Called before the forward. vLLM computes these requests again, but a consumer may have been sent some of it.
+        """
+        with self._lock:
+            for request_id in request_ids:
+                self._steps.drop(request_id)
+                reason = "its stored prefix was not loaded"
+                self._perform(self._producer.finished(request_id, False, reason, time.monotonic()))
 
     def layer_computed(self, layer: str) -> None:
         """Record a computed layer. Called during the forward: takes no lock; the progress thread sends the layer."""

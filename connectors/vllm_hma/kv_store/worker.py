@@ -13,14 +13,14 @@ from connectors.errors import ConfigurationError, PlanError, StoreError
 from connectors.planning.blocks import NULL_BLOCK
 from connectors.planning.descriptors import build_runs
 from connectors.planning.layout import EngineLayout
-from connectors.store.engine.copying import copy_runs
-from connectors.store.engine.orders import StoreCard, StoreOrders, StoreReport
-from connectors.store.engine.settings import StoreSettings
+from connectors.store.copying import copy_runs
 from connectors.store.keys.names import ModelFingerprint
 from connectors.store.planning.layout import RankPlans, plan_rank
 from connectors.store.planning.moves import load_moves, store_moves
 from connectors.store.planning.spans import StorePlan, plan_store
+from connectors.store.settings import StoreSettings
 from connectors.store.tiers.staging import AttachedStaging
+from connectors.vllm_hma.kv_store.orders import StoreCard, StoreOrders, StoreReport
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +53,12 @@ class StoreWorker:
         assert self._layout is not None, "vLLM registers the cache before it asks for metadata"
         return StoreCard(self._layout, model)
 
-    def load(self, orders: StoreOrders) -> None:
-        """Copy objects into blocks before the forward. The scheduler already counts their tokens as computed."""
+    def load(self, orders: StoreOrders) -> set[str]:
+        """Copy objects into blocks before the forward. The scheduler already counts their tokens as computed.
+
+        Return the ids of requests whose load failed.
+        """
+        broken: set[str] = set()
         assert self._plan is not None
         assert self._plans is not None
         for load in orders.loads:
@@ -68,8 +72,10 @@ class StoreWorker:
                 # The request computes its prompt itself: vLLM finds it by its blocks.
                 logger.error("Tandem: request %s is not loaded: %s", load.request_id, error)
                 self._not_loaded.update(block for table in load.tables for block in table if block != NULL_BLOCK)
-                self._report.broken.add(load.request_id)
+                broken.add(load.request_id)
             self._report.loaded[load.load_id] = 1
+        self._report.broken |= broken
+        return broken
 
     def store(self, orders: StoreOrders) -> None:
         """Copy completed objects into staging after the forward. A failed copy drops its objects."""

@@ -2,10 +2,10 @@
 
 KVTransferConfig(
     kv_connector="TandemStoreConnector",
-    kv_connector_module_path="connectors.store.engine.connector",
+    kv_connector_module_path="connectors.vllm_hma.store_connector",
     kv_role="kv_both",
     kv_load_failure_policy="recompute",
-    kv_connector_extra_config={"store": {"path": "/mnt/nvme/tandem"}},  # connectors/store/engine/settings.py
+    kv_connector_extra_config={"store": {"path": "/mnt/nvme/tandem"}},  # connectors/store/settings.py
 )
 """
 
@@ -25,16 +25,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from connectors.errors import ConfigurationError
-from connectors.store.engine.orders import StoreCard, StoreOrders, StoreReport
-from connectors.store.engine.scheduler import StoreScheduler
-from connectors.store.engine.settings import parse_settings
-from connectors.store.engine.worker import StoreWorker
 from connectors.store.keys.names import ModelFingerprint
+from connectors.store.settings import parse_settings
+from connectors.vllm_hma.kv_store.orders import StoreCard, StoreOrders, StoreReport
+from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
+from connectors.vllm_hma.kv_store.worker import StoreWorker
+from connectors.vllm_hma.metrics import TandemPromMetrics, TandemStats
 from connectors.vllm_hma.model.identity import model_identity
 from connectors.vllm_hma.model.translate import engine_layout, group_shapes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -150,6 +152,26 @@ class TandemStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self.worker.report()
+
+    # ---- metrics: on both sides, and in the API server's process ------------------------------------------------
+
+    def get_kv_connector_stats(self) -> TandemStats | None:
+        stats = None if self._scheduler is None else self._scheduler.stats()
+        return stats if stats is not None and not stats.is_empty() else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TandemStats:
+        return TandemStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> TandemPromMetrics:
+        return TandemPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # ---- both --------------------------------------------------------------------------------------------------
 

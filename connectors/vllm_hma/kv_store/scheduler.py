@@ -17,17 +17,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from connectors.errors import PlanError
-from connectors.store.engine.orders import Load, Store, StoreCard, StoreOrders, StoreReport
-from connectors.store.engine.settings import StoreSettings
+from connectors.planning.layout import GroupKind
 from connectors.store.keys.names import NAMESPACE_BYTES, Feature, PrefixChain, namespace
 from connectors.store.planning.layout import object_bytes, prove_store, stored_groups
 from connectors.store.planning.moves import object_in_blocks
 from connectors.store.planning.prefix import ObjectRef, completed_objects, possible_objects
 from connectors.store.planning.spans import plan_store
 from connectors.store.service import Fetched, KVStore, StoreLimits
+from connectors.store.settings import StoreSettings
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.objects import ObjectName
 from connectors.store.tiers.staging import Staging
+from connectors.vllm_hma.kv_store.orders import Load, Store, StoreCard, StoreOrders, StoreReport
+from connectors.vllm_hma.metrics import TandemStats
 from connectors.vllm_hma.model.identity import Adapters
 
 if TYPE_CHECKING:
@@ -44,11 +46,16 @@ _COST_NS_PER_TOKEN = 100_000
 
 @dataclass(slots=True)
 class _Known:
-    """One request. ``filling``: slots that ranks have been told to fill. ``void``: what it computed is not stored."""
+    """One request.
+
+    ``received`` is the range of tokens that a transfer brings and that are not stored yet; ``filling`` are slots that
+    ranks have been told to fill; of a ``void`` request nothing is stored.
+    """
 
     request: Request
     chain: PrefixChain
     fetched: Fetched | None = None
+    received: tuple[int, int] | None = None
     filling: dict[int, ObjectRef] = field(default_factory=dict)
     ended: bool = False
     void: bool = False
@@ -72,6 +79,8 @@ class StoreScheduler:
         # Slots of loads that workers have not reported, and how many ranks have.
         self._loading: dict[int, tuple[list[int], int]] = {}
         self._stored: dict[bytes, None] = {}
+        self._reported: dict[str, dict[str, float]] = {}
+        self._reported_pending = 0
 
     @property
     def store(self) -> KVStore:
@@ -164,6 +173,17 @@ class StoreScheduler:
             )
         )
 
+    def receiving(self, request: Request, start_token: int, end_token: int) -> None:
+        """A transfer brings the KV of ``[start_token, end_token)``. It is stored once the request runs on it."""
+        known = self._requests.get(request.request_id)
+        if known is not None:
+            self._end_fetch(known)
+            known.received = (start_token, end_token)
+
+    def sources(self, tokens: int) -> dict[str, int]:
+        """Loaded tokens by tier: all of the fastest one, where several have them."""
+        return {self._settings.tiers[0][0]: tokens} if tokens else {}
+
     def finished(self, request: Request) -> None:
         """Forget an ended request. A load that was ordered runs before another request gets its blocks."""
         known = self._requests.get(request.request_id)
@@ -222,6 +242,24 @@ class StoreScheduler:
         self._stored.clear()
         self.store.space = os.urandom(NAMESPACE_BYTES)
 
+    def stats(self) -> TandemStats:
+        """Return what was counted since the last call."""
+        stats = TandemStats()
+        if self._store is None:
+            return stats
+        totals = self._store.totals()
+        for counter, labels in totals.items():
+            for label, number in labels.items():
+                before = self._reported.get(counter, {}).get(label, 0)
+                if number > before:
+                    stats.count(counter, label, number - before)
+        self._reported = totals
+        pending = self._store.pending_loads
+        if pending != self._reported_pending:
+            self._reported_pending = pending
+            stats.data["ranks"]["store"] = {"store_loads": pending}
+        return stats
+
     def close(self) -> None:
         if self._store is not None:
             self._store.close()
@@ -242,9 +280,11 @@ class StoreScheduler:
 
     def _completed(self, known: _Known, before: int, after: int, output: SchedulerOutput) -> Store | None:
         """Reserve staging for the objects that a step completes."""
+        refs = self._received(known, before)
         if not self._answers:
             after = min(after, known.request.num_prompt_tokens)
-        refs = completed_objects(self.store.plan, before, after) if before < after else []
+        if before < after:
+            refs += completed_objects(self.store.plan, before, after)
         if not refs:
             return None
         names = self._names(known, refs)
@@ -263,6 +303,23 @@ class StoreScheduler:
         if not offsets:
             return None
         return Store(known.request.request_id, tuple(tuple(table) for table in tables), offsets)
+
+    def _received(self, known: _Known, computed: int) -> list[ObjectRef]:
+        """Received objects to store in this step: at most a chunk of tokens, so that no step waits for a long copy.
+
+        Only full attention: the oldest window that was sent is that of the prompt's end, and so is the state.
+        """
+        if known.received is None:
+            return []
+        start, end = known.received
+        if computed < end or start >= end:
+            # Computed here because the transfer failed, or all stored.
+            known.received = None
+            return []
+        stop = min(end, start + self.store.plan.chunk_tokens)
+        known.received = (stop, end)
+        full = {spans.index for spans in self.store.plan.groups if spans.group.kind is GroupKind.FULL}
+        return [ref for ref in completed_objects(self.store.plan, start, stop) if ref.group in full]
 
     def _filled(self, known: _Known, offset: int, failed: bool) -> None:
         """Write or drop the object in a slot for which all ranks have reported."""
