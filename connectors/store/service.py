@@ -54,13 +54,15 @@ class StoreLimits:
 class Fetched:
     """A request may resume at ``end_token``.
 
-    ``offsets`` are where its objects lie in staging; ``present`` is all of the request that was found.
+    ``offsets`` are where its objects lie in staging; ``present`` is all of the request that was found; ``tier`` is the
+    label of the slowest tier that was read.
     """
 
     start_token: int
     end_token: int
     offsets: Mapping[ObjectRef, int]
     present: frozenset[ObjectRef]
+    tier: str = ""
 
 
 @dataclass(slots=True)
@@ -84,6 +86,7 @@ class _Fetch:
     tiers: dict[ObjectRef, list[int]] = field(default_factory=dict)
     readings: list[_Reading] = field(default_factory=list)
     offsets: dict[ObjectRef, int] = field(default_factory=dict)
+    slowest: int = 0
     over: bool = False
 
 
@@ -175,7 +178,8 @@ class KVStore:
         machine = fetch.machine
         offsets = {ref: fetch.offsets[ref] for ref in machine.needed}
         present = frozenset(ref for ref, tiers in fetch.tiers.items() if tiers)
-        return Fetched(machine.start_token, machine.end_token, offsets, present)
+        tier = self._tiers[fetch.slowest].folder.label
+        return Fetched(machine.start_token, machine.end_token, offsets, present, tier)
 
     def hand_over(self, request_id: str) -> list[int]:
         """End a fetch whose objects are about to be copied: slots for the caller to give back to ``staging``."""
@@ -235,6 +239,7 @@ class KVStore:
             self._seconds["loaded", self._tiers[each.tier].folder.label] += each.call.seconds
             if each.call.state is CallState.ENDED and fetch.machine.read(each.ref):
                 fetch.offsets[each.ref] = each.offset
+                fetch.slowest = max(fetch.slowest, each.tier)
                 self._promote(fetch.names[each.ref], each)
             else:
                 self.staging.give_back(each.offset)

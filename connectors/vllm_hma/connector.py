@@ -171,10 +171,9 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
             self._store_scheduler.after_alloc(request, tables, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        if self._store_scheduler is None or self.scheduler.receives(request.request_id):
+        if self._store_scheduler is None or not num_external_tokens or self.scheduler.receives(request.request_id):
             return super().get_external_cache_hit_sources(request, num_external_tokens)
-        sources = self._store_scheduler.sources(num_external_tokens)
-        return {CacheHitSource.HOST if name == "memory" else CacheHitSource.DISK: n for name, n in sources.items()}
+        return {self._store_scheduler.source(request.request_id): num_external_tokens}
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         orders = self.scheduler.orders(scheduler_output)

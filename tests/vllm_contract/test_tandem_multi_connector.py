@@ -42,8 +42,8 @@ PROMPT = list(range(10, 10 + 4 * BLOCK_TOKENS))
 class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
     """A child that supports HMA, answers ``answers`` in turn, the last one again, and records what reaches it."""
 
-    def __init__(self, config: VllmConfig, role: KVConnectorRole, cache: Any) -> None:
-        super().__init__(config, role, cache)
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
         self.answers: list[int | None] = list(self._kv_transfer_config.kv_connector_extra_config["answers"])
         self.allocated: list[int] = []
         self.preempted: list[KVConnectorMetadata] = []

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
 from connectors.errors import PlanError
 from connectors.planning.layout import GroupKind
 from connectors.store.keys.names import NAMESPACE_BYTES, Feature, PrefixChain, namespace
@@ -55,6 +57,7 @@ class _Known:
     request: Request
     chain: PrefixChain
     fetched: Fetched | None = None
+    tier: str = ""
     received: tuple[int, int] | None = None
     filling: dict[int, ObjectRef] = field(default_factory=dict)
     ended: bool = False
@@ -159,6 +162,7 @@ class StoreScheduler:
         if fetched is None or not external_tokens:
             self.store.end_fetch(request.request_id)
             return
+        known.tier = fetched.tier
         # Its slots belong to the load from here on: preempted, the request begins another fetch.
         load_id = next(self._load_ids)
         self._loading[load_id] = (self.store.hand_over(request.request_id), 0)
@@ -180,9 +184,10 @@ class StoreScheduler:
             self._end_fetch(known)
             known.received = (start_token, end_token)
 
-    def sources(self, tokens: int) -> dict[str, int]:
-        """Loaded tokens by tier: all of the fastest one, where several have them."""
-        return {self._settings.tiers[0][0]: tokens} if tokens else {}
+    def source(self, request_id: str) -> CacheHitSource:
+        """Return the slowest tier that the request's last load has read."""
+        known = self._requests.get(request_id)
+        return CacheHitSource.HOST if known is not None and known.tier == "memory" else CacheHitSource.DISK
 
     def finished(self, request: Request) -> None:
         """Forget an ended request. A load that was ordered runs before another request gets its blocks."""
