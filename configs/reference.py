@@ -14,6 +14,7 @@ from pydantic_core import PydanticUndefined
 from configs.settings import (
     AuthSettings,
     CpuSettings,
+    KVStoreSettings,
     RoleSettings,
     RouterLimits,
     RouterSettings,
@@ -44,6 +45,12 @@ _SECTIONS: tuple[tuple[str, type[BaseModel], str], ...] = (
         "`transfer`",
         TransferSettings,
         "The KV connector: how engines reach each other, and the deadlines of a transfer ([protocol](protocol.md)).",
+    ),
+    (
+        "`store`",
+        KVStoreSettings,
+        "Engines of both roles store the KV of prompts and answers, and load it instead of computing it "
+        "([the KV store](kv-store.md)). Not for accelerators yet.",
     ),
     (
         "`router`",

@@ -19,11 +19,12 @@ from app.doctor.machine import (
     check_temporary_directory,
     check_ucx_devices,
 )
+from app.doctor.store import check_store
 from app.doctor.transfer import check_transfer
 
 CHECKS = (
     *("python", "config", "model", "kernels", "libraries", "gpus", "shared-memory", "temporary", "ports"),
-    *("ucx", "transfer"),
+    *("ucx", "transfer", "store"),
 )
 
 
@@ -59,6 +60,7 @@ def examine(path: Path, skip: Iterable[str] = ()) -> Iterable[Finding]:
         "ports": lambda: check_ports(config, settings),
         "ucx": lambda: check_ucx_devices(settings),
         "transfer": lambda: check_transfer(settings),
+        "store": lambda: check_store(settings),
     }
     for name, check in checks.items():
         if name not in left_out:
