@@ -57,9 +57,7 @@ class TandemMultiConnector(MultiConnector):
         super().__init__(vllm_config, role, kv_cache_config)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return the result of the best child; None, which defers the request, if none has
-        answered.
-        """
+        """Return the result of the best child; None defers the request if none has answered."""
         best, chosen, answered = 0.0, None, False
         found: tuple[int, bool] = (0, False)
         for number, (child, weight) in enumerate(zip(self._connectors, self._weights, strict=True)):

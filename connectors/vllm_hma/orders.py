@@ -50,7 +50,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """A request without blocks: ask the producer to report when it starts the prompt."""
+    """A request without blocks: the producer must report when it starts the prompt."""
 
     request_id: str
     transfer_id: str
