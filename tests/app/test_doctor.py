@@ -73,7 +73,7 @@ def test_a_healthy_machine(config_file: Callable[..., str], capsys: pytest.Captu
     ("changes", "message", "remedy"),
     [
         ({"transfer": {"backends": ["UCX", "TCPX"]}}, "NIXL has no back end TCPX", "set transfer.backends to some of"),
-        ({"transfer": {"backends": ["GDS"]}}, "could not start with back ends ['GDS']", "see whether what GDS needs"),
+        ({"transfer": {"backends": ["GDS"]}}, "could not start with back ends ['GDS']", "install what GDS needs"),
         ({"decode": {"environment": {"UCX_TLS": "posix,self"}}}, "the receiver", "check the UCX_ variables"),
     ],
 )
@@ -101,7 +101,7 @@ def test_a_transfer_that_cannot_work(
         ({"model": "/nowhere/at/all"}, "model .* there is no config.json in '/nowhere/at/all'"),
         ({"decode": {"environment": {"UCX_NET_DEVICES": "mlx5_77:1"}}}, "ucx devices .* decode: .* mlx5_77:1"),
         ({"model": "/nowhere", "transfer": {"devices": ["lo"]}}, "model .* '/nowhere'"),
-        ({"prefill": {"environment": {"UCX_TCP_PORT_RANGE": "2000"}}}, "ports .* '2000'is not a range"),
+        ({"prefill": {"environment": {"UCX_TCP_PORT_RANGE": "2000"}}}, "ports .* '2000' is not a range"),
     ],
 )
 def test_a_configuration_that_does_not_fit_the_machine(
