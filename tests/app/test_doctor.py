@@ -257,7 +257,7 @@ def test_a_store_that_cannot_work(tmp_path: Path) -> None:
     (tmp_path / "open").chmod(0o777)
     (tmp_path / "file").touch()
     cases: list[tuple[dict[str, Any], str, str]] = [
-        ({"path": str(tmp_path / "others")}, "holds 'thesis.tex'", "set store.path"),
+        ({"path": str(tmp_path / "others")}, "contains 'thesis.tex'", "set store.path"),
         ({"path": str(tmp_path / "open")}, "all users of this host may write", "set store.path"),
         ({"path": str(tmp_path / "file" / "store")}, "this user may not create it in", "set store.path"),
         ({"path": str(tmp_path / "large"), "disk_gib": 1e9}, "store.disk_gib 1e+09", "lower store.disk_gib"),

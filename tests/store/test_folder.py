@@ -349,7 +349,7 @@ def test_a_ledger_that_vanishes_under_the_lock_does_not_open_the_lock(tier: Fold
 
 def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(ConfigurationError, match=r"'thesis\.tex', which is no part of a store"):
+    with pytest.raises(ConfigurationError, match=r"'thesis\.tex', which is not part of a store"):
         FolderTier(tmp_path, BLOCK)
     with pytest.raises(ConfigurationError, match="must be positive"):
         FolderTier(tmp_path / "store", 0)

@@ -55,7 +55,7 @@ def test_devices(
         ({"side_channel_host": "0.0.0.0"}, "advertise_host"),
         ({"supervisor": "short"}, "supervisor must have at least 16 characters"),
         ({"forget_s": 60}, "forget_s must be at least 1800 s"),
-        ({"store": True}, "store must be dict"),
+        ({"store": True}, "store must be of type dict"),
         ({"store": {}}, "store has neither a path nor memory_gib"),
         ({"store": {"pth": "/disk"}}, "unknown key store.pth"),
     ],
