@@ -94,7 +94,7 @@ class MemoryTransport:
     def write(self, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> int:
         receiver = self._reach(peer)
         if not len(runs):
-            raise TransportError(peer, "a write must have at least one run")
+            raise TransportError(peer, "cannot write 0 runs; at least one is needed")
         self._check_inside(self.name, runs.src, runs.length)
         receiver._check_inside(peer, runs.dst, runs.length)  # noqa: SLF001 - another agent of this class
         for dst, src, length in zip(runs.dst.tolist(), runs.src.tolist(), runs.length.tolist(), strict=True):
