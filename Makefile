@@ -227,6 +227,10 @@ store-faults: $(STAMP) ## 10,000 faults of the KV store, without engines (5 minu
 store-schedules: $(STAMP) ## Random steps of vLLM's own scheduler with the KV store, each token checked (5 minutes): SEED=1
 	$(BIN)/python -m tests.campaigns.store.scheduling --steps 48000 --seed $(SEED)
 
+.PHONY: store-conversations
+store-conversations: $(STAMP) ## Conversations over pairs of engines that are killed between turns: ONLY="llama gemma3"
+	$(BIN)/python -m tests.campaigns.store.conversation $(if $(ONLY),--only $(ONLY))
+
 .PHONY: store-restart
 store-restart: $(STAMP) ## Kill engines; others with another TP size and block size load what they stored (3 minutes): ONLY="gemma3 llama"
 	$(BIN)/python -m tests.campaigns.store.restart $(if $(ONLY),--only $(ONLY))

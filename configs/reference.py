@@ -15,6 +15,7 @@ from configs.changes import Change, change_of
 from configs.settings import (
     AuthSettings,
     CpuSettings,
+    KVStoreSettings,
     RoleSettings,
     RouterLimits,
     RouterSettings,
@@ -93,6 +94,7 @@ SECTIONS: tuple[tuple[str, type[BaseModel], tuple[str, ...]], ...] = (
     ("The service", ServiceSettings, ("",)),
     ("`prefill` and `decode`", RoleSettings, ("prefill", "decode")),
     ("`transfer`", TransferSettings, ("transfer",)),
+    ("`store`", KVStoreSettings, ("store",)),
     ("`router`", RouterSettings, ("router",)),
     ("`router.routing`", RoutingSettings, ("router.routing",)),
     ("`auth`", AuthSettings, ("auth",)),
@@ -106,6 +108,10 @@ _TEXTS = {
     "`prefill` and `decode`": "One set of keys per role. `engine` here overrides `engine` of the service.",
     "`transfer`": (
         "The KV connector: how engines reach each other, and the deadlines of a transfer ([protocol](protocol.md))."
+    ),
+    "`store`": (
+        "Engines of both roles store the KV of prompts and answers, and load it instead of computing it "
+        "([the KV store](kv-store.md)). Not for accelerators yet."
     ),
     "`router`": (
         "The limits that `user_config` changes hold for each router replica ([changes](#change-a-running-service))."

@@ -174,6 +174,45 @@ class TransferSettings(Frozen):
         return SecretStr(found)
 
 
+class KVStoreSettings(Frozen):
+    """The KV store of the engines, under the connector's own names. Without `path` and `memory_gib` there is none."""
+
+    path: str = Field("", description="folder on a local disk of each engine's node, of its own; empty: no disk tier")
+    disk_gib: Positive = Field(64.0, description="bytes below `path`, of all engines that share it (GiB)")
+    memory_gib: float = Field(
+        0.0, ge=0, allow_inf_nan=False, description="host memory of all engines of a node (GiB); 0: no memory tier"
+    )
+    memory_path: str = Field("/dev/shm/tandem-kv-store", description="folder on a tmpfs that holds the memory tier")
+    chunk_tokens: int = Field(
+        256,
+        ge=1,
+        description="tokens of one object. A model with states stores where a step ends at a multiple of it: set "
+        "`max_num_batched_tokens` or `long_prefill_token_threshold` to the same value",
+    )
+    staging_mib: int = Field(
+        256, ge=1, description="shared memory of each engine between files and KV blocks (MiB), in `/dev/shm`"
+    )
+    lookup_s: Seconds = Field(0.02, description="a lookup that has not answered by then is a miss")
+    load_s: Seconds = Field(2.0, description="objects that are not read and verified by then are not used")
+    store_s: Seconds = Field(30.0, description="an object that is not written by then is dropped")
+
+    @model_validator(mode="after")
+    def _paths_are_absolute(self) -> "KVStoreSettings":
+        for key in ("path", "memory_path"):
+            folder = getattr(self, key)
+            if folder and not Path(folder).is_absolute():
+                raise ValueError(f"{key} must be an absolute path, not {folder!r}")
+        return self
+
+    @property
+    def enabled(self) -> bool:
+        return bool(self.path or self.memory_gib)
+
+    def connector_config(self) -> dict[str, Any]:
+        """The part of `kv_connector_extra_config` that configures the store."""
+        return {"store": self.model_dump()} if self.enabled else {}
+
+
 class RoutingSettings(Frozen):
     """Routing of requests. Can change together with the router's limits while engines run. The router keeps its
     measurements unless an assumption (`assumed_*`) changes."""
@@ -445,6 +484,7 @@ class ServiceSettings(Frozen):
     prefill: RoleSettings = Field(RoleSettings(), description="the Prefill deployment")
     decode: RoleSettings = Field(RoleSettings(), description="the Decode deployment")
     transfer: TransferSettings = Field(TransferSettings(), description="the KV connector")
+    store: KVStoreSettings = Field(KVStoreSettings(), description="the KV store; off by default")
     router: RouterSettings = Field(RouterSettings(), description="the Router deployment")
     auth: AuthSettings = Field(AuthSettings(), description="API keys")
     cpu: CpuSettings = Field(CpuSettings(), description="engines without a GPU; ignored by roles with `num_gpus`")

@@ -268,7 +268,9 @@ def kv_transfer_config(settings: ServiceSettings, role: RoleName, node_ip: str, 
         kv_role=KV_ROLES[role],
         kv_load_failure_policy="recompute",
         engine_id=new_engine_id(),
-        kv_connector_extra_config=settings.transfer.connector_config(node_ip) | {"supervisor": HiddenText(supervisor)},
+        kv_connector_extra_config=settings.transfer.connector_config(node_ip)
+        | settings.store.connector_config()
+        | {"supervisor": HiddenText(supervisor)},
     )
 
 

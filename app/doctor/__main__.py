@@ -1,5 +1,7 @@
-"""`python -m app.doctor [--config FILE] [--skip CHECK …]`: exit status 0 if all checks pass, 1 if
-one fails."""
+"""Runs all checks: `python -m app.doctor [--config FILE] [--skip CHECK …]`.
+
+The exit status is 0 if all checks pass, 1 if one fails.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,12 @@ from app.doctor.machine import (
     check_temporary_directory,
     check_ucx_devices,
 )
+from app.doctor.store import check_store
 from app.doctor.transfer import check_transfer
 
 CHECKS = (
     *("python", "config", "model", "kernels", "libraries", "gpus", "shared-memory", "temporary", "ports"),
-    *("ucx", "transfer"),
+    *("ucx", "transfer", "store"),
 )
 
 
@@ -41,8 +44,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def examine(path: Path, skip: Iterable[str] = ()) -> Iterable[Finding]:
-    """Yield the findings of all checks. Without a usable configuration, later checks use the
-    default one."""
+    """Yield the findings of all checks.
+
+    Without a valid configuration, later checks use the default one.
+    """
     left_out = set(skip)
     if "python" not in left_out:
         yield from check_python()
@@ -59,6 +64,7 @@ def examine(path: Path, skip: Iterable[str] = ()) -> Iterable[Finding]:
         "ports": lambda: check_ports(config, settings),
         "ucx": lambda: check_ucx_devices(settings),
         "transfer": lambda: check_transfer(settings),
+        "store": lambda: check_store(settings),
     }
     for name, check in checks.items():
         if name not in left_out:

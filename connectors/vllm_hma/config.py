@@ -10,6 +10,8 @@ from typing import Any
 
 from connectors.errors import ConfigurationError
 from connectors.protocol.limits import MIN_FORGET_S, TransferLimits
+from connectors.store.settings import StoreSettings
+from connectors.store.settings import parse_settings as parse_store
 from connectors.vllm_hma.devices import has_rdma, interface_of
 from connectors.vllm_hma.handshake.keys import MIN_SECRET_CHARACTERS, Keys, derive_keys
 from connectors.vllm_hma.streaming import Streaming
@@ -30,6 +32,7 @@ class ConnectorConfig:
                            off: compute none; auto: same as full
     ``streaming``          chunk: write blocks when their chunk is computed; layer: write a prompt's
                            last chunk layer by layer; auto: the mode with the lower measured cost
+    ``store``              settings of the KV store; None: no store
     ``trace_path``         file for one JSON line per transfer event, for benchmarks; empty: no
                            trace
     ``supervisor``         token that authorises a request to report ended engines
@@ -48,6 +51,7 @@ class ConnectorConfig:
     integrity: str = "auto"
     streaming: Streaming = Streaming.AUTO
     trace_path: str = ""
+    store: StoreSettings | None = None
     supervisor: str = field(default="", repr=False)
     limits: TransferLimits = field(default_factory=TransferLimits)
     keys: Keys = field(default_factory=Keys)
@@ -91,6 +95,7 @@ _OWN: dict[str, type] = {
     "integrity": str,
     "streaming": str,
     "trace_path": str,
+    "store": dict,
 }
 
 
@@ -111,6 +116,8 @@ def parse_config(extra: Mapping[str, Any]) -> ConnectorConfig:
             raise ConfigurationError(
                 f"kv_connector_extra_config: {key} must be one of {', '.join(choices)}, not {own[key]!r}"
             )
+    if "store" in own:
+        own["store"] = parse_store(extra)
     if "streaming" in own:
         own["streaming"] = Streaming(own["streaming"])
     if own.get("supervisor") and len(own["supervisor"]) < MIN_SECRET_CHARACTERS:

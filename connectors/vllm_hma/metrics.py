@@ -50,6 +50,36 @@ COUNTERS = {
         "pair_bytes divided by it is the bandwidth of one write.",
     ),
     "writes": ("vllm:tandem_kv_writes", "outcome", "Writes to decode engines by outcome, done or failed, all ranks."),
+    "store_requests": (
+        "vllm:tandem_store_requests",
+        "outcome",
+        "Lookups of prompts in the KV store: hit (at least one chunk was loaded) or miss.",
+    ),
+    "store_tokens": (
+        "vllm:tandem_store_tokens",
+        "outcome",
+        "Prompt tokens looked up in the KV store beyond the engine's own cache: hit (loaded) or miss.",
+    ),
+    "store_loaded_bytes": ("vllm:tandem_store_loaded_bytes", "tier", "Bytes read from a tier and verified."),
+    "store_loaded_seconds": (
+        "vllm:tandem_store_loaded_seconds",
+        "tier",
+        "Time of reads from a tier, in seconds, summed over objects; store_loaded_bytes divided by it is a bandwidth.",
+    ),
+    "store_stored_bytes": ("vllm:tandem_store_stored_bytes", "tier", "Bytes written to a tier."),
+    "store_stored_seconds": (
+        "vllm:tandem_store_stored_seconds",
+        "tier",
+        "Time of writes to a tier, in seconds, summed over objects; store_stored_bytes divided by it is a bandwidth.",
+    ),
+    "store_evicted": ("vllm:tandem_store_evicted", "tier", "Objects that this engine evicted for others."),
+    "store_corrupt": ("vllm:tandem_store_corrupt", "tier", "Objects that failed a check and were removed."),
+    "store_problems": (
+        "vllm:tandem_store_problems",
+        "kind",
+        "Lookups, loads and stores that were given up: late_lookup (a call to a tier), late_load (a request), "
+        "failed_load, no_staging_for_load, dropped_store, failed_store (objects).",
+    ),
 }
 """Metric name, label and description, by key in ``TandemStats.data["counts"]``."""
 
@@ -69,6 +99,10 @@ HANGING = (
     "vllm:tandem_kv_hanging",
     "Writes to decode ranks that were abandoned because they made no progress; the blocks that they read cannot be "
     "freed before they end. The largest number of all ranks.",
+)
+STORE_LOADS = (
+    "vllm:tandem_store_pending_loads",
+    "Requests that wait for a lookup in the KV store or for its objects.",
 )
 _BY_PEER = ("pair_bytes", "pair_seconds")
 _STAGES = ("early", "live", "held", "queued", "connecting", "offered", "ending")
@@ -191,7 +225,7 @@ class TandemPromMetrics(KVConnectorPromMetrics):
         self._transfers: Any = gauge(name=name, documentation=text, labelnames=[*labelnames, label])
         self._held_up: dict[str, Any] = {
             key: gauge(name=name, documentation=text, labelnames=labelnames)
-            for key, (name, text) in (("quarantined", QUARANTINED), ("hanging", HANGING))
+            for key, (name, text) in (("quarantined", QUARANTINED), ("hanging", HANGING), ("store_loads", STORE_LOADS))
         }
         for values, held_up in itertools.product(per_engine_labelvalues.values(), self._held_up.values()):
             held_up.labels(*values).set(0)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
 
 from connectors.protocol.params import EngineAddress
+from connectors.vllm_hma.kv_store.orders import StoreOrders
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """A request without blocks: ask the producer to report when it starts the prompt."""
+    """A request without blocks: the producer must report when it starts the prompt."""
 
     request_id: str
     transfer_id: str
@@ -95,6 +96,7 @@ class Orders(KVConnectorMetadata):
     ``releases``   decode requests that need no KV
     ``discards``   transfer ids that no engine will fetch
     ``lost``       ids or prefixes of ended engines (``params.names_engine``)
+    ``store``      copies of the KV store; None without a store
     """
 
     expects: list[Expect] = field(default_factory=list)
@@ -108,6 +110,7 @@ class Orders(KVConnectorMetadata):
     releases: list[Release] = field(default_factory=list)
     discards: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    store: StoreOrders | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Registers TandemConnector with vLLM, as entry point ``tandem`` of ``vllm.general_plugins``.
+"""Registers the connectors with vLLM, as entry point ``tandem`` of ``vllm.general_plugins``.
 
 vLLM finds a connector by ``kv_connector_module_path`` or by its registered name. MultiConnector
 needs the name even for a child with a module path: it rebuilds the children's statistics by class
@@ -12,9 +12,16 @@ import contextlib
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+_CONNECTORS = {
+    "TandemConnector": "connectors.vllm_hma.connector",
+    "TandemMultiConnector": "connectors.vllm_hma.multi_connector",
+    "TandemStoreConnector": "connectors.vllm_hma.store_connector",
+}
+
 
 def register() -> None:
-    """Register the connector. vLLM calls this in every process; repeated calls have no effect."""
-    # vLLM raises ValueError for a name that is already registered.
-    with contextlib.suppress(ValueError):
-        KVConnectorFactory.register_connector("TandemConnector", "connectors.vllm_hma.connector", "TandemConnector")
+    """Register the connectors. vLLM calls this in every process; repeated calls have no effect."""
+    for name, module in _CONNECTORS.items():
+        # vLLM raises ValueError for a name that is already registered.
+        with contextlib.suppress(ValueError):
+            KVConnectorFactory.register_connector(name, module, name)

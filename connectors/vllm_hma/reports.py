@@ -8,6 +8,7 @@ from typing import NamedTuple
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
 from connectors.protocol.actions import Due
+from connectors.vllm_hma.kv_store.orders import StoreReport
 
 
 class Kept(NamedTuple):
@@ -47,14 +48,19 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
     ``quarantine``  changes of quarantine
     ``due``         queued requests whose prompts are about to start
+    ``store``       copies of the KV store; None if there were none
     """
 
     quarantine: QuarantineReport = field(default_factory=QuarantineReport)
     due: list[Due] = field(default_factory=list)
+    store: StoreReport | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.quarantine or self.due)
+        return bool(self.quarantine or self.due or self.store)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         assert isinstance(other, WorkerReport)
-        return WorkerReport(self.quarantine + other.quarantine, self.due + other.due)
+        store = self.store or other.store
+        if self.store and other.store:
+            store = self.store.aggregate(other.store)
+        return WorkerReport(self.quarantine + other.quarantine, self.due + other.due, store)

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from actors.upstream.vllm_cpu_kernels import CpuFeatures
-from app.doctor import configuration, machine
+from app.doctor import configuration, machine, store
 from app.doctor.__main__ import main
 from app.doctor.configuration import check_readable
 from configs.settings import DEMO_MODEL_DIR, ServiceSettings, parse_settings
@@ -235,3 +235,36 @@ def test_another_release_of_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [one for one in machine.check_python() if not one.ok]
     assert [one.what.split()[0] for one in found] == ["Ray", "Nothing"]
     assert "install Ray 1.0.0" in found[0].remedy
+
+
+def test_a_store_that_fits(tmp_path: Path) -> None:
+    """Nothing is created: the folder appears at the first start."""
+    folder = tmp_path / "new" / "store"
+    settings = parse_settings({"store": {"path": str(folder), "disk_gib": 1e-6, "staging_mib": 1}})
+    found = list(store.check_store(settings))
+    assert [one.ok for one in found] == [True, True], found
+    assert f"{folder}: 0.0 GiB stored, room for " in found[0].what
+    assert list(tmp_path.iterdir()) == []
+    (off,) = store.check_store(ServiceSettings())
+    assert str(off).startswith("ok    store         off: ")
+
+
+def test_a_store_that_cannot_work(tmp_path: Path) -> None:
+    """A folder of others, one that everybody may write to, one below a file, too large a budget, too much staging."""
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "thesis.tex").touch()
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "file").touch()
+    cases: list[tuple[dict[str, Any], str, str]] = [
+        ({"path": str(tmp_path / "others")}, "contains 'thesis.tex'", "set store.path"),
+        ({"path": str(tmp_path / "open")}, "all users of this host may write", "set store.path"),
+        ({"path": str(tmp_path / "file" / "store")}, "this user may not create it in", "set store.path"),
+        ({"path": str(tmp_path / "large"), "disk_gib": 1e9}, "store.disk_gib 1e+09", "lower store.disk_gib"),
+        ({"memory_gib": 1e9}, "store.memory_gib 1e+09", "lower store.memory_gib"),
+        ({"memory_gib": 1e-3, "staging_mib": 10**9}, "for the staging of two engines", "lower store.staging_mib"),
+    ]
+    for settings, what, remedy in cases:
+        (failed,) = [one for one in store.check_store(parse_settings({"store": settings})) if not one.ok]
+        assert what in failed.what
+        assert remedy in failed.remedy

@@ -41,7 +41,7 @@ def test_a_fresh_interpreter_finds_nothing_heavy() -> None:
     assert {f"connectors.planning.{name}" for name in ("layout", "heads", "blocks", "plan", "verify")} <= loaded
     assert {f"connectors.protocol.{name}" for name in ("wire", "agent_metadata", "producer", "consumer")} <= loaded
     assert not {name.split(".")[0] for name in loaded} & set(HEAVY)
-    impure = ("connectors.transport", "connectors.vllm_hma", "connectors.store.tiers", "connectors.store.engine")
+    impure = ("connectors.transport", "connectors.vllm_hma", "connectors.store.tiers", "connectors.store.service")
     assert not {name for name in loaded if name.startswith(impure)}
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from connectors.planning.descriptors import Runs
-from connectors.store.engine.copying import copy_runs
+from connectors.store.copying import copy_runs
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -163,7 +163,7 @@ def test_the_budget_is_never_exceeded(tmp_path: Path) -> None:
         assert tier.used_bytes(soon()) == disk_bytes(tier)
     # With equal costs the least recently used have gone.
     assert [number for number in range(50) if holds(tier, number)] == list(range(40, 50))
-    with pytest.raises(StoreError, match="do not fit a budget"):
+    with pytest.raises(StoreError, match="exceed the budget"):
         write(tier, 99, size=11 * BLOCK)
 
 
@@ -313,15 +313,49 @@ def test_a_count_of_files_that_vanish_meanwhile_is_not_believed(tier: FolderTier
     assert tier.used_bytes(soon()) == 5 * BLOCK
 
 
+class Flickering(Files):
+    """The folder is away during each read of a header, and there again at the end of the count."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def head(self, path: Path) -> tuple[bytes, os.stat_result]:
+        away = self.folder.rename(self.folder.with_name("elsewhere"))
+        try:
+            return super().head(path)
+        finally:
+            away.rename(self.folder)
+
+
+def test_a_count_during_which_the_folder_was_away_is_not_believed(tier: FolderTier) -> None:
+    for number in range(5):
+        write(tier, number)
+    again = FolderTier(tier.path, tier.budget_bytes, files=Flickering(tier.path))
+    with pytest.raises(StoreError, match="changed while its files were counted"):
+        again.open()
+    assert tier.used_bytes(soon()) == 5 * BLOCK
+
+
+def test_a_ledger_that_vanishes_under_the_lock_does_not_open_the_lock(tier: FolderTier) -> None:
+    """Otherwise one process counts the files while another one adds some."""
+    again = FolderTier(tier.path, tier.budget_bytes)
+    with tier._ledger.locked(soon()):  # noqa: SLF001 - a critical section of a writer
+        (tier.path / "ledger").unlink()
+        with pytest.raises(StoreError, match="another process holds the store's lock"):
+            again.used_bytes(time.monotonic() + 0.05)
+    assert write(again, 1)
+    assert tier.used_bytes(soon()) == BLOCK
+
+
 def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(ConfigurationError, match=r"'thesis\.tex', which is no part of a store"):
+    with pytest.raises(ConfigurationError, match=r"'thesis\.tex', which is not part of a store"):
         FolderTier(tmp_path, BLOCK)
     with pytest.raises(ConfigurationError, match="must be positive"):
         FolderTier(tmp_path / "store", 0)
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
-    with pytest.raises(ConfigurationError, match="everybody on this host may write"):
+    with pytest.raises(ConfigurationError, match="all users of this host may write"):
         FolderTier(tmp_path / "open", BLOCK)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="cannot be used"):
@@ -391,9 +425,9 @@ def test_a_writer_that_stops_with_the_lock_costs_others_their_deadline_only(tier
         [
             sys.executable,
             "-c",
-            "import fcntl, sys, time; f = open(sys.argv[1], 'r+'); fcntl.flock(f, fcntl.LOCK_EX); "
+            "import fcntl, os, sys, time; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX); "
             "print('held', flush=True); time.sleep(600)",
-            str(tier.path / "ledger"),
+            str(tier.path),
         ],
         stdout=subprocess.PIPE,
     )

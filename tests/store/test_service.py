@@ -94,7 +94,14 @@ def test_a_stored_prefix_is_loaded_by_another_engine(host: Host) -> None:
     store.end_fetch("request")
     until(store.idle)
     assert store.staging.used_bytes == 0
-    assert store.counts == {"queries": 1, "hits": 1, "hit_tokens": 384}
+    assert store.counts == {"queries": 1, "hits": 1, "hit_tokens": 384, "missed_tokens": 500 - 384}
+    totals = store.totals()
+    assert totals["store_tokens"] == {"hit": 384, "miss": 116}
+    size = sum(SIZES[ref.group] for ref in NEEDED_384)
+    assert totals["store_loaded_bytes"] == {"memory": size, "disk": 0}
+    assert totals["store_loaded_seconds"]["memory"] > 0
+    assert totals["store_stored_bytes"] == {"memory": 0, "disk": 0}
+    assert not any(totals["store_problems"].values())
 
 
 def test_objects_without_a_name_are_missing(host: Host) -> None:

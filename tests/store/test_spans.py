@@ -43,7 +43,7 @@ def test_five_packed_groups_are_stored_whole_where_the_chunk_cuts_their_blocks()
         "store: chunk_tokens 64 is not a multiple of the 256 tokens that KV cache group 0 packs together: its objects "
         "have 256 tokens, and shorter prefixes are not stored",
     )
-    assert plan.steps == (64, 256)
+    assert plan.spans == (64, 256)
     assert plan.first_tokens == 256
     assert completed_objects(plan, 192, 256) == [ObjectRef(256, g) for g in range(5)]
     assert completed_objects(plan, 128, 192) == [ObjectRef(192, g) for g in (1, 2, 3, 4)]
@@ -61,7 +61,7 @@ def test_mamba_beside_attention_of_1056_tokens() -> None:
         "objects have 1056 tokens, and shorter prefixes are not stored",
     )
     assert [(each.span_tokens, each.kept_tokens) for each in plan.groups] == [(1056, 1056), (256, 0)]
-    assert plan.steps == (256, 1056)
+    assert plan.spans == (256, 1056)
     # Steps end at 512, 1024 (ends of chunks), 1100 (no end of a chunk) and 1280.
     table = {
         (0, 512): [ObjectRef(512, 1)],

@@ -55,6 +55,9 @@ def test_devices(
         ({"side_channel_host": "0.0.0.0"}, "advertise_host"),
         ({"supervisor": "short"}, "supervisor must have at least 16 characters"),
         ({"forget_s": 60}, "forget_s must be at least 1800 s"),
+        ({"store": True}, "store must be of type dict"),
+        ({"store": {}}, "store has neither a path nor memory_gib"),
+        ({"store": {"pth": "/disk"}}, "unknown key store.pth"),
     ],
 )
 def test_what_is_wrong_is_named(extra: dict[str, Any], key: str) -> None:

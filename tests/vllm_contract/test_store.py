@@ -9,7 +9,7 @@ import pytest
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from connectors.planning.descriptors import build_runs
-from connectors.store.engine.copying import copy_runs
+from connectors.store.copying import copy_runs
 from connectors.store.planning.layout import object_bytes, plan_rank, prove_store, store_layout
 from connectors.store.planning.moves import load_moves, store_moves
 from connectors.store.planning.prefix import completed_objects, needed_objects

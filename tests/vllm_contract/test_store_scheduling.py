@@ -26,6 +26,6 @@ def test_a_copy_that_is_left_out_is_found(tmp_path: Path, monkeypatch: pytest.Mo
     def copy_nothing(runs: Runs) -> None:
         pass
 
-    monkeypatch.setattr("connectors.store.engine.worker.copy_runs", copy_nothing)
+    monkeypatch.setattr("connectors.vllm_hma.kv_store.worker.copy_runs", copy_nothing)
     with pytest.raises(AssertionError, match="is not its own"):
         scheduling.run(tmp_path / "store", 3, 60, TWO_ENGINES)

@@ -92,20 +92,20 @@ class PrefixChain:
     """Digests of one request's prefixes at the ends of objects, extended as tokens are computed.
 
     A digest covers all tokens from the first one, and is the same for any division into ``extend``
-    calls. The chain keeps the digest at each multiple of ``steps`` (``StorePlan.steps``). Features
+    calls. The chain keeps the digest at each multiple of ``spans`` (``StorePlan.spans``). Features
     must be given before the tokens at which they begin.
     """
 
     def __init__(
         self,
         space: bytes,
-        steps: Sequence[int],
+        spans: Sequence[int],
         adapter: str = "",
         salt: str | None = None,
         features: Iterable[Feature] = (),
     ) -> None:
         self._space = space
-        self._steps = tuple(steps)
+        self._spans = tuple(spans)
         self._features = sorted(features, key=lambda feature: (feature.offset, feature.identifier), reverse=True)
         self._hasher = hashlib.blake2b(digest_size=KEY_BYTES, person=b"tandem-prefix")
         self._hasher.update(space)
@@ -121,7 +121,7 @@ class PrefixChain:
         if len(ids) and int(ids.min()) < 0:
             raise PlanError("token ids must not be negative")
         start, stop = self.tokens, self.tokens + len(ids)
-        ends = {end for step in self._steps for end in range((start // step + 1) * step, stop + 1, step)}
+        ends = {end for span in self._spans for end in range((start // span + 1) * span, stop + 1, span)}
         offsets = set()
         for feature in self._features:
             if feature.offset < start:
@@ -139,7 +139,7 @@ class PrefixChain:
                 self._add("feature", self._features.pop().identifier)
 
     def prefix(self, end_token: int) -> bytes:
-        """Return the digest of the first ``end_token`` tokens, a multiple of one of ``steps``."""
+        """Return the digest of the first ``end_token`` tokens, a multiple of one of ``spans``."""
         return self._digests[end_token]
 
     def key(self, ref: ObjectRef) -> bytes:

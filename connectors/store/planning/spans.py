@@ -67,7 +67,7 @@ class StorePlan:
     warnings: tuple[str, ...]
 
     @cached_property
-    def steps(self) -> tuple[int, ...]:
+    def spans(self) -> tuple[int, ...]:
         """Distinct spans in tokens, ascending. Objects end at their multiples."""
         return tuple(sorted({group.span_tokens for group in self.groups if group.stored}))
 

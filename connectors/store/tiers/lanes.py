@@ -33,7 +33,7 @@ class CallState(Enum):
 
 
 @dataclass(slots=True)
-class Call(Generic[T]):
+class LaneCall(Generic[T]):
     """One call on a lane. A call that is ``over`` accesses no memory or file.
 
     ``function``  the blocking call
@@ -61,8 +61,8 @@ class Lane:
     name: str
     threads: int
     queue_calls: int
-    _queue: deque[Call[object]] = field(default_factory=deque)
-    _calls: dict[int, Call[object]] = field(default_factory=dict)
+    _queue: deque[LaneCall[object]] = field(default_factory=deque)
+    _calls: dict[int, LaneCall[object]] = field(default_factory=dict)
     _closed: bool = False
 
     def __post_init__(self) -> None:
@@ -71,9 +71,9 @@ class Lane:
             # Daemon threads: one that hangs in a system call must not keep the process alive.
             threading.Thread(target=self._work, args=(number,), name=f"{self.name}-{number}", daemon=True).start()
 
-    def submit(self, function: Callable[[], T], deadline: float) -> Call[T] | None:
+    def submit(self, function: Callable[[], T], deadline: float) -> LaneCall[T] | None:
         """Queue a call. Return None if the lane is full, hangs or is closed."""
-        call = Call(function, deadline)
+        call = LaneCall(function, deadline)
         with self._condition:
             if self._closed or len(self._queue) >= self.queue_calls or self._hangs(time.monotonic()):
                 return None

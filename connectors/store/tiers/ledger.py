@@ -1,8 +1,10 @@
-"""Bytes used under one path, shared by all processes that store there. The budget holds for all of them together.
+"""Counts the bytes below one folder for all processes that store there, to keep a shared budget.
 
-The ledger is a small file next to the objects, changed under ``flock`` only. It is marked dirty before the first change
-to files and clean after the last one. A process that finds it dirty, damaged or missing counts the files again, so a
-process may be killed at any point. The kernel releases the lock of a process that dies.
+The ledger is a small file next to the objects. It is marked dirty before the first change to files
+and clean after the last one. A process that finds it dirty, damaged or missing counts the files
+again, so a process may be killed at any point. The lock is ``flock`` on the folder itself: no
+process can remove or replace it while it is locked, and the kernel releases the lock of a dead
+process.
 """
 
 from __future__ import annotations
@@ -24,50 +26,46 @@ _FIELDS = struct.Struct("<8sQQ")
 _MAGIC = b"TandemLd"
 _POLL_S = 0.001
 BLOCK_BYTES = 4096
-"""Files take whole blocks of the file system."""
+"""Allocation unit of the file system."""
 
 
 def allocated(size_bytes: int) -> int:
-    """Bytes that a file of this size takes from the budget."""
+    """Return the bytes that a file of this size takes from the budget."""
     return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 class Ledger:
-    """``with ledger.locked(deadline): ...`` makes this process the only one to add or remove files.
+    """Byte count of a folder. In ``with ledger.locked(deadline)``, only this process changes files.
 
-    ``count`` adds up all files; it is called under the lock where the ledger cannot be trusted. Methods other than
-    ``locked`` may be called under the lock only.
+    ``count``  returns the bytes of all files; called under the lock if the ledger is unreliable
+
+    All methods except ``locked`` require the lock.
     """
 
     def __init__(self, folder: Path, count: Callable[[], int]) -> None:
-        self._path = folder / "ledger"
         self._folder = folder
         self._count = count
         self._thread_lock = threading.Lock()
+        # Descriptors of the folder and, while it is locked, of the ledger file.
+        self._folder_fd: int | None = None
         self._fd: int | None = None
         self._closed = False
         self._used = 0
         self._distrusted = True
         stat = folder.stat()
-        # Where a disk is unmounted, its empty mount point must not be taken for an empty store.
+        # Identity of the folder: the empty mount point of an unmounted disk is not an empty store.
         self._identity = (stat.st_dev, stat.st_ino)
 
     @contextlib.contextmanager
     def locked(self, deadline: float) -> Iterator[None]:
-        """Raises StoreError where others hold the lock past ``deadline``, or the folder is not there any more."""
+        """Hold the lock. Raises StoreError after ``deadline``, or if the folder was replaced."""
         if not self._thread_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise StoreError(f"{self._folder}: another thread holds the store's lock")
         try:
-            fd = self._lock(deadline)
-            try:
-                self._read(fd)
+            with self._folder_locked(deadline) as folder, self._opened(folder):
+                self._read()
                 yield
-                self._write(fd, dirty=False)
-                if not self._is_current(fd):
-                    # The file was replaced under our lock: another process may have counted during our changes.
-                    self._distrusted = True
-            finally:
-                fcntl.flock(fd, fcntl.LOCK_UN)
+                self._write(dirty=False)
         except OSError as error:
             raise StoreError(f"{self._folder}: {error.strerror or error}") from error
         finally:
@@ -78,71 +76,86 @@ class Ledger:
         return self._used
 
     def begin(self) -> None:
-        """Mark the ledger dirty before files change, so that the next process counts after a crash."""
-        assert self._fd is not None
-        self._write(self._fd, dirty=True)
+        """Mark the ledger dirty before files change. After a crash, the next process counts."""
+        self._write(dirty=True)
 
     def add(self, number: int) -> None:
         self._used = max(0, self._used + number)
 
+    def recount(self) -> None:
+        """Count the files now. Raises OSError and StoreError if they cannot be counted."""
+        self._write(dirty=True)
+        # Reset first, so that a `distrust` during the count is kept.
+        self._distrusted = False
+        try:
+            self._used = self._count()
+            # If the disk was unmounted during the count, the count is wrong.
+            self._check_folder()
+        except (OSError, StoreError):
+            self._distrusted = True
+            raise
+
     def distrust(self) -> None:
-        """Count the files at the next lock: they were changed outside of the ledger."""
+        """Count the files at the next lock: they were changed without the ledger."""
         self._distrusted = True
 
     def close(self) -> None:
         with self._thread_lock:
             self._closed = True
-            if self._fd is not None:
-                os.close(self._fd)
-                self._fd = None
+            if self._folder_fd is not None:
+                os.close(self._folder_fd)
+                self._folder_fd = None
 
-    def _lock(self, deadline: float) -> int:
-        """Wait for the lock of the file that lies at the path now."""
+    @contextlib.contextmanager
+    def _folder_locked(self, deadline: float) -> Iterator[int]:
+        """Wait for the lock; yield the folder's descriptor."""
         if self._closed:
             raise StoreError(f"{self._folder}: the store is closed")
-        while True:
+        self._check_folder()
+        if self._folder_fd is None:
+            self._folder_fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = self._folder_fd
+        while not _try_lock(fd):
+            if time.monotonic() >= deadline:
+                raise StoreError(f"{self._folder}: another process holds the store's lock")
+            time.sleep(_POLL_S)
+        try:
+            # The folder may have been unmounted during the wait.
             self._check_folder()
-            if self._fd is None:
-                self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fd = self._fd
-            while not _try_lock(fd):
-                if time.monotonic() >= deadline:
-                    raise StoreError(f"{self._folder}: another process holds the store's lock")
-                time.sleep(_POLL_S)
-            if self._is_current(fd):
-                return fd
-            os.close(fd)
+            yield fd
+        finally:
+            fcntl.flock(fd, fcntl.LOCK_UN)
+
+    @contextlib.contextmanager
+    def _opened(self, folder: int) -> Iterator[None]:
+        """Open the ledger file in the folder."""
+        self._fd = os.open("ledger", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=folder)
+        try:
+            yield
+        finally:
+            os.close(self._fd)
             self._fd = None
-            self._distrusted = True
 
     def _check_folder(self) -> None:
         stat = self._folder.stat()
         if (stat.st_dev, stat.st_ino) != self._identity:
             raise StoreError(f"{self._folder} was replaced or unmounted; restart the engine to use it again")
 
-    def _is_current(self, fd: int) -> bool:
-        with contextlib.suppress(FileNotFoundError):
-            return os.path.samestat(os.fstat(fd), self._path.stat())
-        return False
-
-    def _read(self, fd: int) -> None:
-        data = os.pread(fd, _FIELDS.size + 16, 0)
+    def _read(self) -> None:
+        assert self._fd is not None
+        data = os.pread(self._fd, _FIELDS.size + 16, 0)
         fields, digest = data[: _FIELDS.size], data[_FIELDS.size :]
         if len(fields) == _FIELDS.size and xxhash.xxh3_128_digest(fields) == digest and not self._distrusted:
             magic, used, dirty = _FIELDS.unpack(fields)
             if magic == _MAGIC and not dirty:
                 self._used = used
                 return
-        self._write(fd, dirty=True)
-        # Reset before counting, so that a `distrust` during the count is kept.
-        self._distrusted = False
-        self._used = self._count()
-        # A disk that was unmounted during the count makes the count wrong.
-        self._check_folder()
+        self.recount()
 
-    def _write(self, fd: int, dirty: bool) -> None:
+    def _write(self, dirty: bool) -> None:
+        assert self._fd is not None, "the caller must hold the lock"
         fields = _FIELDS.pack(_MAGIC, self._used, dirty or self._distrusted)
-        os.pwrite(fd, fields + xxhash.xxh3_128_digest(fields), 0)
+        os.pwrite(self._fd, fields + xxhash.xxh3_128_digest(fields), 0)
 
 
 def _try_lock(fd: int) -> bool:

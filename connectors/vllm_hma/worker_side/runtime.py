@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -251,6 +251,18 @@ class WorkerRuntime:
 
     def _finish(self, finished: Finished) -> None:
         self._perform(self._producer.finished(finished.request_id, finished.held, finished.reason, time.monotonic()))
+
+    def spoil(self, request_ids: Set[str]) -> None:
+        """Abort the deliveries of prompts whose stored prefix was not loaded.
+
+        Called before the forward pass. vLLM computes these requests again, but a consumer may
+        already have received KV of this step.
+        """
+        with self._lock:
+            for request_id in request_ids:
+                self._steps.drop(request_id)
+                reason = "the load of its stored prefix failed"
+                self._perform(self._producer.finished(request_id, False, reason, time.monotonic()))
 
     def layer_computed(self, layer: str) -> None:
         """Record a computed layer; the progress thread writes it.

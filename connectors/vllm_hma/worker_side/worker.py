@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -98,6 +98,9 @@ class WorkerConnector:
 
     def after_forward(self, orders: Orders) -> None:
         self.runtime.after_forward(orders)
+
+    def spoil(self, request_ids: Set[str]) -> None:
+        self.runtime.spoil(request_ids)
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
         return self.runtime.results()

@@ -7,7 +7,7 @@ import yaml
 
 from actors.engine.arguments import check_arguments, engine_arguments, engine_environment
 from app.main import build
-from configs.settings import ServiceSettings, SettingsError, TransferSettings, parse_settings
+from configs.settings import KVStoreSettings, ServiceSettings, SettingsError, TransferSettings, parse_settings
 from connectors.vllm_hma.config import parse_config
 from testing.serve_objects import deployment_of, replica_config_of
 
@@ -148,6 +148,17 @@ def test_transfer_settings_are_the_connectors():
     """Contract with the connector: it knows every key, and both have the same defaults."""
     ours = parse_config(TransferSettings().connector_config("127.0.0.1"))
     assert ours == parse_config({})
+
+
+def test_store_settings_are_the_connectors():
+    """The store is off by default; switched on, both know the same keys with the same defaults."""
+    assert KVStoreSettings().connector_config() == {}
+    ours = parse_config(KVStoreSettings(path="/disk").connector_config())
+    assert ours == parse_config({"store": {"path": "/disk"}})
+    assert ours.store is not None
+    assert ours.store.path == "/disk"
+    with pytest.raises(SettingsError, match="path must be an absolute path, not 'disk'"):
+        parse_settings({"store": {"path": "disk"}})
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)

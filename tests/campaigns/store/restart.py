@@ -39,7 +39,7 @@ class Case:
 
 CASES = (
     Case("gemma3", {"tp": 1, "block_size": 32}, {"tp": 2, "block_size": 16}),
-    Case("llama", {"tp": 2, "block_size": 16}, {"tp": 1, "block_size": 64}),
+    Case("llama", {"tp": 2, "block_size": 32}, {"tp": 1, "block_size": 64}),
     Case("falcon_h1", {"tp": 1, "block_size": 32}, {"tp": 2, "block_size": 64}),
 )
 
@@ -66,7 +66,7 @@ async def serve(options: argparse.Namespace, asked: list[list[int]]) -> None:
     store = {"path": options.path, "disk_gib": 1.0, "chunk_tokens": CHUNK, "staging_mib": 128, "lookup_s": 2.0}
     transfer = KVTransferConfig(
         kv_connector="TandemStoreConnector",
-        kv_connector_module_path="connectors.store.engine.connector",
+        kv_connector_module_path="connectors.vllm_hma.store_connector",
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
         kv_connector_extra_config={"store": store},

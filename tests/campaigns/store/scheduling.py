@@ -33,11 +33,11 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from connectors.planning.layout import GroupKind
-from connectors.store.engine.connector import TandemStoreConnector
-from connectors.store.engine.orders import StoreOrders
-from connectors.store.engine.settings import parse_settings
-from connectors.store.engine.worker import StoreWorker
 from connectors.store.keys.names import ModelFingerprint
+from connectors.store.settings import parse_settings
+from connectors.vllm_hma.kv_store.orders import StoreOrders
+from connectors.vllm_hma.kv_store.worker import StoreWorker
+from connectors.vllm_hma.store_connector import TandemStoreConnector
 from tests.planning.builders import Rank, Shape, make_engine, with_field
 from tests.vllm_contract.caches import cache_config, full, sliding, vllm_config
 
@@ -81,7 +81,7 @@ class Engine:
         config = vllm_config.__wrapped__(
             kv_transfer_config=KVTransferConfig(
                 kv_connector="TandemStoreConnector",
-                kv_connector_module_path="connectors.store.engine.connector",
+                kv_connector_module_path="connectors.vllm_hma.store_connector",
                 kv_role="kv_both",
                 kv_load_failure_policy="recompute",
                 kv_connector_extra_config={"store": store | {"lookup_s": 0.2, "load_s": 1.0}},
@@ -130,7 +130,7 @@ class Engine:
         for worker, rank in zip(self.workers, self.ranks, strict=True):
             worker.register(with_field(rank.layout, 2, block_tokens=MAX_MODEL_LEN) if states else rank.layout)
         connector.set_xfer_handshake_metadata_pp_aware(
-            {(0, number): worker.card(MODEL) for number, worker in enumerate(self.workers)}
+            {(0, number): worker.rank_cache(MODEL) for number, worker in enumerate(self.workers)}
         )
         self.depth = config.max_concurrent_batches
         # A step, and the block tables that it was scheduled with.

@@ -137,10 +137,12 @@ def store_plan() -> StorePlan:
 @contextlib.contextmanager
 def held(root: Path) -> Iterator[None]:
     """Hold the store's lock, so that no file appears or goes meanwhile."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(FileNotFoundError):
-            fcntl.flock(stack.enter_context((root / "ledger").open("r+b")), fcntl.LOCK_EX)
+    fd = os.open(root, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(fd)
 
 
 class World:
@@ -191,7 +193,7 @@ class World:
         ids: list[int] = []
         while len(ids) < tokens:
             ids += [rng.randrange(3)] * CHUNK
-        chain = PrefixChain(SPACES[space], self.plan.steps)
+        chain = PrefixChain(SPACES[space], self.plan.spans)
         chain.extend(ids[:tokens])
         refs = {
             ref for end in range(CHUNK, tokens + 1, CHUNK) for ref in completed_objects(self.plan, end - CHUNK, end)

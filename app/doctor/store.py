@@ -1,0 +1,63 @@
+"""Checks of the KV store's folders on this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from app.doctor.finding import Finding
+from configs.settings import ServiceSettings
+from connectors.errors import ConfigurationError
+from connectors.store.tiers.folder import check_folder
+
+GIB = 2**30
+STAGING_FOLDER = Path("/dev/shm")
+
+
+def check_store(settings: ServiceSettings) -> Iterator[Finding]:
+    """Check the folder of each tier, and the shared memory of staging. Changes no file."""
+    store = settings.store
+    if not store.enabled:
+        yield Finding("store", "off: `store` has neither path nor memory_gib")
+        return
+    if store.path:
+        yield _tier("path", Path(store.path), "disk_gib", store.disk_gib)
+    if store.memory_gib:
+        yield _tier("memory_path", Path(store.memory_path), "memory_gib", store.memory_gib)
+    # One engine of each role on this machine.
+    needed, free = 2 * store.staging_mib * 2**20, shutil.disk_usage(STAGING_FOLDER).free
+    yield Finding(
+        "store",
+        f"{STAGING_FOLDER}: {free / 2**20:,.0f} MiB free, {needed / 2**20:,.0f} MiB for the staging of two engines",
+        "" if free >= needed else f"enlarge {STAGING_FOLDER}, or lower store.staging_mib",
+    )
+
+
+def _tier(key: str, folder: Path, budget_key: str, budget_gib: float) -> Finding:
+    """The finding of one tier. A folder that does not exist is created at the first start."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        if existing == folder:
+            check_folder(folder)
+        elif not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            raise ConfigurationError(f"store: {folder} does not exist, and this user may not create it in {existing}")
+        used = _bytes_below(folder)
+    except (ConfigurationError, OSError) as error:
+        return Finding("store", str(error), f"set store.{key} to a folder that only this user writes to")
+    room = shutil.disk_usage(existing).free + used
+    what = f"{folder}: {used / GIB:,.1f} GiB stored, room for {room / GIB:,.1f} GiB, store.{budget_key} {budget_gib:g}"
+    return Finding("store", what, "" if room >= budget_gib * GIB else f"lower store.{budget_key}, or free disk space")
+
+
+def _bytes_below(folder: Path) -> int:
+    total = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += (Path(path) / name).lstat().st_blocks * 512
+            except FileNotFoundError:
+                # Another process has evicted it.
+                continue
+    return total

@@ -1,0 +1,136 @@
+"""vLLM's MultiConnector with a weighted choice among its children.
+
+    KVTransferConfig(
+        kv_connector="TandemMultiConnector",
+        kv_connector_module_path="connectors.vllm_hma.multi_connector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"connectors": [{...}, {...}], "load_weights": [1.0, 2.0]},
+    )
+
+A request is loaded from the child with the largest product of matched tokens and weight. All
+children store. vLLM's MultiConnector selects the first child with any token, and waits while any
+child has not answered.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, supports_hma
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+from connectors.errors import ConfigurationError
+from connectors.vllm_hma.plugin import register
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+register()
+
+
+@dataclass(frozen=True, slots=True)
+class MultiHandshakeMetadata(KVConnectorHandshakeMetadata):
+    """Metadata of all children of one worker, in order.
+
+    vLLM's MultiConnector passes on only the first one.
+    """
+
+    children: tuple[KVConnectorHandshakeMetadata | None, ...]
+
+
+class TandemMultiConnector(MultiConnector):
+    """Loads from the child with the best score. A child without an answer does not delay others."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None
+        if not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+            _check_hma(transfer)
+        self._weights = _parse_weights(transfer)
+        super().__init__(vllm_config, role, kv_cache_config)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return the result of the best child; None defers the request if none has answered."""
+        best, chosen, answered = 0.0, None, False
+        found: tuple[int, bool] = (0, False)
+        for number, (child, weight) in enumerate(zip(self._connectors, self._weights, strict=True)):
+            tokens, load_async = child.get_num_new_matched_tokens(request, num_computed_tokens)
+            if tokens is None:
+                continue
+            answered = True
+            if tokens * weight > best:
+                best, chosen, found = tokens * weight, number, (tokens, load_async)
+        # Remove the choice of an earlier step, in which the request was not scheduled.
+        self._requests_to_connector.pop(request.request_id, None)
+        if chosen is not None:
+            self._requests_to_connector[request.request_id] = chosen
+        return found if answered else (None, False)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        children = tuple(child.get_handshake_metadata() for child in self._connectors)
+        return MultiHandshakeMetadata(children) if any(each is not None for each in children) else None
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        for number, child in enumerate(self._connectors):
+            own = {rank: each for rank, all_of in metadata.items() if (each := _of_child(all_of, number)) is not None}
+            if own:
+                child.set_xfer_handshake_metadata_pp_aware(own)
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        for number, child in enumerate(self._connectors):
+            own = {rank: each for rank, all_of in metadata.items() if (each := _of_child(all_of, number)) is not None}
+            if own:
+                child.set_xfer_handshake_metadata(own)
+
+
+def _of_child(metadata: KVConnectorHandshakeMetadata, number: int) -> KVConnectorHandshakeMetadata | None:
+    assert isinstance(metadata, MultiHandshakeMetadata)
+    return metadata.children[number]
+
+
+def _check_hma(transfer: KVTransferConfig) -> None:
+    """Raise TypeError that names the first child without HMA support.
+
+    vLLM's MultiConnector has an assertion without a name.
+    """
+    for child in _children(transfer):
+        config = KVTransferConfig(**{"engine_id": transfer.engine_id, **child})
+        if not supports_hma(KVConnectorFactory.get_connector_class(config)):
+            raise TypeError(
+                f"TandemMultiConnector: {child.get('kv_connector')} does not support the hybrid KV cache manager "
+                "(SupportsHMA); remove it, or set disable_hybrid_kv_cache_manager"
+            )
+
+
+def _parse_weights(transfer: KVTransferConfig) -> list[float]:
+    """Return ``load_weights``: one positive number per child, 1 by default."""
+    number = len(_children(transfer))
+    given = transfer.kv_connector_extra_config.get("load_weights", [1.0] * number)
+    if not isinstance(given, list) or len(given) != number or not all(map(_is_weight, given)):
+        raise ConfigurationError(
+            f"kv_connector_extra_config: load_weights must be {number} positive numbers, one for each of connectors, "
+            f"not {given!r}"
+        )
+    return [float(weight) for weight in given]
+
+
+def _is_weight(value: object) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf  # type: ignore[operator]
+
+
+def _children(transfer: KVTransferConfig) -> list[dict[str, Any]]:
+    children = transfer.kv_connector_extra_config.get("connectors")
+    if not isinstance(children, list) or not children:
+        raise ConfigurationError(
+            "kv_connector_extra_config: connectors must be a list of KV transfer configurations, one for each child"
+        )
+    return children

@@ -1,0 +1,235 @@
+"""TandemMultiConnector beside vLLM's MultiConnector, over the same children, on the same script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from connectors.errors import ConfigurationError
+from connectors.protocol.agent_metadata import AgentMetadata, encode_agent_metadata
+from connectors.vllm_hma.connector import TandemConnector
+from connectors.vllm_hma.multi_connector import MultiHandshakeMetadata, TandemMultiConnector
+from connectors.vllm_hma.orders import EncodedAgentMetadata
+from tests.vllm_contract.caches import BLOCK_TOKENS, cache_config, full, vllm_config
+from tests.vllm_contract.workers import IDENTITY, layout_of
+
+TANDEM = {
+    "kv_connector": "TandemConnector",
+    "kv_connector_module_path": "connectors.vllm_hma.connector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+PROMPT = list(range(10, 10 + 4 * BLOCK_TOKENS))
+
+
+class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
+    """A child that supports HMA, answers ``answers`` in turn, the last one again, and records what reaches it."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.answers: list[int | None] = list(self._kv_transfer_config.kv_connector_extra_config["answers"])
+        self.allocated: list[int] = []
+        self.preempted: list[KVConnectorMetadata] = []
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return (self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]), False
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self.allocated.append(num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return KVConnectorMetadata()
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        self.preempted.append(kv_connector_metadata)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return False, None
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
+
+    def wait_for_layer_load(self, layer_name: str) -> None: ...
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None: ...
+
+    def wait_for_save(self) -> None: ...
+
+
+def scripted(*answers: int | None) -> dict[str, Any]:
+    return {
+        "kv_connector": "ScriptedConnector",
+        "kv_connector_module_path": __name__,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"answers": list(answers)},
+    }
+
+
+def example(folder: Path) -> dict[str, Any]:
+    """vLLM's ExampleConnector, which does not support HMA."""
+    return {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+    }
+
+
+Make = Callable[..., MultiConnector]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Builds the scheduler's side of a MultiConnector over some children."""
+    made: list[MultiConnector] = []
+
+    def build(
+        kind: type[MultiConnector], *children: dict[str, Any], hma: bool = True, role: Any = None, **extra: Any
+    ) -> MultiConnector:
+        transfer = KVTransferConfig(
+            kv_connector=kind.__name__,
+            kv_connector_module_path=kind.__module__,
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={"connectors": list(children), **extra},
+        )
+        config = vllm_config.__wrapped__(kv_transfer_config=transfer, disable_hybrid_kv_cache_manager=not hma)
+        made.append(kind(config, role or KVConnectorRole.SCHEDULER, cache_config((["f"], full()))))
+        return made[-1]
+
+    yield build
+    for connector in made:
+        connector.shutdown()
+
+
+def request(**params: Any) -> Request:
+    extra = {"kv_transfer_params": params} if params else None
+    return Request("r", PROMPT, SamplingParams(max_tokens=1, extra_args=extra), None)
+
+
+def ask(connector: MultiConnector, asked: Request) -> tuple[int | None, int | None]:
+    """(matched tokens, number of the child that will load them)."""
+    tokens, _ = connector.get_num_new_matched_tokens(asked, 0)
+    return tokens, connector._requests_to_connector.get("r")  # noqa: SLF001 - vLLM's, and a subclass's contract
+
+
+@pytest.mark.parametrize(
+    ("answers", "weights", "ours", "theirs"),
+    [
+        # Both take what only one child has.
+        ((0, 64), [1, 1], (64, 1), (64, 1)),
+        # The larger hit, not the first.
+        ((16, 64), [1, 1], (64, 1), (16, 0)),
+        # 16 tokens at weight 5 are more than 64 at weight 1.
+        ((16, 64), [5, 1], (16, 0), (16, 0)),
+        # Equal scores: the first.
+        ((64, 32), [1, 2], (64, 0), (64, 0)),
+        # A child that has not answered does not delay the others, with a hit or without.
+        ((None, 32), [9, 1], (32, 1), (None, None)),
+        ((None, 0), [9, 1], (0, None), (None, None)),
+        # None has answered.
+        ((None, None), [1, 1], (None, None), (None, None)),
+    ],
+)
+def test_the_choice_beside_vllms(
+    make: Make,
+    answers: tuple[int | None, ...],
+    weights: list[float],
+    ours: tuple[int | None, int | None],
+    theirs: tuple[int | None, int | None],
+) -> None:
+    children = [scripted(answer) for answer in answers]
+    assert ask(make(TandemMultiConnector, *children, load_weights=weights), request()) == ours
+    assert ask(make(MultiConnector, *children), request()) == theirs
+
+
+def test_a_child_that_answers_late_is_chosen_then(make: Make) -> None:
+    """The request could not be scheduled in the first step, and the choice of that step does not stay."""
+    connector = make(TandemMultiConnector, scripted(None, None, 96), scripted(None, 32, 0))
+    asked = request()
+    assert [ask(connector, asked) for _ in range(3)] == [(None, None), (32, 1), (96, 0)]
+    connector.update_state_after_alloc(asked, KVCacheBlocks(([],)), 96)
+    first, second = connector.sub_connectors
+    assert isinstance(first, ScriptedConnector)
+    assert isinstance(second, ScriptedConnector)
+    assert (first.allocated, second.allocated) == ([96], [0])
+
+
+def test_tandem_beside_a_store(make: Make) -> None:
+    """A bound transfer offers all tokens but the last; a child that weighs more and has fewer wins at three times."""
+    params = {"do_remote_prefill": True, "transfer_id": "t", "remote_engine_id": "e", "remote_host": "h"}
+    for weight, chosen in ((1, 0), (3, 1)):
+        connector = make(TandemMultiConnector, TANDEM, scripted(2 * BLOCK_TOKENS), load_weights=[1, weight])
+        asked = request(**params, remote_port=1)
+        connector.on_new_request(asked)
+        assert ask(connector, asked) == ((len(PROMPT) - 1, 0) if chosen == 0 else (2 * BLOCK_TOKENS, 1))
+        connector.update_state_after_alloc(asked, KVCacheBlocks(([],)), 0 if chosen else len(PROMPT) - 1)
+        tandem = connector.sub_connectors[0]
+        assert isinstance(tandem, TandemConnector)
+        # The transfer that was not chosen is released at once: prefill holds no blocks for it.
+        snapshot = tandem.scheduler.snapshot()
+        assert snapshot.consumptions == frozenset()
+        assert snapshot.receptions == (frozenset() if chosen else {"r"})
+
+
+def test_a_child_without_hma_is_named(make: Make, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="ExampleConnector does not support the hybrid KV cache manager"):
+        make(TandemMultiConnector, TANDEM, example(tmp_path))
+    with pytest.raises(AssertionError):
+        make(MultiConnector, TANDEM, example(tmp_path))
+    # Without the hybrid manager both take it.
+    for kind in (TandemMultiConnector, MultiConnector):
+        assert len(make(kind, TANDEM, example(tmp_path), hma=False).sub_connectors) == 2
+
+
+def test_preemptions_reach_every_child(make: Make) -> None:
+    connector = make(TandemMultiConnector, scripted(0), scripted(0))
+    step = SchedulerOutput.make_empty()
+    meta = connector.build_connector_meta(step)
+    connector.handle_preemptions(meta)
+    assert [len(child.preempted) for child in connector.sub_connectors if isinstance(child, ScriptedConnector)] == [
+        1,
+        1,
+    ]
+
+
+def test_every_child_gets_its_own_handshake(make: Make) -> None:
+    """vLLM's own passes the metadata of the first child to all of them."""
+    connector = make(TandemMultiConnector, scripted(0), TANDEM)
+    encoded = EncodedAgentMetadata(
+        encode_agent_metadata(AgentMetadata("me", IDENTITY, layout_of(1 << 20), "memory", b""))
+    )
+    metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata] = {(0, 0): MultiHandshakeMetadata((None, encoded))}
+    connector.set_xfer_handshake_metadata_pp_aware(metadata)
+    tandem = connector.sub_connectors[1]
+    assert isinstance(tandem, TandemConnector)
+    assert tandem.scheduler.snapshot().side_channel_port
+
+
+@pytest.mark.parametrize(
+    "weights", [[1], [1, 0], [1, -1], [1, True], [1, float("inf")], [1, float("nan")], 2, ["1", 1]]
+)
+def test_weights_are_checked(make: Make, weights: Any) -> None:
+    with pytest.raises(ConfigurationError, match="load_weights must be 2 positive numbers"):
+        make(TandemMultiConnector, scripted(0), scripted(0), load_weights=weights)
+
+
+def test_it_is_registered_by_name() -> None:
+    assert KVConnectorFactory.get_connector_class_by_name("TandemMultiConnector") is TandemMultiConnector
