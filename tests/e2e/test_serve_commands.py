@@ -140,7 +140,7 @@ def shell() -> Iterator[Shell]:
     finally:
         family = [psutil.Process(ray.pid), *psutil.Process(ray.pid).children(recursive=True)]
         ray.terminate()
-        _, left = psutil.wait_procs(family, timeout=30)
+        _, left = psutil.wait_procs(family, timeout=5)
         for process in left:
             process.kill()
         ray.wait()
