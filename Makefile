@@ -279,6 +279,10 @@ clients: $(STAMP) build/clients/bin/python ## The openai SDK, LangChain (in an e
 multi-connector: $(STAMP) ## 100 requests through MultiConnector over TandemConnector and vLLM's ExampleConnector; metrics must account for all
 	$(BIN)/python -m tests.campaigns.service.multi_connector
 
+.PHONY: serve-commands
+serve-commands: $(STAMP) ## Ray's own commands on a service: serve run, status, config, deploy, build, shutdown (2 minutes)
+	$(BIN)/python -m pytest tests/campaigns/service/serve_commands.py
+
 .PHONY: streams
 streams: $(STAMP) ## Cut streams of every kind at every token, and kill 40 decode engines under streams (about an hour)
 	TANDEM_STREAMS=1 $(BIN)/python -m pytest tests/e2e/test_streams.py

@@ -70,6 +70,7 @@ STEPS = (
     Step("clients", "clients", lines=20),
     Step("multi-connector", "multi-connector", lines=3),
     Step("store-restart", "store-restart", lines=3),
+    Step("serve-commands", "serve-commands", lines=2),
     Step("rolling-restart", "rolling-restart", lines=4),
     Step("overlay-serves", "overlay-serves", lines=4),
     Step("two-hosts", "two-hosts-test", lines=12, needs_root=True),
