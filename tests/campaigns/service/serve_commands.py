@@ -1,6 +1,8 @@
-"""``make serve-commands``: Ray's own commands on a service: `ray start`, then `serve run`, `status`, `config`, `deploy`, `build` and `shutdown`.
+"""``make serve-commands``: Ray's own commands on a service.
 
-As docs/operations.md has them, each in a shell of its own, on one Ray instance with one start of the engines.
+`ray start`, then `serve run`, `status`, `config`, `deploy`, `build` and `shutdown`, as
+docs/operations.md has them: each in a shell of its own, on one Ray instance with one start of the
+engines.
 """
 
 from __future__ import annotations
