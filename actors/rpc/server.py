@@ -52,7 +52,7 @@ class RpcServer:
     """`open` it when the engine can serve; `close` it before the engine ends."""
 
     def __init__(self, serve: Callable[[RpcRequest], AsyncGenerator[Any, None]], slots: int) -> None:
-        """Answer requests with `serve`, at most `slots` at a time."""
+        """Answer requests with `serve`. Accept one while fewer than `slots` sequences run."""
         self._serve = serve
         self._slots = slots
         self._key = secrets.token_hex()
@@ -104,12 +104,12 @@ class RpcServer:
         if refusal := await self._refusal():
             await connection.send(refusal)
             return
-        self.ongoing += 1
+        self.ongoing += request.call.sequences
         self._idle.clear()
         try:
             await self._serve_order(request, connection)
         finally:
-            self.ongoing -= 1
+            self.ongoing -= request.call.sequences
             self._freed.set()
             if not self.ongoing:
                 self._idle.set()
@@ -130,7 +130,7 @@ class RpcServer:
         if self._leaving:
             return RpcFailure("leaving", "this engine is stopping")
         if self.ongoing >= self._slots:
-            return RpcFailure("full", f"this engine is serving {self.ongoing} requests, which is its limit")
+            return RpcFailure("full", f"this engine is serving {self.ongoing} sequences, which is its limit")
         return None
 
     async def _serve_order(self, request: RpcRequest, connection: ServerConnection) -> None:
