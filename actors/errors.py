@@ -4,7 +4,7 @@ from connectors.errors import TandemError
 
 
 class OverloadedError(TandemError):
-    """More requests wait for a role's replicas than its `max_queued_requests`."""
+    """More requests are served, or wait for a role's replicas, than the settings allow."""
 
 
 class UnavailableError(TandemError):

@@ -51,10 +51,12 @@ class Call:
     headers: Headers = ()
     body: bytes = field(default=b"", repr=False)
     replay_log: ReplayLog = field(default=(), repr=False)
+    sequences: int = 1
+    """Number of sequences that the engine computes."""
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """First item of each call: `replica` has accepted it, as one of `ongoing` calls."""
+    """First item of each call: `replica` has accepted it, and has `ongoing` sequences now."""
 
     replica: str
     ongoing: int = 1

@@ -31,8 +31,9 @@ from app.http.routes import build_http
 from app.http.traces import Traces
 from configs.settings import AuthSettings, RoleName, RouterLimits, RouterSettings, ServiceSettings
 
-ROUTER_SURPLUS_REQUESTS = 64
-"""Requests that a router accepts beyond its limit, to answer them with 429 and a reason at once."""
+SERVE_CALLS = 65536
+"""Limit of Serve on the calls of one replica. Tandem's own limits are lower and answer with a
+reason: routers count sequences, and requests reach engines without Serve."""
 
 ROUTER_ENVIRONMENT = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
 """Runs Serve's part of a router on our event loop. Passing each message between threads took a
@@ -115,7 +116,7 @@ def router_deployment(settings: RouterSettings) -> serve.Deployment:
             "runtime_env": {"env_vars": ROUTER_ENVIRONMENT},
         },
         **settings.spreading_options(),
-        max_ongoing_requests=settings.max_ongoing_requests + ROUTER_SURPLUS_REQUESTS,
+        max_ongoing_requests=SERVE_CALLS,
         graceful_shutdown_timeout_s=settings.drain_s,
         user_config={},  # `reconfigure` merges it over the settings that the replica is built with
     )
@@ -133,7 +134,7 @@ def deploy_engine(actor: type, role: RoleName, settings: ServiceSettings, secret
     deployment = serve.deployment(
         actor,
         name=role.capitalize(),
-        max_ongoing_requests=own.max_ongoing_requests,
+        max_ongoing_requests=SERVE_CALLS,
         request_router_config=RequestRouterConfig(request_router_class=DiscoveryRouter),
         graceful_shutdown_timeout_s=own.drain_s,
         graceful_shutdown_wait_loop_s=ENGINE_DRAIN_POLL_S,

@@ -160,7 +160,7 @@ def load(path: Path, port: int | None) -> tuple[dict[str, Any], ServiceSettings]
     config, settings = read(path)
     check_model(settings)
     if port is not None and settings.router.http_port is not None:
-        _ours(config)["args"]["router"]["http_port"] = port
+        _ours(config).setdefault("args", {}).setdefault("router", {})["http_port"] = port
         settings = parse_settings(_ours(config)["args"])
     elif port is not None:
         config.setdefault("http_options", {})["port"] = port

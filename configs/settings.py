@@ -33,6 +33,9 @@ API_KEYS_VARIABLE = "TANDEM_API_KEYS"
 
 MIN_SECRET_CHARACTERS = 16
 
+MIN_ONGOING_SEQUENCES = 4096
+"""Least limit of a router's sequences if the settings have none."""
+
 
 class SettingsError(ValueError):
     """A configuration that cannot be started; the message names each offending key."""
@@ -264,10 +267,24 @@ class RoutingSettings(Frozen):
 class RouterLimits(Frozen):
     """The router's deadlines and limits; Serve's `user_config` changes them while it runs."""
 
-    request_timeout_s: Seconds = Field(600.0, description="deadline from a request's arrival to its last byte")
+    request_timeout_s: Seconds = Field(
+        3600.0, description="deadline from a request's arrival to its whole answer, if the answer is not streamed"
+    )
+    first_token_timeout_s: Seconds = Field(
+        600.0, description="deadline from the arrival of a streaming request to its first token, slot wait included"
+    )
+    idle_timeout_s: Seconds = Field(
+        300.0,
+        description="longest time between two tokens of a stream, and for which its client may read nothing; a stream "
+        "with tokens has no other deadline",
+    )
     body_timeout_s: Seconds = Field(30.0, description="deadline from a request's arrival to the end of its body")
     prefill_timeout_s: Seconds = Field(120.0, description="deadline from a prefill leg's start to its answer")
-    replica_timeout_s: Seconds = Field(10.0, description="longest wait for a slot on a decode replica")
+    replica_timeout_s: Seconds = Field(
+        10.0,
+        description="longest wait for a decode replica while none runs, or none that has not failed the request. The "
+        "wait for a slot on a busy one ends with the request's own deadline",
+    )
     prefill_wait_s: Seconds = Field(
         1.0, description="longest wait for a slot on a prefill replica; then decode serves the request alone"
     )
@@ -280,7 +297,12 @@ class RouterLimits(Frozen):
     )
     metrics_timeout_s: Seconds = Field(5.0, description="longest wait for the engines' answers to /metrics")
     retry_after_s: int = Field(1, ge=1, description="`Retry-After` of 429 and 503 responses, in seconds")
-    max_ongoing_requests: int = Field(256, ge=1, description="requests in one router replica; further ones get 429")
+    max_ongoing_sequences: int | None = Field(
+        None,
+        ge=1,
+        description="sequences (prompts times `n`) in one router replica; further requests get 429. Unset: four for "
+        f"each slot of the decode engines, at least {MIN_ONGOING_SEQUENCES:,}",
+    )
     max_body_bytes: int = Field(8 * 2**20, ge=1, description="largest request body; larger ones get 413")
     max_prompts: int = Field(128, ge=1, description="largest number of prompts times `n` in one request")
     max_ongoing_requests_per_key: int | None = Field(
@@ -302,11 +324,11 @@ class RouterSettings(RouterLimits, PlacementSettings):
 
     replicas: int = Field(1, ge=1, description="number of router replicas")
     http_port: int | None = Field(
-        None,
+        8100,
         ge=1,
         le=65535,
-        description="port on which each router answers clients; routers on one node share it. Unset: only Ray Serve's "
-        "proxy answers (`http_options`), which is slower (docs/router-cost.md)",
+        description="port on which each router answers clients; routers on one node share it. `null`: only Ray "
+        "Serve's proxy answers (`http_options`), which is slower (docs/router-cost.md)",
     )
     leave_s: Seconds = Field(
         1.0,
@@ -400,9 +422,14 @@ class RoleSettings(PlacementSettings):
     environment: dict[str, str] = Field(
         default_factory=dict, description="environment variables of the actor and its engine"
     )
-    max_ongoing_requests: int = Field(64, ge=1, description="slots of one replica")
+    max_ongoing_sequences: int | None = Field(
+        None,
+        ge=1,
+        description="slots of one replica: sequences (prompts times `n`) that it computes or queues. Unset: twice the "
+        "engine's `max_num_seqs`, but no more than its KV cache has blocks",
+    )
     max_queued_requests: int = Field(
-        128,
+        65536,
         ge=0,
         description="requests that may wait in one router for a slot of this role; further ones get 429 (decode) or "
         "are served by decode alone (prefill)",

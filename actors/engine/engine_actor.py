@@ -52,14 +52,15 @@ class EngineActor:
         """Prepare the role before the replica is ready."""
 
     async def _open_rpc_server(self, settings: RoleSettings) -> None:
-        self._rpc_server = RpcServer(self.serve_request, settings.max_ongoing_requests, self._router_methods())
+        slots = settings.max_ongoing_sequences or self.engine.slots
+        self._rpc_server = RpcServer(self.serve_request, slots, self._router_methods())
         host = settings.rpc_host or self._node_ip
         try:
             address = await self._rpc_server.open(host, settings.rpc_port)
         except OSError as error:
             where = f"{self.role}.rpc_host, rpc_port: {host}:{settings.rpc_port}"
             raise EngineStartError(f"{where} cannot be used: {error}") from error
-        self._replica_metadata = replica_metadata(address, settings.max_queued_requests)
+        self._replica_metadata = replica_metadata(address, settings.max_queued_requests, slots=slots)
 
     def _router_methods(self) -> dict[str, Callable[..., Awaitable[Any]]]:
         """Return the methods that routers call over their connection."""

@@ -223,6 +223,12 @@ class VllmEngine:
         }
 
     @property
+    def slots(self) -> int:
+        """Number of sequences that routers may give this engine at once."""
+        config = self._llm.vllm_config
+        return slots_of(config.scheduler_config.max_num_seqs, config.cache_config.num_gpu_blocks or 0)
+
+    @property
     def dead(self) -> bool:
         return self._stop_flag.should_exit or self._llm.errored
 
@@ -235,6 +241,15 @@ class VllmEngine:
         """End the engine's processes; requests in flight fail with EngineDownError."""
         self._stop_flag.should_exit = True
         await self._stack.aclose()
+
+
+def slots_of(max_num_seqs: int, kv_blocks: int) -> int:
+    """Return the number of sequences that an engine takes at once.
+
+    `max_num_seqs` run, and as many wait in the engine, so that a sequence that ends is replaced in
+    the next step. Each needs at least one block.
+    """
+    return max(min(2 * max_num_seqs, kv_blocks), 1) if kv_blocks else 2 * max_num_seqs
 
 
 def _refusal(error: Exception) -> bytes | None:

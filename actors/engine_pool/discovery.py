@@ -21,7 +21,7 @@ class EngineReplica:
 
     address: RpcAddress
     slots: int
-    """Number of calls that it serves at once."""
+    """Number of sequences that it computes or queues at once."""
     queue: int
     """Number of requests that may wait in one router for engines of its role."""
     metadata: Mapping[str, Any]

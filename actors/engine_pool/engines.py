@@ -34,11 +34,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Slot:
-    """Permission to make one call to one replica."""
+    """Permission to make one call of `sequences` sequences to one replica."""
 
     replica_id: str
     address: RpcAddress
     metadata: Mapping[str, Any]
+    sequences: int = 1
     maybe_full: bool = False
     """Whether the engine may refuse the call, because other routers may hold its slots."""
     served: bool = False
@@ -150,9 +151,9 @@ class EnginePool:
         self._channels = Channels()
         self._unsubscribe: Callable[[], None] | None = None
 
-    async def take(self, avoid: AbstractSet[str] = frozenset(), prefer: Sequence[str] = ()) -> Slot:
-        """Take a slot on a replica that is not in `avoid`: the first free one of `prefer`, else the
-        least busy.
+    async def take(self, avoid: AbstractSet[str] = frozenset(), prefer: Sequence[str] = (), sequences: int = 1) -> Slot:
+        """Take slots for `sequences` on a replica that is not in `avoid`: the first free one of
+        `prefer`, else the least busy.
 
         Waits until it is cancelled. Give the slot back with `give_back`. Raises OverloadedError
         when too many requests wait.
@@ -162,19 +163,19 @@ class EnginePool:
                 self._handle.deployment_id, partial(_call, self._slots.changed, asyncio.get_running_loop())
             )
         while True:
-            name = await self._slots.take(avoid, prefer)
+            name = await self._slots.take(avoid, prefer, sequences)
             try:
                 engine = (replicas_of(self._handle.deployment_id) or {}).get(name)
                 if engine is not None:
-                    return Slot(name, engine.address, engine.metadata, self._slots.maybe_full(name))
+                    return Slot(name, engine.address, engine.metadata, sequences, self._slots.maybe_full(name))
             except BaseException:
-                self._slots.give_back(name, served=False)
+                self._slots.give_back(name, sequences, served=False)
                 raise
-            self._slots.give_back(name, served=False)  # the replica has gone since it was chosen
+            self._slots.give_back(name, sequences, served=False)  # the replica has gone since it was chosen
 
     def give_back(self, slot: Slot) -> None:
         """Return a slot after its call has ended or was not made."""
-        self._slots.give_back(slot.replica_id, served=slot.served)
+        self._slots.give_back(slot.replica_id, slot.sequences, served=slot.served)
 
     def dispatch(self, slot: Slot, call: Call, transfer_id: str | None = None, hold_s: float = 0.0) -> EngineCall:
         """Send a call on `slot`.
@@ -192,9 +193,14 @@ class EnginePool:
         reported the replicas."""
         return None if replicas_of(self._handle.deployment_id) is None else self._slots.ongoing()
 
-    def has_engines(self) -> bool:
-        """Return whether any engine accepts calls."""
-        return bool(self._slots.ongoing())
+    def has_engines(self, avoid: AbstractSet[str] = frozenset()) -> bool:
+        """Return whether any engine outside `avoid` accepts calls."""
+        return not self._slots.ongoing().keys() <= avoid
+
+    @property
+    def slots(self) -> int:
+        """Number of slots of all engines."""
+        return sum(engine.slots for engine in (replicas_of(self._handle.deployment_id) or {}).values())
 
     @property
     def slots_taken(self) -> int:

@@ -32,7 +32,7 @@ class DiscoveryRouter(FIFOMixin, RequestRouter):
 
     def _publish(self) -> None:
         metadata = {
-            name.unique_id: {**replica.replica_metadata, "slots": replica.max_ongoing_requests}
+            name.unique_id: {"slots": replica.max_ongoing_requests, **replica.replica_metadata}
             for name, replica in self.curr_replicas.items()
         }
         discovery.publish(self._deployment_id, metadata)

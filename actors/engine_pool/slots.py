@@ -1,7 +1,9 @@
 """Slots of one router on the engines of one role, granted first come, first served.
 
-A slot is permission to make one call. The engine enforces its own limit and refuses calls above it:
-other routers use the same engine, and this router knows their load only from the engine's replies.
+A slot is permission to run one sequence. A call with several sequences is granted while one slot is
+free and may exceed the limit with the others: it would otherwise wait behind all calls with one. The
+engine enforces its own limit and refuses calls above it: other routers use the same engine, and this
+router knows their load only from the engine's replies.
 """
 
 import asyncio
@@ -36,6 +38,7 @@ class SlotWaiter:
 
     avoid: AbstractSet[str]
     prefer: Sequence[str]
+    sequences: int
     slot: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -96,7 +99,7 @@ class SlotPool:
         return SlotPoolSnapshot(frozenset(self._others), frozenset(self._full), frozenset(self._leaving))
 
     def ongoing(self) -> dict[str, int]:
-        """Return the known number of ongoing calls of each replica that accepts calls."""
+        """Return the known number of ongoing sequences of each replica that accepts calls."""
         now = _now()
         return {name: self._ongoing(name, now) for name in self._look() if name not in self._leaving}
 
@@ -113,13 +116,13 @@ class SlotPool:
         """Return whether the replica may refuse a call although a slot was granted."""
         return name in self._full
 
-    async def take(self, avoid: AbstractSet[str] = frozenset(), prefer: Sequence[str] = ()) -> str:
-        """Take a slot on a replica that is not in `avoid`, and return the replica's id. Waits until
-        it is cancelled.
+    async def take(self, avoid: AbstractSet[str] = frozenset(), prefer: Sequence[str] = (), sequences: int = 1) -> str:
+        """Take slots for `sequences` on a replica that is not in `avoid`, and return the replica's
+        id. Waits until it is cancelled.
 
         Raises OverloadedError when the queue is full.
         """
-        waiting = SlotWaiter(avoid, prefer)
+        waiting = SlotWaiter(avoid, prefer, sequences)
         if not self._waiting and self._grant(waiting, self._usable()):
             return waiting.slot.result()
         most = max((engine.queue for engine in self._look().values()), default=None)
@@ -135,7 +138,7 @@ class SlotPool:
             return await waiting.slot
         except asyncio.CancelledError:
             if waiting.slot.done() and not waiting.slot.cancelled():
-                self.give_back(waiting.slot.result(), served=False)
+                self.give_back(waiting.slot.result(), sequences, served=False)
             raise
         finally:
             self._waiting.pop(waiting, None)
@@ -143,9 +146,10 @@ class SlotPool:
                 self._looking.cancel()
                 self._looking = None
 
-    def give_back(self, name: str, served: bool = True) -> None:
-        """Return a slot. `served` is false when the call was not made or the engine refused it."""
-        self._taken[name] -= 1
+    def give_back(self, name: str, sequences: int = 1, served: bool = True) -> None:
+        """Return the slots of a call. `served` is false when it was not made or the engine refused
+        it."""
+        self._taken[name] -= sequences
         if not self._taken[name]:
             del self._taken[name]
         if (full := self._full.get(name)) is not None:
@@ -154,7 +158,7 @@ class SlotPool:
         self._serve_waiting()
 
     def record_accepted(self, name: str, ongoing: int) -> None:
-        """Record that an engine has accepted a call and has `ongoing` calls now."""
+        """Record that an engine has accepted a call and has `ongoing` sequences now."""
         self._others[name] = (max(ongoing - self._taken[name], 0), _now())
         self._full.pop(name, None)
         self._serve_waiting()
@@ -204,7 +208,7 @@ class SlotPool:
         if replicas is usable.full:
             full = self._full.setdefault(name, FullReplica(now))
             full.ask_at, full.asked = now + full.wait_s, True
-        self._taken[name] += 1
+        self._taken[name] += waiting.sequences
         waiting.slot.set_result(name)
         del replicas[name]
         self._add_usable(usable, name, self._look()[name].slots, now)

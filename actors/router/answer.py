@@ -38,6 +38,7 @@ class Answer:
         self._replay_log = RecordedGroups()
         request = attempts.request
         self._resumable = why_not_resumable(request.endpoint, request.body) is None
+        self._has_tokens = False
 
     @property
     def route(self) -> str:
@@ -48,11 +49,6 @@ class Answer:
     def explanation(self) -> str | None:
         """Routing decision and its inputs as JSON, if the client asked for them."""
         return self._first.decision.explain() if self._attempts.request.explain else None
-
-    @property
-    def left_s(self) -> float:
-        """Remaining time of the request, in seconds."""
-        return self._attempts.timing.left_s
 
     @property
     def pair(self) -> Pair:
@@ -119,6 +115,7 @@ class Answer:
                     comments = b""
                     if stream.sent > sent:
                         self._attempts.reset_failures()
+                        self._has_tokens = True
                     ready += events
                     # Join data that is ready at once: under load this reduces the cost of each
                     # token.
@@ -148,7 +145,10 @@ class Answer:
         await self._attempt.close()
 
     async def _next(self) -> Any:
-        return await self._attempt.decode.next(self._attempts.limits.silence_timeout_s, self._attempts.timing.ends_at)
+        limits, timing = self._attempts.limits, self._attempts.timing
+        if self._has_tokens and self._attempt.decode.waits:
+            timing.extend(limits.idle_timeout_s)
+        return await self._attempt.decode.next(limits.silence_timeout_s, timing.ends_at)
 
     async def _resume(self, error: UnavailableError, stream: EventStream, replay_log: RecordedGroups) -> None:
         """Reopen the stream on another decode replica, which repeats `replay_log` first."""

@@ -33,6 +33,16 @@ class ClientRequest:
         """Passages of the prompt, from which cached prefixes are found."""
         return read_prompt(self.body)
 
+    @property
+    def streams(self) -> bool:
+        """Whether the client asked for a stream."""
+        return bool(self.body.get("stream"))
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences that an engine computes for the request: prompts times `n`."""
+        return self.prompt.answers
+
     @cached_property
     def fields(self) -> Mapping[str, Any]:
         """Fields of the body as the client wrote them. Decisions use `body`."""
@@ -51,6 +61,10 @@ class RequestTimer:
         self._began_at = asyncio.get_running_loop().time() - (time.monotonic() - arrived_at)
         self.ends_at = self._began_at + timeout_s
         """Deadline on the event loop's clock."""
+
+    def extend(self, idle_s: float) -> None:
+        """Move the deadline to `idle_s` from now: a stream with tokens has no deadline of its own."""
+        self.ends_at = asyncio.get_running_loop().time() + idle_s
 
     @property
     def age_s(self) -> float:

@@ -14,7 +14,7 @@ from http import HTTPStatus
 from typing import Any, Self
 
 from actors.engine_pool.engines import EnginePool, Slot
-from actors.errors import DeadlineError, OverloadedError, RefusedError, UnavailableError
+from actors.errors import DeadlineError, RefusedError, UnavailableError
 from actors.policy.decision import NO_PREFILL, PREFILL_FAILED, Decision
 from actors.policy.inflight import InflightRequest
 from actors.policy.planner import Planner
@@ -190,8 +190,7 @@ class Dispatcher:
                 try:
                     return await self._open_once(replay_log)
                 except RefusedError as error:
-                    if self._refused_for_s("decode") > self.limits.replica_timeout_s:
-                        raise OverloadedError(f"no decode engine has accepted the request: {error}") from error
+                    logger.debug("a decode engine has no slot left: %s", error)  # other routers have them
                 except UnavailableError as error:
                     self.decode_failed(error)
 
@@ -332,7 +331,8 @@ class Dispatcher:
             slot = await self._choose_decode(attempt.legs, decision)
             attempt.slots_at = time.monotonic()
             attempt.sent(slot.replica_id, None)
-            call = Call("POST", self.request.endpoint, self.request.headers, self.request.raw, replay_log)
+            request = self.request
+            call = Call("POST", request.endpoint, request.headers, request.raw, replay_log, request.sequences)
             attempt.decode = self._dispatch_decode(attempt.legs, slot, call)
             return attempt.opened(await attempt.decode.open(self.limits.silence_timeout_s))
 
@@ -393,6 +393,8 @@ class Dispatcher:
                 self.limits.replica_timeout_s,
                 avoid,
                 decision.decode,
+                self.request.sequences,
+                queues=True,
             )
         except DeadlineError as error:
             if self._suspect_decode:

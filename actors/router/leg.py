@@ -142,7 +142,7 @@ class Leg:
                 raise
             if until is not None and bound.when() == until:
                 raise DeadlineError(
-                    f"the {self.role} engine's answer did not end before the request's deadline"
+                    f"the {self.role} engine sent nothing for this request before its deadline"
                 ) from None
             raise self._silent(silence_s) from None
 
@@ -168,18 +168,42 @@ async def choose(
     timeout_s: float,
     avoid: AbstractSet[str] = frozenset(),
     prefer: Sequence[str] = (),
+    sequences: int = 1,
+    queues: bool = False,
 ) -> Slot:
     """Take a slot on a replica of `role` within `timeout_s`; it is given back when `stack` unwinds.
 
-    Prefers the first free replica of `prefer`, else the least busy, and never one of `avoid`.
-
+    Prefers the first free replica of `prefer`, else the least busy, and never one of `avoid`. With
+    `queues`, waits longer while a replica outside `avoid` runs: the caller has a deadline of its
+    own.
     """
     try:
-        async with deadline(timeout_s, f"waiting for a free {role} replica"):
-            slot = await engines.take(avoid, prefer)
-    except DeadlineError as error:
+        async with _while_running(engines, avoid, timeout_s) if queues else asyncio.timeout(timeout_s):
+            slot = await engines.take(avoid, prefer, sequences)
+    except TimeoutError as error:
         if engines.has_engines():
-            raise
+            raise DeadlineError(f"waiting for a free {role} replica took longer than {timeout_s:g} s") from None
         raise UnavailableError(f"no {role} engine is running: it may still be starting, see /health") from error
     stack.callback(engines.give_back, slot)
     return slot
+
+
+@asynccontextmanager
+async def _while_running(engines: EnginePool, avoid: AbstractSet[str], period_s: float) -> AsyncGenerator[None, None]:
+    """Raise TimeoutError when no replica outside `avoid` runs at the end of a period."""
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle
+    async with asyncio.timeout(None) as bound:
+
+        def look() -> None:
+            nonlocal timer
+            if engines.has_engines(avoid):
+                timer = loop.call_later(period_s, look)
+            else:
+                bound.reschedule(loop.time())
+
+        timer = loop.call_later(period_s, look)
+        try:
+            yield
+        finally:
+            timer.cancel()

@@ -39,9 +39,9 @@ class RouterReplica(Router):
         """Return the part of the status that only this replica knows."""
         return {
             "replica": own_replica_id(),
-            "ongoing": int(self.metrics.value("tandem_ongoing_requests")),
+            "ongoing": self.ongoing_sequences,
             "slots_taken": self.slots_taken,
-            "limit": self.limits.max_ongoing_requests,
+            "limit": self.max_sequences,
             "rejected_config": self.rejected_config,
             "counts": self.metrics.counts(),
             "recent": self.recent.newest(RECENT_SHOWN),

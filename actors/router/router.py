@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from http import HTTPStatus
 from typing import Any
@@ -17,12 +17,16 @@ from actors.router.leg import Leg, choose, deadline
 from actors.router.routing_feedback import RoutingFeedback
 from actors.telemetry.recent_requests import RecentRequests
 from actors.telemetry.router_metrics import RouterMetrics
-from configs.settings import RoleName, RouterLimits, changed_limits
+from configs.settings import MIN_ONGOING_SEQUENCES, RoleName, RouterLimits, changed_limits
 
 logger = logging.getLogger(__name__)
 
 DISCARD_S = 5.0
 """Longest wait for prefill replicas to free the KV of a transfer that decode does not fetch."""
+
+SEQUENCES_PER_SLOT = 4
+"""Sequences that a router admits for each slot of the decode engines, unless the settings have a
+limit."""
 
 
 class Router:
@@ -38,7 +42,7 @@ class Router:
         self._decode = decode
         self._feedback = RoutingFeedback(limits.routing, self.metrics, prefill.ongoing, decode.ongoing)
         self._fleet = Fleet(prefill, decode, self.metrics, self._feedback, self._discard)
-        self._ongoing = 0
+        self._ongoing = self._sequences = 0
         self.recent = RecentRequests()
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
@@ -63,24 +67,52 @@ class Router:
         """Number of requests being served."""
         return self._ongoing
 
+    @property
+    def ongoing_sequences(self) -> int:
+        """Number of sequences of the requests being served."""
+        return self._sequences
+
+    @property
+    def max_sequences(self) -> int:
+        """Largest number of sequences of the requests being served."""
+        if self.limits.max_ongoing_sequences is not None:
+            return self.limits.max_ongoing_sequences
+        return max(SEQUENCES_PER_SLOT * self._decode.slots, MIN_ONGOING_SEQUENCES)
+
     @contextmanager
-    def admitted(self) -> Iterator[None]:
-        """Count a request while it is served; raises OverloadedError above `max_ongoing_requests`."""
-        if self._ongoing >= self.limits.max_ongoing_requests:
-            raise OverloadedError(f"this router is serving {self._ongoing} requests, which is its limit; retry later")
+    def admitted(self) -> Iterator[Callable[[int], None]]:
+        """Count a request while it is served; raises OverloadedError when `max_sequences` are being
+        served.
+
+        It counts as one sequence until the function returned is called with their number, which is
+        known when the body has arrived. So the last request admitted may exceed the limit.
+        """
+        if self._sequences >= self.max_sequences:
+            raise OverloadedError(
+                f"this router is serving {self._sequences} sequences, which is its limit; retry later"
+            )
+        counted = 1
+
+        def count(sequences: int) -> None:
+            nonlocal counted
+            self._sequences += sequences - counted
+            counted = sequences
+
         self._ongoing += 1
+        self._sequences += 1
         try:
             with self.metrics.ongoing.track_inprogress():
-                yield
+                yield count
         finally:
             self._ongoing -= 1
+            self._sequences -= counted
 
     def max_requests_of_key(self, keys: int) -> int | None:
         """Return how many requests one of `keys` API keys may have here; None: the router's own limit
         is enough."""
         if self.limits.max_ongoing_requests_per_key is not None:
             return self.limits.max_ongoing_requests_per_key
-        return None if keys == 1 else max(self.limits.max_ongoing_requests // 2, 1)
+        return None if keys == 1 else max(self.max_sequences // 2, 1)
 
     @asynccontextmanager
     async def answer(self, request: ClientRequest) -> AsyncGenerator[Answer, None]:
@@ -89,13 +121,17 @@ class Router:
         Raises OverloadedError, UnavailableError or DeadlineError when decode does not answer.
         """
         attempts = Dispatcher(
-            request, self.limits, RequestTimer(self.limits.request_timeout_s, request.arrived_at), self._fleet
+            request, self.limits, RequestTimer(self._timeout_s(request), request.arrived_at), self._fleet
         )
         answer = Answer(attempts, await attempts.open(), self.metrics)
         try:
             yield answer
         finally:
             await answer.close()
+
+    def _timeout_s(self, request: ClientRequest) -> float:
+        """Return the time to the first token of a stream, or to the whole of another answer."""
+        return self.limits.first_token_timeout_s if request.streams else self.limits.request_timeout_s
 
     @property
     def slots_taken(self) -> dict[RoleName, int]:

@@ -57,8 +57,8 @@ class RpcServer:
         slots: int,
         methods: Mapping[str, Callable[..., Awaitable[Any]]] | None = None,
     ) -> None:
-        """Answer requests with `serve`, at most `slots` at a time, and calls of `methods` with
-        theirs."""
+        """Answer requests with `serve`, and calls of `methods` with theirs. Accept a request while
+        fewer than `slots` sequences run."""
         self._serve = serve
         self._methods = methods or {}
         self._slots = slots
@@ -116,12 +116,12 @@ class RpcServer:
         self._record_queue(request, time.monotonic())
         if refusal := await self._refusal():
             return refusal
-        self.ongoing += 1
+        self.ongoing += request.call.sequences
         self._idle.clear()
         try:
             return await self._serve_call(request, stream)
         finally:
-            self.ongoing -= 1
+            self.ongoing -= request.call.sequences
             self._freed.set()
             if not self.ongoing:
                 self._idle.set()
@@ -142,7 +142,7 @@ class RpcServer:
         if self._leaving:
             return RpcFailure("leaving", "this engine is stopping")
         if self.ongoing >= self._slots:
-            return RpcFailure("full", f"this engine is serving {self.ongoing} requests, which is its limit")
+            return RpcFailure("full", f"this engine is serving {self.ongoing} sequences, which is its limit")
         return None
 
     async def _serve_call(self, request: RpcRequest, stream: ServedStream) -> RpcFailure | None:
@@ -160,6 +160,6 @@ class RpcServer:
         return None
 
 
-def replica_metadata(address: RpcAddress, places_to_wait: int, **more: Any) -> dict[str, Any]:
+def replica_metadata(address: RpcAddress, queue: int, **more: Any) -> dict[str, Any]:
     """Return the metadata of a replica for routers: its RPC address, and the limit of their queues."""
-    return {"rpc": asdict(address), "queue": places_to_wait, **more}
+    return {"rpc": asdict(address), "queue": queue, **more}

@@ -14,10 +14,10 @@ from ray.exceptions import TaskCancelledError
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
+from actors.errors import DeadlineError
 from actors.request import Endpoint
 from actors.router.answer import Answer
 from actors.router.client_request import ClientRequest
-from actors.router.leg import deadline
 from actors.router.router import Router
 from actors.telemetry.access_log import ENTRY
 from actors.telemetry.router_metrics import RouterMetrics
@@ -74,8 +74,9 @@ class Generate:
         limits = self._router.limits
         tally = Tally(self._router.metrics)
         try:
-            with self._router.admitted():
+            with self._router.admitted() as count:
                 request = await self._read(Request(scope, receive))
+                count(request.sequences)
                 with Observer.of(self._router, request, self._traces, scope.get(ENTRY)) as observer:
                     await until_disconnect(receive, self._relay(observer, tally, send))
         except (ClientDisconnect, TaskCancelledError):
@@ -144,22 +145,31 @@ class Generate:
     async def _send_rest(
         self, events: AsyncGenerator[bytes, None], answer: Answer, observer: Observer, send: Send
     ) -> None:
-        """Send the rest of a stream within the request's time, also to a client that reads slowly."""
+        """Send the rest of a stream; end it when the client reads nothing for `idle_timeout_s`."""
         last = b""
+        loop, idle_s = asyncio.get_running_loop(), self._router.limits.idle_timeout_s
         try:
-            async with deadline(answer.left_s, "sending the answer"):
+            async with asyncio.timeout(None) as unread:
                 async for some in events:
+                    unread.reschedule(loop.time() + idle_s)
                     await send({"type": "http.response.body", "body": some, "more_body": True})
+                    unread.reschedule(None)
                     observer.keep(answer)
+        except TimeoutError:
+            # The client may read this when it reads again; until then nothing else is sent to it.
+            last = self._broken(DeadlineError(f"the client read nothing of the stream for {idle_s:g} s"))
         except Exception as error:
-            # The response has started, so the error can only be sent in its body.
-            self._router.metrics.broken_streams.inc()
-            logger.warning("a stream was interrupted: %s", error, exc_info=not isinstance(error, TandemError))
-            last = error_event(error, self._endpoint)
+            last = self._broken(error)
         # If the client does not read even that, the server closes the connection.
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORD_S):
                 await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    def _broken(self, error: Exception) -> bytes:
+        """Count and log an error after the response has started; return the event that reports it."""
+        self._router.metrics.broken_streams.inc()
+        logger.warning("a stream was interrupted: %s", error, exc_info=not isinstance(error, TandemError))
+        return error_event(error, self._endpoint)
 
 
 def _response_headers(answer: Answer) -> list[tuple[bytes, bytes]]:

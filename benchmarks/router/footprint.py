@@ -60,7 +60,7 @@ class Engine(Instant):
 
     async def pool(self, stack: AsyncExitStack) -> EnginePool:
         """Start to listen; return the pool with which a router calls this engine."""
-        await self._open_rpc_server(RoleSettings(max_ongoing_requests=SLOTS, rpc_host="127.0.0.1"))
+        await self._open_rpc_server(RoleSettings(max_ongoing_sequences=SLOTS, rpc_host="127.0.0.1"))
         stack.push_async_callback(self._rpc_server.close)
         metadata = {self.replica: {**self.record_replica_metadata(), "slots": SLOTS}}
         discovery.publish(self.role, metadata)

@@ -56,7 +56,7 @@ class Instant(Prefill):
         self._producer = ProducerAddress.from_params(WHERE)
         llm: Any = NoLLM()
         self.engine = VllmEngine(llm, instant(), StopFlag(), AsyncExitStack(), "nothing to replay", None, "nobody")
-        await self._open_rpc_server(RoleSettings(max_ongoing_requests=SLOTS, rpc_host="127.0.0.1"))
+        await self._open_rpc_server(RoleSettings(max_ongoing_sequences=SLOTS, rpc_host="127.0.0.1"))
 
     async def call(self, call: Call) -> AsyncGenerator[CallItem, None]:
         """Counted while it runs."""

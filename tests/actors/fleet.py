@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -144,7 +145,7 @@ class Handle:
         self._turn = 0
         self._known = False
 
-    async def take(self, avoid: Iterable[str] = (), prefer: Sequence[str] = ()) -> FakeSlot:
+    async def take(self, avoid: Iterable[str] = (), prefer: Sequence[str] = (), sequences: int = 1) -> FakeSlot:
         self._known = True
         free = [replica for replica in self.replicas if replica.name not in avoid]
         await asyncio.sleep(0)
@@ -165,8 +166,12 @@ class Handle:
         """As of a pool whose replicas become known with the first request."""
         return {replica.name: 0 for replica in self.replicas} if self._known else None
 
-    def has_engines(self) -> bool:
-        return bool(self.replicas)
+    def has_engines(self, avoid: AbstractSet[str] = frozenset()) -> bool:
+        return any(replica.name not in avoid for replica in self.replicas)
+
+    @property
+    def slots(self) -> int:
+        return 100 * len(self.replicas)
 
     async def ask(self, slot: FakeSlot, method: str, *arguments: Any) -> None:
         assert method == "discard"

@@ -43,9 +43,11 @@ def test_the_gpu_configuration_fits_its_gpus() -> None:
 @pytest.mark.parametrize(
     ("http_options", "router", "port", "address"),
     [
-        ({}, {}, None, "127.0.0.1:8000"),
-        ({"host": "10.0.0.1", "port": 80}, {}, None, "10.0.0.1:80"),
-        ({"host": "10.0.0.1", "port": 80}, {}, 81, "10.0.0.1:81"),
+        ({}, {}, None, "127.0.0.1:8100"),
+        ({}, {}, 81, "127.0.0.1:81"),
+        ({"port": 80}, {}, None, "127.0.0.1:8100"),
+        ({"host": "10.0.0.1", "port": 80}, {"http_port": None}, None, "10.0.0.1:80"),
+        ({"host": "10.0.0.1", "port": 80}, {"http_port": None}, 81, "10.0.0.1:81"),
         ({"port": 80}, {"http_port": 90}, None, "127.0.0.1:90"),
         ({"port": 80}, {"http_port": 90, "http_host": "10.0.0.1"}, 91, "10.0.0.1:91"),
         ({"port": 80}, {"http_port": 90, "http_host": "0.0.0.0"}, None, "127.0.0.1:90"),

@@ -79,6 +79,8 @@ async def test_a_node_that_dies_right_after_the_first_look_is_told(ray_says, mon
     told: asyncio.Queue[str] = asyncio.Queue()
 
     class Engine:
+        slots = 1
+
         @classmethod
         async def start(cls, *_: object) -> "Engine":
             return cls()

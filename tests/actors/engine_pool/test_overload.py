@@ -17,10 +17,13 @@ from actors.request import Accepted, ResponseStart
 from actors.router.router import Router
 from actors.rpc.messages import RpcRequest
 from actors.rpc.server import RpcServer, replica_metadata
+from configs.settings import RoleSettings, RouterLimits
 from tests.actors.behaviours import JSON, LIMITS, request
 from tests.actors.fleet import METADATA
 
 SLOTS = 4
+QUEUE = RoleSettings().max_queued_requests
+SHORT = LIMITS.model_copy(update={"replica_timeout_s": 3.0, "request_timeout_s": 3.0})
 PROMPT_S = 0.05
 
 
@@ -41,13 +44,15 @@ class Service:
     answers: asyncio.Event = field(default_factory=asyncio.Event)
     full: asyncio.Event = field(default_factory=asyncio.Event)
     """Decode has had no slot left."""
+    prompt_s: float = PROMPT_S
+    slots: int = SLOTS
     prompts: int = 0
     """That prefill has begun to compute."""
 
     async def prefill(self, order: RpcRequest) -> AsyncGenerator[Any, None]:
         yield Accepted("prefill 0")
         self.prompts += 1
-        await asyncio.sleep(PROMPT_S)
+        await asyncio.sleep(self.prompt_s)
         yield ResponseStart(200, JSON)
         yield b"{}"
         await asyncio.sleep(order.hold_s)
@@ -63,19 +68,18 @@ class Service:
     async def open(self, stack: AsyncExitStack) -> None:
         self.servers: Mapping[str, RpcServer] = {
             "prefill": RpcServer(self.prefill, 64),
-            "decode": RpcServer(self.decode, SLOTS),
+            "decode": RpcServer(self.decode, self.slots),
         }
         for role, server in self.servers.items():
-            slots = 64 if role == "prefill" else SLOTS
+            slots = 64 if role == "prefill" else self.slots
             said = {
-                f"{role} 0": {**replica_metadata(await server.open("127.0.0.1", 0), 100, **METADATA), "slots": slots}
+                f"{role} 0": {**replica_metadata(await server.open("127.0.0.1", 0), QUEUE, **METADATA), "slots": slots}
             }
             stack.push_async_callback(server.close)
             discovery.publish(role, said)
 
-    def router(self, stack: AsyncExitStack) -> Router:
+    def router(self, stack: AsyncExitStack, limits: RouterLimits = SHORT) -> Router:
         handles: list[Any] = [Handle("prefill"), Handle("decode")]
-        limits = LIMITS.model_copy(update={"replica_timeout_s": 3.0})
         router = Router(limits, *map(EnginePool, handles))
         stack.push_async_callback(router.close)
         return router
@@ -91,7 +95,7 @@ async def test_a_full_engine_costs_no_prompts() -> None:
     async with AsyncExitStack() as stack:
         service = Service()
         await service.open(stack)
-        first, second = service.router(stack), service.router(stack)
+        first, second = service.router(stack, LIMITS), service.router(stack)
         running = [asyncio.create_task(ask(first)) for _ in range(SLOTS)]
         await service.full.wait()
         before = service.prompts
@@ -110,3 +114,28 @@ async def test_a_full_engine_costs_no_prompts() -> None:
         assert await asyncio.gather(*running, *waiting) == [b"{}"] * 3 * SLOTS
         assert service.prompts - before <= 3 * SLOTS
     assert (first.slots_taken, second.slots_taken) == ({"prefill": 0, "decode": 0},) * 2
+
+
+async def test_a_thousand_requests_at_once() -> None:
+    """With the default limits, none is refused: all wait for the slots of the engines."""
+    async with AsyncExitStack() as stack:
+        service = Service(prompt_s=0.001, slots=32)
+        service.answers.set()
+        await service.open(stack)
+        router = service.router(stack, LIMITS)
+        ends = await asyncio.gather(*(ask(router) for _ in range(1000)), return_exceptions=True)
+        assert {str(end) for end in ends if isinstance(end, BaseException)} == set()
+        assert router.slots_taken == {"prefill": 0, "decode": 0}
+
+
+async def test_the_wait_for_a_busy_engine_is_part_of_the_time_to_the_first_token() -> None:
+    """`replica_timeout_s` bounds the wait for an engine that runs, not for a slot on one that is busy."""
+    async with AsyncExitStack() as stack:
+        service = Service()
+        await service.open(stack)
+        router = service.router(stack, LIMITS.model_copy(update={"replica_timeout_s": 0.2}))
+        asking = [asyncio.create_task(ask(router)) for _ in range(2 * SLOTS)]
+        await asyncio.sleep(1.0)
+        assert [one for one in asking if one.done()] == []
+        service.answers.set()
+        assert await asyncio.gather(*asking) == [b"{}"] * 2 * SLOTS

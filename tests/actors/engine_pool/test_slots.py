@@ -40,6 +40,24 @@ async def test_the_preferred_one_then_the_least_busy() -> None:
     assert here.ongoing() == {"a": 1, "b": 2, "c": 1}
 
 
+async def test_sequences_are_counted() -> None:
+    """A call takes as many slots as it has sequences, and is granted while one is free."""
+    here = SlotPool(lambda: engines(a=4, b=4))
+    assert await here.take(prefer=["a"], sequences=3) == "a"
+    assert [await here.take() for _ in range(3)] == ["b"] * 3
+    assert here.ongoing() == {"a": 3, "b": 3}
+    assert await here.take(prefer=["a"], sequences=8) == "a"
+    assert await here.take() == "b"
+    waiting = asyncio.create_task(here.take(sequences=8))
+    small = asyncio.create_task(here.take())
+    assert await soon(waiting, small) == [None, None]
+    here.give_back("b")
+    assert await soon(waiting, small) == ["b", None], "a call with many sequences is not overtaken"
+    here.give_back("a", 8)
+    assert await soon(small) == ["a"]
+    assert here.ongoing() == {"a": 4, "b": 11}
+
+
 async def test_who_waits_is_served_in_turn() -> None:
     """First come first served, except for an engine that the first one avoids."""
     here = SlotPool(lambda: engines(a=1, b=1))

@@ -140,7 +140,7 @@ async def test_no_engine_is_not_a_queue():
 async def test_a_deadline_is_not_tried_again():
     """The time is the request's."""
     router, p, d = fleet([well], [hangs, hangs])
-    router.limits = LIMITS.model_copy(update={"request_timeout_s": 0.2})
+    router.limits = LIMITS.model_copy(update={"first_token_timeout_s": 0.2})
     with pytest.raises(DeadlineError):
         await ask(router, request())
     await at_rest(p, d)

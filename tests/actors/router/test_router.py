@@ -40,11 +40,13 @@ from tests.actors.behaviours import TOKENS, engine
 
 LIMITS = RouterLimits(
     request_timeout_s=5,
+    first_token_timeout_s=5,
+    idle_timeout_s=5,
     body_timeout_s=3,
     prefill_timeout_s=1.5,
     prefill_wait_s=0.2,
     replica_timeout_s=1,
-    max_ongoing_requests=4,
+    max_ongoing_sequences=4,
     retry_after_s=7,
     max_body_bytes=10_000,
     routing=RoutingSettings(policy="round_robin"),

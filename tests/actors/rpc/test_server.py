@@ -76,12 +76,27 @@ async def test_a_full_engine_refuses(world: World) -> None:
         for call in calls:
             assert isinstance(await call.__anext__(), Accepted)
         refused = await world.call("ends", stack)
-        with pytest.raises(RefusedError, match="2 requests"):
+        with pytest.raises(RefusedError, match="2 sequences"):
             await refused.__anext__()
         calls[0].cancel()
         await world.has(1)
         assert joined(await items(await world.call("ends", stack))) == joined(ITEMS)
         calls[1].cancel()
+    await world.at_rest()
+
+
+async def test_sequences_fill_an_engine(world: World) -> None:
+    """A call counts as many slots as it has sequences."""
+    async with AsyncExitStack() as stack:
+        slot = await world.engines.take(sequences=3)
+        stack.callback(world.engines.give_back, slot)
+        many = world.engines.dispatch(slot, Call("POST", "hangs", body=b"{}", sequences=3))
+        assert isinstance(await many.__anext__(), Accepted)
+        assert world.server.ongoing == 3
+        other = world.engines.dispatch(slot, Call("POST", "ends", body=b"{}"))
+        with pytest.raises(RefusedError, match="3 sequences"):
+            await other.__anext__()
+        many.cancel()
     await world.at_rest()
 
 

@@ -174,7 +174,7 @@ async def test_one_key_at_once():
 async def test_one_key_cannot_have_everything():
     """Without a setting, half of what a router serves is left to the other keys; the only key may have all."""
     for keys, most in ((KEYS, 2), (KEYS[:1], 4)):
-        surface = Surface(keys, RouterLimits(max_ongoing_requests=4))
+        surface = Surface(keys, RouterLimits(max_ongoing_sequences=4))
         waiting = [asyncio.create_task(surface.get("/wait", KEYS[0])) for _ in range(most)]
         for _ in waiting:
             await surface.arrived.acquire()
@@ -183,7 +183,7 @@ async def test_one_key_cannot_have_everything():
         await asyncio.gather(*waiting)
 
 
-def test_places():
+def test_slots():
     """A key that has nothing here takes no memory."""
     slots = PerKeyLimiter()
     with slots.taken("a", 1):

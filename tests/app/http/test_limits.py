@@ -1,0 +1,45 @@
+"""Limit of the sequences in one router."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from actors.router.client_request import ClientRequest
+from app.http.routes import build_http
+from configs.settings import MIN_ONGOING_SEQUENCES
+from tests.actors.behaviours import LIMITS, fleet, hangs, request, well
+from tests.actors.fleet import Handle, Replica, at_rest, router_of
+from tests.app.http.test_cancelled_requests import Client
+
+
+async def test_sequences_are_counted_and_not_requests() -> None:
+    """Requests for seven answers and for one fill a router with a limit of eight."""
+    router, prefill, decode = fleet([well], [hangs])
+    router.limits = LIMITS.model_copy(update={"max_ongoing_sequences": 8})
+    surface: Any = build_http(router)  # type: ignore[arg-type]
+
+    async def ask(wanted: ClientRequest) -> Client:
+        client = Client(wanted)
+        client.serving = asyncio.create_task(surface(client.scope, client.receive, client.send))  # type: ignore[attr-defined]
+        await asyncio.sleep(0.05)
+        return client
+
+    one, seven = await ask(request()), await ask(request(n=7))
+    assert router.ongoing_sequences == 8
+    refused = await ask(request())
+    assert refused.status == 429
+    seven.left.set()
+    await asyncio.sleep(0.05)
+    assert router.ongoing_sequences == 1
+    one.left.set()
+    await at_rest(prefill, decode)
+    assert (router.ongoing, router.ongoing_sequences) == (0, 0)
+
+
+def test_the_limit_follows_the_engines() -> None:
+    """Four sequences for each slot of decode."""
+    few = router_of(LIMITS, Handle([]), Handle([]))
+    assert few.max_sequences == MIN_ONGOING_SEQUENCES
+    replicas = [Replica(str(n), hangs) for n in range(64)]
+    assert router_of(LIMITS, Handle([]), Handle(replicas)).max_sequences == 4 * 6400
