@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -127,7 +127,7 @@ class KVStore:
             for folder in tiers
         ]
         self._fetches: dict[str, _Fetch] = {}
-        self._seconds: Counter[tuple[str, str]] = Counter()
+        self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
         # Slots that a running call may still use after its request has ended.
         self._lingering: list[tuple[Call[ObjectHeader] | Call[bool], int]] = []
         # Calls among them that write, and the label of their tier.

@@ -76,7 +76,7 @@ def stored(path: Path, objects: int) -> None:
 def kill(pair: Pair) -> None:
     """``kill -9`` of both engines and their workers."""
     for engine in (pair.prefill, pair.decode):
-        manager = engine.engine_core.resources.engine_manager  # type: ignore[attr-defined]
+        manager = engine.engine_core.resources.engine_manager
         for process in manager.processes:
             for each in (psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)):
                 with contextlib.suppress(psutil.NoSuchProcess):
