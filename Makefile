@@ -23,9 +23,9 @@ PORT ?=
 ADDRESS ?=
 TESTS ?=
 BUDGET_S ?= 600
-# A process for each of two cores: a third one makes engines start slower than it gains.
+# Two processes start engines.
 PARALLEL ?= -n 2 --dist loadscope --no-loadscope-reorder
-# Tests that only compute. They run in one process that takes what engines leave of the two cores; Ray's have niceness 15.
+# Tests that only compute take what the others leave of the two cores. Ray actors have niceness 5 (conftest.py).
 PURE = tests/planning tests/protocol tests/actors/policy tests/store tests/configs tests/k8s tests/differential benchmarks
 CPU_FEATURES ?=
 FABRICS ?=
@@ -84,15 +84,15 @@ two-hosts-test: $(STAMP) ## Cut the link between two such hosts, and mend it (ro
 	$(BIN)/python -m pytest -s tests/campaigns/hosts/nixl_on_two_hosts.py tests/campaigns/hosts/on_two_hosts.py
 
 .PHONY: test
-test: $(STAMP) ## Run the whole suite beside lint, formatting and types (13 minutes on two cores): TESTS=tests/actors for a part, CPU_FEATURES=amx_tile=0
+test: $(STAMP) ## Run the whole suite beside lint, formatting and types (11 minutes on two cores): TESTS=tests/actors for a part, CPU_FEATURES=amx_tile=0
 ifdef TESTS
 	$(BIN)/python -m pytest $(TESTS)
 else
 	@mkdir -p build
 	@(nice -n 19 $(BIN)/python -m pytest --durations=10 $(PURE); tests=$$?; nice -n 19 $(SHELL) -c "$(CHECK)" && exit $$tests) \
 		> build/pure.log 2>&1 & pure=$$!; \
-	$(BIN)/python -m pytest $(PARALLEL) --durations=30 --budget-s=$(BUDGET_S) $(PURE:%=--ignore=%); tests=$$?; \
-	wait $$pure; code=$$?; cat build/pure.log; exit $$((tests ? tests : code))
+	$(BIN)/python -m pytest $(PARALLEL) --durations=30 --budget-s=$(BUDGET_S) $(PURE:%=--ignore=%); \
+	code=$$?; wait $$pure || code=$$?; cat build/pure.log; exit $$code
 endif
 
 .PHONY: test-all
@@ -278,6 +278,10 @@ clients: $(STAMP) build/clients/bin/python ## The openai SDK, LangChain (in an e
 .PHONY: multi-connector
 multi-connector: $(STAMP) ## 100 requests through MultiConnector over TandemConnector and vLLM's ExampleConnector; metrics must account for all
 	$(BIN)/python -m tests.campaigns.service.multi_connector
+
+.PHONY: serve-commands
+serve-commands: $(STAMP) ## Ray's own commands on a service: serve run, status, config, deploy, build, shutdown (2 minutes)
+	$(BIN)/python -m pytest tests/campaigns/service/serve_commands.py
 
 .PHONY: streams
 streams: $(STAMP) ## Cut streams of every kind at every token, and kill 40 decode engines under streams (about an hour)

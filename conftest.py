@@ -1,4 +1,4 @@
-"""Options of the whole suite: groups for parallel runs, and the time budget of ``make test``."""
+"""Pytest options of the whole suite: groups for parallel runs, and the budget of ``make test``."""
 
 from __future__ import annotations
 
@@ -12,17 +12,31 @@ from xdist.scheduler import LoadScopeScheduling
 
 from app.doctor.machine import longest_temporary_directory, ray_temporary_directory
 
-# Ray's sockets lie in TMPDIR, numbered where there are several nodes. Ray does not start where the path is too long.
+# Ray's sockets are in TMPDIR, numbered if there are several nodes. Ray does not start if the path
+# is too long.
 if len(ray_temporary_directory()) + len(".99") > longest_temporary_directory():
     os.environ["RAY_TMPDIR"] = "/tmp"
+
+# Ray's default niceness of 15 would starve services beside engines without Ray. Ray's agents have
+# 15 s to start, so actors yield to them. Ray starts no workers that no test uses.
+os.environ |= {"RAY_worker_niceness": "5", "RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
 
 # No deadline for generated cases: engines of other tests may keep the machine busy.
 settings.register_profile("tandem", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("tandem")
 
 _STARTED_AT = pytest.StashKey[float]()
-SHARED_FOLDERS = ("tests/e2e/pair",)
-"""Folders whose files share engines."""
+TWO_RANKS = ("tests/e2e/pair/", "tests/e2e/test_families.py")
+"""Tests of engines with two ranks. A rank polls for the other one (vLLM's csrc/cpu/shm.cpp), so two
+such engines on two cores take twice the processor time. These tests run one after the other.
+"""
+
+WAITING = (
+    "tests/actors/router/test_router.py",
+    "tests/app/test_deployment_options.py",
+    "tests/app/http/test_http_server.py",
+)
+"""Tests that wait more than they compute, so they run beside those that start engines."""
 
 OVER_BUDGET = 1.5
 """A run may take this multiple of its budget."""
@@ -37,14 +51,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class GroupScheduling(LoadScopeScheduling):
-    """Keep the tests of a group in one process: those of a file, or of a folder that shares engines.
+    """Run the tests of a file in one process, and those of all engines with two ranks.
 
-    Not ``--dist loadgroup``: pytest-xdist 3.8 sets ``Item._nodeid``, which pytest 9.2 no longer reads.
+    Not ``--dist loadgroup``: pytest-xdist 3.8 sets ``Item._nodeid``, which pytest 9.2 does not
+    read.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        return next((folder for folder in SHARED_FOLDERS if file.startswith(folder + "/")), file)
+        return "two ranks" if nodeid.startswith(TWO_RANKS) else nodeid.partition("::")[0]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling:
@@ -52,20 +66,29 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupSchedul
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start with the groups that take longest: the others fill the gaps."""
+    """Start with the groups that take longest; the others fill the gaps."""
     items.sort(key=_rank)
 
 
 def _rank(item: pytest.Item) -> int:
-    """Return the item's place: the service that most tests use, engines, engines that are killed, everything else."""
+    """Return the sort key of a test.
+
+    In this order: the service, waiting tests, engines with two ranks, other engines, engines that
+    are killed, everything else.
+    The service has two ranks, so the other tests with two start when it is about to stop.
+    """
     marker = item.get_closest_marker("engine")
+    if item.nodeid.startswith(WAITING):
+        return 1
     if marker is None:
-        return 3
-    return 0 if marker.kwargs.get("first") else 2 if marker.kwargs.get("killed") else 1
+        return 5
+    if marker.kwargs.get("first"):
+        return 0
+    return 2 if item.nodeid.startswith(TWO_RANKS) else 4 if marker.kwargs.get("killed") else 3
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail a run that has exceeded its budget, in the process that controls it."""
+    """Fail a run that has exceeded its budget, in the controlling process."""
     budget_s = session.config.getoption("--budget-s")
     if budget_s is None or hasattr(session.config, "workerinput"):
         return

@@ -1,4 +1,5 @@
-"""Calls to all replicas of a role at once, each with its own timeout."""
+"""Calls through Serve to all replicas of a role at once, each with its own timeout: of routers to
+their peers, and of engines to those of the other role."""
 
 import asyncio
 import logging
@@ -20,7 +21,7 @@ _logged_at: dict[tuple[str, str], float] = {}
 
 
 class Role(Protocol):
-    """Anything that broadcasts: a Serve handle, or `EnginePool` in `engine_pool/engines.py`."""
+    """Anything that broadcasts: a Serve handle."""
 
     def broadcast(self, method: str, /, *arguments: object) -> DeploymentBroadcastResponse:
         """Call a method of all replicas."""

@@ -5,14 +5,47 @@ Groups travel to the router with the bytes that the serving layer made of them. 
 has a replay log first emits exactly these groups, then continues.
 """
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
+from itertools import islice
 
 from actors.errors import CannotResumeError
 from actors.request import ReplayLog, StreamChunk, TokenGroup
 from actors.telemetry.timestamps import CallTimestamps
+
+
+class RecordedGroups:
+    """The groups that a router has received of one stream: 4 bytes per token and 4 per group."""
+
+    def __init__(self) -> None:
+        self._tokens = array("I")
+        self._sizes = array("I")
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens in all groups."""
+        return len(self._tokens)
+
+    def extend(self, groups: Sequence[TokenGroup]) -> None:
+        """Append groups."""
+        for group in groups:
+            self._tokens.extend(group)
+            self._sizes.append(len(group))
+
+    def clear(self) -> None:
+        """Forget all groups."""
+        del self._tokens[:], self._sizes[:]
+
+    def replay_log(self) -> ReplayLog:
+        """Return the groups as the call to another engine has them."""
+        tokens = iter(self._tokens)
+        return tuple(tuple(islice(tokens, size)) for size in self._sizes)
 
 
 @dataclass

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
+
 Endpoint = Literal["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"]
 
 Body = Mapping[str, Any]
@@ -45,21 +47,20 @@ class Call:
 
     method: str
     path: str
+    """Escaped path, and after a question mark the query."""
     headers: Headers = ()
     body: bytes = field(default=b"", repr=False)
     replay_log: ReplayLog = field(default=(), repr=False)
 
 
-@dataclass(frozen=True)
-class Accepted:
+class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=0):
     """First item of each call: `replica` has accepted it, as one of `ongoing` calls."""
 
     replica: str
     ongoing: int = 1
 
 
-@dataclass(frozen=True)
-class Heartbeat:
+class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """The engine core has answered since the previous item: the engine is alive, whatever delays
     this call."""
 
@@ -84,8 +85,7 @@ class EngineTimings:
     kv_failed: bool = False
 
 
-@dataclass(frozen=True)
-class ResponseStart:
+class ResponseStart(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """First item of each response."""
 
     status: int
@@ -101,11 +101,14 @@ class ResponseStart:
         )
 
 
-@dataclass(frozen=True)
-class StreamChunk:
+class StreamChunk(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """Bytes of a response body, and the groups of tokens generated since the previous chunk."""
 
     body: bytes
     groups: ReplayLog
     timings: EngineTimings | None = None
     """Timings of a stream's first token, in the chunk that has it."""
+
+
+Item = Accepted | Heartbeat | ResponseStart | StreamChunk | bytes
+"""Item of an answer; plain bytes are a piece of the body without tokens or timings."""

@@ -18,7 +18,7 @@ def deployment_options(role: RoleSettings, runtime_env: dict[str, Any]) -> dict[
     if role.executor == "mp":
         return {
             "ray_actor_options": actor | {"num_gpus": role.num_gpus, "label_selector": role.label_selector},
-            "max_replicas_per_node": role.max_replicas_per_node,
+            **role.spreading_options(),
         }
     return {
         # The ranks own the GPUs and the bundles have the labels: the actor follows its placement

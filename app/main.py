@@ -20,7 +20,9 @@ from actors.engine.decode import Decode
 from actors.engine.prefill import Prefill
 from actors.engine_pool.engines import EnginePool
 from actors.engine_pool.serve_discovery import DiscoveryRouter
-from actors.router.peer_routers import RouterReplica
+from actors.router.peer_routers import RouterReplica, own_replica_id
+from actors.telemetry.access_log import open_access_log
+from actors.upstream.ray_private import log_directory
 from app.cluster_secret import fallback_secret
 from app.deployment_options import deployment_options
 from app.http.auth import digests
@@ -59,14 +61,17 @@ class HttpRouter(RouterReplica):
         key_digests: tuple[bytes, ...] = (),
         otlp_traces_endpoint: str | None = None,
         listen: tuple[str, int, float] | None = None,
+        access_log: bool = False,
     ) -> None:
         """`listen` is the host, port and `leave_s` of the router's own HTTP server, or None."""
         super().__init__(limits, EnginePool(prefill), EnginePool(decode))
         # Serve may build the application on any node; keys may be in the environment of routers
         # only.
         traces = Traces(otlp_traces_endpoint) if otlp_traces_endpoint else None
-        self._surface = build_http(self, (*key_digests, *digests(AuthSettings().operators_keys())), traces)
-        self._http_server = HttpServer(self._surface, *listen) if listen else None
+        keys = (*key_digests, *digests(AuthSettings().operators_keys()))
+        log = open_access_log(log_directory(), own_replica_id()) if access_log else None
+        self._surface = build_http(self, keys, traces, log)
+        self._http_server = HttpServer(self._surface, *listen, ready=lambda: self.ready) if listen else None
         if self._http_server is not None:
             await self._http_server.open()
 
@@ -93,7 +98,7 @@ def build(args: ServiceSettings) -> serve.Application:
     own = args.router
     listen = None if own.http_port is None else (own.http_host, own.http_port, own.leave_s)
     return router_deployment(args.router).bind(
-        args.router.limits(), prefill, decode, keys, args.router.otlp_traces_endpoint, listen
+        args.router.limits(), prefill, decode, keys, args.router.otlp_traces_endpoint, listen, args.router.access_log
     )
 
 
@@ -109,10 +114,10 @@ def router_deployment(settings: RouterSettings) -> serve.Deployment:
             "label_selector": settings.label_selector,
             "runtime_env": {"env_vars": ROUTER_ENVIRONMENT},
         },
-        max_replicas_per_node=settings.max_replicas_per_node,
+        **settings.spreading_options(),
         max_ongoing_requests=settings.max_ongoing_requests + ROUTER_SURPLUS_REQUESTS,
         graceful_shutdown_timeout_s=settings.drain_s,
-        user_config=settings.limits().model_dump(),
+        user_config={},  # `reconfigure` merges it over the settings that the replica is built with
     )
 
 

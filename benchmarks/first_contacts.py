@@ -81,7 +81,7 @@ def core(pipe: Connection) -> None:
 def decode_workers(port: int, count: int, pipe: Connection) -> None:
     """So many workers ask at once; each reports when it has all agent metadata, or why it has none."""
     from connectors.vllm_hma.handshake.keys import derive_keys
-    from connectors.vllm_hma.handshake.side_channel import _ASK, _ask
+    from connectors.vllm_hma.handshake.side_channel import _METADATA_REQUEST, _ask
 
     identity = derive_keys(SECRET).identity
     begin = threading.Barrier(count + 1)
@@ -92,7 +92,7 @@ def decode_workers(port: int, count: int, pipe: Connection) -> None:
         begin.wait()
         began = time.monotonic()
         try:
-            _ask(_ASK, "127.0.0.1", port, 30.0, identity)
+            _ask(_METADATA_REQUEST, "127.0.0.1", port, 30.0, identity)
             took.append(time.monotonic() - began)
         except Exception as error:
             failures.append(str(error))

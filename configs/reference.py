@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from configs.changes import Change, change_of
 from configs.settings import (
     AuthSettings,
     CpuSettings,
@@ -32,57 +33,109 @@ A configuration is a Ray Serve config file. These are the keys of `args` under T
 Unknown keys and values out of range stop the start with a message that names them. Times are in
 seconds (`_s`), sizes in bytes (`_bytes`) or GiB (`_gib`). The files in `configs/` are complete
 examples.
+
+The column *change* has the cheapest way to change a setting of a
+[running service](#change-a-running-service).
 """
 
-_SECTIONS: tuple[tuple[str, type[BaseModel], str], ...] = (
-    ("The service", ServiceSettings, "`args:`"),
-    (
-        "`prefill` and `decode`",
-        RoleSettings,
-        "One set of keys per role. `engine` here overrides `engine` of the service.",
+_CHANGES = """## Change a running service
+
+Edit the file and deploy it again, with `serve deploy FILE` or `kubectl apply` of the RayService.
+What restarts depends on where the change is made:
+
+| change | where | restarts |
+|---|---|---|
+| live: `option` | this option of one deployment, under `deployments` | nothing |
+| role: `option` | this option of one deployment, under `deployments` | the replicas of this deployment |
+| all | `args`, or `autoscaling_policy` | every router and engine of the application |
+
+**Any change of `args` restarts every replica**, also a change of a timeout or of `replicas`: Serve
+computes one code version from all of `args`. It replaces replicas in steps of a fifth of each
+deployment, at least one, and stops an old one before it starts a new one. A role with one replica
+has none meanwhile. So leave `args` as they were deployed, and put changes under `deployments`,
+which override them:
+
+```yaml
+applications:
+  - name: tandem
+    import_path: app.main:build
+    args: {...}                       # unchanged
+    deployments:
+      - {name: Prefill, num_replicas: 3}
+      - name: Router
+        user_config:
+          request_timeout_s: 120
+          routing: {decode_weight: 2}
+```
+
+- **`user_config`** of `Router` takes the keys marked `live: user_config`. It is merged over `args`:
+  keys that it does not name keep the value of `args`, and a key that is removed returns to it. If a
+  key or a value is wrong, the router keeps its present settings. It logs the error, shows it on the
+  [status page](observing.md#status-page) and in `/tandem/status` (`rejected_config`), and sets
+  `tandem_user_config_rejected` to 1. `make run` refuses such a file.
+- **`num_replicas`** is for roles whose `replicas` is a number. For autoscaled roles, write
+  `autoscaling_config` under `deployments` from the first deployment on, with
+  `policy: {policy_function: "actors.autoscaling.policy:ScaleByOngoing"}`. Its bounds then change
+  live. Adding it later, or changing the policy, restarts everything.
+- **`ray_actor_options`** replaces all such options of the deployment, so repeat the others:
+  `num_cpus`, `num_gpus`, `resources`, `label_selector`, and `runtime_env: {env_vars: ...}` with
+  `environment` and the variables that Tandem sets. For engines these are `VLLM_NO_USAGE_STATS=1`;
+  with a local model `HF_HUB_OFFLINE=1`; without a GPU `VLLM_CPU_KVCACHE_SPACE`,
+  `VLLM_CPU_OMP_THREADS_BIND`, `OMP_NUM_THREADS` and `TORCHDYNAMO_DISABLE=1`. For routers they are
+  `RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=0` and `RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP=0`.
+  `serve build app.main:app` prints them for default settings.
+  `executor: ray` has `placement_group_bundles` and `placement_group_bundle_label_selector` instead.
+- **`max_replicas_per_node`** is 1 for `placement: apart`.
+
+Once changes have been tried, the next planned restart is the time to move them into `args`.
+"""
+
+SECTIONS: tuple[tuple[str, type[BaseModel], tuple[str, ...]], ...] = (
+    ("The service", ServiceSettings, ("",)),
+    ("`prefill` and `decode`", RoleSettings, ("prefill", "decode")),
+    ("`transfer`", TransferSettings, ("transfer",)),
+    ("`store`", KVStoreSettings, ("store",)),
+    ("`router`", RouterSettings, ("router",)),
+    ("`router.routing`", RoutingSettings, ("router.routing",)),
+    ("`auth`", AuthSettings, ("auth",)),
+    ("`cpu`", CpuSettings, ("cpu",)),
+    ("`autoscaling_policy`", ScalingSettings, ("autoscaling_policy",)),
+)
+"""Title of each table, its settings, and where they stand in a configuration."""
+
+_TEXTS = {
+    "The service": "`args:`",
+    "`prefill` and `decode`": "One set of keys per role. `engine` here overrides `engine` of the service.",
+    "`transfer`": (
+        "The KV connector: how engines reach each other, and the deadlines of a transfer ([protocol](protocol.md))."
     ),
-    (
-        "`transfer`",
-        TransferSettings,
-        "The KV connector: how engines reach each other, and the deadlines of a transfer ([protocol](protocol.md)).",
-    ),
-    (
-        "`store`",
-        KVStoreSettings,
+    "`store`": (
         "Engines of both roles store the KV of prompts and answers, and load it instead of computing it "
-        "([the KV store](kv-store.md)). Not for accelerators yet.",
+        "([the KV store](kv-store.md)). Not for accelerators yet."
     ),
-    (
-        "`router`",
-        RouterSettings,
-        "The keys from `request_timeout_s` on change at run time through Serve's `user_config` of the `Router` "
-        "deployment; a change of the others replaces the routers.",
+    "`router`": (
+        "The limits that `user_config` changes hold for each router replica ([changes](#change-a-running-service))."
     ),
-    (
-        "`router.routing`",
-        RoutingSettings,
-        "Which engines serve a request ([routing](routing.md)). These keys change at run time too.",
-    ),
-    ("`auth`", AuthSettings, "API keys."),
-    ("`cpu`", CpuSettings, "For roles without `num_gpus`."),
-    (
-        "`autoscaling_policy`",
-        ScalingSettings,
+    "`router.routing`": "Which engines serve a request ([routing](routing.md)).",
+    "`auth`": "API keys.",
+    "`cpu`": "For roles without `num_gpus`.",
+    "`autoscaling_policy`": (
         "A key beside `args`: `autoscaling_policy: {policy_function: actors.autoscaling.policy:ScaleTogether, "
         "policy_kwargs: {...}}`. The table lists its `policy_kwargs`. Bounds and delays are those of each role's "
         "`replicas` (`min_replicas`, `max_replicas`, `look_back_period_s`, `upscale_delay_s`, `downscale_delay_s`). "
-        "Without this policy, each role is fixed or scaled separately ([scaling](scaling.md)).",
+        "Without this policy, each role is fixed or scaled separately ([scaling](scaling.md))."
     ),
-)
+}
 
 
 def reference() -> str:
     """The page, as Markdown."""
-    parts = [_INTRODUCTION]
-    for title, model, text in _SECTIONS:
-        wrapped = textwrap.fill(text, 100, break_on_hyphens=False)
-        parts.append(f"## {title}\n\n{wrapped}\n\n| key | default | meaning |\n|---|---|---|")
-        parts.append("\n".join(_row(name, field) for name, field in _fields(model).items()) + "\n")
+    parts = [_INTRODUCTION, _CHANGES]
+    for title, model, sections in SECTIONS:
+        wrapped = textwrap.fill(_TEXTS[title], 100, break_on_hyphens=False)
+        parts.append(f"## {title}\n\n{wrapped}\n\n| key | default | change | meaning |\n|---|---|---|---|")
+        rows = [_row(name, field, change_of(sections[0], name)) for name, field in _fields(model).items()]
+        parts.append("\n".join(rows) + "\n")
     return "\n".join(parts)
 
 
@@ -94,7 +147,8 @@ def _fields(model: type[BaseModel]) -> dict[str, Any]:
     return dict(own)
 
 
-def _row(name: str, field: Any) -> str:
+def _row(name: str, field: Any, change: Change) -> str:
+    how = change.cost if change.option is None else f"{change.cost}: `{change.option}`"
     if field.default_factory is not None:
         default = repr(field.default_factory())
     elif field.default is PydanticUndefined:
@@ -104,7 +158,7 @@ def _row(name: str, field: Any) -> str:
     else:
         default = repr(field.default)
     shown = default if default in ("required", "see below") else f"`{default}`"
-    return f"| `{name}` | {shown} | {field.description or ''} |"
+    return f"| `{name}` | {shown} | {'' if shown == 'see below' else how} | {field.description or ''} |"
 
 
 if __name__ == "__main__":

@@ -65,9 +65,9 @@ class PlacementSettings(Frozen):
         "RAY_SERVE_USE_PACK_SCHEDULING_STRATEGY=1; apart: at most one replica of this deployment per node",
     )
 
-    @property
-    def max_replicas_per_node(self) -> int | None:
-        return 1 if self.placement == "apart" else None
+    def spreading_options(self) -> dict[str, Any]:
+        """Return Serve's option for `placement: apart`. `serve build` accepts no `None` for it."""
+        return {"max_replicas_per_node": 1} if self.placement == "apart" else {}
 
 
 class CpuSettings(Frozen):
@@ -278,14 +278,21 @@ class RouterLimits(Frozen):
         description="longest silence of a decode engine with an open request; then another engine takes over. Engines "
         f"send a heartbeat every {BEAT_S:g} s, between two steps, also for queued requests",
     )
-    health_timeout_s: Seconds = Field(5.0, description="longest wait for the engines' answers to /health")
     metrics_timeout_s: Seconds = Field(5.0, description="longest wait for the engines' answers to /metrics")
     retry_after_s: int = Field(1, ge=1, description="`Retry-After` of 429 and 503 responses, in seconds")
     max_ongoing_requests: int = Field(256, ge=1, description="requests in one router replica; further ones get 429")
     max_body_bytes: int = Field(8 * 2**20, ge=1, description="largest request body; larger ones get 413")
     max_prompts: int = Field(128, ge=1, description="largest number of prompts times `n` in one request")
-    max_ongoing_requests_per_key: int = Field(
-        256, ge=1, description="requests of one API key in one router replica; further ones get 429"
+    max_ongoing_requests_per_key: int | None = Field(
+        None,
+        ge=1,
+        description="requests of one API key in one router replica; further ones get 429. Unset: half of the "
+        "router's limit, or no limit of its own if there is only one key",
+    )
+    client_priority: bool = Field(
+        False,
+        description="pass `X-Vllm-Priority` of clients to the engines, which use it with the engine argument "
+        "`scheduling_policy: priority`; false: drop it",
     )
     routing: RoutingSettings = Field(RoutingSettings(), description="routing policy")
 
@@ -310,6 +317,11 @@ class RouterSettings(RouterLimits, PlacementSettings):
     num_cpus: float = Field(0.1, ge=0, description="CPUs that the actor requests of Ray")
     resources: dict[str, float] = Field(default_factory=dict, description="custom Ray resources")
     drain_s: Seconds = Field(30.0, description="time for which a stopping router may finish its requests")
+    access_log: bool = Field(
+        True,
+        description="write a JSON line per request to `access-<replica>.log` in the Ray session's log directory "
+        "([fields](observing.md#access-log))",
+    )
     otlp_traces_endpoint: str | None = Field(
         None,
         description="OTLP/HTTP endpoint of the router's spans, for example `http://collector:4318/v1/traces`; unset: "
@@ -524,6 +536,26 @@ def parse_scaling(policy_kwargs: dict[str, Any]) -> ScalingSettings:
         return ScalingSettings.model_validate(policy_kwargs)
     except ValidationError as error:
         raise _settings_error(error, ScalingSettings) from None
+
+
+def changed_limits(built: RouterLimits, user_config: Any) -> RouterLimits:
+    """Return `built` with the keys that a `user_config` names; raises SettingsError with one line per
+    offending key."""
+    if not isinstance(user_config, dict):
+        raise SettingsError(f"user_config must be a mapping (got {user_config!r})")
+    fixed = [key for key in user_config if key in RouterSettings.model_fields.keys() - RouterLimits.model_fields.keys()]
+    if fixed:
+        raise SettingsError(
+            "\n".join(f"{key}: cannot change while the router runs; change it in `args`" for key in fixed)
+        )
+    routing = user_config.get("routing")
+    merged = built.model_dump() | user_config
+    if isinstance(routing, dict):
+        merged["routing"] = built.routing.model_dump() | routing
+    try:
+        return RouterLimits.model_validate(merged)
+    except ValidationError as error:
+        raise _settings_error(error, RouterLimits) from None
 
 
 def _settings_error(error: ValidationError, model: type[BaseModel]) -> SettingsError:

@@ -1,1 +1,1 @@
-"""The KV connector: moves the KV cache of hybrid models between vLLM engines of unequal shape."""
+"""The KV connector: transfers KV caches of hybrid models between vLLM engines of unequal shape."""

@@ -1,22 +1,23 @@
-"""The error tree. Every error says what is wrong, where, and what to do about it.
+"""Exceptions that Tandem raises.
 
-Input that comes from a peer or from a configuration file raises one of these; ``assert`` is left for our own
-invariants. The connector turns a peer's error into a failed transfer, never into a dead engine.
+Every message names what is wrong, where, and the remedy. Input from a peer or a configuration file
+raises one of these classes; ``assert`` is for our own invariants. The connector turns an error of a
+peer into a failed transfer; it never ends the engine.
 """
 
 
 class TandemError(Exception):
-    """Base of everything that Tandem raises on purpose."""
+    """Base class of all exceptions that Tandem defines."""
 
 
 class ConfigurationError(TandemError):
-    """A setting is unknown, out of range, or does not fit the engine that it was given to."""
+    """A setting is unknown, out of range, or does not fit its engine."""
 
 
 class UnsupportedCacheError(TandemError):
-    """The engine holds a KV cache whose bytes this connector cannot map.
+    """The connector cannot map a layer of this engine's KV cache.
 
-    Raised while the engine starts, before any request is accepted.
+    Raised while the engine starts, before it accepts requests.
     """
 
     def __init__(self, layer: str, what: str, remedy: str) -> None:
@@ -25,15 +26,15 @@ class UnsupportedCacheError(TandemError):
 
 
 class PlanError(TandemError):
-    """A transfer cannot be planned: block ids or shapes do not describe the bytes that are wanted."""
+    """A transfer cannot be planned: its block ids or shapes do not describe the requested bytes."""
 
 
 class CoverError(PlanError):
-    """A plan would miss bytes, write some twice, or write bytes that nobody wants."""
+    """A plan would miss bytes, write bytes twice, or write bytes outside the destination."""
 
 
 class IncompatiblePeerError(TandemError):
-    """Two engines cannot exchange KV. ``field`` names what differs."""
+    """Two engines cannot exchange KV. ``field`` is the property that differs."""
 
     def __init__(self, field: str, ours: object, theirs: object, remedy: str) -> None:
         super().__init__(f"{field} differs: this engine has {ours!r}, the peer {theirs!r}; {remedy}")
@@ -41,15 +42,15 @@ class IncompatiblePeerError(TandemError):
 
 
 class WireError(TandemError):
-    """A message or agent metadata from a peer is malformed, truncated, or of another protocol version."""
+    """A peer's message or agent metadata is malformed, truncated or of another version."""
 
 
 class HandshakeError(TandemError):
-    """The first contact with an engine failed: it did not answer in time, or it refused."""
+    """The first contact with an engine failed: no answer in time, or a refusal."""
 
 
 class PeerSecretError(HandshakeError):
-    """The two engines do not have the same secret, or only one of them has any."""
+    """The secrets of two engines differ, or only one engine has a secret."""
 
     def __init__(self, where: str, what: str) -> None:
         super().__init__(
@@ -58,13 +59,15 @@ class PeerSecretError(HandshakeError):
 
 
 class StaleReferenceError(HandshakeError):
-    """Another engine start answers where the one we were sent to used to be: that one is gone."""
+    """Another incarnation of the engine answers at this address; the requested one has ended."""
 
 
 class TransportError(TandemError):
-    """Moving bytes or a message to a peer failed. ``peer`` is the transport's name for it.
+    """The transport could not send bytes or a message to a peer.
 
-    Of a write that was to be posted, nothing was.
+    ``peer``  the transport's name for the peer
+
+    No part of a write has been posted if the error is a plain TransportError.
     """
 
     def __init__(self, peer: str, what: str) -> None:
@@ -73,12 +76,15 @@ class TransportError(TandemError):
 
 
 class FailedWriteError(TransportError):
-    """A write failed after its start. Parts of it may reach the peer's memory while this process lives."""
+    """A write failed after its start.
+
+    Parts of it may reach the peer's memory while this process lives.
+    """
 
 
 class StoreError(TandemError):
-    """The KV store could not do something in time or for want of room. The request computes its tokens instead."""
+    """The KV store ran out of time or space. The engine computes the request's tokens instead."""
 
 
 class CorruptObjectError(StoreError):
-    """A stored object is not what its name says, or its bytes have changed."""
+    """A stored object does not match its name, or its bytes have changed."""

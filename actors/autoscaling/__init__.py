@@ -1,1 +1,1 @@
-"""The load of engines, and the number of replicas that it needs."""
+"""Autoscaling: measures the load of engines and computes the number of replicas."""

@@ -27,7 +27,7 @@ class Fading:
 
 
 class LoadMeter:
-    """Counts prompts and tokens of one engine that started at `began_s`."""
+    """Load of one engine that started at `began_s`."""
 
     def __init__(self, began_s: float, window_s: float = WINDOW_S) -> None:
         self._began_s = began_s
@@ -35,7 +35,7 @@ class LoadMeter:
         self._prompt_tokens = Fading(window_s)
         self._token_gaps_s = Fading(window_s)
         self._tokens = Fading(window_s)
-        # A clock that stands still while no prompt is computed.
+        # This clock stops while no prompt is computed.
         self._busy_clock_s = 0.0
         self._busy_until_s = began_s
         self._tokens_while_busy = Fading(window_s)
@@ -43,10 +43,9 @@ class LoadMeter:
         self._prompts = Fading(window_s)
 
     def prompt(self, tokens: int, computing_s: float, now_s: float) -> None:
-        """Count a prompt of `tokens` whose first token came now, `computing_s` after its
-        computation began."""
+        """Count a prompt whose first token was computed now, after `computing_s` of work."""
         self._prompt_tokens.add(tokens, now_s)
-        # Prompts are computed concurrently: time counts once.
+        # Prompts are computed concurrently: overlapping time counts once.
         busy_s = max(now_s - max(now_s - computing_s, self._busy_until_s), 0.0)
         self._busy_until_s = max(now_s, self._busy_until_s)
         self._busy_clock_s += busy_s
@@ -61,7 +60,7 @@ class LoadMeter:
 
     def read(self, now_s: float) -> dict[str, float]:
         """Return the measured fields of PrefillLoad or DecodeLoad, by name."""
-        # Correct for a window that is longer than the engine's age.
+        # Correct the window of an engine that is younger than it.
         window_s = self._window_s * (1 - exp(-max(now_s - self._began_s, 1e-3) / self._window_s))
         busy_s, prompts = self._busy_s.value(self._busy_clock_s), self._prompts.value(self._busy_clock_s)
         while_busy = self._tokens_while_busy.value(self._busy_clock_s)

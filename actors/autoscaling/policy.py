@@ -1,5 +1,4 @@
-"""The application's autoscaling policy for Serve; `replica_counts.py` decides the number of
-replicas of each role.
+"""Ray Serve autoscaling policies; `replica_counts.py` computes the number of replicas of each role.
 
 In a Serve config file, beside `args`, with an autoscaling_config as `replicas` of both roles:
 
@@ -32,25 +31,24 @@ from configs.settings import parse_scaling
 logger = logging.getLogger("ray.serve")
 
 POLICY = "actors.autoscaling.policy:ScaleTogether"
-"""The policy's name in a Serve config file."""
+"""Import path of the policy for a Serve config file."""
 
 ROLE_POLICY = "actors.autoscaling.policy:ScaleByOngoing"
-"""The policy of a role that is scaled on its own."""
+"""Import path of the policy of a role that is scaled separately."""
 
 LoadT = TypeVar("LoadT", PrefillLoad, DecodeLoad)
 
 
 class ScaleTogether:
-    """Scales the deployments Prefill and Decode of one application and leaves other deployments
-    alone."""
+    """Scales the Prefill and Decode deployments of one application; ignores other deployments."""
 
     def __init__(self, **policy_kwargs: Any) -> None:
-        """Read the settings; raises SettingsError naming an unknown key."""
+        """Parse the settings. Raises SettingsError that names an unknown key."""
         self._settings = parse_scaling(policy_kwargs)
         self._decided: tuple[int, int] | None = None
 
     def __call__(self, contexts: Mapping[Any, AutoscalingContext]) -> tuple[dict[Any, int], dict[Any, dict[str, Any]]]:
-        """Return wanted replicas by deployment id, and no state; Serve's hook.
+        """Return the number of replicas by deployment id, and no state. Called by Serve.
 
         An exception would stop the controller's work for all applications, so missing metrics
         change nothing.
@@ -68,21 +66,26 @@ class ScaleTogether:
         decided = together(*wanted, *bounds, self._settings)
         if decided != self._decided:
             self._decided = decided
-            logger.info("prefill needs %s engines and decode %s: %d and %d are wanted", *map(_shown, needs), *decided)
+            logger.info(
+                "autoscaling: the load needs %s prefill and %s decode engines; requesting %d and %d",
+                *map(_shown, needs),
+                *decided,
+            )
         return dict(zip((prefill_id, decode_id), decided, strict=True)), {}
 
 
 class ScaleByOngoing:
-    """Scales one deployment to `target_ongoing_requests` per replica, without a policy of the
-    application.
+    """Scales one deployment to `target_ongoing_requests` per replica.
 
-    Serve's default policy does the same with its own count of requests, which is zero here:
-    requests bypass Serve.
+    Serve's default policy uses its own count of requests, which is zero here: requests bypass
+    Serve.
     """
 
     def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-        """Return wanted replicas, and no state; Serve's hook. Keeps the present number until a
-        replica has reported."""
+        """Return the number of replicas, and no state. Called by Serve.
+
+        Keeps the current number until a replica has reported.
+        """
         ongoing = _metric(context, "ongoing")
         if not ongoing or context.config is None:
             return context.target_num_replicas, {}
@@ -91,7 +94,7 @@ class ScaleByOngoing:
 
 
 def _queued(context: AutoscalingContext) -> float:
-    """Return the number of requests that wait in routers, as routers report it to engines."""
+    """Return the number of requests that wait in routers; routers report it to engines."""
     return max(_metric(context, "queued"), default=0.0)
 
 

@@ -1,11 +1,11 @@
-"""Number of engines of each role, from the load of each replica. Pure.
+"""Computes the number of engines of each role from the load of each replica. Pure.
 
-    need        engines that would be as busy as the settings demand, a fraction
-    settle      whole engines, with hysteresis
-    together    both roles: neither starves the other, neither grows past what the other can match
+    need      engines required for the configured utilisation, a fraction
+    settle    whole engines, with hysteresis
+    together  both roles: keep the ratio between them within its limits
 
-A need comes from the load itself, not from a correction of the number of engines, so engines that
-are still starting change nothing.
+A need is computed from the load itself, not as a correction of the number of engines, so engines
+that are still starting do not change it.
 """
 
 from collections.abc import Sequence
@@ -20,37 +20,41 @@ _TINY = 1e-9
 
 @dataclass(frozen=True)
 class PrefillLoad:
-    """Load of one prefill replica over the last seconds. Prompt tokens include those found in its
-    prefix cache."""
+    """Load of one prefill replica over the last seconds. Cached prompt tokens are included.
+
+    ``queued_tokens``      tokens of its prompts without a first token
+    ``tokens_per_s``       rate of computed prompt tokens
+    ``tokens_per_busy_s``  the same rate over busy time; 0 until measured
+    ``prompt_tokens``      mean length of a prompt; 0 until measured
+    """
 
     queued_tokens: float = 0.0
-    """Tokens of prompts that it holds without a first token yet."""
     tokens_per_s: float = 0.0
-    """Rate of computed prompt tokens."""
     tokens_per_busy_s: float = 0.0
-    """The same rate over busy time; 0 until it is measured."""
     prompt_tokens: float = 0.0
-    """Mean length of a prompt; 0 before the first one."""
 
 
 @dataclass(frozen=True)
 class DecodeLoad:
-    """Load of one decode replica over the last seconds."""
+    """Load of one decode replica over the last seconds.
+
+    ``kv_use``    fraction of the KV cache in use
+    ``running``   running requests
+    ``waiting``   requests without blocks in the KV cache
+    ``tpot_s``    mean time between two tokens of a sequence; 0 until measured
+    ``decoding``  mean number of decoding sequences; below 1 if it was idle for part of the time
+    """
 
     kv_use: float = 0.0
-    """Fraction of the KV cache in use."""
     running: float = 0.0
     waiting: float = 0.0
-    """Requests without blocks in the KV cache."""
     tpot_s: float = 0.0
-    """Mean time between two tokens of a sequence; 0 before the first one."""
     decoding: float = 0.0
-    """Mean number of decoding sequences; below 1 when it was idle for part of the time."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits of the replicas of a role, and the number last requested from Serve."""
+    """Limits of a role's replicas, and the number last requested from Serve."""
 
     lowest: int
     highest: int
@@ -61,10 +65,10 @@ class Bounds:
 
 
 def prefill_need(loads: Sequence[PrefillLoad], queued_requests: float, settings: ScalingSettings) -> float | None:
-    """Return the engines needed for arriving and waiting prompts; None until a rate is measured.
+    """Return the engines needed for arriving and queued prompts; None until a rate is measured.
 
-    The length of `queued_requests`, which wait in routers, is unknown: they count as prompts of
-    mean length.
+    `queued_requests` wait in routers. Their length is unknown, so they count as prompts of mean
+    length.
     """
     rates = [load.tokens_per_busy_s for load in loads if load.tokens_per_busy_s > 0]
     if not rates:
@@ -77,12 +81,11 @@ def prefill_need(loads: Sequence[PrefillLoad], queued_requests: float, settings:
 
 
 def decode_need(loads: Sequence[DecodeLoad], queued_requests: float, settings: ScalingSettings) -> float | None:
-    """Return the engines needed for KV, or for the token rate, whichever is more; None without a
-    report.
+    """Return the engines needed for KV or for the token rate, if larger; None without a report.
 
-    The time between tokens is taken to be proportional to the sequences on an engine. That errs
-    towards too many engines above `tpot_s`, and towards removing too few below it: the time never
-    falls to zero.
+    The time between tokens is assumed to be proportional to the sequences on an engine. Since it
+    never falls to zero, the result is too high above `tpot_s`, and removes too few engines below
+    it.
     """
     if not loads:
         return None
@@ -99,8 +102,7 @@ def decode_need(loads: Sequence[DecodeLoad], queued_requests: float, settings: S
 
 
 def settle(need: float | None, bounds: Bounds, settings: ScalingSettings) -> int:
-    """Return whole engines within the bounds: more as soon as `need` asks, fewer only with `slack`
-    to spare."""
+    """Return whole engines within the bounds: scale up at once, scale down only beyond `slack`."""
     if need is None or not isfinite(need):
         return bounds.clip(bounds.current)
     up, down = ceil(need - _TINY), ceil(need * (1 + settings.slack) - _TINY)
@@ -112,9 +114,9 @@ def settle(need: float | None, bounds: Bounds, settings: ScalingSettings) -> int
 def together(
     prefill_wanted: int, decode_wanted: int, prefill: Bounds, decode: Bounds, settings: ScalingSettings
 ) -> tuple[int, int]:
-    """Return both numbers with the ratio kept: raise the role that is behind, within its bounds.
+    """Return both numbers with the ratio within its limits: raise the role that is too small.
 
-    If its bounds prevent that, hold the other role to what it can match: more engines would idle.
+    If its bounds prevent that, limit the other role: more engines would be idle.
     """
     fewest, most = settings.fewest_prefill_per_decode, settings.most_prefill_per_decode
     p = max(prefill_wanted, prefill.clip(ceil(decode_wanted * fewest - _TINY)))

@@ -1,4 +1,4 @@
-"""Feeds vLLM's statistics of each step to a `LoadMeter`. Imports vLLM."""
+"""Passes vLLM's statistics of each step to a `LoadMeter`. Imports vLLM."""
 
 import time
 from typing import Any
@@ -11,7 +11,7 @@ from actors.autoscaling.load import LoadMeter
 
 
 class LoadLogger(StatLoggerBase):
-    """Keeps the load of its engine; one of vLLM's stat loggers."""
+    """vLLM stat logger that keeps the load of its engine."""
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         self._load = LoadMeter(time.monotonic())
@@ -21,7 +21,7 @@ class LoadLogger(StatLoggerBase):
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
-        """Count the results of one step; vLLM's hook."""
+        """Count the results of one step. Called by vLLM."""
         now_s = time.monotonic()
         if scheduler_stats is not None:
             self._running, self._waiting = scheduler_stats.num_running_reqs, scheduler_stats.num_waiting_reqs
@@ -35,13 +35,12 @@ class LoadLogger(StatLoggerBase):
                 self._load.tokens(gap_s, now_s)
 
     def log_engine_initialized(self) -> None:
-        """Do nothing; vLLM's hook."""
+        """Do nothing. Called by vLLM."""
 
     def read(self, llm: AsyncLLM) -> dict[str, float]:
-        """Return the load of `llm` by the names of PrefillLoad's and DecodeLoad's fields."""
+        """Return the load of `llm`, by field name of PrefillLoad and DecodeLoad."""
         requests = llm.output_processor.request_states.values()
-        # After the last request is aborted vLLM reports no further step, so its last numbers are
-        # stale.
+        # vLLM reports no step after the last request is aborted, so its last numbers are stale.
         idle = not requests
         return self._load.read(time.monotonic()) | {
             "queued_tokens": float(sum(one.prompt_len for one in requests if one.is_prefilling)),

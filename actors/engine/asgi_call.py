@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from contextlib import ExitStack
 from contextvars import Context
 from typing import Any
+from urllib.parse import unquote
 
 from actors.engine.heartbeat import HeartbeatMonitor
 from actors.request import Call, Heartbeat, ResponseStart
@@ -17,8 +18,8 @@ from actors.request import Call, Heartbeat, ResponseStart
 Message = MutableMapping[str, Any]
 AsgiApp = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Any]
 
-ALIVE = "tandem.alive"
-"""Type of a message that ASGI does not have: a heartbeat of the engine."""
+READY_BYTES = 2**16
+"""Size of the unread body from which the application's `send` waits."""
 
 
 async def call_asgi(
@@ -31,11 +32,16 @@ async def call_asgi(
     """Yield the start of the response, then its body, and a `Heartbeat` for each one of
     `heartbeats`.
 
-    Bytes that arrive between two reads are joined. The application runs in `context`, or in a copy
-    of the caller's. If the reader leaves first, the application receives `http.disconnect` and is
-    cancelled after `disconnect_s` seconds.
+    Bytes that arrive between two reads are joined; the application waits while READY_BYTES are
+    unread. It runs in `context`, or in a copy of the caller's. If the reader leaves first, the
+    application receives `http.disconnect` and is cancelled after `disconnect_s` seconds.
     """
-    outbox: asyncio.Queue[Message | None] = asyncio.Queue()
+    start: ResponseStart | None = None
+    body: list[bytes] = []
+    body_bytes = 0
+    beats = False
+    news, room = asyncio.Event(), asyncio.Event()
+    room.set()
     disconnected = asyncio.Event()
     inbox: list[Message] = [{"type": "http.request", "body": call.body, "more_body": False}]
 
@@ -46,49 +52,61 @@ async def call_asgi(
         return {"type": "http.disconnect"}
 
     async def send(message: Message) -> None:
-        outbox.put_nowait(message)
+        nonlocal start, body_bytes
+        if message["type"] == "http.response.start":
+            start = ResponseStart(message["status"], tuple(map(tuple, message.get("headers", ()))))
+        elif piece := message.get("body", b""):
+            body.append(piece)
+            body_bytes += len(piece)
+        news.set()
+        if body_bytes >= READY_BYTES and not disconnected.is_set():
+            room.clear()
+            await room.wait()
 
     async def serve() -> None:
         await app(_scope(call), receive, send)
 
+    def beat() -> None:
+        nonlocal beats
+        beats = True
+        news.set()
+
     run = asyncio.create_task(serve(), context=context)
-    run.add_done_callback(lambda _: outbox.put_nowait(None))
+    run.add_done_callback(lambda _: news.set())
     stack = ExitStack()
     if heartbeats is not None:
-        stack.enter_context(heartbeats.subscribed(lambda: outbox.put_nowait({"type": ALIVE})))
+        stack.enter_context(heartbeats.subscribed(beat))
     try:
-        while (message := await outbox.get()) is not None:
-            if message["type"] == ALIVE:
+        while True:
+            if start is not None:
+                first, start = start, None
+                yield first
+            elif body:
+                ready, body_bytes = b"".join(body), 0
+                body.clear()
+                room.set()
+                yield ready
+            elif beats:
+                beats = False
                 yield Heartbeat()
-            elif message["type"] == "http.response.start":
-                yield ResponseStart(message["status"], tuple(message.get("headers", ())))
-            elif message["type"] == "http.response.body":
-                body = message.get("body", b"") + _ready_body(outbox)
-                if body:
-                    yield body
+            elif run.done():
+                break
+            else:
+                news.clear()
+                await news.wait()
         await run
     finally:
         stack.close()
         if not run.done():
             disconnected.set()
+            room.set()
             await asyncio.wait({run}, timeout=disconnect_s)
             run.cancel()
             await asyncio.wait({run})
 
 
-def _ready_body(outbox: asyncio.Queue[Message | None]) -> bytes:
-    """Return the body bytes queued in `outbox`; the end mark stays queued."""
-    ready = b""
-    while not outbox.empty():
-        message = outbox.get_nowait()
-        if message is None:
-            outbox.put_nowait(None)
-            break
-        ready += message.get("body", b"")
-    return ready
-
-
 def _scope(call: Call) -> Message:
+    path, _, query = call.path.partition("?")
     return {
         "type": "http",
         # From spec version 2.4 on, Starlette detects a disconnect only in `send`, which is too late
@@ -97,9 +115,9 @@ def _scope(call: Call) -> Message:
         "http_version": "1.1",
         "method": call.method,
         "scheme": "http",
-        "path": call.path,
-        "raw_path": call.path.encode(),
-        "query_string": b"",
+        "path": unquote(path),
+        "raw_path": path.encode(),
+        "query_string": query.encode(),
         "root_path": "",
         "headers": list(call.headers),
         "client": ("127.0.0.1", 0),

@@ -1,7 +1,7 @@
 """Base of the Prefill and Decode deployments: one engine, called as an HTTP application."""
 
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any
@@ -52,7 +52,7 @@ class EngineActor:
         """Prepare the role before the replica is ready."""
 
     async def _open_rpc_server(self, settings: RoleSettings) -> None:
-        self._rpc_server = RpcServer(self.serve_request, settings.max_ongoing_requests)
+        self._rpc_server = RpcServer(self.serve_request, settings.max_ongoing_requests, self._router_methods())
         host = settings.rpc_host or self._node_ip
         try:
             address = await self._rpc_server.open(host, settings.rpc_port)
@@ -60,6 +60,10 @@ class EngineActor:
             where = f"{self.role}.rpc_host, rpc_port: {host}:{settings.rpc_port}"
             raise EngineStartError(f"{where} cannot be used: {error}") from error
         self._replica_metadata = replica_metadata(address, settings.max_queued_requests)
+
+    def _router_methods(self) -> dict[str, Callable[..., Awaitable[Any]]]:
+        """Return the methods that routers call over their connection."""
+        return {"ping": self.ping, "metrics": self.metrics, "status": self.status}
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Return the replica's metadata for routers; Serve's hook once the replica is ready."""

@@ -41,7 +41,7 @@ class LostNodes:
         self._since: dict[str, float] = {}
 
     def look(self, dead: Iterable[str], now: float) -> list[str]:
-        """Return the nodes that have been dead for `gone_s` and were not passed to `told`."""
+        """Return the nodes that have been dead for `gone_s` and were not passed to `reported`."""
         for node_id in set(dead) - self._reported:
             self._since.setdefault(node_id, now)
         return [node_id for node_id, since in self._since.items() if now - since >= self._gone_s]
@@ -63,8 +63,8 @@ async def dead_nodes_now() -> list[str]:
         return []
 
 
-async def watch_nodes(tell: Callable[[str], Awaitable[None]], gone_s: float, dead_before: Iterable[str]) -> None:
-    """Call `tell` with the engine id prefix of each node that has been dead for `gone_s`, until
+async def watch_nodes(report: Callable[[str], Awaitable[None]], gone_s: float, dead_before: Iterable[str]) -> None:
+    """Call `report` with the engine id prefix of each node that has been dead for `gone_s`, until
     cancelled.
 
     `dead_before` are nodes whose engines cannot have had contact with this one (`dead_nodes_now`).
@@ -74,7 +74,7 @@ async def watch_nodes(tell: Callable[[str], Awaitable[None]], gone_s: float, dea
         try:
             dead = await asyncio.to_thread(_dead_nodes)
             for node_id in nodes.look(dead, time.monotonic()):
-                await tell(engines_of(node_id))
+                await report(engines_of(node_id))
                 nodes.reported(node_id)
                 logger.warning("node %s is lost: writes of its prefill engines are presumed stopped", node_id)
         except Exception:

@@ -1,7 +1,7 @@
 """The Prefill deployment: computes prompts and hands their KV over to decode engines."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any
@@ -23,6 +23,9 @@ class Prefill(EngineActor):
         self._probe_s = probe_timeout_s(settings.transfer)
         self._producer: ProducerAddress = await self.engine.describe_producer(FIRST_REQUEST_TIMEOUT_S)
         await self._warm_up_pairs()
+
+    def _router_methods(self) -> dict[str, Callable[..., Awaitable[Any]]]:
+        return super()._router_methods() | {"discard": self.discard}
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Return the replica's metadata with the address of its producer."""

@@ -11,7 +11,7 @@ import secrets
 import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -140,7 +140,7 @@ class VllmEngine:
                         case bytes():
                             yield served.chunk(item)
                         case ResponseStart(streams=False):
-                            yield replace(item, timings=served.timestamps.take_timings())
+                            yield ResponseStart(item.status, item.headers, served.timestamps.take_timings())
                         case _:
                             streams = streams or isinstance(item, ResponseStart)
                             yield item

@@ -5,7 +5,8 @@ tries them.
 other way (docs/decisions/0036).
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import groupby
@@ -45,6 +46,7 @@ def rank(
 
 
 _PUBLISHED: dict[Hashable, Mapping[str, EngineReplica]] = {}
+_LISTENERS: defaultdict[Hashable, list[Callable[[], None]]] = defaultdict(list)
 
 
 def publish(deployment: Hashable, metadata: Mapping[str, Mapping[str, Any]]) -> None:
@@ -57,6 +59,15 @@ def publish(deployment: Hashable, metadata: Mapping[str, Mapping[str, Any]]) -> 
         for name, one in metadata.items()
         if "rpc" in one
     }
+    for listener in tuple(_LISTENERS[deployment]):
+        listener()
+
+
+def subscribe(deployment: Hashable, listener: Callable[[], None]) -> Callable[[], None]:
+    """Call `listener` after each change of a deployment's replicas, in Serve's thread; return a
+    function that ends this."""
+    _LISTENERS[deployment].append(listener)
+    return lambda: _LISTENERS[deployment].remove(listener)
 
 
 def replicas_of(deployment: Hashable) -> Mapping[str, EngineReplica] | None:

@@ -6,24 +6,30 @@ Serve starts and stops engines and reports which ones run. Requests do not pass 
 """
 
 import asyncio
+import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
+from ray.serve.handle import DeploymentHandle
 
-from actors.engine_pool.discovery import replicas_of
+from actors.engine_pool.discovery import replicas_of, subscribe
 from actors.engine_pool.slots import SlotPool
 from actors.errors import CannotResumeError, EngineDownError, EngineError, RefusedError
-from actors.request import Accepted, Call, Heartbeat, StreamChunk
+from actors.request import Accepted, Call, Heartbeat, Item
 from actors.rpc.address import RpcAddress
-from actors.rpc.client import UNREAD_BYTES, Connection, ConnectionPool, ConnectionsSnapshot
+from actors.rpc.client import Channel, Channels, ChannelsSnapshot
 from actors.rpc.messages import RpcFailure, RpcRequest
+from actors.rpc.protocol import GRANT_BYTES, item_bytes
 from connectors.errors import TandemError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -52,61 +58,58 @@ class EngineCall:
         """Time just before the call is sent; see `Items.sent_at` in `router/leg.py`."""
         self._slot = slot
         self._slots = slots
-        self._items: deque[Any] = deque()
-        self._unread_bytes = 0
-        self._news = asyncio.Event()
-        self._connection: Connection | None = None
+        self._items: deque[Item] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._channel: Channel | None = None
+        self._stream = 0
+        self._consumed_bytes = 0
         self._is_over = False
         self._lost: str | None = None
+        self._failure: RpcFailure | None = None
 
-    @property
-    def wanted(self) -> bool:
-        """True until the call is cancelled."""
-        return not self._is_over
-
-    @property
-    def unread_bytes(self) -> int:
-        """Approximate size of the items that have arrived and were not read."""
-        return self._unread_bytes
+    def send(self, channel: Channel, request: RpcRequest) -> None:
+        """Send the call."""
+        self._channel = channel
+        self._stream = channel.call(request, self)
 
     @property
     def waits(self) -> bool:
         """True while an item other than a heartbeat is still to arrive."""
         return not self._is_over and all(isinstance(item, Heartbeat) for item in self._items)
 
-    def started(self, connection: Connection) -> None:
-        """Keep the connection, to cancel the call on it."""
-        self._connection = connection
-
-    def received(self, item: Any) -> None:
-        """Queue an item; pause the connection above `UNREAD_BYTES`."""
+    def received(self, item: Item) -> None:
+        """Queue an item; the channel bounds their size."""
         self._items.append(item)
-        self._unread_bytes += _bytes(item)
-        if self._unread_bytes > UNREAD_BYTES and self._connection is not None:
-            self._connection.pause()
-        self._news.set()
+        self._wake()
 
-    def ended(self, lost: str | None) -> None:
-        """Mark the call as ended; `lost` is the reason when its answer is incomplete."""
-        self._connection = None
+    def ended(self, lost: str | None, failure: RpcFailure | None = None) -> None:
+        """Mark the call as ended; `lost` or `failure` is the reason when its answer is incomplete."""
+        self._channel = None
         self._is_over = True
         self._lost = lost
-        self._news.set()
+        self._failure = failure
+        self._wake()
 
-    async def __anext__(self) -> Any:
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def __anext__(self) -> Item:
         while not self._items:
+            if self._failure is not None:
+                failure, self._failure = self._failure, None
+                raise self._error(failure)
             if self._is_over:
                 if self._lost is None:
                     raise StopAsyncIteration
                 raise EngineDownError(f"{self._slot.replica_id}: {self._lost}")
-            self._news.clear()
-            await self._news.wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         item = self._items.popleft()
-        self._unread_bytes -= _bytes(item)
-        if self._connection is not None and self._unread_bytes <= UNREAD_BYTES / 2:
-            self._connection.resume()
-        if isinstance(item, RpcFailure):
-            raise self._error(item)
+        self._consumed_bytes += item_bytes(item)
+        if self._consumed_bytes >= GRANT_BYTES and self._channel is not None:
+            self._channel.grant(self._stream, self._consumed_bytes)
+            self._consumed_bytes = 0
         if isinstance(item, Accepted):
             self._slot.served = True
             self._slots.record_accepted(self._slot.replica_id, item.ongoing)
@@ -114,8 +117,8 @@ class EngineCall:
 
     def cancel(self) -> None:
         """Cancel the call in the engine."""
-        if self._connection is not None:
-            self._connection.cancel()
+        if self._channel is not None:
+            self._channel.cancel(self._stream)
         if not self._is_over:
             self.ended("the call was cancelled")
 
@@ -127,23 +130,12 @@ class EngineCall:
             case "leaving":
                 self._slots.record_leaving(self._slot.replica_id)
                 return RefusedError(failure.message)
-            case "engine_down" | "stranger":
+            case "engine_down":
                 return EngineDownError(f"{self._slot.replica_id}: {failure.message}")
             case "cannot_resume":
                 return CannotResumeError(failure.message)
             case _:
                 return EngineError(failure.message)
-
-
-def _bytes(item: Any) -> int:
-    """Approximate size of `item` in memory."""
-    match item:
-        case bytes():
-            return len(item)
-        case StreamChunk():
-            return len(item.body)
-        case _:
-            return 100
 
 
 class EnginePool:
@@ -155,7 +147,8 @@ class EnginePool:
         self._handle = handle.options()
         self._slots = SlotPool(lambda: replicas_of(handle.deployment_id) or {})
         self._router = uuid.uuid4().hex
-        self._pool = ConnectionPool()
+        self._channels = Channels()
+        self._unsubscribe: Callable[[], None] | None = None
 
     async def take(self, avoid: AbstractSet[str] = frozenset(), prefer: Sequence[str] = ()) -> Slot:
         """Take a slot on a replica that is not in `avoid`: the first free one of `prefer`, else the
@@ -164,6 +157,10 @@ class EnginePool:
         Waits until it is cancelled. Give the slot back with `give_back`. Raises OverloadedError
         when too many requests wait.
         """
+        if self._unsubscribe is None:
+            self._unsubscribe = subscribe(
+                self._handle.deployment_id, partial(_call, self._slots.changed, asyncio.get_running_loop())
+            )
         while True:
             name = await self._slots.take(avoid, prefer)
             try:
@@ -185,9 +182,9 @@ class EnginePool:
         A prefill leg has a transfer id; the engine counts it as ongoing for at most `hold_s` after
         its answer.
         """
-        order = RpcRequest(call, self._router, self._slots.waiting, transfer_id, hold_s, slot.maybe_full)
+        request = RpcRequest(call, self._router, self._slots.waiting, transfer_id, hold_s, slot.maybe_full)
         running = EngineCall(slot, self._slots)
-        self._pool.call(slot.address, order, running)
+        running.send(self._channels.to(slot.address), request)
         return running
 
     def ongoing(self) -> Mapping[str, int] | None:
@@ -204,14 +201,42 @@ class EnginePool:
         """Number of slots that this router holds."""
         return self._slots.taken
 
-    def broadcast(self, method: str, *arguments: object) -> DeploymentBroadcastResponse:
-        """Call a method of all replicas through Serve, outside the path of requests."""
-        return self._handle.broadcast(method, *arguments)
+    async def ask(self, slot: Slot, method: str, *arguments: object) -> Any:
+        """Return the result of one of the engine's methods on the replica of `slot`.
 
-    def snapshot(self) -> ConnectionsSnapshot:
+        Raises EngineDownError or EngineError.
+        """
+        return await self._channels.to(slot.address).ask(method, *arguments)
+
+    async def ask_all(self, method: str, timeout_s: float) -> list[Any]:
+        """Return the results of one of the engines' methods; leave out replicas that fail or are
+        late."""
+        replicas = replicas_of(self._handle.deployment_id) or {}
+        asked = [asyncio.create_task(self._channels.to(one.address).ask(method)) for one in replicas.values()]
+        if not asked:
+            return []
+        done, late = await asyncio.wait(asked, timeout=timeout_s)
+        for task in late:
+            task.cancel()
+        for name, task in zip(replicas, asked, strict=True):
+            if task in late or task.exception() is not None:
+                problem = f"no answer within {timeout_s:g} s" if task in late else repr(task.exception())
+                logger.warning("%s of replica %s failed: %s", method, name, problem)
+        return [task.result() for task in asked if task in done and task.exception() is None]
+
+    def snapshot(self) -> ChannelsSnapshot:
         """Return the number of connections."""
-        return self._pool.snapshot()
+        return self._channels.snapshot()
 
     async def close(self) -> None:
         """Close all connections."""
-        self._pool.close()
+        self._channels.close()
+        if self._unsubscribe is not None:
+            self._unsubscribe()
+            self._unsubscribe = None
+
+
+def _call(do: Callable[[], None], loop: asyncio.AbstractEventLoop) -> None:
+    """Run `do` in `loop` from any thread, unless the loop is closed."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(do)

@@ -50,6 +50,15 @@ class FullReplica:
 
 
 @dataclass(frozen=True, slots=True)
+class UsableReplicas:
+    """Replicas on which a slot can be granted, with their ongoing requests: `free` ones, and those
+    believed `full` that may be probed."""
+
+    free: dict[str, int]
+    full: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class SlotPoolSnapshot:
     """Copy of the ids of replicas with a known state: `loaded` by other routers, `full`, or
     `leaving` for good."""
@@ -68,7 +77,8 @@ class SlotPool:
         self._others: dict[str, tuple[int, float]] = {}
         self._full: dict[str, FullReplica] = {}
         self._leaving: set[str] = set()
-        self._waiting: list[SlotWaiter] = []
+        self._waiting: dict[SlotWaiter, None] = {}
+        """First come first."""
         self._looking: asyncio.Task[None] | None = None
         self._turn = 0
 
@@ -87,7 +97,17 @@ class SlotPool:
 
     def ongoing(self) -> dict[str, int]:
         """Return the known number of ongoing calls of each replica that accepts calls."""
-        return {name: self._ongoing(name) for name in self._look() if name not in self._leaving}
+        now = _now()
+        return {name: self._ongoing(name, now) for name in self._look() if name not in self._leaving}
+
+    def changed(self) -> None:
+        """Forget replicas that no longer run, and offer new ones to waiting requests."""
+        here = self._look().keys()
+        self._leaving &= here
+        for known in (self._others, self._full):
+            for name in known.keys() - here:
+                del known[name]
+        self._serve_waiting()
 
     def maybe_full(self, name: str) -> bool:
         """Return whether the replica may refuse a call although a slot was granted."""
@@ -100,10 +120,10 @@ class SlotPool:
         Raises OverloadedError when the queue is full.
         """
         waiting = SlotWaiter(avoid, prefer)
-        if not self._waiting and self._grant(waiting):
+        if not self._waiting and self._grant(waiting, self._usable()):
             return waiting.slot.result()
         most = max((engine.queue for engine in self._look().values()), default=None)
-        self._waiting.append(waiting)
+        self._waiting[waiting] = None
         self._serve_waiting()  # earlier requests may wait for other engines
         try:
             if not waiting.slot.done() and most is not None and len(self._waiting) > most:
@@ -118,8 +138,7 @@ class SlotPool:
                 self.give_back(waiting.slot.result(), served=False)
             raise
         finally:
-            if waiting in self._waiting:
-                self._waiting.remove(waiting)
+            self._waiting.pop(waiting, None)
             if not self._waiting and self._looking is not None:
                 self._looking.cancel()
                 self._looking = None
@@ -153,35 +172,53 @@ class SlotPool:
         """Record that an engine accepts no more calls."""
         self._leaving.add(name)
 
-    def _ongoing(self, name: str) -> int:
+    def _ongoing(self, name: str, now: float) -> int:
         others, said_at = self._others.get(name, (0, 0.0))
-        return self._taken[name] + (others if _now() - said_at < REMEMBERED_S else 0)
+        return self._taken[name] + (others if now - said_at < REMEMBERED_S else 0)
 
-    def _grant(self, waiting: SlotWaiter) -> bool:
-        self._forget()
-        engines, now = self._look(), _now()
+    def _usable(self) -> UsableReplicas:
+        """Return the replicas on which a slot can be granted now."""
+        usable, now = UsableReplicas({}, {}), _now()
+        for name, engine in self._look().items():
+            self._add_usable(usable, name, engine.slots, now)
+        return usable
+
+    def _add_usable(self, usable: UsableReplicas, name: str, slots: int, now: float) -> None:
+        if name in self._leaving or self._taken[name] >= slots:
+            return
+        ongoing, full = self._ongoing(name, now), self._full.get(name)
+        if full is None and ongoing < slots:
+            usable.free[name] = ongoing
+        elif full is None or (full.ask_at <= now and not full.asked):
+            usable.full[name] = ongoing
+
+    def _grant(self, waiting: SlotWaiter, usable: UsableReplicas) -> bool:
+        """Grant a slot on the best of `usable`, and update those."""
+        for replicas in (usable.free, usable.full):
+            if ranked := rank(replicas, self._turn + 1, waiting.avoid, waiting.prefer):
+                break
+        else:
+            return False
+        name, now = ranked[0], _now()
         self._turn += 1
-        ranked = rank(self.ongoing(), self._turn, waiting.avoid, waiting.prefer)
-        ranked = [name for name in ranked if self._taken[name] < engines[name].slots]
-        for name in ranked:
-            if name not in self._full and self._ongoing(name) < engines[name].slots:
-                return self._give(waiting, name)
-        for name in ranked:
+        if replicas is usable.full:
             full = self._full.setdefault(name, FullReplica(now))
-            if full.ask_at <= now and not full.asked:
-                full.ask_at, full.asked = now + full.wait_s, True
-                return self._give(waiting, name)
-        return False
-
-    def _give(self, waiting: SlotWaiter, name: str) -> bool:
+            full.ask_at, full.asked = now + full.wait_s, True
         self._taken[name] += 1
         waiting.slot.set_result(name)
+        del replicas[name]
+        self._add_usable(usable, name, self._look()[name].slots, now)
         return True
 
     def _serve_waiting(self) -> None:
-        for waiting in [one for one in self._waiting if not one.slot.done()]:
-            if self._grant(waiting):
-                self._waiting.remove(waiting)
+        if not self._waiting:
+            return
+        usable = self._usable()
+        for waiting in list(self._waiting):
+            if not usable.free and not usable.full:
+                break
+            if not waiting.slot.done() and self._grant(waiting, usable):
+                del self._waiting[waiting]
 
     async def _look_again(self) -> None:
         while True:
@@ -190,14 +227,6 @@ class SlotPool:
                 self._serve_waiting()
             except Exception:
                 logger.exception("cannot grant slots to waiting requests; trying again")
-
-    def _forget(self) -> None:
-        """Forget the state of replicas that no longer run."""
-        here = self._look().keys()
-        self._leaving &= here
-        for known in (self._others, self._full):
-            for name in known.keys() - here:
-                del known[name]
 
 
 def _now() -> float:

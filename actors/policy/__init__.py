@@ -1,2 +1,4 @@
-"""Decides whether decode serves a request alone or a pair of engines does, from measured costs. No
-I/O, clock or Ray."""
+"""Routing policy: decides from measured costs which engines serve a request.
+
+No I/O, clock or Ray.
+"""

@@ -1,37 +1,40 @@
-"""The choice among a request's options under the configured policy. Pure."""
+"""Chooses among a request's options under the configured policy. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import xxhash
 
 from actors.policy.decision import CHEAPER, NO_PREFILL, POLICY, PREFILL_FAILED, SHORT, UNSEEN, Decision, Estimate
+from actors.policy.loads import EngineLoad
 from actors.policy.options import Options
 from configs.settings import RoutingSettings
 
 FAILING_S = 5.0
-"""Time for which a replica ranks last after a failed call: it looks idle until Serve detects its
-failure."""
+"""Seconds for which a replica ranks last after a failed call: without calls it would look idle
+until Serve detects its failure.
+"""
 
 Key = Callable[[Estimate], tuple[float, ...]]
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Constraints of the choice. `whole` is the reason why decode must serve all of the request, or
-    None.
+    """Constraints of the choice.
 
-    `session` prefers one replica. `prefill_known` is false until the running prefill replicas are
-    known.
+    ``whole``           reason why decode must serve all of the request, or None
+    ``session``         session of the request, which prefers one decode replica; or None
+    ``prefill_known``   whether the running prefill replicas are known
+    ``prefill_failed``  whether a prefill replica has already failed this request
     """
 
     whole: str | None = None
     session: str | None = None
     prefill_known: bool = True
     prefill_failed: bool = False
-    """Whether a prefill replica has already failed this request."""
 
 
 def score(settings: RoutingSettings, estimate: Estimate) -> float:
@@ -44,29 +47,71 @@ def score(settings: RoutingSettings, estimate: Estimate) -> float:
 
 
 def choose(settings: RoutingSettings, options: Options, asked: Asked) -> Decision:
-    """Return the decision. It ranks all usable replicas: the first may have no free slot."""
+    """Return the decision, with all usable replicas ranked: the first may have no free slot."""
     key = _key(settings, options, asked.session)
     local = sorted(options.local, key=key)
-    remote = sorted(options.remote, key=key) if asked.whole is None else []
+    remote = None
+    if asked.whole is None and options.prefill and options.decode:
+        names, prefills = list(options.decode), list(options.prefill)
+        ranks = _rank_pairs(settings, options, asked.session)
+        order = ranks.min(axis=1).argsort().tolist()
+        prefill_order = ranks[order[0]].argsort().tolist()
+        remote = options.pair(names[order[0]], prefills[prefill_order[0]])
     route, reason = _route(settings, options, asked, local, remote, key)
-    ranked, others = (local, remote) if route == "local" else (remote, local)
-    if not ranked:
+    best_local = local[0] if local else None
+    if route == "local":
+        chosen, other, decode, prefill = best_local, remote, tuple(one.decode for one in local), ()
+    elif remote is not None:
+        chosen, other = remote, best_local
+        decode = tuple(names[index] for index in order)
+        prefill = tuple(prefills[index] for index in prefill_order)
+    else:
+        chosen = other = None
+        decode = prefill = ()
+    if chosen is None:
         return Decision(route, reason, settings.policy, options.prompt_tokens)
-    chosen = ranked[0]
-    return Decision(
-        route,
-        reason,
-        settings.policy,
-        options.prompt_tokens,
-        decode=tuple(dict.fromkeys(one.decode for one in ranked)),
-        prefill=tuple(one.prefill for one in ranked if one.decode == chosen.decode and one.prefill is not None),
-        chosen=chosen,
-        other=others[0] if others else None,
-    )
+    return Decision(route, reason, settings.policy, options.prompt_tokens, decode, prefill, chosen, other)
+
+
+def _rank_pairs(settings: RoutingSettings, options: Options, session: str | None) -> np.ndarray:
+    """Return the rank of each pair under the policy, one row for each decode replica: the order of
+    `_key` for all pairs at once."""
+    shape = (len(options.decode), len(options.prefill))
+    if shape == (1, 1):
+        return np.zeros(shape, int)
+
+    def rows(values: Iterable[float]) -> np.ndarray:
+        return np.broadcast_to(np.fromiter(values, float)[:, None], shape)
+
+    def columns(values: Iterable[float]) -> np.ndarray:
+        return np.broadcast_to(np.fromiter(values, float)[None, :], shape)
+
+    decodes = [options.decode_loads.get(name) for name in options.decode]
+    prefills = [options.prefill_loads.get(name) for name in options.prefill]
+    keys = [
+        np.maximum(
+            rows(_failing(one, options.now) for one in decodes), columns(_failing(one, options.now) for one in prefills)
+        )
+    ]
+    if session is not None:
+        keys.append(rows(_affinity(session, decode) for decode in options.decode))
+    if settings.policy == "round_robin":
+        keys += [rows(range(shape[0])), columns(range(shape[1]))]
+    elif settings.policy == "least_load":
+        keys += [
+            rows(map(options.ongoing_decode, options.decode)),
+            columns(map(options.ongoing_prefill, options.prefill)),
+        ]
+    else:
+        keys.append(options.pair_costs(settings.decode_weight, settings.interference_weight))
+    order = np.lexsort([key.ravel() for key in reversed(keys)])
+    ranks = np.empty(order.size, int)
+    ranks[order] = np.arange(order.size)
+    return ranks.reshape(shape)
 
 
 def _route(
-    settings: RoutingSettings, options: Options, asked: Asked, local: list[Estimate], remote: list[Estimate], key: Key
+    settings: RoutingSettings, options: Options, asked: Asked, local: list[Estimate], remote: Estimate | None, key: Key
 ) -> tuple[str, str]:
     if asked.whole is not None:
         return "local", asked.whole
@@ -74,32 +119,39 @@ def _route(
         return "local", POLICY
     if asked.prefill_known and not options.prefill:
         return "local", PREFILL_FAILED if asked.prefill_failed else NO_PREFILL
-    if not remote:
+    if remote is None:
         return "remote", UNSEEN
     if settings.policy != "cost":
         return "remote", POLICY
     if local[0].uncached_tokens < settings.local_below_tokens:
         return "local", SHORT
-    return ("local" if key(local[0]) <= key(remote[0]) else "remote"), CHEAPER
+    return ("local" if key(local[0]) <= key(remote) else "remote"), CHEAPER
+
+
+def _affinity(session: str, decode: str) -> float:
+    # Highest hash wins: all routers choose the same replica, and scaling moves few sessions.
+    return -float(xxhash.xxh3_64_intdigest(f"{session}\0{decode}".encode()))
+
+
+def _failing(load: EngineLoad | None, now: float) -> bool:
+    return load is not None and load.failed_at is not None and now - load.failed_at < FAILING_S
 
 
 def _key(settings: RoutingSettings, options: Options, session: str | None) -> Key:
-    """Return the sort key of the policy. A session's decode replica comes first."""
+    """Return the sort key of the policy. The session's decode replica ranks first."""
 
     def affinity(decode: str) -> float:
-        # Highest hash wins: all routers choose the same replica, and scaling moves few sessions.
-        return -float(xxhash.xxh3_64_intdigest(f"{session}\0{decode}".encode())) if session is not None else 0.0
+        return _affinity(session, decode) if session is not None else 0.0
 
     def failing(one: Estimate) -> bool:
         loads = (options.decode_loads.get(one.decode), options.prefill_loads.get(one.prefill or ""))
-        times = [load.failed_at for load in loads if load is not None and load.failed_at is not None]
-        return any(options.now - failed_at < FAILING_S for failed_at in times)
+        return any(_failing(load, options.now) for load in loads)
 
-    decode_turn = {decode: turn for turn, decode in enumerate(options.decode)}
-    prefill_turn = {prefill: turn for turn, prefill in enumerate(options.prefill)}
+    decode_order = {decode: position for position, decode in enumerate(options.decode)}
+    prefill_order = {prefill: position for position, prefill in enumerate(options.prefill)}
 
-    def by_turn(one: Estimate) -> tuple[float, ...]:
-        return affinity(one.decode), decode_turn[one.decode], prefill_turn.get(one.prefill or "", 0)
+    def by_order(one: Estimate) -> tuple[float, ...]:
+        return affinity(one.decode), decode_order[one.decode], prefill_order.get(one.prefill or "", 0)
 
     def by_load(one: Estimate) -> tuple[float, ...]:
         return affinity(one.decode), options.ongoing_decode(one.decode), options.ongoing_prefill(one.prefill or "")
@@ -107,5 +159,5 @@ def _key(settings: RoutingSettings, options: Options, session: str | None) -> Ke
     def by_cost(one: Estimate) -> tuple[float, ...]:
         return affinity(one.decode), score(settings, one)
 
-    by_policy = {"round_robin": by_turn, "least_load": by_load}.get(settings.policy, by_cost)
+    by_policy = {"round_robin": by_order, "least_load": by_load}.get(settings.policy, by_cost)
     return lambda one: (failing(one), *by_policy(one))

@@ -1,33 +1,35 @@
-"""Costs of prefill, handover, prefill on decode and decode steps on each engine: assumed first,
-then measured.
+"""Costs of prefill, handover, prefill on decode, and decode steps: assumed first, then measured.
 
 A prefill costs an overhead, its new tokens, and their attention to earlier tokens. On decode the
 same work also waits for the share of each step that running streams take. A handover is the wait
-after the prompt is computed: an overhead, KV that was not hidden behind the computation, and one
-step of the running streams.
+after the prompt is computed: an overhead, the part of the transfer that did not overlap with the
+computation, and one step of the running streams.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from actors.policy.estimates import Components, Level, Regression
+import numpy as np
+
+from actors.policy.estimates import Components, Level, PairLevels, Regression
 from configs.settings import RoutingSettings
 
 ATTENTION_TOKENS = 32_768.0
-"""Assumed context length at which a token's attention costs as much as the rest of it."""
+"""Assumed context length at which attention costs as much as the rest of a token's computation."""
 
 BUSY_STREAMS = 64.0
-"""Assumed number of streams that doubles a decode step, and the cost of a token prefilled among
-them."""
+"""Assumed number of streams that doubles the cost of a decode step, and of a prefill token among
+them.
+"""
 
 ENGINE_FADES_SHARE = 0.1
-"""Factor by which an engine's own cost fades faster than its role's costs."""
+"""Ratio of the fading time of an engine's factor to that of its role's costs."""
 
 
 class _Cost:
-    """Costs of a role, and a factor for each of its members."""
+    """Costs of a role, and a factor for each of its engines or pairs."""
 
     def __init__(self, parts: int, fades_s: float) -> None:
         self.role = Regression(parts, fades_s)
@@ -40,7 +42,8 @@ class _Cost:
         return self._members[member].factor(now) if member in self._members else 1.0
 
     def observe(self, member: object, assumed: Components, measured_s: float, now: float) -> None:
-        # The role learns the cost of an average member, or a member's own factor would count twice.
+        # The role learns the cost of an average member; otherwise a member's factor would count
+        # twice.
         self.role.observe(assumed, measured_s / self.factor(member, now), now)
         self._members[member].observe(self.role.predict(assumed, now), measured_s, now)
 
@@ -50,17 +53,18 @@ class _Cost:
 
 
 class Costs:
-    """Estimates for each engine and pair, in seconds. Token counts exclude cached tokens."""
+    """Cost estimates for each engine and pair, in seconds. Token counts exclude cached tokens."""
 
     def __init__(self, settings: RoutingSettings) -> None:
         self.settings = settings
         self._prefill = _Cost(3, settings.fades_s)
         self._local = _Cost(4, settings.fades_s)
-        self._handover = _Cost(3, settings.fades_s)
+        self._handover = Regression(3, settings.fades_s)
+        self._pairs = PairLevels(settings.fades_s * ENGINE_FADES_SHARE)
         self._step = _Cost(3, settings.fades_s)
 
     def prefill_parts(self, new_tokens: int, held_tokens: int) -> Components:
-        """Return the cost parts of computing `new_tokens` after `held_tokens` on a prefill engine."""
+        """Return the cost parts of prefilling `new_tokens` after `held_tokens` cached tokens."""
         token_s = 1 / self.settings.assumed_prefill_tokens_per_s
         context_tokens = held_tokens + new_tokens / 2
         return (
@@ -70,23 +74,27 @@ class Costs:
         )
 
     def local_parts(self, new_tokens: int, held_tokens: int, streams: int, now: float) -> Components:
-        """Return the same on a decode engine with `streams`, derived from what prefill engines have
-        shown."""
-        usual = self._prefill.role.parts(self.prefill_parts(new_tokens, held_tokens), now)
-        return (*usual, usual[1] * streams / BUSY_STREAMS)
+        """Return the cost parts of the same work on a decode engine with ``streams`` streams.
+
+        They are derived from the measurements of prefill engines.
+        """
+        prefill = self._prefill.role.parts(self.prefill_parts(new_tokens, held_tokens), now)
+        return (*prefill, prefill[1] * streams / BUSY_STREAMS)
 
     def handover_parts(self, moved_tokens: int, streams: int) -> Components:
-        """Return the cost parts of handing a computed prompt over to a decode engine with
-        `streams`."""
+        """Return the cost parts of the handover to a decode engine with ``streams`` streams."""
         assumed = self.settings
         step_s = assumed.assumed_step_s * streams / BUSY_STREAMS
         return assumed.assumed_handover_s, moved_tokens / assumed.assumed_transfer_tokens_per_s, step_s
 
     def step_parts(self, streams: float, prefilled_tokens: float, now: float) -> Components:
-        """Return the cost parts of a decode step with `streams` that also computes
-        `prefilled_tokens`."""
+        """Return the cost parts of a decode step.
+
+        ``streams``           running streams
+        ``prefilled_tokens``  prompt tokens that the step computes
+        """
         step_s = self.settings.assumed_step_s
-        # Usually called without prefilled tokens: twice per decision for each decode engine.
+        # Fast path: each decision calls this twice per decode engine, without prefilled tokens.
         token_s = self._local.role.parts(self.local_parts(1, 0, 0, now), now)[1] if prefilled_tokens else 0.0
         return step_s, step_s * streams / BUSY_STREAMS, prefilled_tokens * token_s
 
@@ -97,7 +105,15 @@ class Costs:
         return self._local.predict(engine, parts, now)
 
     def handover_s(self, pair: tuple[str, str], parts: Components, now: float) -> float:
-        return self._handover.predict(pair, parts, now)
+        return self._handover.predict(parts, now) * self._pairs.factor(pair, now)
+
+    def handovers_s(
+        self, prefill: Sequence[str], decode: Sequence[str], parts: Sequence[Components], now: float
+    ) -> np.ndarray:
+        """Return the seconds of all pairs, one row for each decode engine with its cost parts."""
+        usual = np.array(parts) @ np.array(self._handover.factors(now))
+        handovers_s: np.ndarray = usual[:, None] * self._pairs.factors(prefill, decode, now)
+        return handovers_s
 
     def step_s(self, engine: str, parts: Components, now: float) -> float:
         return self._step.predict(engine, parts, now)
@@ -109,15 +125,17 @@ class Costs:
         self._local.observe(engine, parts, measured_s, now)
 
     def observe_handover(self, pair: tuple[str, str], parts: Components, measured_s: float, now: float) -> None:
-        self._handover.observe(pair, parts, measured_s, now)
+        # As in `_Cost.observe`.
+        self._handover.observe(parts, measured_s / self._pairs.factor(pair, now), now)
+        self._pairs.observe(pair, self._handover.predict(parts, now), measured_s, now)
 
     def observe_step(self, engine: str, parts: Components, measured_s: float, now: float) -> None:
         self._step.observe(engine, parts, measured_s, now)
 
     def keep_only(self, prefill: Iterable[str], decode: Iterable[str]) -> None:
-        """Forget measurements of engines that no longer run."""
+        """Remove the measurements of engines that no longer run."""
         prefill, decode = set(prefill), set(decode)
         self._prefill.keep_only(set(prefill))
         self._local.keep_only(set(decode))
         self._step.keep_only(set(decode))
-        self._handover.keep_only({(p, d) for p in prefill for d in decode})
+        self._pairs.keep_only({(p, d) for p in prefill for d in decode})

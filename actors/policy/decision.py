@@ -1,4 +1,4 @@
-"""The decision for one request and the numbers behind it."""
+"""The routing decision for one request, and the estimates behind it."""
 
 from __future__ import annotations
 
@@ -6,43 +6,48 @@ import json
 from dataclasses import dataclass
 
 CHEAPER = "cheaper"
-"""Lowest cost of all options."""
+"""This option has the lowest cost."""
 
 SHORT = "short_uncached"
-"""Fewer uncached tokens than `local_below_tokens`."""
+"""The prompt has fewer uncached tokens than `local_below_tokens`."""
 
 NO_PREFILL = "no_prefill"
 """No prefill replica is running, or none accepted the request in time."""
 
 PREFILL_FAILED = "prefill_failed"
-"""Local: prefill legs of this request failed before decode's first byte, and no replica is left to
-try."""
+"""Prefill legs of this request failed before decode's first byte, and no replica is left to try."""
 
 POLICY = "policy"
 """The policy does not compare local with remote."""
 
 UNSEEN = "unseen"
-"""Remote: the running replicas are not known yet, so the least busy of each role serve the request."""
+"""The running replicas are not known yet, so the least busy ones of each role serve the request."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Expected seconds of one option. `prefill` is None when decode computes the prompt itself."""
+    """Expected cost of one option, in seconds.
+
+    ``decode``           decode replica
+    ``prefill``          prefill replica; None if decode computes the prompt
+    ``uncached_tokens``  tokens to compute, on either engine
+    ``moved_tokens``     tokens whose KV is transferred
+    ``queue_s``          wait for other prompts
+    ``compute_s``        computation of the prompt
+    ``handover_s``       from the computed prompt to the first token
+    ``decoding_s``       answer after its first token
+    ``interference_s``   delay of other streams, summed
+    """
 
     decode: str
     prefill: str | None
     uncached_tokens: int
-    """Tokens to be computed, on either engine."""
     moved_tokens: int
     queue_s: float
     compute_s: float
     handover_s: float
-    """From the computed prompt to the first token: the exposed part of the transfer, and decode's
-    step."""
     decoding_s: float
-    """Time for the answer after its first token."""
     interference_s: float
-    """Delay of other streams, summed."""
 
     @property
     def ttft_s(self) -> float:
@@ -51,7 +56,15 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Decision:
-    """Destination of a request: replicas of each role, best first."""
+    """Where a request is sent: the replicas of each role, best first.
+
+    ``route``          local or remote
+    ``reason``         one of the constants of this module, or why decode must serve all of it
+    ``policy``         configured policy
+    ``prompt_tokens``  estimated prompt tokens
+    ``chosen``         estimate of the chosen option, if estimated
+    ``other``          best estimate of the other route
+    """
 
     route: str
     reason: str
@@ -61,15 +74,14 @@ class Decision:
     prefill: tuple[str, ...] = ()
     chosen: Estimate | None = None
     other: Estimate | None = None
-    """Best option of the other route."""
 
     @property
     def local(self) -> bool:
         return self.route == "local"
 
     def explain(self) -> str:
-        """Return the decision as compact JSON; seconds to the microsecond."""
-        told: dict[str, object] = {
+        """Return the decision as compact JSON, seconds rounded to microseconds."""
+        fields: dict[str, object] = {
             "route": self.route,
             "reason": self.reason,
             "policy": self.policy,
@@ -77,11 +89,11 @@ class Decision:
         }
         for name, estimate in (("chosen", self.chosen), ("other", self.other)):
             if estimate is not None:
-                told[name] = _told(estimate)
-        return json.dumps(told, separators=(",", ":"))
+                fields[name] = _fields(estimate)
+        return json.dumps(fields, separators=(",", ":"))
 
 
-def _told(estimate: Estimate) -> dict[str, object]:
+def _fields(estimate: Estimate) -> dict[str, object]:
     numbers = {name: value for name, value in vars(estimate).items() if value is not None}
     numbers["ttft_s"] = estimate.ttft_s
     return {name: round(value, 6) if isinstance(value, float) else value for name, value in numbers.items()}

@@ -1,35 +1,39 @@
-"""Learns costs from measurements; forgets old ones and resists outliers.
+"""Learns costs from measurements. Old measurements fade, and outliers are clipped.
 
-`Regression` learns the parts of a cost for all engines of a role. `Level` learns how much dearer
-one engine or pair is than its role. Both use ratios, because costs range over decades, and both
-fade with time: an engine that was slow for a while and received no work since is tried again.
+`Regression` learns the parts of a cost for all engines of a role. `Level` learns the ratio of one
+engine's or pair's cost to that of its role. Both learn ratios, because costs span orders of
+magnitude. Both fade with time, so the router tries an engine again that was slow and has received
+no work since.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from operator import mul
 
 import numpy as np
 
 ASSUMED_WEIGHT = 0.1
-"""Weight of the assumption, in measurements."""
+"""Weight of the assumed cost, in measurements."""
 
 MEMORY = 50.0
-"""Number of measurements after which an older one counts 1/e."""
+"""Number of measurements after which an older one has the weight 1/e."""
 
 TRUSTED = 3.0
-"""Number of measurements from which outliers are clipped to OUTLIER."""
+"""Number of measurements from which new ones are clipped to a factor OUTLIER of the estimate."""
 
 OUTLIER = 4.0
 
 FIT_EVERY_S = 0.1
-"""Minimum interval between fits: a fit takes longer than the planner's other work for a request."""
+"""Minimum interval between fits in seconds: a fit takes longer than all other work per request."""
 
 FEW = 10.0
-"""Number of measurements up to which each is fitted at once."""
+"""Number of measurements up to which each one triggers a fit."""
 
 MOST_WAITING = 50
-"""Number of waiting measurements that are fitted regardless of the interval."""
+"""Number of waiting measurements that triggers a fit before the interval ends."""
 
 LEAST_S = 1e-6
 
@@ -38,7 +42,7 @@ Components = tuple[float, ...]
 
 
 class Level:
-    """Factor on an assumed cost: geometric mean of measured ratios, fading over `fades_s`."""
+    """Factor on an assumed cost: geometric mean of the measured ratios, fading over `fades_s`."""
 
     def __init__(self, fades_s: float) -> None:
         self._fades_s = fades_s
@@ -47,11 +51,11 @@ class Level:
         self._at = 0.0
 
     def fade(self, now: float) -> float:
-        """Return the present weight of the last measurements."""
+        """Return the current weight of a measurement made at the last update."""
         return math.exp(-max(now - self._at, 0.0) / self._fades_s)
 
     def count(self, now: float) -> float:
-        """Return the number of present measurements that this is worth."""
+        """Return the faded number of measurements."""
         return self._count * self.fade(now)
 
     def factor(self, now: float) -> float:
@@ -70,14 +74,70 @@ class Level:
         self._at = max(now, self._at)
         return max(assumed_s, LEAST_S) * math.exp(ratio)
 
+    @property
+    def state(self) -> tuple[float, float, float]:
+        """Mean of the logarithm, count, and time of the last measurement."""
+        return self._mean, self._count, self._at
+
     def _share(self, now: float) -> float:
         count = self.count(now)
         return count / (count + ASSUMED_WEIGHT)
 
 
+class PairLevels:
+    """Levels of (prefill, decode) pairs, in arrays from which the factors of all pairs are read at
+    once."""
+
+    def __init__(self, fades_s: float) -> None:
+        self._fades_s = fades_s
+        self._levels: dict[tuple[str, str], Level] = {}
+        self._prefill: dict[str, int] = {}
+        self._decode: dict[str, int] = {}
+        # Mean, count and time of each pair. Row and column 0 are for engines without measurements.
+        self._values = np.zeros((3, 1, 1))
+
+    def factor(self, pair: tuple[str, str], now: float) -> float:
+        """Return the factor of one pair; 1 without recent measurements."""
+        level = self._levels.get(pair)
+        return 1.0 if level is None else level.factor(now)
+
+    def factors(self, prefill: Sequence[str], decode: Sequence[str], now: float) -> np.ndarray:
+        """Return the factors of all pairs, one row for each decode engine."""
+        columns = [self._prefill.get(name, 0) for name in prefill]
+        rows = [self._decode.get(name, 0) for name in decode]
+        mean, count, at = self._values[:, rows][:, :, columns]
+        present = count * np.exp(-np.maximum(now - at, 0.0) / self._fades_s)
+        factors: np.ndarray = np.exp(mean * present / (present + ASSUMED_WEIGHT))
+        return factors
+
+    def observe(self, pair: tuple[str, str], assumed_s: float, measured_s: float, now: float) -> None:
+        """Learn from a measurement of one pair."""
+        level = self._levels.get(pair)
+        if level is None:
+            level = self._levels[pair] = Level(self._fades_s)
+        level.observe(assumed_s, measured_s, now)
+        self._store(pair, level)
+
+    def keep_only(self, pairs: AbstractSet[tuple[str, str]]) -> None:
+        """Forget all other pairs."""
+        kept = {pair: level for pair, level in self._levels.items() if pair in pairs}
+        if len(kept) < len(self._levels):
+            self.__init__(self._fades_s)  # type: ignore[misc]
+            self._levels = kept
+            for pair, level in kept.items():
+                self._store(pair, level)
+
+    def _store(self, pair: tuple[str, str], level: Level) -> None:
+        column = self._prefill.setdefault(pair[0], len(self._prefill) + 1)
+        row = self._decode.setdefault(pair[1], len(self._decode) + 1)
+        missing = [max(0, index + 1 - size) for index, size in zip((row, column), self._values.shape[1:], strict=True)]
+        if any(missing):
+            self._values = np.pad(self._values, [(0, 0), *((0, 2 * more) for more in missing)])
+        self._values[:, row, column] = level.state
+
+
 class Regression:
-    """Factors of each part of a cost: ridge regression of relative errors towards one common
-    factor.
+    """Factor of each part of a cost: ridge regression of relative errors towards a common factor.
 
     An observation counts from the next fit on, at most FIT_EVERY_S later.
     """
@@ -91,39 +151,40 @@ class Regression:
         self._products = np.zeros(parts)
         self._factors = np.ones(parts)
         self._waiting: list[tuple[float, Components, float]] = []
-        """Measurements to be fitted: weight of older ones, shares of the parts, and measured ratio."""
+        """Measurements to fit: weight of older ones, shares of the parts, measured ratio."""
         self._fitted_at = -math.inf
         self._common = 1.0
         """Common factor at the last measurement; all sums are relative to it."""
-        # One decision asks for the same factors many times.
-        self._asked_at: float | None = None
-        self._answer: tuple[float, ...] = ()
+        # Cached: one decision needs the same factors many times.
+        self._cached_at: float | None = None
+        self._cached: tuple[float, ...] = ()
 
     def count(self, now: float) -> float:
-        """Return the number of present measurements that this is worth."""
+        """Return the faded number of measurements."""
         return self._level.count(now)
 
     def factors(self, now: float) -> tuple[float, ...]:
         """Return the factor of each part; 1 without recent measurements."""
-        if now != self._asked_at:
+        if now != self._cached_at:
             if self._waiting and now - self._fitted_at >= FIT_EVERY_S:
                 self.fit(now)
             count = self.count(now)
             share = count / (count + ASSUMED_WEIGHT)
-            self._answer = tuple(1 + (factor - 1) * share for factor in self._factors.tolist())
-            self._asked_at = now
-        return self._answer
+            self._cached = tuple(1 + (factor - 1) * share for factor in self._factors.tolist())
+            self._cached_at = now
+        return self._cached
 
     def parts(self, assumed: Components, now: float) -> Components:
-        """Return the seconds of each part of work with the assumed parts `assumed`."""
-        return tuple(factor * part for factor, part in zip(self.factors(now), assumed, strict=True))
+        """Return the expected seconds of each part of work with the assumed parts `assumed`."""
+        return tuple(map(mul, self.factors(now), assumed))
 
     def predict(self, assumed: Components, now: float) -> float:
-        """Return the seconds of such work."""
-        return sum(self.parts(assumed, now))
+        """Return the expected seconds of work with the assumed parts `assumed`."""
+        seconds: float = sum(map(mul, self.factors(now), assumed))
+        return seconds
 
     def observe(self, assumed: Components, measured_s: float, now: float) -> None:
-        """Learn that work with the assumed parts took `measured_s`. Zero work is ignored."""
+        """Learn that work with the assumed parts took `measured_s`. Ignores work of zero cost."""
         if sum(assumed) < LEAST_S:
             return
         kept = (1 - 1 / MEMORY) * self._level.fade(now)
@@ -137,7 +198,7 @@ class Regression:
         due = now - self._fitted_at >= FIT_EVERY_S or len(self._waiting) >= MOST_WAITING
         if due or self._level.count(now) <= FEW:
             self.fit(now)
-        self._asked_at = None
+        self._cached_at = None
 
     @property
     def waiting(self) -> int:
@@ -149,7 +210,7 @@ class Regression:
         if not self._waiting:
             return
         kept, shares, ratios = (np.array(column) for column in zip(*self._waiting, strict=True))
-        # Weight of each against later ones; the first entry is for all earlier measurements.
+        # Weight of each relative to later ones; the first entry is for all earlier measurements.
         weights = np.cumprod(np.append(1.0, kept[::-1]))[::-1]
         weighted = shares.T * weights[1:]
         self._squares = self._squares * weights[0] + weighted @ shares
@@ -159,10 +220,12 @@ class Regression:
         self._fitted_at = now
 
     def _solve(self, common: float) -> np.ndarray:
-        """Return the best factors, none below zero: negative ones are fixed at zero and the others
-        fitted again."""
+        """Return the factors of the best fit, none below zero.
+
+        Negative factors are fixed at zero, and the others are fitted again.
+        """
         squares, products = self._squares.copy(), self._products.copy()
-        # The second term keeps the matrix regular when costs have changed by many powers of ten.
+        # The second term keeps the matrix regular after cost changes of many orders of magnitude.
         pull = max(self.RIDGE / common**2, 1e-9 * float(squares.trace()))
         squares.flat[:: len(products) + 1] += pull
         products += pull * common

@@ -1,4 +1,4 @@
-"""One request in flight: its replicas and the times of its stages."""
+"""State of one request in flight: its replicas and the times of its stages."""
 
 from __future__ import annotations
 
@@ -9,8 +9,16 @@ from actors.policy.prompts import Prompt
 
 @dataclass
 class InflightRequest:
-    """A request's legs on a decode replica and, unless decode computes the prompt, a prefill
-    replica."""
+    """A request's legs on a decode replica and, on the remote route, a prefill replica.
+
+    ``held_tokens``         tokens cached on the engine that computes the prompt
+    ``decode_held_tokens``  tokens cached on the decode engine
+    ``streams``             other streams on decode when the request was sent
+    ``began_at``            time of dispatch, in seconds
+    ``added``               prefix pieces that each engine holds only if the request succeeds
+    ``prefilled_at``        time of the prefill engine's answer; None before
+    ``opened_at``           time of the first token; None before
+    """
 
     key: int
     prompt: Prompt = field(repr=False)
@@ -18,13 +26,11 @@ class InflightRequest:
     prefill: str | None
     prompt_tokens: int
     held_tokens: int
-    """Tokens cached on the engine that computes the prompt."""
     decode_held_tokens: int
     streams: int
-    """Number of other streams on decode when the request was sent."""
     began_at: float
     added: dict[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
-    """Prefix pieces that each engine holds only if the request succeeds."""
+
     prefilled_at: float | None = None
     opened_at: float | None = None
     opened_stream_seconds: float = 0.0

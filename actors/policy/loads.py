@@ -8,22 +8,27 @@ from dataclasses import dataclass
 from actors.policy.estimates import Components
 
 OVERRUN_SHARE = 0.1
-"""Share of its age that overdue work is expected to take still, so that a stuck engine looks
-busier."""
+"""Remaining time of overdue work as a share of its age, so that a stuck engine looks busier."""
 
 TOGETHER_SHARE = 0.2
-"""Share of its cost below which work that ends soon after other work counts as computed along with
-it."""
+"""Work that ends within this share of its cost after other work counts as computed together with
+it.
+"""
 
 
 @dataclass
 class _Work:
+    """Cost parts and expected seconds of one prompt."""
+
     parts: Components
     seconds: float
 
 
 class PromptQueue:
-    """Prompts of one engine, first come, first served, by a key of the caller."""
+    """Prompts that one engine computes, first come, first served.
+
+    The caller supplies their keys.
+    """
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[int, _Work] = OrderedDict()
@@ -35,15 +40,14 @@ class PromptQueue:
         return len(self._waiting)
 
     def add(self, key: int, parts: Components, seconds: float, now: float) -> None:
-        """Add work that takes `seconds` once its turn has come; `parts` are the cost parts to learn
-        from."""
+        """Add work that takes `seconds` once it is first; `parts` are its cost parts."""
         if not self._waiting:
             self._busy_since = now
             self._unmeasured, self._unmeasured_s = (), 0.0
         self._waiting[key] = _Work(parts, seconds)
 
     def wait_s(self, now: float) -> float:
-        """Return the time until all of it is done."""
+        """Return the seconds until all queued work is done."""
         if not self._waiting:
             return 0.0
         age_s = max(now - self._busy_since, 0.0)
@@ -52,10 +56,10 @@ class PromptQueue:
         return max(first_s - age_s, age_s * OVERRUN_SHARE) + rest_s
 
     def finish(self, key: int, now: float, parts: Components | None = None) -> tuple[Components, float] | None:
-        """Remove finished work. Return its parts and the seconds that it alone took.
+        """Remove finished work; return its cost parts and measured seconds.
 
-        None while that is unknown: work computed along with other work is counted with what ends
-        next.
+        None if they cannot be measured alone: work computed together is measured with the next that
+        ends.
         """
         work = self._waiting.get(key)
         if work is None:
@@ -76,7 +80,7 @@ class PromptQueue:
         return total, elapsed_s
 
     def drop(self, key: int, now: float) -> None:
-        """Remove work that will not be done here."""
+        """Remove work that this engine will not do."""
         if key in self._waiting:
             if next(iter(self._waiting)) == key:
                 self._busy_since = now
@@ -85,23 +89,25 @@ class PromptQueue:
 
 
 class EngineLoad:
-    """The load that this router has put on one engine."""
+    """Work that this router has sent to one engine.
+
+    ``calls``            keys of all open calls
+    ``streams``          keys of the calls that generate
+    ``computed_tokens``  prompt tokens computed while streams ran, in total
+    ``failed_at``        time of the last failed call, in seconds
+    """
 
     def __init__(self) -> None:
         self.prompts = PromptQueue()
         self.calls: set[int] = set()
-        """Keys of all open calls."""
         self.streams: set[int] = set()
-        """Keys of the calls that generate."""
         self.computed_tokens = 0
-        """Total prompt tokens computed among streams."""
         self.failed_at: float | None = None
-        """Time of the last failed call."""
         self._stream_seconds = 0.0
         self._at = 0.0
 
     def stream_seconds(self, now: float) -> float:
-        """Return the summed running time of all streams."""
+        """Return the running time of all streams, summed, in seconds."""
         self._stream_seconds += len(self.streams) * max(now - self._at, 0.0)
         self._at = max(now, self._at)
         return self._stream_seconds

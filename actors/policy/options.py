@@ -1,10 +1,12 @@
-"""All ways to serve one request, with the expected cost of each."""
+"""Lists the ways to serve one request, with the expected cost of each."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+
+import numpy as np
 
 from actors.policy.costs import Costs
 from actors.policy.decision import Estimate
@@ -15,7 +17,12 @@ NOTHING = EngineLoad()
 
 @dataclass(frozen=True)
 class Options:
-    """Candidate replicas with their ongoing requests; their order decides between equals."""
+    """Candidate replicas of one request. Their order decides between equal options.
+
+    ``decode``, ``prefill``              ongoing requests of each replica, as Serve reports them
+    ``decode_held``, ``prefill_held``    cached prompt tokens of each replica
+    ``decode_loads``, ``prefill_loads``  work of this router on each replica
+    """
 
     prompt_tokens: int
     answer_tokens: int
@@ -29,45 +36,59 @@ class Options:
     now: float = 0.0
 
     def ongoing_decode(self, decode: str) -> int:
-        """Return the ongoing requests of a decode replica, as Serve or this router counts them,
-        whichever is more."""
+        """Return the ongoing requests of a decode replica: those that the engine reported for all
+        routers, or this router's own if they are more.
+        """
         return max(self.decode[decode], len(self._decode_load(decode).calls))
 
     def ongoing_prefill(self, prefill: str) -> int:
-        """Return the ongoing requests of a prefill replica; 0 when it does not exist."""
+        """Return the ongoing requests of a prefill replica; 0 if it does not exist."""
         return max(self.prefill.get(prefill, 0), len(self.prefill_loads.get(prefill, NOTHING).calls))
 
     def streams(self, decode: str) -> int:
-        """Return the number of other streams: this router's, plus what Serve counts beyond those."""
-        load = self._decode_load(decode)
-        return len(load.streams) + max(self.decode[decode] - len(load.calls), 0)
+        """Return the number of other streams on a replica, those of other routers included."""
+        load = self.decode_loads.get(decode)
+        ongoing = self.decode[decode]
+        return ongoing if load is None else len(load.streams) + max(ongoing - len(load.calls), 0)
 
     def uncached(self, decode: str) -> int:
         return self.prompt_tokens - self.decode_held[decode]
 
     @cached_property
     def local(self) -> list[Estimate]:
-        """Return the option of each decode replica alone."""
+        """Options in which one decode replica serves the request alone."""
         return [self._local(decode) for decode in self.decode]
 
+    def pair(self, decode: str, prefill: str) -> Estimate:
+        """Return the option of one pair."""
+        moved, parts, decoding_s, interference_s = self._decodes[decode]
+        new, queue_s, compute_s = self._prefills[prefill]
+        handover_s = self.costs.handover_s((prefill, decode), parts, self.now)
+        return Estimate(decode, prefill, new, moved, queue_s, compute_s, handover_s, decoding_s, interference_s)
+
+    def pair_costs(self, decode_weight: float, interference_weight: float) -> np.ndarray:
+        """Return the weighted seconds of all pairs, one row for each decode replica."""
+        decodes = self._decodes.values()
+        parts = [parts for _, parts, _, _ in decodes]
+        by_decode = np.array([decode_weight * after + interference_weight * delay for _, _, after, delay in decodes])
+        by_prefill = np.array([queue_s + compute_s for _, queue_s, compute_s in self._prefills.values()])
+        handovers_s = self.costs.handovers_s(list(self.prefill), list(self.decode), parts, self.now)
+        costs: np.ndarray = by_prefill[None, :] + handovers_s + by_decode[:, None]
+        return costs
+
     @cached_property
-    def remote(self) -> list[Estimate]:
-        """Return the option of each pair."""
-        prefills = [(prefill, *self._prefill(prefill)) for prefill in self.prefill]
-        decodes = [(decode, *self._decode(decode)) for decode in self.decode]
-        pairs = []
-        for decode, moved, parts, decoding_s, interference_s in decodes:
-            for prefill, new, queue_s, compute_s in prefills:
-                handover_s = self.costs.handover_s((prefill, decode), parts, self.now)
-                pairs.append(
-                    Estimate(decode, prefill, new, moved, queue_s, compute_s, handover_s, decoding_s, interference_s)
-                )
-        return pairs
+    def _prefills(self) -> dict[str, tuple[int, float, float]]:
+        return {prefill: self._prefill(prefill) for prefill in self.prefill}
+
+    @cached_property
+    def _decodes(self) -> dict[str, tuple[int, tuple[float, ...], float, float]]:
+        return {decode: self._decode(decode) for decode in self.decode}
 
     @cached_property
     def _decoding(self) -> dict[str, tuple[float, float]]:
-        """Return, for each decode replica, the seconds after the first token and the delay of other
-        streams."""
+        """(answer time after the first token, delay of other streams) in seconds, by decode
+        replica.
+        """
         return {decode: self._decoding_on(decode) for decode in self.decode}
 
     def _local(self, decode: str) -> Estimate:
@@ -76,8 +97,8 @@ class Options:
         compute_s = self.costs.local_s(decode, parts, self.now)
         decoding_s, interference_s = self._decoding[decode]
         queue_s = self._decode_load(decode).prompts.wait_s(self.now)
-        held_up_s = interference_s + streams * compute_s
-        return Estimate(decode, None, new, 0, queue_s, compute_s, 0.0, decoding_s, held_up_s)
+        delayed_s = interference_s + streams * compute_s
+        return Estimate(decode, None, new, 0, queue_s, compute_s, 0.0, decoding_s, delayed_s)
 
     def _prefill(self, prefill: str) -> tuple[int, float, float]:
         held = self.prefill_held[prefill]

@@ -1,8 +1,7 @@
-"""Decides for each request and learns from its outcome. `now` is any monotonic clock.
+"""Decides where each request goes, and learns from its outcome. `now` is any monotonic clock.
 
 The caller reports events: `begin` when the legs are sent, `prefilled`, `opened` with the first
-bytes of a stream, and `ended` in any case. Stages that a failed request did not reach are not
-learnt from.
+bytes of a stream, and always `ended`. Costs are learnt only from stages that a request reached.
 """
 
 from __future__ import annotations
@@ -27,48 +26,47 @@ ASSUMED_TOKENS = 256.0
 """Weight of the assumed bytes per token, in tokens."""
 
 REMEMBERED_TOKENS = 100_000.0
-"""Number of prompt tokens after which older ones count 1/e for bytes per token."""
+"""Number of prompt tokens after which older ones have the weight 1/e in bytes per token."""
 
 REMEMBERED_ANSWERS = 50.0
 
 Defer = Callable[[Callable[[], None]], None]
-"""Runs a callable when there is time."""
+"""Runs a callable later."""
 
 
-def _at_once(do: Callable[[], None]) -> None:
+def _immediately(do: Callable[[], None]) -> None:
     do()
 
 
 class Planner:
-    """A router's knowledge of its engines.
+    """What a router knows about its engines.
 
-    Running work is known as soon as it is reported. Costs are learnt through `later`, because that
-    takes longer and the caller delays an answer.
+    Running work is recorded at once. Costs are learnt through `later`, because this takes longer
+    and would delay an answer.
     """
 
     settings: RoutingSettings
     _costs: Costs
 
-    def __init__(self, settings: RoutingSettings, later: Defer = _at_once) -> None:
+    def __init__(self, settings: RoutingSettings, later: Defer = _immediately) -> None:
         self._later = later
-        self._begin_anew(settings)
+        self._reset(settings)
         self._prefill: defaultdict[str, EngineLoad] = defaultdict(EngineLoad)
         self._decode: defaultdict[str, EngineLoad] = defaultdict(EngineLoad)
         self._prefixes = Prefixes(_pieces(settings))
         self._keys = count()
-        self._turn = 0
+        self._decisions = 0
 
     def reconfigure(self, settings: RoutingSettings) -> None:
-        """Apply new settings. Measurements are forgotten only if they are relative to other
-        assumptions."""
+        """Apply new settings. Forget all measurements if the assumed costs have changed."""
         if _assumptions(settings) == _assumptions(self.settings):
             self.settings = settings
             self._costs.settings = settings
         else:
-            self._begin_anew(settings)
+            self._reset(settings)
         self._prefixes.most_pieces = _pieces(settings)
 
-    def _begin_anew(self, settings: RoutingSettings) -> None:
+    def _reset(self, settings: RoutingSettings) -> None:
         self.settings = settings
         self._costs = Costs(settings)
         self._text_bytes = settings.assumed_bytes_per_token * ASSUMED_TOKENS
@@ -88,21 +86,24 @@ class Planner:
         avoid: AbstractSet[str] = frozenset(),
         prefill_failed: bool = False,
     ) -> Decision:
-        """Decide where to send `prompt`, given each role's running replicas and their ongoing
-        requests (None: unknown).
+        """Decide where to send `prompt`.
 
-        `whole` is the reason why decode must serve all of it, or None. Replicas in `avoid` are not
-        chosen. `prefill_failed` tells that a prefill replica has failed this request.
+        ``prefill``, ``decode``  ongoing requests of each role's running replicas; None: not known
+                                 yet
+        ``whole``                reason why decode must serve all of the request, or None
+        ``session``              session of the request, or None
+        ``avoid``                replicas that must not be chosen
+        ``prefill_failed``       whether a prefill replica has failed this request
         """
-        self._turn += 1
+        self._decisions += 1
         if prefill is not None and decode is not None:
             self._forget_others(prefill.keys(), decode.keys())
         tokens = self.prompt_tokens(prompt)
         options = Options(
             prompt_tokens=tokens,
             answer_tokens=self.answer_tokens(prompt),
-            decode=_running(decode, avoid, self._turn),
-            prefill=_running(prefill, avoid, self._turn),
+            decode=_running(decode, avoid, self._decisions),
+            prefill=_running(prefill, avoid, self._decisions),
             decode_held={engine: self._held(engine, prompt) for engine in decode or ()},
             prefill_held={engine: self._held(engine, prompt) for engine in (prefill or () if whole is None else ())},
             decode_loads=self._decode,
@@ -113,8 +114,7 @@ class Planner:
         return choose(self.settings, options, Asked(whole, session, prefill is not None, prefill_failed))
 
     def begin(self, prompt: Prompt, decode: str, prefill: str | None, now: float) -> InflightRequest:
-        """Record that the legs are sent to these replicas; `prefill` None: decode computes the
-        prompt."""
+        """Record that the legs are sent. ``prefill`` None: decode computes the prompt."""
         held, decode_held = self._held(prefill or decode, prompt), self._held(decode, prompt)
         load = self._decode[decode]
         tokens = self.prompt_tokens(prompt)
@@ -135,15 +135,15 @@ class Planner:
         return inflight
 
     def prefilled(self, inflight: InflightRequest, now: float, prompt_tokens: int | None = None) -> None:
-        """Record that the prefill engine has answered, with its token count."""
+        """Record the prefill engine's answer, with its token count."""
         if inflight.prefill is None or inflight.prefilled_at is not None or inflight.over:
             return
         inflight.prefilled_at = now
         if prompt_tokens is not None:
             self._count_tokens(inflight, prompt_tokens)
         parts = self._costs.prefill_parts(inflight.new_tokens, inflight.held_tokens)
-        if shown := self._prefill[inflight.prefill].prompts.finish(inflight.key, now, parts):
-            self._later(partial(self._costs.observe_prefill, inflight.prefill, *shown, now))
+        if measured := self._prefill[inflight.prefill].prompts.finish(inflight.key, now, parts):
+            self._later(partial(self._costs.observe_prefill, inflight.prefill, *measured, now))
 
     def opened(self, inflight: InflightRequest, now: float) -> None:
         """Record the first token of a stream."""
@@ -151,8 +151,8 @@ class Planner:
             return
         load = self._decode[inflight.decode]
         if inflight.prefill is None:
-            if shown := load.prompts.finish(inflight.key, now):
-                self._later(partial(self._costs.observe_local, inflight.decode, *shown, now))
+            if measured := load.prompts.finish(inflight.key, now):
+                self._later(partial(self._costs.observe_local, inflight.decode, *measured, now))
             load.computed_tokens += inflight.new_tokens
         elif inflight.prefilled_at is not None:
             parts = self._costs.handover_parts(inflight.moved_tokens, inflight.streams)
@@ -164,8 +164,11 @@ class Planner:
         inflight.opened_computed_tokens = load.computed_tokens
 
     def ended(self, inflight: InflightRequest, now: float, answer_tokens: int = 0, broken: bool = False) -> None:
-        """Record the end of the legs, with `answer_tokens` streamed. `broken`: decode gave no
-        answer."""
+        """Record the end of the legs.
+
+        ``answer_tokens``  tokens streamed to the client
+        ``broken``         whether decode failed to answer
+        """
         if inflight.over:
             return
         if inflight.prefill is not None and inflight.prefilled_at is None:
@@ -190,7 +193,7 @@ class Planner:
         inflight.over = True
 
     def failed(self, engine: str, now: float) -> None:
-        """Record that a call to `engine` failed, for another reason than the client's disconnect."""
+        """Record that a call to `engine` failed for another reason than the client's disconnect."""
         for loads in (self._prefill, self._decode):
             if engine in loads:
                 loads[engine].failed_at = now
@@ -221,8 +224,7 @@ class Planner:
         return self._costs.local_parts(inflight.new_tokens, inflight.held_tokens, inflight.streams, now)
 
     def _held(self, engine: str, prompt: Prompt) -> int:
-        """Return the tokens of `prompt` that `engine` need neither compute nor receive; never all
-        of a passage."""
+        """Return the tokens of `prompt` in the engine's cache; at least one per passage is not."""
         found = 0
         for passage in prompt.passages:
             held = self._prefixes.held(engine, passage)
@@ -246,7 +248,7 @@ class Planner:
         inflight.decode_held_tokens = round(inflight.decode_held_tokens * share)
 
     def _forget_others(self, prefill: AbstractSet[str], decode: AbstractSet[str]) -> None:
-        """Forget engines that no longer run and have no open request."""
+        """Remove engines that no longer run and have no open request."""
         if self._prefill.keys() <= prefill and self._decode.keys() <= decode:
             return
         for loads, running in ((self._prefill, prefill), (self._decode, decode)):
@@ -257,7 +259,7 @@ class Planner:
 
 
 def _running(replicas: Mapping[str, int] | None, avoid: AbstractSet[str], turn: int) -> dict[str, int]:
-    """Return the candidates; `turn` rotates equal ones."""
+    """Return the candidate replicas, rotated by `turn`, so that equal ones share requests."""
     names = sorted((replicas or {}).keys() - avoid)
     first = turn % len(names) if names else 0
     return {name: (replicas or {})[name] for name in names[first:] + names[:first]}

@@ -1,4 +1,4 @@
-"""Prefixes of prompts that each engine holds, as far as one router knows from its own requests."""
+"""Prefixes of prompts in each engine's cache, as far as this router knows from its own requests."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ import xxhash
 from actors.policy.prompts import PIECE_BYTES, Passage
 
 ENDS_KEPT = 8
-"""Number of prompt ends kept after one piece: conversations with the same system prompt differ only
-there."""
+"""Prompt ends kept after one piece. Conversations with one system prompt differ only in their
+ends.
+"""
 
 
 @dataclass(frozen=True)
 class Held:
-    """The beginning of a passage that an engine holds: `data_bytes` of it, then an answer of
-    `answer_tokens`."""
+    """The prefix of a passage in an engine's cache.
+
+    ``data_bytes``     bytes of the passage
+    ``answer_tokens``  tokens of the answer that follows them
+    """
 
     data_bytes: int = 0
     answer_tokens: int = 0
@@ -27,7 +31,12 @@ class Held:
 
 @dataclass(frozen=True)
 class _End:
-    """A prompt that ended within a piece, and the length of its answer."""
+    """A prompt that ended within a piece.
+
+    ``tail_bytes``     bytes after its last whole piece
+    ``digest``         hash of these bytes
+    ``answer_tokens``  length of its answer
+    """
 
     tail_bytes: int
     digest: int
@@ -35,8 +44,7 @@ class _End:
 
 
 class _Tree:
-    """Prefixes of one engine, least recently used first; a piece maps to the prompts that ended
-    after it."""
+    """Prefixes of one engine, least recently used first: piece -> prompts that ended after it."""
 
     def __init__(self) -> None:
         self.pieces: OrderedDict[int, tuple[_End, ...]] = OrderedDict()
@@ -50,7 +58,7 @@ class _Tree:
         for end in pieces.get(before, ()):
             tail = passage.data[at : at + end.tail_bytes]
             longer = at + end.tail_bytes >= found.data_bytes
-            # The prompt contains the answer only if something follows.
+            # An answer is part of the prompt only if something follows it.
             if longer and len(passage.data) > at + end.tail_bytes and _digest(tail, before) == end.digest:
                 found = Held(at + end.tail_bytes, end.answer_tokens)
         return found
@@ -75,14 +83,14 @@ class _Tree:
 
 
 class Prefixes:
-    """Prefixes of each engine, at most `most_pieces` each."""
+    """Prefixes of each engine, at most `most_pieces` pieces per engine."""
 
     def __init__(self, most_pieces: int) -> None:
         self.most_pieces = most_pieces
         self._trees: dict[str, _Tree] = {}
 
     def held(self, engine: str, passage: Passage) -> Held:
-        """Return the longest prefix of `passage` that `engine` is known to hold."""
+        """Return the longest prefix of `passage` that `engine` is known to have cached."""
         tree = self._trees.get(engine)
         return tree.held(passage) if tree else Held()
 
@@ -91,22 +99,22 @@ class Prefixes:
         return {engine: frozenset(tree.pieces) for engine, tree in self._trees.items()}
 
     def add(self, engine: str, passage: Passage) -> tuple[int, ...]:
-        """Record that `engine` will hold all of `passage`; return the pieces that are new to it."""
+        """Record that `engine` will cache all of `passage`; return its new pieces."""
         return self._trees.setdefault(engine, _Tree()).add(passage, self.most_pieces)
 
     def drop(self, engine: str, pieces: Iterable[int]) -> None:
-        """Remove pieces that `engine` did not receive, also for other requests that use them."""
+        """Remove pieces that `engine` did not receive, for all requests."""
         if engine in self._trees:
             for piece in pieces:
                 self._trees[engine].pieces.pop(piece, None)
 
     def add_answer(self, engine: str, passage: Passage, tokens: int) -> None:
-        """Record that `engine` has continued `passage` with `tokens` more."""
+        """Record that `engine` has generated `tokens` after `passage`."""
         if engine in self._trees:
             self._trees[engine].add_end(passage, tokens)
 
     def keep_only(self, engines: set[str]) -> None:
-        """Forget engines that no longer run."""
+        """Remove engines that no longer run."""
         for engine in self._trees.keys() - engines:
             del self._trees[engine]
 

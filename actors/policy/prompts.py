@@ -1,8 +1,8 @@
-"""Prompts of a request as chained hashes of fixed-size pieces, which select cached prefixes.
+"""Reads the prompts of a request as chained hashes of fixed-size pieces, to find cached prefixes.
 
-Nothing is tokenized. Text is measured in bytes, with a measured number of bytes per token; a token
-id counts as four bytes. The bytes of a chat are those of its messages in order, so that the next
-turn extends this one.
+The router does not tokenize. Text is measured in bytes, with a measured number of bytes per token;
+a token id has four bytes. A chat is the bytes of its messages in order, so the next turn of a
+conversation extends it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import xxhash
 
 PIECE_BYTES = 256
-"""About 64 tokens: the resolution at which cached prefixes are known."""
+"""Resolution of prefixes in bytes; about 64 tokens."""
 
 ID_BYTES = 4
 
@@ -26,8 +26,13 @@ _END_OF_MESSAGE = b"\x1f"
 
 @dataclass(frozen=True)
 class Passage:
-    """One prompt. `pieces[i]` hashes its first `i + 1` pieces and `seed`, which stands for all else
-    that selects a cache."""
+    """One prompt.
+
+    ``data``    bytes of its text or token ids
+    ``ids``     whether the data are token ids
+    ``seed``    hash of the other inputs that select a cache
+    ``pieces``  pieces[i] is the hash of the seed and the first i + 1 pieces
+    """
 
     data: bytes = field(repr=False)
     ids: bool
@@ -42,16 +47,20 @@ class Passage:
 
 @dataclass(frozen=True)
 class Prompt:
-    """All prompts of one request; no passage when the body has no readable prompt."""
+    """All prompts of one request.
+
+    ``passages``            prompts; empty if the body has no readable prompt
+    ``answers``             number of answers
+    ``most_answer_tokens``  the client's limit of each answer; None without one
+    """
 
     passages: tuple[Passage, ...] = ()
     answers: int = 1
     most_answer_tokens: int | None = None
-    """Limit of each answer set by the client."""
 
 
 def read_prompt(body: Mapping[str, Any]) -> Prompt:
-    """Return the prompts of a request's body. Bodies that no engine accepts have no passages."""
+    """Return the prompts of a request's body; none for a body that engines reject."""
     seed = _seed(body)
     most = body.get("max_completion_tokens")
     most = body.get("max_tokens") if most is None else most
@@ -65,7 +74,7 @@ def read_prompt(body: Mapping[str, Any]) -> Prompt:
 
 
 def passage(data: bytes, ids: bool, seed: int) -> Passage:
-    """Return a prompt with its pieces hashed, each with all pieces before it."""
+    """Return a prompt with its pieces hashed."""
     pieces, before = [], seed
     for end in range(PIECE_BYTES, len(data) + 1, PIECE_BYTES):
         before = xxhash.xxh3_64_intdigest(data[end - PIECE_BYTES : end], before)
@@ -102,8 +111,7 @@ def _message(message: Any) -> bytes:
 
 
 def _seed(body: Mapping[str, Any]) -> int:
-    """Return a hash of what separates caches: model or adapter, salt, and what a template puts
-    before messages."""
+    """Return a hash of what separates caches: model or adapter, salt, and template inputs."""
     named = {key: body[key] for key in ("model", "cache_salt", "tools", "chat_template", "documents") if body.get(key)}
     return xxhash.xxh3_64_intdigest(_json(named)) if named else 0
 

@@ -7,7 +7,8 @@ from functools import cached_property
 from typing import Any
 
 from actors.errors import CannotResumeError, UnavailableError
-from actors.request import StreamChunk, TokenGroup
+from actors.replay_log import RecordedGroups
+from actors.request import StreamChunk
 from actors.router.client_request import ClientRequest
 from actors.router.dispatch import Attempt, Dispatcher
 from actors.router.event_stream import EventStream
@@ -34,6 +35,9 @@ class Answer:
         self._first = attempt
         """The attempt that produced the first bytes; another attempt may continue the stream."""
         self._metrics = metrics
+        self._replay_log = RecordedGroups()
+        request = attempts.request
+        self._resumable = why_not_resumable(request.endpoint, request.body) is None
 
     @property
     def route(self) -> str:
@@ -54,6 +58,16 @@ class Answer:
     def pair(self) -> Pair:
         """Replicas that produced the first bytes."""
         return self._first.pair
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """Number of tokens of the prompt, if prefill has reported it."""
+        return self._first.prompt_tokens
+
+    @property
+    def completion_tokens(self) -> int | None:
+        """Number of tokens of a stream so far; None if the stream has no complete record."""
+        return self._replay_log.tokens if self.start.streams and self._resumable else None
 
     @cached_property
     def breakdown(self) -> LatencyBreakdown:
@@ -82,7 +96,7 @@ class Answer:
         decode has died and the stream cannot continue.
         """
         stream = EventStream()
-        replay_log: list[TokenGroup] = []
+        replay_log = self._replay_log
         comments = b""
         ready = b""
         while self._attempt.start.streams:
@@ -92,11 +106,11 @@ class Answer:
                 items = deque(self._attempt.items)
                 while (item := items.popleft() if items else await self._next()) is not None:
                     self._attempt.passed_on(item)
-                    if isinstance(item, StreamChunk):
+                    if self._resumable and isinstance(item, StreamChunk):
                         # The engine that took over first repeats the replay log.
                         repeated = min(known, len(item.groups))
                         known -= repeated
-                        replay_log += item.groups[repeated:]
+                        replay_log.extend(item.groups[repeated:])
                     sent = stream.sent
                     events = comments + stream.feed(_bytes_of(item))
                     if stream.sent == 0:
@@ -136,7 +150,7 @@ class Answer:
     async def _next(self) -> Any:
         return await self._attempt.decode.next(self._attempts.limits.silence_timeout_s, self._attempts.timing.ends_at)
 
-    async def _resume(self, error: UnavailableError, stream: EventStream, replay_log: list[TokenGroup]) -> None:
+    async def _resume(self, error: UnavailableError, stream: EventStream, replay_log: RecordedGroups) -> None:
         """Reopen the stream on another decode replica, which repeats `replay_log` first."""
         outcome = "failed"
         try:
@@ -146,7 +160,7 @@ class Answer:
                 _check_resumable(self._attempts.request, replay_log)
             self._attempts.decode_failed(error)
             await self._attempt.close()
-            self._attempt = await self._attempts.open(tuple(replay_log))
+            self._attempt = await self._attempts.open(replay_log.replay_log())
             start = self._attempt.start
             if stream.sent == 0:
                 self._first = self._attempt
@@ -162,7 +176,7 @@ class Answer:
             self._metrics.resumed_streams.labels(outcome).inc()
 
 
-def _check_resumable(request: ClientRequest, replay_log: list[TokenGroup]) -> None:
+def _check_resumable(request: ClientRequest, replay_log: RecordedGroups) -> None:
     if reason := why_not_resumable(request.endpoint, request.body):
         raise CannotResumeError(
             f"the decode engine has died, and a stream with {reason} cannot be continued on another engine"

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Self
 
@@ -42,7 +43,7 @@ class Fleet:
     decode: EnginePool
     metrics: RouterMetrics
     feedback: RoutingFeedback
-    discard: Callable[[str], Awaitable[None]]
+    discard: Callable[[Slot, str], Awaitable[None]]
 
 
 class Attempt:
@@ -63,6 +64,8 @@ class Attempt:
         self.prefill: PrefillLeg | None = None
         self.began_at = self.slots_at = time.monotonic()
         """Times at which the attempt began and at which it had slots for its legs."""
+        self.prompt_tokens: int | None = None
+        """Number of tokens of the prompt, from prefill's answer."""
         self.legs = AsyncExitStack()
         self._planner = planner
         self._prompt = prompt
@@ -102,7 +105,8 @@ class Attempt:
         if self._prefilled_at is None:
             self._prefilled_at = _now()
         if body is not None:
-            self._report_prefilled(_prompt_tokens(body))
+            self.prompt_tokens = _prompt_tokens(body)
+            self._report_prefilled(self.prompt_tokens)
 
     def opened(self, response: Response) -> Self:
         """Keep the calls: decode has started to answer. Only a stream shows when its first token
@@ -166,6 +170,8 @@ class Dispatcher:
         self._suspect_decode: set[str] = set()
         """Replicas that timed out, perhaps because of the transfer: tried again only when there is
         no other."""
+        self._without_response: set[str] = set()
+        """Replicas that do not have the stored response which the request continues."""
         self._decode_replica: str | None = None
         self._decode_tries = 0
         self._last_error: UnavailableError | None = None
@@ -243,8 +249,11 @@ class Dispatcher:
         return time.monotonic() - self._refused_at.setdefault(role, time.monotonic())
 
     def _decide(self) -> Decision:
-        failed_decode = self._failed_decode | self._suspect_decode
-        return self._fleet.feedback.decide(self.request, self._local_reason, self._failed_prefill, failed_decode)
+        return self._fleet.feedback.decide(self.request, self._local_reason, self._failed_prefill, self._avoided())
+
+    def _avoided(self) -> set[str]:
+        """Return the decode replicas that this request is not sent to."""
+        return self._failed_decode | self._suspect_decode | self._without_response
 
     async def _try_split(self, replay_log: ReplayLog, decision: Decision) -> tuple[Attempt | None, str | None]:
         """Dispatch both legs. Return the attempt, or None and the outcome of the failed prefill
@@ -276,7 +285,7 @@ class Dispatcher:
                 transfer_id,
                 self.limits.prefill_timeout_s,
                 self._fleet.metrics,
-                self._fleet.discard,
+                partial(self._fleet.discard, prefill_slot, transfer_id),
                 attempt.prefilled,
                 prefill_legs.pop_all(),
             )
@@ -304,7 +313,21 @@ class Dispatcher:
             return attempt.opened(await opening), None
 
     async def _serve_alone(self, replay_log: ReplayLog, decision: Decision) -> Attempt:
-        """Send the request as the client wrote it to a decode replica."""
+        """Send the request as the client wrote it to a decode replica, or to one after the other until
+        one has the stored response that it continues."""
+        while self._response_is_elsewhere(attempt := await self._serve_once(replay_log, decision)):
+            await attempt.close()
+            decision = self._decide()
+        return attempt
+
+    def _response_is_elsewhere(self, attempt: Attempt) -> bool:
+        """Return whether another replica may have the response that this one answered 404 for."""
+        if attempt.start.status != HTTPStatus.NOT_FOUND or not self.request.body.get("previous_response_id"):
+            return False
+        self._without_response.add(attempt.pair.decode)
+        return bool((self._fleet.decode.ongoing() or {}).keys() - self._avoided())
+
+    async def _serve_once(self, replay_log: ReplayLog, decision: Decision) -> Attempt:
         async with self._begin(decision) as attempt:
             slot = await self._choose_decode(attempt.legs, decision)
             attempt.slots_at = time.monotonic()
@@ -361,7 +384,7 @@ class Dispatcher:
 
     async def _choose_decode(self, stack: AsyncExitStack, decision: Decision) -> Slot:
         self._decode_replica = None
-        avoid = self._failed_decode | self._suspect_decode
+        avoid = self._avoided()
         try:
             slot = await choose(
                 stack,

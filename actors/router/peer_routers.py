@@ -33,15 +33,16 @@ class RouterReplica(Router):
 
     async def own_metrics(self) -> RouterMetricsText:
         """Return this replica's exposition."""
-        return _own_id(), generate_latest(self.metrics.registry).decode()
+        return own_replica_id(), generate_latest(self.metrics.registry).decode()
 
     async def own_status(self) -> dict[str, Any]:
         """Return the part of the status that only this replica knows."""
         return {
-            "replica": _own_id(),
+            "replica": own_replica_id(),
             "ongoing": int(self.metrics.value("tandem_ongoing_requests")),
             "slots_taken": self.slots_taken,
             "limit": self.limits.max_ongoing_requests,
+            "rejected_config": self.rejected_config,
             "counts": self.metrics.counts(),
             "recent": self.recent.newest(RECENT_SHOWN),
         }
@@ -78,7 +79,8 @@ class RouterReplica(Router):
         return await ask_all("router", self._peers, method, self.limits.metrics_timeout_s)
 
 
-def _own_id() -> str:
+def own_replica_id() -> str:
+    """Return the id of the replica in whose process this runs."""
     return serve.get_replica_context().replica_id.unique_id
 
 

@@ -20,8 +20,8 @@ BROKEN = frozenset({"refused", "rejected", "failed", "late"})
 `refused`: the engine accepts no more calls. `rejected`: the engine found the request invalid.
 """
 
-Discard = Callable[[str], Awaitable[None]]
-"""Tells the prefill replicas that a transfer's KV will not be fetched; bounded, does not raise."""
+Discard = Callable[[], Awaitable[None]]
+"""Tells the leg's prefill replica that its KV will not be fetched; bounded."""
 
 Prefilled = Callable[[object], None]
 """Called with None when the prompt is computed, then with the body of the answer if there is one."""
@@ -110,7 +110,9 @@ class PrefillLeg:
     async def _end_leg(self) -> None:
         try:
             if self._holds_kv and await self._leg.accepted():
-                await self._discard(self._transfer_id)
+                await self._discard()
+        except TandemError as error:
+            logger.warning("cannot discard transfer %s; its lease will expire: %s", self._transfer_id, error)
         except Exception:
             logger.exception("cannot discard transfer %s; its lease will expire", self._transfer_id)
         finally:
@@ -144,8 +146,7 @@ class PrefillLeg:
         finally:
             self._metrics.prefill_legs.labels(outcome).inc()
             if outcome in {"refused", "rejected", "failed"}:
-                # No KV exists, or its replica is gone, or its lease ends it. Decode need not wait
-                # for a broadcast.
+                # No KV exists, or its replica is gone, or its lease ends it.
                 self._holds_kv = False
             if outcome in BROKEN and not self.broken.done():
                 self.broken.set_result(outcome)

@@ -1,225 +1,198 @@
-"""A router's connections to engines. Each carries one call at a time and is kept for the next."""
+"""A router's connections to engines, one for each engine: sockets and timers around `protocol.py`."""
 
 import asyncio
-from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol, cast
 
+from actors.errors import EngineDownError, EngineError
+from actors.request import Item
 from actors.rpc.address import RpcAddress, enable_keepalive
-from actors.rpc.messages import RpcCancel, RpcEnd, RpcHello, RpcProtocolError, RpcRequest, Unpacker, pack
+from actors.rpc.messages import Reply, RpcFailure, RpcProtocolError, RpcRequest, StreamItem
+from actors.rpc.protocol import RouterProtocol
 
 CONNECT_S = 5.0
 """Timeout of a TCP connect; normally less than a millisecond."""
 
 IDLE_CONNECTION_S = 60.0
-"""Time after which an idle connection is closed."""
-
-END_S = 20.0
-"""Timeout for a cancelled call to end in its engine, after which its connection is closed."""
-
-UNREAD_BYTES = 2**20
-"""Size of an unread answer above which the engine is paused."""
+"""Time after which a connection without calls is closed."""
 
 
 class Listener(Protocol):
     """The receiver of a call's items."""
 
-    @property
-    def wanted(self) -> bool:
-        """True while the call is still needed; connecting takes time."""
-
-    def started(self, connection: "Connection") -> None:
-        """Note that `connection` carries the call."""
-
-    def received(self, item: Any) -> None:
+    def received(self, item: Item) -> None:
         """Receive the next item."""
 
-    def ended(self, lost: str | None) -> None:
-        """Note the end of the call; `lost` is the reason when its answer is incomplete."""
+    def ended(self, lost: str | None, failure: RpcFailure | None = None) -> None:
+        """Note the end of the call: `lost` is the reason when the connection has ended first,
+        `failure` the engine's own."""
 
 
-class Connection(asyncio.Protocol):
-    """One connection."""
+class _Answer:
+    """The result of one of the engine's methods."""
 
-    def __init__(self, pool: "ConnectionPool", address: RpcAddress) -> None:
-        self._pool = pool
-        self._address = address
-        self._unpacker = Unpacker()
-        self._requests = 0
-        self._listener: Listener | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._broken: str | None = None
-        self._paused = False
+    def __init__(self) -> None:
+        self.value: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    def received(self, item: Any) -> None:
+        if not self.value.done():
+            self.value.set_result(item)
+
+    def ended(self, lost: str | None, failure: RpcFailure | None = None) -> None:
+        if not self.value.done():
+            error = EngineDownError(lost) if lost else EngineError(failure.message if failure else "no answer")
+            self.value.set_exception(error)
+
+
+class Channel(asyncio.Protocol):
+    """The connection to one engine. It connects when it is made; calls may be sent at once."""
+
+    def __init__(self, address: RpcAddress, closed: Callable[["Channel"], None]) -> None:
+        """Call `closed` when the connection has ended or could not be made."""
+        self.address = address
+        self._closed = closed
+        self._protocol = RouterProtocol(address.key)
+        self._listeners: dict[int, Listener] = {}
+        self._transport: asyncio.Transport | None = None
+        self._idle: asyncio.TimerHandle | None = None
+        self._over = False
+        self._connecting = asyncio.create_task(self._connect(), name=f"connects-to-{address.host}")
+
+    @property
+    def streams(self) -> int:
+        """Number of calls that have not ended in the engine."""
+        return self._protocol.streams
+
+    def call(self, request: RpcRequest, listener: Listener) -> int:
+        """Send a call; return its stream."""
+        stream = self._protocol.open(request)
+        self._begin(stream, listener)
+        return stream
+
+    async def ask(self, method: str, *arguments: object) -> Any:
+        """Return the result of one of the engine's methods. Raises EngineDownError or EngineError."""
+        answer = _Answer()
+        stream = self._protocol.ask(method, arguments)
+        self._begin(stream, answer)
+        try:
+            return await answer.value
+        finally:
+            self.cancel(stream)
+
+    def cancel(self, stream: int) -> None:
+        """Cancel a call; its listener receives nothing more."""
+        if self._listeners.pop(stream, None) is not None:
+            self._protocol.cancel(stream)
+            self._flush()
+            self._rest_if_idle()
+
+    def grant(self, stream: int, size: int) -> None:
+        """Let the engine send `size` more bytes of a call; its reader has consumed as many."""
+        self._protocol.grant(stream, size)
+        self._flush()
+
+    def close(self) -> None:
+        """Close the connection; its calls fail."""
+        self._connecting.cancel()
+        self._end("the router closed the connection")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Send the key; asyncio's hook."""
         self._transport = cast(asyncio.Transport, transport)
-        self._pool.made(self)
         enable_keepalive(transport.get_extra_info("socket"))
-        self._transport.write(pack(RpcHello(self._address.key)))
+        self._flush()
 
     def data_received(self, data: bytes) -> None:
-        """Deliver items to the call; asyncio's hook."""
+        """Deliver items to their calls; asyncio's hook."""
         try:
-            for item in self._unpacker.feed(data):
-                if self._listener is None:
-                    raise RpcProtocolError(f"{type(item).__name__} outside a call")
-                if isinstance(item, RpcEnd):
-                    self._ended(self._listener)
+            for message in self._protocol.receive(data):
+                if isinstance(message, StreamItem):
+                    self._listeners[message.stream].received(message.item)
+                    continue
+                listener = self._listeners.pop(message.stream)
+                if isinstance(message, Reply):
+                    cast(_Answer, listener).received(message.value)
                 else:
-                    self._listener.received(item)
+                    listener.ended(None, message.failure)
         except RpcProtocolError as error:
-            self._broken = f"invalid message: {error}"
-            self._transport.abort()
+            self._end(str(error))
+            return
+        self._flush()  # calls that waited for the Welcome
+        self._rest_if_idle()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """End the call; asyncio's hook."""
-        self._stop_timer()
-        self._pool.lost(self._address, self)
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            listener.ended(self._broken or f"the connection was lost{f': {error!r}' if error else ''}")
+        """End all calls; asyncio's hook."""
+        self._end(f"the connection was lost{f': {error!r}' if error else ''}")
 
-    def call(self, request: RpcRequest, listener: Listener) -> None:
-        """Send the next call; `listener` receives its items."""
-        if self._transport.is_closing():
-            listener.ended("the connection was lost")
+    async def _connect(self) -> None:
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                await asyncio.get_running_loop().create_connection(lambda: self, self.address.host, self.address.port)
+        except (OSError, TimeoutError) as error:
+            self._end(f"cannot connect: {error!r}")
+
+    def _begin(self, stream: int, listener: Listener) -> None:
+        self._listeners[stream] = listener
+        if self._idle is not None:
+            self._idle.cancel()
+            self._idle = None
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._transport is not None and (frame := self._protocol.take()):
+            self._transport.write(frame)
+
+    def _rest_if_idle(self) -> None:
+        """Close the connection when it has had no calls for IDLE_CONNECTION_S."""
+        if not self.streams and self._idle is None and not self._over:
+            self._idle = asyncio.get_running_loop().call_later(IDLE_CONNECTION_S, self.close)
+
+    def _end(self, lost: str) -> None:
+        if self._over:
             return
-        self._stop_timer()
-        self._requests += 1
-        self._listener = listener
-        self._transport.write(pack(request))
-        listener.started(self)
-
-    def rest(self) -> None:
-        """Return to the pool until `IDLE_CONNECTION_S` has passed."""
-        self._timer = asyncio.get_running_loop().call_later(IDLE_CONNECTION_S, self._transport.close)
-        self._pool.free(self._address, self)
-
-    def cancel(self) -> None:
-        """Cancel the call; its listener receives nothing more."""
-        if self._listener is not None:
-            self._listener = _DISCARD
-            self._transport.write(pack(RpcCancel(self._requests)))
-            self.resume()
-            self._timer = asyncio.get_running_loop().call_later(END_S, self._transport.abort)
-
-    def pause(self) -> None:
-        """Stop reading, which pauses the engine."""
-        self._paused = True
-        self._transport.pause_reading()
-
-    def resume(self) -> None:
-        """Read again."""
-        if self._paused:
-            self._paused = False
-            self._transport.resume_reading()
-
-    def close(self) -> None:
-        """Close the connection; its call fails."""
-        self._transport.abort()
-
-    def _ended(self, listener: Listener) -> None:
-        self._listener = None
-        self._stop_timer()
-        self.resume()
-        self.rest()
-        listener.ended(None)
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-
-class _Discard:
-    """Discards the items of a cancelled call."""
-
-    wanted = False
-
-    def started(self, connection: Connection) -> None: ...
-
-    def received(self, item: Any) -> None: ...
-
-    def ended(self, lost: str | None) -> None: ...
-
-
-_DISCARD = _Discard()
+        self._over = True
+        self._closed(self)
+        if self._idle is not None:
+            self._idle.cancel()
+        if self._transport is not None:
+            self._transport.abort()
+        listeners, self._listeners = self._listeners, {}
+        for listener in listeners.values():
+            listener.ended(lost)
 
 
 @dataclass(frozen=True, slots=True)
-class ConnectionsSnapshot:
+class ChannelsSnapshot:
     """Number of connections to the engines of one role, and number of idle ones."""
 
     open: int
     idle: int
 
 
-class ConnectionPool:
+class Channels:
     """A router's connections to the engines of one role."""
 
     def __init__(self) -> None:
-        self._free: defaultdict[RpcAddress, deque[Connection]] = defaultdict(deque)
-        self._all: set[Connection] = set()
-        self._making: set[asyncio.Task[None]] = set()
+        self._channels: dict[RpcAddress, Channel] = {}
 
-    def call(self, address: RpcAddress, request: RpcRequest, listener: Listener) -> None:
-        """Send a call over an idle or a new connection; `listener` receives its items."""
-        free = self._free.get(address)
-        if free:
-            free.pop().call(request, listener)
-            return
-        making = asyncio.create_task(self._call_anew(address, request, listener), name=f"connects-to-{address.host}")
-        self._making.add(making)
-        making.add_done_callback(partial(self._made_or_not, listener))
-
-    def made(self, connection: Connection) -> None:
-        """Add a new connection."""
-        self._all.add(connection)
-
-    def free(self, address: RpcAddress, connection: Connection) -> None:
-        """Add an idle connection."""
-        self._free[address].append(connection)
-
-    def lost(self, address: RpcAddress, connection: Connection) -> None:
-        """Remove a closed connection."""
-        self._all.discard(connection)
-        free = self._free.get(address, deque())
-        if connection in free:
-            free.remove(connection)
-        if not free:
-            self._free.pop(address, None)  # engines come and go for months
+    def to(self, address: RpcAddress) -> Channel:
+        """Return the connection to an engine, made now if there is none."""
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = Channel(address, self._closed)
+        return channel
 
     def close(self) -> None:
         """Close all connections."""
-        for making in self._making:
-            making.cancel()
-        for connection in list(self._all):
-            connection.close()
+        for channel in list(self._channels.values()):
+            channel.close()
 
-    def snapshot(self) -> ConnectionsSnapshot:
+    def snapshot(self) -> ChannelsSnapshot:
         """Return the number of connections."""
-        return ConnectionsSnapshot(len(self._all), sum(map(len, self._free.values())))
+        channels = self._channels.values()
+        return ChannelsSnapshot(len(channels), sum(not channel.streams for channel in channels))
 
-    def _made_or_not(self, listener: Listener, making: asyncio.Task[None]) -> None:
-        self._making.discard(making)
-        if making.cancelled():
-            listener.ended("connecting timed out")
-        elif (error := making.exception()) is not None:
-            listener.ended(f"cannot connect: {error!r}")
-
-    async def _call_anew(self, address: RpcAddress, request: RpcRequest, listener: Listener) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(CONNECT_S):
-                _, connection = await loop.create_connection(
-                    lambda: Connection(self, address), address.host, address.port
-                )
-        except (OSError, TimeoutError) as error:
-            listener.ended(f"cannot connect: {error!r}")
-            return
-        if listener.wanted:
-            connection.call(request, listener)
-        else:
-            connection.rest()
+    def _closed(self, channel: Channel) -> None:
+        if self._channels.get(channel.address) is channel:
+            del self._channels[channel.address]

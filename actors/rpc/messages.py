@@ -1,27 +1,20 @@
 """Messages between a router and an engine, and their encoding.
 
-A router authenticates with the server's key, then sends one request at a time. The server answers
-with items and an end. Each message is msgpack after a header with its kind and length.
+A frame is a length and a msgpack array of messages; a message is an array that starts with its tag.
+A later version may append fields with a default to a message: decoders ignore what they do not know.
 """
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 
-from actors.request import Accepted, Call, Heartbeat, ResponseStart, StreamChunk
+from actors.request import Call, Item
 
-HEAD = struct.Struct(">BI")
-"""Header: kind and length."""
-
-
-@dataclass(frozen=True)
-class RpcHello:
-    """First message of a connection."""
-
-    key: str
+LENGTH = struct.Struct(">I")
+"""Header of a frame: number of bytes that follow."""
 
 
 @dataclass(frozen=True)
@@ -41,85 +34,120 @@ class RpcRequest:
     """Whether the router expects that the engine may be full and waits for its reply."""
 
 
-@dataclass(frozen=True)
-class RpcCancel:
-    """Cancels the router's `number`-th request; may cross the end of its answer."""
+class RpcFailure(msgspec.Struct, frozen=True, array_like=True):
+    """Reason why an answer is missing or incomplete."""
 
-    number: int
-
-
-@dataclass(frozen=True)
-class RpcFailure:
-    """Reason why the answer is missing or incomplete."""
-
-    kind: Literal["full", "leaving", "engine_down", "cannot_resume", "stranger", "error"]
+    kind: Literal["full", "leaving", "engine_down", "cannot_resume", "error"]
     message: str
 
 
-@dataclass(frozen=True)
-class RpcBody:
-    """Piece of an answer's body without tokens or timings."""
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """First message of a router: its newest protocol version, and the server's key. The encoding is
+    the same in all versions."""
 
-    data: bytes
-
-
-@dataclass(frozen=True)
-class RpcEnd:
-    """End of the answer; the next request may follow."""
+    version: int
+    key: str
 
 
-KINDS: tuple[type, ...] = (
-    Accepted,
-    Heartbeat,
-    ResponseStart,
-    StreamChunk,
-    RpcBody,
-    RpcFailure,
-    RpcEnd,
-    RpcHello,
-    RpcRequest,
-    RpcCancel,
-)
-_NUMBER = {kind: number for number, kind in enumerate(KINDS)}
-_DECODERS: tuple[msgspec.msgpack.Decoder[Any], ...] = tuple(msgspec.msgpack.Decoder(kind) for kind in KINDS)
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """First message of an engine: the version of all later messages on the connection."""
+
+    version: int
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Last message of an engine that closes the connection."""
+
+    reason: str
+
+
+class Open(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Begins a stream: the engine answers with items and an End."""
+
+    stream: int
+    request: RpcRequest
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """Begins a stream: the engine answers with the result of one of its methods, or an End."""
+
+    stream: int
+    method: str
+    arguments: tuple[Any, ...]
+
+
+class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """The router discards the rest of a stream; may cross its end."""
+
+    stream: int
+
+
+class Credit(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """The router has consumed this many bytes of a stream; may cross its end."""
+
+    stream: int
+    size: int
+
+
+class StreamItem(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """Next item of an answer."""
+
+    stream: int
+    item: Item
+
+
+class Reply(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """Result of a method; ends the stream."""
+
+    stream: int
+    value: Any
+
+
+class End(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    """Ends a stream, with the reason when its answer is missing or incomplete."""
+
+    stream: int
+    failure: RpcFailure | None = None
+
+
+Message = Hello | Welcome | Refused | Open | Ask | Cancel | Credit | StreamItem | Reply | End
+
+_DECODER = msgspec.msgpack.Decoder(list[Message])
 _ENCODER = msgspec.msgpack.Encoder()
 
 
 class RpcProtocolError(ValueError):
-    """Bytes that are no valid message at this point."""
+    """Bytes or messages that are not valid at this point."""
 
 
-def pack(item: Any) -> bytes:
-    """Return a message of one of KINDS as bytes; plain bytes become an RpcBody."""
-    item = RpcBody(item) if isinstance(item, bytes) else item
-    payload = _ENCODER.encode(item)
-    return HEAD.pack(_NUMBER[type(item)], len(payload)) + payload
+def encode(messages: Iterable[Message]) -> bytes:
+    """Return one frame with these messages."""
+    payload = _ENCODER.encode(list(messages))
+    return LENGTH.pack(len(payload)) + payload
 
 
-class Unpacker:
-    """Decodes messages from a stream of bytes; `most_bytes` limits the size of one message."""
+class FrameReader:
+    """Decodes frames from a stream of bytes; `most_bytes` limits the size of one frame."""
 
     def __init__(self, most_bytes: int | None = None) -> None:
         self.most_bytes = most_bytes
         self._rest = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[Any]:
-        """Yield the messages that `data` completes. Raises RpcProtocolError."""
+    def feed(self, data: bytes) -> Iterator[Message]:
+        """Yield the messages of the frames that `data` completes. Raises RpcProtocolError."""
         self._rest += data
         at = 0
-        while len(self._rest) - at >= HEAD.size:
-            kind, length = HEAD.unpack_from(self._rest, at)
-            end = at + HEAD.size + length
-            if kind >= len(KINDS):
-                raise RpcProtocolError(f"unknown message kind {kind}")
+        while len(self._rest) - at >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._rest, at)
+            end = at + LENGTH.size + length
             if self.most_bytes is not None and length > self.most_bytes:
-                raise RpcProtocolError(f"message of {length} bytes; the limit is {self.most_bytes}")
+                raise RpcProtocolError(f"frame of {length} bytes; the limit is {self.most_bytes}")
             if len(self._rest) < end:
                 break
             try:
-                item = _DECODERS[kind].decode(self._rest[at + HEAD.size : end])
-            except msgspec.MsgspecError as error:
-                raise RpcProtocolError(f"invalid {KINDS[kind].__name__}: {error}") from None
-            yield item.data if isinstance(item, RpcBody) else item
+                messages = _DECODER.decode(self._rest[at + LENGTH.size : end])
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                raise RpcProtocolError(f"invalid frame: {error}") from None
+            yield from messages
             at = end
         del self._rest[:at]

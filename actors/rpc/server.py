@@ -1,8 +1,8 @@
 """An engine's RPC server, where routers send their calls without Serve.
 
-A call is one request, answered by a stream of items (`messages.py`). A closed connection ends its
-call, so a router that dies leaves nothing behind. Clients authenticate with a key that is drawn for
-each engine and reaches routers through Serve's controller.
+Each router has one connection, which carries all its calls (`protocol.py`). A closed connection
+ends its calls, so a router that dies leaves nothing behind. Routers authenticate with a key that is
+drawn for each engine and reaches them through Serve's controller.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from actors.errors import CannotResumeError, EngineDownError
 from actors.rpc.address import RpcAddress, enable_keepalive
 from actors.rpc.messages import RpcFailure, RpcRequest
-from actors.rpc.server_connection import ServerConnection
+from actors.rpc.server_connection import ServedStream, ServerConnection
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +51,16 @@ class RpcServerSnapshot:
 class RpcServer:
     """`open` it when the engine can serve; `close` it before the engine ends."""
 
-    def __init__(self, serve: Callable[[RpcRequest], AsyncGenerator[Any, None]], slots: int) -> None:
-        """Answer requests with `serve`, at most `slots` at a time."""
+    def __init__(
+        self,
+        serve: Callable[[RpcRequest], AsyncGenerator[Any, None]],
+        slots: int,
+        methods: Mapping[str, Callable[..., Awaitable[Any]]] | None = None,
+    ) -> None:
+        """Answer requests with `serve`, at most `slots` at a time, and calls of `methods` with
+        theirs."""
         self._serve = serve
+        self._methods = methods or {}
         self._slots = slots
         self._key = secrets.token_hex()
         self._server: asyncio.Server | None = None
@@ -72,7 +79,7 @@ class RpcServer:
         enable_keepalive(listener, UNREAD_S)
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
-            lambda: ServerConnection(self._key, self._answer, self._connections), sock=listener
+            lambda: ServerConnection(self._key, self._answer, self._call_method, self._connections), sock=listener
         )
         return RpcAddress(host, listener.getsockname()[1], self._key)
 
@@ -99,15 +106,20 @@ class RpcServer:
             self._server.close()
         await asyncio.gather(*(connection.close(CUT_OFF_S) for connection in list(self._connections)))
 
-    async def _answer(self, request: RpcRequest, connection: ServerConnection) -> None:
+    async def _call_method(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        """Return the result of a method that routers may call. Needs no slot."""
+        if method not in self._methods:
+            raise ValueError(f"this engine has no method {method!r} for routers")
+        return await self._methods[method](*arguments)
+
+    async def _answer(self, request: RpcRequest, stream: ServedStream) -> RpcFailure | None:
         self._record_queue(request, time.monotonic())
         if refusal := await self._refusal():
-            await connection.send(refusal)
-            return
+            return refusal
         self.ongoing += 1
         self._idle.clear()
         try:
-            await self._serve_order(request, connection)
+            return await self._serve_call(request, stream)
         finally:
             self.ongoing -= 1
             self._freed.set()
@@ -133,18 +145,19 @@ class RpcServer:
             return RpcFailure("full", f"this engine is serving {self.ongoing} requests, which is its limit")
         return None
 
-    async def _serve_order(self, request: RpcRequest, connection: ServerConnection) -> None:
+    async def _serve_call(self, request: RpcRequest, stream: ServedStream) -> RpcFailure | None:
         try:
             async with aclosing(self._serve(request)) as items:
                 async for item in items:
-                    await connection.send(item)
+                    await stream.send(item)
         except EngineDownError as error:
-            await connection.send(RpcFailure("engine_down", str(error)))
+            return RpcFailure("engine_down", str(error))
         except CannotResumeError as error:
-            await connection.send(RpcFailure("cannot_resume", str(error)))
+            return RpcFailure("cannot_resume", str(error))
         except Exception as error:
             logger.exception("a call failed")
-            await connection.send(RpcFailure("error", repr(error)))
+            return RpcFailure("error", repr(error))
+        return None
 
 
 def replica_metadata(address: RpcAddress, places_to_wait: int, **more: Any) -> dict[str, Any]:

@@ -1,49 +1,72 @@
-"""One router's connection at an engine's RPC server: requests are answered one after the other."""
+"""One router's connection at an engine's RPC server: socket, tasks and timers around `protocol.py`."""
 
 import asyncio
-import hmac
 import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
-from actors.request import Accepted, ResponseStart
-from actors.rpc.messages import RpcCancel, RpcEnd, RpcFailure, RpcHello, RpcProtocolError, RpcRequest, Unpacker, pack
+from actors.request import Accepted, Item, ResponseStart
+from actors.rpc.messages import Ask, Cancel, Credit, Open, RpcFailure, RpcProtocolError, RpcRequest
+from actors.rpc.protocol import PIECE_BYTES, EngineProtocol, item_bytes, pieces
 
 logger = logging.getLogger(__name__)
 
 HELLO_S = 5.0
 """Timeout for a new connection to authenticate."""
 
-HELLO_BYTES = 1024
-"""Size limit before authentication. Later requests have none: routers limit the size of bodies."""
-
 LINGER_S = 0.002
 """Delay of small items, to send them with the next one unless the router waits for them: each
 message wakes it."""
 
-Serve = Callable[[RpcRequest, "ServerConnection"], Coroutine[Any, Any, None]]
-"""Answers a request by sending items on the connection; cancelled when the router no longer needs
-the answer."""
+Serve = Callable[[RpcRequest, "ServedStream"], Coroutine[Any, Any, RpcFailure | None]]
+"""Answers a request by sending items on the stream; cancelled when the router no longer needs the
+answer."""
+
+Answer = Callable[[str, tuple[Any, ...]], Coroutine[Any, Any, Any]]
+"""Returns the result of a method that routers may call."""
+
+
+class ServedStream:
+    """One stream while its call runs."""
+
+    def __init__(self, connection: "ServerConnection", number: int, expects_refusal: bool) -> None:
+        self.task: asyncio.Task[Any] | None = None
+        self._connection = connection
+        self.number = number
+        self._expects_refusal = expects_refusal
+        self._credit: asyncio.Future[None] | None = None
+
+    async def send(self, item: Item) -> None:
+        """Send the next item of the answer. Waits while the router has too much of it unread.
+
+        `Accepted` and the start of the response are sent with the next item, or after LINGER_S.
+        """
+        lazy = isinstance(item, Accepted | ResponseStart) and not self._expects_refusal
+        for piece in pieces(item):
+            while not self._connection.sent(self.number, piece, lazy):
+                self._credit = asyncio.get_running_loop().create_future()
+                await self._credit
+
+    def credited(self) -> None:
+        """Try again to send: the stream has more credit, or the socket has room."""
+        if self._credit is not None and not self._credit.done():
+            self._credit.set_result(None)
 
 
 class ServerConnection(asyncio.Protocol):
     """Made for each connection; closes it when the key is wrong or a message is invalid."""
 
-    def __init__(self, key: str, serve: Serve, connections: set["ServerConnection"]) -> None:
+    def __init__(self, key: str, serve: Serve, answer: Answer, connections: set["ServerConnection"]) -> None:
         """Be in `connections` while connected."""
-        self._key = key.encode()
+        self._protocol = EngineProtocol(key)
         self._serve = serve
+        self._answer = answer
         self._connections = connections
-        self._unpacker = Unpacker(HELLO_BYTES)
-        self._authenticated = False
-        self._requests = 0
-        self._call: asyncio.Task[None] | None = None
-        self._wanted = False
-        self._expects_refusal = False
-        self._can_write = asyncio.Event()
-        self._can_write.set()
-        self._held = b""
-        self._lingering: asyncio.TimerHandle | None = None
+        self._streams: dict[int, ServedStream] = {}
+        self._can_write = True
+        self._unsent_bytes = 0
+        self._flushing: asyncio.Handle | None = None
+        self._lingering = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start the timeout for authentication; asyncio's hook."""
@@ -56,99 +79,124 @@ class ServerConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Handle complete messages; asyncio's hook."""
         try:
-            for message in self._unpacker.feed(data):
-                self._handle(message)
+            for message in self._protocol.receive(data):
+                match message:
+                    case Open(number, request):
+                        stream = self._open_stream(number, request.maybe_full)
+                        self._run(stream, self._serve(request, stream))
+                    case Ask(number, method, arguments):
+                        stream = self._open_stream(number)
+                        self._run(stream, self._answer(method, arguments), reply=True)
+                    case Cancel(number):
+                        self._cancel(number)
+                    case Credit(number):
+                        self._streams[number].credited()
         except RpcProtocolError as error:
             self._reject(str(error))
+            return
+        if self._protocol.version is not None:
+            self._authentication_timer.cancel()
+        if self._flushing is None:
+            self._flush()  # the Welcome
 
     def connection_lost(self, _: Exception | None) -> None:
-        """Cancel the call; asyncio's hook."""
+        """Cancel all calls; asyncio's hook."""
         self._authentication_timer.cancel()
         self._connections.discard(self)
-        self._can_write.set()
-        if self._lingering is not None:
-            self._lingering.cancel()
-        self._cancel_call()
+        if self._flushing is not None:
+            self._flushing.cancel()
+        for number in list(self._streams):
+            self._cancel(number)
 
     def pause_writing(self) -> None:
         """Stop sending: the router reads too slowly. Asyncio's hook."""
-        self._can_write.clear()
+        self._can_write = False
 
     def resume_writing(self) -> None:
         """Send again; asyncio's hook."""
-        self._can_write.set()
+        self._can_write = True
+        for stream in list(self._streams.values()):
+            stream.credited()
 
-    async def send(self, item: Any) -> None:
-        """Send the next item of the answer. Waits while earlier items are unread.
-
-        `Accepted` and the start of the response are sent with the next item, or after LINGER_S.
-        """
-        if isinstance(item, Accepted | ResponseStart) and not self._expects_refusal:
-            self._hold(item)
+    def sent(self, number: int, item: Item, lazy: bool) -> bool:
+        """Send an item of a stream unless the stream has no credit or the socket no room."""
+        size = item_bytes(item)
+        if not self._can_write or not self._protocol.send(number, item, size):
+            return False
+        self._unsent_bytes += size
+        if self._unsent_bytes >= PIECE_BYTES:
+            self._flush()
         else:
-            self._write(item)
-        if not self._can_write.is_set():
-            await self._can_write.wait()
+            self._flush_soon(lazy)
+        return True
 
     async def close(self, within_s: float) -> None:
-        """Close the connection and wait for its call to end."""
-        self._transport.abort()
-        self._cancel_call()
-        if self._call is not None:
-            await asyncio.wait({self._call}, timeout=within_s)
-
-    def _hold(self, item: Any) -> None:
-        self._held += pack(item)
-        if self._lingering is None:
-            self._lingering = asyncio.get_running_loop().call_later(LINGER_S, self._flush)
-
-    def _write(self, item: Any) -> None:
-        self._held += pack(item)
+        """Cancel the calls that run, send the end of all, and close the connection."""
+        tasks = {stream.task for stream in self._streams.values() if stream.task is not None}
+        for number in list(self._streams):
+            self._cancel(number)
+        if tasks:
+            await asyncio.wait(tasks, timeout=within_s)
+        await asyncio.sleep(0)  # ends are sent by callbacks of the tasks
         self._flush()
+        self._transport.close()
+        asyncio.get_running_loop().call_later(within_s, self._transport.abort)  # if the router does not read
+
+    def _open_stream(self, number: int, expects_refusal: bool = False) -> ServedStream:
+        stream = self._streams[number] = ServedStream(self, number, expects_refusal)
+        return stream
+
+    def _run(self, stream: ServedStream, answer: Coroutine[Any, Any, Any], reply: bool = False) -> None:
+        """Run `answer` in a task of the stream; if `reply`, its result is the message that ends the stream."""
+        stream.task = asyncio.create_task(answer, name="answers-a-call")
+        stream.task.add_done_callback(lambda task: self._ended(stream.number, task, reply))
+
+    def _cancel(self, number: int) -> None:
+        """Cancel a call once: a second cancellation would interrupt the abort in the engine."""
+        stream = self._streams[number]
+        if stream.task is not None:
+            task, stream.task = stream.task, None
+            task.cancel()
+
+    def _ended(self, number: int, task: asyncio.Task[Any], reply: bool) -> None:
+        """Send the end of an answer, however its task ended; a cancelled one may never have started."""
+        del self._streams[number]
+        failure = None
+        if task.cancelled():  # by the router, which ignores the end, or because the engine stops
+            failure = RpcFailure("engine_down", "the engine is stopping")
+        elif (error := task.exception()) is not None:
+            logger.error("a call failed", exc_info=error)
+            failure = RpcFailure("error", repr(error))
+        elif reply:
+            self._protocol.reply(number, task.result())
+            self._flush_soon(lazy=False)
+            return
+        else:
+            failure = task.result()
+        self._protocol.end(number, failure)
+        self._flush_soon(lazy=False)
+
+    def _flush_soon(self, lazy: bool) -> None:
+        """Send after the other streams of this engine step: one frame for all of them."""
+        loop = asyncio.get_running_loop()
+        if self._flushing is not None:
+            if lazy or not self._lingering:
+                return
+            self._flushing.cancel()
+        self._lingering = lazy
+        self._flushing = loop.call_later(LINGER_S, self._flush) if lazy else loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        held, self._held = self._held, b""
-        if self._lingering is not None:
-            self._lingering.cancel()
-            self._lingering = None
-        if not self._transport.is_closing():  # else the call is about to be cancelled
-            self._transport.write(held)
-
-    def _handle(self, message: Any) -> None:
-        match message:
-            case RpcHello(key) if not self._authenticated:
-                if not hmac.compare_digest(key.encode(), self._key):
-                    raise RpcProtocolError("wrong key")
-                self._authenticated = True
-                self._authentication_timer.cancel()
-                self._unpacker.most_bytes = None
-            case RpcRequest() if self._authenticated and self._call is None:
-                self._requests += 1
-                self._wanted = True
-                self._expects_refusal = message.maybe_full
-                self._call = asyncio.create_task(self._serve(message, self), name="answers-a-call")
-                self._call.add_done_callback(self._answered)
-            case RpcCancel(number) if self._authenticated:
-                if number == self._requests:
-                    self._cancel_call()
-            case _:
-                raise RpcProtocolError(f"unexpected {type(message).__name__}")
-
-    def _cancel_call(self) -> None:
-        """Cancel the call once: a second cancellation would interrupt the abort in the engine."""
-        if self._call is not None and self._wanted:
-            self._wanted = False
-            self._call.cancel()
-
-    def _answered(self, call: asyncio.Task[None]) -> None:
-        """Send the end of the answer, however the call ended; a cancelled call may never have
-        started."""
-        self._call = None
-        if not call.cancelled() and (error := call.exception()) is not None:
-            logger.error("a call failed", exc_info=error)
-        self._write(RpcEnd())
+        if self._flushing is not None:
+            self._flushing.cancel()
+            self._flushing = None
+        self._unsent_bytes = 0
+        frame = self._protocol.take()
+        if frame and not self._transport.is_closing():  # else the calls are about to be cancelled
+            self._transport.write(frame)
 
     def _reject(self, why: str) -> None:
         logger.warning("closing a router's connection: %s", why)
-        self._write(RpcFailure("stranger", why))
+        self._protocol.refuse(why)
+        self._flush()
         self._transport.close()

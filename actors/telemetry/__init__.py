@@ -1,1 +1,1 @@
-"""Metrics, latency breakdown, recent requests."""
+"""Telemetry of routers and engines: metrics, latency breakdown, recent requests."""

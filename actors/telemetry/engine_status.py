@@ -1,4 +1,4 @@
-"""State of one engine, from the metrics of vLLM and the connector in its actor's process."""
+"""Reads the status of one engine from the metrics of vLLM and the connector in its actor."""
 
 from dataclasses import dataclass
 
@@ -16,29 +16,31 @@ NAMES = (
     "vllm:tandem_kv_pair_bytes_total",
     "vllm:tandem_kv_pair_seconds_total",
 )
-"""Metrics that are read; asking for these is cheaper than asking for all."""
+"""Metrics that `read_status` collects; collecting all would cost more."""
 
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """Current numbers of one engine; vLLM's are as old as its last step."""
+    """Current numbers of one engine. vLLM's are as old as its last step.
+
+    ``running``      requests in the scheduler's batch
+    ``waiting``      requests that wait for a place in the batch or for KV
+    ``cache_usage``  fraction of the KV cache in use
+    ``transfers``    transfers in progress, by stage; stages without any are omitted
+    ``quarantined``  requests with blocks in quarantine
+    ``sent_bytes``   KV bytes sent since the engine started
+    ``recomputed``   requests whose transfer failed since the engine started
+    ``pairs``        (bytes sent, seconds with writes in flight) since the start, by peer engine
+    """
 
     running: int
-    """Requests in the scheduler's batch."""
     waiting: int
-    """Requests that wait for a slot in the batch or for KV."""
     cache_usage: float
-    """Fraction of the KV cache in use."""
     transfers: dict[str, int]
-    """Transfers under way, by stage; stages without any are left out."""
     quarantined: int
-    """Requests whose blocks cannot be freed yet."""
     sent_bytes: int
-    """KV sent since the engine started."""
     recomputed: int
-    """Requests whose transfer failed, since the engine started."""
     pairs: dict[str, tuple[int, float]]
-    """Bytes sent to each engine, and seconds in which writes were under way, since the start."""
 
 
 def read_status(registry: CollectorRegistry) -> EngineStatus:

@@ -1,17 +1,17 @@
-"""Latency breakdown: the parts of the time to a request's first token. Pure.
+"""Latency breakdown: divides a request's time to first byte into stages. Pure.
 
-The interval goes from a request's arrival in the router to the first byte of its answer, on the
-router's clock. An engine reports durations since the call arrived, on its own host's clock; clocks
-of two hosts are never compared. The engine's durations are placed between the time at which the
-router sent the call and the time of the answer; the rest is the network, half of it each way. So a
-boundary between two parts is off by at most half of the network time, and the parts always sum to
-the total.
+The interval starts with the request's arrival in the router and ends with the first byte of its
+answer, on the router's clock. An engine reports durations since the call's arrival, on its own
+host's clock. The clocks of two hosts are never compared. The engine's durations are centred between
+the times at which the router sent the call and received the answer. The rest is network time, half
+of it each way. A boundary between two parts is therefore off by at most half of the network time,
+and the parts always sum to the total.
 
-Both legs run at once, so each moment belongs to the leg that the first token waits for:
+Both legs run at once. Each moment counts for the leg that the first token waits for:
 
-    before prefill has computed the prompt      prefill's activity (unless decode has all KV already)
-    after that, and while decode waits for KV   `transfer`: the part of the transfer that prefill did not hide
-    otherwise                                   decode's activity
+    until prefill has computed the prompt    prefill's activity (unless decode has all KV)
+    then, while decode waits for KV          `transfer`: its exposed part
+    otherwise                                decode's activity
 """
 
 from bisect import bisect_right
@@ -37,26 +37,26 @@ Part = Literal[
     "generation",
     "unexplained",
 ]
-"""What the first token waited for.
+"""Part of the time to first byte.
 
     body            upload of the request's body
-    router          reading the request, deciding, writing the legs
-    retries         attempts that failed before the one that answered
-    slot_wait       a free slot on a replica of each role
+    router          reading the request, routing it, sending the legs
+    retries         failed attempts before the one that answered
+    slot_wait       wait for a free slot on a replica of each role
     hops            network between router and engines, both ways
-    frontend        vLLM's serving layer: template and tokenizer before, detokenizer and response after
-    prefill_queue   prefill's scheduler
-    prefill         computing the prompt (of a local request: on decode, with the first token)
-    transfer        KV that had not arrived when the prompt was computed
-    decode_queue    decode's scheduler: until blocks are free, and from the KV's arrival to the next step
+    frontend        vLLM's serving layer: template and tokenizer, detokenizer and response
+    prefill_queue   wait in prefill's scheduler
+    prefill         computing the prompt (local: on decode, with the first token)
+    transfer        wait for KV after the prompt was computed
+    decode_queue    wait in decode's scheduler, for blocks and for the next step
     first_step      decode's first step
-    recompute       decode's first step when the transfer failed and decode computed the prompt
+    recompute       decode's first step after a failed transfer: computes the prompt
     generation      the rest of an answer that is not streamed
-    unexplained     an engine did not report its timings, or not in time
+    unexplained     an engine did not report its timings in time
 """
 
 PARTS: tuple[Part, ...] = get_args(Part)
-"""All parts, in the order in which a request passes them."""
+"""All parts, in the order in which a request passes through them."""
 
 
 @dataclass(frozen=True)
@@ -70,27 +70,31 @@ class LegTimestamps:
 
 @dataclass(frozen=True)
 class RequestTimestamps:
-    """Times of a request on the router's clock, in seconds. `decode.answered_at` is the first byte
-    of the answer."""
+    """Times of a request on the router's clock, in seconds.
+
+    ``arrived_at``  arrival of its head
+    ``read_at``     arrival of its whole body
+    ``tried_at``    start of the first attempt
+    ``retried_at``  start of the attempt that answered
+    ``slots_at``    the legs have slots
+    ``decode``      decode leg; its `answered_at` is the first byte of the answer
+    ``prefill``     prefill leg; None for a local request, without timings if it had not answered
+    ``streams``     whether the answer is streamed
+    """
 
     arrived_at: float
     read_at: float
-    """The body has arrived."""
     tried_at: float
-    """The first attempt begins."""
     retried_at: float
-    """The attempt that answered begins."""
     slots_at: float
-    """The legs have slots."""
     decode: LegTimestamps
     prefill: LegTimestamps | None
-    """None for a local request; without timings if prefill had not answered by then."""
     streams: bool
 
 
 @dataclass(frozen=True)
 class Span:
-    """One part of the first token's wait, from `begin_s` to `end_s` after the request's arrival."""
+    """One part of the interval, from `begin_s` to `end_s` seconds after the request's arrival."""
 
     part: Part
     begin_s: float
@@ -99,7 +103,10 @@ class Span:
 
 @dataclass(frozen=True)
 class LatencyBreakdown:
-    """The interval in `spans` without gap or overlap, in order; a part may occur more than once."""
+    """Consecutive spans of the interval, without gap or overlap.
+
+    A part may occur more than once.
+    """
 
     spans: tuple[Span, ...]
 
@@ -117,7 +124,7 @@ class LatencyBreakdown:
 
 
 Chain = list[tuple[float, Part | None]]
-"""Activity until each time, in order; None stands for decode's wait for KV."""
+"""(end time, activity) in order; activity None is decode's wait for KV."""
 
 
 def break_down(timestamps: RequestTimestamps) -> LatencyBreakdown:
@@ -169,7 +176,7 @@ def _decode_chain(timestamps: RequestTimestamps) -> Chain:
 
 
 def _prefill_chain(leg: LegTimestamps, timings: EngineTimings) -> Chain:
-    """Return the activity of prefill until the prompt is computed."""
+    """Return the activity of the prefill leg until the prompt is computed."""
     reached_at = _reached_at(leg, timings)
     return [
         (reached_at, "hops"),
@@ -180,10 +187,9 @@ def _prefill_chain(leg: LegTimestamps, timings: EngineTimings) -> Chain:
 
 
 def _reached_at(leg: LegTimestamps, timings: EngineTimings) -> float:
-    """Return when the call arrived at its engine, taking half of the network time for the way
-    there."""
-    on_the_way_s = max(leg.answered_at - leg.sent_at - timings.answered_s, 0.0)
-    return leg.sent_at + on_the_way_s / 2
+    """Return the call's arrival at its engine, after half of the network time."""
+    network_s = max(leg.answered_at - leg.sent_at - timings.answered_s, 0.0)
+    return leg.sent_at + network_s / 2
 
 
 def _partition(
@@ -191,12 +197,11 @@ def _partition(
 ) -> tuple[Span, ...]:
     sent_at = before[-1][0]
     waits = [until for until, part in decode if part is None]
-    # Once all KV has arrived, the first token no longer waits for prefill, whose own token is
-    # unused.
+    # Once all KV has arrived, the first token no longer waits for prefill, whose token is unused.
     prefill_to = min(prefill[-1][0], waits[-1]) if prefill and waits else start
     timestamps = {prefill_to, *(until for chain in (before, prefill, decode) for until, _ in chain)}
     spans: list[Span] = []
-    for begin, stop in pairwise(sorted({start, end, *(mark for mark in timestamps if start < mark < end)})):
+    for begin, stop in pairwise(sorted({start, end, *(moment for moment in timestamps if start < moment < end)})):
         chain = before if begin < sent_at else prefill if begin < prefill_to else decode
         part = _at(chain, begin) or waited_for
         begin_s = spans.pop().begin_s if spans and spans[-1].part == part else begin - start
@@ -205,12 +210,12 @@ def _partition(
 
 
 def _monotonic(chain: Chain, start: float) -> Chain:
-    """Return the chain with times that never decrease, as they might when a clock drifts."""
+    """Return the chain with times that never decrease; they might if a clock drifts."""
     latest = start
     return [(latest := max(latest, until), part) for until, part in chain]
 
 
 def _at(chain: Chain, moment: float) -> Part | None:
-    """Return the activity at `moment`; the last one when it is later than all."""
+    """Return the activity at `moment`; the last one after the end of the chain."""
     index = bisect_right(chain, moment, key=lambda entry: entry[0])
     return chain[min(index, len(chain) - 1)][1]

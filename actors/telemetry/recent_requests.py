@@ -1,4 +1,4 @@
-"""Recent requests of one router replica for the status page: bounded, without prompts or answers."""
+"""Recent requests of one router replica, for the status page. Bounded; no prompts or answers."""
 
 import time
 from collections import deque
@@ -9,7 +9,7 @@ from typing import Any
 from actors.telemetry.latency_breakdown import LatencyBreakdown
 
 KEPT = 200
-"""Number of requests that a router replica keeps; about 2 KB each."""
+"""Number of requests that a router replica keeps, of about 2 KB each."""
 
 MAX_ID_CHARACTERS = 80
 """Length limit of request ids, which clients may choose."""
@@ -17,7 +17,7 @@ MAX_ID_CHARACTERS = 80
 
 @dataclass(frozen=True)
 class Pair:
-    """Replicas that served a request; `prefill` is None when decode served it alone."""
+    """Replicas that served a request; `prefill` is None for a local request."""
 
     prefill: str | None
     decode: str

@@ -1,17 +1,17 @@
-"""The router's metrics, in their own registry."""
+"""Prometheus metrics of the router, in a registry of their own."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from actors.telemetry.latency_breakdown import LatencyBreakdown
 
 FALLBACKS = frozenset({"no_prefill", "prefill_failed"})
-"""Reasons of local requests that should have been remote."""
+"""Reasons of local requests that would have been remote without a failure."""
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
 class RouterMetrics:
-    """The router's metrics; `/metrics` exposes `registry`."""
+    """The router's metrics. `/metrics` exposes `registry`."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -64,6 +64,11 @@ class RouterMetrics:
             "Responses that ended with an error after their first byte.",
             registry=self.registry,
         )
+        self.user_config_rejected = Gauge(
+            "tandem_user_config_rejected",
+            "1 while the router's last `user_config` is refused and earlier settings are in effect.",
+            registry=self.registry,
+        )
         self.ongoing = Gauge("tandem_ongoing_requests", "Requests in the router.", registry=self.registry)
         self.first_byte = Histogram(
             "tandem_first_byte_seconds",
@@ -87,7 +92,7 @@ class RouterMetrics:
             self.breakdown.labels(route, part).observe(seconds)
 
     def value(self, name: str, **labels: str) -> float:
-        """Return the value of one series; 0 when it does not exist yet."""
+        """Return the value of one series; 0 if it does not exist yet."""
         return self.registry.get_sample_value(name, labels) or 0.0
 
     def counts(self) -> dict[str, int]:

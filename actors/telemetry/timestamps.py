@@ -1,4 +1,4 @@
-"""Timings of one call in the engine's actor, which shares the engine's monotonic clock."""
+"""Timings of one call in the engine's actor, on the host's monotonic clock that vLLM uses, too."""
 
 import time
 from collections.abc import Mapping
@@ -8,8 +8,7 @@ from typing import Any
 from actors.request import EngineTimings
 
 Arrival = tuple[float, float, bool]
-"""Times at which KV was requested and at which its transfer ended, and whether it failed; host's
-monotonic clock."""
+"""(start of the transfer, its end, whether it failed), in seconds of the host's monotonic clock."""
 
 
 @dataclass(frozen=True)
@@ -21,38 +20,38 @@ class _FirstToken:
 
 
 class CallTimestamps:
-    """Starts when the call arrives at the actor. `tell` returns the timings once, with the first
-    token."""
+    """Timings of one call, from its arrival at the actor. `take_timings` returns them once.
+
+    ``request_id``  the engine's id of the request; of several, the first
+    """
 
     def __init__(self) -> None:
         self.request_id: str | None = None
-        """The engine's id of the call's request; of several, the first."""
         self._sent_at: float | None = None
         self._began_at = time.monotonic()
         self._first: _FirstToken | None = None
         self._taken = False
 
     def sent_to_engine(self, request_id: str) -> None:
-        """Note that the request is sent to the engine's process.
+        """Record that the request is sent to the engine core.
 
-        The engine core takes it between two steps. That wait counts as scheduling, which vLLM's own
-        timestamp misses.
+        The core takes it between two steps. That wait counts as scheduling; vLLM's own timestamp
+        omits it.
         """
         self.request_id = request_id
         self._sent_at = time.monotonic()
 
     def first_token(self, stats: Any, arrival: Arrival | None) -> None:
-        """Note vLLM's RequestStateStats of the first output; later ones are ignored.
+        """Record vLLM's RequestStateStats of the first output; later ones are ignored.
 
-        Without statistics (`disable_log_stats`) nothing is noted.
+        Records nothing without statistics (`disable_log_stats`).
         """
         if self._first is None and stats is not None and stats.queued_ts and stats.scheduled_ts:
             queued_at = self._sent_at or stats.queued_ts
             self._first = _FirstToken(queued_at, stats.scheduled_ts, stats.first_token_ts, arrival)
 
     def take_timings(self) -> EngineTimings | None:
-        """Return the timings for the answer that is sent now; None before the first token and after
-        the first time."""
+        """Return the timings once, with the first token; else None."""
         first = self._first
         if first is None or self._taken:
             return None
@@ -70,22 +69,21 @@ class CallTimestamps:
 
 
 class KvArrivals:
-    """Arrival times of the KV of running requests, from the connector's statistics."""
+    """Times of the KV transfers of running requests, from the connector's statistics."""
 
     def __init__(self) -> None:
         self._found: dict[str, Arrival | None] = {}
 
     def expect(self, request_id: str) -> None:
-        """Keep the arrival of this request until `take`."""
+        """Keep the times of this request until `take`."""
         self._found[request_id] = None
 
     def take(self, request_id: str | None) -> Arrival | None:
-        """Return and forget the arrival."""
+        """Remove and return the times of this request, if known."""
         return None if request_id is None else self._found.pop(request_id, None)
 
     def observe(self, connector_stats: Mapping[str, Any] | None) -> None:
-        """Read the connector's report of one step (`TandemStats.data`); other connectors report no
-        arrivals."""
+        """Read the connector's report of one step (`TandemStats.data`), if it has arrivals."""
         for request_id, (asked_at, ended_at, failed) in ((connector_stats or {}).get("arrivals") or {}).items():
             if request_id in self._found:
                 self._found[request_id] = (asked_at, ended_at, bool(failed))

@@ -1,14 +1,15 @@
-"""Limits the size and arrival time of request headers.
+"""Limits the size and arrival time of request headers, and answers HTTP/1.0 clients without chunks.
 
 Uvicorn limits neither: a client without a key could fill the router's memory with one header, or
-hold a connection forever with half of one. Source:
+hold a connection forever with half of one. It sends chunked encoding to every client. Source:
 https://github.com/encode/uvicorn/blob/0.54.0/uvicorn/protocols/http/httptools_impl.py
 """
 
 import asyncio
 from http import HTTPStatus
+from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD_BYTES = 64 * 1024
 """Size limit of a request line and its headers, or of trailers after a body."""
@@ -19,6 +20,23 @@ HEAD_S = 30.0
 
 class HeadTooLargeError(Exception):
     """Stops the parser; uvicorn treats it as an unreadable request."""
+
+
+class UnframedCycle(RequestResponseCycle):
+    """Answer for an HTTP/1.0 client, which knows no chunks: without a length, it ends with the
+    connection."""
+
+    _has_length = True
+
+    async def send(self, message: Any) -> None:
+        """Send a part of the answer."""
+        if message["type"] == "http.response.start":
+            self._has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            if not self._has_length:
+                self.chunked_encoding = False
+        elif not self._has_length:
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -66,6 +84,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._in_head, self._unread_bytes = False, 0
         self._stop_head_timer()
         super().on_headers_complete()
+        if self.parser.get_http_version() == "1.0":
+            self.cycle.__class__ = UnframedCycle  # its task has not started yet
 
     def on_body(self, body: bytes) -> None:
         self._unread_bytes = 0
@@ -78,6 +98,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Refuse a request that uvicorn's parser rejects."""
         self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE if self._too_large else HTTPStatus.BAD_REQUEST, msg)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Log nothing: any client could fill the log."""
 
     def _refuse(self, status: HTTPStatus, message: str = "") -> None:
         """Close the connection, with an answer unless the client could take it for part of another

@@ -6,9 +6,9 @@ A prompt reads
     kelo=093
     mira?
 
-and its only right completion is `427`. Asked in a chat, the model restates the fact: `mira=427`.
+and its only right completion is `427`. In a chat, the model's answer restates the fact: `mira=427`.
 With the demo tokenizer a name, a digit and every other character here is one token, so prompt
-lengths are exact: see `prompt_tokens`.
+lengths are exact (`prompt_tokens`).
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class RecallPrompt:
-    """Facts with distinct names, and the index of the fact that is asked for."""
+    """Facts with distinct names, and the index of the fact in the question."""
 
     facts: tuple[Fact, ...]
     asked: int
@@ -99,20 +99,19 @@ def make_prompt(rng: Random, fact_count: int, distance_facts: int | None = None,
 
 
 def prompt_tokens(fact_count: int) -> int:
-    """Length in tokens of a completion prompt of `fact_count` facts, <bos> included."""
+    """Return the tokens of a completion prompt of `fact_count` facts, <bos> included."""
     return fact_count * FACT_TOKENS + _FRAME_TOKENS
 
 
 def fact_count_for(tokens: int) -> int:
-    """Largest number of facts whose completion prompt has at most `tokens` tokens; at least 1."""
+    """Return the largest number of facts that fit into `tokens` tokens; at least 1."""
     return min(max((tokens - _FRAME_TOKENS) // FACT_TOKENS, 1), len(NAMES))
 
 
 def distance_tokens(distance_facts: int) -> int:
-    """Tokens from the asked fact's name to the question's `?`, the first position that must recall
-    it.
+    """Return the tokens from the fact's name to the question's `?`, where recall must start.
 
-    All tokens of the fact are inside a sliding window of w positions when this is less than w.
+    A sliding window of w positions contains the whole fact if the result is less than w.
     """
     return (distance_facts + 1) * FACT_TOKENS + 1
 
@@ -120,8 +119,7 @@ def distance_tokens(distance_facts: int) -> int:
 def exact(prompt: RecallPrompt, completion: str) -> bool:
     """Return whether `completion`, without special tokens, is exactly the correct answer.
 
-    A chat's reply states the whole fact, `name=value`; a completion the value alone. Either is
-    correct.
+    A chat's answer is the whole fact, `name=value`; a completion is the value alone.
     """
     return completion.strip().removeprefix(f"{prompt.question_name}=") == prompt.answer
 

@@ -3,4 +3,4 @@
 from pathlib import Path
 
 MODEL_DIR = Path(__file__).resolve().parent / "model"
-"""Directory with config.json, model.safetensors and the tokenizer; a valid vLLM `model` argument."""
+"""Directory with config.json, model.safetensors and tokenizer; a valid vLLM `model` argument."""

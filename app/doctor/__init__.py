@@ -1,1 +1,1 @@
-"""Checks of a machine before it serves: `make doctor`, `python -m app.doctor --config FILE`."""
+"""Checks a machine before it serves: `make doctor`, `python -m app.doctor --config FILE`."""

@@ -1,5 +1,7 @@
-"""`python -m app.doctor [--config FILE] [--skip CHECK …]`: exit status 0 if all checks pass, 1 if
-one fails."""
+"""Runs all checks: `python -m app.doctor [--config FILE] [--skip CHECK …]`.
+
+The exit status is 0 if all checks pass, 1 if one fails.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def examine(path: Path, skip: Iterable[str] = ()) -> Iterable[Finding]:
-    """Yield the findings of all checks. Without a usable configuration, later checks use the
-    default one."""
+    """Yield the findings of all checks.
+
+    Without a valid configuration, later checks use the default one.
+    """
     left_out = set(skip)
     if "python" not in left_out:
         yield from check_python()

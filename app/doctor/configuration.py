@@ -18,7 +18,7 @@ FIRST_BYTES = 4096
 
 
 def check_config(path: Path) -> tuple[list[Finding], dict[str, Any], ServiceSettings]:
-    """Return the findings, the Serve config, and its settings; defaults if the file cannot be used."""
+    """Return the findings, the Serve config and its settings; defaults for an invalid file."""
     try:
         config, settings = read(path)
     except SettingsError as error:
@@ -28,8 +28,7 @@ def check_config(path: Path) -> tuple[list[Finding], dict[str, Any], ServiceSett
 
 
 def check_readable(settings: ServiceSettings) -> Iterator[Finding]:
-    """Check that all files of a local model are readable, or that the hub or its cache has the
-    model."""
+    """Check that a local model's files are readable, or that the hub or its cache has the model."""
     try:
         check_model(settings)
     except SettingsError as error:
@@ -42,7 +41,9 @@ def check_readable(settings: ServiceSettings) -> Iterator[Finding]:
 def _directory(folder: Path) -> Iterator[Finding]:
     weights = sorted(path for pattern in WEIGHTS for path in folder.glob(pattern))
     if not weights:
-        yield Finding("model", f"{folder}: no weights ({', '.join(WEIGHTS)})", "copy the whole checkpoint there")
+        yield Finding(
+            "model", f"{folder}: no weights ({', '.join(WEIGHTS)})", "copy the complete checkpoint to this directory"
+        )
         return
     unreadable = [
         f"{path.name}: {error}" for path in (folder / "config.json", *weights) if (error := _unreadable(path))
@@ -58,7 +59,7 @@ def _directory(folder: Path) -> Iterator[Finding]:
 
 
 def _unreadable(path: Path) -> str | None:
-    """Return why a checkpoint file cannot be used, as far as its first bytes show."""
+    """Return why a checkpoint file is unusable, judged by its first bytes; else None."""
     try:
         with path.open("rb") as file:
             head = file.read(FIRST_BYTES)
@@ -93,7 +94,7 @@ def _hub(model: str) -> Iterator[Finding]:
         return
     try:
         HfApi().model_info(model, timeout=10)
-    except Exception as error:  # anything that the network or the hub may raise
+    except Exception as error:  # the network and the hub raise errors of many libraries
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         yield Finding(
             "model",

@@ -1,12 +1,16 @@
-"""The result of a check."""
+"""The result of one check of the doctor."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. `remedy` says what to do; it is set exactly when the check has
-    failed."""
+    """One line of the report.
+
+    ``check``   name of the check
+    ``what``    what was found
+    ``remedy``  what to do; empty exactly if the check has passed
+    """
 
     check: str
     what: str

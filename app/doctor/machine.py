@@ -27,10 +27,12 @@ RAY_STORE_BYTES = 75 * 2**20
 """Minimum size of Ray's object store."""
 
 ENGINE_QUEUE_BYTES = 160 * 2**20
-"""Shared memory with which vLLM communicates with an engine's workers: ten chunks of 16 MiB."""
+"""Shared memory between vLLM's engine core and its workers: ten chunks of 16 MiB."""
 
 RAY_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
-"""Longest name of a Unix socket below Ray's temporary directory; the last number is a process id."""
+"""Longest path of a Unix socket below Ray's temporary directory; the last number is a process
+id.
+"""
 
 UNIX_SOCKET_BYTES = 107
 """Linux's limit on the path of a Unix socket."""
@@ -54,13 +56,13 @@ def check_python() -> Iterator[Finding]:
 
 
 def check_libraries(settings: ServiceSettings) -> Iterator[Finding]:
-    """Check the system libraries that vLLM's CPU kernels load; GPU engines do not need them."""
+    """Check the system libraries that vLLM's CPU kernels load. GPU engines do not need them."""
     if settings.prefill.num_gpus and settings.decode.num_gpus:
         return
     try:
         ctypes.CDLL(NUMA)
     except OSError as error:
-        yield Finding("libraries", str(error), "install it; in Debian and Ubuntu: libnuma1")
+        yield Finding("libraries", str(error), "install the library; on Debian and Ubuntu: apt install libnuma1")
         return
     yield Finding("libraries", f"{NUMA} is installed")
 
@@ -78,7 +80,7 @@ def check_gpus(settings: ServiceSettings) -> Iterator[Finding]:
 
 
 def check_shared_memory(settings: ServiceSettings, path: str = "/dev/shm") -> Iterator[Finding]:
-    """Check the size of shared memory for Ray and vLLM; containers have 64 MiB by default."""
+    """Check the free shared memory for Ray and vLLM. Containers have 64 MiB by default."""
     needed = RAY_STORE_BYTES + 2 * ENGINE_QUEUE_BYTES
     state = os.statvfs(path)
     free = state.f_bavail * state.f_frsize
@@ -124,16 +126,16 @@ def check_ports(config: Mapping[str, Any], settings: ServiceSettings) -> Iterato
 
 def _port(host: str, port: int, setting: str) -> Finding:
     if taken := port_taken(host, port):
-        return Finding("ports", taken, f"stop what listens there, or change {setting}")
+        return Finding("ports", taken, f"stop the process that listens there, or change {setting}")
     return Finding("ports", f"{host}:{port} is free")
 
 
 def _port_range(text: str) -> Finding:
     low, _, high = text.partition("-")
     if not (low.isdigit() and high.isdigit() and int(low) <= int(high) < 65536):
-        return Finding("ports", f"UCX_TCP_PORT_RANGE {text!r}is not a range", "write it as 20000-20999")
+        return Finding("ports", f"UCX_TCP_PORT_RANGE {text!r} is not a range", "write it as 20000-20999")
     free = sum(_port("0.0.0.0", port, "").ok for port in range(int(low), int(high) + 1))
-    few = "" if free >= 2 else "widen UCX_TCP_PORT_RANGE: each worker takes one for each network interface"
+    few = "" if free >= 2 else "widen UCX_TCP_PORT_RANGE: each worker needs one port per network interface"
     return Finding("ports", f"UCX_TCP_PORT_RANGE {text}: {free} are free", few)
 
 
@@ -143,7 +145,7 @@ def check_ucx_devices(settings: ServiceSettings, rdma: Path = RDMA, network: Pat
     interfaces = sorted(path.name for path in network.iterdir()) if network.is_dir() else []
     yield Finding("ucx devices", f"RDMA: {', '.join(devices) or 'none'}; network: {', '.join(interfaces)}")
     if devices and (limit := resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]) != resource.RLIM_INFINITY:
-        remedy = "allow all of it: ulimit -l unlimited, or the capability IPC_LOCK"
+        remedy = "remove the limit: ulimit -l unlimited, or the capability IPC_LOCK"
         yield Finding("ucx devices", f"{limit / 2**20:,.0f} MiB may be pinned", remedy)
     for role in ("prefill", "decode"):
         environment = ucx_environment(settings.role(role).environment)
@@ -151,7 +153,7 @@ def check_ucx_devices(settings: ServiceSettings, rdma: Path = RDMA, network: Pat
         for device in filter(None, named):
             name = device.partition(":")[0]
             if name not in ("all", *devices, *interfaces):
-                remedy = f"use one of {', '.join([*devices, *interfaces])}, or leave it to UCX"
+                remedy = f"use one of {', '.join([*devices, *interfaces])}, or remove the setting so that UCX chooses"
                 yield Finding(
                     "ucx devices",
                     f"{role}: UCX is configured to use {device}, which this machine does not have",
@@ -161,11 +163,11 @@ def check_ucx_devices(settings: ServiceSettings, rdma: Path = RDMA, network: Pat
         asked = [one for one in transports if one in RDMA_TRANSPORTS]
         if asked and "tcp" not in transports and not devices:
             remedy = "give the machine an RDMA device (a pod: the device plugin's resource), or add tcp"
-            yield Finding("ucx devices", f"{role}: UCX_TLS asks for {asked[0]}, and there is no RDMA device", remedy)
+            yield Finding("ucx devices", f"{role}: UCX_TLS contains {asked[0]}, but there is no RDMA device", remedy)
 
 
 def ucx_environment(own: Mapping[str, str]) -> dict[str, str]:
-    """Return UCX's variables as the processes of a role see them."""
+    """Return the UCX variables of a role's processes."""
     return {name: value for name, value in (os.environ | dict(own)).items() if name.startswith("UCX_")}
 
 

@@ -14,8 +14,7 @@ LONGEST_S = 300.0
 
 
 def check_transfer(settings: ServiceSettings) -> Iterator[Finding]:
-    """Transfer between two processes with each role's environment, outside this one: UCX may end a
-    process."""
+    """Run a transfer with each role's environment, in other processes: UCX may end its process."""
     backends = settings.transfer.backends
     command = [
         sys.executable, "-m", "connectors.transport.selftest", "--backends", ",".join(backends),
@@ -26,13 +25,14 @@ def check_transfer(settings: ServiceSettings) -> Iterator[Finding]:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S, check=False)
     lines = ended.stdout.splitlines()
     if not lines:
-        complaint = (ended.stderr.strip().splitlines() or ["no word"])[-1]
-        yield Finding("transfer", f"the test ended with status {ended.returncode}: {complaint}", "see above")
+        last_line = (ended.stderr.strip().splitlines() or ["no output"])[-1]
+        what = f"the test ended with status {ended.returncode}: {last_line}"
+        yield Finding("transfer", what, "run it with its log: python -m connectors.transport.selftest --show")
         return
     report = json.loads(lines[-1])
     plugins = report.get("plugins", [])
     missing = [one for one in backends if plugins and one not in plugins]
-    if missing:  # NIXL itself only warns about another release
+    if missing:
         remedy = f"set transfer.backends to some of {', '.join(plugins)}"
         yield Finding("transfer", f"NIXL has no back end {', '.join(missing)}", remedy)
         return
@@ -41,7 +41,7 @@ def check_transfer(settings: ServiceSettings) -> Iterator[Finding]:
         what = f"{megabytes:.0f} MiB between two processes in {milliseconds:.0f} ms, first contact included"
         yield Finding("transfer", what)
         return
-    remedy = "look at the UCX_ variables; UCX_LOG_LEVEL=info says which devices and transports it takes"
+    remedy = "check the UCX_ variables; UCX_LOG_LEVEL=info logs the devices and transports that UCX selects"
     if others := [one for one in backends if one != "UCX"]:
-        remedy = f"see whether what {', '.join(others)} needs is installed, or set transfer.backends to [UCX]"
+        remedy = f"install what {', '.join(others)} needs, or set transfer.backends to [UCX]"
     yield Finding("transfer", report["error"], remedy)

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from actors.errors import OverloadedError
 from actors.router.router import Router
+from actors.telemetry.access_log import ENTRY
 from app.http.errors import error_body, error_response
 
 OPEN_PATHS = frozenset({"/", "/health", "/metrics"})
@@ -48,11 +49,11 @@ class PerKeyLimiter:
         return dict(self._taken)
 
     @contextmanager
-    def taken(self, key: Hashable, most: int) -> Iterator[None]:
+    def taken(self, key: Hashable, most: int | None) -> Iterator[None]:
         """Hold one of `most` slots of `key`; raises OverloadedError when all are taken."""
-        if self._taken[key] >= most:
+        if most is not None and self._taken[key] >= most:
             raise OverloadedError(
-                f"{self._taken[key]}requests of this API key are being served, which is its limit; retry later"
+                f"{self._taken[key]} requests of this API key are being served, which is its limit; retry later"
             )
         self._taken[key] += 1
         try:
@@ -81,12 +82,13 @@ class Authenticated:
         if key is None:
             await self._refuse(unauthorized())(scope, receive, send)
             return
-        limits = self._router.limits
+        if (entry := scope.get(ENTRY)) is not None:
+            entry.key = key.hex()[:8]
         try:
-            with self._limiter.taken(key, limits.max_ongoing_requests_per_key):
+            with self._limiter.taken(key, self._router.max_requests_of_key(len(self._digests))):
                 await self._app(scope, receive, send)
         except OverloadedError as error:
-            await self._refuse(error_response(error, limits.retry_after_s))(scope, receive, send)
+            await self._refuse(error_response(error, self._router.limits.retry_after_s))(scope, receive, send)
 
     def requests_by_key(self) -> dict[Hashable, int]:
         """Return the number of requests of each key's digest."""

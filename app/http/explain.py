@@ -8,12 +8,13 @@ tools display.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from http import HTTPStatus
 
 from actors.router.answer import Answer
 from actors.router.client_request import ClientRequest
 from actors.router.router import Router
+from actors.telemetry.access_log import AccessEntry
 from actors.telemetry.latency_breakdown import LatencyBreakdown
 from actors.telemetry.recent_requests import MAX_ID_CHARACTERS, RequestRecord, now_unix
 from app.http.traces import RequestTrace, Traces
@@ -50,16 +51,22 @@ class Observer:
     router: Router
     request: ClientRequest
     trace: RequestTrace | None
+    entry: AccessEntry | None = None
+    """The request's line in the access log, if one is written."""
     kept: bool = False
 
     @classmethod
     @contextmanager
-    def of(cls, router: Router, request: ClientRequest, traces: Traces | None) -> "Iterator[Observer]":
+    def of(
+        cls, router: Router, request: ClientRequest, traces: Traces | None, entry: AccessEntry | None = None
+    ) -> "Iterator[Observer]":
         """Observe while the context lasts; its end is the end of the request."""
+        if entry is not None:
+            entry.request_id = request.request_id
         trace = traces.begin(request) if traces is not None else None
         error: BaseException | None = None
         try:
-            yield cls(router, trace.request if trace is not None else request, trace)
+            yield cls(router, trace.request if trace is not None else request, trace, entry)
         except BaseException as caught:
             error = caught
             raise
@@ -80,6 +87,16 @@ class Observer:
 
         Call this after the first bytes are sent, so that the client does not wait for it.
         """
+        if over and self.entry is not None and answer.start.status < HTTPStatus.BAD_REQUEST:
+            self.entry.answered(
+                route=answer.route,
+                reason=answer.local_reason,
+                **asdict(answer.pair),
+                stream=answer.start.streams,
+                parts_ms={part: round(seconds * 1e3, 3) for part, seconds in answer.breakdown.parts.items()},
+                prompt_tokens=answer.prompt_tokens,
+                completion_tokens=answer.completion_tokens,
+            )
         if self.kept or not (over or answer.accounted):
             return
         self.kept = True

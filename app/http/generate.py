@@ -19,6 +19,7 @@ from actors.router.answer import Answer
 from actors.router.client_request import ClientRequest
 from actors.router.leg import deadline
 from actors.router.router import Router
+from actors.telemetry.access_log import ENTRY
 from actors.telemetry.router_metrics import RouterMetrics
 from app.http.errors import BadRequestError, error_event, error_response, status_of
 from app.http.explain import Observer, wants_explanation
@@ -75,8 +76,8 @@ class Generate:
         try:
             with self._router.admitted():
                 request = await self._read(Request(scope, receive))
-                with Observer.of(self._router, request, self._traces) as observer:
-                    await _until_disconnect(receive, self._relay(observer, tally, send))
+                with Observer.of(self._router, request, self._traces, scope.get(ENTRY)) as observer:
+                    await until_disconnect(receive, self._relay(observer, tally, send))
         except (ClientDisconnect, TaskCancelledError):
             return
         except Exception as error:
@@ -93,7 +94,9 @@ class Generate:
         limits = self._router.limits
         try:
             async with asyncio.timeout(limits.body_timeout_s):
-                found = await read_request(request, self._endpoint, limits.max_body_bytes, limits.max_prompts)
+                found = await read_request(
+                    request, self._endpoint, limits.max_body_bytes, limits.max_prompts, limits.client_priority
+                )
         except TimeoutError:
             message = f"the body did not arrive within {limits.body_timeout_s:g} s"
             raise BadRequestError(message, status=HTTPStatus.REQUEST_TIMEOUT) from None
@@ -169,7 +172,7 @@ def _response_headers(answer: Answer) -> list[tuple[bytes, bytes]]:
     return headers
 
 
-async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
     """Run `work`, and cancel it when the client disconnects; it has ended when this returns.
 
     `work` runs in an empty context, so that Ray does not take its calls for children of the

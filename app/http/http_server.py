@@ -12,6 +12,7 @@ import logging
 import socket
 import time
 import urllib.request
+from collections.abc import Callable
 from http import HTTPStatus
 from http.client import HTTPException
 from urllib.error import HTTPError
@@ -29,7 +30,8 @@ from connectors.errors import ConfigurationError
 logger = logging.getLogger(__name__)
 
 SERVICE_PATH = "/tandem/service"
-"""Path that returns the id of the service, for routers that want to share the port."""
+"""Path that returns the id of the service, for routers that want to share the port, and for load
+balancers whether this router can serve."""
 
 KEEP_ALIVE_S = 90
 """Timeout of idle connections; clients and load balancers should use a shorter one."""
@@ -55,12 +57,24 @@ class PortTakenError(ConfigurationError):
 class HttpServer:
     """`open` it once, `close` it at the end."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int, leave_s: float = 1.0, service: str | None = None) -> None:
-        """`service` is the id of the service; by default this process's Serve application."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        leave_s: float = 1.0,
+        service: str | None = None,
+        ready: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`service` is the id of the service; by default this process's Serve application.
+
+        `ready` returns whether requests can be served.
+        """
         self._app = app
         self._where = (host, port)
         self._leave_s = leave_s
         self._service = service or this_service()
+        self._ready = ready
         self._leaving = False
         self._server: Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -82,6 +96,7 @@ class HttpServer:
         config = uvicorn.Config(
             self._told,
             http=BoundedHttpProtocol,
+            ws="none",
             interface="asgi3",
             lifespan="off",
             log_config=None,
@@ -108,8 +123,9 @@ class HttpServer:
         if scope["type"] != "http" or scope["path"] != SERVICE_PATH:
             await self._app(scope, receive, self._last(send))
             return
-        # Load balancers use this as well: a stopping router must receive no new connections.
-        status = HTTPStatus.SERVICE_UNAVAILABLE if self._leaving else HTTPStatus.OK
+        # Load balancers use this as well: they must send nothing to a router that is stopping or has
+        # no decode engine yet.
+        status = HTTPStatus.OK if self._ready() and not self._leaving else HTTPStatus.SERVICE_UNAVAILABLE
         headers = [(b"content-type", b"text/plain"), (b"connection", b"close")]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": self._service.encode()})

@@ -27,14 +27,16 @@ FORWARDED_HEADERS = frozenset(
         b"tracestate",
         b"x-request-id",
         b"x-session-id",
-        b"x-vllm-priority",
     }
 )
 """Request headers that are passed on to the engines."""
 
+PRIORITY_HEADER = b"x-vllm-priority"
+"""Passed on where `router.client_priority` is set."""
+
 
 async def read_request(
-    request: Request, endpoint: Endpoint, max_body_bytes: int, max_prompts: int = 2**31
+    request: Request, endpoint: Endpoint, max_body_bytes: int, max_prompts: int = 2**31, client_priority: bool = False
 ) -> ClientRequest:
     """Read and check a request. Raises BadRequestError, or ClientDisconnect when the client
     disconnects."""
@@ -43,14 +45,15 @@ async def read_request(
     read_at = time.monotonic()
     body = parse_body(raw)
     check_prompts(body, max_prompts)
-    headers = _named(forwarded_headers(request), body)
+    headers = _named(forwarded_headers(request, client_priority), body)
     return ClientRequest(endpoint, headers, raw, body, arrived_at=arrived_at, read_at=read_at)
 
 
-def forwarded_headers(request: Request) -> Headers:
+def forwarded_headers(request: Request, client_priority: bool = False) -> Headers:
     """Return the headers of both legs. They share an X-Request-Id, a new one if the client sent
     none."""
-    given = {name: value for name, value in request.headers.raw if name in FORWARDED_HEADERS}
+    passed = FORWARDED_HEADERS | {PRIORITY_HEADER} if client_priority else FORWARDED_HEADERS
+    given = {name: value for name, value in request.headers.raw if name in passed}
     given.setdefault(b"x-request-id", uuid.uuid4().hex.encode())
     return tuple(given.items())
 

@@ -3,7 +3,7 @@ router."""
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import get_args
 
@@ -17,46 +17,43 @@ from starlette.types import ASGIApp
 from actors.request import Endpoint
 from actors.router.peer_routers import RouterReplica
 from actors.router.single_flight import SingleFlight
+from actors.telemetry.access_log import AccessLog
 from app.http.auth import Authenticated
-from app.http.errors import error_body, error_response
+from app.http.errors import error_body
+from app.http.from_decode import FromDecode
 from app.http.generate import Generate
 from app.http.merge_metrics import CONTENT_TYPE, merge
-from app.http.parsing import forwarded_headers
 from app.http.status_page import PAGE_HEADERS, status_page
 from app.http.traces import Traces
-from configs.settings import RoleName
 
 logger = logging.getLogger(__name__)
 
 OPEN_AGE_S = 1.0
-"""Maximum age of `/health` and `/metrics`, which need no key: without it, anyone could keep all
-engines busy."""
+"""Maximum age of `/metrics`, which needs no key: without it, anyone could keep all engines busy."""
 
 
-def build_http(router: RouterReplica, key_digests: Sequence[bytes] = (), traces: Traces | None = None) -> ASGIApp:
-    """Return the application for `router`; if there are keys, only their holders may use it."""
+def build_http(
+    router: RouterReplica,
+    key_digests: Sequence[bytes] = (),
+    traces: Traces | None = None,
+    access_log: Callable[[str], None] | None = None,
+) -> ASGIApp:
+    """Return the application for `router`; if there are keys, only their holders may use it.
 
-    async def from_decode(request: Request) -> Response:
-        path = request.url.path.removeprefix(request.scope.get("root_path", ""))
-        try:
-            start, body = await router.ask_decode(request.method, path, forwarded_headers(request))
-        except Exception as error:
-            return error_response(error, router.limits.retry_after_s)
-        return Response(body, start.status, media_type="application/json")
-
-    async def healthy() -> dict[RoleName, int]:
-        return await router.healthy()
+    `access_log` receives a line per request.
+    """
 
     async def merged() -> str:
         routers, engines = await asyncio.gather(router.router_metrics(), router.engine_metrics())
         return merge([*(("router", replica, text) for replica, text in routers), *engines])
 
-    replicas_told, exposition = SingleFlight(healthy, OPEN_AGE_S), SingleFlight(merged, OPEN_AGE_S)
+    exposition = SingleFlight(merged, OPEN_AGE_S)
 
     async def health(_: Request) -> Response:
-        replicas = await replicas_told()
-        status = HTTPStatus.OK if all(replicas.values()) else HTTPStatus.SERVICE_UNAVAILABLE
-        return JSONResponse({"replicas": replicas}, status_code=status)
+        replicas = router.replicas()
+        told = "unavailable" if not router.ready else "ok" if all(replicas.values()) else "degraded"
+        status = HTTPStatus.OK if router.ready else HTTPStatus.SERVICE_UNAVAILABLE
+        return JSONResponse({"status": told, "replicas": replicas}, status_code=status)
 
     async def metrics(_: Request) -> Response:
         return Response(await exposition(), media_type=CONTENT_TYPE)
@@ -67,6 +64,7 @@ def build_http(router: RouterReplica, key_digests: Sequence[bytes] = (), traces:
     async def page(_: Request) -> Response:
         return HTMLResponse(status_page(), headers=PAGE_HEADERS)
 
+    from_decode = FromDecode(router)
     surface = Starlette(
         routes=[
             *(Route(path, Generate(router, path, traces), methods=["POST"]) for path in get_args(Endpoint)),
@@ -79,7 +77,8 @@ def build_http(router: RouterReplica, key_digests: Sequence[bytes] = (), traces:
         ],
         exception_handlers={HTTPException: refuse_route},
     )
-    return Authenticated(surface, router, key_digests)
+    authenticated = Authenticated(surface, router, key_digests)
+    return authenticated if access_log is None else AccessLog(authenticated, access_log)
 
 
 async def refuse_route(request: Request, error: Exception) -> Response:

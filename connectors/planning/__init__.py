@@ -1,1 +1,1 @@
-"""Pure geometry: which bytes of which blocks go where. Imports numpy and the standard library only."""
+"""Cache geometry: the byte ranges to copy between two KV caches. Imports numpy and stdlib only."""

@@ -1,9 +1,12 @@
-"""Tokens to blocks, and blocks to what moves: which positions are wanted, and which a chunk has completed.
+"""Selects the blocks and units of a request that a transfer must fill.
 
-A *position* is an index into a group's block table: position ``p`` covers tokens ``[p*B, (p+1)*B)`` of the request.
-Block id 0 is the allocator's null block: it stands where a sliding window has passed and nothing is stored.
-A *unit* is the largest stretch of tokens that lies in one block on both sides: unit ``u`` covers ``[u*U, (u+1)*U)``, U
-dividing the block sizes of producer and consumer. A state group has one position and one unit, 0: the state itself.
+position  index into a group's block table; position ``p`` covers tokens ``[p*B, (p+1)*B)`` of the
+          request, ``B`` being the block size in tokens
+unit      largest range of tokens that lies in one block on both sides; unit ``u`` covers tokens
+          ``[u*U, (u+1)*U)``, and ``U`` divides both block sizes
+
+Block id 0 is the allocator's null block: a placeholder for a block outside the window. A state
+group has one position and one unit, both 0: the state itself.
 """
 
 from __future__ import annotations
@@ -24,14 +27,18 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class BlockSet:
-    """Blocks of one group: ``ids[i]`` is the block at table position ``positions[i]``. Positions ascend."""
+    """Blocks of one group.
+
+    ``positions``  ascending positions in the block table, shape (N,)
+    ``ids``        block id at each position, shape (N,)
+    """
 
     positions: Ints
     ids: Ints
 
     def __post_init__(self) -> None:
         if self.positions.shape != self.ids.shape or self.positions.ndim != 1:
-            raise PlanError("positions and ids must be two vectors of one length")
+            raise PlanError("positions and ids must be vectors of equal length")
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -39,7 +46,12 @@ class BlockSet:
 
 @dataclass(frozen=True, slots=True)
 class UnitShape:
-    """Units of one group between two engines: ``tokens`` per unit, and units per block on each side."""
+    """Units of one group between two engines.
+
+    ``tokens``     tokens per unit
+    ``src_units``  units per block of the producer
+    ``dst_units``  units per block of the consumer
+    """
 
     tokens: int
     src_units: int
@@ -48,7 +60,12 @@ class UnitShape:
 
 @dataclass(frozen=True, slots=True)
 class UnitSet:
-    """Units to fill: ``units[i]`` goes into part ``dst_parts[i]`` of the consumer's block ``dst_ids[i]``."""
+    """Units to fill at the consumer; three vectors of shape (N,).
+
+    ``units``      unit numbers
+    ``dst_ids``    consumer's block of each unit
+    ``dst_parts``  index of each unit within that block
+    """
 
     units: Ints
     dst_ids: Ints
@@ -66,7 +83,7 @@ def empty_blocks() -> BlockSet:
 
 
 def first_needed_token(group: Group, resume_token: int) -> int:
-    """The oldest token that attention at ``resume_token`` (the next to be computed) looks at."""
+    """Return the oldest token that attention reads when the engine resumes at ``resume_token``."""
     if group.kind is GroupKind.SLIDING:
         assert group.window_tokens is not None
         return max(0, resume_token - group.window_tokens + 1)
@@ -77,16 +94,17 @@ def first_needed_token(group: Group, resume_token: int) -> int:
 
 
 def wanted_blocks(group: Group, table: Sequence[int], start_token: int, end_token: int) -> BlockSet:
-    """The blocks that must be filled so that a consumer can resume at ``end_token``.
+    """Return the blocks to fill so that a consumer can resume at ``end_token``.
 
-    Tokens before ``start_token`` are already in the consumer's own cache (a prefix hit); their blocks may be shared
-    with other requests and are never written. Tokens before the window are not needed. Of a state group it is the
-    block of the state after ``end_token`` tokens, at position 0 whatever its position here.
+    Tokens before ``start_token`` are a prefix cache hit of the consumer. Their blocks may be shared
+    with other requests and are never written. Tokens before the window are not needed. For a state
+    group, the result is the block that holds the state after ``end_token`` tokens, at position 0.
 
-    Raises PlanError where the table has no block for a token that is needed: the caller then computes it itself.
+    Raises PlanError if the table has no block for a needed token. The caller then computes that
+    token.
     """
     if not 0 <= start_token <= end_token:
-        raise PlanError(f"tokens [{start_token}, {end_token}) are not a range")
+        raise PlanError(f"start_token {start_token} must be 0 to end_token {end_token}")
     if group.kind is GroupKind.STATE:
         return _state_block(group, table, end_token) if start_token < end_token else empty_blocks()
     first = max(first_needed_token(group, end_token), start_token) // group.block_tokens
@@ -95,33 +113,33 @@ def wanted_blocks(group: Group, table: Sequence[int], start_token: int, end_toke
         return empty_blocks()
     if stop > len(table):
         raise PlanError(
-            f"group {group.index}: the block table has {len(table)} blocks, tokens up to {end_token} need {stop}"
+            f"group {group.index}: the block table has {len(table)} blocks, but {end_token} tokens need {stop}"
         )
     ids = np.asarray(table[first:stop], np.int64)
     if (ids == NULL_BLOCK).any():
         missing = first + int(np.flatnonzero(ids == NULL_BLOCK)[0])
-        raise PlanError(f"group {group.index}: no block is allocated at position {missing}, which is needed")
+        raise PlanError(f"group {group.index}: the needed block at position {missing} is not allocated")
     return BlockSet(np.arange(first, stop, dtype=np.int64), ids)
 
 
 def state_position(group: Group, end_token: int) -> int:
-    """Return the index in a state group's block table of the state after ``end_token`` tokens."""
+    """Return the block table index of the state after ``end_token`` tokens."""
     return (end_token - 1) // group.block_tokens
 
 
 def _state_block(group: Group, table: Sequence[int], end_token: int) -> BlockSet:
     position = state_position(group, end_token)
     if position >= len(table) or table[position] == NULL_BLOCK:
-        raise PlanError(f"group {group.index}: no block is allocated for the state after {end_token} tokens")
+        raise PlanError(f"group {group.index}: the block of the state after {end_token} tokens is not allocated")
     return BlockSet(np.zeros(1, np.int64), np.asarray(table[position : position + 1], np.int64))
 
 
 def wanted_units(group: Group, blocks: BlockSet, shape: UnitShape, end_token: int) -> UnitSet:
-    """The units of a consumer's blocks that carry tokens it needs to resume at ``end_token``.
+    """Return the units of ``blocks`` that a consumer needs to resume at ``end_token``.
 
-    The block in which the window begins is filled as far as the producer holds it, from the beginning of the
-    producer's own block: a consumer that caches prefixes takes a full block for a whole one. The last block may end
-    behind the prompt. Both sides compute this, so both count the same bytes.
+    The first block of a window is filled from the beginning of the producer's block, because a
+    consumer with prefix caching treats a full block as complete. The last block may extend past the
+    prompt. Producer and consumer both call this function, so they count the same bytes.
     """
     if group.kind is GroupKind.STATE:
         return UnitSet(blocks.positions, blocks.ids, np.zeros(len(blocks), np.int64))
@@ -134,10 +152,10 @@ def wanted_units(group: Group, blocks: BlockSet, shape: UnitShape, end_token: in
 
 
 def complete_units(group: Group, units: Ints, shape: UnitShape, computed: int, end_token: int) -> npt.NDArray[np.bool_]:
-    """Mask of the units whose tokens below ``end_token`` are all computed.
+    """Return a mask of the units whose tokens below ``end_token`` are all computed.
 
-    The last unit of a prompt is complete when the prompt is, although it is not full. A state is the prompt's when
-    exactly ``end_token`` tokens are in it.
+    The last unit of a prompt may be partly filled; it is complete when the prompt is. A state is
+    complete when exactly ``end_token`` tokens have been computed.
     """
     if group.kind is GroupKind.STATE:
         return np.full(len(units), computed == end_token)

@@ -1,8 +1,8 @@
-"""A worker's cache without its layouts: tensors of (blocks, page bytes), and where each layer's page lies in them.
+"""Describes a worker's cache without layer layouts: tensors of (blocks, page bytes) and references.
 
-A storage back end needs block ids and bytes only. Layers that share memory refer to one tensor: all groups of a hybrid
-cache, or all layers of a block where blocks are outermost. vLLM's ``CanonicalKVCaches`` has the same shape
-(vllm/v1/kv_offload/base.py).
+The KV store uses this form: it needs only block ids and bytes. Layers that share memory refer to
+one tensor: all groups of a hybrid cache, or all layers of a block if the block is the outermost
+dimension. vLLM's ``CanonicalKVCaches`` (vllm/v1/kv_offload/base.py) has the same shape.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ from connectors.planning.layout import EngineLayout
 
 @dataclass(frozen=True, slots=True)
 class CanonicalTensor:
-    """``num_blocks`` pages of ``page_bytes`` bytes, padding included, one after the other from ``address``."""
+    """Consecutive pages of equal size.
+
+    ``address``     address of block 0
+    ``num_blocks``  number of pages
+    ``page_bytes``  bytes per page, padding included
+    """
 
     address: int
     num_blocks: int
@@ -24,7 +29,12 @@ class CanonicalTensor:
 
 @dataclass(frozen=True, slots=True)
 class CanonicalRef:
-    """A layer's content in each page of tensor number ``tensor``: ``size_bytes`` from ``offset``, without padding."""
+    """Location of one layer's content in each page of a tensor.
+
+    ``tensor``      index into ``CanonicalCache.tensors``
+    ``offset``      bytes from the start of the page
+    ``size_bytes``  bytes of content, without padding
+    """
 
     layer: str
     tensor: int
@@ -34,7 +44,7 @@ class CanonicalRef:
 
 @dataclass(frozen=True, slots=True)
 class CanonicalCache:
-    """``groups[g]`` are the layers of group g in their order."""
+    """A worker's cache: all tensors, and one reference per layer of each group in layer order."""
 
     tensors: tuple[CanonicalTensor, ...]
     groups: tuple[tuple[CanonicalRef, ...], ...]
@@ -43,7 +53,8 @@ class CanonicalCache:
 def canonical_cache(layout: EngineLayout) -> CanonicalCache:
     """Describe a worker's cache by tensors and references.
 
-    Raises PlanError for a layer whose page does not lie in one piece of each block: heads outside the blocks, say.
+    Raises PlanError if a layer's page is not one contiguous range of each block, for example if
+    heads are outside the block dimension.
     """
     spans = [_spans(layout, group) for group in range(len(layout.groups))]
     bases: list[tuple[int, int]] = []
@@ -62,16 +73,16 @@ def canonical_cache(layout: EngineLayout) -> CanonicalCache:
 
 
 def _spans(layout: EngineLayout, group: int) -> list[tuple[str, int, int, int]]:
-    """(layer, block stride, start and end of its page of block 0) of a group's layers."""
+    """Return (layer, block stride, start address, end address) of block 0's page, per layer."""
     found: dict[str, tuple[str, int, int, int]] = {}
     for pages in layout.groups[group].layers:
         start, stop = pages.address, pages.address + pages.last_offset
         if pages.layer in found:
             _, stride, first, last = found[pages.layer]
             if stride != pages.block_stride_bytes:
-                raise PlanError(f"layer {pages.layer!r}: its parts have blocks of unequal size")
+                raise PlanError(f"layer {pages.layer!r}: its parts have unequal block strides")
             start, stop = min(first, start), max(last, stop)
         if stop - start > pages.block_stride_bytes:
-            raise PlanError(f"layer {pages.layer!r}: its page does not lie in one piece of each block")
+            raise PlanError(f"layer {pages.layer!r}: its page is not one contiguous range of each block")
         found[pages.layer] = (pages.layer, pages.block_stride_bytes, start, stop)
     return list(found.values())

@@ -1,6 +1,7 @@
-"""Plans applied to block ids: vectors of (source, destination, bytes), coalesced.
+"""Applies plans to block ids: returns runs, vectors of (source, destination, length).
 
-Nothing here makes a Python object per block: a transfer of 10,000 blocks is a handful of numpy operations.
+Adjacent runs are merged. The code creates no Python object per block: 10,000 blocks take a few
+numpy operations.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ from connectors.planning.plan import GroupPlan, PairPlan
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """N copies: ``length[i]`` bytes from address ``src[i]`` of the producer to ``dst[i]`` of the consumer."""
+    """N copies from the producer's memory to the consumer's; vectors of shape (N,).
+
+    ``src``     addresses in the producer's memory
+    ``dst``     addresses in the consumer's memory
+    ``length``  bytes of each copy
+    """
 
     src: Ints
     dst: Ints
@@ -33,9 +39,13 @@ class Runs:
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Units of one group to move: part ``src_parts[i]`` of the producer's block ``src_ids[i]`` to the consumer's.
+    """Units of one group to copy; four vectors of shape (N,).
 
-    ``layers`` limits the move to layers ``[first, stop)`` of the group.
+    ``src_ids``    producer's block of each unit
+    ``src_parts``  index of each unit within that block
+    ``dst_ids``    consumer's block of each unit
+    ``dst_parts``  index of each unit within that block
+    ``layers``     ``(first, stop)`` range of the group's layers; None means all layers
     """
 
     group: int
@@ -50,7 +60,7 @@ class Moves:
 
 
 def build_runs(plan: PairPlan, moves: Sequence[Moves]) -> Runs:
-    """All runs of some units of some groups, adjacent ones merged."""
+    """Return the runs of all moves, adjacent runs merged."""
     parts = [_expand(plan.groups[move.group], move) for move in moves]
     if not parts:
         empty = np.empty(0, np.int64)
@@ -61,27 +71,34 @@ def build_runs(plan: PairPlan, moves: Sequence[Moves]) -> Runs:
 
 
 def move_bytes(plan: PairPlan, move: Moves) -> int:
-    """Return the number of bytes of a move."""
+    """Return the number of bytes that a move copies."""
     group = plan.groups[move.group]
     return len(move) * int(group.piece_bytes[group.pieces_of(move.layers)].sum())
 
 
 def _expand(plan: GroupPlan, move: Moves) -> tuple[Ints, Ints, Ints]:
-    """Every piece of every unit, ordered by piece, then by unit, so that neighbouring units can merge."""
+    """Return (source, destination, length) of every piece of every unit.
+
+    The order is by piece, then by unit, so that runs of neighbouring units are adjacent and can
+    merge.
+    """
     if move.src_ids.shape != move.dst_ids.shape:
-        raise PlanError(f"group {move.group}: {len(move.src_ids)} source for {len(move.dst_ids)} destination units")
+        raise PlanError(
+            f"group {move.group}: {len(move.src_ids)} source units for {len(move.dst_ids)} destination units"
+        )
     pieces = plan.pieces_of(move.layers)
-    heads, counts = _stretches(plan, pieces, move)
-    src = plan.src.at(pieces, move.src_ids[heads], move.src_parts[heads])
-    dst = plan.dst.at(pieces, move.dst_ids[heads], move.dst_parts[heads])
+    firsts, counts = _contiguous_units(plan, pieces, move)
+    src = plan.src.at(pieces, move.src_ids[firsts], move.src_parts[firsts])
+    dst = plan.dst.at(pieces, move.dst_ids[firsts], move.dst_parts[firsts])
     length = plan.piece_bytes[pieces, None] * counts[None, :]
     return src.ravel(), dst.ravel(), length.ravel()
 
 
-def _stretches(plan: GroupPlan, pieces: slice, move: Moves) -> tuple[Ints, Ints]:
-    """(first unit, number of units) of the stretches whose units continue each other in every piece.
+def _contiguous_units(plan: GroupPlan, pieces: slice, move: Moves) -> tuple[Ints, Ints]:
+    """Return (first unit, number of units) of each range of units that is contiguous in all pieces.
 
-    Where pages follow each other without a gap on both sides, that is decided by the ids alone, once for all pieces.
+    If pages are dense on both sides, the block ids alone determine the ranges, for all pieces at
+    once.
     """
     size = plan.piece_bytes[pieces]
     whole = plan.src.unit_offset.shape[1] == plan.dst.unit_offset.shape[1] == 1
@@ -89,17 +106,17 @@ def _stretches(plan: GroupPlan, pieces: slice, move: Moves) -> tuple[Ints, Ints]
     if len(move) < 2 or not (whole and dense):
         return np.arange(len(move)), np.ones(len(move), np.int64)
     breaks = (np.diff(move.src_ids) != 1) | (np.diff(move.dst_ids) != 1)
-    heads = np.flatnonzero(np.concatenate(([True], breaks)))
-    return heads, np.diff(heads, append=len(move))
+    firsts = np.flatnonzero(np.concatenate(([True], breaks)))
+    return firsts, np.diff(firsts, append=len(move))
 
 
 def coalesce(runs: Runs) -> Runs:
-    """Merge each run with the one before it where both its source and its destination continue there."""
+    """Merge each run with its predecessor if source and destination both continue it."""
     if len(runs) < 2:
         return runs
     ends_src, ends_dst = runs.src[:-1] + runs.length[:-1], runs.dst[:-1] + runs.length[:-1]
     breaks = (runs.src[1:] != ends_src) | (runs.dst[1:] != ends_dst)
     if breaks.all():
         return runs
-    heads = np.flatnonzero(np.concatenate(([True], breaks)))
-    return Runs(runs.src[heads], runs.dst[heads], np.add.reduceat(runs.length, heads))
+    firsts = np.flatnonzero(np.concatenate(([True], breaks)))
+    return Runs(runs.src[firsts], runs.dst[firsts], np.add.reduceat(runs.length, firsts))

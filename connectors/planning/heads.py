@@ -1,11 +1,11 @@
-"""Distribution of KV heads over tensor-parallel ranks, and the heads that each producer rank sends to a consumer rank.
+"""Distributes KV heads over tensor-parallel ranks, and selects the source rank of each head.
 
     rank r of n holds heads [r*H//n, (r+1)*H//n)           H >= n
     rank r of n holds a replica of the one head r*H//n     H <  n
 
-Sizes need not divide each other. Every consumer rank receives each of its heads from exactly one producer rank. Where
-several producer ranks hold a head, planning spreads the load over them by consumer rank, and where there are fewer
-consumers than holders, also by layer.
+TP sizes need not divide each other. Every consumer rank receives each of its heads from exactly one
+producer rank. Replicas share the load: consumer ranks take turns over the ranks with a replica; if
+there are fewer consumer ranks than replicas, layers take turns, too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from connectors.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class HeadShare:
-    """Heads ``[first, stop)`` (global numbers) that ``producer_rank`` sends to ``consumer_rank``."""
+    """Heads ``[first, stop)`` of the model that one producer rank sends to one consumer rank."""
 
     producer_rank: int
     consumer_rank: int
@@ -27,18 +27,19 @@ class HeadShare:
 
 
 def held_heads(rank: int, tp_size: int, kv_heads: int) -> range:
-    """Global numbers of the KV heads that ``rank`` of ``tp_size`` holds."""
+    """Return the model-wide numbers of the KV heads that ``rank`` of ``tp_size`` holds."""
     if tp_size <= 0 or kv_heads <= 0 or not 0 <= rank < tp_size:
-        raise PlanError(f"no rank {rank} of {tp_size} over {kv_heads} KV heads")
+        raise PlanError(f"invalid split of {kv_heads} KV heads: rank {rank} of {tp_size}")
     first = rank * kv_heads // tp_size
     return range(first, max(first + 1, (rank + 1) * kv_heads // tp_size))
 
 
 def head_shares(producer_tp: int, consumer_tp: int, kv_heads: int, layer_index: int = 0) -> tuple[HeadShare, ...]:
-    """Every share of one layer of one transfer, ordered by consumer rank, then by head.
+    """Return all shares of one layer, sorted by consumer rank, then by head.
 
-    Heads that one consumer rank takes from one producer rank are contiguous and come as one share. ``turn`` numbers
-    the layer: layers take turns over the ranks that hold replicas.
+    Heads that one producer rank sends to one consumer rank are contiguous and form one share.
+    ``layer_index`` selects the replica: consecutive layers take turns over the ranks with a
+    replica.
     """
     producers = [held_heads(rank, producer_tp, kv_heads) for rank in range(producer_tp)]
     consumers = [held_heads(rank, consumer_tp, kv_heads) for rank in range(consumer_tp)]
@@ -57,7 +58,10 @@ def head_shares(producer_tp: int, consumer_tp: int, kv_heads: int, layer_index: 
 
 
 def _replica(producers: list[range], consumers: list[range], head: int, consumer_rank: int, layer_index: int) -> int:
-    """The holder of ``head`` that serves ``consumer_rank`` in this turn: each holder has its own consumers."""
+    """Return the producer rank that sends ``head`` of this layer to ``consumer_rank``.
+
+    Each rank with a replica serves its own subset of the consumer ranks.
+    """
     holders = [rank for rank, held in enumerate(producers) if head in held]
     wanting = [rank for rank, heads in enumerate(consumers) if head in heads]
     position = wanting.index(consumer_rank)
@@ -67,11 +71,11 @@ def _replica(producers: list[range], consumers: list[range], head: int, consumer
 
 
 def partners(producer_tp: int, consumer_tp: int, layer_heads: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """The (producer rank, consumer rank) pairs that must talk about each transfer, sorted.
+    """Return the (producer rank, consumer rank) pairs that exchange messages per transfer, sorted.
 
-    ``turns`` are (turn, KV heads) of the layout's parts. The pairs are those with a share. A producer rank that holds
-    only replicas nobody takes still has to learn when its blocks are free, so consumer rank ``p % consumer_tp`` talks
-    to it, about nothing but that.
+    ``layer_heads`` are (layer index, KV heads) of the layout's parts. A pair with a share is a
+    partner pair. A producer rank without any share still must learn when it can free its blocks, so
+    it exchanges messages, without bytes, with consumer rank ``p % consumer_tp``.
     """
     different = {(layer_index if heads < producer_tp else 0, heads) for layer_index, heads in layer_heads}
     shares = (

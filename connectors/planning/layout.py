@@ -1,18 +1,21 @@
-"""Layout of one worker's KV cache in bytes: regions, groups and pages.
+"""Describes the KV cache of one worker in bytes: regions, groups and pages.
 
-Terms: a *region* is one registered range of memory, unique by base address. A *group* is an HMA cache group, its own
-namespace of block ids. A *page* is what one block holds of one layer. Several layers of different groups may lie in
-one region; their pages are told apart by block id only, because all groups draw ids from one pool.
+region        one registered range of memory, unique by base address
+group         a cache group of vLLM's hybrid memory allocator (HMA), with its own block ids
+page          content of one block in one layer
+row           smallest part of a page that can be cut: one token, or several packed together
+stripe        part of a head's content that a kernel stores separately for all tokens of a block,
+              for example K by columns
+kernel block  block of the attention kernel, if it is smaller than the allocator's block
 
     address of (block b, kernel block k, head h, stripe s, row r) of a layer = address
         + b * block_stride_bytes + k * kernel_block_stride_bytes
         + h * head_stride_bytes + s * stripe_stride_bytes + r * row_stride_bytes
 
-and ``row_bytes`` bytes lie there. A *row* is what cannot be cut: one token, or several that a kernel packs together.
-A *stripe* is a part of a head's content that a kernel keeps apart for all tokens of a block: K by columns, say.
-A *kernel block* is what the attention kernel takes for a block where the allocator's are larger. A layer whose page
-is not regular in this sense is described as several layers, its *parts*: CPU attention's K and V, a Mamba layer's
-convolution and recurrent state.
+and ``row_bytes`` bytes lie there. Layers of different groups may share a region; all groups draw
+block ids from one pool, so their pages have different block ids. A layer with an irregular page
+becomes several layers, its *parts*: K and V of CPU attention, convolution and recurrent state of a
+Mamba layer.
 """
 
 from __future__ import annotations
@@ -29,8 +32,10 @@ from connectors.planning.heads import held_heads
 class GroupKind(StrEnum):
     """Tokens that a group's layers attend to.
 
-    ``FULL`` all, ``SLIDING`` those in a window of ``window_tokens``, ``CHUNKED`` those of the current chunk of
-    ``window_tokens``. ``STATE`` keeps one running state per request and no tokens.
+    ``FULL``     all tokens
+    ``SLIDING``  the last ``window_tokens`` tokens
+    ``CHUNKED``  the current chunk of ``window_tokens`` tokens
+    ``STATE``    no tokens: one recurrent state per request
     """
 
     FULL = "full"
@@ -44,7 +49,11 @@ WINDOWED = frozenset({GroupKind.SLIDING, GroupKind.CHUNKED})
 
 @dataclass(frozen=True, slots=True, order=True)
 class MemoryKind:
-    """Kind of memory and its device. ``memory`` is NIXL's name, ``DRAM`` or ``VRAM``; host memory is device 0."""
+    """Location of memory.
+
+    ``memory``  NIXL's name, ``DRAM`` or ``VRAM``
+    ``device``  device number; 0 for host memory
+    """
 
     memory: str
     device: int
@@ -52,7 +61,7 @@ class MemoryKind:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One range of memory to register."""
+    """One range of memory to register with the transport."""
 
     address: int
     length_bytes: int
@@ -65,12 +74,13 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """One layer's pages on one worker. Strides and sizes are bytes.
+    """Pages of one layer on one worker. Strides and sizes are in bytes.
 
-    ``total_heads`` counts the KV heads of the whole model, ``heads`` those held here (``heads.held_heads`` says which):
-    whatever is split over tensor-parallel ranks in equal parts counts as heads, MLA's one latent as a single one.
-    ``rows`` are those of one head's stripe in one kernel block. ``packing`` names how bytes lie within a row; two
-    engines exchange bytes only where it is equal.
+    ``total_heads``  KV heads of the whole model; anything that is split evenly over TP ranks counts
+                     as heads, MLA's latent as one
+    ``heads``        KV heads on this worker (``heads.held_heads``)
+    ``rows``         rows of one head's stripe in one kernel block
+    ``packing``      name of the byte order within a row; equal packings are interchangeable
     """
 
     layer: str
@@ -99,17 +109,18 @@ class LayerPages:
         ):
             if (count == 1) != (stride == 0) or stride < 0:
                 raise PlanError(
-                    f"layer {self.layer!r}: several stripes or kernel blocks have a stride, a single one none"
+                    f"layer {self.layer!r}: the stride of stripes or kernel blocks must be positive if there are "
+                    "several, and 0 if there is one"
                 )
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of content in one block (padding not counted)."""
+        """Bytes of content in one block, without padding."""
         return self.kernel_blocks * self.heads * self.stripes * self.rows * self.row_bytes
 
     @property
     def last_offset(self) -> int:
-        """Offset of the end of a page's last byte from the page's address."""
+        """Bytes from a page's address to the end of its content."""
         return (
             (self.kernel_blocks - 1) * self.kernel_block_stride_bytes
             + (self.heads - 1) * self.head_stride_bytes
@@ -121,9 +132,10 @@ class LayerPages:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One HMA cache group: layers that share block tables of ``block_tokens`` tokens a block.
+    """A cache group of vLLM's hybrid memory allocator: layers that share block tables.
 
-    A state group's ``block_tokens`` says how often the allocator starts another state, and nothing about bytes.
+    ``block_tokens``   tokens per block; for a state group, the number of tokens between two states
+    ``window_tokens``  window or chunk size; None for full attention and state groups
     """
 
     index: int
@@ -136,32 +148,33 @@ class Group:
         if self.block_tokens <= 0:
             raise PlanError(f"group {self.index}: block_tokens must be positive, not {self.block_tokens}")
         if (self.kind in WINDOWED) != (self.window_tokens is not None) or self.window_tokens == 0:
-            raise PlanError(f"group {self.index}: a window belongs to sliding and chunked groups, and to them only")
+            raise PlanError(f"group {self.index}: window_tokens is for sliding and chunked groups only")
         names = [pages.layer for pages in self.layers]
         if len({*names}) != 1 + sum(a != b for a, b in itertools.pairwise(names)) and names:
-            raise PlanError(f"group {self.index}: the parts of a layer must follow each other")
+            raise PlanError(f"group {self.index}: the parts of a layer must be adjacent")
         for pages in self.layers:
             if self.kind is GroupKind.STATE and pages.kernel_blocks > 1:
-                raise PlanError(f"layer {pages.layer!r}: a state has no kernel blocks")
+                raise PlanError(f"layer {pages.layer!r}: a state cannot have kernel blocks")
             if self.kind is not GroupKind.STATE and self.block_tokens % (pages.kernel_blocks * pages.rows):
                 rows = pages.kernel_blocks * pages.rows
-                raise PlanError(f"layer {pages.layer!r}: {self.block_tokens} tokens do not fill {rows} rows evenly")
+                raise PlanError(f"layer {pages.layer!r}: {self.block_tokens} tokens cannot be divided into {rows} rows")
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of content that one block id stands for, over all layers of the group, on this worker."""
+        """Bytes of content per block on this worker, summed over the group's layers."""
         return sum(pages.page_bytes for pages in self.layers)
 
     def row_tokens(self, pages: LayerPages) -> int:
-        """Tokens in one row of ``pages``."""
+        """Return the number of tokens in one row of ``pages``."""
         return self.block_tokens // (pages.kernel_blocks * pages.rows)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLayout:
-    """One worker's whole cache: rank ``tp_rank`` of ``tp_size``.
+    """Cache of one worker: rank ``tp_rank`` of ``tp_size``.
 
-    ``caches_prefixes``: the engine keeps full blocks for later requests, so each must hold all that its tokens wrote.
+    ``caches_prefixes``  whether the engine reuses full blocks for later requests; each must then
+                         contain everything that its tokens wrote
     """
 
     tp_rank: int
@@ -173,11 +186,11 @@ class EngineLayout:
 
     def __post_init__(self) -> None:
         if not 0 <= self.tp_rank < self.tp_size:
-            raise PlanError(f"tp_rank {self.tp_rank} does not exist in a group of {self.tp_size}")
+            raise PlanError(f"tp_rank {self.tp_rank} is not below tp_size {self.tp_size}")
         if [group.index for group in self.groups] != list(range(len(self.groups))):
-            raise PlanError("groups must be listed in the order of their index, none missing")
+            raise PlanError("groups must be sorted by index, without gaps")
         if len({region.memory_kind for region in self.regions}) != 1:
-            raise PlanError("a worker's cache must lie in one kind of memory, on one device")
+            raise PlanError("all regions of a worker must have one memory kind and device")
         for group in self.groups:
             for pages in group.layers:
                 self._check_inside(pages)
@@ -186,7 +199,7 @@ class EngineLayout:
                 if held != pages.heads:
                     raise PlanError(
                         f"layer {pages.layer!r}: rank {self.tp_rank} of {self.tp_size} holds {pages.heads} of "
-                        f"{pages.total_heads} heads where an even split gives it {held}"
+                        f"{pages.total_heads} heads, but an even split gives it {held}"
                     )
 
     @property
@@ -195,7 +208,10 @@ class EngineLayout:
 
     @property
     def layer_heads(self) -> frozenset[tuple[int, int]]:
-        """(layer index, total heads) of every part; with the TP sizes they determine which ranks are partners."""
+        """(layer index, total heads) of every part.
+
+        With the TP sizes, they determine the partner ranks.
+        """
         return frozenset(
             (layer_index, pages.total_heads)
             for group in self.groups
@@ -205,11 +221,14 @@ class EngineLayout:
     def _check_inside(self, pages: LayerPages) -> None:
         last = pages.address + (self.num_blocks - 1) * pages.block_stride_bytes + pages.last_offset
         if not any(region.address <= pages.address and last <= region.end for region in self.regions):
-            raise PlanError(f"layer {pages.layer!r}: its {self.num_blocks} pages do not lie inside one region")
+            raise PlanError(f"layer {pages.layer!r}: its {self.num_blocks} pages are not inside one region")
 
 
 def numbered(group: Group, groups: Sequence[Group]) -> list[tuple[int, LayerPages]]:
-    """The parts of a group with the number of their layer; parts of one layer follow each other and share it."""
+    """Return the parts of a group with their layer index.
+
+    Layers are numbered over all groups. Adjacent parts of one layer have the same index.
+    """
     layer_index = sum(len({pages.layer for pages in before.layers}) for before in groups[: group.index]) - 1
     found, last = [], None
     for pages in group.layers:
@@ -219,11 +238,11 @@ def numbered(group: Group, groups: Sequence[Group]) -> list[tuple[int, LayerPage
 
 
 def unique_regions(spans: Iterable[Region]) -> tuple[Region, ...]:
-    """Merge the memory of all layers into the ranges to register: each byte once, each base address once.
+    """Merge the memory of all layers into regions: each byte once, each base address once.
 
-    Layers share tensors under the hybrid allocator (Gemma-3-4B: 34 layers, 5 tensors), and tensors may be slices of
-    one storage. Spans that overlap become one region; spans that only touch stay two, because they may be two
-    allocations.
+    Layers share tensors under the hybrid allocator (Gemma-3-4B: 34 layers, 5 tensors), and tensors
+    may be slices of one storage. Overlapping spans become one region. Adjacent spans remain two
+    regions, because they may be two allocations.
     """
     merged: list[Region] = []
     for span in sorted(spans, key=lambda s: (s.memory_kind, s.address, -s.length_bytes)):

@@ -1,8 +1,8 @@
-"""(producer layout, consumer layout) -> the strided pieces that each unit of each group is moved in.
+"""Plans the copies between two cache layouts: the contiguous pieces of each unit of each group.
 
-A plan is made once for a pair of ranks. Everything that geometry has to say about one unit of one group is a few
-numbers a piece: where it starts at the source and the destination, how far the next block is, and where the units of
-a block lie in it. Applying it to block ids is a broadcast (``descriptors.py``), whatever the model.
+A plan is made once per pair of ranks. For each piece of a unit it holds the start address at source
+and destination, the distance to the next block, and the offsets of a block's units. Applying it to
+block ids is one numpy broadcast (``descriptors.py``), for every model.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from connectors.planning.layout import WINDOWED, EngineLayout, Group, GroupKind,
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One end of a group's K pieces: address for block id 0, bytes to the next block, and where unit j of a block lies.
+    """One end of a group's K pieces.
 
-    Shapes: ``address`` and ``block_stride`` (K,), ``unit_offset`` (K, units a block).
+    ``address``       address of each piece in block 0, shape (K,)
+    ``block_stride``  bytes from one block to the next, shape (K,)
+    ``unit_offset``   bytes from the block's piece to that of unit j, shape (K, units per block)
     """
 
     address: Ints
@@ -32,7 +34,7 @@ class Side:
     unit_offset: Ints
 
     def at(self, pieces: slice, ids: Ints, parts: Ints) -> Ints:
-        """Address of every piece of every unit, shape (pieces, units)."""
+        """Return the address of every piece of every unit, shape (pieces, units)."""
         blocks = self.address[pieces, None] + self.block_stride[pieces, None] * ids[None, :]
         if self.unit_offset.shape[1] == 1:
             return blocks
@@ -41,7 +43,11 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """The K pieces of one unit of one group, in the order of its layers; ``layer_of[k]`` counts layers in the group."""
+    """The K pieces of one unit of one group, sorted by layer.
+
+    ``piece_bytes``  bytes of each piece, shape (K,)
+    ``layer_of``     index within the group of each piece's layer, shape (K,)
+    """
 
     shape: UnitShape
     src: Side
@@ -51,11 +57,11 @@ class GroupPlan:
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes that this pair of ranks moves for one unit."""
+        """Bytes that this pair of ranks copies per unit."""
         return int(self.piece_bytes.sum())
 
     def pieces_of(self, layers: tuple[int, int] | None) -> slice:
-        """The pieces of layers ``[first, stop)`` of the group; None means all."""
+        """Return the pieces of layers ``[first, stop)`` of the group; None means all layers."""
         if layers is None:
             return slice(0, len(self.piece_bytes))
         first, stop = np.searchsorted(self.layer_of, layers)
@@ -64,7 +70,7 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True)
 class PairPlan:
-    """All that producer rank ``producer_rank`` sends to consumer rank ``consumer_rank``, by group."""
+    """Everything that ``producer_rank`` sends to ``consumer_rank``: one plan per group."""
 
     producer_rank: int
     consumer_rank: int
@@ -80,7 +86,7 @@ class PairPlan:
 
 
 def check_compatible(producer: EngineLayout, consumer: EngineLayout) -> None:
-    """Raise IncompatiblePeerError, naming the first thing that differs, where no plan can exist."""
+    """Raise IncompatiblePeerError with the first difference that makes a plan impossible."""
     same_model = "start both engines with the same model and dtype"
     if len(producer.groups) != len(consumer.groups):
         ours, theirs = len(consumer.groups), len(producer.groups)
@@ -97,10 +103,12 @@ def check_compatible(producer: EngineLayout, consumer: EngineLayout) -> None:
 
 
 def _check_window(producer: EngineLayout, consumer: EngineLayout, index: int) -> None:
-    """A producer whose blocks do not hold whole blocks of the consumer's may fill one of them in part only.
+    """Refuse block sizes with which a producer could fill a consumer's block only in part.
 
-    That is harmless unless somebody takes the rest for filled: a prefix cache, where a window begins within the block;
-    or, where states share the pool, attention behind the prompt's end: vLLM leaves it to us to clear such blocks.
+    This can happen if the producer's blocks are not a multiple of the consumer's. A partly filled
+    block is wrong in two cases: the consumer's prefix cache treats it as complete if a window
+    starts within it; beside state groups, attention past the end of the prompt reads the rest,
+    because vLLM does not clear these blocks.
     """
     theirs, ours = producer.groups[index], consumer.groups[index]
     if ours.kind is GroupKind.STATE or not theirs.block_tokens % ours.block_tokens:
@@ -110,22 +118,22 @@ def _check_window(producer: EngineLayout, consumer: EngineLayout, index: int) ->
             f"block_tokens of KV cache group {index}",
             ours.block_tokens,
             theirs.block_tokens,
-            "beside state groups, give prefill a block_size that is a multiple of decode's",
+            "for a model with state groups, set prefill's block_size to a multiple of decode's",
         )
     if consumer.caches_prefixes and ours.kind in WINDOWED:
         raise IncompatiblePeerError(
             f"block_tokens of KV cache group {index}",
             ours.block_tokens,
             theirs.block_tokens,
-            "a window would leave a block of decode's filled in part, which its prefix cache takes for whole: turn "
-            "decode's enable_prefix_caching off, or give prefill a block_size that is a multiple of decode's",
+            "decode's prefix cache would treat a partly filled block as complete: turn decode's "
+            "enable_prefix_caching off, or set prefill's block_size to a multiple of decode's",
         )
 
 
 def _check_pages(theirs_group: Group, theirs: LayerPages, ours_group: Group, ours: LayerPages) -> None:
     same_layout = "start both engines with the same model, dtype and KV layout"
     of = f"of layer {ours.layer!r}"
-    # First, because it names what cannot be split over other ranks or blocks.
+    # Packing comes first: its name explains why rows cannot be cut for other TP or block sizes.
     _same(f"packing {of}", ours.packing, theirs.packing, same_layout)
     _same(f"number of KV heads {of}", ours.total_heads, theirs.total_heads, same_layout)
     _same(f"stripes {of}", ours.stripes, theirs.stripes, same_layout)
@@ -135,7 +143,7 @@ def _check_pages(theirs_group: Group, theirs: LayerPages, ours_group: Group, our
         return
     sizes = f"the block sizes are {ours_group.block_tokens} and {theirs_group.block_tokens} tokens; "
     ours_row, theirs_row = ours_group.row_tokens(ours), theirs_group.row_tokens(theirs)
-    _same(f"tokens in what cannot be cut {of}", ours_row, theirs_row, f"{sizes}give both engines the same block_size")
+    _same(f"tokens per row {of}", ours_row, theirs_row, f"{sizes}give both engines the same block_size")
     _same(f"row_bytes {of}", ours.row_bytes, theirs.row_bytes, same_layout)
 
 
@@ -145,7 +153,10 @@ def _same(field: str, ours: object, theirs: object, remedy: str) -> None:
 
 
 def unit_shape(src: Group, dst: Group) -> UnitShape:
-    """The largest unit that lies in one block, and in one kernel block, on both sides."""
+    """Return the largest unit that lies in one block and one kernel block on both sides.
+
+    Raises PlanError if a unit would not be a whole number of rows.
+    """
     if src.kind is GroupKind.STATE:
         return UnitShape(1, 1, 1)
     blocks = [group.block_tokens // pages.kernel_blocks for group in (src, dst) for pages in group.layers]
@@ -154,16 +165,18 @@ def unit_shape(src: Group, dst: Group) -> UnitShape:
         for pages in group.layers:
             if tokens % group.row_tokens(pages):
                 raise PlanError(
-                    f"layer {pages.layer!r}: blocks of {src.block_tokens} and {dst.block_tokens} tokens have "
-                    f"{tokens} in common, and {group.row_tokens(pages)} tokens are packed together"
+                    f"layer {pages.layer!r}: blocks of {src.block_tokens} and {dst.block_tokens} tokens have units "
+                    f"of {tokens} tokens, but the kernel packs {group.row_tokens(pages)} tokens in one row; give "
+                    "both engines the same block_size"
                 )
     return UnitShape(tokens, src.block_tokens // tokens, dst.block_tokens // tokens)
 
 
 def plan_pair(producer: EngineLayout, consumer: EngineLayout) -> PairPlan:
-    """Plan what one producer rank sends to one consumer rank. Layouts must be compatible (``check_compatible``).
+    """Plan the copies from one producer rank to one consumer rank.
 
-    A pair without a share gets a plan without pieces: it exchanges messages and no bytes.
+    The layouts must be compatible (``check_compatible``). A pair without a head share gets a plan
+    without pieces: it exchanges messages only.
     """
 
     def shares(layer_index: int, heads: int) -> list[HeadShare]:
@@ -171,15 +184,15 @@ def plan_pair(producer: EngineLayout, consumer: EngineLayout) -> PairPlan:
         return [s for s in every if (s.producer_rank, s.consumer_rank) == (producer.tp_rank, consumer.tp_rank)]
 
     groups = tuple(
-        _plan_group(_Ends(src, producer), _Ends(dst, consumer), numbered(src, producer.groups), shares)
+        _plan_group(_RankGroup(src, producer), _RankGroup(dst, consumer), numbered(src, producer.groups), shares)
         for src, dst in zip(producer.groups, consumer.groups, strict=True)
     )
     return PairPlan(producer.tp_rank, consumer.tp_rank, groups)
 
 
 @dataclass(frozen=True, slots=True)
-class _Ends:
-    """One side's group, on the rank that holds it."""
+class _RankGroup:
+    """One group on one rank."""
 
     group: Group
     engine: EngineLayout
@@ -190,7 +203,12 @@ class _Ends:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A stretch of one unit that is contiguous on both sides, as offsets from the pages' addresses."""
+    """Byte range of one unit that is contiguous in both layouts.
+
+    ``src``     offset from the producer's page address
+    ``dst``     offset from the consumer's page address
+    ``length``  bytes
+    """
 
     src: int
     dst: int
@@ -201,7 +219,10 @@ _Column = tuple[int, LayerPages, LayerPages, _Piece]
 
 
 def _plan_group(
-    src: _Ends, dst: _Ends, numbered_pages: list[tuple[int, LayerPages]], shares: Callable[[int, int], list[HeadShare]]
+    src: _RankGroup,
+    dst: _RankGroup,
+    numbered_pages: list[tuple[int, LayerPages]],
+    shares: Callable[[int, int], list[HeadShare]],
 ) -> GroupPlan:
     shape = unit_shape(src.group, dst.group)
     columns: list[_Column] = []
@@ -239,7 +260,7 @@ def _side(group: Group, shape: UnitShape, units: int, pieces: list[tuple[LayerPa
 
 
 def _merge_columns(columns: list[_Column]) -> list[_Column]:
-    """Join pieces that continue each other in every block: K and V of a head, a state's parts."""
+    """Merge pieces that are adjacent in every block on both sides, such as K and V of a head."""
     merged: list[_Column] = []
     order = sorted(columns, key=lambda c: (c[0], c[1].address + c[3].src))
     for layer_index, src, dst, piece in order:
@@ -260,28 +281,29 @@ def _merge_columns(columns: list[_Column]) -> list[_Column]:
 
 
 def _pieces(src: LayerPages, dst: LayerPages, first: tuple[int, int], heads: int, rows: int) -> list[_Piece]:
-    """``heads`` heads of ``rows`` rows, in as few pieces as both sides allow.
+    """Divide ``heads`` heads of ``rows`` rows into the fewest ranges contiguous on both sides.
 
-    ``first`` are their numbers among the heads that the source's and the destination's rank hold.
+    ``first`` is the index of the first head among the source rank's heads, and among the target
+    rank's.
     """
     src_head, dst_head = first
     if src_head + heads > src.heads or dst_head + heads > dst.heads:
-        raise PlanError(f"layer {src.layer!r}: a share of {heads} heads reaches past the heads that are held")
-    steps = [
+        raise PlanError(f"layer {src.layer!r}: a share of {heads} heads exceeds the rank's heads")
+    axes = [
         (heads, src.head_stride_bytes, dst.head_stride_bytes),
         (src.stripes, src.stripe_stride_bytes, dst.stripe_stride_bytes),
         (rows, src.row_stride_bytes, dst.row_stride_bytes),
     ]
-    left = sorted((step for step in steps if step[0] > 1), key=lambda step: step[1])
+    left = sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: axis[1])
     length = src.row_bytes
     while left and left[0][1] == left[0][2] == length:
         length *= left.pop(0)[0]
     src_base, dst_base = src_head * src.head_stride_bytes, dst_head * dst.head_stride_bytes
     return [
         _Piece(
-            src_base + sum(at * step[1] for at, step in zip(position, left, strict=True)),
-            dst_base + sum(at * step[2] for at, step in zip(position, left, strict=True)),
+            src_base + sum(at * axis[1] for at, axis in zip(position, left, strict=True)),
+            dst_base + sum(at * axis[2] for at, axis in zip(position, left, strict=True)),
             length,
         )
-        for position in itertools.product(*(range(step[0]) for step in left))
+        for position in itertools.product(*(range(axis[0]) for axis in left))
     ]

@@ -1,4 +1,4 @@
-"""Proof that a set of plans writes every wanted byte of a consumer rank exactly once, and no other byte."""
+"""Proves that plans write each requested byte of a consumer rank once, and no other byte."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from connectors.planning.plan import PairPlan
 
 
 def wanted_bytes(consumer: EngineLayout, block_ids: Sequence[Ints]) -> tuple[Ints, Ints]:
-    """(addresses, lengths) of all rows of the given blocks, ``block_ids[g]`` being those of group g, sorted."""
+    """Return (addresses, lengths) of all rows of the given blocks, sorted and merged.
+
+    ``block_ids[g]`` are the blocks of group g.
+    """
     addresses: list[Ints] = []
     lengths: list[Ints] = []
     for group, ids in zip(consumer.groups, block_ids, strict=True):
         for pages in group.layers:
-            steps = (
+            axes = (
                 (pages.kernel_blocks, pages.kernel_block_stride_bytes),
                 (pages.heads, pages.head_stride_bytes),
                 (pages.stripes, pages.stripe_stride_bytes),
                 (pages.rows, pages.row_stride_bytes),
             )
             grid = pages.address + ids * pages.block_stride_bytes
-            for count, stride in steps:
+            for count, stride in axes:
                 grid = np.add.outer(grid, np.arange(count, dtype=np.int64) * stride).ravel()
             addresses.append(grid)
             lengths.append(np.full(grid.shape, pages.row_bytes, np.int64))
@@ -34,7 +37,10 @@ def wanted_bytes(consumer: EngineLayout, block_ids: Sequence[Ints]) -> tuple[Int
 
 
 def verify_cover(consumer: EngineLayout, block_ids: Sequence[Ints], runs: Sequence[Runs]) -> None:
-    """Raise CoverError unless ``runs`` (of all producer ranks together) cover the wanted bytes exactly once."""
+    """Raise CoverError unless the runs cover all bytes of the given blocks exactly once.
+
+    ``runs`` has one entry per producer rank.
+    """
     want_address, want_length = wanted_bytes(consumer, block_ids)
     if runs and sum(len(part) for part in runs):
         dst = np.concatenate([part.dst for part in runs])
@@ -44,14 +50,14 @@ def verify_cover(consumer: EngineLayout, block_ids: Sequence[Ints], runs: Sequen
         got_address = got_length = np.empty(0, np.int64)
     if not (np.array_equal(want_address, got_address) and np.array_equal(want_length, got_length)):
         missing, extra = int(want_length.sum()), int(got_length.sum())
-        raise CoverError(f"the plans write {extra} bytes where {missing} are wanted, or write them elsewhere")
+        raise CoverError(f"the plans write {extra} bytes, not exactly the {missing} bytes that the blocks need")
 
 
 def prove_plans(consumer: EngineLayout, plans: Sequence[PairPlan]) -> None:
-    """Prove a consumer rank's plans on one block of every group.
+    """Prove the plans of one consumer rank on one block of each group. Raises CoverError.
 
-    Pieces are the same for all blocks, and pages of different blocks do not overlap, so one block stands for all.
-    Each group is proved by itself because groups may share memory.
+    One block proves all: pieces are the same for every block, and pages of different blocks do not
+    overlap. Each group is proved separately because groups may share memory.
     """
     for group in consumer.groups:
         ids = [np.empty(0, np.int64) for _ in consumer.groups]
@@ -65,7 +71,7 @@ def prove_plans(consumer: EngineLayout, plans: Sequence[PairPlan]) -> None:
 
 
 def _merged(address: Ints, length: Ints, what: str) -> tuple[Ints, Ints]:
-    """Sort intervals, refuse overlaps, and merge those that touch."""
+    """Sort the intervals and merge adjacent ones. Raises CoverError if two overlap."""
     if not len(address):
         return address, length
     order = np.argsort(address, kind="stable")
@@ -73,6 +79,6 @@ def _merged(address: Ints, length: Ints, what: str) -> tuple[Ints, Ints]:
     ends = address + length
     if (address[1:] < ends[:-1]).any():
         first = int(np.flatnonzero(address[1:] < ends[:-1])[0])
-        raise CoverError(f"bytes at address {int(address[first + 1]):#x} are {what} twice")
+        raise CoverError(f"bytes at address {int(address[first + 1]):#x} are {what} more than once")
     starts = np.flatnonzero(np.concatenate(([True], address[1:] != ends[:-1])))
     return address[starts], np.add.reduceat(length, starts)

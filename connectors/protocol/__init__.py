@@ -1,1 +1,4 @@
-"""Sans-I/O protocol: messages and the producer and consumer state machines. No clocks, sockets or threads."""
+"""Sans-I/O transfer protocol: messages, and the state machines of producer and consumer.
+
+No module here uses clocks, sockets or threads.
+"""

@@ -1,4 +1,4 @@
-"""Actions that the state machines return for their owner to carry out."""
+"""Actions that the producer and consumer state machines return to their owner, the worker."""
 
 from __future__ import annotations
 
@@ -12,10 +12,18 @@ from connectors.protocol.wire import Message, Peer
 
 
 class Digest(Protocol):
-    """Digest of one transfer between a pair of ranks, at one end. The machines' owner adds the bytes."""
+    """Digest of one transfer between two ranks, at one end.
+
+    The owner of the machine adds the bytes.
+    """
 
     def add(self, group: int, ids: Ints, parts: Ints, layers: tuple[int, int] | None = None) -> None:
-        """Add the bytes of some units of a group. Units ascend over all calls."""
+        """Add the bytes of some units of a group. Units must ascend over all calls.
+
+        ``ids``     block of each unit at this end
+        ``parts``   index of each unit within its block
+        ``layers``  ``(first, stop)`` range of the group's layers; None means all layers
+        """
 
     def hexdigest(self) -> str:
         """Return 32 hexadecimal digits."""
@@ -24,7 +32,10 @@ class Digest(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send ``message`` to ``peer``. It may be lost: each wait for an answer has a deadline."""
+    """Send ``message`` to ``peer``.
+
+    The message may be lost: every wait for an answer has a deadline.
+    """
 
     peer: Peer
     message: Message
@@ -32,9 +43,11 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Write these blocks to ``peer`` and report ``write_done`` or ``write_failed`` with ``write_id``.
+    """Write ``moves`` to ``peer``, then report the end of write ``write_id``.
 
-    Once posted, the source's bytes are added to ``digest``, if there is one.
+    ``digest``  receives the source bytes after the write is posted; None without integrity check
+
+    The owner calls ``write_done``, ``write_refused`` or ``write_failed``.
     """
 
     write_id: int
@@ -46,10 +59,10 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """The machine has removed this worker and has no messages or writes in progress to it.
+    """The machine has removed this peer; it has no messages or writes in progress to it.
 
-    The owner can release its plans and connection, unless the other machine ``knows`` the worker. A worker that is
-    still alive reconnects with a new handshake.
+    The owner releases the peer's plans and connection, unless the other machine ``knows`` it. A
+    peer that is still alive reconnects with a new handshake.
     """
 
     peer: Peer
@@ -64,16 +77,16 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Shake hands with this engine and report ``connected`` or ``connect_failed``."""
+    """Start a handshake with this engine, then report ``connected`` or ``connect_failed``."""
 
     engine: EngineAddress
 
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """The prompt of a queued request is about to start: the request can allocate its blocks.
+    """A queued request can allocate its blocks: the producer is about to start its prompt.
 
-    With a ``failure`` its KV will not come, and the request is computed by this engine alone.
+    ``failure``  None, or why no KV will arrive; this engine then computes the prompt
     """
 
     request_id: str
@@ -83,9 +96,13 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Add ``units[g]`` of every group g to ``digest``, compare it with ``expected`` and report ``verified``.
+    """Compute the digest of received units, compare it with ``expected``, then report ``verified``.
 
-    The blocks belong to this transfer until then. ``expected`` is the digest that ``peer`` has sent.
+    ``units``     received units, one set per group
+    ``digest``    empty digest of this transfer
+    ``expected``  digest that ``peer`` sent in Fin
+
+    The transfer keeps its blocks until ``verified``.
     """
 
     transfer_id: str
@@ -95,7 +112,7 @@ class Verify:
     expected: str
 
     def problem(self) -> str | None:
-        """Return None if the digests are equal, else the difference."""
+        """Return None if the digests are equal, else a description of the difference."""
         for group, units in enumerate(self.units):
             self.digest.add(group, units.dst_ids, units.dst_parts)
         found = self.digest.hexdigest()
@@ -106,10 +123,12 @@ class Verify:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """The request no longer waits. ``failure`` is None if all KV has arrived and its digests match.
+    """The request's wait for KV has ended.
 
-    No partner writes to its blocks any more, unless they are in ``quarantine``: then no request may use them, this one
-    included, until ``Freed`` names that transfer.
+    ``failure``     None if all KV has arrived with matching digests, else the reason
+    ``quarantine``  transfer id if a producer rank may still write to the blocks, else None
+
+    No request may use blocks in quarantine, this one included, until ``Freed`` for that transfer.
     """
 
     request_id: str
@@ -119,7 +138,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """No partner can write any more to the blocks in quarantine for this request's transfer."""
+    """No producer rank can write to this transfer's blocks any more; their quarantine ends."""
 
     request_id: str
     transfer_id: str

@@ -1,7 +1,8 @@
-"""Agent metadata: a description of each worker that engines exchange before any transfer, and the check that two match.
+"""Describes each worker to its peers (agent metadata) and checks that two engines match.
 
-Agent metadata describes one worker and its NIXL agent; engine metadata is that of all workers of one engine start. It
-travels as JSON: a pair reads it once, and a person who debugs a refusal wants to read it.
+Agent metadata describes one worker and its NIXL agent; engine metadata has that of all workers of
+one incarnation. The encoding is JSON: engines exchange it once per pair, and people read it to
+debug a refused handshake.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """Properties besides the layout that must be equal for two engines to share KV.
+    """Properties besides the layout that must be equal for two engines to exchange KV.
 
-    ``model`` is a digest of the model's weights and configuration rather than its path, which may differ between
-    hosts. ``cache_dtype`` is the dtype of the KV cache, ``engine_version`` that of vLLM.
+    ``model``           digest of the weights and configuration; paths may differ between hosts
+    ``dtype``           dtype of the model
+    ``cache_dtype``     dtype of the KV cache
+    ``engine_version``  vLLM release
     """
 
     model: str
@@ -40,10 +43,11 @@ class ModelIdentity:
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """Kernel's identity of a process, with which others can check whether it is alive.
+    """Identity of a process, with which another process can check whether it is alive.
 
-    ``host`` names the boot of a kernel and the namespaces in which ``pid`` and ``started_at`` (clock ticks since that
-    boot) are counted. It is empty if unknown.
+    ``host``        boot id and namespaces of the kernel that counts the other two; empty if unknown
+    ``pid``         process id
+    ``started_at``  start time in clock ticks since boot
     """
 
     host: str = ""
@@ -56,9 +60,14 @@ NO_PROCESS = ProcessIdentity()
 
 @dataclass(frozen=True, slots=True)
 class AgentMetadata:
-    """Identity of one worker, layout of its cache, and the transport metadata that peers need to reach it.
+    """Description of one worker.
 
-    ``process`` is the process that posts the writes.
+    ``incarnation``         id of this start of the engine
+    ``identity``            properties that must equal the peer's
+    ``layout``              layout of the KV cache
+    ``transport``           name of the transport
+    ``transport_metadata``  data with which a peer's transport reaches this worker
+    ``process``             process that posts this worker's writes
     """
 
     incarnation: str
@@ -75,7 +84,7 @@ class AgentMetadata:
 
 @dataclass(frozen=True, slots=True)
 class EngineMetadata:
-    """All workers of one engine, by rank."""
+    """Agent metadata of all workers of one incarnation, by rank."""
 
     incarnation: str
     workers: tuple[AgentMetadata, ...]
@@ -86,7 +95,7 @@ class EngineMetadata:
 
 
 def check_peers(producer: AgentMetadata, consumer: AgentMetadata) -> None:
-    """Raise IncompatiblePeerError, naming the first difference, unless the producer's KV fits the consumer."""
+    """Raise IncompatiblePeerError with the first difference that prevents the transfer of KV."""
     if producer.transport != consumer.transport:
         raise IncompatiblePeerError(
             "transport", consumer.transport, producer.transport, "configure the same transport on both engines"
@@ -104,15 +113,16 @@ def check_peers(producer: AgentMetadata, consumer: AgentMetadata) -> None:
 
 
 def encode_agent_metadata(agent_metadata: AgentMetadata) -> bytes:
+    """Return agent metadata as JSON."""
     fields = asdict(agent_metadata)
     fields["transport_metadata"] = base64.b64encode(agent_metadata.transport_metadata).decode()
     return json.dumps({"version": PROTOCOL_VERSION, "worker": fields}, separators=(",", ":")).encode()
 
 
 def decode_agent_metadata(payload: bytes) -> AgentMetadata:
-    """Raises WireError for anything that is not agent metadata of this protocol version."""
+    """Parse agent metadata. Raises WireError if malformed or of another protocol version."""
     if len(payload) > MAX_METADATA_BYTES:
-        raise WireError(f"agent metadata of {len(payload)} bytes; at most {MAX_METADATA_BYTES} are read")
+        raise WireError(f"agent metadata of {len(payload)} bytes; the limit is {MAX_METADATA_BYTES}")
     try:
         document = json.loads(payload)
         if document["version"] != PROTOCOL_VERSION:
@@ -134,16 +144,20 @@ def decode_agent_metadata(payload: bytes) -> AgentMetadata:
 
 
 def engine_metadata(workers: dict[int, AgentMetadata]) -> EngineMetadata:
-    """Combine the metadata of all workers. Raises WireError unless they are all ranks of one engine start."""
+    """Combine the agent metadata of all workers.
+
+    Raises WireError unless they are ranks 0 to n-1 of one incarnation.
+    """
     rank_metadata = tuple(workers[rank] for rank in sorted(workers))
     if not rank_metadata or sorted(workers) != list(range(len(rank_metadata))):
-        raise WireError(f"an engine's agent metadata must be ranks 0..n-1, got {sorted(workers)}")
+        raise WireError(f"agent metadata of ranks 0 to n-1 is needed, got ranks {sorted(workers)}")
     if len({agent_metadata.incarnation for agent_metadata in rank_metadata}) != 1:
-        raise WireError("an engine's agent metadata must all be of one incarnation")
+        raise WireError("the workers' agent metadata is of more than one incarnation")
     for rank, agent_metadata in enumerate(rank_metadata):
         if (agent_metadata.layout.tp_rank, agent_metadata.layout.tp_size) != (rank, len(rank_metadata)):
             raise WireError(
-                f"metadata {rank} is of rank {agent_metadata.layout.tp_rank} of {agent_metadata.layout.tp_size}"
+                f"agent metadata {rank} of {len(rank_metadata)} describes rank {agent_metadata.layout.tp_rank} of "
+                f"{agent_metadata.layout.tp_size}"
             )
     return EngineMetadata(rank_metadata[0].incarnation, rank_metadata)
 
@@ -174,14 +188,12 @@ def _layout(fields: dict[str, Any]) -> EngineLayout:
 def _pages(fields: dict[str, Any]) -> LayerPages:
     pages = _checked(LayerPages, fields)
     if max(pages.kernel_blocks, pages.rows, pages.heads, pages.stripes) > _MOST_ROWS:
-        raise WireError(
-            f"layer {pages.layer!r} is described by more than {_MOST_ROWS} rows, stripes, heads or kernel blocks"
-        )
+        raise WireError(f"layer {pages.layer!r} has more than {_MOST_ROWS} rows, stripes, heads or kernel blocks")
     return pages
 
 
 def _checked(kind: type[_T], values: dict[str, Any]) -> _T:
-    """Build a dataclass whose fields are all text or whole numbers, refusing anything else."""
+    """Build a dataclass of strings and whole numbers. Raises WireError for other values."""
     built = kind(**values)
     for field in fields_of(kind):  # type: ignore[arg-type]
         value = getattr(built, field.name)
@@ -197,18 +209,18 @@ def _whole(value: object, key: str = "a number") -> int:
 
 def _flag(value: object) -> bool:
     if not isinstance(value, bool):
-        raise WireError(f"expected true or false, not {value!r}")
+        raise WireError(f"a flag must be true or false, not {value!r}")
     return value
 
 
 def _few(value: object) -> int:
-    """Limit a number that planning counts up to, so that a peer cannot make this engine loop for long."""
+    """Return a count that planning loops over. Raises WireError above the limit."""
     if _whole(value) > _MOST:
-        raise WireError(f"a number of ranks or heads is {value!r}; at most {_MOST} can be planned for")
+        raise WireError(f"a number of ranks or heads is {value!r}; the limit is {_MOST}")
     return _whole(value)
 
 
 def _text(value: object, key: str = "a field") -> str:
     if not isinstance(value, str):
-        raise WireError(f"{key} must be text, not {value!r}")
+        raise WireError(f"{key} must be a string, not {value!r}")
     return value

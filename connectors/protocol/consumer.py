@@ -1,51 +1,47 @@
-"""The consumer's side of every transfer of one worker. Sans-I/O: events and ``now`` in, actions out.
+"""State machine of all transfers that one worker receives (the consumer). Sans-I/O.
 
-``reception.py`` has the requests and their queue, ``engines.py`` the producer engines.
+Events and the current time go in, actions come out. ``reception.py`` holds the requests and their
+queue, ``engines.py`` the producer engines.
 
-    reception    on                          becomes
-    ------------------------------------------------------------------------------------------------
-    (none)       queue                       queued      the request has no blocks: AwaitStart to one partner, after
-                                                         a handshake where there was none
-    queued       Starting                    (none)      Due(ok): the request can allocate its blocks, then start
-    queued       Aborted, Failed, no
-                 handshake, progress_s
-                 without a message           (none)      Due(failed): nothing was allocated; Cancel to all partners
-    (none)       start                       CONNECTING  Connect: shake hands with the producer engine
-    (none)       start, id used within       gone        Received(failed): an id is for one request
-                 lease_s
-    CONNECTING   connected                   OFFERED     an Offer to every partner rank
-    CONNECTING   connect_failed, progress_s  gone        Received(failed): nobody has seen our blocks
-    OFFERED      Fin, count right            OFFERED     Verify, where a digest was asked for
-    OFFERED      all verified                gone        Received(ok)
-    OFFERED      an Offer cannot be sent     ENDING      that partner never may write; Cancel to the others; the next
-                                                         request of this engine shakes hands again
-    OFFERED      Aborted, wrong count, wrong
-                 digest, abort, progress_s
-                 without a word of one       ENDING      Cancel to every partner that may still write
-    OFFERED      Failed                      QUARANTINE  Received(failed, quarantine); Cancel to every partner that may
-                                                         still write
-    ENDING       last partner answers        gone        Received(failed)
-    ENDING       Failed                      QUARANTINE  Received(failed, quarantine)
-    ENDING       cancel_s                    QUARANTINE  Received(failed, quarantine): the request is computed in other
-                                                         blocks; then as every cancel_s from here on
-    ENDING       connected                   ENDING      Cancel again
-    QUARANTINE   cancel_s                    QUARANTINE  Cancel again, and Connect: a producer may have forgotten us
-    QUARANTINE   connected                   QUARANTINE  Cancel again
-    QUARANTINE   last partner answers        gone        Freed
-    (none)       start, when another of the  CONNECTING  as for a stranger: nothing is offered before the engine has
-                 engine's has come into                  shaken hands again
-                 QUARANTINE
+    reception   on                         becomes     actions
+    --------------------------------------------------------------------------------------------
+    (none)      queue                      queued      AwaitStart to one partner, without blocks
+    queued      Starting                   (none)      Due(ok): allocate the blocks, then start
+    queued      Aborted, Failed, silence,  (none)      Due(failed), Cancel to all partners
+                connect_failed
+    (none)      start                      CONNECTING  Connect to the producer engine
+    (none)      start, id used before      gone        Received(failed): an id is valid once
+    CONNECTING  connected                  OFFERED     an Offer to every partner rank
+    CONNECTING  connect_failed, silence    gone        Received(failed): no peer knows the blocks
+    OFFERED     Fin, expected byte count   OFFERED     Verify if a digest was requested
+    OFFERED     all verified               gone        Received(ok)
+    OFFERED     an Offer cannot be sent    ENDING      Cancel to the other partners
+    OFFERED     Aborted, abort, silence,   ENDING      Cancel
+                wrong count or digest
+    OFFERED     Failed                     QUARANTINE  Received(failed, quarantine), Cancel
+    ENDING      last partner answers       gone        Received(failed)
+    ENDING      Failed                     QUARANTINE  Received(failed, quarantine)
+    ENDING      cancel_s                   QUARANTINE  Received(failed, quarantine), Cancel, Connect
+    ENDING      connected                  ENDING      Cancel
+    QUARANTINE  cancel_s                   QUARANTINE  Cancel, Connect: the producer may have
+                                                       removed this consumer
+    QUARANTINE  connected                  QUARANTINE  Cancel
+    QUARANTINE  last partner answers       gone        Freed
 
-A partner *may still write* from the moment an Offer was sent to it until its Fin, Aborted or Cancelled has come, or
-until it is known to be dead. Failed is no such answer: parts of a write may still arrive. ``Received`` without
-quarantine and ``Freed`` give the blocks back to the scheduler, so they are sent only when no partner may still write
-and nothing is being verified: time alone ends the request's wait, never its blocks'. Whatever arrives for a transfer
-that is gone is ignored. An engine that nothing has been wanted of for forget_s / 2 is forgotten, as is a dead one:
-Forget, for each of its ranks.
+Silence is progress_s without a message of one partner. Cancel goes to all partners that may write.
+A request of a known engine skips CONNECTING, unless a message to the engine could not be sent or
+one of its transfers is in quarantine. A transfer id stays used for lease_s.
 
-    worker_lost  a producer rank is known to be dead: it may write no more
-    engine_lost  the producer is known to be dead: none of its ranks may write any more
-    release      a request that needs nothing from its producer: Cancel to every partner, so that its lease ends early
+A partner *may write* after an Offer was sent to it, until its Fin, Aborted or Cancelled arrives or
+it is known to be dead. Failed does not end this: parts of a write may still arrive. ``Received``
+without quarantine and ``Freed`` return blocks to the scheduler. Both require that no partner may
+write and that no verification runs. A deadline ends the request's wait; it never releases blocks.
+The machine ignores messages of transfers that are gone. It removes an engine that is dead or unused
+for forget_s / 2, with a Forget per rank.
+
+    worker_lost  one producer rank is dead and may not write any more
+    engine_lost  the producer is dead and none of its ranks may write any more
+    release      a request needs nothing from its producer: Cancel to every partner ends the lease
 """
 
 from __future__ import annotations
@@ -82,18 +78,18 @@ from connectors.protocol.wire import (
     Starting,
 )
 
-_USED_TWICE = "another request has this transfer; an id is for one request"
+_USED_TWICE = "the transfer id has been used by another request; use a new transfer_id for each request"
 
 
 @dataclass(frozen=True, slots=True)
 class ConsumerSnapshot:
-    """State of a consumer machine at one moment; a copy.
+    """Copy of a consumer machine's state at one moment.
 
-    ``queued``       ids of the transfers whose requests wait for their prompts' start
-    ``receptions``   ids of the requests that wait for KV, with the value of their stage
-    ``quarantined``  ids of the transfers whose blocks are in quarantine
+    ``queued``       transfer ids of the queued requests
+    ``receptions``   stage of each reception outside quarantine, by request id
+    ``quarantined``  transfer ids of the receptions in quarantine
     ``partners``     known producer workers, by engine incarnation
-    ``used``         ids of transfers that are under way or remembered
+    ``used``         ids of transfers in progress or ended within lease_s
     """
 
     queued: frozenset[str]
@@ -104,34 +100,37 @@ class ConsumerSnapshot:
 
 
 class Consumer:
-    """All transfers that one worker consumes. Not thread-safe; its owner serialises calls."""
+    """State machine of all transfers that one worker receives.
+
+    Not thread-safe: the owner serialises.
+    """
 
     def __init__(self, groups: Sequence[Group], limits: TransferLimits) -> None:
         self._groups = tuple(groups)
         self._limits = limits
         self._engines = ProducerEngines(limits)
         self._queue = RequestQueue(self._engines, limits)
-        # Of requests that wait, by request; of those that do not, by transfer: a request's id may come again.
+        # Receptions in quarantine are keyed by transfer id: their request id may be used again.
         self._receptions: dict[str, Reception] = {}
         self._quarantine: dict[str, Reception] = {}
         self._by_transfer: dict[str, Reception] = {}
-        # Ids of transfers that are over, in the order in which they are forgotten.
+        # Ended transfer ids by end time, in the order in which they expire.
         self._used: dict[str, float] = {}
 
     def queue(self, request_id: str, transfer_id: str, producer: EngineAddress, now: float) -> list[ConsumerAction]:
-        """A request has come that takes its blocks when its prompt starts.
-
-        ``Due`` follows, unless ``start`` or ``release`` comes first.
+        """Add a request without blocks. ``Due`` follows, unless ``start`` or ``release`` is
+        first.
         """
         if self._is_used(transfer_id):
             return [Due(request_id, transfer_id, _USED_TWICE)]
         return self._queue.add(request_id, transfer_id, producer, now)
 
     def start(self, order: Order, now: float) -> list[ConsumerAction]:
-        """A request's blocks are allocated; fetch their contents.
+        """Receive the KV of a request whose blocks are allocated.
 
-        Where another request receives this transfer or has (n > 1 copies its parameters), this one fails at once: a
-        Fin names the transfer only, and one that comes late would be taken for this request's.
+        A transfer id is valid once (requests with n > 1 share their parameters). A second use fails
+        at once: Fin carries only the transfer id, so a late Fin of the first request would match
+        the second one.
         """
         if not self._queue.remove(order.transfer_id, order.request_id) and self._is_used(order.transfer_id):
             return [Received(order.request_id, _USED_TWICE)]
@@ -142,21 +141,21 @@ class Consumer:
         return [Connect(order.producer)] if partners is None else self._offer(reception, partners, now)
 
     def release(self, transfer_id: str, producer: EngineAddress, now: float) -> list[ConsumerAction]:
-        """A request wants nothing of this transfer (any more) and holds no blocks for it."""
+        """End the producer's lease for a request that needs no KV and has no blocks for it."""
         self._queue.discard(transfer_id)
         self._engines.touch(producer.incarnation, now)
         cancels = self._engines.release(transfer_id, producer.incarnation, now)
         return [Connect(producer)] if self._engines.reachable(producer.incarnation) is None else [*cancels]
 
     def abort(self, request_id: str, now: float) -> list[ConsumerAction]:
-        """The request has been aborted; its blocks are freed once ``Received`` or ``Freed`` says so."""
+        """Abort a request. Its blocks stay allocated until ``Received`` or ``Freed``."""
         reception = self._receptions.get(request_id)
         if reception is None:
             return []
         return self._fail(reception, "the request was aborted", now)
 
     def connected(self, incarnation: str, partners: Sequence[Partner], now: float) -> list[ConsumerAction]:
-        """The handshake with an engine start has succeeded; ``partners`` are its ranks that talk to this worker."""
+        """Handle a successful handshake. ``partners`` are the ranks that serve this worker."""
         self._engines.connected(incarnation, partners, now)
         actions: list[ConsumerAction] = [*self._queue.connected(incarnation, partners, now)]
         for reception in self._of_engine(incarnation):
@@ -167,7 +166,7 @@ class Consumer:
         return actions + self._engines.send_releases(incarnation, now)
 
     def connect_failed(self, incarnation: str, reason: str, now: float) -> list[ConsumerAction]:
-        """The handshake failed. The next request for this engine start tries again."""
+        """Handle a failed handshake. The next request for this incarnation starts a new one."""
         actions: list[ConsumerAction] = [*self._queue.connect_failed(incarnation, reason)]
         for reception in self._of_engine(incarnation):
             if reception.stage is ReceptionStage.CONNECTING:
@@ -176,7 +175,7 @@ class Consumer:
         return actions
 
     def engine_lost(self, incarnation: str, reason: str, now: float) -> list[ConsumerAction]:
-        """The producer engine is known to be dead: none of its workers writes any more."""
+        """Handle the death of a producer engine: none of its workers writes any more."""
         actions = self.connect_failed(incarnation, reason, now)
         actions += self._queue.engine_lost(incarnation, reason)
         for reception in self._of_engine(incarnation):
@@ -186,7 +185,7 @@ class Consumer:
         return actions + self._engines.forget(incarnation)
 
     def worker_lost(self, peer: Peer, reason: str, now: float) -> list[ConsumerAction]:
-        """One worker of a producer engine is known to be dead: it writes no more. The others may."""
+        """Handle the death of one producer worker. Other workers may still write."""
         self._engines.mark_stale(peer.incarnation)
         actions = self._queue.worker_lost(peer, reason, now)
         for reception in self._of_engine(peer.incarnation):
@@ -195,7 +194,11 @@ class Consumer:
         return actions
 
     def awaits(self, peer: Peer) -> bool:
-        """Whether ``peer`` may still write, its writes are being verified, or a handshake with its engine is wanted."""
+        """Return whether a transfer still needs this worker.
+
+        True while ``peer`` may write, while its writes are being verified, or while a request or
+        Cancel waits for a handshake with its engine.
+        """
         if peer.incarnation in self._engines.releases or self._queue.uses(peer.incarnation):
             return True
         return any(
@@ -209,9 +212,10 @@ class Consumer:
         )
 
     def forget(self, incarnation: str) -> list[Forget]:
-        """The owner has dropped one of the engine's workers: its next request begins with a handshake.
+        """Remove an engine after the owner dropped one of its workers.
 
-        Its other ranks are forgotten too, unless requests still wait for them.
+        If requests still wait for other ranks, only mark the engine stale. In both cases its next
+        request starts with a handshake.
         """
         if self._of_engine(incarnation) or self._queue.uses(incarnation):
             self._engines.mark_stale(incarnation)
@@ -219,7 +223,7 @@ class Consumer:
         return self._engines.forget(incarnation)
 
     def message(self, peer: Peer, message: Message, now: float) -> list[ConsumerAction]:
-        """A message of a producer worker."""
+        """Handle a message from a producer worker."""
         if not isinstance(message, Answer):
             return []
         if message.transfer_id in self._queue.requests:
@@ -229,7 +233,7 @@ class Consumer:
         if reception is None or partner is None:
             return []
         if isinstance(message, Alive | Starting):
-            # A prefill rank repeats Starting until it has the offer.
+            # A prefill rank repeats Starting until the Offer arrives.
             reception.heard_at[peer] = now
             return []
         if isinstance(message, Failed):
@@ -238,7 +242,7 @@ class Consumer:
         return self._answered(reception, partner, message, now)
 
     def verified(self, transfer_id: str, peer: Peer, problem: str | None, now: float) -> list[ConsumerAction]:
-        """What ``peer`` has written has been compared with its digest; ``problem`` says what is wrong."""
+        """Handle the result of a Verify. ``problem`` is None if the digests are equal."""
         reception = self._by_transfer[transfer_id]
         reception.verifying.remove(peer)
         if problem is not None:
@@ -246,7 +250,7 @@ class Consumer:
         return self._end_if_over(reception, now)
 
     def undelivered(self, peer: Peer, message: Message, now: float) -> list[ConsumerAction]:
-        """A message could not be sent. A partner that an Offer has not reached knows no block to write to."""
+        """Handle a message that could not be sent. A partner without the Offer cannot write."""
         if isinstance(message, AwaitStart | Offer | Cancel):
             self._engines.mark_stale(peer.incarnation)
         if isinstance(message, AwaitStart):
@@ -254,10 +258,10 @@ class Consumer:
         reception = self._by_transfer.get(message.transfer_id) if isinstance(message, Offer) else None
         if reception is None or reception.writing.pop(peer, None) is None:
             return []
-        return self._fail(reception, f"rank {peer.rank} of the prefill engine is out of reach", now)
+        return self._fail(reception, f"rank {peer.rank} of the prefill engine is unreachable", now)
 
     def tick(self, now: float) -> list[ConsumerAction]:
-        """Deadlines. Call it a few times a second."""
+        """Apply deadlines. Call it several times per second."""
         actions = self._queue.tick(now)
         for reception in list(self._all()):
             if now >= reception.check_at:
@@ -273,10 +277,14 @@ class Consumer:
         return actions
 
     def knows(self, peer: Peer) -> bool:
+        """Return whether this worker has met ``peer`` and has not removed its engine."""
         return self._engines.knows(peer)
 
     def suspects(self) -> set[Suspect]:
-        """Workers that keep blocks in quarantine: they have left a Cancel unanswered, or a write of theirs failed."""
+        """Return the producer workers that may still write to blocks in quarantine.
+
+        They left a Cancel unanswered, or one of their writes failed.
+        """
         return {
             Suspect(each.peer, each.process, each.was_seen, each.met_at)
             for reception in self._quarantine.values()
@@ -284,16 +292,16 @@ class Consumer:
         }
 
     def addresses(self) -> set[EngineAddress]:
-        """Where the known producer engines were met."""
+        """Return the side channel addresses of the known producer engines."""
         return self._engines.addresses()
 
     def engines(self) -> set[str]:
-        """Every engine start that this worker has met or that a request waits for."""
+        """Return the incarnations of known and awaited producer engines."""
         waited_for = (address.incarnation for address in self._producers())
         return {*self._engines.partners, *self._engines.releases, *waited_for}
 
     def counts(self) -> dict[str, int]:
-        """Queued requests, and receptions by stage."""
+        """Return the number of queued requests, and of receptions by stage."""
         counts = {"queued": len(self._queue.requests)} | {stage.value: 0 for stage in ReceptionStage}
         for reception in self._all():
             counts[reception.stage.value] += 1
@@ -301,12 +309,12 @@ class Consumer:
 
     @property
     def busy(self) -> bool:
-        """Whether a request is queued or a transfer is under way, in quarantine included."""
+        """Whether a request is queued or a transfer is in progress or in quarantine."""
         return bool(self._queue.requests or self._by_transfer)
 
     @property
     def quarantined(self) -> int:
-        """Number of transfers whose blocks are in quarantine."""
+        """Number of transfers with blocks in quarantine."""
         return len(self._quarantine)
 
     def snapshot(self) -> ConsumerSnapshot:
@@ -319,13 +327,11 @@ class Consumer:
             used=frozenset((*self._by_transfer, *self._used)),
         )
 
-    # ---- inside ------------------------------------------------------------------------------------------------
-
     def _is_used(self, transfer_id: str) -> bool:
         return transfer_id in self._used or transfer_id in self._by_transfer or transfer_id in self._queue.requests
 
     def _producers(self) -> Iterator[EngineAddress]:
-        """Engines that a request waits for."""
+        """Yield the engines that a request waits for."""
         yield from (queued.producer for queued in self._queue.requests.values())
         yield from (reception.order.producer for reception in self._all())
 
@@ -334,7 +340,10 @@ class Consumer:
         yield from self._quarantine.values()
 
     def _check(self, reception: Reception, now: float) -> list[ConsumerAction]:
-        """The deadlines of one reception, and when to look at them again: what is heard only puts them off."""
+        """Apply the deadlines of one reception and set the time of the next check.
+
+        Messages only postpone a deadline, so no deadline passes before ``check_at``.
+        """
         if reception.stage in GIVEN_UP:
             reception.check_at = reception.cancelled_at + self._limits.cancel_s
             if reception.writing and now >= reception.check_at:
@@ -344,7 +353,7 @@ class Consumer:
         reception.check_at = reception.silent_since(now) + silence_s
         if now < reception.check_at:
             return []
-        return self._fail(reception, f"nothing was heard of the transfer for {silence_s:g} s", now)
+        return self._fail(reception, f"no message about the transfer arrived for {silence_s:g} s", now)
 
     def _of_engine(self, incarnation: str) -> list[Reception]:
         return [r for r in self._all() if r.order.producer.incarnation == incarnation]
@@ -361,21 +370,25 @@ class Consumer:
     def _answered(
         self, reception: Reception, partner: Partner, message: Fin | Aborted | Cancelled, now: float
     ) -> list[ConsumerAction]:
-        """A partner writes no more. Is the reception over, and is what it wrote what was wanted?"""
+        """Handle a partner's final message: check its bytes; after the last one, end the
+        reception.
+        """
         if isinstance(message, Fin):
             expected = expected_bytes(self._groups, reception.order, partner)
             if message.total_bytes != expected:
-                failure = f"rank {partner.peer.rank} wrote {message.total_bytes} bytes where {expected} were offered"
+                failure = f"rank {partner.peer.rank} wrote {message.total_bytes} bytes, expected {expected}"
                 return self._fail(reception, failure, now)
             if partner.new_digest is not None and reception.stage is ReceptionStage.OFFERED:
                 if not message.digest:
-                    return self._fail(reception, f"rank {partner.peer.rank} sent no digest of what it wrote", now)
+                    return self._fail(
+                        reception, f"rank {partner.peer.rank} sent no digest of the bytes that it wrote", now
+                    )
                 reception.verifying.add(partner.peer)
                 units = units_from(partner, self._groups, reception.order)
                 transfer_id = reception.order.transfer_id
                 return [Verify(transfer_id, partner.peer, units, partner.new_digest(), message.digest)]
         elif reception.stage not in GIVEN_UP:
-            reason = message.reason if isinstance(message, Aborted) else "the producer has cancelled the transfer"
+            reason = message.reason if isinstance(message, Aborted) else "the producer cancelled the transfer"
             return self._fail(reception, f"rank {partner.peer.rank}: {reason}", now)
         return self._end_if_over(reception, now)
 
@@ -383,7 +396,7 @@ class Consumer:
         if reception.failure is None:
             reception.failure = reason
         if reception.stage is ReceptionStage.CONNECTING:
-            # Should the handshake succeed after all, the producer need not hold its blocks until the lease ends.
+            # If the handshake still succeeds, this Cancel ends the producer's lease early.
             order = reception.order
             self._engines.release_later(order.transfer_id, order.producer.incarnation, now)
         if reception.stage in GIVEN_UP or not (reception.writing or reception.verifying):
@@ -396,7 +409,7 @@ class Consumer:
         return [Send(peer, Cancel(reception.order.transfer_id, reception.number)) for peer in reception.writing]
 
     def _unanswered(self, reception: Reception, now: float) -> list[ConsumerAction]:
-        """cancel_s after a Cancel: the request waits no longer; whoever may still write is asked again."""
+        """End the request's wait cancel_s after a Cancel, and send Cancel again."""
         order, met_at = reception.order, next(iter(reception.writing.values())).met_at
         actions: list[ConsumerAction] = [*self._cancel(reception, now), Connect(met_at or order.producer)]
         if reception.stage is ReceptionStage.ENDING:
@@ -404,18 +417,18 @@ class Consumer:
         return actions
 
     def _write_failed(self, reception: Reception, reason: str, now: float) -> list[ConsumerAction]:
-        """Parts of a write may still arrive, and nothing but the producer's end will tell that they cannot."""
+        """Quarantine the blocks: parts of the write may arrive while the producer is alive."""
         actions = self._fail(reception, reason, now)
         if reception.stage is ReceptionStage.ENDING:
             actions.append(self._keep(reception))
         return actions
 
     def _keep(self, reception: Reception) -> Received:
-        """The request waits no longer; its blocks go into quarantine."""
+        """End the request's wait and quarantine its blocks."""
         order = reception.order
         reception.stage = ReceptionStage.QUARANTINE
         self._quarantine[order.transfer_id] = self._receptions.pop(order.request_id)
-        # Requests that come now shake hands before they offer blocks: a second quarantine would teach us nothing.
+        # New requests start with a handshake: offered blocks would only join the quarantine.
         self._engines.mark_stale(order.producer.incarnation)
         return Received(order.request_id, reception.failure, quarantine=order.transfer_id)
 
@@ -432,5 +445,5 @@ class Consumer:
 
 
 def failures(actions: Sequence[ConsumerAction]) -> Mapping[str, str]:
-    """request id -> reason, of the receptions that some actions report as failed."""
+    """Return the failure of each reception that the actions report as failed, by request id."""
     return {a.request_id: a.failure for a in actions if isinstance(a, Received) and a.failure is not None}

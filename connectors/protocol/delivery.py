@@ -1,4 +1,4 @@
-"""A transfer at its producer: its state, what can be written now, and bounds on consumers' claims."""
+"""State of one transfer at its producer, the writes that are possible now, and limits."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ from connectors.protocol.wire import Message, Offer, Peer
 class ConsumerPeer:
     """Producer's record of a consumer worker after its Hello.
 
-    ``partner_ranks`` are the ranks of that engine which talk to this producer rank, ``num_blocks`` its pool's size,
-    ``shapes[g]`` how blocks of group g are cut between the two. ``new_digest`` makes the digest of one transfer to it;
-    None where this engine makes none.
+    ``partner_ranks``  ranks of that engine that exchange messages with this producer rank
+    ``num_blocks``     size of the consumer worker's block pool
+    ``shapes``         units of each group between the two workers
+    ``new_digest``     creates the digest of one transfer; None if this engine computes none
     """
 
     partner_ranks: frozenset[int]
@@ -40,7 +41,7 @@ class ConsumerPeer:
 
 
 class Stage(Enum):
-    """Stage of a transfer; ``producer.py`` has the transitions."""
+    """Stage of a transfer. ``producer.py`` has the transition table."""
 
     EARLY = auto()
     LIVE = auto()
@@ -48,24 +49,35 @@ class Stage(Enum):
 
 
 EVERY_LAYER = 2**31
-"""More layers than any group has."""
+"""Upper bound of a layer range; no group has as many layers."""
 
 MAX_EARLY = 1024
-"""Transfers of one consumer engine whose requests have not come yet; honest ones wait for milliseconds."""
+"""Transfers per consumer engine whose requests have not arrived; usually this lasts
+milliseconds.
+"""
 
 NOBODY = ""
-"""The consumer of a transfer that was discarded: no peer's incarnation is empty."""
+"""Consumer of a discarded transfer. A peer's incarnation is never empty."""
 
 
 @dataclass(slots=True)
 class Delivery:
-    """One consumer rank's share. It ``awaits_start`` from AwaitStart to the offer.
+    """The part of a transfer that one consumer rank receives.
 
-    ``pending[g]`` are the offered units of group g that have not been written yet, once the offer has been found to fit
-    the request; ``digest`` is made then, if one is asked for. ``early[g]`` are units of group g that the step under way
-    completes, and how many layers of them have been written. ``in_flight`` are the writes under way and their bytes;
-    ``moved_at`` is when one was last posted or done; ``hangs`` once none has for too long. ``offered_blocks`` count
-    against the consumer's pool until it is closed.
+    ``awaits_start``    True from AwaitStart to the offer
+    ``offer``           the consumer's Offer, until the delivery is closed
+    ``pending``         offered units not yet written, by group; None until the offer is accepted
+    ``early``           units that the current step completes and the number of their layers already
+                        written, by group
+    ``digest``          digest of the written bytes; None if the offer requests none
+    ``in_flight``       bytes of each unfinished write, by write id
+    ``written_bytes``   bytes of the finished writes
+    ``ending``          final message, sent when no write is in flight
+    ``closed``          True once the final message has been sent
+    ``last_sent``       time of the last message to the consumer, in seconds
+    ``offered_blocks``  blocks of the offer, counted against the consumer's pool until closed
+    ``moved_at``        time at which a write was last posted or finished, in seconds
+    ``hangs``           True once no write has made progress for hang_s
     """
 
     peer: Peer
@@ -84,23 +96,31 @@ class Delivery:
     hangs: bool = False
 
     def taken(self, transfer: Transfer) -> bool:
-        """Nothing is left to be written: all that was offered has been, or the prompt has ended without the rest."""
+        """Return whether nothing is left to write, or the prompt has ended without the rest."""
         assert self.offer is not None
         left = bool(self.early) or (self.pending is not None and any(map(len, self.pending)))
         return transfer.computed_tokens >= (transfer.prompt_tokens if left else self.offer.end_token)
 
     def missing(self) -> str | None:
-        """Return what is missing at the prompt's end: a state at the token where the consumer resumes."""
+        """Return what was not written by the end of the prompt, or None.
+
+        Only a state can be missing: the prompt was computed past the token at which the consumer
+        resumes.
+        """
         assert self.offer is not None
         groups = [str(group) for group, units in enumerate(self.pending or ()) if len(units)]
         if not groups:
             return None
-        return f"the prompt was computed past what is wanted of KV cache groups {', '.join(groups)}"
+        return f"the prompt was computed past the requested state of KV cache groups {', '.join(groups)}"
 
 
 @dataclass(slots=True)
 class Gone:
-    """Record of an ended transfer: when it ended, and the offer numbers that it used."""
+    """Record of an ended transfer.
+
+    ``at``       time of its end, in seconds
+    ``numbers``  highest message number of each consumer worker
+    """
 
     at: float
     numbers: dict[Peer, int] = field(default_factory=dict)
@@ -108,11 +128,18 @@ class Gone:
 
 @dataclass(slots=True)
 class Transfer:
-    """One request's KV for one consumer engine. ``tables[g]`` is group g's block table, as far as it is known.
+    """One request's KV for one consumer engine.
 
-    ``starting`` once the scheduler is about to start the prompt. ``coming_tokens`` will be computed when the step under
-    way is. ``numbers`` are the highest that consumer workers
-    have named with this transfer. No deadline passes before ``check_at``.
+    ``starting``         True once the scheduler is about to start the prompt
+    ``computed_tokens``  tokens whose KV has been computed
+    ``coming_tokens``    tokens whose KV will have been computed after the current step; 0 between
+                         steps
+    ``tables``           block table of each group, as far as known
+    ``consumer``         incarnation of the consumer engine; None until its first message
+    ``expected_ranks``   consumer ranks that this rank serves; None until the first message
+    ``deliveries``       state of each consumer rank
+    ``numbers``          highest message number of each consumer worker
+    ``check_at``         time before which no deadline passes
     """
 
     transfer_id: str
@@ -132,7 +159,7 @@ class Transfer:
     check_at: float = float("-inf")
 
     def delivered(self) -> bool:
-        """Every rank of the consumer that was to be served has been, or wants nothing, and no write is under way."""
+        """Return whether every expected rank is closed: served, cancelled or aborted."""
         return (
             self.expected_ranks is not None
             and self.expected_ranks <= self.deliveries.keys()
@@ -141,11 +168,12 @@ class Transfer:
 
 
 class Allowance:
-    """What consumers may make a producer rank remember.
+    """Limits on what consumers can make a producer rank remember.
 
-    ``early``   transfers whose requests have not come, by the consumer's incarnation. Beyond MAX_EARLY of them a
-                consumer is not answered at all: an answer permits it to reuse blocks and must be remembered
-    ``blocks``  blocks in open offers, by consumer rank: at most as many as its pool has
+    ``early``   transfers whose requests have not arrived, by consumer incarnation. Beyond
+                MAX_EARLY, the producer does not answer: an answer lets the consumer reuse blocks,
+                so it must be remembered
+    ``blocks``  blocks in open offers, by consumer rank; at most the size of its pool
     """
 
     def __init__(self) -> None:
@@ -153,14 +181,14 @@ class Allowance:
         self.blocks: Counter[Peer] = Counter()
 
     def count_early(self, transfer: Transfer, change: int) -> None:
-        """One transfer more or fewer, if its request has not come."""
+        """Add ``change`` to the consumer's early transfers, if this transfer is early."""
         if transfer.stage is Stage.EARLY and transfer.consumer is not None:
             self.early[transfer.consumer] += change
             if not self.early[transfer.consumer]:
                 del self.early[transfer.consumer]
 
     def take_offer(self, delivery: Delivery, offer: Offer, pool_blocks: int) -> bool:
-        """Take an offer for a delivery. Blocks are on offer once at a time, so no engine has more than its pool."""
+        """Accept an offer; return False if the open offers exceed the consumer's pool."""
         count = sum(map(len, offer.groups))
         if self.blocks[delivery.peer] + count > pool_blocks:
             return False
@@ -169,22 +197,22 @@ class Allowance:
         return True
 
     def give_back(self, delivery: Delivery) -> None:
-        """The delivery is closed."""
+        """Remove a closed delivery's blocks from the count."""
         self.blocks[delivery.peer] -= delivery.offered_blocks
         if not self.blocks[delivery.peer]:
             del self.blocks[delivery.peer]
 
 
 def offer_problem(transfer: Transfer, offer: Offer, groups: Sequence[Group], consumer: ConsumerPeer) -> str | None:
-    """Why an offer cannot be served at all."""
+    """Return why an offer cannot be served, or None."""
     if offer.digest and consumer.new_digest is None:
-        return "a digest is wanted, and this engine makes none"
+        return "the offer requests a digest, but integrity is off on the prefill engine"
     if offer.prompt_digest != transfer.prompt_digest:
         return "the two requests of this transfer have different prompts"
     if offer.end_token > transfer.prompt_tokens:
-        return f"{offer.end_token} tokens are wanted of a prompt of {transfer.prompt_tokens}"
+        return f"the offer is for {offer.end_token} tokens, but the prompt has {transfer.prompt_tokens}"
     if len(offer.groups) != len(groups):
-        return f"blocks are offered for {len(offer.groups)} KV cache groups, the model has {len(groups)}"
+        return f"the offer has {len(offer.groups)} KV cache groups, but the model has {len(groups)}"
     for group, blocks, shape in zip(groups, offer.groups, consumer.shapes, strict=True):
         if not len(blocks):
             continue
@@ -192,20 +220,21 @@ def offer_problem(transfer: Transfer, offer: Offer, groups: Sequence[Group], con
             return f"block {int(blocks.ids.max())} does not exist in the consumer's pool"
         if group.kind is GroupKind.STATE:
             if blocks.positions.tolist() != [0]:
-                return f"group {group.index} has one state a request, blocks are offered for {len(blocks)}"
+                return f"group {group.index} has one state per request, but the offer has {len(blocks)} blocks"
             continue
         if int(blocks.positions[-1]) * shape.tokens * shape.dst_units >= offer.end_token:
-            return f"a block of group {group.index} lies behind the last token that is wanted"
+            return f"a block of group {group.index} lies after the last requested token"
         kept = first_needed_token(group, transfer.prompt_tokens) // group.block_tokens * group.block_tokens
         units = wanted_units(group, blocks, shape, offer.end_token).units
         if len(units) and int(units[0]) * shape.tokens < kept:
-            # The table still names it, but the allocator may have given it to another request.
-            return f"a block of group {group.index} lies before the window that the prompt ends with"
+            # The block table still has the block, but the allocator may have given it to another
+            # request.
+            return f"a block of group {group.index} lies before the window at the end of the prompt"
     return None
 
 
 def wanted(offer: Offer, groups: Sequence[Group], consumer: ConsumerPeer) -> list[UnitSet]:
-    """The units of an offer, by group."""
+    """Return the units of an offer, by group."""
     return [
         wanted_units(group, blocks, shape, offer.end_token)
         for group, blocks, shape in zip(groups, offer.groups, consumer.shapes, strict=True)
@@ -215,9 +244,9 @@ def wanted(offer: Offer, groups: Sequence[Group], consumer: ConsumerPeer) -> lis
 def take(
     transfer: Transfer, delivery: Delivery, offer: Offer, groups: Sequence[Group], consumer: ConsumerPeer | None
 ) -> tuple[str | None, list[Moves]]:
-    """Return the moves that can be written now for an offer, or the reason why it cannot be served."""
+    """Return the moves that can be written now for an offer, or why it cannot be served."""
     if consumer is None:
-        return "the consumer is gone", []
+        return "the consumer engine has ended", []
     if delivery.pending is None:
         problem = offer_problem(transfer, offer, groups, consumer)
         if problem is not None:
@@ -227,16 +256,16 @@ def take(
             delivery.digest = consumer.new_digest()
     moves = take_ready(transfer, delivery, groups, consumer)
     if moves is None:
-        return "the prefill engine no longer holds a block that is wanted", []
+        return "the prefill engine has freed a requested block", []
     return None, moves
 
 
 def take_ready(
     transfer: Transfer, delivery: Delivery, groups: Sequence[Group], consumer: ConsumerPeer
 ) -> list[Moves] | None:
-    """Take the pending units whose tokens are all computed. None where a source block is gone for good.
+    """Remove and return the pending units that are computed; None if a source block has been freed.
 
-    Of units that leave layer by layer it is the layers that have not left, once the step that computes them has ended.
+    For units written layer by layer, return the remaining layers once their step has ended.
     """
     moves: list[Moves] = []
     if not transfer.coming_tokens:
@@ -253,7 +282,10 @@ def take_ready(
 def take_layers(
     transfer: Transfer, delivery: Delivery, group: Group, consumer: ConsumerPeer, stop: int
 ) -> list[Moves] | None:
-    """Take layers below ``stop`` of a group's units that the step under way completes, as far as they are not taken."""
+    """Return the unwritten layers below ``stop`` of the units that the current step completes.
+
+    None if a source block has been freed.
+    """
     if group.index not in delivery.early:
         taken = _take(transfer, delivery, group, consumer, transfer.coming_tokens)
         if not taken:
@@ -269,10 +301,10 @@ def take_layers(
 def _take(
     transfer: Transfer, delivery: Delivery, group: Group, consumer: ConsumerPeer, computed_tokens: int
 ) -> list[Moves] | None:
-    """The pending units of one group that ``computed_tokens`` complete, if any.
+    """Remove and return a group's pending units that ``computed_tokens`` complete; None if freed.
 
-    The prompt's last unit waits for the token behind ``end_token`` too, if that lies in it: it would be computed into
-    the unit while a write reads it.
+    If the token after ``end_token`` lies in the prompt's last unit, the unit waits for that token:
+    the engine would otherwise compute into the unit while a write reads it.
     """
     assert delivery.offer is not None
     assert delivery.pending is not None
@@ -281,15 +313,15 @@ def _take(
         return []
     if group.kind is GroupKind.STATE:
         ready = complete_units(group, pending.units, shape, computed_tokens, delivery.offer.end_token)
-        places = np.full(len(pending), state_position(group, delivery.offer.end_token))
+        positions = np.full(len(pending), state_position(group, delivery.offer.end_token))
     else:
         ready = complete_units(group, pending.units, shape, computed_tokens, transfer.prompt_tokens)
-        places = pending.units // shape.src_units
-    ready &= (places < len(table)) & (places >= 0)
+        positions = pending.units // shape.src_units
+    ready &= (positions < len(table)) & (positions >= 0)
     if not ready.any():
         return []
     taken = pending.where(ready)
-    src_ids = np.asarray(table, np.int64)[places[ready]]
+    src_ids = np.asarray(table, np.int64)[positions[ready]]
     if (src_ids == NULL_BLOCK).any():
         return None
     delivery.pending[group.index] = pending.where(~ready)

@@ -1,4 +1,4 @@
-"""Producer engines that a consumer worker has met. Part of ``consumer.py``, which has the table."""
+"""Producer engines that a consumer worker has met. Part of the machine in ``consumer.py``."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from connectors.protocol.wire import Cancel, Peer
 
 @dataclass(frozen=True, slots=True)
 class Partner:
-    """One producer rank that talks to this worker; ``unit_bytes[g]`` is what it sends for a unit of group g.
+    """A producer rank that sends KV to this worker.
 
-    ``new_digest`` makes the digest of one transfer from it, over our memory; None where none is to be asked for.
-    ``met_at`` is where its engine was met, None where nobody shook hands. A request may name the engine with another
-    address, and who answers there, or nobody, says nothing about this one. ``process`` is the one that writes, and
-    ``was_seen`` whether this worker's own kernel had it then.
+    ``shapes``      units of each group between the two workers
+    ``unit_bytes``  bytes per unit of each group
+    ``new_digest``  creates the digest of one transfer from this rank; None without integrity check
+    ``met_at``      side channel address of the handshake; None without one. Other addresses in
+                    requests prove nothing about this engine
+    ``process``     process that posts the rank's writes
+    ``was_seen``    whether that process was in this worker's own kernel at the handshake
     """
 
     peer: Peer
@@ -34,7 +37,10 @@ class Partner:
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """A producer worker that keeps blocks in quarantine: is its process dead? As in its ``Partner``."""
+    """A producer worker that may still write to blocks in quarantine; fields as in ``Partner``.
+
+    The owner checks whether its process is dead.
+    """
 
     peer: Peer
     process: ProcessIdentity
@@ -43,11 +49,11 @@ class Suspect:
 
 
 class ProducerEngines:
-    """Producer engines by incarnation, and the Cancels that wait for a handshake with one.
+    """Producer engines by incarnation, and the Cancels that wait for a handshake.
 
-    ``partners``   ranks of each engine that this worker has met
-    ``stale``      engines whose ranks are known, but whose next request begins with a handshake
-    ``releases``   transfers to cancel after the next handshake, each with the time of its release
+    ``partners``  known ranks of each engine
+    ``stale``     known engines whose next request starts with a handshake
+    ``releases``  transfers to cancel after the next handshake, with their release times in seconds
     """
 
     def __init__(self, limits: TransferLimits) -> None:
@@ -55,12 +61,12 @@ class ProducerEngines:
         self.partners: dict[str, tuple[Partner, ...]] = {}
         self.stale: set[str] = set()
         self.releases: dict[str, list[tuple[str, float]]] = {}
-        # From the engine that has been unused longest to the one used last.
+        # Ordered by last use, the longest unused first.
         self._used_at: dict[str, float] = {}
         self._last_number = 0
 
     def reachable(self, incarnation: str) -> tuple[Partner, ...] | None:
-        """Return the engine's ranks, or None where a handshake must come first."""
+        """Return the engine's ranks, or None if a handshake is needed first."""
         return None if incarnation in self.stale else self.partners.get(incarnation)
 
     def touch(self, incarnation: str, now: float) -> None:
@@ -69,18 +75,18 @@ class ProducerEngines:
         self._used_at[incarnation] = now
 
     def connected(self, incarnation: str, partners: Sequence[Partner], now: float) -> None:
-        """The handshake has succeeded. ``releases`` stay until ``send_releases``."""
+        """Record a successful handshake. ``send_releases`` sends the pending Cancels."""
         self.partners[incarnation] = tuple(partners)
         self.stale.discard(incarnation)
         self.touch(incarnation, now)
 
     def mark_stale(self, incarnation: str) -> None:
-        """Make the next request for a known engine begin with a handshake."""
+        """Require a handshake before the next request of a known engine."""
         if incarnation in self.partners:
             self.stale.add(incarnation)
 
     def forget(self, incarnation: str) -> list[Forget]:
-        """Remove the engine; its next request begins with a handshake."""
+        """Remove the engine. Its next request starts with a handshake."""
         self._used_at.pop(incarnation, None)
         self.stale.discard(incarnation)
         return [Forget(partner.peer) for partner in self.partners.pop(incarnation, ())]
@@ -90,7 +96,7 @@ class ProducerEngines:
         return due(self._used_at, lambda at: now - at >= self._limits.forget_s / 2)
 
     def release(self, transfer_id: str, incarnation: str, now: float) -> list[Send]:
-        """Cancel the transfer at every rank, at once or after the next handshake, so that its lease ends early."""
+        """Cancel the transfer at every rank, now or after the next handshake, to end its lease."""
         partners = self.reachable(incarnation)
         if partners is None:
             self.release_later(transfer_id, incarnation, now)
@@ -99,30 +105,30 @@ class ProducerEngines:
         return [Send(partner.peer, Cancel(transfer_id, number)) for partner in partners]
 
     def release_later(self, transfer_id: str, incarnation: str, now: float) -> None:
-        """Cancel the transfer after the next handshake, if that comes within lease_s."""
+        """Cancel the transfer after the next handshake, if it succeeds within lease_s."""
         self.releases.setdefault(incarnation, []).append((transfer_id, now))
 
     def send_releases(self, incarnation: str, now: float) -> list[Send]:
-        """Cancel the transfers that waited for this handshake."""
+        """Return the Cancels of the transfers that waited for this handshake."""
         waiting = self.releases.pop(incarnation, [])
         return [send for transfer_id, _ in waiting for send in self.release(transfer_id, incarnation, now)]
 
     def drop_releases(self, now: float) -> None:
-        """Drop the Cancels that have waited for lease_s: the producer holds nothing for them any more."""
+        """Drop Cancels after lease_s: the producer's lease has expired."""
         for incarnation, waiting in list(self.releases.items()):
             self.releases[incarnation] = [item for item in waiting if now - item[1] < self._limits.lease_s]
             if not self.releases[incarnation]:
                 del self.releases[incarnation]
 
     def next_number(self) -> int:
-        """Return the number of the next Offer, AwaitStart or Cancel: one ascending series over all engines."""
+        """Return the number of the next Offer, AwaitStart or Cancel. One series for all engines."""
         self._last_number += 1
         return self._last_number
 
     def knows(self, peer: Peer) -> bool:
-        """Return whether this worker has met the rank and has not forgotten its engine."""
+        """Return whether this worker has met the rank and has not removed its engine."""
         return any(partner.peer == peer for partner in self.partners.get(peer.incarnation, ()))
 
     def addresses(self) -> set[EngineAddress]:
-        """Return the addresses at which the known engines were met."""
+        """Return the side channel addresses of the known engines."""
         return {each.met_at for known in self.partners.values() for each in known if each.met_at is not None}

@@ -1,4 +1,7 @@
-"""The deadlines of the protocol. Every wait of either machine is bounded by one of them."""
+"""Deadlines of the transfer protocol.
+
+Each wait of both state machines is bounded by one of them.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +15,30 @@ _K = TypeVar("_K")
 _V = TypeVar("_V")
 
 MIN_FORGET_S = 1800.0
-"""Of what an operator may set. TCP goes on with a message for up to half an hour; one that comes after its sender has
-been forgotten could be taken for a new one (docs/decisions/0009)."""
+"""Lower limit of ``forget_s``. TCP retransmits a message for up to half an hour. A message that
+arrives after its sender was removed could count as new (docs/decisions/0009).
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferLimits:
-    """All in seconds.
+    """Deadlines of a transfer, all in seconds.
 
-    ``handshake_s``   first contact with an engine, the fetching of its agent metadata included
-    ``progress_s``    a consumer waits this long without hearing anything of a transfer, queued or offered, before it
-                      gives up
-    ``cancel_s``      between two Cancels while a producer has not answered; after the first of these, the request is
-                      computed in other blocks, and its own are in quarantine
-    ``lease_s``       a producer holds finished blocks for a consumer that has not offered; also how long it remembers
-                      ids of finished transfers and offers whose request has not come
-    ``alive_s``       a producer that cannot write yet says that it is alive this often
-    ``step_s``        a producer whose engine has queued work and has ended no step for so long is no longer alive.
-                      The default is what vLLM allows a step before it ends the engine
-                      (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS): no step that vLLM would wait for costs a transfer
-    ``fence_s``       a preempted producer request waits for writes in flight until this long after they were posted
-    ``forget_s``      a producer forgets a consumer worker that has said nothing for so long, a consumer after half of
-                      it a producer engine that it has not used, so that the forgotten one is seldom spoken to
+    ``handshake_s``  limit of the first contact with an engine, its agent metadata included
+    ``progress_s``   time without a message of a queued or offered transfer after which the consumer
+                     gives it up
+    ``cancel_s``     interval between Cancels to a producer that does not answer; after the first,
+                     the engine computes the request in other blocks and quarantines its blocks
+    ``lease_s``      time for which a producer holds finished blocks without an offer, and remembers
+                     ended transfers and offers without a request
+    ``alive_s``      interval of Alive from a producer that cannot write yet
+    ``step_s``       time without a finished engine step, with work queued, after which Alive stops.
+                     The default equals vLLM's VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, after which vLLM
+                     ends the engine
+    ``fence_s``      time after its post for which a preempted request waits for a write in flight
+    ``forget_s``     time without a message after which a producer removes a consumer worker; a
+                     consumer removes an unused producer engine after half of it, so it seldom
+                     contacts a producer that has removed it
     """
 
     handshake_s: float = 30.0
@@ -47,11 +52,14 @@ class TransferLimits:
 
     @property
     def hang_s(self) -> float:
-        """A delivery whose writes do not end is given up after this: its consumer has done so by then."""
+        """Time without progress of a write after which the producer gives a delivery up.
+
+        It exceeds progress_s, so the consumer has given the transfer up before.
+        """
         return 2 * self.progress_s
 
     def silence_s(self, connecting: bool) -> float:
-        """Time without a message after which a consumer gives up a transfer, during the handshake or after it."""
+        """Return the time without a message after which a consumer gives a transfer up."""
         return max(self.handshake_s, self.progress_s) if connecting else self.progress_s
 
     def __post_init__(self) -> None:
@@ -62,12 +70,12 @@ class TransferLimits:
         if self.alive_s * 2 > self.progress_s:
             raise ConfigurationError(
                 f"transfer.alive_s ({self.alive_s}) must be at most half of transfer.progress_s ({self.progress_s}), "
-                "or a producer that waits its turn is taken for dead"
+                "or the consumer gives up on a producer that is alive"
             )
 
 
 def due(items: Mapping[_K, _V], is_due: Callable[[_V], bool]) -> list[_K]:
-    """Return the keys of the leading items that are due, of a dict in the order of its deadlines.
+    """Return the leading keys whose values are due. The dict must be sorted by deadline.
 
     >>> due({"a": 1, "b": 2, "c": 5}, lambda at: at < 3)
     ['a', 'b']

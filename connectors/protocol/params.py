@@ -1,16 +1,17 @@
-"""``kv_transfer_params``: the request parameters with which a router names a transfer to the two engines.
+"""Parses ``kv_transfer_params``: the request parameters with which a router names a transfer.
 
-These are the keys that public prefill/decode proxies use, plus ``transfer_id``, with which a router can send both legs
-at once, ``describe``, which requests an engine's address, ``discard``, which cancels a transfer, and ``engines_lost``,
-a supervisor's report that engines have ended.
+The keys are those of public prefill/decode proxies, plus ``transfer_id`` (send both legs at once),
+``describe`` (return the engine's address), ``discard`` (cancel a transfer) and ``engines_lost`` (a
+supervisor's report of ended engines).
 
-    prefill leg   do_remote_decode=True  [transfer_id] [describe]
-    discard       do_remote_decode=True  transfer_id  discard=True; nothing is computed for it
-    its answer    do_remote_prefill=True, remote_engine_id, remote_host, remote_port, tp_size, transfer_id, ...
-    decode leg    the answer, unchanged; or the same keys made by a router that knows the engine's address, but for
-                  remote_num_tokens: it says that the prompt has been computed
-    lost          engines_lost: a remote_engine_id, or the beginning of several up to a dot: their processes write no
-                  more; supervisor: what shows that it is the supervisor who says so
+    prefill leg     do_remote_decode=True  [transfer_id] [describe]
+    discard         do_remote_decode=True  transfer_id  discard=True; computes nothing
+    prefill answer  do_remote_prefill=True, remote_engine_id, remote_host, remote_port, tp_size,
+                    transfer_id, remote_num_tokens, ...
+    decode leg      the prefill answer, unchanged; or the same keys from a router that knows the
+                    engine's address, without remote_num_tokens: the prompt may not be computed yet
+    lost engines    engines_lost: one remote_engine_id, or a prefix of several up to a dot; their
+                    processes have ended. supervisor: the configured supervisor token
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from connectors.errors import WireError
 
 @dataclass(frozen=True, slots=True)
 class EngineAddress:
-    """Side channel address of one start of an engine, and the id of that start."""
+    """Side channel address of an engine, and the incarnation expected there."""
 
     incarnation: str
     host: str
@@ -35,7 +36,11 @@ class EngineAddress:
 
 @dataclass(frozen=True, slots=True)
 class ProduceParams:
-    """Prefill the request here for a consumer on another engine. Without an id the producer creates one."""
+    """Prefill this request for a consumer on another engine.
+
+    ``transfer_id``  None lets the producer generate one
+    ``describe``     whether to return this engine's address
+    """
 
     transfer_id: str | None
     describe: bool
@@ -43,16 +48,16 @@ class ProduceParams:
 
 @dataclass(frozen=True, slots=True)
 class DiscardParams:
-    """No engine will fetch this transfer's KV, whether its request has arrived or not."""
+    """No engine will fetch this transfer's KV, whether or not its request has arrived."""
 
     transfer_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class LostParams:
-    """Every engine start that ``engines`` names (``names_engine``) has ended and writes no more.
+    """The engines that ``engines`` matches (``names_engine``) have ended and write no more.
 
-    Valid only if ``supervisor`` matches the connector's configuration.
+    Valid only if ``supervisor`` equals the connector's configured token.
     """
 
     engines: str
@@ -61,7 +66,10 @@ class LostParams:
 
 @dataclass(frozen=True, slots=True)
 class ConsumeParams:
-    """Receive the request's KV from the engine at ``producer``. ``computed`` if that engine has already computed it."""
+    """Receive this request's KV from the engine at ``producer``.
+
+    ``computed``  whether that engine has already computed the prompt
+    """
 
     transfer_id: str
     producer: EngineAddress
@@ -72,7 +80,10 @@ TransferParams = ProduceParams | DiscardParams | LostParams | ConsumeParams
 
 
 def parse_params(params: Mapping[str, object] | None) -> TransferParams | None:
-    """Return None for a request without a transfer. Raises WireError that names the invalid key."""
+    """Parse ``kv_transfer_params``; return None for a request without a transfer.
+
+    Raises WireError that names the invalid key.
+    """
     if not params:
         return None
     if not isinstance(params, Mapping):
@@ -80,50 +91,53 @@ def parse_params(params: Mapping[str, object] | None) -> TransferParams | None:
     lost = params.get("engines_lost")
     if lost is not None:
         if not isinstance(lost, str) or not lost.strip("."):
-            raise WireError(f"kv_transfer_params: engines_lost must name engines by how their ids begin, not {lost!r}")
+            raise WireError(f"kv_transfer_params: engines_lost must be an engine id or its prefix, not {lost!r}")
         supervisor = params.get("supervisor", "")
         if not isinstance(supervisor, str):
-            raise WireError("kv_transfer_params: supervisor must be text")
+            raise WireError("kv_transfer_params: supervisor must be a string")
         return LostParams(lost, supervisor)
     produce, consume = bool(params.get("do_remote_decode")), bool(params.get("do_remote_prefill"))
     if produce and consume:
-        raise WireError("kv_transfer_params: do_remote_decode and do_remote_prefill exclude each other")
+        raise WireError("kv_transfer_params: set do_remote_decode or do_remote_prefill, not both")
     transfer_id = params.get("transfer_id")
     if transfer_id is not None and (not isinstance(transfer_id, str) or not 0 < len(transfer_id) <= 256):
-        raise WireError("kv_transfer_params: transfer_id must be text of 1 to 256 characters")
+        raise WireError("kv_transfer_params: transfer_id must be a string of 1 to 256 characters")
     if produce and params.get("discard"):
         if transfer_id is None:
-            raise WireError("kv_transfer_params: discard needs the transfer_id that is given up")
+            raise WireError("kv_transfer_params: discard needs a transfer_id")
         return DiscardParams(transfer_id)
     if produce:
         return ProduceParams(transfer_id, bool(params.get("describe")))
     if not consume:
         return None
     if transfer_id is None:
-        raise WireError("kv_transfer_params: transfer_id is missing; pass the prefill answer's parameters on unchanged")
+        raise WireError("kv_transfer_params: transfer_id is missing; send the parameters of prefill's answer unchanged")
     return ConsumeParams(transfer_id, _address(params), params.get("remote_num_tokens") is not None)
 
 
 def names_engine(engines: str, incarnation: str) -> bool:
-    """Return whether ``engines`` is this engine start's id, or a prefix of it that ends before or with a dot."""
+    """Return whether ``engines`` is this incarnation's id or a dot-terminated prefix of it.
+
+    The final dot of the prefix may be omitted.
+    """
     return incarnation == engines or incarnation.startswith(engines.rstrip(".") + ".")
 
 
 def _address(params: Mapping[str, object]) -> EngineAddress:
     incarnation, host, port = (params.get(key) for key in ("remote_engine_id", "remote_host", "remote_port"))
     if not isinstance(incarnation, str) or not incarnation:
-        raise WireError("kv_transfer_params: remote_engine_id must name the prefill engine's start")
+        raise WireError("kv_transfer_params: remote_engine_id must be the prefill engine's id")
     if not isinstance(host, str) or not host:
-        raise WireError("kv_transfer_params: remote_host must be a host name or address")
+        raise WireError("kv_transfer_params: remote_host must be a host name or an IP address")
     if type(port) is not int or not 0 < port < 65536:
         raise WireError(f"kv_transfer_params: remote_port must be a port number, not {port!r}")
     return EngineAddress(incarnation, host, port)
 
 
 def prompt_digest(token_ids: Sequence[int] | None, others: Sequence[str] = ()) -> str:
-    """Return a digest of everything besides the model that a prompt's KV depends on.
+    """Return a digest of all inputs besides the model that determine a prompt's KV.
 
-    ``others`` are inputs that token ids do not contain: identities of images, a LoRA adapter, a cache salt.
+    ``others`` are inputs outside the token ids: image identities, a LoRA adapter, a cache salt.
     """
     digest = hashlib.blake2b(np.asarray(token_ids or (), "<i8").tobytes(), digest_size=16)
     for other in others:

@@ -1,50 +1,58 @@
-"""The producer's side of every transfer of one worker. Sans-I/O: events and ``now`` in, actions out.
+"""State machine of all transfers that one worker sends (the producer). Sans-I/O.
 
-A *transfer* is one request's KV for one consumer engine; each consumer rank that talks to this rank has a *delivery*.
+Events and the current time go in, actions come out. A *transfer* is one request's KV for one
+consumer engine. It has one *delivery* for each consumer rank that this rank serves.
 
-    transfer   on                        becomes
-    -------------------------------------------------------------------------------------
-    (none)     AwaitStart, Offer, Cancel EARLY    the consumer is early: remembered for lease_s
-    (none)     expect                    LIVE     the request waits or is being computed
-    EARLY      expect                    LIVE
-    EARLY      lease_s                   gone     open deliveries: Aborted
-    LIVE       starting                  LIVE     Starting to those that have sent AwaitStart; again every alive_s to
-                                                  those that have not offered since
-    LIVE       finished, held            HELD     blocks stay allocated, under a lease
-    LIVE       finished, not held        gone     open deliveries: Aborted once their writes have ended
-    HELD       all deliveries closed     gone     Sent: the scheduler may free the blocks
-    HELD       lease_s, no offer         gone     Sent
-    (any)      discard                   (same)   open deliveries: Aborted; nobody is waited for: HELD becomes gone
+    transfer  on                        becomes  actions
+    -----------------------------------------------------------------------------------------
+    (none)    AwaitStart, Offer,        EARLY    remembered for lease_s
+              Cancel
+    (none)    expect                    LIVE     the request is queued or computing
+    EARLY     expect                    LIVE
+    EARLY     lease_s                   gone     open deliveries: Aborted
+    LIVE      starting                  LIVE     Starting to ranks that sent AwaitStart; again
+                                                 every alive_s until their offer
+    LIVE      finished, held            HELD     blocks stay allocated, under a lease
+    LIVE      finished, not held        gone     open deliveries: Aborted after their writes
+    HELD      all deliveries closed     gone     Sent: the scheduler may free the blocks
+    HELD      lease_s without an offer  gone     Sent
+    (any)     discard                   (same)   open deliveries: Aborted; HELD becomes gone
 
-Alive is sent for a request that waits or is computed (LIVE) only while the engine ends steps (stepped): a forward
-pass that hangs must not keep a consumer waiting for ever. It also answers AwaitStart until the prompt starts.
+In LIVE, Alive goes to open deliveries and, until the prompt starts, to ranks that sent AwaitStart.
+It stops when the engine finishes no step (``stepped``) for step_s, so a forward pass that hangs
+does not make a consumer wait forever.
 
-While a step computes a chunk (begin), layers that it has run (layers_computed) can leave before it ends (progress).
+During a step (``begin``), layers that it has computed (``layers_computed``) can be written before
+it ends (``progress``).
 
-    delivery   on                        becomes
-    -------------------------------------------------------------------------------------
-    AWAITED    AwaitStart                AWAITED  Starting, now or once the prompt is about to start
-    AWAITED    Offer                     OPEN     what is complete is written at once, the rest chunk by chunk
-    AWAITED    Cancel                    CLOSED   Cancelled
-    OPEN       all written               CLOSED   Fin, with the digest of what was written if the offer asks for it
-    OPEN       Cancel                    CLOSED   Cancelled, once its writes have ended
-    OPEN       a failure                 CLOSED   Aborted, once its writes have ended
-    OPEN       a write fails             CLOSED   Failed, and no Cancel is ever acknowledged: parts of the write may
-                                                  still arrive while this process lives (docs/decisions/0024)
-    OPEN       no write ends for hang_s  OPEN     given up: nothing more is written, and the write counts as hanging;
-                                                  blocks stay allocated until it has ended (docs/decisions/0009)
+    delivery  on                        becomes  actions
+    -----------------------------------------------------------------------------------------
+    AWAITED   AwaitStart                AWAITED  Starting, when the prompt is about to start
+    AWAITED   Offer                     OPEN     Write what is computed, then each chunk
+    AWAITED   Cancel                    CLOSED   Cancelled
+    OPEN      all written               CLOSED   Fin, with a digest if the offer requests one
+    OPEN      Cancel                    CLOSED   Cancelled, after its writes have ended
+    OPEN      a failure                 CLOSED   Aborted, after its writes have ended
+    OPEN      a write fails             CLOSED   Failed. No Cancel is acknowledged any more:
+                                                 parts of the write may still arrive while this
+                                                 process lives (docs/decisions/0024)
+    OPEN      no progress for hang_s    OPEN     the delivery is given up and its write counts
+                                                 as hanging; blocks stay allocated until it has
+                                                 ended (docs/decisions/0009)
 
-A delivery that is closed is never written for again: its Fin, Aborted or Cancelled is the consumer's licence to use or
-free its blocks. One that a failed write has closed gives no licence: its Offers and Cancels are answered with Failed,
-also when the transfer or the consumer has been forgotten. Ids of transfers that are gone are remembered for lease_s;
-offers for them are answered with Aborted, but nothing is answered while a write for that consumer rank is still in
-flight. After that the highest number that a consumer worker had named with them remains: offers up to it are overtaken,
-and answered with Aborted however late they come. (One that was called off and came as a new one would write into blocks
-that are somebody else's.)
+A closed delivery is never written for again: Fin, Aborted and Cancelled allow the consumer to use
+or free its blocks. Failed does not. The producer answers later Offers and Cancels of such a
+transfer with Failed, even after it has removed the transfer or the consumer.
 
-A consumer worker is known from ``welcome`` until ``peer_lost``, or until it has said nothing for forget_s and nothing
-is under way for it; then Forget.
-What a consumer can make this rank remember is bounded (``Allowance``).
+Ids of ended transfers are remembered for lease_s. The answer to an offer for one is Aborted, or
+none while a write for that consumer rank is in flight. After lease_s, the machine keeps only the
+highest number that each consumer worker had sent for them. It answers offers up to that number with
+Aborted, however late they arrive: a cancelled offer that counted as new would write into blocks of
+another request.
+
+A consumer worker is known from ``welcome`` until ``peer_lost``, or until forget_s without a message
+and without an open delivery; then Forget. ``Allowance`` limits what a consumer can make this rank
+remember.
 """
 
 from __future__ import annotations
@@ -63,18 +71,18 @@ _PREEMPTED = "the prefill was preempted during a write"
 
 @dataclass(frozen=True, slots=True)
 class ProducerSnapshot:
-    """State of a producer machine at one moment; a copy.
+    """Copy of a producer machine's state at one moment.
 
-    ``consumers``       known consumer workers, with what the machine knows of them
-    ``heard_at``        time of the last message of each consumer worker that is not forgotten
-    ``transfers``       ids of open transfers, with their stage
-    ``remembered``      ids of transfers that are over
+    ``consumers``       known consumer workers
+    ``heard_at``        time of the last message of each remembered consumer worker
+    ``transfers``       stage of each open transfer, by transfer id
+    ``remembered``      ids of ended transfers
     ``offered_blocks``  blocks in open offers, by consumer worker
-    ``early``           transfers whose requests have not come, by consumer engine
-    ``closed``          (transfer id, consumer worker) of deliveries that are closed in open transfers
-    ``offers``          (transfer id, consumer worker) of deliveries that keep their offer
-    ``writes``          ids of the writes that have not ended
-    ``failed``          ids of the transfers of each consumer worker that a write has failed for
+    ``early``           number of transfers whose requests have not arrived, by consumer incarnation
+    ``closed``          (transfer id, consumer worker) of closed deliveries in open transfers
+    ``offers``          (transfer id, consumer worker) of deliveries with an offer
+    ``writes``          ids of unfinished writes
+    ``failed``          ids of transfers with a failed write, by consumer worker
     """
 
     consumers: Mapping[Peer, ConsumerPeer]
@@ -90,17 +98,21 @@ class ProducerSnapshot:
 
 
 class Producer(Production):
-    """All transfers that one worker produces. Not thread-safe; its owner serialises calls."""
+    """State machine of all transfers that one worker sends.
 
-    # ---- what the scheduler says -------------------------------------------------------------------------------
+    Not thread-safe: the owner serialises.
+    """
+
+    # Events of the scheduler and the engine.
 
     def expect(
         self, request_id: str, transfer_id: str, prompt_tokens: int, prompt_digest: str, now: float
     ) -> list[ProducerAction]:
-        """A request that is to be produced has reached this engine."""
+        """Add a prefill request whose KV this engine sends."""
         transfer = self._transfers.get(transfer_id)
         if transfer_id in self._gone or (transfer is not None and transfer.stage is not Stage.EARLY):
-            # The id has been used. The request runs, and its blocks are given back as soon as it has finished.
+            # A reused transfer id: compute the request, send nothing, free its blocks when it
+            # finishes.
             transfer = Transfer(transfer_id, Stage.LIVE, now, expected_ranks=frozenset())
         elif transfer is None:
             transfer = self._transfers[transfer_id] = Transfer(transfer_id, Stage.LIVE, now)
@@ -114,7 +126,7 @@ class Producer(Production):
         return self._advance(transfer, now)
 
     def starting(self, request_id: str, now: float) -> list[ProducerAction]:
-        """The scheduler computes the first chunk of this prompt in this step or is about to."""
+        """Handle the scheduler's decision to compute the first chunk of this prompt now or soon."""
         transfer = self._by_request.get(request_id)
         if transfer is None:
             return []
@@ -127,7 +139,10 @@ class Producer(Production):
     def progress(
         self, request_id: str, new_ids: Sequence[Sequence[int]], computed_tokens: int, now: float
     ) -> list[ProducerAction]:
-        """A chunk is computed: KV of ``computed_tokens`` tokens is there. ``new_ids[g]`` extend group g's table."""
+        """Handle the end of a chunk: KV of ``computed_tokens`` tokens has been computed.
+
+        ``new_ids[g]`` are block ids to append to group g's block table.
+        """
         transfer = self._by_request.get(request_id)
         if transfer is None:
             return []
@@ -137,9 +152,10 @@ class Producer(Production):
         return self._advance(transfer, now)
 
     def begin(self, request_id: str, new_ids: Sequence[Sequence[int]], computed_tokens: int) -> None:
-        """A chunk is about to be computed, after which KV of ``computed_tokens`` tokens will be there.
+        """Handle the start of a chunk: its step computes KV up to ``computed_tokens`` tokens.
 
-        For owners that can tell when a layer has been computed; ``progress`` still ends the chunk, with no new ids.
+        Only for owners that report computed layers. ``progress`` still ends the chunk, without new
+        ids.
         """
         transfer = self._by_request.get(request_id)
         if transfer is None:
@@ -149,10 +165,7 @@ class Producer(Production):
         transfer.coming_tokens = computed_tokens
 
     def layers_computed(self, request_ids: Iterable[str], group: int, stop: int, now: float) -> list[ProducerAction]:
-        """The step that computes these requests' chunks has computed the first ``stop`` layers of a group.
-
-        What the chunks complete of them can leave.
-        """
+        """Write the first ``stop`` layers of a group: the current step has computed them."""
         actions: list[ProducerAction] = []
         for request_id in request_ids:
             transfer = self._by_request.get(request_id)
@@ -167,10 +180,10 @@ class Producer(Production):
         return actions
 
     def preempted(self, request_id: str, now: float) -> list[ProducerAction]:
-        """The request's blocks were taken back; it will be computed again, into other blocks.
+        """Handle a preemption: vLLM has freed the request's blocks and will recompute it.
 
-        Nothing more is written from the old ones. Writes in flight (``writes_in_flight``) may go on until ``fenced``:
-        what has been written by then stays right.
+        No new write reads the old blocks. Writes in flight (``writes_in_flight``) may continue
+        until ``fenced``; what they wrote by then stays valid.
         """
         transfer = self._by_request.get(request_id)
         if transfer is None:
@@ -184,9 +197,9 @@ class Producer(Production):
         return actions
 
     def fenced(self, request_id: str, now: float) -> list[ProducerAction]:
-        """The old blocks of a preempted request will be overwritten now.
+        """Abort the deliveries whose writes still read the old blocks of a preempted request.
 
-        Deliveries whose writes still read them are given up: they may carry bytes of whoever owns the blocks next.
+        vLLM is about to overwrite these blocks, so such a write may send another request's KV.
         """
         transfer = self._by_request.get(request_id)
         if transfer is None:
@@ -199,11 +212,15 @@ class Producer(Production):
         return actions
 
     def stepped(self, now: float) -> None:
-        """A step of the engine has ended."""
+        """Handle the end of an engine step."""
         self._stepped_at = now
 
     def finished(self, request_id: str, held: bool, reason: str, now: float) -> list[ProducerAction]:
-        """The request has ended. Its blocks stay allocated until ``Sent`` if ``held``; if not, ``reason`` says why."""
+        """Handle the end of a request.
+
+        ``held``    whether its blocks stay allocated until ``Sent``
+        ``reason``  why they do not
+        """
         transfer = self._by_request.get(request_id)
         if transfer is None:
             return [Sent(request_id)] if held else []
@@ -220,9 +237,10 @@ class Producer(Production):
         return actions
 
     def discard(self, transfer_id: str, now: float) -> list[ProducerAction]:
-        """Whoever asked for this transfer has given it up: its KV is not held for anybody.
+        """Abort a transfer whose KV no engine will fetch.
 
-        Its request may be here or come later; then it runs, and is Sent as soon as it has finished.
+        Its request may have arrived or arrive later. vLLM computes it, and Sent follows when it
+        finishes.
         """
         transfer = self._transfers.get(transfer_id)
         if transfer is None:
@@ -230,7 +248,7 @@ class Producer(Production):
             return []
         actions: list[ProducerAction] = []
         for delivery in transfer.deliveries.values():
-            actions += self._end(transfer, delivery, "the router has given the transfer up", now)
+            actions += self._end(transfer, delivery, "the router has discarded the transfer", now)
         if transfer.stage is Stage.EARLY:
             self._forget(transfer, now)
             return actions
@@ -241,25 +259,29 @@ class Producer(Production):
         return actions + self._advance(transfer, now)
 
     def writes_in_flight(self, request_id: str) -> tuple[int, ...]:
-        """Ids of the writes that read this request's blocks."""
+        """Return the ids of the writes that read this request's blocks."""
         transfer = self._by_request.get(request_id)
         if transfer is None:
             return ()
         return tuple(write_id for delivery in transfer.deliveries.values() for write_id in delivery.in_flight)
 
-    # ---- what peers say ----------------------------------------------------------------------------------------
+    # Events of peers.
 
     def welcome(self, peer: Peer, consumer: ConsumerPeer, now: float) -> None:
-        """A consumer worker has said hello and fits. One that is known may do so again, at any time."""
+        """Add a consumer worker that has sent a valid Hello.
+
+        It may repeat its Hello at any time.
+        """
         self._consumers[peer] = consumer
         self._lost.pop(peer, None)
         self._heard(peer, now)
 
     def knows(self, peer: Peer) -> bool:
+        """Return whether ``peer`` is a known consumer worker."""
         return peer in self._consumers
 
     def serves(self, peer: Peer) -> bool:
-        """Return whether ``peer`` still waits for an answer."""
+        """Return whether ``peer`` has an open delivery."""
         return any(
             delivery.peer == peer and not delivery.closed
             for transfer in (*self._transfers.values(), *(transfer for transfer, _ in self._writes.values()))
@@ -267,7 +289,7 @@ class Producer(Production):
         )
 
     def message(self, peer: Peer, message: Message, now: float) -> list[ProducerAction]:
-        """A message of a consumer that has been welcomed."""
+        """Handle a message from a known consumer worker."""
         self._heard(peer, now)
         if isinstance(message, AwaitStart | Offer | Cancel) and message.transfer_id in self._failed.get(peer, ()):
             return [self._failure(peer, message.transfer_id)]
@@ -281,43 +303,44 @@ class Producer(Production):
         return []
 
     def engine_lost(self, incarnation: str, now: float) -> list[ProducerAction]:
-        """The consumer engine is known to be dead: none of its workers will ask for anything."""
+        """Handle the death of a consumer engine: its workers send no more messages."""
         for peer in [peer for peer in self._failed if peer.incarnation == incarnation]:
             del self._failed[peer]
         known = [peer for peer in self._consumers if peer.incarnation == incarnation]
         return [action for peer in known for action in self.peer_lost(peer, now)]
 
     def engines(self) -> set[str]:
-        """Every consumer engine start that this worker remembers."""
+        """Return the incarnations of all consumer engines that this worker remembers."""
         return {peer.incarnation for peer in (*self._heard_at, *self._failed)}
 
     def peer_lost(self, peer: Peer, now: float) -> list[ProducerAction]:
-        """The consumer worker is gone. Its writes end by themselves (done or failed); nobody is answered."""
+        """Handle the death of a consumer worker: abort its deliveries after their writes."""
         if self._consumers.pop(peer, None) is not None:
             self._lost[peer] = None
         actions: list[ProducerAction] = []
         for transfer in list(self._transfers.values()):
             delivery = transfer.deliveries.get(peer.rank)
             if delivery is not None and delivery.peer == peer:
-                actions += self._end(transfer, delivery, "the consumer is gone", now)
+                actions += self._end(transfer, delivery, "the consumer engine has ended", now)
         return actions
 
-    # ---- what the transport and the clock say ------------------------------------------------------------------
+    # Events of the transport and the clock.
 
     def write_done(self, write_id: int, now: float) -> list[ProducerAction]:
+        """Handle the end of a write: all its bytes are in the consumer's memory."""
         transfer, delivery = self._writes.pop(write_id)
         delivery.written_bytes += delivery.in_flight.pop(write_id)
         delivery.moved_at = now
         return self._advance(transfer, now)
 
     def write_refused(self, write_id: int, reason: str, now: float) -> list[ProducerAction]:
-        """Nothing of the write was posted."""
+        """Handle a write of which nothing was posted."""
         transfer, delivery = self._writes.pop(write_id)
         delivery.in_flight.pop(write_id)
         return self._end(transfer, delivery, f"a write could not be posted: {reason}", now)
 
     def write_failed(self, write_id: int, reason: str, now: float) -> list[ProducerAction]:
-        """The write failed after its start: parts of it may still reach the consumer's blocks."""
+        """Handle a write that failed after its start: parts of it may still reach the consumer."""
         transfer, delivery = self._writes.pop(write_id)
         delivery.in_flight.pop(write_id)
         actions: list[ProducerAction] = []
@@ -329,12 +352,12 @@ class Producer(Production):
         return actions + self._end(transfer, delivery, f"a write failed: {reason}", now)
 
     def write_posted(self, write_id: int, total_bytes: int) -> None:
-        """The transport has taken the write; ``total_bytes`` are counted into Fin when it is done."""
+        """Handle a posted write. Fin counts its ``total_bytes`` when it is done."""
         _, delivery = self._writes[write_id]
         delivery.in_flight[write_id] = total_bytes
 
     def tick(self, now: float) -> list[ProducerAction]:
-        """Deadlines. Call it at least every alive_s / 2."""
+        """Apply deadlines. Call it at least every alive_s / 2."""
         actions: list[ProducerAction] = []
         for transfer in list(self._transfers.values()):
             if now >= transfer.check_at:
@@ -346,14 +369,14 @@ class Producer(Production):
         return actions + self._give_up_hanging_writes(now) + self._forget_silent_peers(now)
 
     def _check(self, transfer: Transfer, now: float) -> list[ProducerAction]:
-        """The deadlines of one transfer, and when to look at them again if nothing happens to it until then."""
+        """Apply the deadlines of one transfer and set the time of the next check."""
         actions: list[ProducerAction] = []
         transfer.check_at = float("inf") if transfer.stage is Stage.LIVE else transfer.since + self._limits.lease_s
         for delivery in transfer.deliveries.values():
             awaits_start = delivery.awaits_start and not delivery.closed
             if (delivery.offer is None and not awaits_start) or delivery.closed or transfer.request_id is None:
                 continue
-            # A write that hangs is no sign of life: the consumer's progress_s must end its wait.
+            # No Alive for a hanging write: the consumer's progress_s must end its wait.
             hangs = delivery.in_flight and now - delivery.moved_at >= self._limits.progress_s
             failed = transfer.transfer_id in self._failed.get(delivery.peer, ())
             alive = not hangs and not failed and not self._engine_hangs(transfer, now)
@@ -367,11 +390,12 @@ class Producer(Production):
         return actions
 
     def _engine_hangs(self, transfer: Transfer, now: float) -> bool:
-        """Return whether the engine has had this request to compute for step_s and has ended no step."""
-        got_on_at = max(self._stepped_at, transfer.since)
-        return transfer.stage is Stage.LIVE and now - got_on_at >= self._limits.step_s
+        """Return whether the engine has had this request for step_s without finishing a step."""
+        progress_at = max(self._stepped_at, transfer.since)
+        return transfer.stage is Stage.LIVE and now - progress_at >= self._limits.step_s
 
     def _give_up_hanging_writes(self, now: float) -> list[ProducerAction]:
+        """Abort the deliveries with a write that has made no progress for hang_s."""
         actions: list[ProducerAction] = []
         for transfer, delivery in list(self._writes.values()):
             if not delivery.hangs and now - delivery.moved_at >= self._limits.hang_s:
@@ -381,7 +405,7 @@ class Producer(Production):
         return actions
 
     def _forget_silent_peers(self, now: float) -> list[ProducerAction]:
-        """Those that were lost, as soon as nothing is under way to them, and those that have long been silent."""
+        """Remove consumers that are lost or silent for forget_s and have no open delivery."""
         silent = {**self._lost, **dict.fromkeys(due(self._heard_at, lambda at: now - at >= self._limits.forget_s))}
         if not silent:
             return []
@@ -397,7 +421,7 @@ class Producer(Production):
         return [Forget(peer) for peer in forgotten]
 
     def counts(self) -> dict[str, int]:
-        """Return counts of transfers by stage, writes in flight, remembered ids, and hanging writes."""
+        """Return the numbers of transfers by stage, writes, remembered ids and hanging writes."""
         counts = {stage.name.lower(): 0 for stage in Stage}
         for transfer in self._transfers.values():
             counts[transfer.stage.name.lower()] += 1
@@ -406,7 +430,7 @@ class Producer(Production):
 
     @property
     def busy(self) -> bool:
-        """Return whether a transfer is open, in any stage."""
+        """Whether a transfer is open, in any stage."""
         return bool(self._transfers)
 
     def snapshot(self) -> ProducerSnapshot:

@@ -1,4 +1,7 @@
-"""State of a producer's machine, and what its events have in common. Part of ``producer.py``, which has the table."""
+"""State of a producer machine and the transitions that its events share.
+
+Base of ``producer.py``.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,15 @@ class Production:
         self._groups = tuple(groups)
         self._limits = limits
         self._consumers: dict[Peer, ConsumerPeer] = {}
-        # From the one that was silent longest to the one that spoke last. Lost ones are known until they are forgotten.
+        # Ordered by last message, the longest silent first. Lost peers stay until they are removed.
         self._heard_at: dict[Peer, float] = {}
         self._lost: dict[Peer, None] = {}
         self._transfers: dict[str, Transfer] = {}
         self._by_request: dict[str, Transfer] = {}
         self._writes: dict[int, tuple[Transfer, Delivery]] = {}
-        # In the order in which they are forgotten: all are remembered for the same time.
+        # Ordered by end time: all expire after lease_s.
         self._gone: dict[str, Gone] = {}
-        # Each holds a block of its consumer in quarantine, so a consumer start has at most as many as its pool.
+        # Bounded by the consumer's pool: every entry has at least one of its blocks in quarantine.
         self._failed: dict[Peer, dict[str, str]] = {}
         self._overtaken: dict[Peer, int] = {}
         self._allowance = Allowance()
@@ -39,18 +42,21 @@ class Production:
         self._heard_at[peer] = now
 
     def _claimed(self, peer: Peer, message: AwaitStart | Offer, now: float) -> tuple[Transfer, Delivery] | str:
-        """The delivery that this message may change, or why there is none; an empty reason is no answer at all."""
+        """Return the transfer and delivery that a message may change, or the reason to refuse it.
+
+        An empty reason means: send no answer.
+        """
         if self._being_written(peer, message.transfer_id) or self._too_early(peer, message.transfer_id):
             return ""
         if message.number <= self._overtaken.get(peer, -1):
-            return "this offer has come too late"
+            return "this offer arrived too late"
         transfer = self._transfer_for(peer, message, now)
         if transfer is None:
             return "this transfer has ended or belongs to another consumer"
         delivery = transfer.deliveries.setdefault(peer.rank, Delivery(peer))
         if delivery.closed:
-            # Not with the Fin of the first offer: it would vouch for blocks that nobody has written.
-            return "this transfer has been offered for before"
+            # Do not repeat the first offer's Fin: this offer's blocks have not been written.
+            return "this transfer has already had an offer"
         return "" if delivery.offer is not None else (transfer, delivery)
 
     def _awaits_start(self, peer: Peer, message: AwaitStart, now: float) -> list[ProducerAction]:
@@ -70,7 +76,7 @@ class Production:
         delivery.awaits_start = False
         delivery.last_sent = transfer.check_at = now
         if not self._allowance.take_offer(delivery, offer, self._consumers[peer].num_blocks):
-            return self._end(transfer, delivery, "more blocks are on offer than the consumer's pool has", now)
+            return self._end(transfer, delivery, "the open offers have more blocks than the consumer's pool", now)
         return self._advance(transfer, now)
 
     def _cancelled(self, peer: Peer, cancel: Cancel, now: float) -> list[ProducerAction]:
@@ -91,7 +97,10 @@ class Production:
         return self._advance(transfer, now)
 
     def _being_written(self, peer: Peer, transfer_id: str) -> list[Delivery]:
-        """The delivery that writes are under way for, even if its transfer is gone: it is answered when they end."""
+        """Return the delivery of ``peer`` with unfinished writes; an empty list if there is none.
+
+        It may belong to an ended transfer; its answer follows when the writes end.
+        """
         return [
             delivery
             for transfer, delivery in self._writes.values()
@@ -99,12 +108,15 @@ class Production:
         ][:1]
 
     def _too_early(self, peer: Peer, transfer_id: str) -> bool:
-        """Return whether ``peer``'s engine already has MAX_EARLY transfers whose requests have not arrived."""
+        """Return whether to ignore a message: the consumer engine has MAX_EARLY early transfers."""
         known = transfer_id in self._transfers or transfer_id in self._gone
         return not known and self._allowance.early[peer.incarnation] >= MAX_EARLY
 
     def _transfer_for(self, peer: Peer, message: AwaitStart | Offer | Cancel, now: float) -> Transfer | None:
-        """The transfer that ``peer`` may speak of; made anew where its request has not come yet."""
+        """Return the open transfer that ``peer`` may change, or None.
+
+        A transfer whose request has not arrived is created here.
+        """
         transfer_id = message.transfer_id
         gone, transfer = self._gone.get(transfer_id), self._transfers.get(transfer_id)
         if gone is None and transfer is None:
@@ -121,7 +133,7 @@ class Production:
         return transfer if transfer.consumer == peer.incarnation else None
 
     def _advance(self, transfer: Transfer, now: float) -> list[ProducerAction]:
-        """Post what can be written, close what is complete, release what is delivered."""
+        """Write what is computed, close what is complete, release what is delivered."""
         actions: list[ProducerAction] = []
         for delivery in list(transfer.deliveries.values()):
             if not delivery.closed:
@@ -170,7 +182,7 @@ class Production:
         return self._last_write_id
 
     def _end(self, transfer: Transfer, delivery: Delivery, reason: str, now: float) -> list[ProducerAction]:
-        """Give a delivery up; its consumer hears of it once no write is under way."""
+        """Give a delivery up. Its consumer is told when no write is in flight."""
         if delivery.closed:
             return []
         if delivery.ending is None:
@@ -179,8 +191,13 @@ class Production:
         return self._advance(transfer, now)
 
     def _expire(self, transfer: Transfer, now: float) -> list[ProducerAction]:
-        """The lease is over: nobody came (HELD), or the request did not (EARLY). Writes in flight still end first."""
-        reason = "the lease has expired" if transfer.stage is Stage.HELD else "the prefill request never came"
+        """End a transfer whose lease has expired, after its writes in flight.
+
+        HELD: no offer arrived. EARLY: the prefill request did not arrive.
+        """
+        reason = (
+            "the lease has expired" if transfer.stage is Stage.HELD else "the prefill request did not arrive in time"
+        )
         actions: list[ProducerAction] = []
         for delivery in transfer.deliveries.values():
             if not delivery.closed and not delivery.in_flight:

@@ -1,4 +1,4 @@
-"""Requests of a consumer: queued ones, then receptions. Part of ``consumer.py``, which has the table."""
+"""Requests of a consumer: queued ones and receptions. Part of the machine in ``consumer.py``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ Answer = Starting | Fin | Aborted | Failed | Cancelled | Alive
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What one request wants: ``groups[g]`` are the blocks of group g to fill so that it resumes at ``end_token``."""
+    """The KV that one request needs.
+
+    ``producer``       engine that computes the prompt
+    ``end_token``      token at which the request resumes
+    ``prompt_digest``  digest of the prompt (``params.prompt_digest``)
+    ``groups``         blocks to fill, one set per group
+    """
 
     request_id: str
     transfer_id: str
@@ -32,10 +38,10 @@ class Order:
 
 @dataclass(slots=True)
 class QueuedRequest:
-    """A request without blocks, whose prompt its producer has not started.
+    """A request without blocks, whose prompt the producer has not started.
 
-    ``asked`` is the producer worker that will report the start, None before the handshake; ``heard_at`` is when it was
-    last heard, or the time of arrival.
+    ``heard_at``  time of the last message of ``asked``, or of arrival, in seconds
+    ``asked``     producer worker that reports the start; None before the handshake
     """
 
     request_id: str
@@ -45,7 +51,7 @@ class QueuedRequest:
 
 
 class RequestQueue:
-    """Requests without blocks, by transfer. Each ends with ``Due``, unless it is removed first."""
+    """Requests without blocks, by transfer id. Each ends with ``Due`` or is removed first."""
 
     def __init__(self, engines: ProducerEngines, limits: TransferLimits) -> None:
         self._engines = engines
@@ -53,14 +59,14 @@ class RequestQueue:
         self.requests: dict[str, QueuedRequest] = {}
 
     def add(self, request_id: str, transfer_id: str, producer: EngineAddress, now: float) -> list[ConsumerAction]:
-        """Queue a request, and ask its producer for the start or for a handshake."""
+        """Queue a request; return its AwaitStart, or a Connect if a handshake is needed first."""
         self._engines.touch(producer.incarnation, now)
         queued = self.requests[transfer_id] = QueuedRequest(request_id, producer, now)
         partners = self._engines.reachable(producer.incarnation)
         return [Connect(producer)] if partners is None else [self._ask(transfer_id, queued, partners, now)]
 
     def remove(self, transfer_id: str, request_id: str) -> bool:
-        """Remove the transfer's entry if it is this request's; return whether it was."""
+        """Remove the transfer's entry if it belongs to this request; return whether it did."""
         queued = self.requests.get(transfer_id)
         if queued is None or queued.request_id != request_id:
             return False
@@ -72,7 +78,7 @@ class RequestQueue:
         self.requests.pop(transfer_id, None)
 
     def connected(self, incarnation: str, partners: Sequence[Partner], now: float) -> list[Send]:
-        """Ask for the start of the prompts that waited for this handshake."""
+        """Return an AwaitStart for each request that waited for this handshake."""
         waiting = [item for item in self._of_engine(incarnation) if item[1].asked is None]
         return [self._ask(transfer_id, queued, partners, now) for transfer_id, queued in waiting]
 
@@ -82,11 +88,11 @@ class RequestQueue:
         return [self._end(transfer_id, reason) for transfer_id, _ in waiting]
 
     def engine_lost(self, incarnation: str, reason: str) -> list[Due]:
-        """End all requests of a dead engine; there is nobody to send a Cancel to."""
+        """End all requests of a dead engine, without Cancel."""
         return [self._end(transfer_id, reason) for transfer_id, _ in self._of_engine(incarnation)]
 
     def worker_lost(self, peer: Peer, reason: str, now: float) -> list[ConsumerAction]:
-        """End the requests that a dead worker was asked about."""
+        """End the requests that wait for a report from this dead worker."""
         actions: list[ConsumerAction] = []
         for transfer_id, queued in self._of_engine(peer.incarnation):
             if queued.asked == peer:
@@ -94,13 +100,13 @@ class RequestQueue:
         return actions
 
     def undelivered(self, peer: Peer, message: AwaitStart, now: float) -> list[ConsumerAction]:
-        """An AwaitStart could not be sent."""
+        """Handle an AwaitStart that could not be sent."""
         if message.transfer_id not in self.requests:
             return []
-        return self._fail(message.transfer_id, f"rank {peer.rank} of the prefill engine is out of reach", now)
+        return self._fail(message.transfer_id, f"rank {peer.rank} of the prefill engine is unreachable", now)
 
     def message(self, peer: Peer, message: Answer, now: float) -> list[ConsumerAction]:
-        """A message about a queued transfer. Only the rank that was asked counts."""
+        """Handle a message about a queued transfer. Messages of other ranks are ignored."""
         queued = self.requests[message.transfer_id]
         if queued.asked != peer:
             return []
@@ -114,12 +120,12 @@ class RequestQueue:
         return []
 
     def tick(self, now: float) -> list[ConsumerAction]:
-        """End the requests whose producers have been silent for too long."""
+        """End the requests whose producer has sent nothing for too long."""
         actions: list[ConsumerAction] = []
         for transfer_id, queued in list(self.requests.items()):
             silence_s = self._limits.silence_s(connecting=queued.asked is None)
             if now - queued.heard_at >= silence_s:
-                reason = f"nothing was heard of the queued transfer for {silence_s:g} s"
+                reason = f"no message about the queued transfer arrived for {silence_s:g} s"
                 actions += self._fail(transfer_id, reason, now)
         return actions
 
@@ -131,7 +137,7 @@ class RequestQueue:
         return [item for item in self.requests.items() if item[1].producer.incarnation == incarnation]
 
     def _ask(self, transfer_id: str, queued: QueuedRequest, partners: Sequence[Partner], now: float) -> Send:
-        """Ask one rank of the producer engine: its scheduler starts a prompt on all of them at once."""
+        """Return an AwaitStart to one rank: a prompt starts on all producer ranks at once."""
         queued.asked, queued.heard_at = partners[0].peer, now
         return Send(queued.asked, AwaitStart(transfer_id, self._engines.next_number()))
 
@@ -139,13 +145,13 @@ class RequestQueue:
         return Due(self.requests.pop(transfer_id).request_id, transfer_id, failure)
 
     def _fail(self, transfer_id: str, reason: str, now: float) -> list[ConsumerAction]:
-        """This engine computes the request, so its producer need not hold the KV under a lease."""
+        """End the request and its producer's lease: this engine computes the prompt."""
         incarnation = self.requests[transfer_id].producer.incarnation
         return [self._end(transfer_id, reason), *self._engines.release(transfer_id, incarnation, now)]
 
 
 class ReceptionStage(Enum):
-    """Its value is its name in the counts."""
+    """Stage of a reception. The value is its name in ``counts``."""
 
     CONNECTING = "connecting"
     OFFERED = "offered"
@@ -160,8 +166,14 @@ GIVEN_UP = (ReceptionStage.ENDING, ReceptionStage.QUARANTINE)
 class Reception:
     """One request with blocks, from its handshake until no partner may write to them.
 
-    ``writing`` are the partners that may still write, ``heard_at`` the times of their last messages, ``verifying``
-    those whose bytes are being compared with a digest. No deadline can pass before ``check_at``.
+    ``since``         time of ``start``, in seconds
+    ``number``        number of its Offer
+    ``writing``       partners that may still write
+    ``heard_at``      time of each partner's last message, in seconds
+    ``verifying``     partners whose bytes are being compared with a digest
+    ``failure``       first failure, or None
+    ``cancelled_at``  time of the last Cancel, in seconds
+    ``check_at``      time before which no deadline passes
     """
 
     order: Order
@@ -176,7 +188,7 @@ class Reception:
     check_at: float = float("-inf")
 
     def silent_since(self, now: float) -> float:
-        """Return when the partner was last heard that has been silent longest: each must report."""
+        """Return the time of the last message of the partner that has been silent longest."""
         if self.stage is ReceptionStage.CONNECTING:
             return self.since
         return min((self.heard_at[peer] for peer in self.writing), default=now)
@@ -191,6 +203,6 @@ def units_from(partner: Partner, groups: Sequence[Group], order: Order) -> tuple
 
 
 def expected_bytes(groups: Sequence[Group], order: Order, partner: Partner) -> int:
-    """Bytes that a partner must report in Fin for an order."""
+    """Return the number of bytes that a partner must report in Fin for an order."""
     units = units_from(partner, groups, order)
     return sum(len(each) * size for each, size in zip(units, partner.unit_bytes, strict=True))

@@ -1,15 +1,15 @@
-"""The messages of a transfer, versioned, and the request parameters that name one.
+"""Messages of a transfer and their versioned frames.
 
-Frame: ``b"TDM"``, one version byte, the header's length (uint32, little endian), a JSON header, then the block
-vectors that the header counts, as int64, and last a tag: the keyed BLAKE2b of all before it. The key comes from the
-secret that peers share (``keys.py``); without one, the tag is a checksum. Anything else raises WireError, before the
-header is looked at if the tag is wrong.
+Frame: ``b"TDM"``, one version byte, header length (uint32, little endian), JSON header, block
+vectors (int64) as counted by the header, and a tag: the keyed BLAKE2b of everything before it. The
+key derives from the peers' secret (``handshake/keys.py``). Without a secret the tag is a checksum.
+All other input raises WireError; a wrong tag does so before the header is parsed.
 
     consumer -> producer   Hello, AwaitStart, Offer, Cancel
     producer -> consumer   Welcome, Refused, Starting, Alive, Fin, Aborted, Failed, Cancelled
 
-Every message carries who sent it and which worker of which incarnation it is meant for: ids of an engine that has
-been restarted since are answered, never acted on.
+Every message names its sender and the worker and incarnation that it is for. An engine answers
+messages to a former incarnation but does not act on them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAX_ID_CHARACTERS = 256
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One worker of one engine start."""
+    """One worker of one incarnation."""
 
     incarnation: str
     rank: int
@@ -50,7 +50,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A consumer introduces itself with its agent metadata, so that the producer can reach it and plan."""
+    """The consumer sends its agent metadata, so that the producer can reach it and make plans."""
 
     agent_metadata: bytes
     kind: ClassVar[str] = "hello"
@@ -58,14 +58,14 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The producer has planned for this consumer and takes its offers."""
+    """The producer has plans for this consumer and accepts its offers."""
 
     kind: ClassVar[str] = "welcome"
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The producer will not serve this consumer; ``reason`` says what differs."""
+    """The producer refuses this consumer. ``reason`` is the difference."""
 
     reason: str
     kind: ClassVar[str] = "refused"
@@ -73,9 +73,9 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class AwaitStart:
-    """A request of the consumer waits for this transfer and has no blocks yet. ``number`` as in ``Offer``.
+    """The consumer has a request without blocks for this transfer. ``number`` as in ``Offer``.
 
-    The producer answers with Starting once the prompt is about to be computed, and with Alive until then.
+    The producer answers with Alive until the prompt is about to be computed, then with Starting.
     """
 
     transfer_id: str
@@ -85,7 +85,7 @@ class AwaitStart:
 
 @dataclass(frozen=True, slots=True)
 class Starting:
-    """The prompt is about to be computed, or has been: the consumer can allocate blocks and offer them."""
+    """The prompt is about to be computed, or has been: the consumer can offer its blocks."""
 
     transfer_id: str
     kind: ClassVar[str] = "starting"
@@ -93,11 +93,13 @@ class Starting:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The consumer's blocks to fill, per group, so that it can resume at ``end_token``. Valid once.
+    """The consumer's blocks to fill. Valid once per transfer.
 
-    ``prompt_digest`` (``params.prompt_digest``) lets the producer refuse to deliver one prompt's KV for another.
-    ``digest`` asks for one of the bytes that are written. ``number`` ascends over all that a worker says, so that an
-    offer which was overtaken is known for what it is, however late it comes.
+    ``end_token``      token at which the consumer resumes
+    ``prompt_digest``  digest of the prompt (``params.prompt_digest``), compared by the producer
+    ``groups``         blocks to fill, one set per group
+    ``digest``         whether Fin must have a digest of the written bytes
+    ``number``         ascends over all messages of a worker, so that a late duplicate is recognised
     """
 
     transfer_id: str
@@ -111,7 +113,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """The producer still means to deliver: the request waits or is being computed."""
+    """The request is queued or computing, and the engine makes progress."""
 
     transfer_id: str
     kind: ClassVar[str] = "alive"
@@ -119,9 +121,10 @@ class Alive:
 
 @dataclass(frozen=True, slots=True)
 class Fin:
-    """Everything offered has been written, ``total_bytes`` in all. The producer writes no more.
+    """The producer has written all offered blocks and writes no more.
 
-    ``digest`` is that of the bytes as the producer had them, in hexadecimal; empty where the offer asked for none.
+    ``total_bytes``  bytes written
+    ``digest``       digest of the source bytes, 32 hexadecimal digits; empty if not requested
     """
 
     transfer_id: str
@@ -141,7 +144,7 @@ class Aborted:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The producer will not deliver, and parts of a write that failed may still arrive: no acknowledgement."""
+    """A write failed and parts of it may still arrive. Not an acknowledgement."""
 
     transfer_id: str
     reason: str
@@ -150,9 +153,9 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The consumer wants nothing (more). It keeps its blocks until the producer has answered.
+    """The consumer needs nothing more. It keeps its blocks until the producer has answered.
 
-    ``number`` is that of the offer that it calls off, or one of its own.
+    ``number``  number of the cancelled Offer or, without an offer, a new number
     """
 
     transfer_id: str
@@ -175,7 +178,7 @@ Message = ToProducer | ToConsumer
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """A message with its sender and the worker that it is meant for."""
+    """A message, its sender, and the worker that it is for."""
 
     sender: Peer
     receiver: Peer
@@ -183,7 +186,10 @@ class Envelope:
 
 
 def encode(envelope: Envelope, key: bytes = b"") -> bytes:
-    """The frame, with a tag that only holders of ``key`` (at most 64 bytes) can make; an empty key is everybody's."""
+    """Return the frame of a message.
+
+    ``key``  key of the tag, at most 64 bytes; if empty, the tag is a checksum without protection
+    """
     message = envelope.message
     header: dict[str, Any] = {
         "kind": message.kind,
@@ -223,23 +229,27 @@ def _tag(content: bytes | memoryview, key: bytes) -> bytes:
 
 
 def decode(frame: bytes, key: bytes = b"") -> Envelope:
-    """Raises WireError for a frame that is malformed, truncated, oversized, of another version or another secret's."""
+    """Parse a frame.
+
+    Raises WireError if it is malformed, truncated, too large, of another version, or if its tag
+    does not match ``key``.
+    """
     least = _PREFIX.size + _TAG_BYTES
     if not least <= len(frame) <= MAX_FRAME_BYTES:
-        raise WireError(f"a frame of {len(frame)} bytes; expected {least} to {MAX_FRAME_BYTES}")
+        raise WireError(f"a frame has {len(frame)} bytes; allowed are {least} to {MAX_FRAME_BYTES}")
     magic, version, head_bytes = _PREFIX.unpack_from(frame)
     if magic != _MAGIC:
-        raise WireError("the frame does not start with Tandem's mark; something else talks to this port or agent")
+        raise WireError("the frame does not start with b'TDM'; another program sends to this port or agent")
     if version != PROTOCOL_VERSION:
-        raise WireError(f"the peer speaks protocol version {version}, this engine {PROTOCOL_VERSION}")
+        raise WireError(f"the peer has protocol version {version}, this engine {PROTOCOL_VERSION}")
     end = len(frame) - _TAG_BYTES
     if not hmac.compare_digest(_tag(memoryview(frame)[:end], key), frame[end:]):
-        raise WireError("the frame's tag is wrong: it is damaged, or its sender does not have this engine's secret")
+        raise WireError("the frame's tag is wrong: it is damaged, or the sender has another secret")
     body_at = _PREFIX.size + head_bytes
     if body_at > end:
-        raise WireError(f"a header of {head_bytes} bytes in a frame of {len(frame)}: truncated")
+        raise WireError(f"a frame of {len(frame)} bytes is truncated: its header has {head_bytes}")
     if head_bytes > _MAX_HEADER_BYTES:
-        raise WireError(f"a header of {head_bytes} bytes; at most {_MAX_HEADER_BYTES} are read")
+        raise WireError(f"a header has {head_bytes} bytes; the limit is {_MAX_HEADER_BYTES}")
     try:
         header = json.loads(frame[_PREFIX.size : body_at])
         if not isinstance(header, dict):
@@ -254,7 +264,7 @@ def decode(frame: bytes, key: bytes = b"") -> Envelope:
 def _message(header: dict[str, Any], body: bytes) -> Message:
     kind = header.get("kind")
     if kind not in (Hello.kind, Offer.kind) and body:
-        raise WireError(f"{reprlib.repr(kind)} carries {len(body)} bytes that it should not")
+        raise WireError(f"{reprlib.repr(kind)} has a body of {len(body)} bytes, but must have none")
     match kind:
         case "hello":
             return Hello(body)
@@ -288,9 +298,9 @@ def _message(header: dict[str, Any], body: bytes) -> Message:
 
 def _block_sets(counts: object, body: bytes) -> tuple[BlockSet, ...]:
     if not isinstance(counts, list) or not all(type(count) is int and count >= 0 for count in counts):
-        raise WireError("an offer must count the blocks of each group")
+        raise WireError("an offer must have the number of blocks of each group")
     if len(body) != 16 * sum(counts):
-        raise WireError(f"an offer of {sum(counts)} blocks carries {len(body)} bytes, not 16 a block")
+        raise WireError(f"an offer of {sum(counts)} blocks has {len(body)} bytes, not 16 per block")
     numbers = np.frombuffer(body, "<i8").astype(np.int64)
     sets: list[BlockSet] = []
     at = 0
@@ -302,22 +312,22 @@ def _block_sets(counts: object, body: bytes) -> tuple[BlockSet, ...]:
         at += 2 * count
     ids = np.concatenate([blocks.ids for blocks in sets]) if sets else np.empty(0, np.int64)
     if len(np.unique(ids)) != len(ids):
-        raise WireError("an offer names a block twice; groups draw their ids from one pool, so one would be lost")
+        raise WireError("an offer has a block twice; block ids must be unique over all groups")
     return tuple(sets)
 
 
 def _text(fields: Mapping[str, object], key: str) -> str:
     value = fields.get(key)
     if not isinstance(value, str):
-        raise WireError(f"{key!r} must be text, not {reprlib.repr(value)}")
+        raise WireError(f"{key!r} must be a string, not {reprlib.repr(value)}")
     return value
 
 
 def _id(fields: Mapping[str, object]) -> str:
-    """A transfer's id; both ends remember it for a while, so it is short."""
+    """Return the transfer id. Both ends remember it, so its length is limited."""
     value = _text(fields, "id")
     if len(value) > MAX_ID_CHARACTERS:
-        raise WireError(f"'id' has {len(value)} characters, at most {MAX_ID_CHARACTERS} are remembered")
+        raise WireError(f"'id' has {len(value)} characters; the limit is {MAX_ID_CHARACTERS}")
     return value
 
 

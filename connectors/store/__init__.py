@@ -1,1 +1,1 @@
-"""The KV store: what engines computed before, on disk and in host memory, loaded right or not at all."""
+"""The KV store: keeps computed KV on disk and in host memory for later requests."""

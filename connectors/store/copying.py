@@ -1,4 +1,4 @@
-"""Copy runs of bytes between addresses of this process. numpy copies short runs of one length together."""
+"""Copies runs of bytes between addresses of this process."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from numpy.lib.stride_tricks import as_strided
 
 from connectors.planning.descriptors import Runs
 
-# From this length on, the call of memmove costs less than the copy.
+# From this length on, a call of memmove costs less than the copy itself.
 _LONG_RUN_BYTES = 8 * 2**10
 
 Bytes = npt.NDArray[np.uint8]
 
 
 def copy_runs(runs: Runs) -> None:
-    """Copy all runs. Sources and destinations must not overlap, and must be memory of this process."""
+    """Copy all runs; short runs of equal length in one numpy operation.
+
+    Sources and destinations must be memory of this process and must not overlap.
+    """
     for length in np.unique(runs.length).tolist():
         chosen = runs.length == length
         src, dst = runs.src[chosen], runs.dst[chosen]
@@ -32,7 +35,10 @@ def copy_runs(runs: Runs) -> None:
 
 
 def _rows(first: int, last: int, length: int) -> Bytes:
-    """View in which row i is the ``length`` bytes at address ``first + i``. Access only rows that are runs."""
+    """Return a view in which row i is the ``length`` bytes at address ``first + i``.
+
+    Only rows that are runs may be accessed.
+    """
     span = last - first + length
     memory: Bytes = np.frombuffer(memoryview((ctypes.c_uint8 * span).from_address(first)), np.uint8)
     return as_strided(memory, (last - first + 1, length), (1, 1))

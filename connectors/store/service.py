@@ -1,11 +1,13 @@
-"""The store of one engine: fetches and stores over its tiers. Only the scheduler's thread uses it.
+"""The store of one engine: fetches and stores objects over its tiers.
 
-    fetch    ``begin_fetch`` looks a request's objects up and reads them into staging; ``poll`` returns the result;
-             ``hand_over`` leaves their memory to whoever copies them, ``end_fetch`` frees it
-    store    ``reserve`` finds staging for an object; ``commit`` writes it to the tiers once all ranks have filled it,
-             ``drop`` does not
+    fetch  ``begin_fetch`` looks a request's objects up and reads them into staging; ``poll``
+           returns the result; ``hand_over`` passes the slots to the caller, ``end_fetch`` frees
+           them
+    store  ``reserve`` takes a slot of staging for an object; ``commit`` writes it to the tiers once
+           all ranks have filled it, ``drop`` discards it
 
-No method blocks. A tier that fails, hangs or has no room makes lookups miss and stores drop, and nothing else.
+No method blocks. A tier that fails, hangs or is full only causes misses and dropped stores. Only
+the scheduler's thread calls these methods.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from connectors.store.planning.fetch import Fetch
 from connectors.store.planning.prefix import ObjectRef
 from connectors.store.planning.spans import StorePlan
 from connectors.store.tiers.folder import FolderTier
-from connectors.store.tiers.lanes import Call, CallState, Lane
+from connectors.store.tiers.lanes import CallState, Lane, LaneCall
 from connectors.store.tiers.objects import ObjectHeader, ObjectName
 from connectors.store.tiers.staging import Staging
 
@@ -34,12 +36,14 @@ _QUEUED_READS = 1024
 
 @dataclass(frozen=True, slots=True)
 class StoreLimits:
-    """Deadlines and bounds.
+    """Deadlines and bounds of the store.
 
-    ``lookup_s``      a lookup that has not answered by then is a miss
-    ``load_s``        from the start of a fetch until its objects are verified
-    ``store_s``       an object that is not written by then is dropped
-    ``queue_objects`` objects that wait to be written; more are dropped
+    ``lookup_s``       time after which a lookup without an answer is a miss, in seconds
+    ``load_s``         time from the start of a fetch until its objects must be verified, in seconds
+    ``store_s``        time after which an unwritten object is dropped, in seconds
+    ``queue_objects``  objects that wait to be written; further ones are dropped
+    ``read_threads``   threads per tier that read objects
+    ``write_threads``  threads per tier that write objects
     """
 
     lookup_s: float = 0.02
@@ -52,10 +56,12 @@ class StoreLimits:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A request may resume at ``end_token``.
+    """Result of a fetch: the request can resume at ``end_token``.
 
-    ``offsets`` are where its objects lie in staging; ``present`` is all of the request that was found; ``tier`` is the
-    label of the slowest tier that was read.
+    ``start_token``  tokens in the engine's own cache
+    ``end_token``    tokens after the load
+    ``offsets``      slot in staging of each loaded object
+    ``present``      all objects of the request that the tiers have
     """
 
     start_token: int
@@ -67,21 +73,29 @@ class Fetched:
 
 @dataclass(slots=True)
 class _Reading:
-    """An object that is read from tier number ``tier`` into staging."""
+    """Read of one object from tier number ``tier`` into the slot at ``offset``."""
 
     ref: ObjectRef
     offset: int
     tier: int
-    call: Call[ObjectHeader]
+    call: LaneCall[ObjectHeader]
 
 
 @dataclass(slots=True)
 class _Fetch:
+    """State of one request's fetch.
+
+    ``lookups``     (tier, objects, call) of each unanswered lookup
+    ``unanswered``  number of lookups without an answer, by object
+    ``tiers``       numbers of the tiers that have the object, by object
+    ``readings``    reads in progress
+    ``offsets``     slots of the verified objects
+    """
+
     machine: Fetch
     names: dict[ObjectRef, ObjectName]
     began_at: float
-    # (tier, objects asked for, call)
-    lookups: list[tuple[int, list[ObjectRef], Call[list[bool]]]] = field(default_factory=list)
+    lookups: list[tuple[int, list[ObjectRef], LaneCall[list[bool]]]] = field(default_factory=list)
     unanswered: dict[ObjectRef, int] = field(default_factory=dict)
     tiers: dict[ObjectRef, list[int]] = field(default_factory=dict)
     readings: list[_Reading] = field(default_factory=list)
@@ -92,6 +106,8 @@ class _Fetch:
 
 @dataclass(slots=True)
 class _Tier:
+    """A tier and the threads of its lookups, reads and writes."""
+
     folder: FolderTier
     lookups: Lane
     reads: Lane
@@ -99,7 +115,14 @@ class _Tier:
 
 
 class KVStore:
-    """A store over ``tiers``, ordered from fastest to slowest. ``sizes[g]``: payload bytes of an object of group g."""
+    """A store over several tiers.
+
+    ``plan``     spans of the KV cache groups
+    ``space``    namespace of the objects
+    ``sizes``    payload bytes of an object, by group
+    ``tiers``    folders, fastest first
+    ``staging``  memory between files and blocks
+    """
 
     def __init__(
         self,
@@ -128,22 +151,22 @@ class KVStore:
         ]
         self._fetches: dict[str, _Fetch] = {}
         self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
-        # Slots that a running call may still use after its request has ended.
-        self._lingering: list[tuple[Call[ObjectHeader] | Call[bool], int]] = []
+        # Slots that a running call may access after its request has ended.
+        self._lingering: list[tuple[LaneCall[ObjectHeader] | LaneCall[bool], int]] = []
         # Calls among them that write, and the label of their tier.
         self._writing: dict[int, str] = {}
         for tier in self._tiers:
-            # Reads the index, which only eviction needs.
+            # Read the index in the background: only eviction needs it.
             tier.writes.submit(tier.folder.open, time.monotonic() + limits.store_s)
 
-    # ---- fetches ---------------------------------------------------------------------------------------------------
+    # Fetches.
 
     def begin_fetch(
         self, request_id: str, names: Mapping[ObjectRef, ObjectName], start_token: int, limit_token: int
     ) -> None:
-        """Look up what a request could load beyond ``start_token``: the ``possible_objects`` that have a name.
+        """Start to look up the objects that a request could load beyond ``start_token``.
 
-        An object without one ends behind the tokens that are known.
+        ``names``  names of its ``possible_objects``; objects past the known tokens have none
         """
         self.end_fetch(request_id)
         now = time.monotonic()
@@ -165,10 +188,11 @@ class KVStore:
         machine.found((), [ref for ref in machine.candidates if not fetch.unanswered.get(ref)])
 
     def has_fetch(self, request_id: str) -> bool:
+        """Return whether the request has a fetch."""
         return request_id in self._fetches
 
     def poll(self, request_id: str) -> Fetched | None:
-        """Objects that a request can load; None while the fetch runs, at most ``load_s``."""
+        """Return the result of a fetch; None while it runs, for at most ``load_s``."""
         fetch = self._fetches[request_id]
         if not fetch.over:
             self._advance(fetch, time.monotonic())
@@ -182,12 +206,15 @@ class KVStore:
         return Fetched(machine.start_token, machine.end_token, offsets, present, tier)
 
     def hand_over(self, request_id: str) -> list[int]:
-        """End a fetch whose objects are about to be copied: slots for the caller to give back to ``staging``."""
+        """End a fetch and return its slots.
+
+        The caller copies the objects and then frees the slots.
+        """
         fetch = self._fetches.pop(request_id)
         return list(fetch.offsets.values())
 
     def end_fetch(self, request_id: str) -> None:
-        """Free the staging of a fetch. Idempotent."""
+        """End a fetch and free its slots. Idempotent."""
         fetch = self._fetches.pop(request_id, None)
         if fetch is None:
             return
@@ -202,7 +229,7 @@ class KVStore:
         if not fetch.machine.settled and now >= fetch.began_at + self._limits.load_s:
             self.counts["late"] += 1
             fetch.machine.give_up()
-        # A read that cannot begin may change what is needed.
+        # A read that cannot start may change the needed objects.
         while reads := fetch.machine.next_reads():
             for ref in reads:
                 self._read(fetch, ref, now)
@@ -261,7 +288,10 @@ class KVStore:
             fetch.readings.append(started)
 
     def _start_read(self, fetch: _Fetch, ref: ObjectRef, now: float) -> _Reading | None:
-        """Read from the first tier that has the object; None where none has, or there is no room."""
+        """Start to read an object from the fastest tier that has it.
+
+        None if no tier has it or staging is full.
+        """
         if not fetch.tiers.get(ref):
             return None
         size = self._sizes[ref.group]
@@ -279,7 +309,7 @@ class KVStore:
         return None
 
     def _promote(self, name: ObjectName, reading: _Reading) -> None:
-        """Write an object of a slow tier to the faster ones."""
+        """Write an object from a slow tier to the faster tiers."""
         assert reading.call.result is not None
         cost_ns = reading.call.result.cost_ns
         for tier in self._tiers[: reading.tier]:
@@ -298,10 +328,10 @@ class KVStore:
         self.counts["hit_tokens"] += loaded
         self.counts["missed_tokens"] += machine.limit_token - machine.end_token
 
-    # ---- stores ----------------------------------------------------------------------------------------------------
+    # Stores.
 
     def reserve(self, ref: ObjectRef) -> int | None:
-        """Offset in staging for an object that is about to be copied out of its blocks; None drops the store."""
+        """Return the offset of a slot for an object to store; None drops the store."""
         self._sweep()
         if all(tier.writes.hangs or tier.writes.pending >= self._limits.queue_objects for tier in self._tiers):
             self.counts["dropped_stores"] += 1
@@ -312,14 +342,14 @@ class KVStore:
         return offset
 
     def commit(self, ref: ObjectRef, name: ObjectName, offset: int, cost_ns: int) -> None:
-        """Write an object that all ranks have filled to every tier. Any engine may load it after that."""
+        """Write an object that all ranks have filled to every tier, for use by any engine."""
         written = [self._write(tier, name, offset, self._sizes[ref.group], cost_ns) for tier in self._tiers]
         if not any(written):
             self.counts["dropped_stores"] += 1
         self.staging.give_back(offset)
 
     def drop(self, offset: int) -> None:
-        """Free the slot of an object that the ranks did not fill. They no longer write to it."""
+        """Free the slot of an object that the ranks did not fill."""
         self.counts["dropped_stores"] += 1
         self.staging.give_back(offset)
 
@@ -333,7 +363,7 @@ class KVStore:
         self._writing[id(call)] = tier.folder.label
         return True
 
-    # ---- both ------------------------------------------------------------------------------------------------------
+    # Both.
 
     @property
     def pending_loads(self) -> int:
@@ -364,12 +394,12 @@ class KVStore:
         }
 
     def idle(self) -> bool:
-        """Whether every object that was committed is written or given up."""
+        """Return whether every committed object has been written or dropped."""
         self._sweep()
         return not self._lingering
 
     def close(self) -> None:
-        """End without waiting. What is not written yet is lost."""
+        """Stop without waiting. Unwritten objects are lost."""
         for tier in self._tiers:
             for lane in (tier.lookups, tier.reads, tier.writes):
                 lane.close()

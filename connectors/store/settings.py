@@ -1,4 +1,4 @@
-"""Settings of the store: the ``store`` object of ``kv_connector_extra_config``."""
+"""Settings of the KV store: the ``store`` object of ``kv_connector_extra_config``."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """Settings of the store, with their units in the names.
+    """Settings of the KV store.
 
     ``path``          folder on a local disk; empty: no disk tier
-    ``disk_gib``      bytes below ``path`` of all engines that share it, never exceeded
-    ``memory_gib``    host memory for objects of all engines of this host; 0: no memory tier
-    ``memory_path``   folder on a tmpfs; engines that give the same one share their memory
-    ``chunk_tokens``  tokens of one object
-    ``staging_mib``   shared memory of this engine between files and KV blocks
-    ``lookup_s``      a lookup that has not answered by then is a miss
-    ``load_s``        loads of a request that are not verified by then are not used
-    ``store_s``       an object that is not written by then is dropped
+    ``disk_gib``      budget of ``path`` in GiB, shared by all engines that use it
+    ``memory_gib``    budget of host memory in GiB, shared by all engines of this host; 0: no memory
+                      tier
+    ``memory_path``   folder on a tmpfs; engines with the same folder share its objects
+    ``chunk_tokens``  tokens per object
+    ``staging_mib``   shared memory of this engine between files and KV blocks, in MiB
+    ``lookup_s``      time after which a lookup without an answer is a miss, in seconds
+    ``load_s``        time after which unverified loads are not used, in seconds
+    ``store_s``       time after which an unwritten object is dropped, in seconds
     """
 
     path: str = ""
@@ -39,7 +40,7 @@ class StoreSettings:
 
     @property
     def tiers(self) -> list[tuple[str, Path, int]]:
-        """(label, folder, budget in bytes), the fastest first."""
+        """(label, folder, budget in bytes) of each tier, fastest first."""
         found = []
         if self.memory_gib:
             found.append(("memory", Path(self.memory_path), int(self.memory_gib * GIB)))
@@ -49,7 +50,10 @@ class StoreSettings:
 
 
 def parse_settings(extra: Mapping[str, Any]) -> StoreSettings:
-    """Read the ``store`` object of ``kv_connector_extra_config``. Raises ConfigurationError that names the key."""
+    """Parse the ``store`` object of ``kv_connector_extra_config``.
+
+    Raises ConfigurationError that names the key.
+    """
     given = extra.get("store")
     if not isinstance(given, Mapping):
         raise ConfigurationError("kv_connector_extra_config: store must be an object with at least path or memory_gib")
@@ -58,7 +62,7 @@ def parse_settings(extra: Mapping[str, Any]) -> StoreSettings:
     for key, value in dict[str, Any](given).items():
         if key not in types:
             raise ConfigurationError(
-                f"kv_connector_extra_config: unknown key store.{key}; known are {', '.join(sorted(types))}"
+                f"kv_connector_extra_config: unknown key store.{key}; known keys are {', '.join(sorted(types))}"
             )
         wanted = types[key]
         if wanted is float and type(value) is int:
@@ -71,7 +75,7 @@ def parse_settings(extra: Mapping[str, Any]) -> StoreSettings:
     settings = StoreSettings(**values)
     if not settings.tiers:
         raise ConfigurationError(
-            "kv_connector_extra_config: store has neither a path nor memory_gib; set one of them, or leave store out"
+            "kv_connector_extra_config: store has neither a path nor memory_gib; set one of them, or remove store"
         )
     for key in ("path", "memory_path"):
         folder = getattr(settings, key)

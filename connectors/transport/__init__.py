@@ -1,1 +1,1 @@
-"""Moving bytes and messages between agents: NIXL, and an in-memory transport for tests and simulations."""
+"""Moves bytes and messages between agents: over NIXL, or in memory for tests and simulations."""

@@ -1,9 +1,9 @@
 """Interface of a transport: registered memory, one-sided writes, messages.
 
-Order of calls: ``register`` once, ``metadata`` to send to peers, ``add_peer`` with theirs, then ``write`` /
-``poll`` and ``notify`` / ``notifications`` in any order, ``close`` last. A peer can be notified as soon as its
-metadata has been added on this side; it need not have added ours. ``add_peer``, ``reconnect`` and ``notify`` may be
-called from any thread at any time; the owner serialises the others.
+Call order: ``register`` once, ``metadata`` to send to peers, ``add_peer`` with theirs, then
+``write``, ``poll``, ``notify`` and ``notifications`` in any order, and ``close`` last. A peer can
+be notified once its metadata has been added on this side; it need not have added ours.
+``add_peer``, ``reconnect`` and ``notify`` are thread-safe; the owner serialises all other calls.
 """
 
 from __future__ import annotations
@@ -18,52 +18,64 @@ WriteHandle = int
 
 
 class Transport(Protocol):
-    """Moves bytes and messages between agents. ``name`` is this agent's, unique among all that may ever meet."""
+    """Moves bytes and messages between agents.
+
+    ``name``  this agent's name, unique among all agents that may ever be peers
+    ``kind``  name of the transport; peers need the same one
+    """
 
     name: str
     kind: str
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Make memory readable for our writes and writable for peers'. Raises TransportError."""
+        """Register memory that we read from and peers write to. Raises TransportError."""
 
     def metadata(self) -> bytes:
         """Return the metadata with which a peer reaches this agent and its registered memory."""
         ...
 
     def add_peer(self, metadata: bytes, name: str | None = None) -> str:
-        """Learn of a peer; its name. Adding it again is harmless.
+        """Add a peer and return its name. Adding a known peer has no effect.
 
-        Raises TransportError for unusable metadata, and where it is not that of ``name``: then nothing is learned.
+        Raises TransportError for unusable metadata, or if its name is not ``name``. No peer is then
+        added.
         """
         ...
 
     def reconnect(self, peer: str) -> None:
-        """Make the connection to an added peer anew. Raises TransportError, also while a write to it is under way."""
+        """Reopen the connection to a peer.
+
+        Raises TransportError, also if a write to it is in flight.
+        """
 
     def remove_peer(self, peer: str) -> None:
-        """Forget a peer. Nothing may be under way to it."""
+        """Remove a peer. No write or message to it may be in flight."""
 
     def write(self, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> WriteHandle:
-        """Start copying ``runs``, at least one, from our registered memory to the peer's.
+        """Start to copy ``runs`` (at least one) from our registered memory to the peer's.
 
-        Raises TransportError where nothing was posted, and FailedWriteError where parts of the write may still arrive.
+        Raises TransportError if nothing was posted, FailedWriteError if parts of the write may
+        arrive.
         """
         ...
 
     def poll(self, handle: WriteHandle) -> bool:
-        """True once all bytes of a write are in the peer's memory; the handle is spent then.
+        """Return whether all bytes of a write are in the peer's memory. True ends the handle.
 
-        Raises FailedWriteError where the write has failed; the handle is spent then too. Parts of the write may still
-        arrive: an error is no acknowledgement.
+        Raises FailedWriteError if the write has failed, which also ends the handle. Parts of the
+        write may still arrive: the error is no acknowledgement.
         """
         ...
 
     def notify(self, peer: str, payload: bytes) -> None:
-        """Send a message, delivered at most once. Raises TransportError where the peer is known to be out of reach."""
+        """Send a message, delivered at most once.
+
+        Raises TransportError if the peer is unreachable.
+        """
 
     def notifications(self) -> list[tuple[str, bytes]]:
-        """(sender's name, payload) of the messages that have come since the last call."""
+        """Return (sender's name, payload) of the messages received since the last call."""
         ...
 
     def close(self) -> None:
-        """Give everything back. Idempotent."""
+        """Release all writes and deregister all memory. Idempotent."""

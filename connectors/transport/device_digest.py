@@ -1,14 +1,16 @@
-"""Hashes a stream where it lies, on any torch device: only 8 bytes of each 16 KiB travel to the host.
+"""Hashes a stream in place on any torch device; only 8 bytes per 16 KiB move to the host.
 
-xxh3 reads a stream from front to back, which an accelerator cannot do fast. Here every piece is cut into segments of
-at most 16 KiB, each segment into little-endian signed 32-bit words ``w``, the last one padded with zeros, and
+xxh3 reads a stream sequentially, which is slow on an accelerator. Here each piece is divided into
+segments of at most 16 KiB, and each segment into little-endian signed 32-bit words ``w``, the last
+one padded with zeros:
 
     sum of a segment = k[0] * w[0] + k[1] * w[1] + ...   modulo 2^64
     hash of a stream = xxh3_128 of the sums of its segments, in order
 
-with 4096 fixed odd keys ``k`` (multilinear hashing: Lemire and Kaser, "Strongly universal string hashing is fast").
-Integer sums depend on no order, so all devices get the same bits. A change of one word always changes its segment's
-sum; any other damage is missed with a probability of at most 2^-32 for each segment that it touches.
+``k`` are 4096 fixed odd keys (multilinear hashing: Lemire and Kaser, "Strongly universal string
+hashing is fast"). Integer sums do not depend on order, so all devices compute the same bits. A
+change of one word always changes its segment's sum; other damage stays undetected with a
+probability of at most 2^-32 per damaged segment.
 """
 
 from __future__ import annotations
@@ -30,15 +32,17 @@ from connectors.transport.digest import HostMemory, Memory
 SEGMENT_BYTES = 16 * 2**10
 _WORD_BYTES = 4
 _HOST_BATCH_BYTES, _DEVICE_BATCH_BYTES = 2**20, 16 * 2**20
-"""Bytes gathered at a time: a CPU's cache holds them; words and products take three times as much of the memory."""
+"""Bytes gathered at a time. On a CPU, they fit in its cache. Words and products take three times as
+much memory.
+"""
 
 KEYS = np.frombuffer(hashlib.shake_128(b"tandem").digest(8 * SEGMENT_BYTES // _WORD_BYTES), "<i8") | 1
 
 
 class CacheMemory:
-    """One worker's cache, as digests of its transfers read it. ``tensors`` are views of it, wherever it lies.
+    """One worker's cache, read to compute digests. Thread-safe.
 
-    Host memory needs no tensors. Thread-safe.
+    ``tensors``  views of the cache on its device; host memory needs none
     """
 
     def __init__(self, layout: EngineLayout, tensors: Sequence[torch.Tensor] = ()) -> None:
@@ -48,7 +52,7 @@ class CacheMemory:
         self._device: DeviceMemory | None = None
 
     def shared_with(self, peer: MemoryKind) -> Memory:
-        """Return the memory whose streams a peer with its cache at ``peer`` hashes in the same way."""
+        """Return the memory whose hashes equal those of a peer with its cache at ``peer``."""
         # Two threads may each create one; both are equal.
         if self._layout.memory_kind.memory == peer.memory == "DRAM":
             self._host = self._host or HostMemory(self._layout)
@@ -58,10 +62,11 @@ class CacheMemory:
 
 
 class DeviceMemory:
-    """A cache on a torch device, the CPU included. Work is queued on a stream of its own.
+    """A cache on a torch device, the CPU included. Work is queued on a separate device stream.
 
-    On an accelerator ``StreamHash.feed`` returns before the device has read the bytes; ``digest`` waits for it. The
-    caller of ``feed`` must know that the bytes are computed, for example by an event.
+    On an accelerator ``StreamHash.feed`` returns before the device has read the bytes; ``digest``
+    waits for it. The caller of ``feed`` ensures that the bytes have been computed, for example with
+    an event.
     """
 
     def __init__(self, layout: EngineLayout, tensors: Sequence[torch.Tensor] = ()) -> None:
@@ -71,7 +76,7 @@ class DeviceMemory:
         on_cpu = self.device.type == "cpu"
         self._batch_bytes = _HOST_BATCH_BYTES if on_cpu else _DEVICE_BATCH_BYTES
         self._module = torch.get_device_module(self.device)
-        # Digests do not wait for the kernels of the forward pass, which run on another stream.
+        # A separate stream: digests do not wait for the kernels of the forward pass.
         self._stream = None if on_cpu else self._module.Stream(device=self.device, priority=-1)
         self._keys = torch.from_numpy(KEYS).to(self.device)
 
@@ -79,17 +84,17 @@ class DeviceMemory:
         return DeviceStream(self)
 
     def queue(self) -> contextlib.AbstractContextManager[object]:
-        """Make the stream of digests current in this thread."""
+        """Make the digest stream current in this thread."""
         if self._stream is None:
             return contextlib.nullcontext()
-        # A context for each use: threads share the stream, and a `torch.Stream` cannot be entered twice.
+        # A context per use: threads share the stream, and a `torch.Stream` cannot be entered twice.
         context: contextlib.AbstractContextManager[object] = self._module.stream(self._stream)
         return context
 
     def sums(self, address: Ints, length: int) -> torch.Tensor:
         """Queue the sums of ``length`` bytes at each address; shape (addresses, segments), int64.
 
-        All addresses lie in one region. Raises PlanError where they lie in none.
+        All addresses must lie in one region, else PlanError.
         """
         region, content = self._region_of(int(address[0]))
         last = int(address.max()) + length
@@ -113,15 +118,15 @@ class DeviceMemory:
         raise PlanError(f"address {address:#x} lies in no region of this cache")
 
     def _sum_segments(self, content: torch.Tensor, offset: Ints, length: int) -> torch.Tensor:
-        """Return one sum for each segment of ``length`` bytes."""
+        """Return one sum per segment of ``length`` bytes, shape (segments,)."""
         words = -(-length // _WORD_BYTES)
         aligned = not (content.data_ptr() % _WORD_BYTES or length % _WORD_BYTES or (offset % _WORD_BYTES).any())
         if aligned:
-            # The view of a tensor as words must have no odd bytes at its end.
+            # A view as words must have a multiple of 4 bytes.
             content = content[: len(content) // _WORD_BYTES * _WORD_BYTES].view(torch.int32)
             offset = offset // _WORD_BYTES
         row = words if aligned else length
-        # Row i is the bytes from offset i; only indexed rows are read.
+        # Row i is the bytes from offset i. Only the indexed rows are read.
         rows = content.as_strided((len(content) - row + 1, row), (1, 1), content.storage_offset())
         index = self._upload(offset)
         step = max(1, self._batch_bytes // length)
@@ -134,7 +139,10 @@ class DeviceMemory:
         return sums[0] if len(sums) == 1 else torch.cat(sums)
 
     def _upload(self, offset: Ints) -> torch.Tensor:
-        """Return offsets as a tensor on the device. A copy from pageable memory would wait for the stream."""
+        """Return offsets as a tensor on the device.
+
+        Pinned: a pageable copy would wait for the stream.
+        """
         index = torch.from_numpy(np.ascontiguousarray(offset))
         return index if self._stream is None else index.pin_memory().to(self.device, non_blocking=True)
 
@@ -160,7 +168,10 @@ class DeviceStream:
 
 
 def _bytes_of(region: Region, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a region as a tensor of bytes. Raises ConfigurationError where no tensor's storage holds it."""
+    """Return a region as a tensor of bytes.
+
+    Raises ConfigurationError if no tensor's storage contains it.
+    """
     if region.memory_kind.memory == "DRAM":
         memory = (ctypes.c_uint8 * region.length_bytes).from_address(region.address)
         return torch.frombuffer(memory, dtype=torch.uint8)

@@ -1,14 +1,16 @@
-"""A digest of exactly the bytes that one pair of ranks moves, computed on either end from that end's own memory.
+"""Digest of the bytes that one pair of ranks moves, computed at each end from its own memory.
 
-Both ends feed the units of a transfer in ascending order, in whatever chunks; the producer as it posts them, the
-consumer all at once when everything has arrived. Every *stream*, the pieces of one layer of one group that have one
-length, is hashed by itself, unit after unit, so layers may come in any order too. The digest is that of all streams:
+Both ends feed the units of a transfer in ascending order, in any chunks: the producer when it posts
+them, the consumer when everything has arrived. A *stream* is the pieces of equal length of one
+layer of one group. Each stream is hashed separately, unit after unit, so layers may be fed in any
+order. The digest combines all streams:
 
     xxh3_128( for every stream: group, first piece, bytes fed, hash of the stream )
 
-The plan orders pieces the same way on both ends, so equal digests mean equal bytes in the places that were meant. The
-hash of a stream depends on where the two caches lie: between two host memories it is xxh3_128 of the bytes
-(``HostMemory``); otherwise both ends take the one that accelerators compute in place (``device_digest.py``).
+The plan has the same order of pieces at both ends, so equal digests mean equal bytes at the
+intended addresses. Between two host memories, the hash of a stream is xxh3_128 of its bytes
+(``HostMemory``). Otherwise both ends use the hash that accelerators compute in place
+(``device_digest.py``).
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from connectors.planning.plan import GroupPlan, PairPlan, Side
 
 Bytes = npt.NDArray[np.uint8]
 
-# Runs at least this long are hashed in place; shorter ones are gathered first, _GATHER_BYTES at a time.
+# Runs of at least this length are hashed in place; shorter ones are gathered first, _GATHER_BYTES
+# at a time.
 _LONG_RUN_BYTES = 16 * 2**10
 _GATHER_BYTES = 512 * 2**10
 
@@ -51,7 +54,7 @@ class StreamHash(Protocol):
         """Add ``length`` bytes at each address, in order."""
 
     def digest(self) -> bytes:
-        """Return the hash of all that has been fed."""
+        """Return the hash of all bytes fed so far."""
         ...
 
 
@@ -61,7 +64,7 @@ class Memory(Protocol):
     num_blocks: int
 
     def new_stream(self) -> StreamHash:
-        """Return the hash of a stream that has no bytes yet."""
+        """Return the hash of an empty stream."""
         ...
 
 
@@ -75,7 +78,8 @@ class HostMemory:
         self._base = min(region.address for region in layout.regions)
         self._span = max(region.end for region in layout.regions) - self._base
         memory = memoryview((ctypes.c_uint8 * self._span).from_address(self._base))
-        # One array from the first region to the last. Only pages are read, never the memory between regions.
+        # One array from the first region to the last. Only pages are read, never the gaps between
+        # regions.
         self._bytes: Bytes = np.frombuffer(memory, np.uint8)
         self._rows: dict[int, Bytes] = {}
 
@@ -99,7 +103,7 @@ class HostMemory:
             hasher.update(rows[offset[first : first + step]].data)
 
     def _rows_of(self, length: int) -> Bytes:
-        """A view in which row i is the ``length`` bytes at offset i."""
+        """Return a view in which row i is the ``length`` bytes at offset i."""
         rows = self._rows.get(length)
         if rows is None:
             shape = (self._span - length + 1, length)
@@ -123,7 +127,7 @@ class HostStream:
 
 @dataclass(frozen=True, slots=True)
 class _Stream:
-    """Pieces ``[first, stop)`` of a group: of one layer, ``piece_bytes`` each."""
+    """Pieces ``[first, stop)`` of a group, all of one layer and of ``piece_bytes`` bytes each."""
 
     first: int
     stop: int
@@ -131,13 +135,13 @@ class _Stream:
 
 
 def digests(plan: PairPlan, memory: Memory, end: End) -> Callable[[], TransferDigest]:
-    """Makes the digests of a pair's transfers on one end. Call it once a pair, and what it returns once a transfer."""
+    """Return a function that creates the digest of one transfer, for one end of a pair of ranks."""
     groups = tuple((group, group.src if end is End.SOURCE else group.dst, _streams(group)) for group in plan.groups)
     return lambda: TransferDigest(groups, memory)
 
 
 class TransferDigest:
-    """Digest of one transfer between a pair of ranks; created by ``digests``."""
+    """Digest of one transfer between a pair of ranks. Created by ``digests``."""
 
     def __init__(self, groups: tuple[tuple[GroupPlan, Side, tuple[_Stream, ...]], ...], memory: Memory) -> None:
         self._groups = groups
@@ -146,14 +150,18 @@ class TransferDigest:
         self._fed_bytes = [[0 for _ in streams] for *_, streams in groups]
 
     def add(self, group: int, ids: Ints, parts: Ints, layers: tuple[int, int] | None = None) -> None:
-        """Part ``parts[i]`` of this end's block ``ids[i]``, for every i in order.
+        """Add part ``parts[i]`` of this end's block ``ids[i]``, for every i in order.
 
-        ``layers`` limits that to layers ``[first, stop)``. Raises PlanError for a block that this end does not have.
+        ``layers``  ``(first, stop)`` range of the group's layers; None means all layers
+
+        Raises PlanError for a block that does not exist at this end.
         """
         if not len(ids):
             return
         if not 0 <= int(ids.min()) <= int(ids.max()) < self._memory.num_blocks:
-            raise PlanError(f"group {group}: blocks {ids.min()} to {ids.max()} of {self._memory.num_blocks} are meant")
+            raise PlanError(
+                f"group {group}: blocks {ids.min()} to {ids.max()} are not all in a pool of {self._memory.num_blocks}"
+            )
         plan, side, streams = self._groups[group]
         pieces = plan.pieces_of(layers)
         address = side.at(pieces, ids, parts)

@@ -1,7 +1,7 @@
-"""A transport between agents of one process: real bytes, real bounds, no network.
+"""In-memory transport between agents of one process: real bytes and bounds checks, no network.
 
-Tests and simulations use it to run whole transfers without NIXL. A ``Fabric`` is the network: agents on one fabric
-can reach each other. Like NIXL it refuses runs outside registered memory, on either side.
+Tests and simulations run whole transfers on it without NIXL. Agents on one ``Fabric`` can reach
+each other. Like NIXL, it refuses runs outside registered memory on either side.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from connectors.planning.layout import MemoryKind, Region
 
 
 class Fabric:
-    """The agents that can reach each other, by name. ``cut`` and ``mend`` take one away and bring it back."""
+    """A simulated network of agents, by name.
+
+    ``cut`` disconnects one agent, ``mend`` reconnects it.
+    """
 
     def __init__(self) -> None:
         self.agents: dict[str, MemoryTransport] = {}
@@ -31,13 +34,14 @@ class Fabric:
         self.unreachable.discard(name)
 
     def agent(self, sender: str, peer: str) -> MemoryTransport:
+        """Return the agent ``peer``. Raises TransportError if ``sender`` cannot reach it."""
         if peer not in self.agents or peer in self.unreachable or sender in self.unreachable:
-            raise TransportError(peer, "no such agent can be reached on this fabric")
+            raise TransportError(peer, "this agent is unreachable on this fabric")
         return self.agents[peer]
 
 
 class MemoryTransport:
-    """One agent. Writes are copied when they are posted and are done at the next poll."""
+    """One agent. Writes are copied when posted and reported done at the next poll."""
 
     kind = "memory"
 
@@ -74,14 +78,14 @@ class MemoryTransport:
         self._check_open()
         peer = metadata.decode(errors="replace")
         if name is not None and peer != name:
-            raise TransportError(name, f"its agent metadata is that of {peer[:80]!r}")
+            raise TransportError(name, f"the metadata belongs to agent {peer[:80]!r}")
         self.fabric.agent(self.name, peer)
         self._peers.add(peer)
         return peer
 
     def reconnect(self, peer: str) -> None:
         if peer in self._pending.values():
-            raise TransportError(peer, "a write to it is under way; it cannot be connected to anew")
+            raise TransportError(peer, "cannot reconnect while a write to this peer is in flight")
         self._reach(peer)
 
     def remove_peer(self, peer: str) -> None:
@@ -90,7 +94,7 @@ class MemoryTransport:
     def write(self, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> int:
         receiver = self._reach(peer)
         if not len(runs):
-            raise TransportError(peer, "a write of 0 runs")
+            raise TransportError(peer, "cannot write 0 runs; at least one is needed")
         self._check_inside(self.name, runs.src, runs.length)
         receiver._check_inside(peer, runs.dst, runs.length)  # noqa: SLF001 - another agent of this class
         for dst, src, length in zip(runs.dst.tolist(), runs.src.tolist(), runs.length.tolist(), strict=True):
@@ -135,4 +139,4 @@ class MemoryTransport:
             inside |= (address >= region.address) & (address + length <= region.end)
         if not inside.all():
             outside = int(address[~inside][0])
-            raise TransportError(owner, f"address {outside:#x} is not inside its registered memory")
+            raise TransportError(owner, f"address {outside:#x} is outside its registered memory")

@@ -1,8 +1,9 @@
-"""NIXL as a transport: the only importer of nixl.
+"""Transport over NIXL. No other product module imports nixl.
 
-One agent per worker, the UCX back end. NIXL's own progress thread spins: it takes a whole core per worker, idle or not.
-It stays off, and whoever owns the transport calls ``poll`` and ``notifications`` often enough for writes to move on
-(docs/decisions/0003). Every NIXL error becomes a TransportError that names the peer.
+Each worker has one agent with the UCX back end. NIXL's own progress thread is off, because it spins
+and takes a core per worker, idle or not. The transport's owner calls ``poll`` and ``notifications``
+often enough for writes to progress (docs/decisions/0003). Every NIXL error becomes a TransportError
+that names the peer.
 """
 
 from __future__ import annotations
@@ -18,25 +19,34 @@ from connectors.errors import ConfigurationError, FailedWriteError, TransportErr
 from connectors.planning.descriptors import Runs
 from connectors.planning.layout import MemoryKind, Region
 
-# UCX waits for a TCP connection, for minutes where a host does not answer, and with it everybody who calls NIXL. So
-# connections are made in the background; UCX_TCP_CONN_NB in the environment has the last word.
+# Without this, UCX blocks every NIXL call while it opens a TCP connection: for minutes if a host
+# does not answer. UCX_TCP_CONN_NB in the environment overrides it.
 _PARAMETERS = {"UCX": {"engine_config": "TCP_CONN_NB=y"}}
 
 
 class NixlTransport:
-    """A NIXL agent. NIXL has no error classes that can be imported by name, so any Exception of a call is mapped."""
+    """A NIXL agent.
+
+    NIXL's error classes cannot be imported by name, so any Exception of a call becomes a
+    TransportError.
+    """
 
     kind = "nixl"
 
     def __init__(self, name: str, backends: Sequence[str] = ("UCX",), devices: Sequence[str] = ()) -> None:
-        """``devices`` are the network devices that UCX may use, in its words; none: what its environment says, or all.
+        """Start the agent and its back ends.
 
-        Raises ConfigurationError for a back end that this NIXL does not have, TransportError where one does not start.
-        They hold for all transports that this process makes from now on.
+        ``devices``  UCX names of the network devices to use, for all transports that this process
+                     creates from now on; empty: UCX's environment variables decide, else all
+                     devices
+
+        Raises ConfigurationError for a back end that this NIXL build lacks, TransportError if one
+        fails to start.
         """
         self.name = name
         if devices:
-            # NIXL has a parameter for it, `ucx_devices`, with which UCX still listens on all of them.
+            # NIXL's parameter `ucx_devices` does not suffice: UCX then still listens on all
+            # devices.
             os.environ["UCX_NET_DEVICES"] = ",".join(devices)
         try:
             self._agent: nixl_agent | None = nixl_agent(
@@ -54,8 +64,8 @@ class NixlTransport:
         missing = [backend for backend in backends if backend not in known]
         if missing:
             raise ConfigurationError(
-                f"transfer.backends (kv_connector_extra_config: backends): NIXL has no back end {', '.join(missing)}, "
-                f"but {', '.join(known)}"
+                f"transfer.backends (kv_connector_extra_config: backends): NIXL has no back end {', '.join(missing)}; "
+                f"available are {', '.join(known)}"
             )
         try:
             for backend in backends:
@@ -81,7 +91,7 @@ class NixlTransport:
             try:
                 self._registered.append(agent.register_memory(ranges, memory))
             except Exception as error:
-                raise TransportError(self.name, f"registering {len(ranges)} {memory} regions: {error}") from error
+                raise TransportError(self.name, f"cannot register {len(ranges)} {memory} regions: {error}") from error
 
     def metadata(self) -> bytes:
         return bytes(self._live().get_agent_metadata())
@@ -91,18 +101,18 @@ class NixlTransport:
         try:
             peer = _text(agent.add_remote_agent(metadata))
         except Exception as error:
-            raise TransportError(name or "?", f"its agent metadata is not usable: {error}") from error
+            raise TransportError(name or "?", f"NIXL rejects its metadata: {error}") from error
         if name is not None and peer != name:
-            # One that we know is not harmed: NIXL refuses another connection under a known name.
+            # A known peer stays: NIXL refuses a second connection under a known name.
             if peer not in self._metadata:
                 self.remove_peer(peer)
-            raise TransportError(name, f"its agent metadata is that of {peer[:80]!r}")
+            raise TransportError(name, f"the metadata belongs to agent {peer[:80]!r}")
         self._metadata[peer] = metadata
         return peer
 
     def reconnect(self, peer: str) -> None:
         if any(owner == peer for owner, _ in list(self._handles.values())):
-            raise TransportError(peer, "a write to it is under way; it cannot be connected to anew")
+            raise TransportError(peer, "cannot reconnect while a write to this peer is in flight")
         metadata = self._metadata.get(peer)
         if metadata is None:
             raise TransportError(peer, "its metadata has not been added")
@@ -110,9 +120,9 @@ class NixlTransport:
         try:
             self.add_peer(metadata)
         except TransportError as error:
-            # Out of reach for now: the next attempt needs its metadata again.
+            # Keep the metadata: the next attempt needs it.
             self._metadata[peer] = metadata
-            raise TransportError(peer, f"it cannot be connected to: {error}") from error
+            raise TransportError(peer, f"cannot reconnect: {error}") from error
 
     def remove_peer(self, peer: str) -> None:
         self._metadata.pop(peer, None)
@@ -123,27 +133,31 @@ class NixlTransport:
         return self.post(peer, self.prepare(peer, runs, source, target))
 
     def prepare(self, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> nixl_xfer_handle:
-        """A write that has only to be posted (``post``) or given up (``discard``). Raises TransportError."""
+        """Return a prepared write, to be posted (``post``) or discarded (``discard``).
+
+        Raises TransportError.
+        """
         agent = self._live()
         try:
             local = agent.get_xfer_descs(_descriptors(runs.src, runs.length, source.device), source.memory)
             remote = agent.get_xfer_descs(_descriptors(runs.dst, runs.length, target.device), target.memory)
             return agent.initialize_xfer("WRITE", local, remote, peer)
         except Exception as error:
-            raise TransportError(peer, f"preparing a write of {len(runs)} runs: {error}") from error
+            raise TransportError(peer, f"cannot prepare a write of {len(runs)} runs: {error}") from error
 
     def post(self, peer: str, xfer: nixl_xfer_handle) -> int:
-        """Start a prepared write. Raises FailedWriteError.
+        """Start a prepared write and return its handle. Raises FailedWriteError.
 
-        NIXL does not tell how far it has come: a post that fails midway only asks UCX to cancel the puts before
-        (``nixlUcxEngine::sendXferRange``, ``nixlUcxBackendReqH::release`` in ``ucx_backend.cpp``).
+        NIXL does not report how much was posted: a post that fails midway only requests the
+        cancellation of earlier puts (``nixlUcxEngine::sendXferRange``,
+        ``nixlUcxBackendReqH::release`` in ``ucx_backend.cpp``).
         """
         agent = self._live()
         try:
             state = agent.transfer(xfer)
         except Exception as error:
             self.discard(xfer)
-            raise FailedWriteError(peer, f"posting a write: {error}") from error
+            raise FailedWriteError(peer, f"posting a write failed: {error}") from error
         if state == "ERR":
             self.discard(xfer)
             raise FailedWriteError(peer, "posting a write failed")
@@ -173,14 +187,14 @@ class NixlTransport:
         try:
             agent.send_notif(peer, payload)
         except Exception as error:
-            raise TransportError(peer, f"sending a message of {len(payload)} bytes: {error}") from error
+            raise TransportError(peer, f"cannot send a message of {len(payload)} bytes: {error}") from error
 
     def notifications(self) -> list[tuple[str, bytes]]:
         agent = self._live()
         try:
             inbox = agent.get_new_notifs()
         except Exception as error:
-            raise TransportError(self.name, f"taking messages: {error}") from error
+            raise TransportError(self.name, f"cannot read messages: {error}") from error
         return [(_text(peer), payload) for peer, payloads in inbox.items() for payload in payloads]
 
     def close(self) -> None:
@@ -200,14 +214,15 @@ class NixlTransport:
         return self._agent
 
     def discard(self, xfer: nixl_xfer_handle) -> None:
-        """Give back a write that has ended, has failed or was not posted."""
-        # Releasing an unfinished transfer raises after it has started the abort; NIXL then releases it itself.
+        """Release a write that has ended, has failed or was not posted."""
+        # Releasing an unfinished transfer starts its abort and raises; NIXL then releases it
+        # itself.
         with contextlib.suppress(Exception):
             xfer.release()
 
 
 def _descriptors(address: np.ndarray, length: np.ndarray, device: int) -> np.ndarray:
-    """(address, bytes, device) rows, as NIXL takes them. Shape (N, 3), uint64."""
+    """Return NIXL's descriptors, rows of (address, bytes, device): shape (N, 3), uint64."""
     table = np.empty((len(address), 3), np.uint64)
     table[:, 0], table[:, 1], table[:, 2] = address, length, device
     return table

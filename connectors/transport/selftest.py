@@ -1,8 +1,9 @@
-"""A real transfer between two processes of this machine: `python -m connectors.transport.selftest --backends UCX`.
+"""NIXL transfer between two processes of this host: `python -m connectors.transport.selftest`.
 
-Starts a receiver and a sender, which register memory, write, compare digests and send a message, as engines do. Prints
-one JSON object: `seconds` and `bytes`, or `error`; and `plugins`, the back ends that NIXL has. UCX reads its own
-settings from the environment; `--sender-env` and `--receiver-env` (JSON objects) add to it.
+A receiver and a sender register memory, write, compare digests and send a message, as engines do.
+The output is one JSON object: `seconds` and `bytes`, or `error`; and `plugins`, the back ends of
+this NIXL build. UCX reads its settings from the environment; `--sender-env` and `--receiver-env`
+(JSON objects) add to it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import time
 from typing import IO, Any
 
 START_S = 120.0
-"""For a process to import NIXL (which imports torch) and to start it."""
+"""Limit in seconds for a process to import NIXL, which imports torch, and to start it."""
 
 TRANSFER_BYTES = 16 * 2**20
 RUN_BYTES = 2**16
@@ -29,19 +30,21 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m connectors.transport.selftest", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--backends", default="UCX", help="NIXL back ends, with commas between them")
-    parser.add_argument("--devices", default="", help="network devices for UCX, with commas between them; none: all")
-    parser.add_argument("--timeout-s", type=float, default=30.0, help="for the transfer itself (seconds)")
-    parser.add_argument("--sender-env", type=json.loads, default={}, help="environment of the prefill role's process")
-    parser.add_argument("--receiver-env", type=json.loads, default={}, help="environment of the decode role's process")
+    parser.add_argument("--backends", default="UCX", help="NIXL back ends, separated by commas")
+    parser.add_argument("--devices", default="", help="network devices for UCX, separated by commas; empty: all")
+    parser.add_argument("--timeout-s", type=float, default=30.0, help="limit of the transfer itself, in seconds")
+    parser.add_argument("--sender-env", type=json.loads, default={}, help="environment variables of the sender (JSON)")
     parser.add_argument(
-        "--show", action="store_true", help="let the processes write to stderr, as with UCX_PROTO_INFO=y"
+        "--receiver-env", type=json.loads, default={}, help="environment variables of the receiver (JSON)"
+    )
+    parser.add_argument(
+        "--show", action="store_true", help="show the processes' stderr, for example with UCX_PROTO_INFO=y"
     )
     parser.add_argument("--end", choices=["sender", "receiver"], help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     backends, devices = options.backends.split(","), [one for one in options.devices.split(",") if one]
     if options.end:
-        # NIXL writes its own lines to stdout, where the parent expects ours alone.
+        # NIXL writes to stdout, where the parent expects only our lines.
         pipe, sys.stdout = os.fdopen(os.dup(1), "w", buffering=1), sys.stderr
         os.dup2(2, 1)
         return _end(options.end, backends, devices, options.timeout_s, pipe)
@@ -54,7 +57,10 @@ def main(argv: list[str] | None = None) -> int:
 def run(
     backends: list[str], devices: list[str], timeout_s: float, environments: dict[str, dict[str, str]], show: bool
 ) -> dict[str, Any]:
-    """Return the findings of the two processes. A missing capability is a finding, not an exception."""
+    """Run both processes and return the result.
+
+    A missing capability is a result, not an exception.
+    """
     ends = {name: _start(name, backends, devices, timeout_s, own, show) for name, own in environments.items()}
     receiver, sender = ends["receiver"], ends["sender"]
     try:
@@ -73,7 +79,7 @@ def run(
         if "error" in received:
             return received
         if received["digest"] != sent["digest"]:
-            return {"error": "the bytes that arrived are not those that were sent"}
+            return {"error": "the received bytes differ from the bytes sent"}
         return {"seconds": sent["seconds"], "bytes": TRANSFER_BYTES, "plugins": ready["plugins"]}
     finally:
         for process in ends.values():
@@ -108,7 +114,7 @@ def _tell(process: subprocess.Popen[bytes], what: dict[str, Any]) -> None:
 
 
 def _answer(end: str, process: subprocess.Popen[bytes], timeout_s: float) -> dict[str, Any]:
-    """The next line of a process, or what is known of its failure."""
+    """Return the next JSON line of a process, or an error with what is known of its failure."""
     assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], timeout_s)
     line = process.stdout.readline() if ready else b""
@@ -116,13 +122,13 @@ def _answer(end: str, process: subprocess.Popen[bytes], timeout_s: float) -> dic
         answer: dict[str, Any] = json.loads(line)
         return answer
     if not ready:
-        return {"error": f"the {end} did not come to an end within {timeout_s:g} s"}
-    complaints = (process.communicate()[1] or b"").decode(errors="replace").strip().splitlines()
-    return {"error": f"the {end} ended with status {process.returncode}: {complaints[-1] if complaints else '?'}"}
+        return {"error": f"the {end} did not finish within {timeout_s:g} s"}
+    stderr_lines = (process.communicate()[1] or b"").decode(errors="replace").strip().splitlines()
+    return {"error": f"the {end} ended with status {process.returncode}: {stderr_lines[-1] if stderr_lines else '?'}"}
 
 
 def _end(end: str, backends: list[str], devices: list[str], timeout_s: float, pipe: IO[str]) -> int:
-    """One of the two processes: messages to the parent go to `pipe`, from it come on stdin."""
+    """Run one of the two processes. It writes messages to `pipe` and reads them from stdin."""
     from connectors.errors import TandemError
 
     try:
@@ -147,9 +153,9 @@ def _receive(backends: list[str], devices: list[str], timeout_s: float, pipe: IO
     sys.stdin.readline()  # the sender has started
     give_up_at = time.monotonic() + timeout_s
     while not transport.notifications():
-        _rest(give_up_at, "the message after the write did not come")
+        _rest(give_up_at, "the message after the write did not arrive")
     print(json.dumps({"digest": hashlib.blake2b(memory.data).hexdigest()}), file=pipe)
-    sys.stdin.read()  # until the parent has what it wants
+    sys.stdin.read()  # until the parent closes the pipe
 
 
 def _send(backends: list[str], devices: list[str], timeout_s: float, pipe: IO[str]) -> None:
@@ -174,11 +180,11 @@ def _send(backends: list[str], devices: list[str], timeout_s: float, pipe: IO[st
         peer, Runs(memory.ctypes.data + starts, receiver["address"] + starts, lengths), memory_kind, memory_kind
     )
     while not transport.poll(handle):
-        _rest(give_up_at, "the write did not come to an end")
+        _rest(give_up_at, "the write did not finish")
     seconds = time.monotonic() - began
     transport.notify(peer, b"written")
     print(json.dumps({"digest": hashlib.blake2b(memory.data).hexdigest(), "seconds": seconds}), file=pipe)
-    while time.monotonic() < give_up_at:  # a message leaves only while NIXL is called; the parent ends this
+    while time.monotonic() < give_up_at:  # NIXL sends a message only while it is called; the parent ends this process
         transport.notifications()
         time.sleep(POLL_S)
 
@@ -190,12 +196,12 @@ def _rest(give_up_at: float, otherwise: str) -> None:
 
 
 def _plugins() -> list[str]:
-    """The back ends that this build of NIXL has."""
+    """Return the back ends of this NIXL build; empty if they cannot be listed."""
     from nixl._api import nixl_agent, nixl_agent_config
 
     try:
         return sorted(nixl_agent("selftest-plugins", nixl_agent_config(backends=[])).get_plugin_list())
-    except Exception:  # NIXL's errors cannot be imported by name; the list is only a help
+    except Exception:  # NIXL's errors cannot be imported by name; the list is optional
         return []
 
 

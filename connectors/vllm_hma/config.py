@@ -1,4 +1,4 @@
-"""The connector's own configuration: what ``kv_connector_extra_config`` may hold, checked key by key."""
+"""Parses and checks ``kv_connector_extra_config``, the connector's configuration."""
 
 from __future__ import annotations
 
@@ -19,23 +19,28 @@ from connectors.vllm_hma.streaming import Streaming
 
 @dataclass(frozen=True, slots=True)
 class ConnectorConfig:
-    """Keys of ``kv_connector_extra_config``; those of ``TransferLimits`` stand beside them.
+    """Parsed ``kv_connector_extra_config``.
 
-    ``side_channel_host``   interface on which engines serve their metadata; the default serves one machine only
-    ``side_channel_port``   0 takes a free port; the prefill engine's answers carry the port taken
-    ``advertise_host``      name or address under which peers reach side_channel_host; needed where that is 0.0.0.0
-    ``secret``              secret shared by all engines that exchange KV; empty trusts every peer that can connect
-    ``supervisor``          token that a request must carry, as ``supervisor`` in its kv_transfer_params, to report that
-                            engines have ended (``engines_lost``); empty accepts no report. Tandem's actors generate it
-    ``backends``            NIXL back ends
-    ``devices``             network devices that UCX may use and listen on; none given: all where the host has RDMA
-                            devices, else the interface that has side_channel_host as its address
-    ``integrity``           full: compare digests of all transferred bytes before a request runs; off: compute none;
-                            auto: equals full
-    ``streaming``           chunk: send blocks when the chunk that completes them is computed; layer: send those of a
-                            prompt's last chunk layer by layer; auto: use the one that has cost less so far
-    ``trace_path``          append one JSON line per transfer event to this file; for benchmarks
-    ``store``               settings of the KV store (connectors/store/settings.py); none: the engine has no store
+    ``side_channel_host``  interface of the side channel; the default serves one machine only
+    ``side_channel_port``  port of the side channel; 0 selects a free one
+    ``advertise_host``     host name or address at which peers reach side_channel_host; required if
+                           that is 0.0.0.0
+    ``backends``           NIXL back ends
+    ``devices``            network devices for UCX; if empty, all on a host with RDMA devices, else
+                           the interface of side_channel_host
+    ``integrity``          full: compare digests of all transferred bytes before a request runs;
+                           off: compute none; auto: same as full
+    ``streaming``          chunk: write blocks when their chunk is computed; layer: write a prompt's
+                           last chunk layer by layer; auto: the mode with the lower measured cost
+    ``store``              settings of the KV store; None: no store
+    ``trace_path``         file for one JSON line per transfer event, for benchmarks; empty: no
+                           trace
+    ``supervisor``         token that authorises a request to report ended engines
+                           (``engines_lost``); empty: no report is accepted. Tandem's actors
+                           generate it
+    ``limits``             deadlines; each is a key of its own in the configuration
+    ``keys``               keys derived from ``secret``, which all engines share; an empty secret
+                           trusts every peer that can connect
     """
 
     side_channel_host: str = "127.0.0.1"
@@ -53,19 +58,21 @@ class ConnectorConfig:
 
     @property
     def reachable_host(self) -> str:
+        """Host name or address of the side channel for peers."""
         return self.advertise_host or self.side_channel_host
 
     def believes(self, supervisor: str) -> bool:
-        """Return whether a report of ended engines comes from this engine's supervisor."""
+        """Return whether ``supervisor`` is this engine's supervisor token."""
         return bool(self.supervisor) and hmac.compare_digest(self.supervisor.encode(), supervisor.encode())
 
     @property
     def net_devices(self) -> tuple[str, ...]:
-        """Network devices for UCX. Empty leaves the choice to UCX's environment variables, or else to UCX.
+        """Network devices for UCX. Empty: UCX's environment variables or UCX itself choose.
 
-        Otherwise UCX may bind to a transient interface and hang when that disappears. An engine with its side channel
-        on a loopback address has peers on this host only; elsewhere peers reach it on the side channel's interface,
-        unless there is RDMA (docs/decisions/0006).
+        Without a choice, UCX may bind to a transient interface and hang when it disappears. An
+        engine with its side channel on a loopback address has peers on this host only. Otherwise
+        peers reach it on the side channel's interface, unless the host has RDMA
+        (docs/decisions/0006).
         """
         if self.devices or "UCX_NET_DEVICES" in os.environ:
             return self.devices
@@ -97,10 +104,10 @@ def parse_config(extra: Mapping[str, Any]) -> ConnectorConfig:
     for key, value in extra.items():
         if key not in _OWN and key not in _LIMITS:
             known = ", ".join(sorted([*_OWN, *_LIMITS]))
-            raise ConfigurationError(f"kv_connector_extra_config: unknown key {key!r}; known are {known}")
+            raise ConfigurationError(f"kv_connector_extra_config: unknown key {key!r}; known keys are {known}")
         if key in _OWN and (not isinstance(value, _OWN[key]) or isinstance(value, bool)):
             shown = "" if key in ("secret", "supervisor") else f", not {value!r}"
-            raise ConfigurationError(f"kv_connector_extra_config: {key} must be {_OWN[key].__name__}{shown}")
+            raise ConfigurationError(f"kv_connector_extra_config: {key} must be of type {_OWN[key].__name__}{shown}")
     own: dict[str, Any] = {key: value for key, value in extra.items() if key in _OWN}
     if not 0 <= own.get("side_channel_port", 0) < 65536:
         raise ConfigurationError("kv_connector_extra_config: side_channel_port must be 0 to 65535")

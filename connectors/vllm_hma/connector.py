@@ -1,12 +1,14 @@
-"""Connector class that vLLM loads. It forwards each call to its scheduler side or worker side, and to the store's.
+"""Connector class that vLLM loads. It forwards each call to its scheduler side or worker side.
 
-KVTransferConfig(
-    kv_connector="TandemConnector",
-    kv_connector_module_path="connectors.vllm_hma.connector",
-    kv_role="kv_producer" | "kv_consumer" | "kv_both",
-    kv_load_failure_policy="recompute",
-    kv_connector_extra_config={...},  # connectors/vllm_hma/config.py
-)
+    KVTransferConfig(
+        kv_connector="TandemConnector",
+        kv_connector_module_path="connectors.vllm_hma.connector",
+        kv_role="kv_producer" | "kv_consumer" | "kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={...},  # connectors/vllm_hma/config.py
+    )
+
+With a store in the configuration, calls also go to the store's two sides (``kv_store/``).
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from connectors.errors import ConfigurationError
 from connectors.protocol.agent_metadata import AgentMetadata, decode_agent_metadata
 from connectors.store.keys.names import ModelFingerprint
 from connectors.vllm_hma.config import parse_config
-from connectors.vllm_hma.kv_store.orders import StoreCard
+from connectors.vllm_hma.kv_store.orders import RankCache
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
 from connectors.vllm_hma.kv_store.worker import StoreWorker
 from connectors.vllm_hma.metrics import TandemPromMetrics, TandemStats
@@ -52,12 +54,12 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-# For an installation without entry points, or a VLLM_PLUGINS without ours. plugin.py says why the name is needed.
+# For installations without entry points, or with a VLLM_PLUGINS that omits ours (plugin.py).
 register()
 
 
 class TandemConnector(KVConnectorBase_V1, SupportsHMA):
-    """Streams each KV cache group's blocks from the engine that prefills to the engine that decodes."""
+    """Streams the blocks of every KV cache group from a prefill engine to a decode engine."""
 
     _cache_hit_source = CacheHitSource.P2P
 
@@ -66,17 +68,17 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = self._kv_transfer_config
         if transfer.kv_load_failure_policy != "recompute":
             raise ConfigurationError(
-                "kv_transfer_config: set kv_load_failure_policy='recompute'; with 'fail', vLLM's default, a transfer "
-                "that fails would fail the request"
+                "kv_transfer_config: set kv_load_failure_policy='recompute'; with vLLM's default, 'fail', a failed "
+                "transfer fails the request"
             )
         if vllm_config.model_config.enable_sleep_mode:
             raise ConfigurationError(
-                "enable_sleep_mode: sleep releases the KV cache, whose memory NIXL keeps registered and peers may be "
-                "writing to; turn sleep mode off"
+                "enable_sleep_mode: turn sleep mode off; it releases the KV cache while NIXL has it registered and "
+                "peers may write to it"
             )
         config = parse_config(transfer.kv_connector_extra_config)
         self._only_states_can_lag = only_states_can_lag(kv_cache_config)
-        # The engine id may be fixed by configuration; with the instance id it is new at every start.
+        # An engine id may be configured; the instance id makes the incarnation new at every start.
         incarnation = f"{transfer.engine_id}.{vllm_config.instance_id}"
         self._scheduler: SchedulerConnector | None = None
         self._worker: WorkerConnector | None = None
@@ -109,27 +111,34 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """Return whether vLLM may count a cached full-attention prefix without its states: a transfer brings those."""
+        """Whether vLLM may use a cached full-attention prefix without its states.
+
+        A transfer supplies the states.
+        """
         return self._only_states_can_lag
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Request head-major pages, so that the heads that one rank sends to another lie together in a block.
+        """Return head-major pages: the heads for one consumer rank are contiguous in a block.
 
-        vLLM's default is token-major: one run per token where TP sizes differ. ``VLLM_KV_CACHE_LAYOUT`` overrides the
-        request, and vLLM drops it with a warning where a backend cannot do it. MLA keeps a single latent per token.
+        With vLLM's default, token-major, unequal TP sizes need one run per token.
+        ``VLLM_KV_CACHE_LAYOUT`` overrides the result, and vLLM ignores it with a warning if a
+        backend does not support it. MLA has a single latent per token, so any layout will do.
         """
         model = vllm_config.model_config
         return None if model is None or model.use_mla else "LBHNC"
 
-    # ---- scheduler side ----------------------------------------------------------------------------------------
+    # Scheduler side.
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self.scheduler.quarantine.bind(kv_cache_manager)
 
     def has_pending_push_work(self) -> bool:
-        """Keep an idle engine stepping while blocks are in quarantine: workers report its end with a step's output."""
+        """Keep an idle engine stepping while blocks are in quarantine.
+
+        Workers report the end of a quarantine with a step's output.
+        """
         return bool(self.scheduler.quarantine)
 
     def set_xfer_handshake_metadata_pp_aware(
@@ -139,18 +148,20 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler.publish(encoded)
         if self._store_scheduler is not None:
             workers = [decode_agent_metadata(encoded[rank].agent_metadata) for rank in sorted(encoded)]
-            self._store_scheduler.publish([_store_card(worker) for worker in workers])
+            self._store_scheduler.publish([_rank_cache(worker) for worker in workers])
 
     def on_new_request(self, request: Request) -> None:
-        # First: of a prompt that is produced, it removes the last token.
+        # Before the transfer's scheduler side, which removes the last token of a prefill prompt.
         self.scheduler.new_request(request)
         if self._store_scheduler is not None:
             self._store_scheduler.new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return (tokens, load is asynchronous). None defers the request to the next step; vLLM schedules others.
+        """Return (tokens, whether the load is asynchronous).
 
-        A request that waits for a transfer never waits for the store. Others load stored tokens within the step.
+        None tokens defer the request to the next step; vLLM schedules others meanwhile. A request
+        that waits for a transfer does not load from the store. Other requests load stored tokens
+        within the step.
         """
         if self._store_scheduler is not None and not self.scheduler.consumes(request.request_id):
             return self._store_scheduler.matched_tokens(request, num_computed_tokens), False
@@ -189,8 +200,8 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
             if self._store_scheduler is not None and report.store is not None:
                 self._store_scheduler.take(report.store)
         self.scheduler.sending_finished(connector_output.finished_sending or set())
-        # vLLM has already read failed_recving and reads finished_recving after this call (v1/core/sched/scheduler.py,
-        # ``_update_from_kv_xfer_finished``).
+        # vLLM has already read failed_recving, and reads finished_recving after this call
+        # (v1/core/sched/scheduler.py, ``_update_from_kv_xfer_finished``).
         connector_output.finished_recving = self.scheduler.receiving_finished(
             connector_output.finished_recving or set(), connector_output.failed_recving
         )
@@ -203,17 +214,20 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.finished(request)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Called by MultiConnector in place of the method above when another child does not support HMA."""
+        """Handle the end of a request.
+
+        MultiConnector calls this if another child lacks HMA support.
+        """
         return self.request_finished_all_groups(request, (block_ids,))
 
     def reset_cache(self) -> bool | None:
-        """Called with ``reset_prefix_cache(reset_connector=True)``, as after an update of weights in memory."""
+        """Reset the store. Called by ``reset_prefix_cache(reset_connector=True)``."""
         if self._store_scheduler is None:
             return super().reset_cache()
         self._store_scheduler.reset()
         return True
 
-    # ---- worker side -------------------------------------------------------------------------------------------
+    # Worker side.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self.worker.register(kv_caches)
@@ -228,7 +242,10 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.before_forward(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Load stored KV: before the forward if a request of this step needs it. Transfers are asynchronous."""
+        """Load stored KV that this step needs, before the forward pass.
+
+        Transfers are asynchronous.
+        """
         orders = self._orders()
         if self._store_worker is not None and orders.store is not None:
             broken = self._store_worker.load(orders.store)
@@ -236,12 +253,12 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
                 self.worker.spoil(broken)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: a request runs only after all of its KV has arrived."""
+        """Do nothing: a request runs only after all its KV has arrived."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """Record that this layer of the step's chunks is computed."""
+        """Record that the step has computed this layer."""
         self.worker.layer_computed(layer_name)
 
     def wait_for_save(self) -> None:
@@ -266,7 +283,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         report.store = copies
         return report
 
-    # ---- metrics: on both sides, and in the API server's process ------------------------------------------------
+    # Metrics: on both sides, and in the API server process.
 
     def get_kv_connector_stats(self) -> TandemStats | None:
         if self._scheduler is None:
@@ -290,7 +307,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> TandemPromMetrics:
         return TandemPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-    # ---- both --------------------------------------------------------------------------------------------------
+    # Both sides.
 
     def shutdown(self) -> None:
         if self._scheduler is not None:
@@ -306,7 +323,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         return orders
 
 
-def _store_card(worker: AgentMetadata) -> StoreCard:
+def _rank_cache(worker: AgentMetadata) -> RankCache:
     model = worker.identity
     fingerprint = ModelFingerprint(model.model, model.dtype, model.cache_dtype, model.engine_version)
-    return StoreCard(worker.layout, fingerprint)
+    return RankCache(worker.layout, fingerprint)

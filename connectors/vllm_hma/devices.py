@@ -1,4 +1,4 @@
-"""Network devices of this host, from which the connector chooses those that UCX may use."""
+"""Network devices of this host, from which the connector selects those for UCX."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _RDMA = Path("/sys/class/infiniband")
 
 
 def has_rdma(where: Path = _RDMA) -> bool:
-    """Return whether the kernel has RDMA devices of any kind, visible in this container or not."""
+    """Return whether the kernel has RDMA devices, even if this container cannot use them."""
     try:
         return any(os.scandir(where))
     except FileNotFoundError:
@@ -19,9 +19,13 @@ def has_rdma(where: Path = _RDMA) -> bool:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the interface of this host with this address; None for host names and other hosts' addresses."""
+    """Return the name of this host's interface with ``address``.
+
+    None for host names and addresses of other hosts.
+    """
     for name, addresses in psutil.net_if_addrs().items():
-        # psutil appends a scope to an IPv6 address, and the kernel a label to the name of a secondary address.
+        # psutil appends a scope to IPv6 addresses; the kernel appends a label to names of secondary
+        # addresses.
         if any(each.address.split("%")[0] == address for each in addresses):
             return name.split(":")[0]
     return None

@@ -1,8 +1,9 @@
-"""Metrics of the connector, from its ranks and its scheduler side to the engine's Prometheus registry.
+"""Prometheus metrics of the connector, collected from its worker side and scheduler side.
 
-vLLM passes a ``KVConnectorStats`` from each step of each rank, and from the scheduler side, to the API server's
-process, where ``build_prom_metrics`` has registered the metrics. An idle engine takes no steps, so changes are reported
-with its next step. An engine that holds blocks for a transfer continues to step until the transfer has ended.
+vLLM passes a ``KVConnectorStats`` per step from each rank and from the scheduler side to the API
+server process, where ``build_prom_metrics`` has registered the metrics. An idle engine takes no
+steps and reports changes with its next step. An engine that holds blocks for a transfer continues
+to step until the transfer has ended.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetricT,
 )
 
-# Named like vLLM's own: vLLM unregisters collectors with "vllm" in their names when another engine starts in the same
-# process (vllm/v1/metrics/prometheus.py, ``unregister_vllm_metrics``).
+# The names start with vLLM's prefix: vLLM unregisters collectors with "vllm" in their names when
+# another engine starts in the process (vllm/v1/metrics/prometheus.py, ``unregister_vllm_metrics``).
 COUNTERS = {
     "requests": (
         "vllm:tandem_kv_requests",
         "outcome",
-        "Requests of this engine's connector by their end: sent (their blocks were held for decode, and are free), "
-        "received (all KV arrived), recomputed (it did not, and this engine computed the prompt).",
+        "Requests with a transfer, by outcome: sent (the blocks held for decode have been freed), received (all KV "
+        "arrived), recomputed (the transfer failed, and this engine computed the prompt).",
     ),
     "bytes": (
         "vllm:tandem_kv_sent_bytes",
@@ -40,14 +41,15 @@ COUNTERS = {
     "pair_bytes": (
         "vllm:tandem_kv_pair_bytes",
         "peer",
-        "Bytes of KV in writes that are done, by the decode engine (its id) that they went to, all ranks.",
+        "Bytes of KV in finished writes, by decode engine id, all ranks.",
     ),
     "pair_seconds": (
         "vllm:tandem_kv_pair_seconds",
         "peer",
-        "Time that writes to a decode engine were under way, added up over writes and ranks: divides pair_bytes.",
+        "Time in flight of finished writes, in seconds, by decode engine id, summed over writes and ranks. "
+        "pair_bytes divided by it is the bandwidth of one write.",
     ),
-    "writes": ("vllm:tandem_kv_writes", "outcome", "Writes to decode engines by their end, done or failed, all ranks."),
+    "writes": ("vllm:tandem_kv_writes", "outcome", "Writes to decode engines by outcome, done or failed, all ranks."),
     "store_requests": (
         "vllm:tandem_store_requests",
         "outcome",
@@ -62,13 +64,13 @@ COUNTERS = {
     "store_loaded_seconds": (
         "vllm:tandem_store_loaded_seconds",
         "tier",
-        "Time of reads from a tier, added up over objects: divides store_loaded_bytes.",
+        "Time of reads from a tier, in seconds, summed over objects; store_loaded_bytes divided by it is a bandwidth.",
     ),
     "store_stored_bytes": ("vllm:tandem_store_stored_bytes", "tier", "Bytes written to a tier."),
     "store_stored_seconds": (
         "vllm:tandem_store_stored_seconds",
         "tier",
-        "Time of writes to a tier, added up over objects: divides store_stored_bytes.",
+        "Time of writes to a tier, in seconds, summed over objects; store_stored_bytes divided by it is a bandwidth.",
     ),
     "store_evicted": ("vllm:tandem_store_evicted", "tier", "Objects that this engine evicted for others."),
     "store_corrupt": ("vllm:tandem_store_corrupt", "tier", "Objects that failed a check and were removed."),
@@ -79,14 +81,14 @@ COUNTERS = {
         "failed_load, no_staging_for_load, dropped_store, failed_store (objects).",
     ),
 }
-"""Key in the stats -> name, label and description."""
+"""Metric name, label and description, by key in ``TandemStats.data["counts"]``."""
 
 TRANSFERS = (
     "vllm:tandem_kv_transfers",
     "stage",
-    "Transfers under way, by stage; of several ranks the largest number. Producing: early (asked for, its request "
-    "has not come), live (waits or is computed), held (computed, under a lease). Consuming: queued (without "
-    "blocks, the prompt has not started), connecting, offered, ending.",
+    "Transfers in progress, by stage; the largest number of all ranks. Producer: early (the prefill request has not "
+    "arrived), live (the prompt is queued or computing), held (finished blocks under a lease). Consumer: queued "
+    "(the prompt has not started; no blocks), connecting, offered, ending.",
 )
 QUARANTINED = (
     "vllm:tandem_kv_quarantined",
@@ -107,20 +109,20 @@ _STAGES = ("early", "live", "held", "queued", "connecting", "offered", "ending")
 _COUNTED = {*_STAGES, "quarantined", "hanging"}
 
 PEERS_KEPT = 64
-"""Peers per engine that have series of their own. Every start of a decode engine is a new peer."""
+"""Peers per engine with their own series. Every start of a decode engine is a new peer."""
 
 ARRIVALS_KEPT = 1024
-"""Limit of one report: vLLM adds up reports for its log, and may never read them."""
+"""Arrivals in one report. vLLM merges reports for its log and may never read them."""
 
 
 @dataclass
 class TandemStats(KVConnectorStats):
-    """Counts since the last report, in ``data``:
+    """Counts since the last report, in ``data``.
 
-    ``counts``     ``{counter: {label: number}}``
-    ``ranks``      ``{rank: counts}``
-    ``arrivals``   ``{request id: [asked_at, ended_at, failed]}``: when KV was asked for, and when the last of the ranks
-                   had it or knew that it will not come, in ``time.monotonic()`` of the engine's host
+    ``counts``    ``{counter: {label: number}}``
+    ``ranks``     ``{rank: transfers by stage}``
+    ``arrivals``  ``{request id: [asked_at, ended_at, failed]}``: start of the transfer and the end
+                  on the last rank, in ``time.monotonic()`` seconds of the engine's host
     """
 
     def __post_init__(self) -> None:
@@ -131,6 +133,7 @@ class TandemStats(KVConnectorStats):
         self.data: dict[str, Any] = {"counts": {}, "ranks": {}, "arrivals": {}}
 
     def count(self, counter: str, label: str, number: float = 1) -> None:
+        """Add ``number`` to a counter."""
         labels = self.data["counts"].setdefault(counter, {})
         labels[label] = labels.get(label, 0) + number
 
@@ -138,6 +141,7 @@ class TandemStats(KVConnectorStats):
         return not any(self.data.values())
 
     def arrived(self, request_id: str, asked_at: float, ended_at: float, failed: bool) -> None:
+        """Record the end of a request's transfer on one rank."""
         arrivals = self.data["arrivals"]
         known = arrivals.pop(request_id, (asked_at, ended_at, failed))
         if len(arrivals) >= ARRIVALS_KEPT:
@@ -178,13 +182,13 @@ class RankTally:
         self._stats.count("writes", outcome)
 
     def written(self, peer: str, size_bytes: int, seconds: float) -> None:
-        """A write to `peer` is done."""
+        """Count a finished write to ``peer``."""
         self.write_ended("done")
         self._stats.count("pair_bytes", peer, size_bytes)
         self._stats.count("pair_seconds", peer, seconds)
 
     def asked(self, request_id: str, now: float) -> None:
-        """KV is asked for; `ended` follows in any case."""
+        """Record the start of a request's transfer. ``ended`` always follows."""
         self._asked_at[request_id] = now
 
     def ended(self, request_id: str, now: float, failed: bool) -> None:
@@ -202,7 +206,7 @@ class RankTally:
 
 
 class TandemPromMetrics(KVConnectorPromMetrics):
-    """Prometheus metrics with vLLM's own labels, and one more for outcome, group, stage or peer."""
+    """Prometheus metrics with vLLM's labels and one of outcome, group, stage or peer."""
 
     def __init__(
         self,
@@ -248,7 +252,7 @@ class TandemPromMetrics(KVConnectorPromMetrics):
             held_up.labels(*values).set(largest[key])
 
     def _keep(self, engine_idx: int, peer: str) -> None:
-        """Mark a peer as used. Remove the least recently used one if there are more than PEERS_KEPT."""
+        """Mark a peer as used. Above PEERS_KEPT, remove the least recently used one."""
         self._peers.pop((engine_idx, peer), None)
         self._peers[engine_idx, peer] = None
         own = [key for key in self._peers if key[0] == engine_idx]

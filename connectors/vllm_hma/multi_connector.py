@@ -1,14 +1,15 @@
 """vLLM's MultiConnector with a weighted choice among its children.
 
-KVTransferConfig(
-    kv_connector="TandemMultiConnector",
-    kv_connector_module_path="connectors.vllm_hma.multi_connector",
-    kv_role="kv_both",
-    kv_connector_extra_config={"connectors": [{...}, {...}], "load_weights": [1.0, 2.0]},
-)
+    KVTransferConfig(
+        kv_connector="TandemMultiConnector",
+        kv_connector_module_path="connectors.vllm_hma.multi_connector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"connectors": [{...}, {...}], "load_weights": [1.0, 2.0]},
+    )
 
-A request is loaded from the child with the largest product of matched tokens and weight; all children store. vLLM's own
-takes the first child that has any token, and waits as long as one child has not answered.
+A request is loaded from the child with the largest product of matched tokens and weight. All
+children store. vLLM's MultiConnector selects the first child with any token, and waits while any
+child has not answered.
 """
 
 from __future__ import annotations
@@ -36,13 +37,16 @@ register()
 
 @dataclass(frozen=True, slots=True)
 class MultiHandshakeMetadata(KVConnectorHandshakeMetadata):
-    """Metadata of all children of one worker, in their order; vLLM's own passes the first one that is there."""
+    """Metadata of all children of one worker, in order.
+
+    vLLM's MultiConnector passes on only the first one.
+    """
 
     children: tuple[KVConnectorHandshakeMetadata | None, ...]
 
 
 class TandemMultiConnector(MultiConnector):
-    """Loads from the child with the best score. A child that has not answered does not delay the others."""
+    """Loads from the child with the best score. A child without an answer does not delay others."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         transfer = vllm_config.kv_transfer_config
@@ -53,7 +57,7 @@ class TandemMultiConnector(MultiConnector):
         super().__init__(vllm_config, role, kv_cache_config)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Ask all children. Return None, which defers the request, only if none has answered."""
+        """Return the result of the best child; None defers the request if none has answered."""
         best, chosen, answered = 0.0, None, False
         found: tuple[int, bool] = (0, False)
         for number, (child, weight) in enumerate(zip(self._connectors, self._weights, strict=True)):
@@ -63,7 +67,7 @@ class TandemMultiConnector(MultiConnector):
             answered = True
             if tokens * weight > best:
                 best, chosen, found = tokens * weight, number, (tokens, load_async)
-        # Not the choice of an earlier step, in which the request was not scheduled.
+        # Remove the choice of an earlier step, in which the request was not scheduled.
         self._requests_to_connector.pop(request.request_id, None)
         if chosen is not None:
             self._requests_to_connector[request.request_id] = chosen
@@ -94,7 +98,10 @@ def _of_child(metadata: KVConnectorHandshakeMetadata, number: int) -> KVConnecto
 
 
 def _check_hma(transfer: KVTransferConfig) -> None:
-    """Raise TypeError that names the first child without HMA support. vLLM's own has an assertion without a name."""
+    """Raise TypeError that names the first child without HMA support.
+
+    vLLM's MultiConnector has an assertion without a name.
+    """
     for child in _children(transfer):
         config = KVTransferConfig(**{"engine_id": transfer.engine_id, **child})
         if not supports_hma(KVConnectorFactory.get_connector_class(config)):
@@ -105,7 +112,7 @@ def _check_hma(transfer: KVTransferConfig) -> None:
 
 
 def _parse_weights(transfer: KVTransferConfig) -> list[float]:
-    """Read ``load_weights``: one positive number a child, 1 where none are given."""
+    """Return ``load_weights``: one positive number per child, 1 by default."""
     number = len(_children(transfer))
     given = transfer.kv_connector_extra_config.get("load_weights", [1.0] * number)
     if not isinstance(given, list) or len(given) != number or not all(map(_is_weight, given)):

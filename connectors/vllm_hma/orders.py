@@ -1,4 +1,4 @@
-"""Messages from the connector's scheduler side to its worker side, once per step."""
+"""Messages from the connector's scheduler side to its worker side, one ``Orders`` per step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from connectors.vllm_hma.kv_store.orders import StoreOrders
 
 @dataclass(frozen=True, slots=True)
 class Expect:
-    """vLLM has queued a request whose KV is to be produced."""
+    """vLLM has queued a prefill request whose KV this engine sends."""
 
     request_id: str
     transfer_id: str
@@ -22,9 +22,11 @@ class Expect:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """This step computes the request up to ``computed_tokens``; ``new_ids[g]`` extend group g's block table.
+    """A part of a prompt that this step computes.
 
-    ``last`` marks the last chunk of its prompt.
+    ``new_ids``          block ids to append to each group's block table
+    ``computed_tokens``  prompt tokens computed after this step
+    ``last``             whether it is the last chunk of the prompt
     """
 
     request_id: str
@@ -35,7 +37,11 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A produced request has ended; its blocks stay allocated if ``held``, else ``reason`` says why not."""
+    """A prefill request with a transfer has ended.
+
+    ``held``    whether its blocks stay allocated until they are sent
+    ``reason``  why they do not
+    """
 
     request_id: str
     held: bool
@@ -44,7 +50,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """Ask the producer to report when it is about to start the prompt; the request allocates its blocks then."""
+    """A request without blocks: the producer must report when it starts the prompt."""
 
     request_id: str
     transfer_id: str
@@ -53,7 +59,10 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Fill a request's blocks with tokens ``[start_token, end_token)``; ``tables[g]`` is group g's block table."""
+    """Fill a request's blocks with the KV of tokens ``[start_token, end_token)``.
+
+    ``tables``  block table of each group
+    """
 
     request_id: str
     transfer_id: str
@@ -66,7 +75,7 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The request needs nothing from its producer and holds no blocks for it."""
+    """A request needs nothing from its producer and has no blocks for it."""
 
     transfer_id: str
     producer: EngineAddress
@@ -76,9 +85,18 @@ class Release:
 class Orders(KVConnectorMetadata):
     """Orders of one step; each list is in the order of events.
 
-    ``starts`` are requests whose prompts this step or the next one begins to compute. ``discards`` are transfer ids,
-    ``lost`` names engines that have ended (``params.names_engine``). ``store`` has the copies of the KV store, if the
-    engine has one.
+    ``expects``    new prefill requests
+    ``starts``     ids of requests whose prompts start in this step or the next
+    ``preempted``  ids of preempted prefill requests
+    ``chunks``     chunks that this step computes
+    ``finished``   ended prefill requests
+    ``queues``     new decode requests without blocks
+    ``receives``   decode requests whose blocks are allocated
+    ``aborts``     ids of aborted decode requests
+    ``releases``   decode requests that need no KV
+    ``discards``   transfer ids that no engine will fetch
+    ``lost``       ids or prefixes of ended engines (``params.names_engine``)
+    ``store``      copies of the KV store; None without a store
     """
 
     expects: list[Expect] = field(default_factory=list)
@@ -97,6 +115,6 @@ class Orders(KVConnectorMetadata):
 
 @dataclass(frozen=True, slots=True)
 class EncodedAgentMetadata(KVConnectorHandshakeMetadata):
-    """One worker's agent metadata, encoded, on its way to the scheduler's process."""
+    """One worker's encoded agent metadata, for the scheduler's process."""
 
     agent_metadata: bytes

@@ -1,8 +1,9 @@
-"""Registers the connectors with vLLM by name. Entry point ``tandem`` of ``vllm.general_plugins`` in pyproject.toml.
+"""Registers the connectors with vLLM, as entry point ``tandem`` of ``vllm.general_plugins``.
 
-vLLM finds a connector by ``kv_connector_module_path`` or by its registered name. MultiConnector needs the name even
-for a child with a module path: it rebuilds the children's statistics by class name
-(vllm/distributed/kv_transfer/kv_connector/v1/multi_connector.py, ``build_kv_connector_stats``).
+vLLM finds a connector by ``kv_connector_module_path`` or by its registered name. MultiConnector
+needs the name even for a child with a module path: it rebuilds the children's statistics by class
+name (vllm/distributed/kv_transfer/kv_connector/v1/multi_connector.py,
+``build_kv_connector_stats``).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _CONNECTORS = {
 
 
 def register() -> None:
-    """Register the connectors. vLLM calls plugins in every process, and repeated calls have no effect."""
+    """Register the connectors. vLLM calls this in every process; repeated calls have no effect."""
     for name, module in _CONNECTORS.items():
         # vLLM raises ValueError for a name that is already registered.
         with contextlib.suppress(ValueError):

@@ -1,4 +1,4 @@
-"""Log that a hostile or broken peer cannot flood: one line per kind and interval, with the number of lines omitted."""
+"""Rate-limited log, so that a hostile or broken peer cannot flood the engine's log."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ _MAX_CHARACTERS = 500
 
 
 class RateLimitedLog:
-    """Thread-safe. ``kind`` is one of a few constants, never a peer's text."""
+    """Writes one line per kind and 10 s, with the number of omitted lines. Thread-safe.
+
+    ``kind`` must be one of a few constants, never text from a peer.
+    """
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
@@ -21,10 +24,10 @@ class RateLimitedLog:
     def __call__(self, kind: str, message: str) -> None:
         with self._lock:
             now = time.monotonic()
-            since, left_out = self._kinds.get(kind, (float("-inf"), 0))
+            since, omitted = self._kinds.get(kind, (float("-inf"), 0))
             if now - since < _EVERY_S:
-                self._kinds[kind] = (since, left_out + 1)
+                self._kinds[kind] = (since, omitted + 1)
                 return
             self._kinds[kind] = (now, 0)
-        more = f" (and {left_out} more like it)" if left_out else ""
+        more = f" ({omitted} similar messages omitted)" if omitted else ""
         self._logger.warning("Tandem: %s%s", message[:_MAX_CHARACTERS], more)

@@ -1,4 +1,4 @@
-"""Reports from the connector's worker side to its scheduler side, with each step's output."""
+"""Reports from the connector's worker side to its scheduler side, one per step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from connectors.vllm_hma.kv_store.orders import StoreReport
 
 
 class Kept(NamedTuple):
-    """Blocks of a request for one transfer. Another request may reuse either id while they are in quarantine."""
+    """Request and transfer whose blocks are in quarantine.
+
+    Either id alone may be reused by another request in the meantime.
+    """
 
     request_id: str
     transfer_id: str
@@ -20,10 +23,12 @@ class Kept(NamedTuple):
 
 @dataclass(slots=True)
 class QuarantineReport:
-    """Changes on some ranks since their last reports, with one entry per rank.
+    """Changes of quarantine since the last report, with one entry per rank.
 
-    ``lasts``: some rank still has blocks in quarantine. The report is then not empty, so vLLM delivers it, and the
-    scheduler side looks for free blocks in each step.
+    ``begun``  requests whose blocks went into quarantine
+    ``ended``  requests whose blocks left it
+    ``lasts``  whether a rank still has blocks in quarantine. It keeps the report non-empty, so vLLM
+               delivers it and the scheduler side looks for free blocks in each step
     """
 
     begun: list[Kept] = field(default_factory=list)
@@ -39,8 +44,11 @@ class QuarantineReport:
 
 @dataclass(slots=True)
 class WorkerReport(KVConnectorWorkerMetadata):
-    """Report of one or several ranks: blocks in quarantine, queued requests whose prompts are about to start, and the
-    copies of the KV store.
+    """Report of one or several ranks.
+
+    ``quarantine``  changes of quarantine
+    ``due``         queued requests whose prompts are about to start
+    ``store``       copies of the KV store; None if there were none
     """
 
     quarantine: QuarantineReport = field(default_factory=QuarantineReport)

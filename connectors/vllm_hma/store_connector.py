@@ -5,7 +5,7 @@ KVTransferConfig(
     kv_connector_module_path="connectors.vllm_hma.store_connector",
     kv_role="kv_both",
     kv_load_failure_policy="recompute",
-    kv_connector_extra_config={"store": {"path": "/mnt/nvme/tandem"}},  # connectors/store/settings.py
+    kv_connector_extra_config={"store": {"path": "/mnt/nvme/tandem"}},  # store/settings.py
 )
 """
 
@@ -28,7 +28,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from connectors.errors import ConfigurationError
 from connectors.store.keys.names import ModelFingerprint
 from connectors.store.settings import parse_settings
-from connectors.vllm_hma.kv_store.orders import StoreCard, StoreOrders, StoreReport
+from connectors.vllm_hma.kv_store.orders import RankCache, StoreOrders, StoreReport
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
 from connectors.vllm_hma.kv_store.worker import StoreWorker
 from connectors.vllm_hma.metrics import TandemPromMetrics, TandemStats
@@ -48,15 +48,15 @@ if TYPE_CHECKING:
 
 
 class TandemStoreConnector(KVConnectorBase_V1, SupportsHMA):
-    """Store chunks of every request, and load stored ones instead of computing them."""
+    """Stores chunks of every request, and loads stored ones instead of computing them."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
         if transfer.kv_load_failure_policy != "recompute":
             raise ConfigurationError(
-                "kv_transfer_config: set kv_load_failure_policy='recompute'; with 'fail', vLLM's default, a load that "
-                "fails would fail the request"
+                "kv_transfer_config: set kv_load_failure_policy='recompute'; with vLLM's default, 'fail', a failed "
+                "load fails the request"
             )
         settings = parse_settings(transfer.kv_connector_extra_config)
         self._scheduler: StoreScheduler | None = None
@@ -65,7 +65,7 @@ class TandemStoreConnector(KVConnectorBase_V1, SupportsHMA):
             answers = vllm_config.speculative_config is None
             self._scheduler = StoreScheduler(settings, vllm_config.model_config.max_model_len, answers)
         else:
-            # Refuses caches that cannot be mapped before any memory is allocated.
+            # Refuse unsupported caches before vLLM allocates memory.
             group_shapes(vllm_config, kv_cache_config)
             self._worker = StoreWorker(settings, vllm_config.model_config.max_model_len)
 
@@ -81,15 +81,15 @@ class TandemStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: vLLM need not wait for stores. A dropped store is only a later miss."""
+        """Whether vLLM must wait for stores. False: a dropped store is only a later miss."""
         return False
 
-    # ---- scheduler's side --------------------------------------------------------------------------------------
+    # Scheduler side.
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        self.scheduler.publish([card for _, card in sorted(metadata.items()) if isinstance(card, StoreCard)])
+        self.scheduler.publish([each for _, each in sorted(metadata.items()) if isinstance(each, RankCache)])
 
     def on_new_request(self, request: Request) -> None:
         self.scheduler.new_request(request)
@@ -121,11 +121,11 @@ class TandemStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     def reset_cache(self) -> bool | None:
-        """Called with ``reset_prefix_cache(reset_connector=True)``, as after an update of weights in memory."""
+        """Reset the store. Called by ``reset_prefix_cache(reset_connector=True)``."""
         self.scheduler.reset()
         return True
 
-    # ---- workers' side -----------------------------------------------------------------------------------------
+    # Worker side.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         rank = get_tensor_model_parallel_rank()
@@ -133,7 +133,7 @@ class TandemStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         identity = model_identity(self._vllm_config)
-        return self.worker.card(
+        return self.worker.rank_cache(
             ModelFingerprint(identity.model, identity.dtype, identity.cache_dtype, identity.engine_version)
         )
 
@@ -141,12 +141,12 @@ class TandemStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.load(self._orders())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """All layers were copied before the forward."""
+        """Do nothing: all layers are copied before the forward pass."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """All layers are copied after the forward."""
+        """Do nothing: all layers are copied after the forward pass."""
 
     def wait_for_save(self) -> None:
         self.worker.store(self._orders())
@@ -157,7 +157,7 @@ class TandemStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self.worker.report()
 
-    # ---- metrics: on both sides, and in the API server's process ------------------------------------------------
+    # Metrics: on both sides, and in the API server process.
 
     def get_kv_connector_stats(self) -> TandemStats | None:
         stats = None if self._scheduler is None else self._scheduler.stats()
@@ -177,7 +177,7 @@ class TandemStoreConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> TandemPromMetrics:
         return TandemPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-    # ---- both --------------------------------------------------------------------------------------------------
+    # Both sides.
 
     def shutdown(self) -> None:
         if self._scheduler is not None:

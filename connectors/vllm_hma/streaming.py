@@ -1,8 +1,8 @@
-"""Choice between sending a prompt's last chunk whole or layer by layer, by the measured cost of each. Pure: no clock.
+"""Chooses by measured cost whether to send a prompt's last chunk whole or layer by layer.
 
-The transfer of an earlier chunk overlaps with the next chunk's computation; that of the last one, often the only one,
-delays the request. Sent layer by layer, most of it overlaps with the computation of later layers, at the cost of more
-and smaller writes, and of the engine's time to post them.
+The transfer of an earlier chunk overlaps with the next chunk's computation. The last chunk, often
+the only one, delays the request. Sent layer by layer, it mostly overlaps with the computation of
+later layers, but needs more and smaller writes, and engine time to post them. Pure: no clock.
 """
 
 from __future__ import annotations
@@ -10,14 +10,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-# Weight of the newest measurement in the running mean, and the interval in steps at which the slower mode is retried.
+# Weight of the newest measurement in the running mean.
 _NEWEST = 0.2
+# Interval in steps at which the slower mode is tried again.
 _TRY_AGAIN_EVERY = 16
+# Measurements of each mode before their costs are compared.
 _FIRST_TRIES = 4
 
 
 class Streaming(StrEnum):
-    """``CHUNK`` after each chunk, ``LAYER`` the last chunk layer by layer, ``AUTO`` whichever has cost less."""
+    """When KV is sent.
+
+    ``CHUNK``  after each chunk
+    ``LAYER``  the last chunk layer by layer
+    ``AUTO``   whichever mode has the lower measured cost
+    """
 
     CHUNK = "chunk"
     LAYER = "layer"
@@ -26,6 +33,8 @@ class Streaming(StrEnum):
 
 @dataclass(slots=True)
 class _MeanCost:
+    """Running mean of a mode's cost, in seconds."""
+
     mean_s: float = 0.0
     count: int = 0
 
@@ -36,7 +45,7 @@ class _MeanCost:
 
 @dataclass(slots=True)
 class Governor:
-    """Decides for each step whether to send layer by layer, from the measured cost."""
+    """Chooses the mode of each step that ends a prompt."""
 
     streaming: Streaming
     _costs: dict[bool, _MeanCost] = field(default_factory=lambda: {False: _MeanCost(), True: _MeanCost()})
@@ -47,12 +56,16 @@ class Governor:
         if self.streaming is not Streaming.AUTO:
             return self.streaming is Streaming.LAYER
         self._steps += 1
-        for way in (False, True):
-            if self._costs[way].count < _FIRST_TRIES and self._costs[way].count <= self._costs[not way].count:
-                return way
+        for mode in (False, True):
+            if self._costs[mode].count < _FIRST_TRIES and self._costs[mode].count <= self._costs[not mode].count:
+                return mode
         better = self._costs[True].mean_s < self._costs[False].mean_s
         return better if self._steps % _TRY_AGAIN_EVERY else not better
 
     def cost(self, by_layers: bool, exposed_s: float, engine_s: float) -> None:
-        """A step's last bytes arrived ``exposed_s`` after it; handing over took ``engine_s`` of the engine's time."""
+        """Record the measured cost of a step.
+
+        ``exposed_s``  time from the end of the step to the arrival of its last bytes, in seconds
+        ``engine_s``   engine time spent on handing over layers, in seconds
+        """
         self._costs[by_layers].add(exposed_s + engine_s)

@@ -140,7 +140,7 @@ class Handle:
         self.in_order = False
         """Whether the last of the free replicas is chosen, instead of one in turn."""
         self.silent = False
-        """Whether Serve cannot reach anybody."""
+        """Whether no engine can be reached."""
         self._turn = 0
         self._known = False
 
@@ -168,12 +168,11 @@ class Handle:
     def has_engines(self) -> bool:
         return bool(self.replicas)
 
-    def broadcast(self, method: str, *arguments: Any) -> DeploymentBroadcastResponse:
+    async def ask(self, slot: FakeSlot, method: str, *arguments: Any) -> None:
         assert method == "discard"
         if self.silent:
-            raise RuntimeError("Router is not initialized")
+            raise EngineDownError("the connection was lost")
         self.discarded += arguments
-        return broadcast()
 
     @property
     def calls(self) -> list[Call]:

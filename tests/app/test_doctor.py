@@ -73,8 +73,8 @@ def test_a_healthy_machine(config_file: Callable[..., str], capsys: pytest.Captu
     ("changes", "message", "remedy"),
     [
         ({"transfer": {"backends": ["UCX", "TCPX"]}}, "NIXL has no back end TCPX", "set transfer.backends to some of"),
-        ({"transfer": {"backends": ["GDS"]}}, "could not start with back ends ['GDS']", "see whether what GDS needs"),
-        ({"decode": {"environment": {"UCX_TLS": "posix,self"}}}, "the receiver", "look at the UCX_ variables"),
+        ({"transfer": {"backends": ["GDS"]}}, "could not start with back ends ['GDS']", "install what GDS needs"),
+        ({"decode": {"environment": {"UCX_TLS": "posix,self"}}}, "the receiver", "check the UCX_ variables"),
     ],
 )
 def test_a_transfer_that_cannot_work(
@@ -101,7 +101,7 @@ def test_a_transfer_that_cannot_work(
         ({"model": "/nowhere/at/all"}, "model .* there is no config.json in '/nowhere/at/all'"),
         ({"decode": {"environment": {"UCX_NET_DEVICES": "mlx5_77:1"}}}, "ucx devices .* decode: .* mlx5_77:1"),
         ({"model": "/nowhere", "transfer": {"devices": ["lo"]}}, "model .* '/nowhere'"),
-        ({"prefill": {"environment": {"UCX_TCP_PORT_RANGE": "2000"}}}, "ports .* '2000'is not a range"),
+        ({"prefill": {"environment": {"UCX_TCP_PORT_RANGE": "2000"}}}, "ports .* '2000' is not a range"),
     ],
 )
 def test_a_configuration_that_does_not_fit_the_machine(
@@ -213,7 +213,7 @@ def test_rdma_is_asked_for_where_there_is_none(tmp_path: Path) -> None:
     """What the rdma overlay's pods would say on a node without a device."""
     settings = parse_settings({"prefill": {"environment": {"UCX_TLS": "rc,cuda,cma,self"}}})
     found = list(machine.check_ucx_devices(settings, rdma=tmp_path / "none"))
-    assert [one.what for one in found if not one.ok] == ["prefill: UCX_TLS asks for rc, and there is no RDMA device"]
+    assert [one.what for one in found if not one.ok] == ["prefill: UCX_TLS contains rc, but there is no RDMA device"]
     (tmp_path / "some" / "mlx5_0").mkdir(parents=True)
     found = list(machine.check_ucx_devices(settings, rdma=tmp_path / "some"))
     assert [one.what for one in found if "UCX_TLS" in one.what] == []
@@ -257,8 +257,8 @@ def test_a_store_that_cannot_work(tmp_path: Path) -> None:
     (tmp_path / "open").chmod(0o777)
     (tmp_path / "file").touch()
     cases: list[tuple[dict[str, Any], str, str]] = [
-        ({"path": str(tmp_path / "others")}, "holds 'thesis.tex'", "set store.path"),
-        ({"path": str(tmp_path / "open")}, "everybody on this host may write", "set store.path"),
+        ({"path": str(tmp_path / "others")}, "contains 'thesis.tex'", "set store.path"),
+        ({"path": str(tmp_path / "open")}, "all users of this host may write", "set store.path"),
         ({"path": str(tmp_path / "file" / "store")}, "this user may not create it in", "set store.path"),
         ({"path": str(tmp_path / "large"), "disk_gib": 1e9}, "store.disk_gib 1e+09", "lower store.disk_gib"),
         ({"memory_gib": 1e9}, "store.memory_gib 1e+09", "lower store.memory_gib"),

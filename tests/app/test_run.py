@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -70,6 +71,17 @@ def test_keys_that_serve_would_ignore(tmp_path: Path, rename: tuple[str, str], m
     text = LOCAL.read_text().replace(*rename, 1)
     with pytest.raises(SettingsError, match=message):
         load(write(tmp_path, yaml.safe_load(text)), None)
+
+
+def test_a_user_config_that_the_router_would_refuse(tmp_path: Path) -> None:
+    """The router would only log it, and start with the settings of `args`."""
+    config = yaml.safe_load(LOCAL.read_text())
+    changed: list[dict[str, Any]] = [{"name": "Router", "user_config": {"attempts": 2}}]
+    config["applications"][0]["deployments"] = changed
+    load(write(tmp_path, config), None)
+    changed[0]["user_config"]["routing"] = {"polcy": "cost"}
+    with pytest.raises(SettingsError, match=r"^deployments\.0\.user_config\.routing\.polcy: .* did you mean policy"):
+        load(write(tmp_path, config), None)
 
 
 def test_a_port_that_is_taken(tmp_path: Path) -> None:

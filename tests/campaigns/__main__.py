@@ -3,7 +3,8 @@
     python -m tests.campaigns [--only identity families] [--again]
 
 The report is ``build/test-all/<commit>/report.md``. A step that has passed on this commit is not run again, so an
-interrupted run continues where it stopped. Each step is a target of the Makefile.
+interrupted run continues where it stopped. Each step is a target of the Makefile. Steps that only
+compute run one after the other at niceness 19, beside the steps that start engines.
 """
 
 from __future__ import annotations
@@ -15,22 +16,31 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+SILENT = os.environ | {"MAKEFLAGS": "--no-print-directory"}
 
 
 @dataclass(frozen=True)
 class Step:
-    """A target of the Makefile, its variables, and how many of its last lines belong in the report."""
+    """A target of the Makefile, its variables, and how many of its last lines belong in the report.
+
+    ``{folder}`` in a variable is the folder of this commit's report. ``computes``: the step starts
+    no engines, so it runs beside the steps that do.
+    """
 
     name: str
     target: str
     variables: tuple[str, ...] = ()
     lines: int = 6
     needs_root: bool = False
+    computes: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,28 +57,29 @@ class Outcome:
 
 STEPS = (
     Step("test", "test", ("BUDGET_S=600",), lines=4),
-    Step("manifests", "manifests"),
+    Step("manifests", "manifests", computes=True),
+    Step("schedules", "schedules", ("SCHEDULES=20000",), lines=8, computes=True),
+    Step("corruption", "corruption", lines=2, computes=True),
+    Step("store-faults", "store-faults", lines=3, computes=True),
+    Step("store-schedules", "store-schedules", lines=3, computes=True),
+    Step("gpu-check", "gpu-check", lines=20, computes=True),
+    Step("explore", "explore", lines=3, computes=True),
     Step("identity", "identity", lines=4),
-    Step("families", "families", lines=40),
-    Step("schedules", "schedules", ("SCHEDULES=20000",), lines=8),
-    Step("corruption", "corruption", lines=2),
-    Step("differential", "differential", lines=2),
     Step("fuzz", "fuzz", lines=6),
-    Step("store-faults", "store-faults", lines=3),
-    Step("store-schedules", "store-schedules", lines=3),
-    Step("store-restart", "store-restart", lines=3),
+    Step("differential", "differential", lines=2),
     Step("clients", "clients", lines=20),
     Step("multi-connector", "multi-connector", lines=3),
-    Step("two-hosts", "two-hosts-test", lines=12, needs_root=True),
-    Step("faults-1-1", "faults", ("FAULTS=200", "TP=1:1", "LANES=2", "OUT=build/test-all/faults-1-1"), lines=2),
-    Step("faults-1-2", "faults", ("FAULTS=200", "TP=1:2", "LANES=2", "OUT=build/test-all/faults-1-2"), lines=2),
-    Step("fault-pairs", "fault-pairs", ("PAIRS_OUT=build/test-all/fault-pairs",), lines=2, needs_root=True),
-    Step("stopped-rank", "stopped-rank", ("COUNT=50",), lines=2),
-    Step("streams", "streams", lines=3),
+    Step("store-restart", "store-restart", lines=3),
+    Step("serve-commands", "serve-commands", lines=2),
     Step("rolling-restart", "rolling-restart", lines=4),
     Step("overlay-serves", "overlay-serves", lines=4),
-    Step("explore", "explore", lines=3),
-    Step("gpu-check", "gpu-check", lines=20),
+    Step("two-hosts", "two-hosts-test", lines=12, needs_root=True),
+    Step("faults-1-1", "faults", ("FAULTS=200", "TP=1:1", "LANES=2", "OUT={folder}/faults-1-1"), lines=2),
+    Step("faults-1-2", "faults", ("FAULTS=200", "TP=1:2", "LANES=2", "OUT={folder}/faults-1-2"), lines=2),
+    Step("fault-pairs", "fault-pairs", ("PAIRS_OUT={folder}/fault-pairs",), lines=2, needs_root=True),
+    Step("stopped-rank", "stopped-rank", ("COUNT=50",), lines=2),
+    Step("streams", "streams", lines=3),
+    Step("families", "families", lines=40),
 )
 
 
@@ -84,18 +95,26 @@ def main(argv: list[str] | None = None) -> int:
         commit += "-modified"
     folder = ROOT / "build" / "test-all" / commit
     folder.mkdir(parents=True, exist_ok=True)
-    for step in STEPS:
-        earlier = _load(folder, step)
-        if step.name not in options.only or (earlier is not None and earlier.status == 0 and not options.again):
-            continue
-        if step.needs_root and os.geteuid() != 0:
-            print(f"{step.name}: skipped, needs root", flush=True)
-            continue
-        print(f"{step.name}: {_command(step)}; output in {_log(folder, step).relative_to(ROOT)}", flush=True)
-        outcome = _run(step, folder)
-        (folder / f"{step.name}.json").write_text(json.dumps(asdict(outcome), indent=1))
-        _write_report(folder, commit)
-        print(f"{step.name}: {'passed' if outcome.status == 0 else 'FAILED'}, {outcome.seconds:.0f} s", flush=True)
+    todo = [step for step in STEPS if step.name in options.only]
+    if not options.again:
+        todo = [step for step in todo if (earlier := _load(folder, step)) is None or earlier.status != 0]
+    if os.geteuid() != 0:
+        print("".join(f"{step.name}: skipped, needs root\n" for step in todo if step.needs_root), end="", flush=True)
+        todo = [step for step in todo if not step.needs_root]
+    campaigns = Campaigns(folder, commit)
+    suite = [step for step in todo if step.target == "test"]  # has a time budget, so it runs alone
+    engines = [step for step in todo if not step.computes and step not in suite]
+    with ThreadPoolExecutor(2) as threads:
+        try:
+            threads.submit(campaigns.run, suite).result()
+            running = [
+                threads.submit(campaigns.run, steps) for steps in (engines, [step for step in todo if step.computes])
+            ]
+            for lane in running:
+                lane.result()
+        except BaseException:
+            campaigns.interrupt()
+            raise
     print(f"report: {_write_report(folder, commit).relative_to(ROOT)}", flush=True)
     outcomes = [_load(folder, step) for step in STEPS]
     return 0 if all(outcome is not None and outcome.status == 0 for outcome in outcomes) else 1
@@ -105,31 +124,67 @@ def _git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def _command(step: Step) -> str:
-    return " ".join(("make", step.target, *step.variables))
+def _command(step: Step, folder: Path) -> list[str]:
+    variables = [variable.format(folder=folder.relative_to(ROOT)) for variable in step.variables]
+    return ["make", step.target, *variables]
 
 
 def _log(folder: Path, step: Step) -> Path:
     return folder / f"{step.name}.log"
 
 
-def _run(step: Step, folder: Path) -> Outcome:
-    """Run a step in a process group of its own; an interrupt reaches the group and this process waits for its end."""
-    date = datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds")
-    began = time.monotonic()
-    with _log(folder, step).open("wb") as log:
-        command = ["make", "--no-print-directory", step.target, *step.variables]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
+class Campaigns:
+    """Runs steps, each in a process group of its own. Two threads may run two lists of steps."""
+
+    def __init__(self, folder: Path, commit: str) -> None:
+        self._folder = folder
+        self._commit = commit
+        self._lock = threading.Lock()
+        self._running: set[int] = set()
+        self._interrupted = False
+
+    def run(self, steps: Iterable[Step]) -> None:
+        """Run steps one after the other, and rewrite the report after each."""
+        for step in steps:
+            command = " ".join(_command(step, self._folder))
+            print(f"{step.name}: {command}; output in {_log(self._folder, step).relative_to(ROOT)}", flush=True)
+            outcome = self._run_step(step)
+            if outcome is None:
+                return
+            with self._lock:
+                (self._folder / f"{step.name}.json").write_text(json.dumps(asdict(outcome), indent=1))
+                _write_report(self._folder, self._commit)
+            print(f"{step.name}: {'passed' if outcome.status == 0 else 'FAILED'}, {outcome.seconds:.0f} s", flush=True)
+
+    def interrupt(self) -> None:
+        """Interrupt the process groups of running steps; ``run`` starts no further step."""
+        with self._lock:
+            self._interrupted = True
+            for process_group in self._running:
+                os.killpg(process_group, signal.SIGINT)
+
+    def _run_step(self, step: Step) -> Outcome | None:
+        """Return the outcome; None for a step that was interrupted or not started."""
+        date = datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds")
+        began = time.monotonic()
+        command = _command(step, self._folder)
+        started = ["nice", "-n", "19", *command] if step.computes else command
+        with _log(self._folder, step).open("wb") as log:
+            with self._lock:
+                if self._interrupted:
+                    return None
+                process = subprocess.Popen(
+                    started, cwd=ROOT, env=SILENT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                )
+                self._running.add(process.pid)
             status = process.wait()
-        except BaseException:
-            os.killpg(process.pid, signal.SIGINT)
-            process.wait()
-            raise
-    lines = [line.rstrip() for line in _log(folder, step).read_text(errors="replace").splitlines() if line.strip()]
-    return Outcome(
-        step.name, _command(step), status, round(time.monotonic() - began, 1), date, tuple(lines[-step.lines :])
-    )
+            with self._lock:
+                self._running.remove(process.pid)
+                if self._interrupted:
+                    return None
+        lines = [line.rstrip() for line in _log(self._folder, step).read_text(errors="replace").splitlines()]
+        last = tuple([line for line in lines if line][-step.lines :])
+        return Outcome(step.name, " ".join(command), status, round(time.monotonic() - began, 1), date, last)
 
 
 def _load(folder: Path, step: Step) -> Outcome | None:
@@ -148,7 +203,7 @@ def _write_report(folder: Path, commit: str) -> Path:
     for step in STEPS:
         outcome = outcomes[step.name]
         if outcome is None:
-            lines.append(f"| {step.name} | `{_command(step)}` | | | not run |")
+            lines.append(f"| {step.name} | `{' '.join(_command(step, folder))}` | | | not run |")
             continue
         result = "passed" if outcome.status == 0 else f"FAILED ({outcome.status})"
         lines.append(f"| {step.name} | `{outcome.command}` | {outcome.date} | {outcome.seconds:.0f} | {result} |")

@@ -115,7 +115,7 @@ def recall(seed: int, facts: int = FACTS_FAR) -> RecallPrompt:
 
 def test_health_and_models(http):
     """Both roles answer; the model goes by its served name."""
-    assert http.get("/health").json() == {"replicas": {"prefill": 1, "decode": 1}}
+    assert http.get("/health").json() == {"status": "ok", "replicas": {"prefill": 1, "decode": 1}}
     assert [model["id"] for model in http.get("/v1/models").json()["data"]] == [MODEL]
 
 
@@ -195,6 +195,7 @@ def test_responses_through_the_sdk(http, sdk):
             assert exact(prompt, stream.get_final_response().output_text)
         assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")
         assert exact(prompt, whole.parse().output_text)
+    wait_until_idle(http)
     assert metric(http, "tandem_prefill_legs_total", outcome="done") == before + 6
     assert metric(http, "vllm:tandem_kv_requests_total", role="decode", outcome="recomputed") == recomputed
 
@@ -376,11 +377,14 @@ async def test_a_prefill_that_ends_before_decode_says_no(service, http, leaves):
     # Decode's API server reads all of this before it refuses it; the prefill leg goes without.
     body = completion("a", logit_bias={str(10**6 + token): 1 for token in range(300_000)}, max_tokens="many")
     async with httpx.AsyncClient(base_url=service.url, timeout=60) as client:
-        asked = asyncio.create_task(client.post("/v1/completions", json=body))
-        give_up_at = time.monotonic() + 30
-        while metric(http, "vllm:request_success_total", role="prefill") == done:
-            assert time.monotonic() < give_up_at, "prefill has not run"
-            await asyncio.sleep(0.01)
+        for _ in range(10):  # on a busy machine decode may refuse before prefill has run
+            asked = asyncio.create_task(client.post("/v1/completions", json=body))
+            refused: set[asyncio.Task[httpx.Response]] = set()
+            while not refused and metric(http, "vllm:request_success_total", role="prefill") == done:
+                refused, _ = await asyncio.wait([asked], timeout=0.01)
+            if not refused:
+                break
+        assert not refused, "decode has refused ten times before prefill had run"
         if leaves:
             asked.cancel()
         else:
@@ -424,7 +428,7 @@ async def test_hostile_requests(service, http):
     report = await attack(service.url, seed=3, count=160, processes=service.processes(), bound_s=330)
     check(report)
     wait_until_idle(http)
-    assert http.get("/health").json() == {"replicas": {"prefill": 1, "decode": 1}}
+    assert http.get("/health").json() == {"status": "ok", "replicas": {"prefill": 1, "decode": 1}}
     prompt = recall(55)
     reply = http.post("/v1/completions", json=completion(prompt.text))
     assert exact(prompt, reply.json()["choices"][0]["text"])

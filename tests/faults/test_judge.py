@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 
 from tests.campaigns.faults.judge import Case, Outcome, Pool, findings, judge, late
-from tests.campaigns.faults.trips import Question, Trip
+from tests.campaigns.faults.trials import Question, Trial
 
 QUESTION = Question("mira=427\nmira?", 9, "427", "427\nkelo=093")
 
 
-def ended(**fields: object) -> Trip:
-    trip = Trip(QUESTION, **fields)  # type: ignore[arg-type]
-    trip.mark("ended")
-    return trip
+def ended(**fields: object) -> Trial:
+    trial = Trial(QUESTION, **fields)  # type: ignore[arg-type]
+    trial.stamp("ended")
+    return trial
 
 
 @pytest.mark.parametrize(
-    ("trip", "outcome"),
+    ("trial", "outcome"),
     [
         (ended(text=QUESTION.expected, complete=True, finish="length"), Outcome.RIGHT),
         (ended(text="093\nkelo=427", complete=True, finish="length"), Outcome.WRONG),
@@ -31,15 +31,15 @@ def ended(**fields: object) -> Trip:
         (ended(gave_up="decode"), Outcome.HANG),
         (ended(text="427", gave_up="decode"), Outcome.HANG),
         (ended(text="9", gave_up="decode"), Outcome.WRONG),
-        (Trip(QUESTION), Outcome.HANG),
+        (Trial(QUESTION), Outcome.HANG),
         (ended(cancelled=True), Outcome.CANCELLED),
         (ended(text="4", cancelled=True), Outcome.CANCELLED),
         (ended(text="5", cancelled=True), Outcome.WRONG),
     ],
 )
-def test_every_ending_has_one_outcome(trip: Trip, outcome: Outcome) -> None:
+def test_every_ending_has_one_outcome(trial: Trial, outcome: Outcome) -> None:
     """What has been streamed is judged however the stream ended."""
-    assert judge(trip) is outcome
+    assert judge(trial) is outcome
 
 
 RIGHT = {Outcome.RIGHT: 3}

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 
 from tests.campaigns.faults.phases import seen
-from tests.campaigns.faults.trips import Question, Trip
+from tests.campaigns.faults.trials import Question, Trial
 
 QUESTION = Question("", 600, "", "")
 
 
-def trip(**marks: float) -> Trip:
-    return Trip(QUESTION, trip_id="abc", marks=dict(marks), params={"transfer_id": "t1"})
+def trial(**timestamps: float) -> Trial:
+    return Trial(QUESTION, trial_id="abc", timestamps=dict(timestamps), params={"transfer_id": "t1"})
 
 
 def traced(*events: tuple[float, str, Any]) -> list[dict[str, Any]]:
-    """(time, event, tokens of a chunk) of the trip's transfer."""
+    """(time, event, tokens of a chunk) of the trial's transfer."""
     return [
         {"t": at, "event": name, "transfer": "t1"}
         if name not in ("chunk", "received")
@@ -27,7 +27,7 @@ def traced(*events: tuple[float, str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("marks", "phase"),
+    ("timestamps", "phase"),
     [
         ({"prefill_sent": 1}, "prefill"),
         ({"prefill_sent": 1, "prefill_answered": 2}, "between legs"),
@@ -37,9 +37,9 @@ def traced(*events: tuple[float, str, Any]) -> list[dict[str, Any]]:
         ({"prefill_sent": 1, "ended": 6}, "prefill"),
     ],
 )
-def test_from_outside(marks: dict[str, float], phase: str) -> None:
-    """What any client can tell; marks that come after the fault count for nothing."""
-    assert seen(trip(**marks), 5.0) == phase
+def test_from_outside(timestamps: dict[str, float], phase: str) -> None:
+    """What any client can tell; timestamps that come after the fault count for nothing."""
+    assert seen(trial(**timestamps), 5.0) == phase
 
 
 @pytest.mark.parametrize(
@@ -55,4 +55,4 @@ def test_from_outside(marks: dict[str, float], phase: str) -> None:
 )
 def test_from_a_trace(events: list[dict[str, Any]], phase: str) -> None:
     """Both legs sent at once."""
-    assert seen(trip(prefill_sent=0.5, decode_sent=0.5), 5.0, events) == phase
+    assert seen(trial(prefill_sent=0.5, decode_sent=0.5), 5.0, events) == phase

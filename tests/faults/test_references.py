@@ -12,7 +12,7 @@ import pytest
 
 from tests.campaigns.faults.references import NotApplicable, altered, send
 from tests.campaigns.faults.schedule import REFERENCES
-from tests.campaigns.faults.trips import Meanwhile, Question, Router, Trip
+from tests.campaigns.faults.trials import Meanwhile, Question, Router, Trial
 
 GENUINE = {
     "do_remote_prefill": True,
@@ -78,15 +78,15 @@ class Recorder:
     def __init__(self) -> None:
         self.used: list[tuple[str, str]] = []
 
-    async def in_turn(self, trip: Trip, between: Meanwhile | None = None) -> None:
-        trip.params = {"reference of": trip.request_id}
+    async def in_turn(self, trial: Trial, between: Meanwhile | None = None) -> None:
+        trial.params = {"reference of": trial.request_id}
         if between is None:
-            await self.decode(trip, trip.params)
-        elif (params := await between(trip)) is not None:
-            await self.decode(trip, params)
+            await self.decode(trial, trial.params)
+        elif (params := await between(trial)) is not None:
+            await self.decode(trial, params)
 
-    async def decode(self, trip: Trip, params: Mapping[str, Any]) -> None:
-        self.used.append((trip.request_id, params["reference of"]))
+    async def decode(self, trial: Trial, params: Mapping[str, Any]) -> None:
+        self.used.append((trial.request_id, params["reference of"]))
 
 
 @pytest.mark.parametrize("variant", [variant for variant in REFERENCES if variant not in SINGLE])
@@ -94,7 +94,7 @@ async def test_a_reference_goes_with_its_request_s_id(variant: str) -> None:
     """Whoever replays it replays that too: for some connectors the id is the reference."""
     router = Recorder()
 
-    def start(trip: Trip, work: Awaitable[None]) -> asyncio.Task[None]:
+    def start(trial: Trial, work: Awaitable[None]) -> asyncio.Task[None]:
         return asyncio.ensure_future(work)
 
     async def restart() -> None:

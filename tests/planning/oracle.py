@@ -296,7 +296,7 @@ def check_case(case: Case) -> int:
     targets = [layout_of(case, case.consumer, number, rank) for number, rank in enumerate(consumers)]
     if states_beside_partial_blocks(case):
         # Engines refuse each other; what their geometry moves is right all the same.
-        with pytest.raises(IncompatiblePeerError, match="beside state groups"):
+        with pytest.raises(IncompatiblePeerError, match="for a model with state groups"):
             check_compatible(sources[0], targets[0])
     else:
         check_compatible(sources[0], targets[0])

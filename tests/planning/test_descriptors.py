@@ -90,7 +90,7 @@ def test_unequal_ids_are_refused() -> None:
     """A source for every destination; the error names the group."""
     shape = Shape()
     plan = plan_pair(make_rank(shape, 0, 1).layout, make_rank(shape, 0, 1).layout)
-    with pytest.raises(PlanError, match="group 1: 2 source for 1 destination units"):
+    with pytest.raises(PlanError, match="group 1: 2 source units for 1 destination units"):
         build_runs(plan, [whole_blocks(1, ints(1, 2), ints(3))])
 
 

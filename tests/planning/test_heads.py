@@ -123,5 +123,5 @@ def test_nobody_is_without_a_partner() -> None:
 @pytest.mark.parametrize(("rank", "tp_size", "kv_heads"), [(2, 2, 4), (-1, 2, 4), (0, 0, 4), (0, 1, 0)])
 def test_impossible_ranks_are_refused(rank: int, tp_size: int, kv_heads: int) -> None:
     """A rank that does not exist, or no heads at all, is a PlanError that says which."""
-    with pytest.raises(PlanError, match=f"no rank {rank} of {tp_size} over {kv_heads} KV heads"):
+    with pytest.raises(PlanError, match=f"invalid split of {kv_heads} KV heads: rank {rank} of {tp_size}"):
         held_heads(rank, tp_size, kv_heads)

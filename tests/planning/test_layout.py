@@ -96,8 +96,8 @@ def test_impossible_pages_are_refused(change: dict[str, Any]) -> None:
     ("kind", "block_tokens", "window", "says"),
     [
         (GroupKind.FULL, 0, None, "block_tokens must be positive, not 0"),
-        (GroupKind.FULL, 4, 8, "a window belongs to sliding and chunked groups"),
-        (GroupKind.SLIDING, 4, None, "a window belongs to sliding and chunked groups"),
+        (GroupKind.FULL, 4, 8, "window_tokens is for sliding and chunked groups"),
+        (GroupKind.SLIDING, 4, None, "window_tokens is for sliding and chunked groups"),
     ],
 )
 def test_impossible_groups_are_refused(kind: GroupKind, block_tokens: int, window: int | None, says: str) -> None:
@@ -109,14 +109,14 @@ def test_impossible_groups_are_refused(kind: GroupKind, block_tokens: int, windo
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"tp_rank": 1}, "tp_rank 1 does not exist in a group of 1"),
-        ({"tp_rank": -1}, "tp_rank -1 does not exist"),
-        ({"groups": (replace(FULL, index=1),)}, "in the order of their index"),
-        ({"regions": ()}, "one kind of memory"),
-        ({"regions": (region(1000, 400), region(1000, 400, GPU0))}, "one kind of memory"),
-        ({"regions": (region(1001, 400),)}, "layer 'a': its 4 pages do not lie inside one region"),
-        ({"regions": (region(1000, 399),)}, "layer 'a': its 4 pages do not lie inside one region"),
-        ({"num_blocks": 5}, "layer 'a': its 5 pages do not lie inside one region"),
+        ({"tp_rank": 1}, "tp_rank 1 is not below tp_size 1"),
+        ({"tp_rank": -1}, "tp_rank -1 is not below tp_size 1"),
+        ({"groups": (replace(FULL, index=1),)}, "sorted by index"),
+        ({"regions": ()}, "one memory kind"),
+        ({"regions": (region(1000, 400), region(1000, 400, GPU0))}, "one memory kind"),
+        ({"regions": (region(1001, 400),)}, "layer 'a': its 4 pages are not inside one region"),
+        ({"regions": (region(1000, 399),)}, "layer 'a': its 4 pages are not inside one region"),
+        ({"num_blocks": 5}, "layer 'a': its 5 pages are not inside one region"),
     ],
 )
 def test_impossible_layouts_are_refused(change: dict[str, Any], says: str) -> None:
@@ -161,7 +161,7 @@ def test_a_stride_belongs_to_several_kernel_blocks(change: dict[str, Any]) -> No
 def test_rows_share_a_blocks_tokens_evenly(block_tokens: int, pages: LayerPages, row_tokens: int | None) -> None:
     """Tokens of a block are dealt to its kernel blocks, and there to rows; what does not come out even is refused."""
     if row_tokens is None:
-        with pytest.raises(PlanError, match=f"layer 'a': {block_tokens} tokens do not fill"):
+        with pytest.raises(PlanError, match=f"layer 'a': {block_tokens} tokens cannot be divided"):
             Group(0, GroupKind.FULL, block_tokens, None, (pages,))
     else:
         assert Group(0, GroupKind.FULL, block_tokens, None, (pages,)).row_tokens(pages) == row_tokens
@@ -180,7 +180,7 @@ def test_the_last_kernel_block_lies_inside_the_region(last: int, fits: bool) -> 
     if fits:
         assert EngineLayout(0, 1, 2, regions, (group,)).memory_kind == HOST
     else:
-        with pytest.raises(PlanError, match="its 2 pages do not lie inside one region"):
+        with pytest.raises(PlanError, match="its 2 pages are not inside one region"):
             EngineLayout(0, 1, 2, regions, (group,))
 
 
@@ -194,7 +194,7 @@ def test_the_last_kernel_block_lies_inside_the_region(last: int, fits: bool) -> 
 )
 def test_windows_of_chunks_and_states(change: dict[str, Any]) -> None:
     """A chunk has a size, a state has none."""
-    with pytest.raises(PlanError, match="a window belongs to sliding and chunked groups"):
+    with pytest.raises(PlanError, match="window_tokens is for sliding and chunked groups"):
         replace(FULL, **change)
 
 
@@ -215,7 +215,7 @@ def test_a_rank_holds_its_share_of_every_part() -> None:
     for rank, pages in ((0, one), (1, two)):
         groups = (Group(0, GroupKind.FULL, 5, None, (pages, latent)),)
         assert EngineLayout(rank, 2, 4, LAYOUT.regions, groups).groups == groups
-        with pytest.raises(PlanError, match="of 3 heads where an even split gives it"):
+        with pytest.raises(PlanError, match="of 3 heads, but an even split gives it"):
             EngineLayout(1 - rank, 2, 4, LAYOUT.regions, groups)
 
 
@@ -223,7 +223,7 @@ def test_impossible_parts_are_refused() -> None:
     """The parts of a layer follow each other, or layers could not leave one by one; a state has no kernel blocks."""
     other = replace(PAGES, layer="b")
     Group(0, GroupKind.FULL, 5, None, (PAGES, PAGES, other, other))
-    with pytest.raises(PlanError, match="group 0: the parts of a layer must follow each other"):
+    with pytest.raises(PlanError, match="group 0: the parts of a layer must be adjacent"):
         Group(0, GroupKind.FULL, 5, None, (PAGES, other, PAGES))
-    with pytest.raises(PlanError, match="layer 'a': a state has no kernel blocks"):
+    with pytest.raises(PlanError, match="layer 'a': a state cannot have kernel blocks"):
         Group(0, GroupKind.STATE, 5, None, (replace(PAGES, kernel_blocks=2, kernel_block_stride_bytes=40),))

@@ -149,11 +149,11 @@ def layer_changed(**changes: Any) -> EngineLayout:
         (make_rank(Shape(groups=GEMMA[:2]), 0, 1).layout, "number of KV cache groups", "same model"),
         (with_field(BASE, 2, kind=GroupKind.SLIDING, window_tokens=8), "kind of KV cache group 2", "same model"),
         (with_field(BASE, 1, window_tokens=9), "window_tokens of KV cache group 1", "same model"),
-        (with_field(BASE, 0, block_tokens=8), "tokens in what cannot be cut of layer 'layers.0.0'", "same block_size"),
+        (with_field(BASE, 0, block_tokens=8), "tokens per row of layer 'layers.0.0'", "same block_size"),
         (layer_changed(layer="other"), "layers of KV cache group 1", "same model"),
         (with_field(BASE, 1, layers=BASE.groups[1].layers[:1]), "layers of KV cache group 1", "same model"),
         (layer_changed(packing="other"), "packing of layer 'layers.1.1'", "KV layout"),
-        (layer_changed(rows=2), "tokens in what cannot be cut of layer 'layers.1.1'", "same block_size"),
+        (layer_changed(rows=2), "tokens per row of layer 'layers.1.1'", "same block_size"),
         (layer_changed(row_bytes=8), "row_bytes of layer 'layers.1.1'", "KV layout"),
     ],
 )
@@ -178,7 +178,7 @@ def test_what_may_differ_is_accepted() -> None:
 def test_pages_with_fewer_heads_than_the_rank_holds_are_refused() -> None:
     """A layer that keeps fewer heads than its rank's share is no layout; the error names it."""
     pages = BASE.groups[0].layers
-    with pytest.raises(PlanError, match=r"layer 'layers\.0\.0': rank 0 of 1 holds 3 of 4 heads .* gives it 4"):
+    with pytest.raises(PlanError, match=r"layer 'layers\.0\.0': rank 0 of 1 holds 3 of 4 heads, .* gives it 4"):
         with_field(BASE, 0, layers=(replace(pages[0], heads=3), pages[1]))
 
 
@@ -218,6 +218,6 @@ def test_states_need_whole_blocks_beside_them() -> None:
         for layout in (small, large)
     )
     with pytest.raises(
-        IncompatiblePeerError, match="beside state groups, give prefill a block_size that is a multiple"
+        IncompatiblePeerError, match="for a model with state groups, set prefill's block_size to a multiple"
     ):
         check_compatible(small, large)

@@ -83,9 +83,9 @@ def test_a_missing_or_doubled_rank_is_refused(tp: tuple[int, int]) -> None:
     """All producer ranks together cover the wanted bytes; one less leaves a hole, one twice writes bytes twice."""
     consumer, plans = consumer_and_plans(tp, "head_major")
     senders = [plan for plan in plans if plan.groups[0].unit_bytes]
-    with pytest.raises(CoverError, match="wanted"):
+    with pytest.raises(CoverError, match="not exactly the"):
         prove_plans(consumer.layout, senders[1:])
-    with pytest.raises(CoverError, match="written twice"):
+    with pytest.raises(CoverError, match="written more than once"):
         prove_plans(consumer.layout, [*senders, senders[0]])
 
 
@@ -132,7 +132,7 @@ def test_blocks_that_nobody_wants_are_refused() -> None:
     none = np.empty(0, np.int64)
     for written in ([2, 3], [3]):
         moves = [whole_blocks(0, np.array(written), np.array(written))]
-        with pytest.raises(CoverError, match="wanted"):
+        with pytest.raises(CoverError, match="not exactly the"):
             verify_cover(consumers[0].layout, [np.array([2]), none, none], runs_of(plans, moves))
 
 
@@ -158,9 +158,9 @@ def test_one_block_wanted_twice_is_refused() -> None:
     """A block id that stands at two positions, or in two groups that share memory, cannot hold both contents."""
     consumer, _ = consumer_and_plans((1, 1), "head_major")
     none = np.empty(0, np.int64)
-    with pytest.raises(CoverError, match="wanted twice"):
+    with pytest.raises(CoverError, match="wanted more than once"):
         verify_cover(consumer.layout, [np.array([3, 3]), none, none], [])
-    with pytest.raises(CoverError, match="wanted twice"):
+    with pytest.raises(CoverError, match="wanted more than once"):
         verify_cover(consumer.layout, [np.array([3]), np.array([3]), none], [])
 
 

@@ -68,11 +68,11 @@ def test_an_engine_metadata_holds_all_ranks_in_order() -> None:
 @pytest.mark.parametrize(
     ("rank_metadata", "says"),
     [
-        ({}, "must be ranks 0..n-1, got \\[\\]"),
-        ({1: agent_metadata(1, 2)}, "must be ranks 0..n-1, got \\[1\\]"),
+        ({}, "ranks 0 to n-1 is needed, got ranks \\[\\]"),
+        ({1: agent_metadata(1, 2)}, "ranks 0 to n-1 is needed, got ranks \\[1\\]"),
         ({0: agent_metadata(0, 2), 1: agent_metadata(1, 2, incarnation="engine-b")}, "one incarnation"),
-        ({0: agent_metadata(0, 2)}, "metadata 0 is of rank 0 of 2"),
-        ({0: agent_metadata(1, 2), 1: agent_metadata(0, 2)}, "metadata 0 is of rank 1 of 2"),
+        ({0: agent_metadata(0, 2)}, "agent metadata 0 of 1 describes rank 0 of 2"),
+        ({0: agent_metadata(1, 2), 1: agent_metadata(0, 2)}, "agent metadata 0 of 2 describes rank 1 of 2"),
     ],
 )
 def test_metadata_of_no_engine_is_refused(rank_metadata: dict[int, AgentMetadata], says: str) -> None:
@@ -96,7 +96,7 @@ def test_metadata_of_no_engine_is_refused(rank_metadata: dict[int, AgentMetadata
         ),
         (
             {"layout": with_field(make_rank(Shape(), 0, 1).layout, 0, block_tokens=32)},
-            "tokens in what cannot be cut of layer 'layers.0.0'",
+            "tokens per row of layer 'layers.0.0'",
             "same block_size",
         ),
         ({"layout": make_rank(Shape(style="packed"), 0, 1).layout}, "packing of layer 'layers.0.0'", "KV layout"),
@@ -194,7 +194,7 @@ def test_another_version_says_both() -> None:
 )
 def test_what_is_no_metadata_is_refused(payload: bytes) -> None:
     """A field that is missing, unknown, of another type or impossible: WireError, with a text."""
-    with pytest.raises(WireError, match=r"metadata|text|number"):
+    with pytest.raises(WireError, match=r"metadata|string|number"):
         decode_agent_metadata(payload)
 
 

@@ -81,7 +81,7 @@ def test_connecting_ends_by_itself() -> None:
     consumer = Consumer(GROUPS, LIMITS)
     consumer.start(order(), 0.0)
     assert consumer.tick(9.9) == []
-    assert failures(consumer.tick(10.0)) == {"r": "nothing was heard of the transfer for 10 s"}
+    assert failures(consumer.tick(10.0)) == {"r": "no message about the transfer arrived for 10 s"}
     assert empty(consumer)
 
 
@@ -109,14 +109,14 @@ def test_a_wrong_count_is_never_decoded_from(count: int) -> None:
     """OFFERED + wrong count -> ENDING, Cancel to those that may still write; Received(failed) at their answer."""
     consumer = offered()
     assert consumer.message(P0, Fin("t", count), 1.0) == cancels(P1)
-    assert consumer.message(P1, FIN1, 1.0) == [Received("r", f"rank 0 wrote {count} bytes where 31 were offered")]
+    assert consumer.message(P1, FIN1, 1.0) == [Received("r", f"rank 0 wrote {count} bytes, expected 31")]
 
 
 def test_a_wrong_last_count_ends_at_once() -> None:
     """Where nobody else may write, the failure is the end."""
     consumer = offered()
     consumer.message(P0, FIN0, 1.0)
-    assert consumer.message(P1, Fin("t", 59), 1.0) == [Received("r", "rank 1 wrote 59 bytes where 60 were offered")]
+    assert consumer.message(P1, Fin("t", 59), 1.0) == [Received("r", "rank 1 wrote 59 bytes, expected 60")]
 
 
 def test_aborted_cancels_the_others() -> None:
@@ -130,7 +130,7 @@ def test_cancelled_without_being_asked_is_a_failure() -> None:
     """OFFERED + Cancelled: another request has called the transfer off; what was written is not complete."""
     consumer = offered()
     assert consumer.message(P0, Cancelled("t"), 1.0) == cancels(P1)
-    assert consumer.message(P1, FIN1, 1.0) == [Received("r", "rank 0: the producer has cancelled the transfer")]
+    assert consumer.message(P1, FIN1, 1.0) == [Received("r", "rank 0: the producer cancelled the transfer")]
 
 
 def test_abort_waits_for_the_partners() -> None:
@@ -157,7 +157,7 @@ def test_silence_is_a_failure() -> None:
     assert consumer.tick(10.0) == cancels(P0, P1)
     consumer.message(P0, Cancelled("t"), 10.5)
     assert consumer.message(P1, Cancelled("t"), 10.5) == [
-        Received("r", "nothing was heard of the transfer for 10 s"),
+        Received("r", "no message about the transfer arrived for 10 s"),
     ]
 
 
@@ -379,7 +379,7 @@ def test_a_used_transfer_id_is_remembered() -> None:
     consumer.message(P1, FIN1, 8.5)
     consumer.tick(27.9)
     assert failures(consumer.start(order("again"), 27.9)) == {
-        "again": "another request has this transfer; an id is for one request"
+        "again": "the transfer id has been used by another request; use a new transfer_id for each request"
     }
     consumer.tick(28.5)
     assert [send.peer for send in sends(consumer.start(order("again"), 28.5))] == [P0, P1]

@@ -91,7 +91,9 @@ def test_a_missing_digest_is_a_failure() -> None:
     """A Fin without the digest that was asked for vouches for nothing."""
     consumer = checked()
     assert consumer.message(P0, FIN0, 1.0) == cancels(P1)
-    assert consumer.message(P1, Cancelled("t"), 1.0) == [Received("r", "rank 0 sent no digest of what it wrote")]
+    assert consumer.message(P1, Cancelled("t"), 1.0) == [
+        Received("r", "rank 0 sent no digest of the bytes that it wrote")
+    ]
 
 
 def test_a_wrong_count_needs_no_digest() -> None:

@@ -59,7 +59,7 @@ def test_an_offer_that_cannot_be_sent() -> None:
     offer = consumer.start(order("r2", "t2"), 1.0)[0]
     assert isinstance(offer, Send)
     assert consumer.undelivered(P0, offer.message, 1.0) == [Send(P1, Cancel("t2", 2))]
-    reason = "rank 0 of the prefill engine is out of reach"
+    reason = "rank 0 of the prefill engine is unreachable"
     assert consumer.message(P1, Cancelled("t2"), 2.0) == [Received("r2", reason)]
     assert consumer.start(order("r3", "t3"), 3.0) == [Connect(ENGINE)]
     assert consumer.release("t4", ENGINE, 3.0) == [Connect(ENGINE)]

@@ -47,7 +47,7 @@ def test_prefill_legs() -> None:
 def test_discards() -> None:
     """They name the transfer that nobody will fetch."""
     assert parse_params({"do_remote_decode": True, "discard": True, "transfer_id": "t"}) == DiscardParams("t")
-    with pytest.raises(WireError, match="discard needs the transfer_id"):
+    with pytest.raises(WireError, match="discard needs a transfer_id"):
         parse_params({"do_remote_decode": True, "discard": True})
 
 
@@ -55,10 +55,10 @@ def test_lost_engines() -> None:
     """They are named by how their ids begin, and never all of them at once."""
     assert parse_params({"engines_lost": "node-a."}) == LostParams("node-a.", "")
     assert parse_params({"engines_lost": "node-a.", "supervisor": "s"}) == LostParams("node-a.", "s")
-    with pytest.raises(WireError, match="supervisor must be text"):
+    with pytest.raises(WireError, match="supervisor must be a string"):
         parse_params({"engines_lost": "node-a.", "supervisor": 5})
     for wrong in ("", ".", 5, True, ["node-a."]):
-        with pytest.raises(WireError, match="engines_lost must name engines by how their ids begin"):
+        with pytest.raises(WireError, match="engines_lost must be an engine id or its prefix"):
             parse_params({"engines_lost": wrong})
 
 
@@ -89,11 +89,11 @@ def test_decode_legs() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"do_remote_decode": True}, "do_remote_decode and do_remote_prefill exclude each other"),
+        ({"do_remote_decode": True}, "set do_remote_decode or do_remote_prefill, not both"),
         ({"transfer_id": None}, "transfer_id is missing"),
-        ({"transfer_id": ""}, "transfer_id must be text"),
-        ({"transfer_id": 5}, "transfer_id must be text"),
-        ({"transfer_id": "x" * 257}, "transfer_id must be text of 1 to 256"),
+        ({"transfer_id": ""}, "transfer_id must be a string"),
+        ({"transfer_id": 5}, "transfer_id must be a string"),
+        ({"transfer_id": "x" * 257}, "transfer_id must be a string of 1 to 256"),
         ({"remote_engine_id": None}, "remote_engine_id"),
         ({"remote_engine_id": ""}, "remote_engine_id"),
         ({"remote_host": 7}, "remote_host"),

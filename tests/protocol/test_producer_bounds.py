@@ -72,8 +72,10 @@ def test_more_blocks_on_offer_than_the_pool_has() -> None:
     """A block is on offer once at a time, so all of them together are at most the pool (100 here)."""
     producer = machine()
     assert producer.message(C0, wide("a", 1, 60), 0.0) == []
-    assert aborted_reason(producer.message(C0, wide("b", 1, 60), 0.0)).startswith("more blocks are on offer")
-    assert aborted_reason(producer.message(C0, wide("b", 1, 10), 0.0)).startswith("this transfer has been offered")
+    assert aborted_reason(producer.message(C0, wide("b", 1, 60), 0.0)).startswith("the open offers have more blocks")
+    assert aborted_reason(producer.message(C0, wide("b", 1, 10), 0.0)).startswith(
+        "this transfer has already had an offer"
+    )
     assert producer.message(C1, wide("a", 1, 60), 0.0) == [], "each rank has a pool of its own"
     assert producer.message(C0, Cancel("a"), 0.0) == [Send(C0, Cancelled("a"))]
     assert producer.message(C0, wide("c", 1, 100), 0.0) == [], "what was cancelled is on offer no longer"

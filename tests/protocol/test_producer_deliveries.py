@@ -122,10 +122,10 @@ def test_one_consumer_rank_does_not_disturb_another() -> None:
     ("changes", "says"),
     [
         ({"digest": "other"}, "different prompts"),
-        ({"end_token": 13}, "13 tokens are wanted of a prompt of 12"),
-        ({"groups": (blocks([0], [50]),)}, "1 KV cache groups, the model has 2"),
+        ({"end_token": 13}, "the offer is for 13 tokens, but the prompt has 12"),
+        ({"groups": (blocks([0], [50]),)}, "1 KV cache groups, but the model has 2"),
         ({"groups": (blocks([0], [100]), empty_blocks())}, "block 100 does not exist"),
-        ({"groups": (blocks([0, 3], [50, 51]), empty_blocks())}, "group 0 lies behind the last token"),
+        ({"groups": (blocks([0, 3], [50, 51]), empty_blocks())}, "group 0 lies after the last requested token"),
     ],
 )
 def test_offers_that_cannot_be_served(changes: dict[str, Any], says: str) -> None:
@@ -153,7 +153,7 @@ def test_a_null_block_at_the_source_is_not_sent() -> None:
     producer = live()
     producer.message(C0, offer(), 0.5)
     reason = aborted_reason(producer.progress("r", [[1, 0, 3], [4, 5, 6]], 12, 1.0))
-    assert reason == "the prefill engine no longer holds a block that is wanted"
+    assert reason == "the prefill engine has freed a requested block"
 
 
 def test_blocks_that_never_come_are_missed() -> None:
@@ -162,7 +162,7 @@ def test_blocks_that_never_come_are_missed() -> None:
     producer.message(C0, offer(), 0.5)
     write = only_write(producer.progress("r", [[1], [4]], 12, 1.0))
     reason = aborted_reason(finish_write(producer, write, 10, 2.0))
-    assert reason == "the prompt was computed past what is wanted of KV cache groups 0, 1"
+    assert reason == "the prompt was computed past the requested state of KV cache groups 0, 1"
 
 
 # ---- digests -----------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def test_no_digest_unless_it_is_asked_for() -> None:
 def test_a_digest_that_cannot_be_made_is_refused() -> None:
     """Aborted with the reason, and nothing is written: a consumer that asks would not believe the bytes."""
     producer = asking([], can=False)
-    assert "this engine makes none" in aborted_reason(producer.message(C0, ASKING, 0.5))
+    assert "integrity is off" in aborted_reason(producer.message(C0, ASKING, 0.5))
 
 
 @pytest.mark.parametrize("ending", ["fin", "cancel", "failed write", "preempted", "discard", "not held", "peer lost"])

@@ -34,7 +34,7 @@ def test_an_early_transfer_expires() -> None:
     producer = machine()
     producer.message(C0, offer(), 0.0)
     assert producer.tick(19.9) == []
-    assert aborted_reason(producer.tick(20.0)) == "the prefill request never came"
+    assert aborted_reason(producer.tick(20.0)) == "the prefill request did not arrive in time"
     assert producer.counts()["remembered"] == 1
     producer.tick(40.0)
     assert not any(producer.counts().values())
@@ -110,7 +110,7 @@ def test_a_discard_while_the_prompt_is_computed() -> None:
     """LIVE + discard: the open delivery is Aborted, late offers too, and the end of the request is its release."""
     producer = live((0, 1))
     assert producer.message(C0, offer(), 0.5) == []
-    assert producer.discard("t", 1.0) == [Send(C0, Aborted("t", "the router has given the transfer up"))]
+    assert producer.discard("t", 1.0) == [Send(C0, Aborted("t", "the router has discarded the transfer"))]
     assert aborted_reason(producer.message(C1, offer(), 1.5)).startswith("this transfer has ended")
     assert producer.message(C1, Cancel("t"), 1.6) == [Send(C1, Cancelled("t"))]
     assert producer.progress("r", *TABLES, 2.0) == []
@@ -122,7 +122,7 @@ def test_a_discard_does_not_end_under_a_write() -> None:
     producer = held((0, 1))
     write = only_write(producer.message(C0, offer(), 3.0))
     assert producer.discard("t", 4.0) == []
-    gave_up = Aborted("t", "the router has given the transfer up")
+    gave_up = Aborted("t", "the router has discarded the transfer")
     assert finish_write(producer, write, 61, 5.0) == [Send(C0, gave_up), Sent("r")]
 
 

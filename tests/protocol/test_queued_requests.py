@@ -69,7 +69,7 @@ def test_silence_ends_the_wait_and_alive_puts_that_off() -> None:
     consumer = queued()
     assert consumer.message(P0, Alive("t"), 5.0) == []
     assert consumer.tick(5.0 + LIMITS.progress_s - 0.1) == []
-    reason = f"nothing was heard of the queued transfer for {LIMITS.progress_s:g} s"
+    reason = f"no message about the queued transfer arrived for {LIMITS.progress_s:g} s"
     assert consumer.tick(5.0 + LIMITS.progress_s) == in_vain(reason)
     assert empty(consumer)
 
@@ -97,7 +97,7 @@ def test_a_producer_that_dies_ends_the_wait(whole: bool) -> None:
 
 def test_a_question_that_cannot_be_sent_ends_the_wait() -> None:
     consumer = queued()
-    assert consumer.undelivered(P0, WAITS, 0.0) == [Due("r", "t", "rank 0 of the prefill engine is out of reach")]
+    assert consumer.undelivered(P0, WAITS, 0.0) == [Due("r", "t", "rank 0 of the prefill engine is unreachable")]
     assert empty(consumer)
 
 

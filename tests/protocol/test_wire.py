@@ -168,8 +168,8 @@ def test_bytes_after_the_end_are_refused(message: Message) -> None:
 @pytest.mark.parametrize(
     ("bad", "says"),
     [
-        (b"", "a frame of 0 bytes"),
-        (frame({}, magic=b"XYZ"), "does not start with Tandem's mark"),
+        (b"", "a frame has 0 bytes"),
+        (frame({}, magic=b"XYZ"), "does not start with b'TDM'"),
         (frame({}, version=PROTOCOL_VERSION + 1), f"version {PROTOCOL_VERSION + 1}, this engine {PROTOCOL_VERSION}"),
         (frame({}, version=0), "version 0"),
         (tagged(struct.pack("<3sBI", b"TDM", PROTOCOL_VERSION, 2**32 - 1)), "truncated"),
@@ -177,19 +177,19 @@ def test_bytes_after_the_end_are_refused(message: Message) -> None:
         (frame(b"\xff\xfe"), "malformed frame"),
         (frame(b""), "malformed frame"),
         (frame(b"[" * 60_000), "malformed frame"),
-        (frame(b"[" * 100_000), "a header of 100000 bytes; at most 65536 are read"),
+        (frame(b"[" * 100_000), "a header has 100000 bytes; the limit is 65536"),
         (frame([1]), "not a JSON object"),
         (frame("text"), "not a JSON object"),
-        (frame({}), "'from' must be text"),
-        (frame({"from": 3, "rank": 0}), "'from' must be text, not 3"),
+        (frame({}), "'from' must be a string"),
+        (frame({"from": 3, "rank": 0}), "'from' must be a string, not 3"),
         (frame({"from": "a", "rank": -1}), "'rank' must be a whole number, not -1"),
         (frame({"from": "a", "rank": 1.0}), "'rank' must be a whole number"),
         (frame({"from": "a", "rank": True}), "'rank' must be a whole number"),
         (frame({"from": "a", "rank": 2**63}), "'rank' must be a whole number"),
         (frame(offer_header(number=-1)), "'number' must be a whole number"),
-        (frame({"from": "a", "rank": 0}), "'to' must be text"),
+        (frame({"from": "a", "rank": 0}), "'to' must be a string"),
         (frame({"from": "a", "rank": 0, "to": "b"}), "'to_rank' must be a whole number, not None"),
-        (frame(fin_header(id="t" * 257)), "'id' has 257 characters, at most 256"),
+        (frame(fin_header(id="t" * 257)), "'id' has 257 characters; the limit is 256"),
         (frame({"from": "a", "rank": 0, "to": "b", "to_rank": 0}), "unknown message None"),
         (frame({"from": "a", "rank": 0, "to": "b", "to_rank": 0, "kind": "greet"}), "unknown message 'greet'"),
         (frame({"from": "a", "rank": 0, "to": "b", "to_rank": 0, "kind": ["fin"]}), "unknown message"),
@@ -198,13 +198,13 @@ def test_bytes_after_the_end_are_refused(message: Message) -> None:
             "'bytes' must be a whole number",
         ),
         (frame({"from": "a", "rank": 0, "to": "b", "to_rank": 0, "kind": "fin", "id": "t", "bytes": -5}), "not -5"),
-        (frame({"from": "a", "rank": 0, "to": "b", "to_rank": 0, "kind": "alive"}), "'id' must be text"),
+        (frame({"from": "a", "rank": 0, "to": "b", "to_rank": 0, "kind": "alive"}), "'id' must be a string"),
         (
             frame({"from": "a", "rank": 0, "to": "b", "to_rank": 0, "kind": "alive", "id": "t"}, b"x"),
-            "1 bytes that it should not",
+            "a body of 1 bytes, but must have none",
         ),
-        (frame(fin_header(digest=None)), "'digest' must be text, not None"),
-        (frame({k: v for k, v in fin_header().items() if k != "digest"}), "'digest' must be text, not None"),
+        (frame(fin_header(digest=None)), "'digest' must be a string, not None"),
+        (frame({k: v for k, v in fin_header().items() if k != "digest"}), "'digest' must be a string, not None"),
         (frame(fin_header(digest="0" * 31)), "'digest' must be empty or 32 hexadecimal digits"),
         (frame(fin_header(digest="0" * 33)), "'digest' must be empty or 32 hexadecimal digits"),
         (frame(fin_header(digest="0" * 32 + "\n")), "'digest' must be empty or 32 hexadecimal digits"),
@@ -213,14 +213,14 @@ def test_bytes_after_the_end_are_refused(message: Message) -> None:
         (frame(offer_header(digest=1)), "'digest' must be true or false, not 1"),
         (frame(offer_header(digest="")), "'digest' must be true or false"),
         (frame(offer_header(end=-1)), "'end' must be a whole number"),
-        (frame(offer_header(prompt=None)), "'prompt' must be text"),
-        (frame(offer_header(blocks=None)), "count the blocks of each group"),
-        (frame(offer_header(blocks=[-1])), "count the blocks of each group"),
-        (frame(offer_header(blocks=[True])), "count the blocks of each group"),
-        (frame(offer_header(blocks=[1.0]), vectors(0, 1)), "count the blocks of each group"),
-        (frame(offer_header(blocks=[1])), "an offer of 1 blocks carries 0 bytes"),
-        (frame(offer_header(blocks=[1]), vectors(0, 1, 2)), "not 16 a block"),
-        (frame(offer_header(blocks=[2**62, 2**62])), "not 16 a block"),
+        (frame(offer_header(prompt=None)), "'prompt' must be a string"),
+        (frame(offer_header(blocks=None)), "the number of blocks of each group"),
+        (frame(offer_header(blocks=[-1])), "the number of blocks of each group"),
+        (frame(offer_header(blocks=[True])), "the number of blocks of each group"),
+        (frame(offer_header(blocks=[1.0]), vectors(0, 1)), "the number of blocks of each group"),
+        (frame(offer_header(blocks=[1])), "an offer of 1 blocks has 0 bytes"),
+        (frame(offer_header(blocks=[1]), vectors(0, 1, 2)), "not 16 per block"),
+        (frame(offer_header(blocks=[2**62, 2**62])), "not 16 per block"),
         (frame(offer_header(blocks=[1]), vectors(-1, 5)), "positions must ascend from 0"),
         (frame(offer_header(blocks=[1]), vectors(0, 0)), "block ids must be positive"),
         (frame(offer_header(blocks=[1]), vectors(0, -7)), "block ids must be positive"),
@@ -245,7 +245,7 @@ def test_a_block_that_is_offered_twice_is_refused() -> None:
 
 def test_oversized_frames_are_refused() -> None:
     """A frame is at most 64 MiB, whatever it says."""
-    with pytest.raises(WireError, match=f"a frame of {MAX_FRAME_BYTES + 1} bytes"):
+    with pytest.raises(WireError, match=f"a frame has {MAX_FRAME_BYTES + 1} bytes"):
         decode(bytes(MAX_FRAME_BYTES + 1))
 
 
@@ -294,7 +294,7 @@ def test_another_key_is_refused_before_anything_is_read(theirs: bytes) -> None:
     """A frame without our key may not even choose what we parse."""
     for content in (b"[" * 10, b"{}", encode(Envelope(SENDER, RECEIVER, MESSAGES[0]))[8:-32]):
         bad = struct.pack("<3sBI", b"TDM", PROTOCOL_VERSION, len(content)) + content
-        with pytest.raises(WireError, match="does not have this engine's secret"):
+        with pytest.raises(WireError, match="the sender has another secret"):
             decode(tagged(bad, theirs), KEY)
 
 

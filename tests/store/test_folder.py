@@ -163,7 +163,7 @@ def test_the_budget_is_never_exceeded(tmp_path: Path) -> None:
         assert tier.used_bytes(soon()) == disk_bytes(tier)
     # With equal costs the least recently used have gone.
     assert [number for number in range(50) if holds(tier, number)] == list(range(40, 50))
-    with pytest.raises(StoreError, match="do not fit a budget"):
+    with pytest.raises(StoreError, match="exceed the budget"):
         write(tier, 99, size=11 * BLOCK)
 
 
@@ -349,13 +349,13 @@ def test_a_ledger_that_vanishes_under_the_lock_does_not_open_the_lock(tier: Fold
 
 def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(ConfigurationError, match=r"'thesis\.tex', which is no part of a store"):
+    with pytest.raises(ConfigurationError, match=r"'thesis\.tex', which is not part of a store"):
         FolderTier(tmp_path, BLOCK)
     with pytest.raises(ConfigurationError, match="must be positive"):
         FolderTier(tmp_path / "store", 0)
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
-    with pytest.raises(ConfigurationError, match="everybody on this host may write"):
+    with pytest.raises(ConfigurationError, match="all users of this host may write"):
         FolderTier(tmp_path / "open", BLOCK)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="cannot be used"):

@@ -195,7 +195,7 @@ def test_a_window_that_has_passed_cannot_be_stored() -> None:
     assert not object_in_blocks(spans, [0, 4], ref)
     assert not object_in_blocks(spans, [3], ref)
     pair = plan_rank(plan, engine[0].layout).store
-    with pytest.raises(PlanError, match="blocks before token 8 are not allocated any more"):
+    with pytest.raises(PlanError, match="blocks before token 8 are no longer allocated"):
         store_moves(plan, pair, [[0, 4]], {ref: 64})
 
 

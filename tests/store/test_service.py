@@ -258,7 +258,7 @@ def test_staging_is_dealt_out_and_merged_again(tmp_path: Path) -> None:
     for offset in (0, 8192, 4096):
         staging.give_back(offset)
     assert staging.take(4 * 4096) == 0
-    with pytest.raises(ConfigurationError, match="must leave room for a page"):
+    with pytest.raises(ConfigurationError, match="must be at least one page"):
         Staging(100, tmp_path)
 
 

@@ -25,11 +25,11 @@ def test_tiers_are_ordered_by_speed() -> None:
     [
         ({}, "store must be an object with at least path or memory_gib"),
         ({"store": True}, "store must be an object with at least path or memory_gib"),
-        ({"store": {}}, "store has neither a path nor memory_gib; set one of them, or leave store out"),
+        ({"store": {}}, "store has neither a path nor memory_gib; set one of them, or remove store"),
         (
             {"store": {"pth": "/disk"}},
-            "unknown key store.pth; known are chunk_tokens, disk_gib, load_s, lookup_s, memory_gib, memory_path, path, "
-            "staging_mib, store_s",
+            "unknown key store.pth; known keys are chunk_tokens, disk_gib, load_s, lookup_s, memory_gib, memory_path, "
+            "path, staging_mib, store_s",
         ),
         ({"store": {"path": 3}}, "store.path must be str, not 3"),
         ({"store": {"path": "disk"}}, "store.path must be an absolute path, not 'disk'"),

@@ -40,10 +40,10 @@ def test_five_packed_groups_are_stored_whole_where_the_chunk_cuts_their_blocks()
     assert [each.span_tokens for each in plan.groups] == [256, 64, 64, 64, 64]
     assert [each.whole for each in plan.groups] == [True, False, False, False, False]
     assert plan.warnings == (
-        "store: chunk_tokens 64 does not divide KV cache group 0, which is packed in rows of 256 tokens: it is stored "
-        "whole and needs 256 tokens before any of it can be stored",
+        "store: chunk_tokens 64 is not a multiple of the 256 tokens that KV cache group 0 packs together: its objects "
+        "have 256 tokens, and shorter prefixes are not stored",
     )
-    assert plan.steps == (64, 256)
+    assert plan.spans == (64, 256)
     assert plan.first_tokens == 256
     assert completed_objects(plan, 192, 256) == [ObjectRef(256, g) for g in range(5)]
     assert completed_objects(plan, 128, 192) == [ObjectRef(192, g) for g in (1, 2, 3, 4)]
@@ -57,11 +57,11 @@ def test_mamba_beside_attention_of_1056_tokens() -> None:
     """Attention needs its whole row of 1,056 tokens; the state exists at ends of chunks that a step ends at."""
     plan = plan_store(MAMBA, 256, 8192)
     assert plan.warnings == (
-        "store: chunk_tokens 256 does not divide KV cache group 0, which is packed in rows of 1056 tokens: it is "
-        "stored whole and needs 1056 tokens before any of it can be stored",
+        "store: chunk_tokens 256 is not a multiple of the 1056 tokens that KV cache group 0 packs together: its "
+        "objects have 1056 tokens, and shorter prefixes are not stored",
     )
     assert [(each.span_tokens, each.kept_tokens) for each in plan.groups] == [(1056, 1056), (256, 0)]
-    assert plan.steps == (256, 1056)
+    assert plan.spans == (256, 1056)
     # Steps end at 512, 1024 (ends of chunks), 1100 (no end of a chunk) and 1280.
     table = {
         (0, 512): [ObjectRef(512, 1)],
@@ -180,30 +180,29 @@ FULL = (group(0, 16),)
             (chunked(0, 16, 256),),
             512,
             4096,
-            "store: no KV cache group needs anything to resume at a multiple of 512 tokens; give the store a "
-            "chunk_tokens that is no multiple of the model's attention chunks",
+            "store: no KV cache group has tokens to store at multiples of 512 tokens; set chunk_tokens to a value "
+            "that is not a multiple of the model's attention chunks",
         ),
         (
             FULL,
             256,
             256,
-            "store: nothing can ever be stored: KV cache group 0 needs 256 tokens, and a max_model_len of 256 leaves "
+            "store: no prefix can be stored: KV cache group 0 needs 256 tokens, but max_model_len 256 allows "
             "255; use a max_model_len of at least 257, or chunk_tokens of at most 255",
         ),
         (
             MAMBA,
             256,
             1056,
-            "store: nothing can ever be stored: KV cache group 0 needs 1056 tokens, and a max_model_len of 1056 leaves "
+            "store: no prefix can be stored: KV cache group 0 needs 1056 tokens, but max_model_len 1056 allows "
             "1055; use a max_model_len of at least 1057",
         ),
         (
             (sliding(0, 96, 128),),
             768,
             4096,
-            "store: blocks of 96 tokens in KV cache group 0 do not fit the 128 tokens that the store keeps of each "
-            "chunk of 768 for a window of 128; give the engine a block_size that divides 128, or the store "
-            "chunk_tokens of at most 128",
+            "store: KV cache group 0 has blocks of 96 tokens, which do not fit the 128 tokens kept of each chunk of "
+            "768 for a window of 128; set block_size to a divisor of 128, or chunk_tokens to at most 128",
         ),
     ],
 )
@@ -219,9 +218,9 @@ def test_configuration_errors(groups: tuple[Group, ...], chunk_tokens: int, max_
 def test_the_max_model_len_that_the_error_names_works(
     groups: tuple[Group, ...], chunk_tokens: int, refused: int
 ) -> None:
-    with pytest.raises(ConfigurationError, match="nothing can ever be stored") as raised:
+    with pytest.raises(ConfigurationError, match="no prefix can be stored") as raised:
         plan_store(groups, chunk_tokens, refused)
     named = int(str(raised.value).partition("max_model_len of at least ")[2].partition(",")[0])
     assert completed_objects(plan_store(groups, chunk_tokens, named), 0, named - 1)
-    with pytest.raises(ConfigurationError, match="nothing can ever be stored"):
+    with pytest.raises(ConfigurationError, match="no prefix can be stored"):
         plan_store(groups, chunk_tokens, named - 1)

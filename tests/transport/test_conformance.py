@@ -193,7 +193,7 @@ def test_no_connection_is_made_anew_under_a_write(fresh: tuple[Agent, Agent]) ->
     """``reconnect`` is refused until the last write to the peer has been polled to its end."""
     ours, theirs = fresh
     handle = ours.transport.write(theirs.name, runs((ours.address, theirs.address, 512)), HOST, HOST)
-    with pytest.raises(TransportError, match="under way"):
+    with pytest.raises(TransportError, match="in flight"):
         ours.transport.reconnect(theirs.name)
     until(lambda: ours.transport.poll(handle), [theirs])
     ours.transport.reconnect(theirs.name)

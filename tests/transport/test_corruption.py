@@ -74,7 +74,7 @@ def test_a_block_that_is_not_there_is_refused(scenes: list[Scene]) -> None:
     consumer = scenes[0].consumer
     digest = scenes[0].pairs[0].target()
     for block in (-1, consumer.layout.num_blocks):
-        with pytest.raises(PlanError, match="are meant"):
+        with pytest.raises(PlanError, match="are not all in a pool"):
             digest.add(0, np.array([block]), np.zeros(1, np.int64))
 
 

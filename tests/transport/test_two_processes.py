@@ -131,7 +131,7 @@ def cut_off(pipe: Connection) -> None:
     pipe.recv()
     most, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # no socket can be made
-    with pytest.raises(TransportError, match=r"theirs/0.*cannot be connected to"):
+    with pytest.raises(TransportError, match=r"theirs/0.*cannot reconnect"):
         transport.reconnect("theirs/0")
     with pytest.raises(TransportError, match="theirs/0"):
         transport.notify("theirs/0", b"nobody hears this")

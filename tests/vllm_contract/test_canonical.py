@@ -56,5 +56,5 @@ def test_pages_of_a_deepseek_v4_cache() -> None:
 
 def test_heads_outside_the_blocks_are_refused() -> None:
     """A page in several places is no page of one tensor; the layer is named."""
-    with pytest.raises(PlanError, match=f"layer '{LAYER}': its page does not lie in one piece"):
+    with pytest.raises(PlanError, match=f"layer '{LAYER}': its page is not one contiguous range"):
         canonical_cache(slotted_rank(1, KVCacheLayout.LHBNC).layout)

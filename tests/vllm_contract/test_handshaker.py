@@ -105,7 +105,7 @@ def test_nobody_is_pushed_out_amid_a_greeting(
     consumer.step(receives=[receive(producer.address)])
     until(paused(producer).waits.is_set)
     newcomer.step(receives=[receive(producer.address, "r2", "t2")])
-    until(lambda: "all of them are busy" in caplog.text)
+    until(lambda: "peers are busy" in caplog.text)
     paused(producer).go.set()
     produce(producer, "q", "t")
     assert results(consumer) == (set(), {"r"}, set())

@@ -62,7 +62,7 @@ def test_a_port_that_is_taken_is_refused_by_name() -> None:
     """In the engine's process, where its operator looks."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigurationError, match=f"side_channel_port {port}: cannot listen there"):
+        with pytest.raises(ConfigurationError, match=f"side_channel_port {port}: cannot listen"):
             MetadataProcess("127.0.0.1", port, [b"agent metadata"])
 
 

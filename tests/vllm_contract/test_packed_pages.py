@@ -74,7 +74,7 @@ def test_slots_are_not_heads() -> None:
 def test_slotted_pages_are_not_cut() -> None:
     """Other block sizes, TP sizes and layouts are refused by name: as heads, they would have been cut wrongly."""
     here = slotted_rank(1, KVCacheLayout.LBHNC)
-    with pytest.raises(IncompatiblePeerError, match=r"tokens in what cannot be cut.*block sizes are 32 and 64"):
+    with pytest.raises(IncompatiblePeerError, match=r"tokens per row.*block sizes are 32 and 64"):
         check_compatible(slotted_rank(1, KVCacheLayout.LBHNC, 64).layout, here.layout)
     with pytest.raises(IncompatiblePeerError, match="2 head slots/slot, token/one of 2 ranks"):
         check_compatible(slotted_rank(2, KVCacheLayout.LBHNC).layout, here.layout)
@@ -173,5 +173,5 @@ def test_packed_states_are_not_cut() -> None:
         memory_rank(config(block_size=size), {"m.0.indexer": mla(size, 1, 132)}, KVCacheLayout.LBHNC)
         for size in (64, 128)
     )
-    with pytest.raises(IncompatiblePeerError, match=r"tokens in what cannot be cut of layer 'm\.0.indexer'"):
+    with pytest.raises(IncompatiblePeerError, match=r"tokens per row of layer 'm\.0.indexer'"):
         check_compatible(theirs.layout, ours.layout)

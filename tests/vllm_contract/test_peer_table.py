@@ -47,7 +47,7 @@ def test_speaking_keeps_a_place() -> None:
 def test_the_busy_stay() -> None:
     """Writes to them are under way. Where all are busy, the newcomer is told."""
     assert full({"a", "b"}).admit(peer("d")) == peer("c")
-    with pytest.raises(HandshakeError, match="knows 3 others, and all of them are busy"):
+    with pytest.raises(HandshakeError, match="all 3 peers are busy"):
         full({"a", "b", "c"}).admit(peer("d"))
 
 

@@ -37,8 +37,8 @@ def cut(rng: Random, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 async def test_groups_come_back_as_they_were(seed: int) -> None:
     """The reader is slow or fast; what comes after the record is cut as it comes."""
     rng = Random(seed)
-    journal = cut(rng, TOKENS[: rng.randint(1, len(TOKENS))])
-    served = ServedCall(replay=journal)
+    replay_log = cut(rng, TOKENS[: rng.randint(1, len(TOKENS))])
+    served = ServedCall(replay=replay_log)
     collector = RequestOutputCollector(RequestOutputKind.DELTA, "r")
     regroup = ReplayCollector(collector, served)
 
@@ -57,7 +57,7 @@ async def test_groups_come_back_as_they_were(seed: int) -> None:
         regroup.release()
     await producing
     groups = [tuple(one.outputs[0].token_ids) for one in read]
-    assert tuple(groups[: len(journal)]) == journal
+    assert tuple(groups[: len(replay_log)]) == replay_log
     assert sum(groups, ()) == TOKENS
     assert [one.outputs[0].text for one in read] == ["".join(f"<{token}>" for token in group) for group in groups]
 

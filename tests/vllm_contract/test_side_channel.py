@@ -92,9 +92,14 @@ def test_peers_with_one_secret_exchange_kv(worker: Callable[..., Worker], secret
 @pytest.mark.parametrize(
     ("ours", "theirs", "asker_says", "server_says"),
     [
-        (SECRET, ANOTHER, "it has another secret than this engine", "it has another secret than this engine"),
-        (SECRET, "", "this engine has a secret, it has none", "this engine has no secret, it one"),
-        ("", SECRET, "this engine has a secret, the peer none", "this engine has a secret, it none"),
+        (SECRET, ANOTHER, "its secret differs from this engine's", "its secret differs from this engine's"),
+        (
+            SECRET,
+            "",
+            "this engine has a secret, the prefill engine has none",
+            "this engine has no secret, the peer one",
+        ),
+        ("", SECRET, "this engine has a secret, the peer none", "this engine has a secret, the peer none"),
     ],
     ids=["different", "only ours", "only theirs"],
 )
@@ -121,7 +126,7 @@ def test_a_frame_of_another_secret_is_dropped(worker: Callable[..., Worker], cap
     frame = b"TDM" + bytes([PROTOCOL_VERSION]) + (2).to_bytes(4, "little") + b"{}" + bytes(32)
     consumer.transport.notify(name, frame)
     give_up_at = time.monotonic() + 5
-    while "does not have this engine's secret" not in caplog.text:
+    while "the sender has another secret" not in caplog.text:
         assert time.monotonic() < give_up_at
         producer.runtime.results()
     assert not any(producer.runtime.counts().values())
@@ -194,10 +199,10 @@ def test_an_older_tandem_is_told(serve: Callable[..., MetadataServer]) -> None:
 @pytest.mark.parametrize(
     ("answer", "error", "says"),
     [
-        (b"HTTP/1.1 400 Bad Request\r\n", WireError, "that is not Tandem's side channel"),
+        (b"HTTP/1.1 400 Bad Request\r\n", WireError, "this is not Tandem's side channel"),
         (b"TDA\x02\x00\x00\x00\x00", WireError, f"protocol version 2, this engine {PROTOCOL_VERSION}"),
-        (b"TDA%c\xff\xff\xff\xff" % PROTOCOL_VERSION, WireError, "announces 4294967295 agent metadata"),
-        (b"TDA%c\x02\x00\x00\x00" % PROTOCOL_VERSION + b"\xff" * 8, WireError, "announces .* bytes"),
+        (b"TDA%c\xff\xff\xff\xff" % PROTOCOL_VERSION, WireError, "has agent metadata of 4294967295 ranks"),
+        (b"TDA%c\x02\x00\x00\x00" % PROTOCOL_VERSION + b"\xff" * 8, WireError, "has agent metadata of .* bytes"),
         (b"TDA%c\x01\x00\x00\x00\x02\x00\x00\x00{}" % PROTOCOL_VERSION, WireError, "malformed agent metadata"),
         (b"TDE%c\xff\xff\xff\xff" % PROTOCOL_VERSION + b"no" * 600, WireError, "answered with an error: nono"),
         (b"TDA", HandshakeError, "did not answer within 1 s"),

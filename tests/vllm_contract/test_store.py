@@ -106,4 +106,4 @@ def test_pages_of_slots_are_stored_whole_for_engines_of_one_shape() -> None:
     through_the_store(short, slotted_rank(1, KVCacheLayout.LBHNC, 32), 256)
     plan = plan_store(short.layout.groups, 48, 4096)
     assert [spans.span_tokens for spans in plan.groups] == [64]
-    assert "stored whole and needs 64 tokens" in plan.warnings[0]
+    assert "its objects have 64 tokens" in plan.warnings[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,7 +76,7 @@ class Worker:
     def address(self) -> EngineAddress:
         return EngineAddress(self.agent_metadata.incarnation, "127.0.0.1", self.server.port)
 
-    def step(self, **orders: list) -> None:
+    def step(self, **orders: Any) -> None:
         """One engine step, as vLLM's hooks see it."""
         self.runtime.before_forward(Orders(**orders))
         self.runtime.after_forward(Orders(**orders))

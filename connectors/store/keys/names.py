@@ -1,11 +1,11 @@
-"""Names of objects: what the KV is of (namespace), of which tokens (prefix), of which group.
+"""Names of stored objects, by model (namespace), tokens (prefix) and KV cache group.
 
-    namespace  weights and configuration, dtypes, vLLM release, and how objects are laid out
-    prefix     all token ids from the first one on, with the adapter, the salt, and images and the like where they begin
+    namespace  weights and configuration, dtypes, vLLM release, layout of objects
+    prefix     all token ids from the first one, the adapter, the salt, and images at their offsets
     key        namespace, prefix up to the object's end, group
 
-All are BLAKE2b of bytes written out here. Nothing depends on Python's ``hash``, on the TP size, on block sizes or on
-the host.
+All are BLAKE2b of bytes defined here. They do not depend on Python's ``hash``, the TP size, block
+sizes or the host.
 """
 
 from __future__ import annotations
@@ -23,20 +23,23 @@ from connectors.store.planning.layout import stored_groups
 from connectors.store.planning.prefix import ObjectRef
 from connectors.store.planning.spans import StorePlan
 
-# Version of names and object contents. Objects of other formats have other namespaces.
+# Version of names and object contents. Another version has other namespaces.
 FORMAT = 1
 NAMESPACE_BYTES = 16
 KEY_BYTES = 32
 
-# Token ids are not negative, so this announces something else among them.
+# Marks features among token ids, which are not negative.
 _MARK = np.array([-1], "<i8").tobytes()
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFingerprint:
-    """What makes KV of two engines interchangeable, apart from its layout.
+    """Properties besides the layout that must be equal for two engines to share KV.
 
-    ``weights`` is a digest of weights and configuration, not a path; ``cache_dtype`` the dtype of the KV cache.
+    ``weights``         digest of weights and configuration; paths may differ between hosts
+    ``dtype``           dtype of the model
+    ``cache_dtype``     dtype of the KV cache
+    ``engine_version``  vLLM release
     """
 
     weights: str
@@ -47,14 +50,18 @@ class ModelFingerprint:
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """An image or the like: ``identifier`` names its content, ``offset`` is the prompt's token at which it begins."""
+    """An image or another multimodal input.
+
+    ``identifier``  name of its content
+    ``offset``      token of the prompt at which it begins
+    """
 
     identifier: str
     offset: int
 
 
 def namespace(model: ModelFingerprint, plan: StorePlan, store: EngineLayout) -> bytes:
-    """Name all objects that engines of one model may exchange. ``store`` is the plan's virtual layout."""
+    """Return the namespace of a model's objects. ``store`` is the layout of the virtual engine."""
     groups = [
         {
             "kind": spans.group.kind.value,
@@ -82,42 +89,43 @@ def namespace(model: ModelFingerprint, plan: StorePlan, store: EngineLayout) -> 
 
 
 class PrefixChain:
-    """Digests of one request's prefixes at the ends of objects, token by token as they are computed.
+    """Digests of one request's prefixes at the ends of objects, extended as tokens are computed.
 
-    A digest covers everything from the first token on. It is the same however the tokens are handed over, and kept for
-    each multiple of each of ``steps`` (``StorePlan.steps``). Features must be given before the tokens they begin at.
+    A digest covers all tokens from the first one, and is the same for any division into ``extend``
+    calls. The chain keeps the digest at each multiple of ``spans`` (``StorePlan.spans``). Features
+    must be given before the tokens at which they begin.
     """
 
     def __init__(
         self,
         space: bytes,
-        steps: Sequence[int],
+        spans: Sequence[int],
         adapter: str = "",
         salt: str | None = None,
         features: Iterable[Feature] = (),
     ) -> None:
         self._space = space
-        self._steps = tuple(steps)
+        self._spans = tuple(spans)
         self._features = sorted(features, key=lambda feature: (feature.offset, feature.identifier), reverse=True)
         self._hasher = hashlib.blake2b(digest_size=KEY_BYTES, person=b"tandem-prefix")
         self._hasher.update(space)
         self._add("adapter", adapter)
-        # No salt and an empty one are different requests.
+        # No salt and an empty salt are different requests.
         self._add("salt", "" if salt is None else f"={salt}")
         self._digests: dict[int, bytes] = {}
         self.tokens = 0
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Add the tokens that follow."""
+        """Add the tokens that follow. Raises PlanError for negative ids and late features."""
         ids = np.asarray(token_ids, "<i8")
         if len(ids) and int(ids.min()) < 0:
             raise PlanError("token ids must not be negative")
         start, stop = self.tokens, self.tokens + len(ids)
-        ends = {end for step in self._steps for end in range((start // step + 1) * step, stop + 1, step)}
+        ends = {end for span in self._spans for end in range((start // span + 1) * span, stop + 1, span)}
         offsets = set()
         for feature in self._features:
             if feature.offset < start:
-                raise PlanError(f"a feature begins at token {feature.offset}, behind {start} tokens that are hashed")
+                raise PlanError(f"a feature begins at token {feature.offset}, but {start} tokens are already hashed")
             if feature.offset < stop:
                 offsets.add(feature.offset)
         for stop_at in sorted({*ends, *offsets, stop}):
@@ -125,16 +133,17 @@ class PrefixChain:
             self.tokens = stop_at
             if stop_at in ends:
                 self._digests[stop_at] = self._hasher.copy().digest()
-            # After the digest: a prefix that ends where a feature begins does not contain it.
+            # After the digest: a prefix that ends at a feature's offset does not contain the
+            # feature.
             while stop_at in offsets and self._features and self._features[-1].offset == stop_at:
                 self._add("feature", self._features.pop().identifier)
 
     def prefix(self, end_token: int) -> bytes:
-        """Digest of the first ``end_token`` tokens, a multiple of a step."""
+        """Return the digest of the first ``end_token`` tokens, a multiple of one of ``spans``."""
         return self._digests[end_token]
 
     def key(self, ref: ObjectRef) -> bytes:
-        """Name of an object of this request."""
+        """Return the key of an object of this request, 32 bytes."""
         whole = hashlib.blake2b(self._space, digest_size=KEY_BYTES, person=b"tandem-object")
         whole.update(self.prefix(ref.end_token))
         whole.update(ref.group.to_bytes(4, "little"))

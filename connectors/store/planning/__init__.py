@@ -1,1 +1,1 @@
-"""Pure geometry of the store: what is stored, when a prefix can be resumed, and which bytes move."""
+"""Geometry of the KV store: stored objects, usable prefixes, and the bytes to copy. Pure."""

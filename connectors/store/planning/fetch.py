@@ -1,11 +1,11 @@
-"""State machine of one request's fetch: which objects to look up, which to read next, and when it has ended.
+"""State machine of one request's fetch: which objects to look up and to read, and when it ends.
 
-    lookup   ``candidates`` are looked up; ``found`` reports which exist
-    reading  ``next_reads`` are read into staging; ``read`` and ``failed`` report results
-    over     ``settled``: all objects for ``end_token`` are verified, in staging
+    lookup   ``candidates`` are looked up; ``found`` reports which ones exist
+    reading  ``next_reads`` are read into staging; ``read`` and ``failed`` report the results
+    settled  all objects for ``end_token`` are verified, in staging
 
-After a failed object the fetch continues with the longest prefix that does not need it. Sans-I/O; the caller
-watches the deadlines and calls ``give_up``.
+After a failed object the fetch continues with the longest prefix that does not need it. Sans-I/O:
+the caller applies the deadlines and calls ``give_up``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from connectors.store.planning.spans import StorePlan
 
 
 class Fetch:
-    """``start_token``: tokens that the engine has itself. ``limit_token``: where it may resume at most."""
+    """Fetch of one request.
+
+    ``start_token``  tokens in the engine's own cache
+    ``limit_token``  largest token at which the request may resume
+    ``end_token``    token at which it can resume with the current objects
+    """
 
     def __init__(self, plan: StorePlan, start_token: int, limit_token: int) -> None:
         self._plan = plan
@@ -33,16 +38,17 @@ class Fetch:
 
     @property
     def verified(self) -> frozenset[ObjectRef]:
-        """Objects whose bytes are in staging."""
+        """Objects that have been verified in staging."""
         return frozenset(self._verified)
 
     @property
     def needed(self) -> list[ObjectRef]:
-        """Objects that the present end needs."""
+        """Objects needed to resume at ``end_token``."""
         return needed_objects(self._plan, self.start_token, self.end_token)
 
     @property
     def settled(self) -> bool:
+        """Whether the fetch has ended."""
         return self._given_up or (not self._looking and self._verified.issuperset(self.needed))
 
     def found(self, refs: Iterable[ObjectRef], missing: Iterable[ObjectRef]) -> None:
@@ -53,12 +59,12 @@ class Fetch:
         self._choose()
 
     def stop_looking(self) -> None:
-        """End the lookup at its deadline: objects without an answer count as missing."""
+        """End the lookup at its deadline: objects without an answer are missing."""
         self._looking.clear()
         self._choose()
 
     def next_reads(self) -> list[ObjectRef]:
-        """Objects to read now. They count as being read until ``read`` or ``failed``."""
+        """Return the objects to read now. They count as being read until ``read`` or ``failed``."""
         if self._looking or self._given_up:
             return []
         reads = [ref for ref in self.needed if ref not in self._reading and ref not in self._verified]
@@ -66,7 +72,7 @@ class Fetch:
         return reads
 
     def read(self, ref: ObjectRef) -> bool:
-        """Record a verified object. Return whether the fetch still needs it."""
+        """Record a verified object; return whether the fetch still needs it."""
         if ref not in self._reading or self._given_up:
             return False
         self._reading.discard(ref)
@@ -80,7 +86,7 @@ class Fetch:
         self._choose()
 
     def give_up(self) -> None:
-        """End the fetch at its deadline, with the prefix that verified objects allow."""
+        """End the fetch at its deadline with the longest prefix of verified objects."""
         self._looking.clear()
         self._present = set(self._verified)
         self._reading.clear()

@@ -1,13 +1,14 @@
-"""The store as a virtual engine: TP 1, dense, one block an object. Existing plans then move bytes in both directions.
+"""Describes the store as a virtual engine, so that ``plan_pair`` plans copies in both directions.
 
-``plan_pair(rank, store)`` says what a rank writes into objects, ``plan_pair(store, rank)`` what it reads from them,
-whatever its TP size, block size and strides; ``prove_plans`` proves both.
+The virtual engine has TP 1 and a dense layout with one block per object. ``plan_pair(rank, store)``
+plans what a rank writes into objects, ``plan_pair(store, rank)`` what it reads from them, for any
+TP size, block size and strides. ``prove_plans`` proves both.
 
-An object may lie anywhere in a process's memory. The virtual engine therefore begins at address 0 with blocks one byte
-apart: *the block id of an object is the address of its first byte.*
+An object may have any address in a process. The virtual engine therefore begins at address 0 with
+blocks one byte apart: *the block id of an object is the address of its first byte.*
 
-Within an object the layers follow each other, and within a layer its parts, each as (heads, stripes, rows, bytes), so
-that the heads of one rank lie together.
+An object holds its layers in order. Each layer holds its parts in order, each as (heads, stripes,
+rows, bytes), so the heads of one rank are contiguous.
 """
 
 from __future__ import annotations
@@ -21,20 +22,27 @@ from connectors.planning.plan import PairPlan, plan_pair
 from connectors.planning.verify import prove_plans
 from connectors.store.planning.spans import GroupSpans, StorePlan
 
-# No process has memory above this address on x86-64 or AArch64.
+# Processes on x86-64 and AArch64 have no memory above this address.
 _ADDRESSES = 1 << 48
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlans:
-    """How one rank's cache is copied into objects (``store``) and from them (``load``), groups in the plan's order."""
+    """Plans of one rank's copies, with the stored groups in the plan's order.
+
+    ``store``  from the rank's cache into objects
+    ``load``   from objects into the rank's cache
+    """
 
     store: PairPlan
     load: PairPlan
 
 
 def store_layout(plan: StorePlan, layout: EngineLayout) -> EngineLayout:
-    """The virtual engine for objects of the model that ``layout`` caches; the same whatever rank's layout is given."""
+    """Return the layout of the virtual engine.
+
+    It is equal for the layouts of all ranks of one model.
+    """
     groups = tuple(
         _stored_group(number, spans, layout.groups[spans.index]) for number, spans in enumerate(stored_groups(plan))
     )
@@ -49,12 +57,12 @@ def store_layout(plan: StorePlan, layout: EngineLayout) -> EngineLayout:
 
 
 def stored_groups(plan: StorePlan) -> tuple[GroupSpans, ...]:
-    """The groups that have objects. Plans and virtual layouts have these only."""
+    """Return the groups that have objects. Plans and virtual layouts contain only these."""
     return tuple(spans for spans in plan.groups if spans.stored)
 
 
 def stored_part(plan: StorePlan, layout: EngineLayout) -> EngineLayout:
-    """A rank's layout without the groups that have no objects, renumbered as ``store_layout`` numbers them."""
+    """Return a rank's layout without groups that have no objects, renumbered."""
     groups = tuple(
         replace(layout.groups[spans.index], index=number) for number, spans in enumerate(stored_groups(plan))
     )
@@ -62,9 +70,9 @@ def stored_part(plan: StorePlan, layout: EngineLayout) -> EngineLayout:
 
 
 def plan_rank(plan: StorePlan, layout: EngineLayout) -> RankPlans:
-    """Plan both directions for one rank, and prove that a load fills its blocks. Raises PlanError, CoverError.
+    """Plan both directions for one rank, and prove that a load fills the rank's blocks.
 
-    That all ranks together fill an object is proved by ``prove_store``, where their layouts meet.
+    ``prove_store`` proves that all ranks together fill an object. Raises PlanError and CoverError.
     """
     store, rank = store_layout(plan, layout), stored_part(plan, layout)
     plans = RankPlans(plan_pair(rank, store), plan_pair(store, rank))
@@ -73,16 +81,19 @@ def plan_rank(plan: StorePlan, layout: EngineLayout) -> RankPlans:
 
 
 def prove_store(plan: StorePlan, layouts: Sequence[EngineLayout]) -> EngineLayout:
-    """Prove that the ranks of an engine together write each byte of an object once; return the virtual layout."""
+    """Prove that an engine's ranks together write each byte of an object once.
+
+    Return the layout of the virtual engine. Raises PlanError and CoverError.
+    """
     stores = [store_layout(plan, layout) for layout in layouts]
     if any(store != stores[0] for store in stores):
-        raise PlanError("the ranks of this engine would store objects of different shapes")
+        raise PlanError("the ranks of this engine have different object layouts; report this model")
     prove_plans(stores[0], [plan_pair(stored_part(plan, layout), stores[0]) for layout in layouts])
     return stores[0]
 
 
 def object_bytes(store: EngineLayout) -> tuple[int, ...]:
-    """Payload of one object, by stored group."""
+    """Return the payload bytes of one object of each stored group."""
     return tuple(group.block_bytes for group in store.groups)
 
 

@@ -1,7 +1,10 @@
-"""Objects and block tables to ``Moves``: which unit of which block goes to or comes from which part of an object.
+"""Converts objects and block tables to ``Moves`` between blocks and objects.
 
-Both functions return moves for the plans of ``layout.plan_rank``, so groups are numbered as the plan's stored groups.
-``tables[g]`` is the block table of KV cache group g; ``addresses[ref]`` is where an object lies in this process.
+Both functions return moves for the plans of ``layout.plan_rank``, so group numbers are those of the
+stored groups.
+
+``tables[g]``       block table of KV cache group g
+``addresses[ref]``  address of an object in this process
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from connectors.store.planning.spans import GroupSpans, StorePlan
 
 
 def object_in_blocks(spans: GroupSpans, table: Sequence[int], ref: ObjectRef) -> bool:
-    """Whether a block table still has all blocks that an object is made of."""
+    """Return whether a block table still has all blocks of an object."""
     if spans.is_state:
         first = state_position(spans.group, ref.end_token)
     else:
@@ -32,7 +35,10 @@ def object_in_blocks(spans: GroupSpans, table: Sequence[int], ref: ObjectRef) ->
 def store_moves(
     plan: StorePlan, pair: PairPlan, tables: Sequence[Sequence[int]], addresses: Mapping[ObjectRef, int]
 ) -> list[Moves]:
-    """Copy completed objects out of a request's blocks. Raises PlanError where a block is not allocated."""
+    """Return the moves that copy objects out of a request's blocks.
+
+    Raises PlanError if a block is no longer allocated.
+    """
     moves = []
     for number, spans in enumerate(stored_groups(plan)):
         refs = sorted(ref for ref in addresses if ref.group == spans.index)
@@ -41,7 +47,7 @@ def store_moves(
         table = tables[spans.index]
         missing = next((ref for ref in refs if not object_in_blocks(spans, table, ref)), None)
         if missing is not None:
-            raise PlanError(f"group {spans.index}: blocks before token {missing.end_token} are not allocated any more")
+            raise PlanError(f"group {spans.index}: blocks before token {missing.end_token} are no longer allocated")
         shape = pair.groups[number].shape
         at = np.asarray([addresses[ref] for ref in refs], np.int64)
         ends = np.asarray([ref.end_token for ref in refs], np.int64)
@@ -73,10 +79,10 @@ def load_moves(
     end_token: int,
     addresses: Mapping[ObjectRef, int],
 ) -> list[Moves]:
-    """Fill a request's blocks from objects, so that it can resume at ``end_token``.
+    """Return the moves that fill a request's blocks from objects, to resume at ``end_token``.
 
-    Blocks of tokens before ``start_token`` are in the engine's own cache and are not written. Raises PlanError where a
-    block is not allocated, or an object is missing.
+    Tokens before ``start_token`` are in the engine's own cache; their blocks are not written.
+    Raises PlanError if a block is not allocated or an object is missing.
     """
     moves: list[Moves] = []
     for number, spans in enumerate(stored_groups(plan)):
@@ -94,7 +100,8 @@ def load_moves(
         token = units * shape.tokens
         ends = (token // spans.span_tokens + 1) * spans.span_tokens
         inside = token - (ends - spans.kept_tokens)
-        # The first block of a window may begin before the kept tokens. No attention reads that part.
+        # The first block of a window may begin before the object's kept tokens. No attention reads
+        # them.
         wanted = (token < end_token) & (inside >= 0)
         at, which = _addresses(addresses, spans.index, ends[wanted])
         moves.append(
@@ -110,6 +117,7 @@ def load_moves(
 
 
 def _addresses(addresses: Mapping[ObjectRef, int], group: int, ends: Ints) -> tuple[Ints, Ints]:
+    """Return the distinct objects' addresses, and the index into them for each of ``ends``."""
     distinct, which = np.unique(ends, return_inverse=True)
     found = [_address(addresses, ObjectRef(end, group)) for end in distinct.tolist()]
     return np.asarray(found, np.int64), which

@@ -1,7 +1,7 @@
-"""Which objects a computed prefix makes, which ones a resume needs, and how long a prefix is usable.
+"""Computes which objects a prefix completes or needs, and how long a stored prefix is usable.
 
-An object is identified here by its group and the token at which it ends. What it keeps are the tokens
-``[end_token - kept_tokens, end_token)``, or the state after ``end_token`` tokens.
+An object is identified by its group and its end token. It keeps the tokens ``[end_token -
+kept_tokens, end_token)``, or the state after ``end_token`` tokens.
 """
 
 from __future__ import annotations
@@ -16,16 +16,21 @@ from connectors.store.planning.spans import GroupSpans, StorePlan
 
 @dataclass(frozen=True, slots=True, order=True)
 class ObjectRef:
-    """One object of one request's prefix."""
+    """One object of one request's prefix.
+
+    ``end_token``  token at which the object ends
+    ``group``      index of its KV cache group
+    """
 
     end_token: int
     group: int
 
 
 def completed_objects(plan: StorePlan, before_tokens: int, after_tokens: int) -> list[ObjectRef]:
-    """Objects that a step completes which computes tokens ``[before_tokens, after_tokens)``, by end, then group.
+    """Return the objects that a step completes, sorted by end, then group.
 
-    A state exists only between two steps, so a step completes a state object only where it ends at a chunk's end.
+    The step computes tokens ``[before_tokens, after_tokens)``. A state exists only between two
+    steps, so a state object is complete only if the step ends at its end.
     """
     refs = []
     for group in plan.groups:
@@ -44,10 +49,10 @@ def completed_objects(plan: StorePlan, before_tokens: int, after_tokens: int) ->
 
 
 def needed_objects(plan: StorePlan, start_token: int, end_token: int) -> list[ObjectRef]:
-    """Objects that must be loaded to resume at ``end_token`` where ``[0, start_token)`` is computed already.
+    """Return the objects to load to resume at ``end_token``.
 
-    Block tables are filled by whole blocks from where a window begins, so a window needs the objects of its whole first
-    block.
+    Tokens ``[0, start_token)`` are already computed. Loads fill whole blocks, so a window also
+    needs the objects of its first block.
     """
     refs = [
         ObjectRef(end, group.index)
@@ -72,7 +77,7 @@ def _needed_ends(group: GroupSpans, start_token: int, end_token: int) -> Iterato
 
 
 def resume_points(plan: StorePlan, start_token: int, limit_token: int) -> Iterator[int]:
-    """Tokens at which a request may resume, above ``start_token`` and up to ``limit_token``, the largest first."""
+    """Yield the resume points in ``(start_token, limit_token]``, largest first."""
     chunk = plan.chunk_tokens
     points = set(range((start_token // chunk + 1) * chunk, limit_token + 1, chunk))
     if not plan.only_chunk_ends:
@@ -83,10 +88,11 @@ def resume_points(plan: StorePlan, start_token: int, limit_token: int) -> Iterat
 
 
 def usable_prefix(plan: StorePlan, present: Set[ObjectRef], start_token: int, limit_token: int) -> int:
-    """The largest token at which a request can resume with ``present`` objects; ``start_token`` if none helps.
+    """Return the largest token at which a request can resume with ``present`` objects.
 
-    ``start_token``: tokens that the engine holds in its own cache. ``limit_token``: the last token at which a resume is
-    allowed, usually one before the end of the prompt, whose last token is always computed.
+    ``start_token``  tokens in the engine's own cache; the result if no object helps
+    ``limit_token``  upper limit, usually one before the end of the prompt, whose last token is
+                     always computed
     """
     for group in _full(plan):
         limit_token = min(limit_token, _covered(group, present, start_token, limit_token))
@@ -98,7 +104,10 @@ def usable_prefix(plan: StorePlan, present: Set[ObjectRef], start_token: int, li
 
 
 def possible_objects(plan: StorePlan, start_token: int, limit_token: int) -> list[ObjectRef]:
-    """All objects that any resume up to ``limit_token`` could need: what a lookup asks for, by end, then group."""
+    """Return all objects that a resume up to ``limit_token`` could need.
+
+    They are sorted by end, then group.
+    """
     points = list(resume_points(plan, start_token, limit_token))
     refs = {ObjectRef(end, g.index) for g in _full(plan) if points for end in _needed_ends(g, start_token, points[0])}
     for group in _not_full(plan):
@@ -115,7 +124,7 @@ def _not_full(plan: StorePlan) -> list[GroupSpans]:
 
 
 def _covered(group: GroupSpans, present: Set[ObjectRef], start_token: int, limit_token: int) -> int:
-    """The token up to which a full-attention group is present without a gap, from ``start_token`` on."""
+    """Return the token up to which a full-attention group is present without a gap."""
     for end in _needed_ends(group, start_token, limit_token):
         if ObjectRef(end, group.index) not in present:
             return max(start_token, end - group.span_tokens)

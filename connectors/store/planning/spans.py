@@ -1,16 +1,16 @@
-"""Decide how each KV cache group is cut into stored objects. Made once, when an engine starts.
+"""Plans how each KV cache group is divided into stored objects. Runs once, when an engine starts.
 
-A *chunk* is ``chunk_tokens`` tokens of a request. A *span* is the tokens of one group that one object stands for:
+chunk  ``chunk_tokens`` tokens of a request
+row    tokens that a kernel packs together (``planning/layout.py``)
+span   tokens of one group per object: ``chunk_tokens`` if rows can be cut at chunk ends; else the
+       fewest whole rows that reach a chunk end, with a warning
 
-    the chunk, where the kernel's packing can be cut at its ends        span = chunk_tokens
-    the fewest whole rows that reach a chunk, where it cannot           span > chunk_tokens, with a warning
+Spans depend on rows and not on the allocator's block size, so engines of different block sizes have
+the same objects.
 
-A *row* is what a kernel packs together (``planning/layout.py``). Spans depend on rows and not on the allocator's block
-size, so engines of different block sizes name the same objects.
-
-An object *keeps* the tokens that a reader needs: all of its span for full attention, and for a window the last tokens
-that attention at the chunk's end looks at, rounded up to a power of two. Of a state group it keeps the state at the
-chunk's end.
+An object *keeps* the tokens that a reader needs. For full attention this is its whole span. For a
+window it is the last tokens that attention at the chunk's end reads, rounded up to a power of two.
+For a state group it is the state at the chunk's end.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from connectors.planning.layout import WINDOWED, Group, GroupKind
 class GroupSpans:
     """Span and kept tokens of one group.
 
-    ``span_tokens``   tokens from one object's end to the next one's
-    ``kept_tokens``   tokens that an object keeps, up to its end; 0 where a resume at a chunk's end needs none, and for
-                      a state, which is no tokens
-    ``whole``         the chunk cannot cut this group's rows
+    ``span_tokens``  tokens from one object's end to the next
+    ``kept_tokens``  tokens in an object, up to its end; 0 for a state, and for a group without
+                     objects
+    ``whole``        whether the span exceeds the chunk because rows cannot be cut at chunk ends
     """
 
     group: Group
@@ -49,26 +49,31 @@ class GroupSpans:
 
     @property
     def stored(self) -> bool:
-        """Whether the group has objects at all."""
+        """Whether the group has objects."""
         return self.is_state or self.kept_tokens > 0
 
 
 @dataclass(frozen=True)
 class StorePlan:
-    """Spans of all groups of an engine's cache. ``warnings`` are for the operator's log."""
+    """Spans of all groups of an engine's cache.
+
+    ``chunk_tokens``  tokens per chunk
+    ``groups``        spans of each KV cache group
+    ``warnings``      messages for the operator's log
+    """
 
     chunk_tokens: int
     groups: tuple[GroupSpans, ...]
     warnings: tuple[str, ...]
 
     @cached_property
-    def steps(self) -> tuple[int, ...]:
-        """The distinct spans: objects end at their multiples, and prefixes are hashed up to there."""
+    def spans(self) -> tuple[int, ...]:
+        """Distinct spans in tokens, ascending. Objects end at their multiples."""
         return tuple(sorted({group.span_tokens for group in self.groups if group.stored}))
 
     @cached_property
     def first_tokens(self) -> int:
-        """Tokens that a request must have computed before anything of it can be resumed."""
+        """Tokens that a request must have computed before a later one can resume from the store."""
         return max((group.span_tokens for group in self.groups if group.stored), default=self.chunk_tokens)
 
     @cached_property
@@ -77,12 +82,15 @@ class StorePlan:
 
     @cached_property
     def only_chunk_ends(self) -> bool:
-        """Whether a request can be resumed at ends of chunks only: states and cut windows exist nowhere else."""
+        """Whether a request can resume only at chunk ends, as with states and cut windows."""
         return any(group.is_state or group.kept_tokens < group.span_tokens for group in self.groups)
 
 
 def plan_store(groups: Sequence[Group], chunk_tokens: int, max_model_len: int) -> StorePlan:
-    """Plan how an engine's ``groups`` are stored. Raises ConfigurationError."""
+    """Plan how an engine's ``groups`` are stored.
+
+    Raises ConfigurationError if ``chunk_tokens`` does not fit the model or its block sizes.
+    """
     if type(chunk_tokens) is not int or chunk_tokens <= 0:
         raise ConfigurationError(f"store: chunk_tokens must be a positive number of tokens, not {chunk_tokens!r}")
     if type(max_model_len) is not int or max_model_len <= 0:
@@ -92,8 +100,8 @@ def plan_store(groups: Sequence[Group], chunk_tokens: int, max_model_len: int) -
     spans = tuple(_spans(group, chunk_tokens) for group in groups)
     if not any(each.stored for each in spans):
         raise ConfigurationError(
-            f"store: no KV cache group needs anything to resume at a multiple of {chunk_tokens} tokens; give the "
-            "store a chunk_tokens that is no multiple of the model's attention chunks"
+            f"store: no KV cache group has tokens to store at multiples of {chunk_tokens} tokens; set "
+            "chunk_tokens to a value that is not a multiple of the model's attention chunks"
         )
     plan = StorePlan(chunk_tokens, spans, tuple(_warning(each, chunk_tokens) for each in spans if each.whole))
     # vLLM computes at least the last token of a request, which is never stored.
@@ -103,7 +111,7 @@ def plan_store(groups: Sequence[Group], chunk_tokens: int, max_model_len: int) -
 
 
 def granule_tokens(group: Group) -> int:
-    """Tokens between two places at which all layers of a group can be cut."""
+    """Return the tokens between two positions at which all layers of a group can be cut."""
     return math.lcm(*(group.row_tokens(pages) for pages in group.layers))
 
 
@@ -117,21 +125,20 @@ def _spans(group: Group, chunk_tokens: int) -> GroupSpans:
     kept = _kept(group, chunk_tokens, granule)
     if 0 < kept < chunk_tokens and not _fits(group.block_tokens, kept, chunk_tokens):
         raise ConfigurationError(
-            f"store: blocks of {group.block_tokens} tokens in KV cache group {group.index} do not fit the {kept} "
-            f"tokens that the store keeps of each chunk of {chunk_tokens} for a window of {group.window_tokens}; give "
-            f"the engine a block_size that divides {math.gcd(kept, chunk_tokens)}, or the store chunk_tokens of at "
-            f"most {kept}"
+            f"store: KV cache group {group.index} has blocks of {group.block_tokens} tokens, which do not fit the "
+            f"{kept} tokens kept of each chunk of {chunk_tokens} for a window of {group.window_tokens}; set "
+            f"block_size to a divisor of {math.gcd(kept, chunk_tokens)}, or chunk_tokens to at most {kept}"
         )
     return GroupSpans(group, chunk_tokens, kept)
 
 
 def _kept(group: Group, chunk_tokens: int, granule: int) -> int:
-    """Tokens of a chunk that attention after the chunk's end can read."""
+    """Return the tokens of a chunk that attention after the chunk's end can read."""
     if group.kind not in WINDOWED:
         return chunk_tokens
     assert group.window_tokens is not None
     if group.kind is GroupKind.CHUNKED:
-        # Where a chunk of the store ends with an attention chunk, later tokens read nothing before it.
+        # If a chunk of the store ends with an attention chunk, later tokens read nothing before it.
         return 0 if chunk_tokens % group.window_tokens == 0 else chunk_tokens
     seen = group.window_tokens - 1
     # A power of two is a multiple of most block sizes.
@@ -140,19 +147,19 @@ def _kept(group: Group, chunk_tokens: int, granule: int) -> int:
 
 
 def _fits(block_tokens: int, kept: int, chunk_tokens: int) -> bool:
-    """Whether loading the end of a chunk leaves no block that a prefix cache would take for whole and is not.
+    """Return whether a load at a chunk end leaves every block complete for a prefix cache.
 
-    Blocks that the kept tokens consist of are whole. In a longer block, which ends with the chunk, nothing that starts
-    behind it looks at the tokens that are missing.
+    Blocks within the kept tokens are complete. A longer block ends with the chunk, and no token
+    after it reads the missing tokens.
     """
     return chunk_tokens % block_tokens == 0 and (block_tokens >= kept or kept % block_tokens == 0)
 
 
 def _warning(spans: GroupSpans, chunk_tokens: int) -> str:
     return (
-        f"store: chunk_tokens {chunk_tokens} does not divide KV cache group {spans.index}, which is packed in rows of "
-        f"{granule_tokens(spans.group)} tokens: it is stored whole and needs {spans.span_tokens} tokens before any of "
-        "it can be stored"
+        f"store: chunk_tokens {chunk_tokens} is not a multiple of the {granule_tokens(spans.group)} tokens that KV "
+        f"cache group {spans.index} packs together: its objects have {spans.span_tokens} tokens, and shorter "
+        "prefixes are not stored"
     )
 
 
@@ -163,6 +170,6 @@ def _nothing_fits(plan: StorePlan, max_model_len: int) -> str:
     if not largest.whole:
         remedy += f", or chunk_tokens of at most {max_model_len - 1}"
     return (
-        f"store: nothing can ever be stored: KV cache group {largest.index} needs {needed} tokens, and a max_model_len "
-        f"of {max_model_len} leaves {max_model_len - 1}; {remedy}"
+        f"store: no prefix can be stored: KV cache group {largest.index} needs {needed} tokens, but max_model_len "
+        f"{max_model_len} allows {max_model_len - 1}; {remedy}"
     )

@@ -1,1 +1,1 @@
-"""Where objects are kept: directories of files, on disk or in host memory (tmpfs)."""
+"""Tiers of the KV store: folders of object files, on disk or in host memory (tmpfs)."""

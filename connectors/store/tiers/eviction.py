@@ -1,8 +1,8 @@
-"""Which object goes first when room is needed: GreedyDual over recompute cost per byte. Pure: no clock, no files.
+"""Eviction order of a tier: GreedyDual over recompute cost per byte. Pure: no clock, no files.
 
-Each object has a *value*: its cost per byte plus the *age* at its last use. The object of least value goes, and the age
-rises to its value, so that what is costly but never used goes in the end. Among equal values the least recently used
-goes first. With equal costs this is LRU.
+An object's *value* is its cost per byte plus the *age* at its last use. The object of least value
+is evicted first, and the age rises to its value, so unused objects are evicted eventually, however
+costly. Among equal values, the least recently used is evicted first. With equal costs this is LRU.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ K = TypeVar("K")
 class _Entry:
     size_bytes: int
     cost_per_byte: float
-    turn: int
+    use_number: int
 
 
 class EvictionOrder(Generic[K]):
-    """Objects by value. All operations take logarithmic time."""
+    """Objects by value. Operations take logarithmic time."""
 
     def __init__(self) -> None:
         self._entries: dict[K, _Entry] = {}
         self._heap: list[tuple[float, int, K]] = []
         self._age = 0.0
-        self._turns = itertools.count()
+        self._use_numbers = itertools.count()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -43,17 +43,17 @@ class EvictionOrder(Generic[K]):
         return sum(entry.size_bytes for entry in self._entries.values())
 
     def add(self, key: K, size_bytes: int, cost: float) -> None:
-        """Add an object as used now, or update its size and cost."""
+        """Add an object as just used, or update its size and cost."""
         self._entries[key] = _Entry(size_bytes, cost / max(1, size_bytes), 0)
         self.use(key)
 
     def use(self, key: K) -> None:
-        """Record a use of an object now; unknown keys are ignored."""
+        """Record a use of an object; unknown keys are ignored."""
         entry = self._entries.get(key)
         if entry is None:
             return
-        entry.turn = next(self._turns)
-        heapq.heappush(self._heap, (self._age + entry.cost_per_byte, entry.turn, key))
+        entry.use_number = next(self._use_numbers)
+        heapq.heappush(self._heap, (self._age + entry.cost_per_byte, entry.use_number, key))
         if len(self._heap) > 64 + 4 * len(self._entries):
             self._heap = [item for item in self._heap if self._current(item)]
             heapq.heapify(self._heap)
@@ -62,7 +62,7 @@ class EvictionOrder(Generic[K]):
         self._entries.pop(key, None)
 
     def pop(self) -> tuple[K, int] | None:
-        """Remove the object of least value: its key and size. None where there is no object."""
+        """Remove the object of least value; return its key and size, or None without objects."""
         while self._heap:
             item = heapq.heappop(self._heap)
             if self._current(item):
@@ -73,4 +73,4 @@ class EvictionOrder(Generic[K]):
 
     def _current(self, item: tuple[float, int, K]) -> bool:
         entry = self._entries.get(item[2])
-        return entry is not None and entry.turn == item[1]
+        return entry is not None and entry.use_number == item[1]

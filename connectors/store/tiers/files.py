@@ -1,4 +1,4 @@
-"""System calls on object files, in one place so that a campaign can make them fail."""
+"""System calls on object files, in one class so that a campaign can inject failures."""
 
 from __future__ import annotations
 
@@ -15,15 +15,21 @@ from connectors.store.tiers.objects import HEADER_BYTES
 
 
 class Files:
-    """Reads and writes one file at a time. Methods raise OSError unless they say otherwise."""
+    """Reads and writes one file at a time. Methods raise OSError."""
 
     def head(self, path: Path) -> tuple[bytes, os.stat_result]:
-        """The header's bytes, fewer where the file is shorter, and the file's state. Raises CorruptObjectError too."""
+        """Return the header's bytes (fewer if the file is shorter) and the file's stat result.
+
+        Also raises CorruptObjectError.
+        """
         with _opened(path) as (fd, state):
             return os.pread(fd, HEADER_BYTES, 0), state
 
     def read(self, path: Path, payload: memoryview) -> tuple[bytes, int, int]:
-        """Fill ``payload``. Return the header's bytes, the size of the file, and the payload bytes read."""
+        """Fill ``payload``; return the header's bytes, the file size and the payload bytes read.
+
+        Also raises CorruptObjectError.
+        """
         with _opened(path) as (fd, state):
             header = bytearray(HEADER_BYTES)
             count = os.preadv(fd, [header, payload], 0)
@@ -36,7 +42,10 @@ class Files:
             return bytes(header[: min(count, HEADER_BYTES)]), state.st_size, read
 
     def create(self, path: Path, size_bytes: int) -> int:
-        """Create a file with room for ``size_bytes``, locked while this process lives; its descriptor."""
+        """Create a file with ``size_bytes`` allocated, locked while this process lives.
+
+        Return its descriptor.
+        """
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -65,7 +74,7 @@ class Files:
 
 
 def is_abandoned(path: Path) -> bool:
-    """Whether the process that was writing this file has ended."""
+    """Return whether the process that was writing this file has ended."""
     try:
         with _opened(path, os.O_RDWR) as (fd, _):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -76,7 +85,8 @@ def is_abandoned(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _opened(path: Path, mode: int = os.O_RDONLY) -> Iterator[tuple[int, os.stat_result]]:
-    # O_NONBLOCK: a named pipe at this path must not block. O_NOFOLLOW: a link must not lead out of the store.
+    # O_NONBLOCK: a named pipe at this path must not block. O_NOFOLLOW: a link must not lead out of
+    # the store.
     try:
         fd = os.open(path, mode | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:

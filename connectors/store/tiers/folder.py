@@ -1,12 +1,13 @@
-"""A tier: one folder of objects with a byte budget, shared by any number of processes. Disk, or tmpfs for host memory.
+"""A tier: a folder of objects with a byte budget, shared by any number of processes.
 
     <path>/ledger                     bytes used, under a lock of <path> (ledger.py)
     <path>/parts/<process>-<number>   files being written, locked by their writers
-    <path>/objects/<namespace>/<key>  whole objects; one appears by a rename and never changes
+    <path>/objects/<namespace>/<key>  complete objects; renamed into place, never changed
 
-The files are the index: a lookup opens the file of a key. What a process knows besides, the order of eviction, it reads
-from the files when it starts. All methods block on the file system: callers run them on threads and watch deadlines
-(``lanes.py``). A failure is a miss or a dropped store.
+The folder is on a disk, or on tmpfs for host memory. The files are the index: a lookup opens the
+file of a key. Each process reads the eviction order from the files when it starts. All methods
+block on the file system: callers run them in threads with deadlines (``lanes.py``). A failure is a
+miss or a dropped store.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from connectors.store.tiers.objects import (
     parse_header,
 )
 
-# Minimum interval between updates of a file's time of use, which only other processes read.
+# Minimum interval in seconds between updates of a file's modification time, which records its last
+# use for other processes.
 _TOUCH_S = 60.0
 _RESCAN_S = 10.0
 _OPEN_S = 60.0
@@ -46,7 +48,7 @@ _MARKER = "tandem-kv-store"
 
 @dataclass(slots=True)
 class TierCounts:
-    """Events in this tier, counted by this process."""
+    """Counts of events in this tier, of this process."""
 
     hits: int = 0
     misses: int = 0
@@ -59,7 +61,13 @@ class TierCounts:
 
 
 class FolderTier:
-    """Objects in one folder. Thread-safe. ``durable`` syncs each file before it appears; tmpfs needs no sync."""
+    """Objects in one folder. Thread-safe.
+
+    ``budget_bytes``  limit of the bytes of all files, of all processes
+    ``durable``       whether to sync each file before it is renamed; tmpfs needs no sync
+    ``files``         system calls, replaced in tests
+    ``label``         name of the tier in metrics
+    """
 
     def __init__(
         self, path: Path, budget_bytes: int, durable: bool = True, files: Files | None = None, label: str = "disk"
@@ -82,7 +90,7 @@ class FolderTier:
             self._parts.mkdir(exist_ok=True)
         except OSError as error:
             raise ConfigurationError(
-                f"store: {path} cannot be used: {error.strerror}; give the store another path"
+                f"store: {path} cannot be used: {error.strerror}; configure another path"
             ) from error
         self._order: EvictionOrder[Path] = EvictionOrder()
         self._order_lock = threading.Lock()
@@ -92,19 +100,22 @@ class FolderTier:
         self._ledger = Ledger(path, self._scan)
 
     def open(self) -> int:
-        """Read the index from the files: how many objects there are. Lookups and loads work before, too."""
+        """Read the index from the files; return the number of objects.
+
+        Lookups and loads do not need the index.
+        """
         with self._ledger.locked(time.monotonic() + _OPEN_S):
             pass
         with self._order_lock:
             return len(self._order)
 
     def used_bytes(self, deadline: float) -> int:
-        """Bytes of all files, whoever wrote them. Raises StoreError."""
+        """Return the bytes of all files, of all processes. Raises StoreError."""
         with self._ledger.locked(deadline):
             return self._ledger.used_bytes
 
     def find(self, name: ObjectName) -> ObjectHeader | None:
-        """Look an object up and check its header; None if it is missing or is another object."""
+        """Look an object up and check its header; None if it is missing or another object."""
         path = self._path(name)
         try:
             head, state = self._files.head(path)
@@ -121,13 +132,13 @@ class FolderTier:
         return None
 
     def find_all(self, names: Sequence[ObjectName]) -> list[bool]:
-        """Which objects are there."""
+        """Return whether each object exists."""
         return [self.find(name) is not None for name in names]
 
     def read(self, name: ObjectName, payload: memoryview) -> ObjectHeader:
-        """Fill ``payload`` with an object and check its digest.
+        """Read an object into ``payload`` and verify its digest.
 
-        Raises StoreError; ``payload`` holds anything then. A corrupt object is removed.
+        Raises StoreError; ``payload`` is then undefined. A corrupt object is removed.
         """
         path = self._path(name)
         try:
@@ -136,7 +147,7 @@ class FolderTier:
             check_name(header, name)
             check_payload(header, payload[:read])
             if payload.nbytes != header.payload_bytes:
-                raise CorruptObjectError(f"it has {header.payload_bytes} bytes, and {payload.nbytes} are wanted")
+                raise CorruptObjectError(f"it has {header.payload_bytes} bytes, expected {payload.nbytes}")
         except CorruptObjectError:
             self._drop_corrupt(path)
             raise
@@ -147,7 +158,10 @@ class FolderTier:
         return header
 
     def write(self, name: ObjectName, payload: memoryview, cost_ns: int, deadline: float) -> bool:
-        """Store an object: False where it was there already. Raises StoreError where there is no room or no time."""
+        """Store an object; return False if it already exists.
+
+        Raises StoreError if there is no room, or after ``deadline``.
+        """
         path = self._path(name)
         if path.exists():
             self._touch(path)
@@ -161,7 +175,7 @@ class FolderTier:
     def close(self) -> None:
         self._ledger.close()
 
-    # ---- files -----------------------------------------------------------------------------------------------------
+    # Files.
 
     def _path(self, name: ObjectName) -> Path:
         return self._objects / name.space.hex() / name.key.hex()
@@ -192,14 +206,17 @@ class FolderTier:
         return True
 
     def _reserve(self, part: Path, size_bytes: int, deadline: float) -> int:
-        """Make room and create a file of ``size_bytes``; its descriptor. Raises StoreError."""
+        """Make room, create a file of ``size_bytes`` and return its descriptor.
+
+        Raises StoreError.
+        """
         with self._ledger.locked(deadline):
             self._make_room(allocated(size_bytes), deadline)
             self._ledger.begin()
             try:
                 fd = self._files.create(part, size_bytes)
             except OSError as error:
-                # No file has changed, so releasing the lock marks the ledger clean.
+                # No file has changed, so the release of the lock marks the ledger clean.
                 failure = error
             else:
                 self._ledger.add(allocated(size_bytes))
@@ -211,7 +228,7 @@ class FolderTier:
         try:
             with self._ledger.locked(time.monotonic() + _GIVE_UP_S):
                 self._ledger.begin()
-                # Missing where it was renamed and only the ledger could not be written.
+                # Missing if it was renamed and only the write of the ledger failed.
                 with contextlib.suppress(FileNotFoundError):
                     part.unlink()
                     self._ledger.add(-allocated(size_bytes))
@@ -221,21 +238,21 @@ class FolderTier:
             self._ledger.distrust()
 
     def _make_room(self, size_bytes: int, deadline: float) -> None:
-        """Evict until ``size_bytes`` fit. Under the ledger's lock. Raises StoreError."""
+        """Evict objects until ``size_bytes`` fit. Requires the ledger's lock. Raises StoreError."""
         if size_bytes > self.budget_bytes:
-            raise StoreError(f"{self.path}: {size_bytes} bytes do not fit a budget of {self.budget_bytes}")
+            raise StoreError(f"{self.path}: {size_bytes} bytes exceed the budget of {self.budget_bytes}")
         while self._ledger.used_bytes + size_bytes > self.budget_bytes:
             with self._order_lock:
                 victim = self._order.pop()
             if victim is not None:
                 self._evict(*victim)
             elif time.monotonic() - self._scanned_at > _RESCAN_S:
-                # Other processes may have stored what fills the budget.
+                # Objects of other processes may fill the budget.
                 self._ledger.recount()
             else:
                 raise StoreError(f"{self.path}: the budget of {self.budget_bytes} bytes is full of files being written")
             if time.monotonic() >= deadline:
-                raise StoreError(f"{self.path}: room was not made in time")
+                raise StoreError(f"{self.path}: eviction did not make room before the deadline")
 
     def _evict(self, path: Path, size_bytes: int) -> None:
         self._ledger.begin()
@@ -261,13 +278,13 @@ class FolderTier:
             if time.time() - path.stat().st_mtime > _TOUCH_S:
                 os.utime(path)
 
-    # ---- the index -------------------------------------------------------------------------------------------------
+    # Index.
 
     def _scan(self) -> int:
-        """Read all headers, remove corrupt files and those of dead writers. Return the bytes of the rest.
+        """Rebuild the index; return the bytes of all files. Remove corrupt and abandoned files.
 
-        Raises OSError where not all could be read. A file counts as gone only where its folder's descriptor finds it
-        gone: a disk that is away for a moment loses its paths.
+        Raises OSError if a file cannot be read. A file counts as missing only if the descriptor of
+        its folder shows this: paths also fail while a disk is briefly unavailable.
         """
         found: list[tuple[float, Path, int, float]] = []
         used = 0
@@ -287,7 +304,7 @@ class FolderTier:
                         path.unlink()
                     used += _bytes_now(entry)
                 except FileNotFoundError:
-                    # A reader has found it corrupt.
+                    # A reader has removed it as corrupt.
                     if _bytes_now(entry):
                         raise OSError(f"{self.path} changed while its files were counted") from None
                 else:
@@ -302,28 +319,31 @@ class FolderTier:
         return used
 
     def _inspect(self, path: Path, space: str) -> tuple[os.stat_result, float]:
-        """Return state and cost of an object of any model. Raises CorruptObjectError and OSError."""
+        """Return the stat result and recompute cost of an object of any model.
+
+        Raises CorruptObjectError and OSError.
+        """
         try:
             head, state = self._files.head(path)
         except FileNotFoundError:
             raise
         except OSError:
-            # An unreadable file still takes its bytes.
+            # An unreadable file still uses its bytes.
             return path.stat(), 0.0
         try:
             header = parse_header(head, state.st_size)
         except CorruptObjectError:
-            # An object of another release is not corrupt, only unusable here.
+            # An object of another release is not corrupt, but unusable here.
             if is_other_format(head):
                 return state, 0.0
             raise
         if (header.name.space.hex(), header.name.key.hex()) != (space, path.name):
-            raise CorruptObjectError("it holds another object")
+            raise CorruptObjectError("it contains another object")
         return state, header.cost_ns
 
 
 def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """Entries of a folder, whose states are read through its descriptor, not through its path."""
+    """Yield a folder's entries; their ``stat`` uses the folder's descriptor, not its path."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with os.scandir(fd) as entries:
@@ -333,7 +353,7 @@ def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 
 def _bytes_now(entry: os.DirEntry[str]) -> int:
-    """Bytes that a file takes; 0 where it is gone."""
+    """Return the bytes that a file uses; 0 if it is missing."""
     try:
         return allocated(entry.stat(follow_symlinks=False).st_size)
     except FileNotFoundError:
@@ -341,24 +361,27 @@ def _bytes_now(entry: os.DirEntry[str]) -> int:
 
 
 def check_folder(path: Path) -> None:
-    """Raise ConfigurationError where a folder cannot be a tier: it has other files, or other users may write to it."""
+    """Raise ConfigurationError if a folder cannot be a tier.
+
+    It must contain no other files, and only its user may write to it.
+    """
     state = path.stat()
     if state.st_uid not in (0, os.geteuid()):
         raise ConfigurationError(
-            f"store: {path} belongs to user {state.st_uid}, who could decide what requests run on; give the store a "
-            "folder of the user that serves"
+            f"store: {path} belongs to user {state.st_uid}, who could change stored KV; configure a folder of the "
+            "user that runs the engine"
         )
     if state.st_mode & stat.S_IWOTH:
         raise ConfigurationError(
-            f"store: everybody on this host may write to {path}, and so decide what requests run on; take the right "
-            "away (chmod o-w)"
+            f"store: all users of this host may write to {path} and could change stored KV; remove the permission "
+            "(chmod o-w)"
         )
     if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigurationError(f"store: this process may not write to {path}; give the store another path")
+        raise ConfigurationError(f"store: this process may not write to {path}; configure another path")
     if not (path / _MARKER).exists():
-        strangers = {entry.name for entry in path.iterdir()} - {"lost+found", _MARKER}
-        if strangers:
+        others = {entry.name for entry in path.iterdir()} - {"lost+found", _MARKER}
+        if others:
             raise ConfigurationError(
-                f"store: {path} holds {sorted(strangers)[0]!r}, which is no part of a store; give the store a folder "
-                "of its own"
+                f"store: {path} contains {sorted(others)[0]!r}, which is not part of a store; configure a separate "
+                "folder"
             )

@@ -1,7 +1,8 @@
-"""Threads for a tier's blocking calls, so that a hanging file system delays its caller by a deadline at most.
+"""Threads for a tier's blocking calls: a hanging file system delays a caller only to its deadline.
 
-A lane has a few threads and a bounded queue. A call that has not begun by its deadline never begins. One that hangs
-keeps its thread: when all threads of a lane hang, the lane refuses calls at once until one of them returns.
+A lane has a few threads and a bounded queue. A call that has not started by its deadline fails. A
+call that hangs keeps its thread. If all threads of a lane hang, the lane rejects calls until one
+returns.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ T = TypeVar("T")
 
 
 class CallState(Enum):
-    """``ENDED`` with a result, or ``FAILED``: no result will come."""
+    """State of a call: ``ENDED`` with a result, ``FAILED`` without one."""
 
     QUEUED = auto()
     RUNNING = auto()
@@ -32,8 +33,14 @@ class CallState(Enum):
 
 
 @dataclass(slots=True)
-class Call(Generic[T]):
-    """One call on a lane. ``result`` is set when it ends. A call that is ``over`` accesses no memory or file."""
+class LaneCall(Generic[T]):
+    """One call on a lane. A call that is ``over`` accesses no memory or file.
+
+    ``function``  the blocking call
+    ``deadline``  latest start, in ``time.monotonic()`` seconds
+    ``result``    its result, once ``state`` is ENDED
+    ``seconds``   its duration
+    """
 
     function: Callable[[], T]
     deadline: float
@@ -43,29 +50,30 @@ class Call(Generic[T]):
 
     @property
     def over(self) -> bool:
+        """Whether the call has ended or failed."""
         return self.state in (CallState.ENDED, CallState.FAILED)
 
 
 @dataclass
 class Lane:
-    """``threads`` calls at a time, ``queue_calls`` waiting."""
+    """A pool of ``threads`` threads with a queue of at most ``queue_calls`` calls."""
 
     name: str
     threads: int
     queue_calls: int
-    _queue: deque[Call[object]] = field(default_factory=deque)
-    _calls: dict[int, Call[object]] = field(default_factory=dict)
+    _queue: deque[LaneCall[object]] = field(default_factory=deque)
+    _calls: dict[int, LaneCall[object]] = field(default_factory=dict)
     _closed: bool = False
 
     def __post_init__(self) -> None:
         self._condition = threading.Condition()
         for number in range(self.threads):
-            # Daemons: a thread that hangs in a system call must not keep the process from ending.
+            # Daemon threads: one that hangs in a system call must not keep the process alive.
             threading.Thread(target=self._work, args=(number,), name=f"{self.name}-{number}", daemon=True).start()
 
-    def submit(self, function: Callable[[], T], deadline: float) -> Call[T] | None:
-        """Queue a call. None where the lane is full, hangs or is closed."""
-        call = Call(function, deadline)
+    def submit(self, function: Callable[[], T], deadline: float) -> LaneCall[T] | None:
+        """Queue a call. Return None if the lane is full, hangs or is closed."""
+        call = LaneCall(function, deadline)
         with self._condition:
             if self._closed or len(self._queue) >= self.queue_calls or self._hangs(time.monotonic()):
                 return None
@@ -75,18 +83,18 @@ class Lane:
 
     @property
     def pending(self) -> int:
-        """Calls that have not ended."""
+        """Number of calls that have not ended."""
         with self._condition:
             return len(self._queue) + len(self._calls)
 
     @property
     def hangs(self) -> bool:
-        """Whether every thread is in a call that is past its deadline."""
+        """Whether every thread runs a call past its deadline."""
         with self._condition:
             return self._hangs(time.monotonic())
 
     def close(self) -> None:
-        """Start no further calls; queued ones fail."""
+        """Fail the queued calls and start no others."""
         with self._condition:
             self._closed = True
             left, self._queue = list(self._queue), deque()
@@ -115,7 +123,7 @@ class Lane:
             except StoreError as error:
                 logger.debug("%s: %s", self.name, error)
             except Exception:
-                logger.exception("%s: a call failed in a way that was not foreseen", self.name)
+                logger.exception("%s: a call failed unexpectedly", self.name)
             call.seconds = time.monotonic() - started_at
             with self._condition:
                 del self._calls[number]

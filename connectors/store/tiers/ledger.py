@@ -1,9 +1,10 @@
-"""Bytes used under one path, shared by all processes that store there. The budget holds for all of them together.
+"""Counts the bytes below one folder for all processes that store there, to keep a shared budget.
 
-The ledger is a small file next to the objects. It is marked dirty before the first change to files and clean after the
-last one. A process that finds it dirty, damaged or missing counts the files again, so a process may be killed at any
-point. The lock is ``flock`` on the folder itself: nobody can remove or replace it under a process that holds it, and
-the kernel releases the lock of a process that dies.
+The ledger is a small file next to the objects. It is marked dirty before the first change to files
+and clean after the last one. A process that finds it dirty, damaged or missing counts the files
+again, so a process may be killed at any point. The lock is ``flock`` on the folder itself: no
+process can remove or replace it while it is locked, and the kernel releases the lock of a dead
+process.
 """
 
 from __future__ import annotations
@@ -25,38 +26,39 @@ _FIELDS = struct.Struct("<8sQQ")
 _MAGIC = b"TandemLd"
 _POLL_S = 0.001
 BLOCK_BYTES = 4096
-"""Files take whole blocks of the file system."""
+"""Allocation unit of the file system."""
 
 
 def allocated(size_bytes: int) -> int:
-    """Bytes that a file of this size takes from the budget."""
+    """Return the bytes that a file of this size takes from the budget."""
     return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 class Ledger:
-    """``with ledger.locked(deadline): ...`` makes this process the only one to add or remove files.
+    """Byte count of a folder. In ``with ledger.locked(deadline)``, only this process changes files.
 
-    ``count`` adds up all files; it is called under the lock where the ledger cannot be trusted. Methods other than
-    ``locked`` may be called under the lock only.
+    ``count``  returns the bytes of all files; called under the lock if the ledger is unreliable
+
+    All methods except ``locked`` require the lock.
     """
 
     def __init__(self, folder: Path, count: Callable[[], int]) -> None:
         self._folder = folder
         self._count = count
         self._thread_lock = threading.Lock()
-        # Of the folder and, while it is locked, of the ledger in it.
+        # Descriptors of the folder and, while it is locked, of the ledger file.
         self._folder_fd: int | None = None
         self._fd: int | None = None
         self._closed = False
         self._used = 0
         self._distrusted = True
         stat = folder.stat()
-        # Where a disk is unmounted, its empty mount point must not be taken for an empty store.
+        # Identity of the folder: the empty mount point of an unmounted disk is not an empty store.
         self._identity = (stat.st_dev, stat.st_ino)
 
     @contextlib.contextmanager
     def locked(self, deadline: float) -> Iterator[None]:
-        """Raises StoreError where others hold the lock past ``deadline``, or the folder is not there any more."""
+        """Hold the lock. Raises StoreError after ``deadline``, or if the folder was replaced."""
         if not self._thread_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise StoreError(f"{self._folder}: another thread holds the store's lock")
         try:
@@ -74,27 +76,27 @@ class Ledger:
         return self._used
 
     def begin(self) -> None:
-        """Mark the ledger dirty before files change, so that the next process counts after a crash."""
+        """Mark the ledger dirty before files change. After a crash, the next process counts."""
         self._write(dirty=True)
 
     def add(self, number: int) -> None:
         self._used = max(0, self._used + number)
 
     def recount(self) -> None:
-        """Count the files now. Raises OSError and StoreError where they cannot be counted."""
+        """Count the files now. Raises OSError and StoreError if they cannot be counted."""
         self._write(dirty=True)
-        # Reset before counting, so that a `distrust` during the count is kept.
+        # Reset first, so that a `distrust` during the count is kept.
         self._distrusted = False
         try:
             self._used = self._count()
-            # A disk that was unmounted during the count makes the count wrong.
+            # If the disk was unmounted during the count, the count is wrong.
             self._check_folder()
         except (OSError, StoreError):
             self._distrusted = True
             raise
 
     def distrust(self) -> None:
-        """Count the files at the next lock: they were changed outside of the ledger."""
+        """Count the files at the next lock: they were changed without the ledger."""
         self._distrusted = True
 
     def close(self) -> None:
@@ -106,7 +108,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def _folder_locked(self, deadline: float) -> Iterator[int]:
-        """Wait for the lock; the folder's descriptor."""
+        """Wait for the lock; yield the folder's descriptor."""
         if self._closed:
             raise StoreError(f"{self._folder}: the store is closed")
         self._check_folder()
@@ -118,7 +120,7 @@ class Ledger:
                 raise StoreError(f"{self._folder}: another process holds the store's lock")
             time.sleep(_POLL_S)
         try:
-            # It may have been unmounted while this thread waited.
+            # The folder may have been unmounted during the wait.
             self._check_folder()
             yield fd
         finally:
@@ -126,7 +128,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def _opened(self, folder: int) -> Iterator[None]:
-        """Open the ledger that lies in the folder now."""
+        """Open the ledger file in the folder."""
         self._fd = os.open("ledger", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=folder)
         try:
             yield
@@ -151,7 +153,7 @@ class Ledger:
         self.recount()
 
     def _write(self, dirty: bool) -> None:
-        assert self._fd is not None, "only under the lock"
+        assert self._fd is not None, "the caller must hold the lock"
         fields = _FIELDS.pack(_MAGIC, self._used, dirty or self._distrusted)
         os.pwrite(self._fd, fields + xxhash.xxh3_128_digest(fields), 0)
 

@@ -1,12 +1,13 @@
-"""The bytes of a stored object: a header that says what it is, then the payload that its digest covers.
+"""File format of a stored object: a header of 112 bytes, then the payload.
 
-    magic, version, header bytes     8 + 2 + 2
-    group                            4
-    namespace, key                   16 + 32    must be those that were asked for
-    payload bytes, cost              8 + 8      the file ends with the payload; cost of recomputing it, nanoseconds
-    payload digest, header digest    16 + 16    xxh3_128, the latter of all header bytes before it
+    magic, version, header bytes   8 + 2 + 2
+    group                          4
+    namespace, key                 16 + 32   must equal the requested name
+    payload bytes, cost            8 + 8     the file ends with the payload; recompute cost in ns
+    payload digest, header digest  16 + 16   xxh3_128; the latter of all header bytes before it
 
-Little endian, 112 bytes. A header is checked when an object is looked up; the payload before any request runs on it.
+Numbers are little endian. A lookup checks the header; a load checks the payload before a request
+uses it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,12 @@ HEADER_BYTES = _FIELDS.size + _DIGEST_BYTES
 
 @dataclass(frozen=True, slots=True)
 class ObjectName:
-    """Name of an object: ``key`` within namespace ``space``. ``group`` only helps to read files."""
+    """Name of an object.
+
+    ``space``  namespace
+    ``key``    key within the namespace
+    ``group``  KV cache group; only for people who inspect files
+    """
 
     space: bytes
     key: bytes
@@ -37,7 +43,10 @@ class ObjectName:
 
 @dataclass(frozen=True, slots=True)
 class ObjectHeader:
-    """A valid header. ``cost_ns``: time to recompute the payload."""
+    """A valid header.
+
+    ``cost_ns``  time to recompute the payload, in nanoseconds
+    """
 
     name: ObjectName
     payload_bytes: int
@@ -50,7 +59,7 @@ class ObjectHeader:
 
 
 def encode_header(name: ObjectName, payload: memoryview, cost_ns: int) -> bytes:
-    """Make the header of a payload; hashes all of it."""
+    """Return the header of a payload. Hashes all of the payload."""
     fields = _FIELDS.pack(
         MAGIC,
         FORMAT,
@@ -68,31 +77,31 @@ def encode_header(name: ObjectName, payload: memoryview, cost_ns: int) -> bytes:
 def parse_header(data: bytes, file_bytes: int) -> ObjectHeader:
     """Parse the first ``HEADER_BYTES`` of a file of ``file_bytes``. Raises CorruptObjectError."""
     if len(data) < HEADER_BYTES:
-        raise CorruptObjectError(f"its header is cut off after {len(data)} of {HEADER_BYTES} bytes")
+        raise CorruptObjectError(f"its header has only {len(data)} of {HEADER_BYTES} bytes")
     magic, version, header_bytes, group, space, key, payload_bytes, cost_ns, digest = _FIELDS.unpack_from(data)
     if magic != MAGIC or version != FORMAT or header_bytes != HEADER_BYTES:
-        raise CorruptObjectError(f"it begins with {data[:12]!r}, which is no object of format {FORMAT}")
+        raise CorruptObjectError(f"it begins with {data[:12]!r} and is not an object of format {FORMAT}")
     if xxhash.xxh3_128_digest(data[: _FIELDS.size]) != data[_FIELDS.size : HEADER_BYTES]:
         raise CorruptObjectError("its header has changed since it was written")
     if file_bytes != HEADER_BYTES + payload_bytes:
-        raise CorruptObjectError(f"it has {file_bytes} bytes where its header says {HEADER_BYTES + payload_bytes}")
+        raise CorruptObjectError(f"it has {file_bytes} bytes, but its header states {HEADER_BYTES + payload_bytes}")
     return ObjectHeader(ObjectName(space, key, group), payload_bytes, cost_ns, digest)
 
 
 def is_other_format(data: bytes) -> bool:
-    """Whether a file begins like an object of another release's format."""
+    """Return whether a file is an object of another release's format."""
     return data.startswith(MAGIC) and data[_VERSION] != FORMAT.to_bytes(2, "little")
 
 
 def check_name(header: ObjectHeader, wanted: ObjectName) -> None:
-    """Raise CorruptObjectError where a file holds another object than its name says."""
+    """Raise CorruptObjectError if a file contains another object than ``wanted``."""
     if (header.name.space, header.name.key) != (wanted.space, wanted.key):
-        raise CorruptObjectError("it holds another object: the file was moved or copied over this one")
+        raise CorruptObjectError("it contains another object: a file was moved or copied here")
 
 
 def check_payload(header: ObjectHeader, payload: memoryview) -> None:
     """Raise CorruptObjectError unless this is the payload that was stored."""
     if payload.nbytes != header.payload_bytes:
-        raise CorruptObjectError(f"its payload has {header.payload_bytes} bytes, and {payload.nbytes} are expected")
+        raise CorruptObjectError(f"its payload has {header.payload_bytes} bytes, expected {payload.nbytes}")
     if xxhash.xxh3_128_digest(payload) != header.payload_digest:
         raise CorruptObjectError("its payload has changed since it was written")

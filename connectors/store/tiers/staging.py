@@ -1,7 +1,8 @@
-"""Memory between files and KV blocks, shared by the scheduler's process and the workers of one engine.
+"""Staging memory between files and KV blocks, shared by an engine's scheduler and workers.
 
-Objects are verified here before a worker copies them into blocks, and gathered here from all ranks before they are
-written to files. The memory is bounded: where there is no room, a store is dropped and a load is a miss.
+Loaded objects are verified here before a worker copies them into blocks. Stored objects are
+gathered here from all ranks before they are written to files. The memory is bounded: without room,
+a store is dropped and a load is a miss.
 """
 
 from __future__ import annotations
@@ -24,17 +25,22 @@ _PREFIX = "tandem-staging-"
 
 
 class Staging:
-    """A range of shared memory, divided into slots. Thread-safe. Workers attach to it by ``path``."""
+    """A range of shared memory, divided into slots.
+
+    Thread-safe. Workers attach to it by ``path``.
+    """
 
     def __init__(self, size_bytes: int, folder: Path = SHARED_MEMORY) -> None:
         size = size_bytes // _ALIGN * _ALIGN
         if size <= 0:
-            raise ConfigurationError(f"store: staging_mib must leave room for a page, not {size_bytes} bytes")
+            raise ConfigurationError(
+                f"store: staging_mib must be at least one page of {_ALIGN} bytes, not {size_bytes} bytes"
+            )
         _remove_abandoned(folder)
         name = uuid.uuid4().hex
         unlocked, self.path = folder / f"tandem-new-{name}", folder / f"{_PREFIX}{name}"
         self._fd = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        # Engines that start later remove staging files without a lock.
+        # Lock it: engines that start later remove staging files without a lock.
         fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         unlocked.rename(self.path)
         try:
@@ -44,8 +50,8 @@ class Staging:
             self.path.unlink()
             os.close(self._fd)
             raise ConfigurationError(
-                f"store: staging_mib {size >> 20} does not fit into {folder}: {error.strerror}; give the container "
-                "more shared memory, or the store less"
+                f"store: staging_mib {size >> 20} does not fit into {folder}: {error.strerror}; increase the "
+                "container's shared memory or reduce staging_mib"
             ) from error
         self._memory = mmap.mmap(self._fd, size)
         self._view = memoryview(self._memory)
@@ -61,7 +67,7 @@ class Staging:
             return sum(self._slots.values())
 
     def take(self, size_bytes: int) -> int | None:
-        """Offset of a slot for ``size_bytes``; None where there is no room."""
+        """Return the offset of a new slot for ``size_bytes``, or None if there is no room."""
         size = max(1, -(-size_bytes // _ALIGN)) * _ALIGN
         with self._lock:
             for number, (offset, length) in enumerate(self._free):
@@ -78,7 +84,7 @@ class Staging:
             self._users[offset] += 1
 
     def give_back(self, offset: int) -> None:
-        """Remove a user, which no longer accesses the slot. The last one frees it."""
+        """Remove a user from a slot. The last one frees it."""
         with self._lock:
             self._users[offset] -= 1
             if self._users[offset]:
@@ -105,7 +111,7 @@ class Staging:
 
 
 class AttachedStaging:
-    """A worker's view of its engine's staging memory."""
+    """A worker's mapping of its engine's staging memory."""
 
     def __init__(self, path: Path) -> None:
         try:

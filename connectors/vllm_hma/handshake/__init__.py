@@ -1,1 +1,1 @@
-"""First contact between engines: agent metadata, peers and their connections, liveness of their processes."""
+"""First contact between engines: agent metadata, peers and their connections, process liveness."""

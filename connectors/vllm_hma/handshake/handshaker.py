@@ -1,12 +1,13 @@
-"""Handshake between two workers, for both roles, in background threads.
+"""Handshakes of one worker, in both roles, in background threads.
 
-    consumer worker                          producer engine / worker
-    fetch the engine's agent metadata  -------------->  side channel (engine core)
+    consumer worker                                      producer engine / worker
+    fetch the engine's agent metadata  -------------->  side channel
     check, add peers, prove the plans
     Hello(agent metadata)              -------------->  check, add peer, plan
-                             <--------------  Welcome | Refused(reason)
+                                       <--------------  Welcome | Refused(reason)
 
-Both ends have opened their connections when Welcome arrives, so the first offer does not wait for that.
+Both ends have opened their connections when Welcome arrives, so the first offer needs no connection
+setup.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from connectors.vllm_hma.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
-# A connect may wait for a silent peer; answering a Hello must not wait behind it.
+# Two pools: a connect may wait for a silent peer, and must not delay answers to Hellos.
 _CONNECT_THREADS = 32
 _ACCEPT_THREADS = 4
 MAX_PENDING_HELLOS = 256
@@ -54,15 +55,21 @@ _HELLO_AGAIN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class HandshakerSnapshot:
-    """Copy of the handshakes in progress: ``pending_hellos`` of workers that wait for an answer, ``answers`` of workers
-    that have answered our hello."""
+    """Copy of the handshakes in progress.
+
+    ``pending_hellos``  workers whose Hello this worker has not answered
+    ``answers``         workers that have answered this worker's Hello
+    """
 
     pending_hellos: frozenset[Peer]
     answers: frozenset[Peer]
 
 
 class Handshaker:
-    """Handshakes of one worker. Calls the callbacks from its threads; they take the worker's lock themselves."""
+    """Handshakes of one worker.
+
+    Callbacks run in its threads and take the worker's lock themselves.
+    """
 
     def __init__(
         self,
@@ -108,11 +115,14 @@ class Handshaker:
 
     @property
     def busy(self) -> bool:
-        """Return whether a handshake that this worker started is in progress."""
+        """Whether a handshake that this worker started is in progress."""
         return bool(self._connecting)
 
     def hello_received(self, sender: Peer, message: Hello) -> None:
-        """Handle a consumer worker's Hello. Drop it if MAX_PENDING_HELLOS are pending; the sender repeats it."""
+        """Handle a consumer worker's Hello.
+
+        Drop it if MAX_PENDING_HELLOS are pending; the sender repeats it.
+        """
         with self._lock:
             if sender in self._pending_hellos:
                 return
@@ -120,7 +130,7 @@ class Handshaker:
             if not full:
                 self._pending_hellos.add(sender)
         if full:
-            self._warn("full", f"dropped the Hello of {sender}: {MAX_PENDING_HELLOS} others are pending")
+            self._warn("full", f"dropped the Hello of {sender}: {MAX_PENDING_HELLOS} other Hellos are pending")
             return
         self._submit(self._accepts, self._welcome, sender, message)
 
@@ -142,7 +152,7 @@ class Handshaker:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _submit(self, pool: ThreadPoolExecutor, work: Callable[..., None], *arguments: object) -> None:
-        # A pool that is shut down refuses work: this worker is being closed.
+        # A pool that has been shut down raises RuntimeError: this worker is closing.
         with contextlib.suppress(RuntimeError):
             pool.submit(self._guarded, work, *arguments)
 
@@ -155,7 +165,7 @@ class Handshaker:
         except Exception:
             logger.exception("Tandem: handshake failed unexpectedly")
 
-    # ---- as a consumer -----------------------------------------------------------------------------------------
+    # Consumer role.
 
     def _connect(self, engine: EngineAddress) -> None:
         found: list[Partner] | None = None
@@ -165,13 +175,13 @@ class Handshaker:
             try:
                 found = self._shake_hands(engine, handshakes)
             except TandemError as error:
-                # Rate-limited: an engine that keeps blocks in quarantine is retried every cancel_s.
+                # Rate-limited: a consumer with blocks in quarantine reconnects every cancel_s.
                 self._warn("connect", f"cannot connect to prefill engine {engine.incarnation}: {error}")
                 failure = str(error)
             except Exception as error:
                 logger.exception("Tandem: the handshake with prefill engine %s failed", engine.incarnation)
                 failure = f"the handshake failed: {error!r}"
-            # Before the callback, so that a later request starts another handshake.
+            # Cleared before the callback, so that a later request starts another handshake.
             with self._lock:
                 self._connecting.discard(engine.incarnation)
             if found is None:
@@ -186,9 +196,9 @@ class Handshaker:
             check_peers(worker, self._agent_metadata)
         plans = self._plans(agent_metadata)
         prove_plans(self._agent_metadata.layout, list(plans.values()))
-        refusals = self._say_hello(agent_metadata, sorted(plans), deadline, handshakes)
+        refusals = self._exchange_hellos(agent_metadata, sorted(plans), deadline, handshakes)
         if refusals:
-            raise HandshakeError(f"it refused: {refusals[0]}")
+            raise HandshakeError(f"the prefill engine refused this engine: {refusals[0]}")
         return [
             Partner(
                 Peer(agent_metadata.incarnation, rank),
@@ -203,15 +213,15 @@ class Handshaker:
         ]
 
     def _target_digests(self, plan: PairPlan, producer: AgentMetadata) -> Callable[[], TransferDigest] | None:
-        """Return the factory for digests of transfers from ``producer``; None if integrity is off."""
+        """Return a function that creates digests of received bytes; None if integrity is off."""
         if not self._compares_digests:
             return None
         return digests(plan, self._memory.shared_with(producer.layout.memory_kind), End.TARGET)
 
-    def _say_hello(
+    def _exchange_hellos(
         self, engine: EngineMetadata, ranks: list[int], deadline: float, handshakes: contextlib.ExitStack
     ) -> list[str]:
-        """Send Hello to these ranks, wait for all answers, and return the reasons of those that refused."""
+        """Send Hello to these ranks, wait for all answers, and return the reasons of refusals."""
         hello = Hello(encode_agent_metadata(self._agent_metadata))
         waiting = {Peer(engine.incarnation, rank) for rank in ranks}
         with self._lock:
@@ -230,7 +240,9 @@ class Handshaker:
                     if not silent:
                         return [reason for peer in sorted(waiting, key=agent_name) if (reason := self._answers[peer])]
                 if time.monotonic() >= deadline:
-                    raise HandshakeError(f"its workers did not answer within {self._handshake_s:g} s")
+                    raise HandshakeError(
+                        f"the prefill engine's workers did not answer Hello within {self._handshake_s:g} s"
+                    )
                 # A worker with many pending hellos drops further ones.
                 for peer in silent:
                     self._message_sender.send(peer, hello)
@@ -241,12 +253,12 @@ class Handshaker:
                     self._answers.pop(peer, None)
 
     def _plans(self, engine: EngineMetadata) -> dict[int, PairPlan]:
-        """Return, by producer rank that sends to this worker, what it sends."""
+        """Return the plan of each producer rank that sends to this worker, by rank."""
         mine = self._agent_metadata.layout
         ranks = [p for p, c in partners(engine.tp_size, mine.tp_size, mine.layer_heads) if c == mine.tp_rank]
         return {rank: plan_pair(engine.workers[rank].layout, mine) for rank in ranks}
 
-    # ---- as a producer -----------------------------------------------------------------------------------------
+    # Producer role.
 
     def _welcome(self, sender: Peer, message: Hello) -> None:
         try:
@@ -260,24 +272,27 @@ class Handshaker:
             try:
                 agent_metadata = decode_agent_metadata(message.agent_metadata)
                 if (agent_metadata.incarnation, agent_metadata.rank) != (sender.incarnation, sender.rank):
-                    raise HandshakeError("the hello's agent metadata is another worker's")
+                    raise HandshakeError("the Hello has the agent metadata of another worker")
                 handshaking.enter_context(self._peers.handshaking(sender))
                 self._transport.add_peer(agent_metadata.transport_metadata, agent_name(sender))
             except TandemError as error:
-                # Without its metadata the peer cannot be answered; it gives up after handshake_s.
-                self._warn("hello", f"a hello of decode worker {agent_name(sender)[:80]!r} is unusable: {error}")
+                # Without its metadata the peer cannot be answered; its handshake times out.
+                self._warn("hello", f"dropped the Hello of decode worker {agent_name(sender)[:80]!r}: {error}")
                 return
             try:
                 plan, consumer = self._plan_for(agent_metadata)
             except TandemError as error:
-                self._warn("refused", f"decode worker {agent_name(sender)[:80]!r} is refused: {error}")
+                self._warn("refused", f"refused decode worker {agent_name(sender)[:80]!r}: {error}")
                 self._message_sender.send(sender, Refused(str(error)))
                 return
             self._peers.welcome(sender, agent_metadata.layout.memory_kind, plan, consumer)
             self._message_sender.send(sender, Welcome())
 
     def _plan_for(self, agent_metadata: AgentMetadata) -> tuple[PairPlan, ConsumerPeer]:
-        """Return what this rank sends to a consumer worker. Raises TandemError if the two engines do not match."""
+        """Return the plan and the record of a consumer worker.
+
+        Raises TandemError if the two engines do not match.
+        """
         check_peers(self._agent_metadata, agent_metadata)
         mine, theirs = self._agent_metadata.layout, agent_metadata.layout
         pairs = partners(mine.tp_size, theirs.tp_size, mine.layer_heads)

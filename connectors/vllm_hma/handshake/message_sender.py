@@ -1,7 +1,7 @@
-"""Sending of messages to other workers, with one reconnect.
+"""Sends messages to other workers, with one reconnect.
 
-A connection that was reset stays broken on this side until it is reopened, even if the network recovers. A message that
-cannot be sent is therefore sent once more over a new connection.
+A connection that was reset stays broken on this side until it is reopened, even if the network
+recovers. A message that cannot be sent is therefore sent once more over a new connection.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from connectors.transport.base import Transport
 
 logger = logging.getLogger(__name__)
 
-# Limits reconnects to a dead peer.
+# Minimum interval between reconnects to one peer.
 _RECONNECT_EVERY_S = 1.0
 
-# A write to a broken connection puts the consumer's blocks into quarantine; a message takes microseconds.
+# A write to a broken connection puts the consumer's blocks into quarantine; a message before it
+# costs microseconds.
 _CHECK_EVERY_S = 1.0
 
 
 def agent_name(peer: Peer) -> str:
-    """The transport's name for a worker."""
+    """Return the transport's name for a worker."""
     return f"{peer.incarnation}/{peer.rank}"
 
 
@@ -50,9 +51,10 @@ class MessageSender:
         self._sent_at[name] = time.monotonic()
 
     def check(self, peer: Peer, message: Message) -> None:
-        """Send ``message`` to detect and reopen a broken connection, unless one was sent within _CHECK_EVERY_S.
+        """Send ``message`` to detect a broken connection and reopen it.
 
-        Raises TransportError if it cannot be sent.
+        Does nothing within _CHECK_EVERY_S of the last message. Raises TransportError if it cannot
+        be sent.
         """
         if time.monotonic() - self._sent_at.get(agent_name(peer), float("-inf")) >= _CHECK_EVERY_S:
             self.send(peer, message)
@@ -64,7 +66,10 @@ class MessageSender:
             self._sent_at.pop(agent_name(peer), None)
 
     def reconnect(self, name: str, error: TransportError) -> None:
-        """Reopen the connection to ``name``; raise ``error`` again within _RECONNECT_EVERY_S of the last time."""
+        """Reopen the connection to ``name``.
+
+        Raises ``error`` within _RECONNECT_EVERY_S of the last time.
+        """
         with self._lock:
             now = time.monotonic()
             if now - self._reconnected_at.get(name, float("-inf")) < _RECONNECT_EVERY_S:

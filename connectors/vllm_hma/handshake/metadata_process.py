@@ -1,10 +1,10 @@
-"""The side channel in a process of its own, so that first contacts do not hold the engine core's interpreter lock.
+"""Runs the side channel in its own process, outside the engine core's interpreter lock.
 
-The core writes the agent metadata to the process's standard input and keeps it open. The process ends when that pipe
-closes, also when the core is killed.
+The engine core writes the agent metadata to the process's standard input and keeps it open. The
+process ends when that pipe closes, also if the core is killed.
 
-    to the process     length (uint32) | JSON: host, port, identity (hex), lengths by rank | metadata by rank
-    from the process   JSON: port, or error; a line
+    to the process    length (uint32) | JSON: host, port, identity (hex), lengths by rank | metadata
+    from the process  one line of JSON: port, or error
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from connectors.vllm_hma.handshake.side_channel import MetadataServer
 _LENGTH = struct.Struct("<I")
 _START_S = 60.0
 _END_S = 5.0
-# The engine's processes have priority over this one.
+# Lower priority than the engine's processes.
 _NICE = 5
 
 
 class MetadataProcess:
-    """Serves one engine's agent metadata until ``close``. ``port`` is the port taken.
+    """Serves one engine's agent metadata until ``close``.
 
-    Raises ConfigurationError where it cannot listen.
+    ``port``  listening port
+
+    Raises ConfigurationError if it cannot listen.
     """
 
     def __init__(self, host: str, port: int, rank_metadata: list[bytes], identity: bytes = b"") -> None:
@@ -42,7 +44,7 @@ class MetadataProcess:
             "lengths": [len(agent_metadata) for agent_metadata in rank_metadata],
         }
         encoded = json.dumps(header).encode()
-        # The process imports the package from the engine's sys.path. It computes nothing, so it needs no thread pools.
+        # The process imports the package from the engine's sys.path. It needs no thread pools.
         paths = os.pathsep.join(path for path in sys.path if path)
         environment = os.environ | {"PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
@@ -84,9 +86,7 @@ class MetadataProcess:
         ready, _, _ = select.select([self._process.stdout], [], [], _START_S)
         line = self._process.stdout.readline() if ready else b""
         if not line:
-            raise ConfigurationError(
-                "the process of the side channel has not started; its own error, if any, is in the engine's log"
-            )
+            raise ConfigurationError("the side channel process did not start; see the engine's log for its error")
         answer: dict[str, int] = json.loads(line)
         if "error" in answer:
             raise ConfigurationError(str(answer["error"]))
@@ -97,19 +97,19 @@ def serve() -> None:
     """Run the side channel until standard input closes. Entry point of the process."""
     os.nice(_NICE)
     logging.basicConfig(format="%(levelname)s %(asctime)s [%(name)s] %(message)s", datefmt="%m-%d %H:%M:%S")
-    source, said = sys.stdin.buffer, sys.stdout
+    source, out = sys.stdin.buffer, sys.stdout
     (length,) = _LENGTH.unpack(source.read(_LENGTH.size))
     header = json.loads(source.read(length))
     rank_metadata = [source.read(size) for size in header["lengths"]]
     try:
-        # No pace: a flood delays nothing else in this process.
+        # No pacing: this process has no other work that a flood could delay.
         server = MetadataServer(
             header["host"], header["port"], rank_metadata, bytes.fromhex(header["identity"]), pace_s=0.0
         )
     except ConfigurationError as error:
-        print(json.dumps({"error": str(error)}), file=said, flush=True)
+        print(json.dumps({"error": str(error)}), file=out, flush=True)
         return
-    print(json.dumps({"port": server.port}), file=said, flush=True)
+    print(json.dumps({"port": server.port}), file=out, flush=True)
     source.read()
     server.close()
 

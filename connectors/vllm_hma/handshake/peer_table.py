@@ -1,7 +1,8 @@
 """Bounded table of the workers of other engines that a worker knows.
 
-Every start of an engine is a new peer that never unregisters. Peers that have exchanged messages of a transfer are kept
-before those that have only sent Hello, so that a flood of hellos evicts its own entries. A busy peer is never evicted.
+Every start of an engine is a new peer that never unregisters. The table evicts peers that have only
+sent Hello before those that have sent messages of a transfer, so a flood of Hellos evicts its own
+entries. It never evicts a busy peer.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ MAX_PEERS = 2048
 
 
 class PeerTable:
-    """Not thread-safe; its owner serialises calls. ``busy`` returns whether a peer has work in progress."""
+    """Known peers, by last use. Not thread-safe: its owner serialises calls.
+
+    ``busy``  returns whether a peer has work in progress
+    ``most``  maximum number of peers
+    """
 
     def __init__(self, busy: Callable[[Peer], bool], most: int = MAX_PEERS) -> None:
         self._busy = busy
@@ -34,7 +39,10 @@ class PeerTable:
         return len(self._new) + len(self._regular)
 
     def admit(self, peer: Peer) -> Peer | None:
-        """Add a peer for a Hello. Return the evicted peer, if any. Raises HandshakeError if all are busy."""
+        """Add a peer that sent Hello; return the evicted peer, if any.
+
+        Raises HandshakeError if all peers are busy.
+        """
         if peer in self._regular:
             self.spoke(peer)
             return None
@@ -43,7 +51,7 @@ class PeerTable:
         if len(self) >= self._most:
             leaving = next((one for one in (*self._new, *self._regular) if not self._busy(one)), None)
             if leaving is None:
-                raise HandshakeError(f"this worker knows {len(self)} others, and all of them are busy")
+                raise HandshakeError(f"the peer table is full: all {len(self)} peers are busy; retry later")
             self.forget(leaving)
         self._new[peer] = None
         return leaving

@@ -1,11 +1,12 @@
-"""Workers of other engines that one rank knows: table entry, connection and, for a consumer worker, a plan.
+"""Workers of other engines that a rank knows: table entry, connection and, for consumers, a plan.
 
-    greeting   a handshake is in progress: the peer keeps its table entry and its connection meanwhile
-    welcome    a consumer worker matches: it has a plan, and the producer's machine knows it
-    forget     a machine has removed it: release what only that machine needed, and the rest if neither knows it
+    handshaking  a handshake is in progress: the peer keeps its table entry and its connection
+    welcome      a consumer worker matches: it gets a plan, and the producer machine knows it
+    forget       a machine has removed it: release what that machine needed, and the rest if neither
+                 machine knows it
 
-Every start of an engine is a new peer that never unregisters, so the table has a limit (``PeerTable``): when it is
-full, the least recently used idle peer is removed.
+Every start of an engine is a new peer that never unregisters, so the table has a limit
+(``PeerTable``): when it is full, the least recently used idle peer is removed.
 """
 
 from __future__ import annotations
@@ -30,15 +31,21 @@ from connectors.vllm_hma.handshake.peer_table import PeerTable
 
 @dataclass(frozen=True, slots=True)
 class PeersSnapshot:
-    """Workers of other engines that a worker keeps: ``admitted`` those with an entry in the peer table, ``planned``
-    those that it has a plan for; a copy."""
+    """Copy of the peers of a worker.
+
+    ``admitted``  workers with an entry in the peer table
+    ``planned``   workers with a plan
+    """
 
     admitted: frozenset[Peer]
     planned: frozenset[Peer]
 
 
 class Peers:
-    """Thread-safe: ``lock`` is the one under which its owner calls the machines, and is taken here too."""
+    """Peers of one worker.
+
+    Thread-safe: ``lock`` is the lock under which the owner calls the machines.
+    """
 
     def __init__(
         self,
@@ -59,14 +66,14 @@ class Peers:
 
     @contextmanager
     def handshaking(self, peer: Peer) -> Iterator[None]:
-        """Keep the peer during its handshake. Raises HandshakeError if the table is full of busy peers.
+        """Keep the peer and its connection during its handshake, even if a machine removes it.
 
-        The connection stays even if a machine forgets the peer meanwhile.
+        Raises HandshakeError if the table is full of busy peers.
         """
         with self._lock:
-            leaving = self._peer_table.admit(peer)
-            if leaving is not None:
-                self._push_out(leaving)
+            evicted = self._peer_table.admit(peer)
+            if evicted is not None:
+                self._evict(evicted)
             self._handshaking[peer] += 1
         try:
             yield
@@ -77,21 +84,27 @@ class Peers:
                     del self._handshaking[peer]
 
     def welcome(self, peer: Peer, memory_kind: MemoryKind, plan: PairPlan, consumer: ConsumerPeer) -> None:
-        """The consumer worker that is being greeted fits. ``place`` is where its cache lies."""
+        """Record a consumer worker that matches.
+
+        ``memory_kind`` is the memory kind of its cache.
+        """
         with self._lock:
             self._plans[peer] = (memory_kind, plan)
             self._producer.welcome(peer, consumer, time.monotonic())
 
     def plan(self, peer: Peer) -> tuple[MemoryKind, PairPlan] | None:
-        """Return the memory kind and the plan of a consumer worker; None if it is no longer known."""
+        """Return the memory kind and plan of a consumer worker; None if it is unknown."""
         return self._plans.get(peer)
 
     def spoke(self, peer: Peer) -> None:
-        """Record a message of a transfer from this peer; it is evicted after peers that have only sent Hello."""
+        """Record a message of a transfer: peers that have only sent Hello are evicted first."""
         self._peer_table.spoke(peer)
 
     def forget(self, peer: Peer) -> None:
-        """Release what a machine that forgot the peer needed. Both machines may know a worker, each in its role."""
+        """Release what the machine that removed the peer needed.
+
+        The other machine may still know it.
+        """
         if self._producer.knows(peer):
             return
         self._plans.pop(peer, None)
@@ -103,7 +116,7 @@ class Peers:
         with self._lock:
             return PeersSnapshot(frozenset(self._peer_table), frozenset(self._plans))
 
-    def _push_out(self, peer: Peer) -> None:
+    def _evict(self, peer: Peer) -> None:
         """Remove an idle peer from both machines."""
         self._producer.peer_lost(peer, time.monotonic())
         for sibling in self._consumer.forget(peer.incarnation):

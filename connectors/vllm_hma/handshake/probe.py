@@ -1,13 +1,16 @@
-"""Checks whether prefill workers that do not answer are dead, so that their consumer's blocks can be freed.
+"""Checks whether silent prefill workers are dead, so that their consumer's blocks can be freed.
 
-A consumer's blocks stay allocated until each producer worker has acknowledged that it writes no more, or its process is
-known to be dead (docs/decisions/0025). Proof is the end of the process in its kernel:
+A consumer's blocks stay allocated until each producer worker has acknowledged that it writes no
+more, or its process is known to be dead (docs/decisions/0025). Proof is the end of the process in
+its kernel:
 
-    on this host    the process is gone (``processes.py``), and this worker saw it alive at the handshake
-    on another one  an engine that answers at the same address, in the same pid namespace, reports that it is gone
+    this host     the process has ended (``processes.py``); this worker saw it alive at the
+                  handshake
+    another host  an engine at the same address, in the same pid namespace, reports that it has
+                  ended
 
-A port that refuses connections, a connection that breaks or a peer that is silent prove nothing. Without proof the
-blocks stay in quarantine until a supervisor reports the engine as ended.
+A refused or broken connection and a silent peer prove nothing. Without proof the blocks stay in
+quarantine until a supervisor reports that the engine has ended.
 """
 
 from __future__ import annotations
@@ -27,13 +30,13 @@ from connectors.vllm_hma.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
-# Time between the first and the second proof, in which the data in a dead process's sockets arrives.
+# Time between the first and the second proof. Bytes in a dead process's sockets arrive meanwhile.
 CONFIRM_S = 2.0
 _MAX_WITNESSES = 16
 
 
 class WorkerProbe:
-    """Probes the watched workers in a thread that runs only while there are some."""
+    """Probes the watched workers in a thread, which runs only while there are some."""
 
     def __init__(
         self,
@@ -54,7 +57,7 @@ class WorkerProbe:
         self._warn = RateLimitedLog(logger)
 
     def watch(self, suspects: Iterable[Suspect], witnesses: Iterable[EngineAddress]) -> None:
-        """Replace the workers to probe and the engines that may know their state. Cheap if nothing changes."""
+        """Replace the workers to probe and the engines that may know their state."""
         with self._lock:
             self._watched, self._witnesses = frozenset(suspects), frozenset(witnesses)
             if self._watched and self._thread is None and not self._closed.is_set():
@@ -63,7 +66,7 @@ class WorkerProbe:
 
     @property
     def watched(self) -> frozenset[Peer]:
-        """Workers that are probed now."""
+        """Workers that are being probed."""
         with self._lock:
             return frozenset(suspect.peer for suspect in self._watched)
 
@@ -80,19 +83,22 @@ class WorkerProbe:
                 if not watched or self._closed.is_set():
                     self._thread = None
                     return
-            gone = {suspect for suspect in watched if self._look(suspect, suspect in gone, witnesses)}
+            gone = {suspect for suspect in watched if self._probe(suspect, suspect in gone, witnesses)}
             self._closed.wait(CONFIRM_S)
 
-    def _look(self, suspect: Suspect, gone_before: bool, witnesses: frozenset[EngineAddress]) -> bool:
-        """Return whether the worker is gone; report it the second time. A failed probe affects no other worker."""
+    def _probe(self, suspect: Suspect, gone_before: bool, witnesses: frozenset[EngineAddress]) -> bool:
+        """Return whether the worker has ended; report it at the second proof.
+
+        A failed probe does not affect other workers.
+        """
         try:
             gone = self._is_gone(suspect, witnesses)
             if gone and gone_before:
-                self._on_lost(suspect.peer, "the prefill worker's process is gone")
+                self._on_lost(suspect.peer, "the prefill worker's process has ended")
             return gone
         except Exception as error:
             shown = f"{suspect.peer.incarnation[:80]!r}, rank {suspect.peer.rank}"
-            self._warn("broken", f"the prefill worker {shown} cannot be probed: {error!r}")
+            self._warn("broken", f"cannot probe prefill worker {shown}: {error!r}")
             return gone_before
 
     def _is_gone(self, suspect: Suspect, witnesses: frozenset[EngineAddress]) -> bool:

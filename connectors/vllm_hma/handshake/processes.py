@@ -1,7 +1,8 @@
 """Liveness of a process of this host, by its identity: a dead process writes no more.
 
-Process ids mean something in one pid namespace of one running kernel only, and are reused. An identity therefore names
-the boot, the namespaces and the start time; any other host's process is UNKNOWN, never GONE.
+Process ids are valid in one pid namespace of one running kernel only, and are reused. An identity
+therefore contains the boot id, the namespaces and the start time. A process of another host is
+UNKNOWN, never GONE.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from connectors.protocol.agent_metadata import NO_PROCESS, ProcessIdentity
 
 _PROC = Path("/proc")
 _STATE, _STARTED_AT = 0, 19
-"""Fields of ``/proc/PID/stat``, counted from the one behind the command's name (proc_pid_stat(5))."""
+"""Field numbers in ``/proc/PID/stat``, counted after the command name (proc_pid_stat(5))."""
 
 
 class Liveness(Enum):
@@ -35,11 +36,11 @@ def own_process() -> ProcessIdentity:
 
 
 def liveness(process: ProcessIdentity) -> Liveness:
-    """Return whether ``process`` is alive. A stopped process is; a zombie is not."""
+    """Return whether ``process`` is alive. A stopped process is alive, a zombie is not."""
     try:
         if not process.host or process.host != _host():
             return Liveness.UNKNOWN
-        # Not by /proc: with hidepid, it does not show other users' processes.
+        # kill instead of /proc: with hidepid, /proc does not show other users' processes.
         os.kill(process.pid, 0)
         stat = _stat(process.pid)
         threads = len(os.listdir(_PROC / str(process.pid) / "task"))
@@ -68,12 +69,12 @@ def _liveness(process: ProcessIdentity, stat: list[str], threads: int) -> Livene
 
 @cache
 def _host() -> str:
-    """This boot of this kernel, and the namespaces in which process ids and start times are counted."""
+    """Return this kernel's boot id and the namespaces in which pids and start times are counted."""
     boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
     namespaces = [os.stat(_PROC / "self/ns" / name).st_ino for name in ("pid", "time")]
     return "/".join([boot, *map(str, namespaces)])
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields behind the command's name, which may hold spaces and parentheses."""
+    """Return the fields after the command name, which may contain spaces and parentheses."""
     return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()

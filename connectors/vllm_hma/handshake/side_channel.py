@@ -1,18 +1,21 @@
-r"""The side channel: serves an engine's agent metadata to peers over TCP, so that workers can find each other.
+r"""The side channel: a TCP server through which peers fetch an engine's agent metadata.
 
-Each connection carries one request and one response, once for a pair of engines; KV goes over the transport. Where a
-secret is set, the connection is TLS that only its holders can complete (``tls.py``): agent metadata lets its reader
-write to this engine's memory.
+Each connection carries one request and one response, once per pair of engines. KV uses the
+transport. With a secret, the connection is TLS, and only peers with the secret can complete the
+handshake (``tls.py``): agent metadata lets its reader write to this engine's memory.
 
-Each connection is limited to TALK_S and to a few kilobytes; of more than MAX_CONNECTIONS the oldest is closed. Engines
-serve it in its own process (``metadata_process.py``), so that a flood does not block the scheduler's interpreter;
-elsewhere, it accepts one connection per PACE_S. A rejected client retries until its deadline.
+Each connection is limited to TALK_S and to a few kilobytes. Above MAX_CONNECTIONS, the server
+closes the oldest. Engines run it in its own process (``metadata_process.py``), so a flood does not
+block the scheduler's interpreter; elsewhere, it accepts one connection per PACE_S. A rejected
+client retries until its deadline.
 
-    question   b"tandem/5 metadata\n"
-    answer     b"TDA" | version | n | n lengths | n agent metadata        numbers are uint32 but the version, a byte
-    question   b"tandem/5 process HOST PID STARTED_AT\n"         from a worker's metadata
-    answer     b"TDP" | version | length | "alive", "gone" or "unknown"
-    to either  b"TDE" | version | length | text                   reason for an error
+    request    b"tandem/5 metadata\n"
+    response   b"TDA" | version | n | n lengths | n agent metadata
+    request    b"tandem/5 process HOST PID STARTED_AT\n", values from a worker's agent metadata
+    response   b"TDP" | version | length | "alive", "gone" or "unknown"
+    error      b"TDE" | version | length | text
+
+The version is one byte; other numbers are uint32, little endian.
 """
 
 from __future__ import annotations
@@ -48,12 +51,12 @@ MAX_CONNECTIONS = 512
 _NO_DESCRIPTOR_S = 0.05
 PACE_S = 0.002
 
-_ASK = b"tandem/%d metadata\n" % PROTOCOL_VERSION
+_METADATA_REQUEST = b"tandem/%d metadata\n" % PROTOCOL_VERSION
 _PREFIX = struct.Struct("<3sBI")
 _PROCESS = re.compile(rb"tandem/%d process ([0-9a-f/-]{1,200}) ([0-9]{1,18}) ([0-9]{1,18})\n" % PROTOCOL_VERSION)
 _METADATA, _LIVENESS, _ERROR = b"TDA", b"TDP", b"TDE"
 _TLS_RECORD = b"\x16"
-_MAX_QUESTION_BYTES = 1024
+_MAX_REQUEST_BYTES = 1024
 _MAX_RANKS = 4096
 _MAX_ANSWER_BYTES = 64 * 2**20
 _FIRST_ATTEMPT_S = 2.0
@@ -61,9 +64,11 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 
 
 class MetadataServer:
-    """Serves one engine's agent metadata until ``close``. ``port`` is the listening port.
+    """Serves one engine's agent metadata until ``close``.
 
-    ``identity`` is derived from the secret (``Keys.identity``); empty serves every client.
+    ``port``      listening port
+    ``identity``  key of the TLS certificate (``Keys.identity``); empty: plain TCP for every client
+    ``pace_s``    pause between accepted connections, in seconds
     """
 
     def __init__(
@@ -78,7 +83,7 @@ class MetadataServer:
             self._listener = _listen(host, port)
         except OSError as error:
             raise ConfigurationError(
-                f"side_channel_host {host!r}, side_channel_port {port}: cannot listen there: {error}"
+                f"side_channel_host {host!r}, side_channel_port {port}: cannot listen: {error}"
             ) from error
         self._listener.setblocking(False)
         self.port = int(self._listener.getsockname()[1])
@@ -95,7 +100,7 @@ class MetadataServer:
 
     @property
     def alive(self) -> bool:
-        """Return whether the serving thread is running."""
+        """Whether the serving thread is running."""
         return self._thread.is_alive()
 
     def close(self) -> None:
@@ -125,8 +130,8 @@ class MetadataServer:
             try:
                 connection, address = await loop.sock_accept(self._listener)
             except Exception as error:
-                # For example, no file descriptor is left. That may pass, and this thread must continue.
-                self._warn("accept", f"side channel: a connection cannot be accepted: {error}")
+                # For example, no file descriptor is left. The server must outlive such an error.
+                self._warn("accept", f"side channel: cannot accept a connection: {error}")
                 await asyncio.sleep(_NO_DESCRIPTOR_S)
             else:
                 if len(self._open) >= MAX_CONNECTIONS:
@@ -145,13 +150,13 @@ class MetadataServer:
             async with asyncio.timeout(TALK_S):
                 await self._answer_one(connection, streams, who)
         except TimeoutError:
-            self._warn("slow", f"side channel: {who} did not ask within {TALK_S:g} s")
+            self._warn("slow", f"side channel: {who} sent no complete request within {TALK_S:g} s")
         except ssl.SSLError as error:
             self._warn("secret", f"side channel: {_meaning(error, who)}")
         except (OSError, EOFError) as error:
             self._warn("broken", f"side channel: the connection of {who} broke: {error}")
         except Exception as error:
-            self._warn("question", f"side channel: {who} cannot be answered: {error!r}")
+            self._warn("request", f"side channel: cannot answer {who}: {error!r}")
         finally:
             streams.abort()
 
@@ -163,31 +168,32 @@ class MetadataServer:
             return
         if (first == _TLS_RECORD) != (self._tls is not None):
             ours, theirs = ("has a secret", "none") if self._tls is not None else ("has no secret", "one")
-            problem = PeerSecretError(f"side channel: peer {who}", f"this engine {ours}, it {theirs}")
+            problem = PeerSecretError(f"side channel: peer {who}", f"this engine {ours}, the peer {theirs}")
             self._warn("secret", str(problem))
-            # Unread bytes would turn the end of the connection into a reset, and the answer might be lost.
-            await loop.sock_recv(connection, _MAX_QUESTION_BYTES)
+            # Read first: closing a connection with unread bytes resets it, and the response may be
+            # lost.
+            await loop.sock_recv(connection, _MAX_REQUEST_BYTES)
             await loop.sock_sendall(connection, _error(f"this engine {ours}, the peer {theirs}"))
             return
         reader, writer = await streams.open(self._tls)
-        question = await reader.readuntil(b"\n")
-        process = _PROCESS.fullmatch(question)
-        if question == _ASK:
+        request = await reader.readuntil(b"\n")
+        process = _PROCESS.fullmatch(request)
+        if request == _METADATA_REQUEST:
             writer.write(self._answer)
         elif process is not None:
             host, pid, started_at = process.groups()
             found = liveness(ProcessIdentity(host.decode(), int(pid), int(started_at)))
             writer.write(_text_frame(_LIVENESS, found.value))
         else:
-            self._warn("question", f"side channel: {who} asked {question[:80]!r}")
-            writer.write(_error(f"ask {_ASK.decode().strip()!r}"))
+            self._warn("request", f"side channel: {who} sent an unknown request {request[:80]!r}")
+            writer.write(_error(f"unknown request; send {_METADATA_REQUEST.decode().strip()!r}"))
         await writer.drain()
         writer.close()
         await writer.wait_closed()
 
 
 class _Streams:
-    """Connection and, once ``open``, its streams. ``abort`` ends it in any state."""
+    """A connection and its streams. ``abort`` closes it in any state."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -196,7 +202,7 @@ class _Streams:
 
     async def open(self, tls: ssl.SSLContext | None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         loop = asyncio.get_running_loop()
-        reader = asyncio.StreamReader(_MAX_QUESTION_BYTES, loop)
+        reader = asyncio.StreamReader(_MAX_REQUEST_BYTES, loop)
         protocol = asyncio.StreamReaderProtocol(reader)
         self._owned = True  # by asyncio, which closes it if the handshake fails
         transport, _ = await loop.connect_accepted_socket(lambda: protocol, self._connection, ssl=tls)
@@ -211,7 +217,7 @@ class _Streams:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Listen on this interface only."""
+    """Return a listening socket on this interface only."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS, dualstack_ipv6=host == "::")
 
@@ -237,88 +243,89 @@ def _text_frame(kind: bytes, text: str) -> bytes:
 
 
 def _meaning(error: ssl.SSLError, who: str) -> str:
-    """Return the meaning of a failed TLS handshake: another secret, or a broken connection."""
+    """Return the cause of a failed TLS handshake: another secret, or a broken connection."""
     if isinstance(error, ssl.SSLCertVerificationError) or "ALERT" in (error.reason or ""):
-        return str(PeerSecretError(f"peer {who}", "it has another secret than this engine"))
-    return f"peer {who}: its TLS is broken: {error}"
+        return str(PeerSecretError(f"peer {who}", "its secret differs from this engine's"))
+    return f"peer {who}: TLS failed: {error}"
 
 
-# ---- the asking side -----------------------------------------------------------------------------------------------
+# Client side.
 
 
 def fetch_metadata(host: str, port: int, incarnation: str, timeout_s: float, identity: bytes = b"") -> EngineMetadata:
-    """Ask an engine for its agent metadata. Blocks, at most ``timeout_s``.
+    """Fetch an engine's agent metadata. Blocks for at most ``timeout_s``.
 
-    Raises PeerSecretError where the two engines' secrets differ, HandshakeError where nobody answers in time,
-    StaleReferenceError where another start of the engine does, and WireError where the answer is no agent metadata.
+    Raises PeerSecretError if the secrets differ, HandshakeError without a response in time,
+    StaleReferenceError if another incarnation responds, and WireError for a malformed response.
     """
-    rank_metadata = [decode_agent_metadata(part) for part in _ask(_ASK, host, port, timeout_s, identity)]
+    rank_metadata = [decode_agent_metadata(part) for part in _ask(_METADATA_REQUEST, host, port, timeout_s, identity)]
     agent_metadata = engine_metadata({worker.rank: worker for worker in rank_metadata})
     if agent_metadata.incarnation != incarnation:
         raise StaleReferenceError(
-            f"at {host}:{port} now runs engine {agent_metadata.incarnation}, not {incarnation}: the request refers to "
-            "an engine that has been restarted since"
+            f"{host}:{port} is now engine {agent_metadata.incarnation}, not {incarnation}: the prefill engine of this "
+            "request has restarted"
         )
     return agent_metadata
 
 
 def ask_liveness(host: str, port: int, process: ProcessIdentity, timeout_s: float, identity: bytes = b"") -> Liveness:
-    """Ask an engine whether a process of its host lives. Blocks, at most ``timeout_s``. Raises TandemError."""
-    question = b"tandem/%d process %s %d %d\n" % (
+    """Ask an engine whether a process of its host is alive. Blocks for at most ``timeout_s``.
+
+    Raises TandemError without a valid response.
+    """
+    request = b"tandem/%d process %s %d %d\n" % (
         PROTOCOL_VERSION,
         process.host.encode(),
         process.pid,
         process.started_at,
     )
-    if not _PROCESS.fullmatch(question):
+    if not _PROCESS.fullmatch(request):
         return Liveness.UNKNOWN
-    (answer,) = _ask(question, host, port, timeout_s, identity)
+    (answer,) = _ask(request, host, port, timeout_s, identity)
     try:
         return Liveness(answer.decode(errors="replace"))
     except ValueError:
-        raise WireError(f"the engine at {host}:{port} answered {answer[:80]!r} when asked for a process") from None
+        raise WireError(f"the engine at {host}:{port} sent {answer[:80]!r} as the state of a process") from None
 
 
-def _ask(question: bytes, host: str, port: int, timeout_s: float, identity: bytes) -> list[bytes]:
-    """Ask until there is an answer: an overloaded engine or its kernel rejects connections."""
+def _ask(request: bytes, host: str, port: int, timeout_s: float, identity: bytes) -> list[bytes]:
+    """Send a request; retry until the deadline: an overloaded engine rejects connections."""
     where = f"the prefill engine at {host}:{port}"
     tls = tls_context(identity, server=False) if identity else None
     give_up_at = time.monotonic() + timeout_s
     attempt_s, pause_s = _FIRST_ATTEMPT_S, _FIRST_PAUSE_S
     while True:
         try:
-            return _Question(where, question, min(give_up_at, time.monotonic() + attempt_s), tls).ask(host, port)
+            return _Attempt(where, request, min(give_up_at, time.monotonic() + attempt_s), tls).ask(host, port)
         except ssl.SSLCertVerificationError as error:
-            raise PeerSecretError(where, "it has another secret than this engine") from error
+            raise PeerSecretError(where, "its secret differs from this engine's") from error
         except (OSError, EOFError) as error:
             if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
                 raise _tls_failure(error, where) from error
             if isinstance(error, OSError) and error.errno == errno.ECONNREFUSED:
-                raise HandshakeError(
-                    f"{where} cannot be asked for its agent metadata: nothing listens there"
-                ) from error
+                raise HandshakeError(f"{where} refuses connections: no side channel listens there") from error
             if time.monotonic() + pause_s >= give_up_at:
                 raise HandshakeError(f"{where} did not answer within {timeout_s:g} s: {error}") from error
         except ValueError as error:  # Python's error for an invalid host name
-            raise HandshakeError(f"{where} cannot be asked for its agent metadata: no such address: {error}") from error
+            raise HandshakeError(f"{where} has no valid address: {error}") from error
         time.sleep(pause_s)
         attempt_s, pause_s = 2 * attempt_s, min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 def _tls_failure(error: ssl.SSLError, where: str) -> HandshakeError:
     if "ALERT" in (error.reason or ""):
-        return PeerSecretError(where, "it refuses this engine's secret")
+        return PeerSecretError(where, "it rejects this engine's secret")
     if error.reason == "WRONG_VERSION_NUMBER":
-        return PeerSecretError(where, "this engine has a secret, it has none")
+        return PeerSecretError(where, "this engine has a secret, the prefill engine has none")
     return HandshakeError(f"{where}: TLS failed: {error}")
 
 
-class _Question:
-    """One attempt. OSError and EOFError mean that it may be retried."""
+class _Attempt:
+    """One attempt of a request. OSError and EOFError mean that a retry may succeed."""
 
-    def __init__(self, where: str, question: bytes, give_up_at: float, tls: ssl.SSLContext | None) -> None:
+    def __init__(self, where: str, request: bytes, give_up_at: float, tls: ssl.SSLContext | None) -> None:
         self._where = where
-        self._question = question
+        self._request = request
         self._give_up_at = give_up_at
         self._tls = tls
 
@@ -327,34 +334,34 @@ class _Question:
             raw.settimeout(self._left_s())
             with self._tls.wrap_socket(raw) if self._tls is not None else contextlib.nullcontext(raw) as connection:
                 connection.settimeout(self._left_s())
-                connection.sendall(self._question)
+                connection.sendall(self._request)
                 return self._answer(connection)
 
     def _answer(self, connection: socket.socket) -> list[bytes]:
         head = self._receive(connection, _PREFIX.size)
         kind, version, number = _PREFIX.unpack(head)
-        if kind not in (_METADATA if self._question == _ASK else _LIVENESS, _ERROR):
-            raise WireError(f"{self._where} answered {head!r}: that is not Tandem's side channel")
+        if kind not in (_METADATA if self._request == _METADATA_REQUEST else _LIVENESS, _ERROR):
+            raise WireError(f"{self._where} answered {head!r}: this is not Tandem's side channel")
         if kind == _ERROR:
-            text = self._receive(connection, min(number, _MAX_QUESTION_BYTES)).decode(errors="replace")
+            text = self._receive(connection, min(number, _MAX_REQUEST_BYTES)).decode(errors="replace")
             if "secret" in text:
-                raise PeerSecretError(self._where, f"it says: {text}")
+                raise PeerSecretError(self._where, f"its error is: {text}")
             raise WireError(f"{self._where} answered with an error: {text}")
         if version != PROTOCOL_VERSION:
-            raise WireError(f"{self._where} speaks protocol version {version}, this engine {PROTOCOL_VERSION}")
+            raise WireError(f"{self._where} has protocol version {version}, this engine {PROTOCOL_VERSION}")
         if kind == _LIVENESS:
-            return [self._receive(connection, min(number, _MAX_QUESTION_BYTES))]
+            return [self._receive(connection, min(number, _MAX_REQUEST_BYTES))]
         if number > _MAX_RANKS:
-            raise WireError(f"{self._where} announces {number} agent metadata; at most {_MAX_RANKS} are read")
+            raise WireError(f"{self._where} has agent metadata of {number} ranks; the limit is {_MAX_RANKS}")
         lengths = struct.unpack(f"<{number}I", self._receive(connection, 4 * number))
         if max(lengths, default=0) > MAX_METADATA_BYTES or sum(lengths) > _MAX_ANSWER_BYTES:
             raise WireError(
-                f"{self._where} announces agent metadata of {sum(lengths)} bytes; at most {_MAX_ANSWER_BYTES} are read"
+                f"{self._where} has agent metadata of {sum(lengths)} bytes; the limit is {_MAX_ANSWER_BYTES}"
             )
         return [self._receive(connection, length) for length in lengths]
 
     def _receive(self, connection: socket.socket, size: int) -> bytes:
-        """Receive exactly ``size`` bytes. Allocates memory only for bytes received."""
+        """Receive exactly ``size`` bytes. Allocates memory only for received bytes."""
         received = bytearray()
         while len(received) < size:
             connection.settimeout(self._left_s())

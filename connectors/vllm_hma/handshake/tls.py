@@ -1,7 +1,7 @@
-"""TLS between engines that share a secret: both present the same certificate, derived from it, and trust no other.
+"""TLS between engines with a shared secret: both present one certificate, and trust no other.
 
-Every byte of the certificate is derived from the secret, so a peer that completes the handshake has the secret. Names,
-authorities and dates of X.509 are not used.
+Every byte of the certificate is derived from the secret, so a peer that completes the handshake has
+the secret. X.509 names, authorities and dates are not used.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 _NAME = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "tandem engine")])
-# X.509 requires dates; the engines' clocks must not matter.
+# X.509 requires dates. These accept any clock of an engine.
 _FROM, _UNTIL = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31)
 
 
 def tls_context(identity: bytes, server: bool) -> ssl.SSLContext:
-    """Return the context of one end of a side channel. Both ends need the same ``identity`` (32 bytes, ``Keys``)."""
+    """Return the TLS context of one end.
+
+    Both ends need the same 32-byte ``identity`` (``Keys``).
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
-    # A resumed session would not prove that the peer has the secret.
+    # No session tickets: a resumed session would not prove that the peer has the secret.
     context.options |= ssl.OP_NO_TICKET
     if server:
         context.num_tickets = 0
@@ -38,7 +41,7 @@ def tls_context(identity: bytes, server: bool) -> ssl.SSLContext:
 
 
 def _certificate(private: Ed25519PrivateKey) -> bytes:
-    """Return the certificate, equal bytes for equal keys: Ed25519 signatures are deterministic."""
+    """Return the certificate; equal keys give equal bytes, because Ed25519 is deterministic."""
     builder = x509.CertificateBuilder().subject_name(_NAME).issuer_name(_NAME).serial_number(1)
     builder = builder.public_key(private.public_key()).not_valid_before(_FROM).not_valid_after(_UNTIL)
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -46,7 +49,7 @@ def _certificate(private: Ed25519PrivateKey) -> bytes:
 
 
 def _load(context: ssl.SSLContext, chain: bytes) -> None:
-    """Load a certificate and key. ``ssl`` reads them from files only; this file is in memory."""
+    """Load a certificate and key from an in-memory file: ``ssl`` reads them from files only."""
     file = os.memfd_create("tandem-identity", os.MFD_CLOEXEC)
     try:
         os.write(file, chain)

@@ -1,1 +1,1 @@
-"""The store in vLLM: a KV connector that stores KV after each step and loads stored prefixes."""
+"""The KV store in vLLM: stores KV after each step and loads stored prefixes."""

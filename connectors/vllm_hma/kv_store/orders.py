@@ -1,4 +1,4 @@
-"""Messages between the store's scheduler and worker sides, one per step and direction."""
+"""Messages between the store's scheduler side and worker side, one per step and direction."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ Tables = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Copy objects, which are verified, into a request's blocks before the step's forward."""
+    """Copy verified objects into a request's blocks, before the forward pass.
+
+    ``load_id``                   number of this load
+    ``tables``                    block table of each group
+    ``start_token``, ``end_token``  tokens to load
+    ``offsets``                   slot in staging of each object
+    """
 
     load_id: int
     request_id: str
@@ -31,7 +37,11 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Copy objects out of a request's blocks after the step's forward, into staging."""
+    """Copy objects from a request's blocks into staging, after the forward pass.
+
+    ``tables``   block table of each group
+    ``offsets``  slot in staging of each object
+    """
 
     request_id: str
     tables: Tables
@@ -49,9 +59,13 @@ class StoreOrders(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class StoreReport(KVConnectorWorkerMetadata):
-    """Number of ranks that have finished each load, and filled or not filled each slot of staging.
+    """Report of one or several ranks on their copies.
 
-    ``broken`` are requests whose load failed on a rank: KV that they have computed since then is invalid.
+    ``loaded``  ranks that have finished a load, by load id
+    ``filled``  ranks that have filled a slot of staging, by offset
+    ``failed``  ranks that have failed to fill a slot, by offset
+    ``broken``  ids of requests whose load failed on a rank: KV that they have computed since is
+                invalid
     """
 
     loaded: dict[int, int] = field(default_factory=dict)
@@ -73,7 +87,7 @@ class StoreReport(KVConnectorWorkerMetadata):
 
 
 @dataclass(frozen=True, slots=True)
-class StoreCard(KVConnectorHandshakeMetadata):
+class RankCache(KVConnectorHandshakeMetadata):
     """One rank's cache layout and model, sent to the scheduler's process when the engine starts."""
 
     layout: EngineLayout

@@ -1,10 +1,11 @@
-"""Scheduler side of the store: decides which objects to load and store, and names them.
+"""Scheduler side of the KV store: decides which objects to load and to store, and names them.
 
-    load    the first question for matched tokens begins a fetch; vLLM asks again each step until it is over; its
-            objects are verified by then, so the workers' copy cannot fail
-    store   each step's completed objects get a slot of staging; when all ranks have filled it, it is written
+    load   the first call of ``matched_tokens`` starts a fetch; vLLM repeats the call each step
+           until the fetch has ended. Its objects are verified before workers copy them
+    store  each step's completed objects get slots of staging; once all ranks have filled a slot,
+           its object is written to the tiers
 
-Keys are made of the tokens whose KV was computed: the prompt as vLLM holds it, then the answer.
+Keys are computed from the tokens whose KV was computed: the prompt, then the answer.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from connectors.store.settings import StoreSettings
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.objects import ObjectName
 from connectors.store.tiers.staging import Staging
-from connectors.vllm_hma.kv_store.orders import Load, Store, StoreCard, StoreOrders, StoreReport
+from connectors.vllm_hma.kv_store.orders import Load, RankCache, Store, StoreOrders, StoreReport
 from connectors.vllm_hma.metrics import TandemStats
 from connectors.vllm_hma.model.identity import Adapters
 
@@ -40,18 +41,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Keys known to be stored; each takes little more than its 32 bytes.
+# Number of keys known to be stored; each takes little more than its 32 bytes.
 _KNOWN_KEYS = 100_000
-# Not measured. Eviction needs the same value for all objects, not the right one.
+# Not measured: eviction needs equal values for all objects, not exact ones.
 _COST_NS_PER_TOKEN = 100_000
 
 
 @dataclass(slots=True)
 class _Known:
-    """One request.
+    """State of one request.
 
-    ``received`` is the range of tokens that a transfer brings and that are not stored yet; ``filling`` are slots that
-    ranks have been told to fill; of a ``void`` request nothing is stored.
+    ``chain``     digests of its prefixes
+    ``fetched``   result of its fetch, until the load is ordered
+    ``received``  range of tokens from a transfer that are not stored yet
+    ``filling``   objects whose slots ranks are filling, by offset
+    ``ended``     whether vLLM has finished the request
+    ``void``      whether its KV must not be stored
     """
 
     request: Request
@@ -65,12 +70,15 @@ class _Known:
 
 
 class StoreScheduler:
-    """The store's scheduler side of one engine. Ready after ``publish``."""
+    """Scheduler side of one engine's store. Ready after ``publish``.
+
+    ``answers``  whether to store KV of answers; False with speculative decoding
+    """
 
     def __init__(self, settings: StoreSettings, max_model_len: int, answers: bool = True) -> None:
         self._settings = settings
         self._max_model_len = max_model_len
-        # Speculative decoding rejects tokens after their KV was computed.
+        # Speculative decoding rejects tokens after it has computed their KV.
         self._answers = answers
         self._adapters = Adapters()
         self._store: KVStore | None = None
@@ -79,7 +87,7 @@ class StoreScheduler:
         self._filling: dict[int, tuple[_Known, int, bool]] = {}
         self._loads: list[Load] = []
         self._load_ids = itertools.count()
-        # Slots of loads that workers have not reported, and how many ranks have.
+        # Slots of unfinished loads, and the number of ranks that have reported, by load id.
         self._loading: dict[int, tuple[list[int], int]] = {}
         self._stored: dict[bytes, None] = {}
         self._reported: dict[str, dict[str, float]] = {}
@@ -95,50 +103,55 @@ class StoreScheduler:
         """Number of requests, loads and slots in progress."""
         return len(self._requests) + len(self._loading) + len(self._filling)
 
-    def publish(self, cards: Sequence[StoreCard]) -> None:
-        """Open the store with the layouts of all ranks. Raises ConfigurationError, PlanError and CoverError."""
+    def publish(self, rank_caches: Sequence[RankCache]) -> None:
+        """Open the store with the layouts of all ranks.
+
+        Raises ConfigurationError, PlanError and CoverError.
+        """
         settings = self._settings
-        plan = plan_store(cards[0].layout.groups, settings.chunk_tokens, self._max_model_len)
+        plan = plan_store(rank_caches[0].layout.groups, settings.chunk_tokens, self._max_model_len)
         for warning in plan.warnings:
             logger.warning("Tandem: %s", warning)
-        layout = prove_store(plan, [card.layout for card in cards])
-        space = namespace(cards[0].model, plan, layout)
+        layout = prove_store(plan, [rank_cache.layout for rank_cache in rank_caches])
+        space = namespace(rank_caches[0].model, plan, layout)
         indices = [spans.index for spans in stored_groups(plan)]
         sizes = dict(zip(indices, object_bytes(layout), strict=True))
         tiers = [
             FolderTier(folder, budget, durable=label == "disk", label=label) for label, folder, budget in settings.tiers
         ]
         limits = StoreLimits(settings.lookup_s, settings.load_s, settings.store_s)
-        self._ranks = len(cards)
+        self._ranks = len(rank_caches)
         self._store = KVStore(plan, space, sizes, tiers, Staging(settings.staging_mib << 20), limits)
         logger.info(
-            "Tandem: the store %s keeps chunks of %d tokens in %s",
+            "Tandem: KV store %s with chunks of %d tokens in %s",
             space.hex(),
             plan.chunk_tokens,
             ", ".join(str(folder) for _, folder, _ in settings.tiers),
         )
 
-    # ---- requests --------------------------------------------------------------------------------------------------
+    # Requests.
 
     def new_request(self, request: Request) -> None:
+        """Start to name a request's objects, if its tokens have a digest and cannot change."""
         if request.prompt_embeds is not None or request.prompt_token_ids is None:
-            # Two requests with embeddings cannot be compared, so their objects have no name.
+            # Embeddings have no digest, so their objects have no name.
             return
         if request.resumable:
-            # Sessions of streamed input replace tokens that were computed (Scheduler._update_request_as_session).
+            # Sessions of streamed input replace computed tokens (vllm/v1/core/sched/scheduler.py,
+            # ``_update_request_as_session``).
             return
         adapter = "" if request.lora_request is None else self._adapters.identity(request.lora_request)
         features = [Feature(each.identifier, each.mm_position.offset) for each in request.mm_features]
-        chain = PrefixChain(self.store.space, self.store.plan.steps, adapter, request.cache_salt, features)
+        chain = PrefixChain(self.store.space, self.store.plan.spans, adapter, request.cache_salt, features)
         self._requests[request.request_id] = _Known(request, chain)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> int | None:
-        """Verified tokens in staging beyond ``local_tokens``; None while the fetch runs."""
+        """Return the verified tokens beyond ``local_tokens``; None while the fetch runs."""
         known = self._requests.get(request.request_id)
         if known is None or request.skip_reading_prefix_cache:
             return 0
         if known.fetched is not None and local_tokens < known.fetched.start_token:
-            # The engine's own cache has lost blocks that the fetch counted on.
+            # The engine's own cache has evicted blocks that the fetch relied on.
             self._end_fetch(known)
         if known.fetched is None:
             if not self.store.has_fetch(request.request_id) and not self._begin_fetch(known, local_tokens):
@@ -154,7 +167,7 @@ class StoreScheduler:
         return max(0, known.fetched.end_token - local_tokens)
 
     def after_alloc(self, request: Request, tables: tuple[list[int], ...], external_tokens: int) -> None:
-        """Order the load into the request's blocks; it runs in the coming step."""
+        """Order the load into the request's blocks, for the coming step."""
         known = self._requests.get(request.request_id)
         if known is None:
             return
@@ -163,7 +176,7 @@ class StoreScheduler:
             self.store.end_fetch(request.request_id)
             return
         known.tier = fetched.tier
-        # Its slots belong to the load from here on: preempted, the request begins another fetch.
+        # The load owns the slots now: after a preemption, the request starts another fetch.
         load_id = next(self._load_ids)
         self._loading[load_id] = (self.store.hand_over(request.request_id), 0)
         self._loads.append(
@@ -178,7 +191,7 @@ class StoreScheduler:
         )
 
     def receiving(self, request: Request, start_token: int, end_token: int) -> None:
-        """A transfer brings the KV of ``[start_token, end_token)``. It is stored once the request runs on it."""
+        """Store the received KV of ``[start_token, end_token)`` once the request runs."""
         known = self._requests.get(request.request_id)
         if known is not None:
             self._end_fetch(known)
@@ -190,7 +203,7 @@ class StoreScheduler:
         return CacheHitSource.HOST if known is not None and known.tier == "memory" else CacheHitSource.DISK
 
     def finished(self, request: Request) -> None:
-        """Forget an ended request. A load that was ordered runs before another request gets its blocks."""
+        """Handle the end of a request. An ordered load runs before vLLM reuses the blocks."""
         known = self._requests.get(request.request_id)
         if known is None:
             return
@@ -198,10 +211,10 @@ class StoreScheduler:
         self.store.end_fetch(request.request_id)
         self._forget(known)
 
-    # ---- each step -------------------------------------------------------------------------------------------------
+    # Steps.
 
     def orders(self, output: SchedulerOutput) -> StoreOrders:
-        """Copies that the workers perform in this step."""
+        """Return the copies of this step."""
         orders = StoreOrders(str(self.store.staging.path), self._loads)
         self._loads = []
         for request_id, computed in _scheduled(output):
@@ -212,8 +225,8 @@ class StoreScheduler:
         return orders
 
     def take(self, report: StoreReport) -> None:
-        """Process the copies that ranks report."""
-        # First: of what this step has computed, and the next one that may be under way, nothing is stored.
+        """Apply a report of ranks about their copies."""
+        # First: KV of this step, and of a next one in progress, must not be stored.
         for request_id in report.broken:
             if request_id in self._requests:
                 self._requests[request_id].void = True
@@ -235,10 +248,10 @@ class StoreScheduler:
             self._filled(known, offset, failed)
 
     def reset(self) -> None:
-        """The engine's caches are void, perhaps because its weights were changed in memory.
+        """Discard all knowledge: the engine's weights may have been changed in memory.
 
-        The fingerprint is that of the weight files, so from here on this engine stores and finds under a name of its
-        own, until it is restarted. What running requests have computed is not stored.
+        The namespace is derived from the weight files. Until it restarts, this engine therefore
+        uses a random namespace. KV that running requests have computed is not stored.
         """
         for known in self._requests.values():
             self.store.end_fetch(known.request.request_id)
@@ -248,7 +261,7 @@ class StoreScheduler:
         self.store.space = os.urandom(NAMESPACE_BYTES)
 
     def stats(self) -> TandemStats:
-        """Return what was counted since the last call."""
+        """Return the counts since the last call."""
         stats = TandemStats()
         if self._store is None:
             return stats
@@ -269,10 +282,10 @@ class StoreScheduler:
         if self._store is not None:
             self._store.close()
 
-    # ---- parts -----------------------------------------------------------------------------------------------------
+    # Parts.
 
     def _begin_fetch(self, known: _Known, local_tokens: int) -> bool:
-        """Start a fetch beyond ``local_tokens``; False if no object could exist there."""
+        """Start a fetch beyond ``local_tokens``; False if no object can exist there."""
         limit = known.request.num_tokens - 1
         names = self._names(known, possible_objects(self.store.plan, local_tokens, limit))
         if names:
@@ -284,7 +297,7 @@ class StoreScheduler:
         self.store.end_fetch(known.request.request_id)
 
     def _completed(self, known: _Known, before: int, after: int, output: SchedulerOutput) -> Store | None:
-        """Reserve staging for the objects that a step completes."""
+        """Return the order to store the objects that a step completes; None without any."""
         refs = self._received(known, before)
         if not self._answers:
             after = min(after, known.request.num_prompt_tokens)
@@ -310,15 +323,15 @@ class StoreScheduler:
         return Store(known.request.request_id, tuple(tuple(table) for table in tables), offsets)
 
     def _received(self, known: _Known, computed: int) -> list[ObjectRef]:
-        """Received objects to store in this step: at most a chunk of tokens, so that no step waits for a long copy.
+        """Return received objects to store in this step: at most one chunk, to keep the step short.
 
-        Only full attention: the oldest window that was sent is that of the prompt's end, and so is the state.
+        Only full attention: of windows and states, a transfer sends those at the prompt's end.
         """
         if known.received is None:
             return []
         start, end = known.received
         if computed < end or start >= end:
-            # Computed here because the transfer failed, or all stored.
+            # The transfer failed and this engine computed the tokens, or all are stored.
             known.received = None
             return []
         stop = min(end, start + self.store.plan.chunk_tokens)
@@ -327,7 +340,7 @@ class StoreScheduler:
         return [ref for ref in completed_objects(self.store.plan, start, stop) if ref.group in full]
 
     def _filled(self, known: _Known, offset: int, failed: bool) -> None:
-        """Write or drop the object in a slot for which all ranks have reported."""
+        """Write or drop the object in a slot after the reports of all ranks."""
         ref = known.filling.pop(offset)
         name = self._names(known, [ref]).get(ref)
         if failed or name is None or known.void:
@@ -339,12 +352,15 @@ class StoreScheduler:
         self._forget(known)
 
     def _names(self, known: _Known, refs: Iterable[ObjectRef]) -> dict[ObjectRef, ObjectName]:
-        """Names of objects whose tokens are known. The last tokens of an answer may not be sampled yet."""
+        """Return the names of objects whose tokens are known.
+
+        An answer's last tokens may be unsampled.
+        """
         request, chain = known.request, known.chain
         try:
             chain.extend(request.all_token_ids[chain.tokens :])
         except PlanError:
-            # A placeholder of a token that is not sampled yet.
+            # A placeholder for a token that has not been sampled yet.
             return {}
         return {
             ref: ObjectName(self.store.space, chain.key(ref), ref.group)
@@ -364,7 +380,7 @@ class StoreScheduler:
 
 
 def _scheduled(output: SchedulerOutput) -> list[tuple[str, int]]:
-    """(request id, tokens computed before this step) of all requests that this step computes."""
+    """Return (request id, tokens computed before this step) of all requests in this step."""
     cached = output.scheduled_cached_reqs
     return [
         *((new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs),

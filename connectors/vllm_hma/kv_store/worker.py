@@ -1,7 +1,8 @@
-"""Worker side of the store: copies objects between staging and this rank's blocks, in the step that orders it.
+"""Worker side of the KV store: copies objects between staging and this rank's blocks.
 
-Loads are copied before the step's forward reads the blocks. Stores are copied after the forward and before the next
-one, which may overwrite a state or reuse the block of a window that has passed.
+Loads are copied before the step's forward pass reads the blocks. Stores are copied after the
+forward pass and before the next one, which may overwrite a state or reuse a block that has left the
+window.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from connectors.store.planning.moves import load_moves, store_moves
 from connectors.store.planning.spans import StorePlan, plan_store
 from connectors.store.settings import StoreSettings
 from connectors.store.tiers.staging import AttachedStaging
-from connectors.vllm_hma.kv_store.orders import StoreCard, StoreOrders, StoreReport
+from connectors.vllm_hma.kv_store.orders import RankCache, StoreOrders, StoreReport
 
 logger = logging.getLogger(__name__)
 
 
 class StoreWorker:
-    """The store's worker side of one rank. Ready after ``register``."""
+    """Worker side of one rank's store. Ready after ``register``."""
 
     def __init__(self, settings: StoreSettings, max_model_len: int) -> None:
         self._settings = settings
@@ -39,24 +40,27 @@ class StoreWorker:
         self._not_loaded: set[int] = set()
 
     def register(self, layout: EngineLayout) -> None:
-        """Plan the copies of this rank's cache. Raises ConfigurationError, PlanError and CoverError."""
+        """Plan the copies of this rank's cache.
+
+        Raises ConfigurationError, PlanError and CoverError.
+        """
         if layout.memory_kind.memory != "DRAM":
             raise ConfigurationError(
-                f"store: the KV cache lies in {layout.memory_kind.memory}; the store copies host memory only so far"
+                f"store: the KV cache is in {layout.memory_kind.memory}, only host memory is supported; remove store"
             )
         self._layout = layout
         self._plan = plan_store(layout.groups, self._settings.chunk_tokens, self._max_model_len)
         self._plans = plan_rank(self._plan, layout)
 
-    def card(self, model: ModelFingerprint) -> StoreCard:
-        """This rank's layout and model, for the scheduler side."""
-        assert self._layout is not None, "vLLM registers the cache before it asks for metadata"
-        return StoreCard(self._layout, model)
+    def rank_cache(self, model: ModelFingerprint) -> RankCache:
+        """Return this rank's layout and model, for the scheduler side."""
+        assert self._layout is not None, "vLLM registers the cache before it reads the metadata"
+        return RankCache(self._layout, model)
 
     def load(self, orders: StoreOrders) -> set[str]:
-        """Copy objects into blocks before the forward. The scheduler already counts their tokens as computed.
+        """Copy objects into blocks before the forward pass; return requests whose load failed.
 
-        Return the ids of requests whose load failed.
+        The scheduler already counts their tokens as computed.
         """
         broken: set[str] = set()
         assert self._plan is not None
@@ -69,8 +73,12 @@ class StoreWorker:
                 moves = load_moves(self._plan, plan, tables, load.start_token, load.end_token, addresses)
                 copy_runs(build_runs(plan, moves))
             except (PlanError, StoreError) as error:
-                # The request computes its prompt itself: vLLM finds it by its blocks.
-                logger.error("Tandem: request %s is not loaded: %s", load.request_id, error)
+                # vLLM finds the request by these blocks and computes its prompt.
+                logger.error(
+                    "Tandem: the store load of request %s failed, so this engine computes its prompt: %s",
+                    load.request_id,
+                    error,
+                )
                 self._not_loaded.update(block for table in load.tables for block in table if block != NULL_BLOCK)
                 broken.add(load.request_id)
             self._report.loaded[load.load_id] = 1
@@ -78,7 +86,10 @@ class StoreWorker:
         return broken
 
     def store(self, orders: StoreOrders) -> None:
-        """Copy completed objects into staging after the forward. A failed copy drops its objects."""
+        """Copy completed objects into staging after the forward pass.
+
+        A failed copy drops its objects.
+        """
         assert self._plan is not None
         assert self._plans is not None
         for store in orders.stores:
@@ -88,18 +99,18 @@ class StoreWorker:
                 moves = store_moves(self._plan, self._plans.store, store.tables, addresses)
                 copy_runs(build_runs(self._plans.store, moves))
             except (PlanError, StoreError) as error:
-                logger.warning("Tandem: request %s is not stored: %s", store.request_id, error)
+                logger.warning("Tandem: cannot store KV of request %s: %s", store.request_id, error)
                 self._report.failed |= dict.fromkeys(store.offsets.values(), 1)
             else:
                 self._report.filled |= dict.fromkeys(store.offsets.values(), 1)
 
     def not_loaded(self) -> set[int]:
-        """Ids of blocks whose load failed since the last call."""
+        """Return the ids of blocks whose load has failed since the last call."""
         found, self._not_loaded = self._not_loaded, set()
         return found
 
     def report(self) -> StoreReport | None:
-        """Copies since the last call; None if there were none."""
+        """Return the copies since the last call, or None."""
         report, self._report = self._report, StoreReport()
         return report or None
 

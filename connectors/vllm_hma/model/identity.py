@@ -1,4 +1,4 @@
-"""Identity of model, dtypes and adapters, which must be equal on two engines before they share KV."""
+"""Identity of model, dtypes and adapters, which must be equal on engines that exchange KV."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ logger = logging.getLogger(__name__)
 
 
 def model_identity(config: VllmConfig) -> ModelIdentity:
-    """Return the model's identity. Reads all weights of a local model once per host (``weights.py``)."""
+    """Return the model's identity.
+
+    Reads all weights of a local model once per host (``weights.py``).
+    """
     model = config.model_config
     digest = hashlib.blake2b(digest_size=16)
     digest.update(f"{_weights(model)}:".encode())
-    # As loaded, so that hf_overrides and the like count.
+    # The configuration as loaded, which includes hf_overrides.
     effective = {key: value for key, value in model.hf_config.to_dict().items() if key != "_name_or_path"}
     effective["tandem"] = [str(model.quantization), config.load_config.load_format == "dummy"]
     digest.update(json.dumps(effective, sort_keys=True, default=str).encode())
@@ -41,9 +44,9 @@ def model_identity(config: VllmConfig) -> ModelIdentity:
 
 
 def resolved_cache_dtype(name: str, model: ModelConfig) -> str:
-    """Return the dtype that ``kv_cache_dtype`` selects on this engine: ``auto`` and ``bfloat16`` may be equal.
+    """Return the dtype that ``kv_cache_dtype`` selects: ``auto`` and ``bfloat16`` may be the same.
 
-    torch's dtype is not enough: vLLM stores every kind of FP8 as uint8.
+    torch's dtype does not suffice: vLLM stores every kind of FP8 as uint8.
     """
     if name == "auto":
         return str(model.dtype).removeprefix("torch.")
@@ -53,14 +56,14 @@ def resolved_cache_dtype(name: str, model: ModelConfig) -> str:
 
 
 def _weights(model: ModelConfig) -> str:
-    """Return a digest of a local model's weights, or the commit of a model of the Hugging Face Hub."""
+    """Return the digest of a local model's weights, or the commit of a Hugging Face Hub model."""
     path = Path(model.model)
     if path.exists():
         return digest_weights(path)
     commit = _commit(model.model, model.revision)
     if commit is None:
         logger.warning(
-            "Tandem: revision %s of %s cannot be resolved to a commit; give both engines a commit as `revision`",
+            "Tandem: revision %s of %s cannot be resolved to a commit; set `revision` to a commit on both engines",
             model.revision,
             model.model,
         )
@@ -68,24 +71,25 @@ def _weights(model: ModelConfig) -> str:
 
 
 def _commit(repository: str, revision: str | None, file: str = "config.json") -> str | None:
-    """Return the commit of a revision, as resolved by vLLM or by the hub's local cache."""
-    # huggingface_hub's ResolvedRevision is a str that equals the revision that was asked for, "main" say.
+    """Return the commit of a revision, from vLLM or the hub's local cache; else None."""
+    # huggingface_hub's ResolvedRevision is a str equal to the requested revision, for example
+    # "main".
     resolved = getattr(revision, "resolved", None) or revision
     if resolved and len(resolved) == 40 and all(character in "0123456789abcdef" for character in resolved):
         return str(resolved)
     try:
         cached = huggingface_hub.try_to_load_from_cache(repository, file, revision=revision)
-    except ValueError:  # not a name that the hub could have
+    except ValueError:  # not a valid name of a hub repository
         return None
     # .../snapshots/<commit>/config.json
     return Path(cached).parent.name if isinstance(cached, str) else None
 
 
 class Adapters:
-    """Identities of LoRA adapters by content. For one engine; not thread-safe.
+    """Identities of an engine's LoRA adapters, by content. Not thread-safe.
 
-    An engine loads an adapter once per id. If its files have changed since, the loaded state is unknown: the adapter
-    gets a unique identity, and each engine computes its KV itself.
+    An engine loads an adapter once per id. If the files have changed since, the loaded content is
+    unknown. The adapter then gets a unique identity, and each engine computes its KV itself.
     """
 
     def __init__(self) -> None:
@@ -105,7 +109,7 @@ class Adapters:
 
 
 def _adapter(path: str) -> str | None:
-    """Return a digest of a local adapter, or the commit of a hub adapter; None before it has been downloaded."""
+    """Return the digest of a local adapter or the commit of a hub adapter; None before download."""
     folder = Path(path)
     if folder.exists():
         settings = folder / "adapter_config.json"

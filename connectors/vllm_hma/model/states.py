@@ -1,6 +1,7 @@
-"""Layout of a state layer's page, and vLLM's split of it over tensor-parallel ranks. Part of ``translate.py``.
+"""Layout of a state layer's page, and vLLM's split of it over tensor-parallel ranks.
 
-vLLM keeps one int8 page per state, in which the tensors of ``MambaSpec.shapes`` follow each other without gaps:
+Part of ``translate.py``. vLLM stores one int8 page per state, with the tensors of
+``MambaSpec.shapes`` one after another without gaps:
 
     Mamba-1            conv [channels]            recurrent (channels, state)
     Mamba-2            conv [x | B | C]           recurrent (heads, head size, state)
@@ -8,9 +9,10 @@ vLLM keeps one int8 page per state, in which the tensors of ``MambaSpec.shapes``
     short convolution  conv [channels]
     linear attention                              recurrent (heads, size, size)
 
-Each stretch in brackets is dealt to the ranks by itself, in equal parts; B and C of a Mamba-2 model with a single
-group are whole on every rank. A convolution keeps its last tokens as (channels, tokens), called DS, or as (tokens,
-channels), SD. Any other state moves as one opaque page, between engines of one tensor-parallel size.
+Each section in brackets is split evenly over the ranks. B and C of a Mamba-2 model with a single
+group are replicated on every rank. A convolution state holds its last tokens as (channels, tokens),
+called DS, or as (tokens, channels), SD. Any other state moves as one opaque page, between engines
+of equal TP size.
 """
 
 from __future__ import annotations
@@ -36,8 +38,13 @@ _GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
 
 
 @dataclass(frozen=True, slots=True)
-class _Stretch:
-    """``units`` equal units on this rank, of ``total`` in the model, ``width`` elements a token or row each."""
+class _Section:
+    """Part of a state that is split over TP ranks by itself.
+
+    ``units``  equal units on this rank
+    ``total``  units in the model
+    ``width``  size of a unit, in elements per token or row, or in bytes for ``_Page.part``
+    """
 
     name: str
     units: int
@@ -48,23 +55,26 @@ class _Stretch:
 def state_parts(
     config: VllmConfig, layer: str, spec: MambaSpec, view: torch.Tensor, num_blocks: int
 ) -> list[LayerPages]:
-    """The parts of a state layer. ``view`` has shape (blocks, 1, 1, bytes). Raises UnsupportedCacheError."""
+    """Return the parts of a state layer. ``view`` has shape (blocks, 1, 1, bytes).
+
+    Raises UnsupportedCacheError if the view does not match the spec.
+    """
     blocks, heads, states, content = view.shape
     held = sum(prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
     if (blocks, heads, states, view.element_size()) != (num_blocks, 1, 1, 1) or content < held:
         raise UnsupportedCacheError(
             layer,
-            f"its states of {held} bytes are viewed as {tuple(view.shape)} of {view.dtype}",
+            f"its states have {held} bytes, but vLLM's view is {tuple(view.shape)} of {view.dtype}",
             "serve this model without Tandem's connector",
         )
     page = _Page(layer, view.data_ptr(), view.stride(0), _packing(spec, view.device.type))
     tp_size = config.parallel_config.tensor_parallel_size
     if spec.tp_replicated:
         return [page.whole("replicated", 0, held, 1)]
-    stretches = _stretches(config, spec, tp_size)
-    if stretches is None:
+    sections = _sections(config, spec, tp_size)
+    if sections is None:
         return [page.whole(f"of {tp_size} ranks", 0, held, tp_size)]
-    return list(_parts(page, spec, stretches))
+    return list(_parts(page, spec, sections))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,59 +87,63 @@ class _Page:
     packing: str
 
     def whole(self, name: str, offset: int, size_bytes: int, total: int) -> LayerPages:
-        """A stretch of bytes that is one unit of ``total``."""
-        return self.part(_Stretch(name, 1, total, size_bytes), offset, size_bytes, 1, size_bytes)
+        """Return a byte range of the page as one unit of ``total``."""
+        return self.part(_Section(name, 1, total, size_bytes), offset, size_bytes, 1, size_bytes)
 
-    def part(self, stretch: _Stretch, offset: int, unit_stride: int, rows: int, row_stride: int) -> LayerPages:
-        """``stretch`` of ``rows`` rows, its width in bytes."""
+    def part(self, section: _Section, offset: int, unit_stride: int, rows: int, row_stride: int) -> LayerPages:
+        """Return one part: ``section`` in ``rows`` rows, with its width in bytes."""
         return LayerPages(
             layer=self.layer,
             address=self.address + offset,
             block_stride_bytes=self.block_stride_bytes,
-            total_heads=stretch.total,
-            heads=stretch.units,
+            total_heads=section.total,
+            heads=section.units,
             head_stride_bytes=unit_stride,
             rows=rows,
             row_stride_bytes=row_stride,
-            row_bytes=stretch.width,
-            packing=f"{self.packing}/{stretch.name}",
+            row_bytes=section.width,
+            packing=f"{self.packing}/{section.name}",
         )
 
 
 def _packing(spec: MambaSpec, device: str) -> str:
-    # Kernels of different devices order a head's state differently (gated delta net on the CPU: key, then value).
+    # The device is part of the packing: kernels order a head's state differently (gated delta net
+    # on the CPU: key, then value).
     dtypes = "+".join(str(dtype).removeprefix("torch.") for dtype in spec.dtypes)
     return f"state/{device}/{spec.mamba_type.name}/{get_conv_state_layout()}/{dtypes}"
 
 
-def _stretches(config: VllmConfig, spec: MambaSpec, tp_size: int) -> tuple[list[_Stretch], list[_Stretch]] | None:
-    """(stretches of the convolution's channels, of the recurrent state), widths in elements; None where not known."""
+def _sections(config: VllmConfig, spec: MambaSpec, tp_size: int) -> tuple[list[_Section], list[_Section]] | None:
+    """Return the sections of the convolution and of the recurrent state, widths in elements.
+
+    None for an unknown kind of state.
+    """
     kind, last = spec.mamba_type, spec.shapes[-1]
     if kind is MambaAttentionBackendEnum.LINEAR and len(spec.shapes) == 1:
-        return [], [_Stretch("heads", last[0], last[0] * tp_size, prod(last[1:]))]
+        return [], [_Section("heads", last[0], last[0] * tp_size, prod(last[1:]))]
     channels = _channels(spec.shapes[0])
     if kind is MambaAttentionBackendEnum.SHORT_CONV and len(spec.shapes) == 1:
-        return [_Stretch("channels", channels, channels * tp_size, 1)], []
+        return [_Section("channels", channels, channels * tp_size, 1)], []
     if len(spec.shapes) != 2:
         return None
-    recurrent = [_Stretch("heads", last[0], last[0] * tp_size, prod(last[1:]))]
+    recurrent = [_Section("heads", last[0], last[0] * tp_size, prod(last[1:]))]
     if kind is MambaAttentionBackendEnum.MAMBA1:
-        return [_Stretch("channels", channels, channels * tp_size, 1)], recurrent
+        return [_Section("channels", channels, channels * tp_size, 1)], recurrent
     if kind is MambaAttentionBackendEnum.MAMBA2:
         heads, head_size, state_size = last
         groups = (channels - heads * head_size) // (2 * state_size)
         total = _total_groups(config, groups, tp_size)
         if total is None or channels != heads * head_size + 2 * groups * state_size:
             return None
-        sides = [_Stretch(name, groups, total, state_size) for name in ("B", "C")]
-        return [_Stretch("x", heads, heads * tp_size, head_size), *sides], recurrent
+        sides = [_Section(name, groups, total, state_size) for name in ("B", "C")]
+        return [_Section("x", heads, heads * tp_size, head_size), *sides], recurrent
     if kind is MambaAttentionBackendEnum.GDN_ATTN:
         values, value_size, key_size = last
         keys = (channels - values * value_size) // (2 * key_size)
         if channels != values * value_size + 2 * keys * key_size:
             return None
-        sides = [_Stretch(name, keys, keys * tp_size, key_size) for name in ("q", "k")]
-        return [*sides, _Stretch("v", values, values * tp_size, value_size)], recurrent
+        sides = [_Section(name, keys, keys * tp_size, key_size) for name in ("q", "k")]
+        return [*sides, _Section("v", values, values * tp_size, value_size)], recurrent
     return None
 
 
@@ -138,7 +152,10 @@ def _channels(shape: tuple[int, ...]) -> int:
 
 
 def _total_groups(config: VllmConfig, groups: int, tp_size: int) -> int | None:
-    """Return the groups of the whole model. Every rank holds a single group whole, which its shape does not show."""
+    """Return the number of groups in the model; None if unknown.
+
+    Every rank holds a replica of a single group, so the shape does not show the total.
+    """
     if groups > 1 or tp_size == 1:
         return groups * tp_size
     hf_config = config.model_config.hf_text_config
@@ -146,27 +163,28 @@ def _total_groups(config: VllmConfig, groups: int, tp_size: int) -> int | None:
     return total if total in (1, tp_size) else None
 
 
-def _parts(page: _Page, spec: MambaSpec, stretches: tuple[list[_Stretch], list[_Stretch]]) -> Iterator[LayerPages]:
-    convolution, recurrent = stretches
+def _parts(page: _Page, spec: MambaSpec, sections: tuple[list[_Section], list[_Section]]) -> Iterator[LayerPages]:
+    """Yield the sections as parts, in the order in which they lie in the page."""
+    convolution, recurrent = sections
     offset = 0
     if convolution:
         size, shape = spec.dtypes[0].itemsize, spec.shapes[0]
         channels = _channels(shape)
         tokens = prod(shape) // channels
         start = 0
-        for stretch in convolution:
+        for section in convolution:
             if get_conv_state_layout() == "DS":
-                unit = stretch.width * tokens * size
-                yield page.part(_bytes(stretch, unit), offset + start * tokens * size, unit, 1, unit)
+                unit = section.width * tokens * size
+                yield page.part(_bytes(section, unit), offset + start * tokens * size, unit, 1, unit)
             else:
-                unit = stretch.width * size
-                yield page.part(_bytes(stretch, unit), offset + start * size, unit, tokens, channels * size)
-            start += stretch.units * stretch.width
+                unit = section.width * size
+                yield page.part(_bytes(section, unit), offset + start * size, unit, tokens, channels * size)
+            start += section.units * section.width
         offset += prod(shape) * size
-    for stretch in recurrent:
-        unit = stretch.width * spec.dtypes[-1].itemsize
-        yield page.part(_bytes(stretch, unit), offset, unit, 1, unit)
+    for section in recurrent:
+        unit = section.width * spec.dtypes[-1].itemsize
+        yield page.part(_bytes(section, unit), offset, unit, 1, unit)
 
 
-def _bytes(stretch: _Stretch, width_bytes: int) -> _Stretch:
-    return _Stretch(stretch.name, stretch.units, stretch.total, width_bytes)
+def _bytes(section: _Section, width_bytes: int) -> _Section:
+    return _Section(section.name, section.units, section.total, width_bytes)

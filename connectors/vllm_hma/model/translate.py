@@ -1,11 +1,13 @@
-"""Translation of vLLM's cache specs and tensors into an ``EngineLayout``. No other module reads them.
+"""Translates vLLM's cache specs and tensors to an ``EngineLayout``. No other module reads them.
 
-vLLM 0.32 views every attention layer's cache as (blocks, KV heads, states, content), content being K and V of one
-token of one head, whatever the strides behind it. CPU attention keeps that shape and packs a head's tokens in an order
-of its own: K first, then V, each in tiles of some tokens by instruction set (``cpu_tile_tokens``). State layers (Mamba
-and its kin) keep one page of int8 a state: ``states.py`` says what is in it.
+vLLM 0.32 views every attention layer's cache as (blocks, KV heads, states, content), where content
+is K and V of one token of one head, for any strides. CPU attention keeps that shape but packs a
+head's tokens differently: K first, then V, each in tiles by instruction set
+(``upstream/vllm_cpu_attention.py``). State layers (Mamba and similar) have one int8 page per state
+(``states.py``).
 
-A new model family needs a branch here only. An unknown cache is refused, by layer and spec.
+A new model family needs a branch in this module only. The module refuses an unknown cache by layer
+and spec.
 """
 
 from __future__ import annotations
@@ -71,9 +73,9 @@ def engine_layout(
 
 
 def group_shapes(config: VllmConfig, cache: KVCacheConfig) -> tuple[Group, ...]:
-    """Return the groups without their layers, for the scheduler, which has no tensors.
+    """Return the groups without layers, for the scheduler, which has no tensors.
 
-    Raises UnsupportedCacheError for what the connector cannot carry, before the engine accepts a request.
+    Raises UnsupportedCacheError for unsupported caches before the engine accepts requests.
     """
     parallel = config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -86,7 +88,7 @@ def group_shapes(config: VllmConfig, cache: KVCacheConfig) -> tuple[Group, ...]:
         if len(kinds) != 1:
             raise UnsupportedCacheError(group.layer_names[0], "its group mixes kinds of attention", _SEPARATE)
         if not group.enable_kv_transfer or group.host_resident:
-            raise UnsupportedCacheError(group.layer_names[0], "its group is kept out of KV transfers", _SEPARATE)
+            raise UnsupportedCacheError(group.layer_names[0], "vLLM excludes its group from KV transfers", _SEPARATE)
         ((kind, window, block_tokens),) = kinds
         shapes.append(Group(index, kind, block_tokens, window, ()))
     return tuple(shapes)
@@ -95,7 +97,8 @@ def group_shapes(config: VllmConfig, cache: KVCacheConfig) -> tuple[Group, ...]:
 def only_states_can_lag(cache: KVCacheConfig) -> bool:
     """Return whether only states can be missing from a prefix that full attention has cached.
 
-    Windows can lag too, and so can full attention of another shape, whose blocks are evicted on their own.
+    Windows can be missing too, and so can full attention layers of another spec, because vLLM
+    evicts their blocks separately.
     """
     specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
     others = [spec for spec in specs if type(spec) is not MambaSpec]
@@ -108,7 +111,8 @@ def _layer_spec(spec: KVCacheSpec, layer: str) -> KVCacheSpec:
 
 
 def _kind(layer: str, spec: KVCacheSpec) -> tuple[GroupKind, int | None]:
-    # Exact types: a subclass (sink attention, say) keeps other bytes behind the same fields.
+    # Compare exact types: a subclass (for example sink attention) has other bytes behind the same
+    # fields.
     if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
         return GroupKind.FULL, None
     if isinstance(spec, SlidingWindowSpec) and type(spec) in (SlidingWindowSpec, SlidingWindowMLASpec):
@@ -121,33 +125,33 @@ def _kind(layer: str, spec: KVCacheSpec) -> tuple[GroupKind, int | None]:
         return GroupKind.CHUNKED, spec.attention_chunk_size
     if type(spec) is MambaSpec:
         return GroupKind.STATE, None
-    raise UnsupportedCacheError(layer, f"the connector does not know how {type(spec).__name__} keeps KV", _SEPARATE)
+    raise UnsupportedCacheError(layer, f"the connector does not support {type(spec).__name__}", _SEPARATE)
 
 
 def _attention_parts(
     config: VllmConfig, layer: str, spec: AttentionSpec, view: torch.Tensor, num_blocks: int
 ) -> list[LayerPages]:
-    """An attention layer's pages: one part, or K and V apart where a kernel packs them apart."""
+    """Return an attention layer's parts: one, or K and V if the kernel packs them separately."""
     blocks, heads, rows, _ = view.shape
     kernel_blocks = blocks // num_blocks
     if blocks % num_blocks or spec.block_size % (kernel_blocks * rows):
         raise UnsupportedCacheError(
-            layer, f"{num_blocks} blocks of {spec.block_size} tokens are viewed as {blocks} of {rows}", _SEPARATE
+            layer, f"{num_blocks} blocks of {spec.block_size} tokens, but vLLM's view has {blocks} of {rows}", _SEPARATE
         )
     if heads != spec.num_heads:
-        raise UnsupportedCacheError(layer, f"{spec.num_heads} heads or slots are viewed as {heads}", _SEPARATE)
+        raise UnsupportedCacheError(layer, f"{spec.num_heads} heads or slots, but vLLM's view has {heads}", _SEPARATE)
     size = view.element_size()
     block_stride, head_stride, row_stride, content_stride = (stride * size for stride in view.stride())
     content = view.shape[3] * size
     if content_stride != size:
-        raise UnsupportedCacheError(layer, "the content of its tokens is not contiguous", _SEPARATE)
+        raise UnsupportedCacheError(layer, "the bytes of its tokens are not contiguous", _SEPARATE)
     page = LayerPages(
         layer=layer,
         address=view.data_ptr(),
         block_stride_bytes=block_stride * kernel_blocks,
         total_heads=heads,
         heads=heads,
-        # A single head leaves its stride undefined in torch; any value that does not overlap will do.
+        # torch leaves the stride of a single head undefined; any value without overlap is valid.
         head_stride_bytes=head_stride if heads > 1 else rows * content,
         rows=rows,
         row_stride_bytes=row_stride if rows > 1 else content,
@@ -173,28 +177,29 @@ def _packing(config: VllmConfig, spec: AttentionSpec) -> str:
 
 
 def _slotted_page(page: LayerPages, tp_size: int) -> LayerPages:
-    """A page of head slots, whose content only its kernel knows: it moves whole, between engines of one TP size.
+    """Return a page of head slots. It moves whole, between engines of equal TP size.
 
-    A slot is not a head. With ``num_head_slots`` 2, K of all heads is one slot and V the other (ROCm, B12X). With two
-    slots a head, FlashInfer keeps all of K before all of V, and within each all data before all scales, whereas
-    MiniMax's MSA alternates between K and V.
+    Only the kernel knows the content of a slot, and a slot is not a head. With ``num_head_slots``
+    2, K of all heads is one slot and V the other (ROCm, B12X). With two slots per head, FlashInfer
+    stores all of K before all of V, each with all data before all scales; MiniMax's MSA alternates
+    K and V.
     """
     order = "token, slot" if page.rows > 1 and page.row_stride_bytes > page.row_bytes else "slot, token"
     packing = f"{page.heads} head slots/{order}/one of {tp_size} ranks/{page.packing}"
     whole = replace(page, total_heads=tp_size, heads=1, rows=1, packing=packing)
-    steps = sorted(
+    axes = sorted(
         (stride, count)
         for stride, count in ((page.row_stride_bytes, page.rows), (page.head_stride_bytes, page.heads))
         if count > 1
     )
     length = page.row_bytes
-    while steps and steps[0][0] == length:
-        length *= steps.pop(0)[1]
-    if not steps:
+    while axes and axes[0][0] == length:
+        length *= axes.pop(0)[1]
+    if not axes:
         return replace(whole, head_stride_bytes=length, row_bytes=length, row_stride_bytes=length)
-    if steps != [(page.head_stride_bytes, page.heads)]:
+    if axes != [(page.head_stride_bytes, page.heads)]:
         raise UnsupportedCacheError(page.layer, "the content of its head slots is not contiguous", _SEPARATE)
-    # H outside the blocks (LHBNC): each slot's share of the block is a run of its own.
+    # Heads outside the blocks (LHBNC): the block has one run per slot.
     return replace(
         whole,
         head_stride_bytes=page.head_stride_bytes * page.heads,
@@ -206,13 +211,14 @@ def _slotted_page(page: LayerPages, tp_size: int) -> LayerPages:
 
 
 def _latent_page(page: LayerPages, spec: MLAAttentionSpec | SlidingWindowMLASpec) -> LayerPages:
-    """MLA's page: one latent, a replica on every rank. Cut between states only where each state's bytes lie together.
+    """Return MLA's page: one latent, replicated on every rank.
 
-    Packed FP8 pages keep the data of all states before the scales of all states: DeepSeek's indexer, and DeepSeek-V4's
-    ``fp8_ds_mla``, unlike V3.2's of the same name.
+    It can be cut between tokens only if the bytes of each token are contiguous. Packed FP8 pages
+    store the data of all tokens before their scales: DeepSeek's indexer, and ``fp8_ds_mla`` of
+    DeepSeek-V4, unlike V3.2's of the same name.
     """
     if page.heads != 1:
-        raise UnsupportedCacheError(page.layer, f"its latent is viewed as {page.heads} heads", _SEPARATE)
+        raise UnsupportedCacheError(page.layer, f"its latent has {page.heads} heads in vLLM's view, not 1", _SEPARATE)
     by_state = spec.dtype.is_floating_point or spec.cache_dtype_str in _PLAIN_FP8
     by_state |= spec.cache_dtype_str == "fp8_ds_mla" and spec.model_version is None
     if by_state and getattr(spec, "cache_role", None) is not SparseCacheRole.INDEXER:
@@ -225,29 +231,32 @@ def _latent_page(page: LayerPages, spec: MLAAttentionSpec | SlidingWindowMLASpec
 
 
 def total_heads(config: VllmConfig, layer: str, spec: AttentionSpec) -> int:
-    """KV heads of this layer in the whole model, of which vLLM has put ``spec.num_kv_heads`` on this rank.
+    """Return the KV heads of this layer in the whole model.
 
-    vLLM splits heads evenly, so several on a rank tell the total. A single one is either one of ``tp_size`` or a
-    replica, which the model's configuration tells: taking different heads for replicas would move wrong bytes.
-    Raises UnsupportedCacheError where the configuration does not tell.
+    vLLM splits heads evenly and puts ``spec.num_kv_heads`` on this rank. Several heads per rank
+    determine the total. One head per rank is either one of ``tp_size`` heads or a replica, which
+    only the model's configuration shows: a wrong total would move wrong bytes.
+
+    Raises UnsupportedCacheError if the configuration does not determine it.
     """
     tp_size, heads = config.parallel_config.tensor_parallel_size, spec.num_kv_heads
     if tp_size == 1 or heads > 1:
         return heads * tp_size
     total = _configured_heads(config, layer, spec)
     if total is None or total > tp_size or tp_size % total:
-        told = "does not say how many there are in all" if total is None else f"says {total} in all"
+        told = "does not state their total" if total is None else f"states {total} in total"
         raise UnsupportedCacheError(
-            layer, f"it keeps 1 KV head on each of {tp_size} ranks, and the model's configuration {told}", _SEPARATE
+            layer, f"it has 1 KV head on each of {tp_size} ranks, and the model's configuration {told}", _SEPARATE
         )
     return total
 
 
 def _configured_heads(config: VllmConfig, layer: str, spec: AttentionSpec) -> int | None:
-    """KV heads that the model's configuration gives this layer; None where that is not known."""
+    """Return the KV heads that the model's configuration states for this layer; None if unknown."""
     text = config.model_config.hf_text_config
     if getattr(text, "block_configs", None):
-        # Puzzle models (Nemotron-NAS) state a number for every block, and vLLM's total is the first one's.
+        # Puzzle models (Nemotron-NAS) state a number per block; vLLM's total is that of the first
+        # block.
         return None
     architecture = config.model_config.model_arch_config
     if architecture.per_layer_overrides is not None:
@@ -264,7 +273,7 @@ def _configured_heads(config: VllmConfig, layer: str, spec: AttentionSpec) -> in
 
 
 def _cpu_parts(config: VllmConfig, page: LayerPages, spec: AttentionSpec, size: int) -> list[LayerPages]:
-    """CPU attention's page: for each head all of K, then all of V, each in stripes of ``width`` elements a token."""
+    """Return the parts of a CPU attention page: per head all of K, then all of V, in stripes."""
     tokens = page.rows
     if page.row_stride_bytes != page.row_bytes:
         raise UnsupportedCacheError(page.layer, "its heads are not contiguous, which CPU attention needs", _SEPARATE)
@@ -292,7 +301,7 @@ def _cpu_parts(config: VllmConfig, page: LayerPages, spec: AttentionSpec, size: 
 
 
 def _span(view: torch.Tensor) -> Region:
-    """The memory from a view's first to its last byte."""
+    """Return the memory from a view's first to its last byte."""
     last = sum((length - 1) * stride for length, stride in zip(view.shape, view.stride(), strict=True))
     memory_kind = MemoryKind("DRAM", 0) if view.device.type == "cpu" else MemoryKind("VRAM", view.device.index or 0)
     return Region(view.data_ptr(), (last + 1) * view.element_size(), memory_kind)

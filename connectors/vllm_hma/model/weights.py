@@ -1,8 +1,9 @@
-"""Digests of weight files: all of their bytes, remembered on this host until a file changes.
+"""Digests of all bytes of weight files, cached on this host until a file changes.
 
-A file is known by path, inode, size, and times of modification and of status change; the last one cannot be set back by
-copying tools. xxh3 reads about 5 GB/s from the page cache, in which the files still are when an engine has loaded them.
-Engines of one host share the memory below vLLM's cache folder, and hash each file once.
+The cache key is path, inode, size, modification time and status change time; copying tools cannot
+set the last one back. xxh3 reads about 5 GB/s from the page cache, which still has the files after
+the engine has loaded them. Engines on one host share the cache under vLLM's cache folder and hash
+each file once.
 """
 
 from __future__ import annotations
@@ -24,17 +25,20 @@ from connectors.errors import ConfigurationError
 logger = logging.getLogger(__name__)
 
 _KINDS = (("*.safetensors", "*.safetensors.index.json"), ("*.bin", "*.bin.index.json"), ("*.pt",), ("*.gguf",))
-"""The first of these that a folder has is what vLLM loads."""
+"""vLLM loads the files of the first of these kinds that the folder contains."""
 _CHUNK_BYTES = 1 << 23
 _THREADS = 4
 _ATTEMPTS = 3
 
 
 def digest_weights(path: Path) -> str:
-    """Digest of names and content of a folder's weight files, or of one file. Raises ConfigurationError."""
+    """Return the digest of names and content of a folder's weight files, or of one file.
+
+    Raises ConfigurationError if a file keeps changing while it is read.
+    """
     files = [path] if path.is_file() else _weight_files(path)
     with ThreadPoolExecutor(_THREADS) as pool:
-        digests = list(pool.map(_remembered, files))
+        digests = list(pool.map(_cached_digest, files))
     names = [""] if path.is_file() else [file.name for file in files]
     whole = hashlib.blake2b(digest_size=16)
     for name, digest in zip(names, digests, strict=True):
@@ -50,23 +54,25 @@ def _weight_files(folder: Path) -> list[Path]:
     return []
 
 
-def _remembered(file: Path) -> str:
-    """The digest of a file, from the memory on disk where it has one for this state of the file."""
+def _cached_digest(file: Path) -> str:
+    """Return the digest of a file, cached by the file's state."""
     for _ in range(_ATTEMPTS):
         state = _state(file)
-        with _memory(state) as memory:
-            known = memory.read_text() if memory is not None and memory.exists() else ""
+        with _cache_file(state) as cached:
+            known = cached.read_text() if cached is not None and cached.exists() else ""
             if known:
                 return known
             digest = _digest(file)
             if _state(file) != state:
                 continue
-            if memory is not None:
-                part = memory.with_suffix(f".{os.getpid()}")
+            if cached is not None:
+                part = cached.with_suffix(f".{os.getpid()}")
                 part.write_text(digest)
-                part.replace(memory)
+                part.replace(cached)
             return digest
-    raise ConfigurationError(f"the weights in {file} change while they are read: start the engine again afterwards")
+    raise ConfigurationError(
+        f"the weights in {file} changed while they were read; restart the engine when the copy is complete"
+    )
 
 
 def _state(file: Path) -> str:
@@ -75,8 +81,8 @@ def _state(file: Path) -> str:
 
 
 @contextlib.contextmanager
-def _memory(state: str) -> Iterator[Path | None]:
-    """The file that holds the digest for ``state``, locked against other engines; None where none can be written."""
+def _cache_file(state: str) -> Iterator[Path | None]:
+    """Yield the cache file of ``state``, locked; None if it cannot be written."""
     name = hashlib.blake2b(state.encode(), digest_size=16).hexdigest()
     with contextlib.ExitStack() as stack:
         try:
@@ -85,7 +91,7 @@ def _memory(state: str) -> Iterator[Path | None]:
             lock = stack.enter_context((folder / f"{name}.lock").open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
-            logger.warning("Tandem: digests of weights are not remembered: %s", error)
+            logger.warning("Tandem: digests of weights cannot be cached, so every start reads all weights: %s", error)
             yield None
             return
         yield folder / name

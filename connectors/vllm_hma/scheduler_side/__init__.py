@@ -1,1 +1,1 @@
-"""Connector in vLLM's scheduler: starts transfers and holds quarantined blocks."""
+"""Scheduler side of the connector: starts transfers and holds blocks in quarantine."""

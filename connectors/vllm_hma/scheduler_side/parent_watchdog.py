@@ -1,8 +1,8 @@
 """Ends an engine core when the process that started it ends.
 
-vLLM stops its engine core when the parent process shuts down, but not when the parent is killed: the core would keep
-its memory and answer its peers. vLLM ends the workers of a larger engine with the core
-(vllm/v1/executor/multiproc_executor.py, ``death_writer``).
+vLLM stops its engine core when the parent process shuts down, but not when the parent is killed:
+the core would keep its memory and answer its peers. vLLM ends the workers of a larger engine with
+the core (vllm/v1/executor/multiproc_executor.py, ``death_writer``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 def end_with_parent() -> None:
-    """Kill this process when its parent has ended. Does nothing if ``multiprocessing`` did not start it."""
+    """Kill this process when its parent has ended.
+
+    Does nothing if ``multiprocessing`` did not start it.
+    """
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_wait_for, args=(parent.sentinel,), name="tandem-parent-watchdog", daemon=True).start()
@@ -26,5 +29,5 @@ def end_with_parent() -> None:
 
 def _wait_for(sentinel: int) -> None:
     wait([sentinel])
-    logger.critical("Tandem: the parent process of this engine has ended; the engine core ends, too")
+    logger.critical("Tandem: the parent process of this engine has ended, so the engine core ends")
     os.kill(os.getpid(), signal.SIGKILL)

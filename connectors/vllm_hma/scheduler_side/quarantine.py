@@ -1,16 +1,18 @@
-"""Quarantine of blocks that a prefill rank may still write to after their request has released them.
+"""Holds blocks that a prefill rank may still write to after their request has released them.
 
-vLLM counts references to blocks. A request whose transfer was cancelled, and whose producer does not answer, is
-computed in other blocks; vLLM drops its references to the first ones. The scheduler side takes its own references
-before that, and drops them when no producer rank can write to this engine's ranks any more.
+vLLM counts references to blocks. If a transfer was cancelled and its producer does not answer, vLLM
+computes the request in other blocks and drops its references to the first ones. The scheduler side
+takes its own references before that, and drops them when no producer rank can write to this
+engine's ranks any more.
 
-    a rank's consumer machine    Received(quarantine) ... Freed
-    QuarantineReport             of all ranks, with each step's output, not later than the rank's own Received
-    Quarantine                   the scheduler's references, from the first rank's report to the last one's
+    consumer machine of a rank  Received(quarantine) ... Freed
+    QuarantineReport            of all ranks, with each step's output, not later than Received
+    Quarantine                  the scheduler's references, from the first rank's report to the last
 
-vLLM puts a request whose load has failed at the head of its queue, because it assumes that the request's blocks are
-free again. A request too large for the blocks outside quarantine would block the queue, so its ``finished_recving`` is
-delayed until it fits: vLLM skips requests that wait for KV.
+vLLM puts a request whose load has failed at the head of its queue, because it assumes that the
+request's blocks are free again. A request too large for the blocks outside quarantine would block
+the queue. Its ``finished_recving`` is therefore delayed until it fits: vLLM skips requests that
+wait for KV.
 """
 
 from __future__ import annotations
@@ -28,17 +30,19 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Hold:
+    """References to one transfer's blocks, and the number of ranks that keep them in quarantine."""
+
     blocks: list[KVCacheBlock]
     ranks: int = 0
 
 
 class Quarantine:
-    """Scheduler's references to blocks of one engine."""
+    """The scheduler's references to blocks in quarantine, for one engine."""
 
     def __init__(self) -> None:
         self._manager: KVCacheManager | None = None
         self._holds: dict[Kept, _Hold] = {}
-        # Number of blocks that each delayed request needs.
+        # Blocks that each delayed request needs, by request id.
         self._waiting: dict[str, int] = {}
 
     def bind(self, manager: KVCacheManager) -> None:
@@ -49,7 +53,7 @@ class Quarantine:
         return len(self._holds)
 
     def take(self, report: QuarantineReport) -> None:
-        """Apply a report, before vLLM reads this step's transfer results: the requests still have their blocks."""
+        """Apply a report before vLLM reads the step's results, while requests have their blocks."""
         for kept in report.begun:
             if kept not in self._holds:
                 self._holds[kept] = _Hold(self._take_references(kept.request_id))
@@ -62,20 +66,23 @@ class Quarantine:
                 self._bound.block_pool.free_blocks(hold.blocks)
 
     def go_on(self, ended: Set[str]) -> set[str]:
-        """Return the requests that no longer wait for KV, from this or an earlier call, and for which blocks are free.
+        """Return the requests that no longer wait for KV and fit into the free blocks.
+
+        ``ended``  requests whose wait has ended in this step; earlier ones that did not fit are
+                   included in the result when they do
 
         Delays only requests with blocks in quarantine.
         """
         kept = {kept.request_id: len(hold.blocks) for kept, hold in self._holds.items()}
         self._waiting |= {request_id: kept[request_id] for request_id in ended if request_id in kept}
-        passing = set(ended) - self._waiting.keys()
-        room = self._bound.block_pool.get_num_free_blocks()
+        admitted = set(ended) - self._waiting.keys()
+        free_blocks = self._bound.block_pool.get_num_free_blocks()
         for request_id, needed in list(self._waiting.items()):
-            if request_id not in kept or needed <= room:
-                room -= needed
+            if request_id not in kept or needed <= free_blocks:
+                free_blocks -= needed
                 del self._waiting[request_id]
-                passing.add(request_id)
-        return passing
+                admitted.add(request_id)
+        return admitted
 
     def left(self, request_id: str) -> None:
         """Record that the request has ended: it needs no blocks."""
@@ -88,7 +95,7 @@ class Quarantine:
         return self._manager
 
     def _take_references(self, request_id: str) -> list[KVCacheBlock]:
-        """Take references to a request's blocks, cached prefixes included, in the order in which vLLM frees them."""
+        """Take references to all blocks of a request, in the order in which vLLM frees them."""
         groups = self._bound.get_blocks(request_id).blocks
         blocks = [block for group in groups for block in reversed(group) if not block.is_null]
         for block in blocks:

@@ -1,18 +1,21 @@
-"""Scheduler side of the connector: observes requests, and orders the workers to produce and to receive.
+"""Scheduler side of the connector: orders the workers to send and receive KV of requests.
 
-    producing   on_new_request -> Expect; each step -> Chunk; the end -> Finished; ``finished_sending`` frees the blocks
-    consuming   on_new_request -> Queue, if others wait for the same producer; once it is ``due``, tokens are claimed in
-                ``matched_tokens``, and blocks are known in ``after_alloc`` -> Receive
+    prefill  on_new_request -> Expect; each step -> Chunk; end -> Finished; ``finished_sending``
+             frees the blocks
+    decode   on_new_request -> Queue, if other requests wait for the same producer; after ``due``:
+             ``matched_tokens`` claims tokens, ``after_alloc`` has the blocks -> Receive
 
-Both requests of a transfer arrive at once, and prefill may compute other requests first. The consumer allocates its
-blocks when the prompt is about to start, so that a queued prompt holds none: until then ``matched_tokens`` is None and
-vLLM skips the request. If no other request waits for that producer, the consumer allocates at once: an idle prefill
-engine computes the first chunk before an answer could arrive (docs/decisions/0032).
+Both requests of a transfer arrive at once, and prefill may compute other requests first. The
+consumer allocates its blocks when the prompt is about to start, so a queued prompt holds none:
+until then ``matched_tokens`` returns None and vLLM skips the request. If no other request waits for
+that producer, the consumer allocates at once: an idle prefill engine computes the first chunk
+before an answer could arrive (docs/decisions/0032).
 
-A consumer claims all prompt tokens but the last, which it computes itself to get logits. vLLM also lets a connector
-claim all tokens and recompute the last one (vllm/v1/core/sched/scheduler.py, ``_update_waiting_for_remote_kv``), but
-then sliding-window groups have freed the oldest token in that token's window, and a state has already consumed it. So
-the producer removes the last token from the prompt on arrival: its windows and states end where the consumer resumes.
+A consumer claims all prompt tokens but the last, which it computes itself to get logits. vLLM also
+lets a connector claim all tokens and recompute the last one (vllm/v1/core/sched/scheduler.py,
+``_update_waiting_for_remote_kv``). But then sliding-window groups have freed the oldest token in
+that token's window, and a state has already consumed it. The producer therefore removes the last
+token from the prompt on arrival: its windows and states end where the consumer resumes.
 """
 
 from __future__ import annotations
@@ -57,9 +60,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Production:
-    """A request that is produced here. ``sent[g]`` ids of group g's table are known to the workers.
+    """A prefill request whose KV this engine sends.
 
-    ``starting`` is set when the workers have been told that its prompt is about to start.
+    ``prompt_tokens``  tokens that this engine computes
+    ``sent``           block ids that the workers have, by group
+    ``starting``       whether the workers know that its prompt is about to start
     """
 
     transfer_id: str
@@ -70,7 +75,7 @@ class _Production:
 
 @dataclass(frozen=True, slots=True)
 class ProductionSnapshot:
-    """A request that is produced here: ``sent[g]`` ids of group g's table are known to the workers."""
+    """Copy of a prefill request's state; fields as in ``_Production``."""
 
     prompt_tokens: int
     sent: tuple[int, ...]
@@ -80,10 +85,10 @@ class ProductionSnapshot:
 class SchedulerSnapshot:
     """Copy of the scheduler side's state.
 
-    ``productions``        requests that are produced here
-    ``consumptions``       requests whose transfer has not started
+    ``productions``        prefill requests with a transfer
+    ``consumptions``       decode requests whose transfer has not started
     ``queued``             consumptions whose prompt has not started
-    ``receptions``         requests whose transfer has started and not ended
+    ``receptions``         decode requests whose transfer is in progress
     ``has_orders``         whether orders for the next step are pending
     ``side_channel_port``  port of the side channel; None before ``publish``
     """
@@ -97,7 +102,7 @@ class SchedulerSnapshot:
 
 
 class SchedulerConnector:
-    """One per engine, in the engine core's process."""
+    """Scheduler side of one engine, in the engine core's process."""
 
     def __init__(
         self, config: ConnectorConfig, incarnation: str, tp_size: int, groups: tuple[Group, ...], step_tokens: int
@@ -109,11 +114,11 @@ class SchedulerConnector:
         self._step_tokens = step_tokens
         self._orders = Orders()
         self._productions: dict[str, _Production] = {}
-        # By request whose prompt is not fully computed, in order of arrival.
+        # Remaining prompt tokens of prefill requests, in order of arrival.
         self._tokens_left: dict[str, int] = {}
         self._consumptions: dict[str, ConsumeParams] = {}
         self._queued: set[str] = set()
-        # Requests whose transfer has started, and its producer.
+        # Producer's incarnation of each transfer in progress, by request id.
         self._taken: dict[str, str] = {}
         self._adapters = Adapters()
         self.quarantine = Quarantine()
@@ -121,10 +126,10 @@ class SchedulerConnector:
         self._server: MetadataProcess | None = None
         self._warn = RateLimitedLog(logger)
 
-    # ---- start and end -----------------------------------------------------------------------------------------
+    # Start and end.
 
     def publish(self, rank_metadata: dict[tuple[int, int], EncodedAgentMetadata]) -> None:
-        """Start the side channel. All workers have registered their memory."""
+        """Start the side channel, after all workers have registered their memory."""
         workers = {tp_rank: decode_agent_metadata(meta.agent_metadata) for (_, tp_rank), meta in rank_metadata.items()}
         engine_metadata(workers)
         encoded = [rank_metadata[key].agent_metadata for key in sorted(rank_metadata)]
@@ -133,8 +138,8 @@ class SchedulerConnector:
         )
         if not self._config.keys.identity and not _loopback(self._config.side_channel_host):
             logger.warning(
-                "Tandem: no secret is set (kv_connector_extra_config: secret): every client that can connect to %s can "
-                "write to this engine's memory",
+                "Tandem: no secret is set, so every client that can connect to %s can write to this engine's memory; "
+                "set transfer.secret (kv_connector_extra_config: secret)",
                 self._config.side_channel_host,
             )
         logger.info(
@@ -148,15 +153,19 @@ class SchedulerConnector:
         if self._server is not None:
             self._server.close()
 
-    # ---- requests come and go ----------------------------------------------------------------------------------
+    # Requests.
 
     def new_request(self, request: Request) -> None:
+        """Handle a new request.
+
+        Invalid kv_transfer_params do not fail it: this engine computes it.
+        """
         try:
             params = parse_params(request.kv_transfer_params)
         except WireError as error:
             # The request itself is valid: this engine computes it alone.
-            logger.warning("request %s: %s; it is computed here", request.request_id, error)
-            # vLLM reads them too and expects a dict (vllm/v1/core/sched/scheduler.py).
+            logger.warning("request %s: %s; this engine computes its prompt", request.request_id, error)
+            # vLLM also reads the parameters and expects a dict (vllm/v1/core/sched/scheduler.py).
             request.kv_transfer_params = None
             return
         if isinstance(params, DiscardParams):
@@ -168,19 +177,20 @@ class SchedulerConnector:
             else:
                 self._warn(
                     "supervisor",
-                    f"request {request.request_id[:80]!r} reports the end of engines {params.engines[:80]!r} and is "
-                    "ignored: its kv_transfer_params need the supervisor of kv_connector_extra_config",
+                    f"ignored the report of request {request.request_id[:80]!r} that engines "
+                    f"{params.engines[:80]!r} have ended: its supervisor token is wrong",
                 )
             return
         if params is not None and request.prompt_embeds is not None:
-            # There is no digest of prompt embeddings with which the two requests could be compared.
-            logger.warning("request %s has prompt embeddings; it is computed here", request.request_id)
+            # No digest covers prompt embeddings, so the two requests could not be compared.
+            logger.warning("request %s has prompt embeddings, so this engine computes its prompt", request.request_id)
             return
         if isinstance(params, ProduceParams) and not params.describe:
             if request.max_tokens != 1:
-                # Decoding here would move the windows, and vLLM would free blocks that the consumer needs.
+                # Decoding would move the windows, and vLLM would free blocks that the consumer
+                # needs.
                 logger.warning(
-                    "request %s is not produced: a prefill leg must set max_tokens=1, not %d",
+                    "the KV of request %s is not sent: a prefill leg must set max_tokens=1, not %d",
                     request.request_id,
                     request.max_tokens,
                 )
@@ -203,12 +213,12 @@ class SchedulerConnector:
                 self._orders.queues.append(Queue(request.request_id, params.transfer_id, params.producer))
 
     def _waits_for(self, incarnation: str) -> bool:
-        """Return whether a request waits for KV from this producer, with its blocks or without."""
+        """Return whether a request, with blocks or without, waits for KV from this producer."""
         waiting = any(params.producer.incarnation == incarnation for params in self._consumptions.values())
         return waiting or incarnation in self._taken.values()
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
-        """Return the number of tokens beyond ``computed_tokens`` to receive; None while the request is queued.
+        """Return the number of tokens after ``computed_tokens`` to receive; None while queued.
 
         No side effects: vLLM may call it repeatedly.
         """
@@ -218,10 +228,10 @@ class SchedulerConnector:
         return None if tokens and request.request_id in self._queued else tokens
 
     def due(self, reported: Iterable[Due]) -> None:
-        """Release queued requests whose prompts are about to start, or whose KV will not come."""
+        """Let queued requests allocate blocks, or compute their prompts if the transfer failed."""
         for due in reported:
             params = self._consumptions.get(due.request_id)
-            # Another request may reuse an id.
+            # The id may belong to a later request.
             if params is None or params.transfer_id != due.transfer_id or due.request_id not in self._queued:
                 continue
             self._queued.discard(due.request_id)
@@ -230,7 +240,7 @@ class SchedulerConnector:
                 self._stats.count("requests", "recomputed")
 
     def consumes(self, request_id: str) -> bool:
-        """Return whether a transfer of this request is to start."""
+        """Return whether a transfer of this request will start."""
         return request_id in self._consumptions
 
     def receives(self, request_id: str) -> bool:
@@ -238,7 +248,10 @@ class SchedulerConnector:
         return request_id in self._taken
 
     def after_alloc(self, request: Request, tables: tuple[list[int], ...], external_tokens: int) -> Receive | None:
-        """Start the request's transfer, if any, once: its blocks are allocated. vLLM may call this twice."""
+        """Start the request's transfer, if any: its blocks are allocated.
+
+        vLLM may call this twice.
+        """
         params = self._consumptions.pop(request.request_id, None)
         if params is None:
             return None
@@ -261,7 +274,11 @@ class SchedulerConnector:
         return receive
 
     def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        """Handle the end of a request. True keeps its blocks until ``finished_sending``."""
+        """Handle the end of a request.
+
+        Return whether its blocks stay allocated until ``finished_sending``, and the
+        kv_transfer_params of the response.
+        """
         request_id = request.request_id
         self.quarantine.left(request_id)
         self._tokens_left.pop(request_id, None)
@@ -291,15 +308,18 @@ class SchedulerConnector:
         }
 
     def sending_finished(self, request_ids: set[str]) -> None:
-        """Handle productions that all workers have finished: vLLM frees their blocks now."""
+        """Handle requests whose KV all workers have sent: vLLM frees their blocks now."""
         for request_id in request_ids:
             if self._productions.pop(request_id, None) is not None:
                 self._stats.count("requests", "sent")
 
     def receiving_finished(self, request_ids: set[str], failed: set[str]) -> set[str]:
-        """Handle receptions that all workers have finished, ``failed`` without KV. Return the requests to resume.
+        """Handle requests whose transfers have ended on all workers, and return those to resume.
 
-        A request with blocks in quarantine resumes, in this or a later call, when enough blocks are free.
+        ``failed``  requests without KV
+
+        A request with blocks in quarantine resumes, in this or a later call, when enough blocks are
+        free.
         """
         for request_id in request_ids & self._taken.keys():
             self._stats.count("requests", "recomputed" if request_id in failed else "received")
@@ -307,7 +327,7 @@ class SchedulerConnector:
         return self.quarantine.go_on(request_ids)
 
     def stats(self) -> TandemStats | None:
-        """Return the counts since the last call; None if there are none."""
+        """Return the counts since the last call, or None."""
         if self._stats.is_empty():
             return None
         taken, self._stats = self._stats, TandemStats()
@@ -327,7 +347,7 @@ class SchedulerConnector:
             side_channel_port=None if self._server is None else self._server.port,
         )
 
-    # ---- each step ---------------------------------------------------------------------------------------------
+    # Steps.
 
     def orders(self, output: SchedulerOutput) -> Orders:
         """Return the workers' orders for this step."""
@@ -347,7 +367,7 @@ class SchedulerConnector:
         return orders
 
     def _start_next(self, orders: Orders) -> None:
-        """Prompts that the next step can reach, if vLLM computes them in the order in which they came."""
+        """Announce prompts that the next step can reach, if vLLM computes them in arrival order."""
         ahead = 0
         for request_id, tokens in self._tokens_left.items():
             if ahead >= self._step_tokens:
@@ -374,7 +394,7 @@ class SchedulerConnector:
         return Chunk(request_id, new_ids, computed, computed == production.prompt_tokens)
 
     def _describe(self, request: Request) -> dict[str, Any] | None:
-        """The answer to ``describe``: where to find this engine."""
+        """Return this engine's address for a request with ``describe``; else None."""
         params = request.kv_transfer_params
         if params and params.get("do_remote_decode") and params.get("describe"):
             return self._address()
@@ -401,7 +421,7 @@ def _loopback(host: str) -> bool:
 
 
 def _digest(request: Request, adapters: Adapters) -> str:
-    """Return the digest that must be equal on both requests of a transfer."""
+    """Return the prompt digest, which must be equal on both requests of a transfer."""
     others = [f"{f.identifier}@{f.mm_position.offset}+{f.mm_position.length}" for f in request.mm_features]
     if request.lora_request is not None:
         others.append(f"adapter {adapters.identity(request.lora_request)}")
@@ -411,7 +431,7 @@ def _digest(request: Request, adapters: Adapters) -> str:
 
 
 def _scheduled(output: SchedulerOutput) -> list[tuple[str, int]]:
-    """(request id, tokens computed before this step) of all requests that this step computes."""
+    """Return (request id, tokens computed before this step) of all requests in this step."""
     cached = output.scheduled_cached_reqs
     return [
         *((new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs),

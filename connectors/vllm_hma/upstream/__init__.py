@@ -1,1 +1,1 @@
-"""Everything in the connector that depends on private parts of vLLM, one file per part."""
+"""Workarounds that depend on private parts of vLLM, one file per part."""

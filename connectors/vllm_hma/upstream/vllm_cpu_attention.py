@@ -1,8 +1,8 @@
-"""Packing of a block by vLLM's CPU attention, by instruction set.
+"""Byte order of a block in vLLM's CPU attention, by instruction set.
 
-vLLM selects the instruction set in a private function and exports no description of the packing. Sources:
-https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/attention/backends/cpu_attn.py
-and csrc/cpu/cpu_attn_{vec,vec16,amx}.hpp in the same repository.
+vLLM selects the instruction set in a private function and does not export the byte order. Sources:
+https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/attention/backends/cpu_attn.py and
+csrc/cpu/cpu_attn_{vec,vec16,amx}.hpp in the same repository.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Stripes:
-    """Packing of K or V of one head: (head size / dims) stripes, which can be cut every ``tokens`` tokens.
+    """Packing of K or V of one head: (head size / dims) stripes.
 
-    ``dims`` None is the whole head, one stripe; ``tokens`` None a packing that cannot be cut.
+    ``dims``    elements of the head per stripe; None: the whole head is one stripe
+    ``tokens``  tokens per row; None: the packing cannot be cut
     """
 
     dims: int | None
@@ -32,15 +33,15 @@ CPU_PACKING = {
     "vec16": (Stripes(1, 1), Stripes(None, 1)),
     "amx": (Stripes(None, 16), Stripes(16, 2)),
 }
-"""(K, V) by instruction set; proved on the running machine by tests/vllm_contract/test_cpu_packing.py."""
+"""(K, V) by instruction set. tests/vllm_contract/test_cpu_packing.py proves it on the CPU."""
 
 
 def instruction_set(config: VllmConfig, block_tokens: int, head_size: int) -> str:
-    """Return the instruction set that vLLM selects for a layer with these blocks."""
+    """Return the instruction set that vLLM selects for a layer with this block and head size."""
     isa: str = _get_attn_isa(config.model_config.dtype, block_tokens, head_size, config.cache_config.cache_dtype)
     return isa
 
 
 def stripes_of(isa: str) -> tuple[Stripes, Stripes]:
-    """Return the packing of K and of V for an instruction set; one that cannot be cut for an unknown one."""
+    """Return the packing of K and of V; for an unknown instruction set, one that cannot be cut."""
     return CPU_PACKING.get(isa, (Stripes(None, None), Stripes(None, None)))

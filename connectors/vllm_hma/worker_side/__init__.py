@@ -1,1 +1,1 @@
-"""Connector in vLLM's workers: runs the state machines on one rank's memory."""
+"""Worker side of the connector: runs the state machines on one rank's memory."""

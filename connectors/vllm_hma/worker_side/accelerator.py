@@ -1,4 +1,4 @@
-"""Current accelerator of a thread. A new thread has none; it does not inherit that of its parent."""
+"""Sets the current accelerator of a thread. A new thread does not inherit its parent's."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from vllm.platforms import current_platform
 
 
 def set_thread_device(device: torch.device) -> None:
-    """Make ``device`` current in this thread, with its context; no effect for a CPU.
+    """Make ``device`` and its context current in this thread; no effect for a CPU.
 
-    Every thread that calls NIXL or reads the KV cache calls this first. Without a CUDA context UCX turns NVLink off
-    (vllm#36475), or crashes in progress (nixl#2102). vLLM's ``set_device`` creates the context, which
-    ``torch.cuda.set_device`` alone does not do for device 0.
+    Every thread that calls NIXL or reads the KV cache calls this first. Without a CUDA context UCX
+    disables NVLink (vllm#36475), or crashes in its progress call (nixl#2102). vLLM's ``set_device``
+    creates the context; ``torch.cuda.set_device`` does not do so for device 0.
     """
     if device.type != "cpu":
         current_platform.set_device(device)

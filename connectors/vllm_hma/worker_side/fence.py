@@ -1,7 +1,7 @@
-"""Fence between a step's computation and its readers.
+"""Fence between a step's computation and the readers of its KV.
 
-On an accelerator the forward pass returns before its kernels have run. A chunk may be read only after an event
-recorded behind them has completed. On the CPU the forward has completed when it returns.
+On an accelerator, the forward pass returns before its kernels have run. Its KV may be read only
+after an event recorded after them. On a CPU, the forward pass has completed when it returns.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ import torch
 
 
 class StepFence:
-    """``mark`` after a forward; its results may be read once ``passed``."""
+    """Call ``mark`` after a forward pass; its KV can be read once ``passed`` returns True."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the KV cache."""
+        """Device of the KV cache."""
         return self._device
 
     def mark(self) -> torch.Event | None:
+        """Record and return an event after the kernels queued so far; None on a CPU."""
         if self._device.type == "cpu":
             return None
         event = torch.Event(self._device)
@@ -29,4 +30,5 @@ class StepFence:
 
     @staticmethod
     def passed(event: torch.Event | None) -> bool:
+        """Return whether the device has reached the event."""
         return event is None or event.query()

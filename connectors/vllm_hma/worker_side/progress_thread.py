@@ -9,9 +9,10 @@ _JOIN_S = 5.0
 
 
 class ProgressThread:
-    """Calls ``progress`` in a loop, and waits between calls for the seconds that it returned, or until ``wake``.
+    """Calls ``progress`` in a loop, after the pause in seconds that it returned or after ``wake``.
 
-    ``progress`` must not raise: its thread checks all deadlines and answers peers. The thread calls ``on_start`` first.
+    ``progress`` must not raise: it checks all deadlines and answers peers. The thread first calls
+    ``on_start``.
     """
 
     def __init__(self, progress: Callable[[], float], first_rest_s: float, on_start: Callable[[], None]) -> None:
@@ -23,7 +24,7 @@ class ProgressThread:
         self._thread = threading.Thread(target=self._run, name="tandem-progress", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, once, when ``progress`` can be called."""
+        """Start the thread. Call once, when ``progress`` can be called."""
         self._thread.start()
 
     @property
@@ -35,11 +36,11 @@ class ProgressThread:
         return self._closed.is_set()
 
     def wake(self) -> None:
-        """Make the next call now."""
+        """End the current pause."""
         self._awake.set()
 
     def close(self) -> None:
-        """Stop. Wait at most _JOIN_S for the call in progress."""
+        """Stop the thread. Waits at most _JOIN_S for the current call."""
         self._closed.set()
         self._awake.set()
         self._thread.join(timeout=_JOIN_S)

@@ -1,13 +1,14 @@
-"""Runtime of one registered rank: carries out the state machines' actions on its memory.
+"""Runs the state machines of one rank: carries out their actions on its memory.
 
-vLLM's hooks and the progress thread drive the same machines under one lock. The hooks see each step as soon as it has
-run; the progress thread answers peers, polls writes and checks deadlines while the engine computes or idles.
+vLLM's hooks and the progress thread call the same machines under one lock. The hooks handle each
+step when it has run; the progress thread answers peers, polls writes and checks deadlines while the
+engine computes or idles.
 
-    before_forward   requests that arrive, end without holding their blocks, or are preempted
-    layer_computed   a layer of a prompt's last chunk, if that chunk is sent layer by layer
-    after_forward    the chunks that the step has computed, and the rest of its orders
-    results          what the scheduler may free, and what has arrived
-    report           queued requests that may allocate their blocks; changes of the quarantine
+    before_forward  new requests, preemptions, and ends of requests whose blocks are freed
+    layer_computed  a layer of a prompt's last chunk, if that chunk is sent layer by layer
+    after_forward   the chunks that the step has computed, and the rest of its orders
+    results         requests whose blocks can be freed, and requests whose KV has arrived
+    report          queued requests that can allocate their blocks; changes of quarantine
 """
 
 from __future__ import annotations
@@ -68,16 +69,25 @@ from connectors.vllm_hma.worker_side.writes import Writes
 
 logger = logging.getLogger(__name__)
 
-# Pauses of the progress thread. NIXL moves bytes and messages only when it is called, on both sides.
+# Pauses of the progress thread, in seconds. NIXL moves bytes and messages only when it is called,
+# on both sides.
 _BUSY_S = 0.0005
 _OPEN_S = 0.001
 _IDLE_S = 0.01
 _WARN_EVERY_S = 10.0
 
+_TRANSFER_FAILED = "Tandem: the KV transfer of request %s failed, so this engine computes the prompt: %s"
+
 
 @dataclass(frozen=True, slots=True)
 class Exposure:
-    """A prompt's last chunk that ended at ``since`` while these writes were in progress."""
+    """A prompt's last chunk whose writes were still in progress at the end of its step.
+
+    ``since``      end of the step, in seconds
+    ``by_layers``  whether it was sent layer by layer
+    ``engine_s``   engine time spent on handing over layers, in seconds
+    ``writes``     ids of the writes
+    """
 
     since: float
     by_layers: bool
@@ -90,7 +100,7 @@ class RuntimeSnapshot:
     """Copy of a worker runtime's state.
 
     ``probed``  workers whose liveness is being checked
-    ``alive``   whether the progress thread runs
+    ``alive``   whether the progress thread is running
     """
 
     producer: ProducerSnapshot
@@ -102,9 +112,9 @@ class RuntimeSnapshot:
 
 
 class WorkerRuntime:
-    """Two state machines, a transport, and the code that connects them, for one rank.
+    """State machines, transport and threads of one rank.
 
-    ``views`` are the tensors of the KV cache; host memory needs none.
+    ``views``  tensors of the KV cache; host memory needs none
     """
 
     def __init__(
@@ -123,7 +133,8 @@ class WorkerRuntime:
         self._transport = transport
         self._message_sender = MessageSender(self._me, transport, config.keys.messages)
         self._steps = Steps(agent_metadata.layout.groups, fence)
-        # AUTO is not validated on accelerators, so there it means CHUNK; LAYER must be configured.
+        # AUTO has not been validated on accelerators: there it means CHUNK, and LAYER must be
+        # configured.
         unmeasured = config.streaming is Streaming.AUTO and agent_metadata.layout.memory_kind.memory != "DRAM"
         self._governor = Governor(Streaming.CHUNK if unmeasured else config.streaming)
         self._by_layers = False
@@ -165,18 +176,18 @@ class WorkerRuntime:
             set_device,
         )
         self._probe = WorkerProbe(config.limits.cancel_s, config.keys.identity, self._worker_lost, set_device)
-        # Comparing digests is slow; neither the engine's steps nor its answers to peers should wait for it.
+        # A thread of its own: comparing digests is slow and must delay neither steps nor answers.
         self._verifier = ThreadPoolExecutor(1, "tandem-verify", set_device)
         self._progress_thread = ProgressThread(self._progress, _IDLE_S, set_device)
         self._progress_thread.start()
 
-    # ---- vLLM's hooks ------------------------------------------------------------------------------------------
+    # Hooks of vLLM.
 
     def before_forward(self, orders: Orders) -> None:
         """Apply the orders that must precede this step, which may overwrite reallocated blocks.
 
-        Requests that ended without holding their blocks deliver nothing more. Writes that read blocks of a preempted
-        request get fence_s from their start; the delivery of a write that has not ended by then fails.
+        Requests that ended without holding their blocks send no more KV. A write that reads blocks
+        of a preempted request may continue until fence_s after its start; then its delivery fails.
         """
         with self._lock:
             for expect in orders.expects:
@@ -195,12 +206,13 @@ class WorkerRuntime:
                 if not finished.held:
                     self._steps.drop(finished.request_id)
                     self._finish(finished)
-            # Only rank 0 asks: a prompt starts on every rank of the prefill engine in the same step.
+            # Only rank 0 sends AwaitStart: a prompt starts on all ranks of the prefill engine in
+            # one step.
             for queue in orders.queues if self.agent_metadata.rank == 0 else ():
                 now = time.monotonic()
                 self._perform(self._consumer.queue(queue.request_id, queue.transfer_id, queue.producer, now))
         if orders.expects or orders.queues:
-            # The pause of an idle progress thread is longer than a peer's answer takes.
+            # An idle progress thread pauses longer than a peer needs to answer.
             self._progress_thread.wake()
         if orders.preempted:
             self._fence_preempted(orders.preempted)
@@ -212,13 +224,16 @@ class WorkerRuntime:
                 self._steps.begin(last)
 
     def _fence_preempted(self, request_ids: list[str]) -> None:
-        """Wait for writes that read host memory. The lock is released between polls, and no new write is posted."""
+        """Wait for writes that read the host memory of preempted requests.
+
+        The lock is released between polls; no new write is posted.
+        """
         with self._lock:
             for request_id in request_ids:
                 self._steps.drop(request_id)
                 self._perform(self._producer.preempted(request_id, time.monotonic()))
-        # On an accelerator, vLLM's runner has queued the kernels that overwrite these blocks before this call: the
-        # delivery of a write in flight then fails in any case.
+        # On an accelerator, vLLM's runner has queued the overwriting kernels before this call, so
+        # the delivery of a write in flight fails in any case.
         if self.agent_metadata.layout.memory_kind.memory == "DRAM":
             while self._poll_fresh_writes(request_ids):
                 time.sleep(_BUSY_S)
@@ -227,7 +242,7 @@ class WorkerRuntime:
                 self._perform(self._producer.fenced(request_id, time.monotonic()))
 
     def _poll_fresh_writes(self, request_ids: list[str]) -> bool:
-        """Return whether a write of these requests, posted less than fence_s ago, is in progress."""
+        """Return whether a write of these requests is in progress and younger than fence_s."""
         with self._lock:
             now = time.monotonic()
             self._perform(self._writes.poll(now))
@@ -238,18 +253,22 @@ class WorkerRuntime:
         self._perform(self._producer.finished(finished.request_id, finished.held, finished.reason, time.monotonic()))
 
     def spoil(self, request_ids: Set[str]) -> None:
-        """End the deliveries of prompts whose stored prefix was not loaded: what this step computes on it is wrong.
+        """Abort the deliveries of prompts whose stored prefix was not loaded.
 
-        Called before the forward. vLLM computes these requests again, but a consumer may have been sent some of it.
+        Called before the forward pass. vLLM computes these requests again, but a consumer may
+        already have received KV of this step.
         """
         with self._lock:
             for request_id in request_ids:
                 self._steps.drop(request_id)
-                reason = "its stored prefix was not loaded"
+                reason = "the load of its stored prefix failed"
                 self._perform(self._producer.finished(request_id, False, reason, time.monotonic()))
 
     def layer_computed(self, layer: str) -> None:
-        """Record a computed layer. Called during the forward: takes no lock; the progress thread sends the layer."""
+        """Record a computed layer; the progress thread writes it.
+
+        vLLM calls this during the forward pass, so it takes no lock.
+        """
         if self._by_layers:
             started_at = time.monotonic()
             if self._steps.layer(layer):
@@ -257,7 +276,7 @@ class WorkerRuntime:
             self._engine_s += time.monotonic() - started_at
 
     def after_forward(self, orders: Orders) -> None:
-        """Stream the step's chunks, and apply the rest of its orders."""
+        """Write the step's chunks and apply the rest of its orders."""
         now = time.monotonic()
         with self._lock:
             self._producer.stepped(now)
@@ -273,7 +292,11 @@ class WorkerRuntime:
             for lost in orders.lost:
                 for incarnation in sorted(self._consumer.engines()):
                     if names_engine(lost, incarnation):
-                        self._perform(self._consumer.engine_lost(incarnation, "its host is gone", now))
+                        self._perform(
+                            self._consumer.engine_lost(
+                                incarnation, "a supervisor reports that the prefill engine has ended", now
+                            )
+                        )
                 for incarnation in sorted(self._producer.engines()):
                     if names_engine(lost, incarnation):
                         self._perform(self._producer.engine_lost(incarnation, now))
@@ -283,7 +306,10 @@ class WorkerRuntime:
                     self._finish(finished)
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
-        """Return (sent, received, failed) request ids since the last call; received includes failed."""
+        """Return the (sent, received, failed) request ids since the last call.
+
+        ``received`` includes ``failed``.
+        """
         with self._lock:
             self._try_round(time.monotonic())
             sent, received = self._sent, self._received
@@ -291,7 +317,7 @@ class WorkerRuntime:
         return sent, set(received), {request_id for request_id, failure in received.items() if failure is not None}
 
     def report(self) -> WorkerReport | None:
-        """Return the changes since the last call. Called after ``results``, so it includes their quarantines."""
+        """Return the changes since the last call, or None. Called after ``results``."""
         with self._lock:
             report = WorkerReport(self._quarantine, self._due)
             self._quarantine, self._due = QuarantineReport(), []
@@ -299,12 +325,12 @@ class WorkerRuntime:
         return report or None
 
     def stats(self) -> TandemStats | None:
-        """Return the counts since the last call."""
+        """Return the counts since the last call, or None."""
         with self._lock:
             return self._tally.take(self.counts())
 
     def counts(self) -> dict[str, int]:
-        """Return counts of transfers by stage, writes, and quarantines."""
+        """Return the numbers of transfers by stage, writes and quarantines."""
         with self._lock:
             return self._producer.counts() | self._consumer.counts()
 
@@ -331,7 +357,7 @@ class WorkerRuntime:
             self._transport.close()
             self._trace.close()
 
-    # ---- the progress thread -----------------------------------------------------------------------------------
+    # Progress thread.
 
     def _progress(self) -> float:
         """Run one round. Return the seconds until the next one."""
@@ -341,18 +367,20 @@ class WorkerRuntime:
             return self._pause_s()
 
     def _pause_s(self) -> float:
-        """Return the pause of the progress thread in seconds; the engine's steps advance transfers, too."""
+        """Return the pause of the progress thread in seconds. Engine steps run rounds, too."""
         if self._writes.under_way() or self._steps:
             return _BUSY_S
         busy = self._handshaker.busy or self._producer.busy or self._consumer.busy
         return _OPEN_S if busy else _IDLE_S
 
     def _try_round(self, now: float) -> None:
-        """Handle messages, computed chunks, writes and deadlines. Never raises: an exception would end the engine in a
-        hook of vLLM, or the progress thread. A part that fails does not prevent the others.
+        """Handle messages, computed chunks, writes and deadlines.
+
+        Never raises: an exception would end the engine in a hook of vLLM, or the progress thread. A
+        part that fails does not prevent the others.
         """
         for part in (
-            self._hear,
+            self._read_messages,
             self._take_computed,
             self._poll_writes,
             self._measure,
@@ -368,9 +396,9 @@ class WorkerRuntime:
                     self._warned_at[name] = now
                     logger.exception("Tandem: %s failed in a round of the progress thread; the round continues", name)
 
-    def _hear(self, now: float) -> None:
+    def _read_messages(self, now: float) -> None:
         for sender, frame in self._transport.notifications():
-            # A frame that cannot be handled must not prevent the others.
+            # An error in one frame must not prevent the others.
             try:
                 self.frame_received(sender, frame, now)
             except Exception:
@@ -405,7 +433,7 @@ class WorkerRuntime:
                     self._trace.event("chunk", request=chunk.request_id, tokens=chunk.computed_tokens)
                     new_ids = [()] * len(chunk.new_ids) if chunk.request_id in begun else chunk.new_ids
                     self._perform(self._producer.progress(chunk.request_id, new_ids, chunk.computed_tokens, now))
-                # Only a step that has posted a write measures the mode of sending.
+                # Only a step that posted writes measures a mode's cost.
                 sent = self._writes.posted > self._posted_before and any(chunk.last for chunk in chunks)
                 if sent and self._exposed is None:
                     self._exposed = Exposure(now, bool(begun), self._engine_s, self._writes.under_way())
@@ -418,9 +446,9 @@ class WorkerRuntime:
             self._governor.cost(exposed.by_layers, now - exposed.since, exposed.engine_s)
 
     def frame_received(self, sender: str, frame: bytes, now: float) -> None:
-        """Handle a frame that the transport has delivered from its agent ``sender``.
+        """Handle a frame from the transport's agent ``sender``.
 
-        Frames that are malformed, or not for this worker of this engine start, are dropped and logged.
+        Drop and log malformed frames and frames for another worker or incarnation.
         """
         with self._lock:
             self._dispatch(sender, frame, now)
@@ -432,7 +460,7 @@ class WorkerRuntime:
             self._warn("frame", f"dropped a frame from {sender[:80]!r}: {error}")
             return
         if sender != agent_name(envelope.sender) or envelope.receiver != self._me:
-            self._warn("foreign", f"dropped a frame from {sender[:80]!r}: its sender or its receiver does not match")
+            self._warn("foreign", f"dropped a frame from {sender[:80]!r}: its sender or receiver does not match")
             return
         match envelope.message:
             case Hello() as hello:
@@ -450,20 +478,20 @@ class WorkerRuntime:
                 self._peers.spoke(envelope.sender)
                 self._perform(self._consumer.message(envelope.sender, message, now))
 
-    # ---- actions -----------------------------------------------------------------------------------------------
+    # Actions.
 
     def _perform(self, actions: Iterable[ProducerAction | ConsumerAction]) -> None:
-        """Carry out actions. One that fails does not prevent those after it."""
+        """Carry out actions in order. A failure does not prevent the actions after it."""
         todo = deque(actions)
         while todo:
             action = todo.popleft()
             try:
                 todo.extend(self._carry_out(action))
             except Exception:
-                self._warn("action", f"{type(action).__name__} cannot be carried out:\n{traceback.format_exc()}")
+                self._warn("action", f"the action {type(action).__name__} failed:\n{traceback.format_exc()}")
 
     def _carry_out(self, action: ProducerAction | ConsumerAction) -> Sequence[ProducerAction | ConsumerAction]:
-        """Carry out one action. Return the actions that follow from it."""
+        """Carry out one action and return the actions that follow from it."""
         match action:
             case Send(peer, message):
                 return self._send(peer, message)
@@ -481,10 +509,10 @@ class WorkerRuntime:
                 self._due.append(due)
                 if failure is not None:
                     self._tally.ended(request_id, time.monotonic(), True)
-                    logger.warning("Tandem: the KV of request %s is computed here: %s", request_id, failure)
+                    logger.warning(_TRANSFER_FAILED, request_id, failure)
                 self._trace.event("due", request=request_id, transfer=transfer_id, failure=failure)
             case Verify() as verify:
-                # submit() raises RuntimeError while this worker is being closed.
+                # submit() raises RuntimeError while this worker is closing.
                 with contextlib.suppress(RuntimeError):
                     self._verifier.submit(self._verify, verify)
             case Received(request_id, failure, quarantine):
@@ -493,7 +521,7 @@ class WorkerRuntime:
                     self._quarantine.begun.append(Kept(request_id, quarantine))
                 self._tally.ended(request_id, time.monotonic(), failure is not None)
                 if failure is not None:
-                    logger.warning("Tandem: the KV of request %s is computed here: %s", request_id, failure)
+                    logger.warning(_TRANSFER_FAILED, request_id, failure)
                 self._trace.event("received", request=request_id, failure=failure)
             case Freed(request_id, transfer_id):
                 self._quarantine.ended.append(Kept(request_id, transfer_id))
@@ -503,7 +531,7 @@ class WorkerRuntime:
         try:
             self._message_sender.send(peer, message)
         except TransportError as error:
-            logger.warning("Tandem: %s is not sent: %s", message.kind, error)
+            logger.warning("Tandem: cannot send %s: %s", message.kind, error)
             return self._consumer.undelivered(peer, message, time.monotonic())
         return []
 
@@ -535,7 +563,7 @@ class WorkerRuntime:
         )
         self._perform(self._consumer.start(order, now))
 
-    # ---- called from other threads -----------------------------------------------------------------------------
+    # Callbacks from other threads.
 
     def _connected(self, incarnation: str, found: list[Partner]) -> None:
         with self._lock:
@@ -551,8 +579,8 @@ class WorkerRuntime:
         try:
             problem = verify.problem()
         except Exception as error:
-            logger.exception("Tandem: the KV of transfer %s cannot be verified", verify.transfer_id)
-            problem = f"its digest cannot be compared: {error!r}"
+            logger.exception("Tandem: cannot verify the KV of transfer %s", verify.transfer_id)
+            problem = f"computing the digest failed: {error!r}"
         with self._lock:
             now = time.monotonic()
             self._trace.event("verified", transfer=verify.transfer_id, seconds=now - started_at, problem=problem)

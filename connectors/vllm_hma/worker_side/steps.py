@@ -1,8 +1,9 @@
-"""Queue of the engine steps' results, in order, each readable once the device has computed it.
+"""Queue of the engine steps' results, in order; each can be read once the device has computed it.
 
-The engine's thread appends what a step begins, which layers it has run, and its end. On an accelerator the thread is
-ahead of the device, so every entry carries an event of the ``StepFence`` and is returned once the event has passed. One
-thread appends without a lock, so that a forward never waits for a peer.
+The engine's thread appends the start of a step, its computed layers and its end. On an accelerator
+this thread is ahead of the device, so every entry has an event of the ``StepFence`` and is returned
+after the event has passed. Only one thread appends, without a lock, so that a forward pass never
+waits for a peer.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from connectors.planning.layout import Group
 from connectors.vllm_hma.worker_side.fence import StepFence
 
 if TYPE_CHECKING:
-    # `make gpu-check` uses this module where vLLM is not installed.
+    # `make gpu-check` uses this module without vLLM.
     from connectors.vllm_hma.orders import Chunk
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A step is about to compute these chunks, layer by layer."""
+    """A step starts to compute these chunks, layer by layer."""
 
     chunks: tuple[Chunk, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LayersComputed:
-    """The step has run the first ``stop`` layers of a group for these requests."""
+    """The step has computed the first ``stop`` layers of a group for these requests."""
 
     request_ids: tuple[str, ...]
     group: int
@@ -40,7 +41,7 @@ class LayersComputed:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The step has computed these chunks. ``begun`` are the ids of those that a ``Begun`` has announced."""
+    """The step has computed these chunks. ``begun`` are the request ids of its ``Begun``."""
 
     chunks: tuple[Chunk, ...]
     begun: frozenset[str]
@@ -67,14 +68,18 @@ class Steps:
         return bool(self._entries)
 
     def begin(self, chunks: Sequence[Chunk]) -> None:
-        """Begin a step that computes these chunks and reports its layers."""
+        """Append the start of a step that computes these chunks and reports its layers."""
         self._begun = tuple(chunk.request_id for chunk in chunks)
         self._run, self._stop = {}, {}
         if chunks:
             self._entries.append((None, Begun(tuple(chunks))))
 
     def layer(self, name: str) -> bool:
-        """Record a layer. Return whether that extends the contiguous layers, from the first, of a begun chunk."""
+        """Record a computed layer.
+
+        Return whether it extends a group's computed layers without a gap, starting at the first
+        layer.
+        """
         position = self._positions.get(name)
         if not self._begun or position is None:
             return False
@@ -91,13 +96,13 @@ class Steps:
         return True
 
     def end(self, chunks: Sequence[Chunk]) -> None:
-        """Record the end of a step."""
+        """Append the end of a step."""
         if chunks:
             self._entries.append((self._fence.mark(), Ended(tuple(chunks), frozenset(self._begun))))
         self._begun = ()
 
     def drop(self, request_id: str) -> None:
-        """Remove a request that has lost its blocks from all entries."""
+        """Remove a request from all entries: its blocks have been freed."""
         kept: deque[tuple[torch.Event | None, Entry]] = deque()
         for event, entry in self._entries:
             match entry:
@@ -109,6 +114,6 @@ class Steps:
         self._entries = kept
 
     def passed(self) -> Iterator[Entry]:
-        """Remove and return the entries that the device has completed."""
+        """Remove and yield the entries that the device has completed."""
         while self._entries and self._fence.passed(self._entries[0][0]):
             yield self._entries.popleft()[1]

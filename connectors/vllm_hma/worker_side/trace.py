@@ -1,6 +1,6 @@
-"""One JSON line per transfer event, for benchmarks and debugging; off unless ``trace_path`` is set.
+"""Writes one JSON line per transfer event to ``trace_path``, for benchmarks and debugging.
 
-Times are ``time.monotonic()``, which all processes of one host share.
+Times are ``time.monotonic()`` in seconds, a clock that all processes of a host share.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ logger = logging.getLogger(__name__)
 
 
 class Trace:
-    """Trace file of one rank; every line contains its engine and rank."""
+    """Trace file of one rank. Every line has its engine and rank."""
 
     def __init__(self, path: str, incarnation: str, rank: int) -> None:
         self._who = {"engine": incarnation, "rank": rank}
-        # Lines are short and the file is opened for appending, so lines of several processes do not mix.
+        # Short lines in append mode: lines of several processes do not mix.
         self._stream: IO[str] | None = open(path, "a", buffering=1) if path else None  # noqa: SIM115
 
     def event(self, name: str, **fields: object) -> None:
@@ -30,21 +30,21 @@ class Trace:
         try:
             self._stream.write(json.dumps(record) + "\n")
         except OSError as error:
-            logger.warning("Tandem: stopped writing trace_path: %s", error)
+            logger.warning("Tandem: cannot write to trace_path, the trace ends here: %s", error)
             self.close()
 
     def close(self) -> None:
         stream, self._stream = self._stream, None
         if stream is not None:
-            # Closing flushes the line that could not be written, and fails again.
+            # Closing retries the write of the failed line and fails again.
             with contextlib.suppress(OSError):
                 stream.close()
 
 
 def read_trace(path: Path, from_byte: int = 0) -> list[dict[str, Any]]:
-    """All whole events after the first ``from_byte`` bytes, in the order in which they were written.
+    """Return the events after the first ``from_byte`` bytes of a trace file, in file order.
 
-    A line that is still being written, or that a killed process left unfinished, is left out.
+    Incomplete lines are skipped.
     """
     with path.open("rb") as stream:
         stream.seek(from_byte)

@@ -1,4 +1,4 @@
-"""Worker side of the connector: created before the cache is allocated, ready when the cache is registered."""
+"""Worker side of the connector: created before vLLM allocates the KV cache, started after it."""
 
 from __future__ import annotations
 
@@ -33,14 +33,18 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerConnector:
-    """One per rank. Construction checks the cache; ``register`` makes it ready for transfers."""
+    """Worker side of one rank.
+
+    The constructor checks the cache; ``register`` starts the runtime.
+    """
 
     def __init__(
         self, config: ConnectorConfig, incarnation: str, vllm_config: VllmConfig, cache: KVCacheConfig
     ) -> None:
         group_shapes(vllm_config, cache)
         if vllm_config.parallel_config.use_ubatching:
-            # With ubatching vLLM calls each layer once per part of the batch; one call does not complete the layer.
+            # With ubatching, vLLM calls each layer once per part of the batch, so one call does not
+            # complete it.
             config = replace(config, streaming=Streaming.CHUNK)
         self._config = config
         self._incarnation = incarnation
@@ -55,7 +59,7 @@ class WorkerConnector:
         name = agent_name(Peer(self._incarnation, rank))
         devices = self._config.net_devices
         if devices:
-            logger.info("Tandem: UCX may use %s only (devices)", ", ".join(devices))
+            logger.info("Tandem: UCX uses only the network devices %s", ", ".join(devices))
         transport = NixlTransport(name, self._config.backends, devices)
         transport.register(layout.regions)
         agent_metadata = AgentMetadata(

@@ -1,4 +1,4 @@
-"""Writes of one rank, from the machine's ``Write`` to its end, done or failed."""
+"""Writes of one rank, from the machine's ``Write`` action to their end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """Write in progress to a worker of ``engine``, posted at ``since``."""
+    """A write in progress.
+
+    ``handle``      the transport's handle
+    ``engine``      incarnation of the consumer engine
+    ``size_bytes``  bytes of the write
+    ``since``       time at which it was posted, in seconds
+    """
 
     handle: WriteHandle
     engine: str
@@ -36,7 +42,10 @@ class Posted:
 
 
 class Writes:
-    """Not thread-safe; its owner serialises calls. Methods that return actions have reported ended writes."""
+    """Posts and polls writes, and reports their ends to the producer machine.
+
+    Not thread-safe: its owner serialises calls. Methods return the machine's actions.
+    """
 
     def __init__(
         self,
@@ -60,7 +69,7 @@ class Writes:
         self.posted = 0
 
     def under_way(self) -> frozenset[int]:
-        """Return the ids of the writes that have not ended."""
+        """Return the ids of the unfinished writes."""
         return frozenset(self._handles)
 
     def is_newer(self, write_id: int, than: float) -> bool:
@@ -69,14 +78,18 @@ class Writes:
         return posted is not None and posted.since > than
 
     def begin(self, write: Write) -> list[ProducerAction]:
-        """Post a write. Any error of the transport other than TransportError may have posted a part of it."""
+        """Post a write.
+
+        Only a plain TransportError proves that nothing was posted. After any other error of the
+        transport, parts of the write may arrive.
+        """
         try:
             memory_kind, plan = self._target(write)
             runs = build_runs(plan, write.moves)
             if not len(runs):
                 self._producer.write_posted(write.write_id, 0)
                 return self._producer.write_done(write.write_id, time.monotonic())
-            # Detect a broken connection with a message: it posts nothing, whereas a failed write may have.
+            # Detect a broken connection with a message first: a failed write may have sent parts.
             self._message_sender.check(write.peer, Alive(write.transfer_id))
         except Exception as error:
             return self._refused(write.write_id, error)
@@ -98,7 +111,7 @@ class Writes:
     def poll(self, now: float) -> list[ProducerAction]:
         """Return the actions for the writes that have ended.
 
-        An exception ends the write as failed: the transport will not report it again.
+        An exception ends the write as failed: the transport does not report it again.
         """
         actions: list[ProducerAction] = []
         for write_id, posted in list(self._handles.items()):
@@ -118,14 +131,14 @@ class Writes:
     def _target(self, write: Write) -> tuple[MemoryKind, PairPlan]:
         known = self._peers.plan(write.peer)
         if known is None:
-            raise TransportError(agent_name(write.peer), "the consumer is gone")
+            raise TransportError(agent_name(write.peer), "the consumer worker has been removed")
         return known
 
     def _posted(self, peer: str, runs: Runs, target: MemoryKind) -> WriteHandle:
         try:
             return self._transport.write(peer, runs, self._source, target)
         except FailedWriteError:
-            # A second write could complete before the bytes of the first one have arrived.
+            # No retry: a second write could complete before the bytes of the first have arrived.
             raise
         except TransportError as error:
             self._message_sender.reconnect(peer, error)
@@ -144,19 +157,23 @@ class Writes:
         if isinstance(error, TandemError):
             logger.warning("Tandem: %s", error)
         else:
-            self._warn("write", "a write broke:\n" + "".join(traceback.format_exception(error)[-3:]))
+            self._warn("write", "a write failed unexpectedly:\n" + "".join(traceback.format_exception(error)[-3:]))
         return str(error) or repr(error)
 
     def _add_to_digest(self, write: Write) -> None:
-        """Add the bytes now: the request's blocks may be overwritten before the write has read them."""
+        """Hash the source bytes now: the engine may overwrite them before the write reads them."""
         if write.digest is None:
             return
         try:
             for move in write.moves:
                 write.digest.add(move.group, move.src_ids, move.src_parts, move.layers)
         except Exception:
-            # The write is in progress. The incomplete digest makes the consumer compute the prompt itself.
-            self._warn("digest", f"what a write sends cannot be digested:\n{traceback.format_exc()}")
+            # The write continues. The incomplete digest makes the consumer compute the prompt
+            # itself.
+            self._warn(
+                "digest",
+                f"no digest of a write, so decode will compute the prompt:\n{traceback.format_exc()}",
+            )
 
     def _count(self, write: Write, plan: PairPlan, runs: int) -> None:
         sizes: Counter[int] = Counter()

@@ -25,21 +25,13 @@ PROMPT_S = 0.05
 
 
 class Handle:
-    """Of Serve's handle, what a router needs that nobody scales and whose broadcasts nobody answers."""
+    """Of Serve's handle, what a router needs that nobody scales."""
 
     def __init__(self, deployment_id: str) -> None:
         self.deployment_id = deployment_id
-        self.broadcasts = 0
 
     def options(self) -> Handle:
         return self
-
-    def broadcast(self, _: str, *__: object) -> Handle:
-        self.broadcasts += 1
-        return self
-
-    async def results_async(self, **_: object) -> list[Any]:
-        return []
 
 
 @dataclass
@@ -81,12 +73,12 @@ class Service:
             stack.push_async_callback(server.close)
             discovery.publish(role, said)
 
-    def router(self, stack: AsyncExitStack) -> tuple[Router, Handle]:
+    def router(self, stack: AsyncExitStack) -> Router:
         handles: list[Any] = [Handle("prefill"), Handle("decode")]
         limits = LIMITS.model_copy(update={"replica_timeout_s": 3.0})
         router = Router(limits, *map(EnginePool, handles))
         stack.push_async_callback(router.close)
-        return router, handles[0]
+        return router
 
 
 async def ask(router: Router) -> bytes:
@@ -99,7 +91,7 @@ async def test_a_full_engine_costs_no_prompts() -> None:
     async with AsyncExitStack() as stack:
         service = Service()
         await service.open(stack)
-        (first, _), (second, handle) = service.router(stack), service.router(stack)
+        first, second = service.router(stack), service.router(stack)
         running = [asyncio.create_task(ask(first)) for _ in range(SLOTS)]
         await service.full.wait()
         before = service.prompts
@@ -109,7 +101,6 @@ async def test_a_full_engine_costs_no_prompts() -> None:
             with pytest.raises((DeadlineError, OverloadedError)):
                 one.result()
         assert service.prompts - before <= SLOTS, "the first of each: nobody knew better"
-        assert handle.broadcasts <= SLOTS
 
         before = service.prompts
         waiting = [asyncio.create_task(ask(second)) for _ in range(2 * SLOTS)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -88,6 +90,48 @@ async def test_an_engine_that_comes_later() -> None:
     assert not waiting[2].done()
     here.give_back("a")
     assert await waiting[2] == "a"
+
+
+async def test_a_new_engine_is_offered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Discovery reports it; requests need not look for it."""
+    monkeypatch.setattr(module, "LOOK_AGAIN_S", 60)
+    found = engines(a=1)
+    here = SlotPool(lambda: found)
+    await here.take()
+    waiting = asyncio.create_task(here.take())
+    assert await soon(waiting) == [None]
+    found |= engines(b=1)
+    here.changed()
+    assert await soon(waiting) == ["b"]
+
+
+class CountedReplicas(dict[str, EngineReplica]):
+    """Counts how often all replicas are visited."""
+
+    visits = 0
+
+    def items(self) -> Any:
+        self.visits += 1
+        return super().items()
+
+    def __iter__(self) -> Iterator[str]:
+        self.visits += 1
+        return super().__iter__()
+
+
+async def test_a_returned_slot_costs_one_visit_of_the_replicas() -> None:
+    """However many requests wait; the slot goes to the first of them."""
+    found = CountedReplicas(engines(queue=1000, **{f"e{number}": 1 for number in range(64)}))
+    here = SlotPool(lambda: found)
+    names = [await here.take() for _ in range(64)]
+    waiting = [asyncio.create_task(here.take()) for _ in range(128)]
+    await asyncio.sleep(0)
+    found.visits = 0
+    here.give_back(names[0])
+    assert found.visits == 1
+    assert await soon(*waiting) == [names[0]] + [None] * 127
+    for task in waiting:
+        task.cancel()
 
 
 async def test_an_engine_that_refuses() -> None:
@@ -193,6 +237,7 @@ async def test_what_is_known_of_engines_that_are_gone_is_forgotten() -> None:
         here.record_full(name)
         here.record_leaving(name)
         del found[name]
+        here.changed()
         here.give_back(await here.take())
     assert here.snapshot() == module.SlotPoolSnapshot(frozenset(), frozenset(), frozenset())
 

@@ -1,11 +1,13 @@
 """Which option is taken, and what options are expected to cost."""
 
 import json
+import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from actors.policy import choice
 from actors.policy.choice import Asked, choose, score
 from actors.policy.costs import Costs
 from actors.policy.loads import EngineLoad
@@ -86,7 +88,7 @@ def test_decode_alone_by_hand(given, queue_s, compute_s, interference_s):
 )
 def test_a_pair_by_hand(given, queue_s, compute_s, handover_s, moved):
     """A queue, a prefill, and the KV that decode does not hold."""
-    (estimate,) = options(**ONE, **given).remote
+    estimate = options(**ONE, **given).pair("d", "p")
     assert (estimate.decode, estimate.prefill) == ("d", "p")
     assert estimate.queue_s == pytest.approx(queue_s)
     assert estimate.compute_s == pytest.approx(compute_s, abs=1e-6)
@@ -97,7 +99,7 @@ def test_a_pair_by_hand(given, queue_s, compute_s, handover_s, moved):
 
 def test_decoding_by_hand():
     """100 tokens are 99 steps after the first; beside 31 streams a step takes 0.064 x (1 + 32 / 64) s."""
-    (estimate,) = options(**ONE, answer=100, d=busy(streams=31)).remote
+    estimate = options(**ONE, answer=100, d=busy(streams=31)).pair("d", "p")
     assert estimate.decoding_s == pytest.approx(99 * 0.096)
     assert estimate.interference_s == pytest.approx(100 * 31 * 0.001)
 
@@ -105,7 +107,7 @@ def test_decoding_by_hand():
 def test_calls_of_other_routers_count():
     """Serve knows of three calls on each that this router has not sent: two streams more, three prompts more."""
     crowd = replace(options(**ONE), decode={"d": 3}, prefill={"p": 3})
-    (estimate,) = crowd.remote
+    estimate = crowd.pair("d", "p")
     assert estimate.queue_s == pytest.approx(3 * 1.14, abs=1e-5)
     assert estimate.handover_s == pytest.approx(0.1524 + 0.003)
 
@@ -196,3 +198,28 @@ def test_a_decision_explains_itself():
     assert "prefill" not in told["other"]
     assert told["other"]["queue_s"] == 0.2
     assert told["chosen"]["ttft_s"] == pytest.approx(1.2924)
+
+
+@pytest.mark.parametrize("policy", ["cost", "always_remote", "least_load", "round_robin"])
+@pytest.mark.parametrize("session", [None, "s"])
+@pytest.mark.parametrize("seed", range(10))
+def test_pairs_are_ranked_as_one_by_one(policy, session, seed):
+    """All pairs at once have the order of each pair's own estimate, among equals that of the replicas."""
+    rng = random.Random(seed)
+    decode, prefill = "abcdefg"[: rng.randint(1, 7)], "tuvwxyz"[: rng.randint(1, 7)]
+    loads = {
+        name: busy(*[rng.random()] * rng.randint(0, 2), streams=rng.choice([0, 0, 9])) for name in decode + prefill
+    }
+    loads[rng.choice(decode)].failed_at = loads[rng.choice(prefill)].failed_at = rng.choice([None, 0.0])
+    given = options(decode=decode, prefill=prefill, held=[(rng.choice(decode + prefill), 500)], **loads)
+    for pair in rng.sample([(p, d) for p in prefill for d in decode], k=rng.randint(0, len(prefill) * len(decode))):
+        given.costs.observe_handover(pair, (0.05, 0.1, 0.0), rng.choice([0.01, 0.2, 3.0]), 0.0)
+    settings = ASSUMED.model_copy(update={"policy": policy})
+    key = choice._key(settings, given, session)  # noqa: SLF001
+    pairs = sorted((given.pair(d, p) for d in decode for p in prefill), key=key)
+    decision = choose(settings, given, Asked(session=session))
+    best = decision.other if decision.local else decision.chosen
+    assert best == pairs[0]
+    if not decision.local:
+        assert decision.decode == tuple(dict.fromkeys(one.decode for one in pairs))
+        assert decision.prefill == tuple(one.prefill for one in pairs if one.decode == pairs[0].decode)

@@ -8,7 +8,7 @@ import asyncio
 import json
 import os
 import socket
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,12 @@ class Engine:
 
     async def __init__(self, role: str) -> None:  # type: ignore[misc]
         self.role = role
-        self.server = RpcServer(self.serve_request, slots=100)
+        methods: dict[str, Callable[..., Awaitable[Any]]] = {
+            "status": self.status,
+            "metrics": self.metrics,
+            "discard": self.discard,
+        }
+        self.server = RpcServer(self.serve_request, slots=100, methods=methods)
         self.address = await self.server.open("127.0.0.1", 0)
         self.running = 0
         self.held: set[str] = set()
@@ -134,9 +139,6 @@ class Engine:
 
     async def discard(self, transfer_id: str) -> None:
         self.discarded += transfer_id in self.held
-
-    async def ping(self) -> str:
-        return "fake"
 
     async def status(self) -> dict[str, object]:
         return {"role": self.role, "replica": "fake", "running": self.running}
@@ -323,9 +325,9 @@ async def test_a_client_that_leaves_ends_both_calls(client, prompt):
 
 
 async def test_health_names_the_replicas(client):
-    """200 while both roles answer."""
+    """As Serve has published them."""
     reply = await client.get("/health")
-    assert (reply.status_code, reply.json()) == (200, {"replicas": {"prefill": 1, "decode": 2}})
+    assert (reply.status_code, reply.json()) == (200, {"status": "ok", "replicas": {"prefill": 1, "decode": 2}})
 
 
 def counted(reply: httpx.Response) -> str:

@@ -26,7 +26,17 @@ def event_loop_policy(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture
 async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[World, None]:
     served = Served()
-    server = RpcServer(served, slots=2)
+
+    async def double(number: int) -> int:
+        return 2 * number
+
+    async def ping() -> str:
+        return "e"
+
+    async def sleep() -> None:
+        await asyncio.sleep(60)
+
+    server = RpcServer(served, slots=2, methods={"double": double, "ping": ping, "sleep": sleep})
     address = await server.open("127.0.0.1", 0)
     known = {"e": EngineReplica(address, 9, 9, replica_metadata(address, 9))}
     monkeypatch.setattr(module, "replicas_of", lambda _: known)

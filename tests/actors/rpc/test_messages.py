@@ -1,87 +1,120 @@
-"""Messages as bytes: what comes out is what went in, in whatever pieces it comes."""
+"""Messages as bytes: recorded frames of each protocol version, frames in parts, and invalid frames."""
 
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from actors.request import Accepted, Call, EngineTimings, Heartbeat, ResponseStart, StreamChunk
 from actors.rpc.messages import (
-    HEAD,
-    RpcCancel,
-    RpcEnd,
+    LENGTH,
+    Ask,
+    Cancel,
+    Credit,
+    End,
+    FrameReader,
+    Hello,
+    Open,
+    Refused,
+    Reply,
     RpcFailure,
-    RpcHello,
     RpcProtocolError,
     RpcRequest,
-    Unpacker,
-    pack,
+    StreamItem,
+    Welcome,
+    encode,
 )
+from actors.rpc.protocol import NEWEST_VERSION, OLDEST_VERSION
 
 TIMINGS = EngineTimings(0.1, 0.2, 0.3, 0.4, kv_asked_s=0.15)
 CALL = Call("POST", "/v1/completions", ((b"x-request-id", b"\xff"),), b"\x00{}", replay_log=((1,), (2, 3)))
-ITEMS = [
-    Accepted("replica", 3),
-    Heartbeat(),
-    ResponseStart(200, ((b"content-type", b"text/event-stream"),)),
-    ResponseStart(200, (), TIMINGS),
-    b"",
-    b"data: {}\n\n" * 1000,
-    StreamChunk(b"data: \xff\n\n", ((1, 2), (3,))),
-    StreamChunk(b"", (), TIMINGS),
-    RpcFailure("engine_down", "killed"),
-    RpcEnd(),
-    RpcHello("key"),
-    RpcRequest(CALL, "router", 7),
-    RpcRequest(Call("GET", "/version"), "r", 0, "transfer", 1.5),
-    RpcCancel(3),
-]
+MESSAGES: dict[int, list[Any]] = {
+    1: [
+        Hello(1, "key"),
+        Welcome(1),
+        Refused("wrong key"),
+        Open(1, RpcRequest(CALL, "router", 7)),
+        Open(2, RpcRequest(Call("GET", "/version"), "r", 0, "transfer", 1.5, True)),
+        Ask(3, "discard", ("transfer",)),
+        Cancel(1),
+        Credit(1, 65_536),
+        StreamItem(1, Accepted("replica", 3)),
+        StreamItem(1, Heartbeat()),
+        StreamItem(1, ResponseStart(200, ((b"content-type", b"text/event-stream"),))),
+        StreamItem(1, ResponseStart(200, (), TIMINGS)),
+        StreamItem(1, b"data: {}\n\n"),
+        StreamItem(1, StreamChunk(b"data: \xff\n\n", ((1, 2), (3,)))),
+        StreamItem(1, StreamChunk(b"", (), TIMINGS)),
+        Reply(3, {"host": "a", "tokens": [1, 2.5, None]}),
+        End(1),
+        End(2, RpcFailure("engine_down", "killed")),
+    ]
+}
+"""Every message of each version, as an engine or a router of this release writes it."""
+
+RECORDED = Path(__file__).parent / "frames"
 
 
-def test_an_item_as_bytes() -> None:
-    """By hand: kind 1, which is Heartbeat, and the empty map of its fields."""
-    assert pack(Heartbeat()) == b"\x01\x00\x00\x00\x01\x80"
+def test_a_frame_by_hand() -> None:
+    """Nine bytes follow: an array of one message, which is an array of tag 7, stream 5, and an item of tag 1."""
+    assert encode([StreamItem(5, Heartbeat())]) == b"\x00\x00\x00\x06" + b"\x91\x93\x07\x05\x91\x01"
+
+
+def test_every_supported_version_is_recorded() -> None:
+    """A version is not given up or added without its frames."""
+    assert set(MESSAGES) == set(range(OLDEST_VERSION, NEWEST_VERSION + 1))
+
+
+@pytest.mark.parametrize("version", MESSAGES)
+def test_recorded_frames(version: int) -> None:
+    """The frames that the release of that version wrote: this one reads them, and writes the same."""
+    recorded = bytes.fromhex((RECORDED / f"version-{version}.hex").read_text())
+    assert list(FrameReader().feed(recorded)) == MESSAGES[version]
+    assert b"".join(encode([message]) for message in MESSAGES[version]) == recorded
 
 
 @pytest.mark.parametrize("most", [1, 2, 7, 4096, 10**9])
-def test_items_in_pieces(most: int) -> None:
-    """One byte at a time, in random pieces, all at once."""
-    data, unpacker = b"".join(map(pack, ITEMS)), Unpacker()
+def test_frames_in_parts(most: int) -> None:
+    """One byte at a time, in random parts, all at once; one frame has all messages, others one each."""
+    messages = MESSAGES[NEWEST_VERSION]
+    data = encode(messages) + b"".join(encode([one]) for one in messages)
+    frames, parts = FrameReader(), random.Random(most)
     found: list[Any] = []
-    pieces = random.Random(most)
     while data:
-        size = pieces.randint(1, most)
-        found += unpacker.feed(data[:size])
+        size = parts.randint(1, most)
+        found += frames.feed(data[:size])
         data = data[size:]
-    assert found == ITEMS
+    assert found == 2 * messages
 
 
-def test_an_item_that_is_not_whole() -> None:
-    """It is not there yet; the rest may come."""
-    unpacker, data = Unpacker(), pack(Heartbeat()) + pack(b"12345")
-    assert list(unpacker.feed(data[:-1])) == [Heartbeat()]
-    assert list(unpacker.feed(data[-1:])) == [b"12345"]
-
-
-def test_what_is_too_large_is_refused_before_it_has_come() -> None:
-    """Of whom nothing is known, no more is kept than may be said."""
-    assert list(Unpacker(9).feed(pack(RpcCancel(1)))) == [RpcCancel(1)]
+def test_a_large_frame_is_refused_before_it_arrives() -> None:
+    """Of an unknown peer no more is kept than the limit."""
+    frame = encode([Cancel(1)])
+    assert list(FrameReader(len(frame) - LENGTH.size).feed(frame)) == [Cancel(1)]
     with pytest.raises(RpcProtocolError, match="the limit is 9"):
-        list(Unpacker(9).feed(HEAD.pack(8, 10)))
+        list(FrameReader(9).feed(LENGTH.pack(10)))
+
+
+def test_fields_of_a_later_version_are_ignored() -> None:
+    """A message may grow at its end."""
+    assert list(FrameReader().feed(LENGTH.pack(5) + b"\x91\x93\x05\x09\x2a")) == [Cancel(9)]
 
 
 @pytest.mark.parametrize(
-    "data",
+    "payload",
     [
-        HEAD.pack(99, 0),
-        HEAD.pack(0, 3) + b"\xc1\xc1\xc1",
-        HEAD.pack(2, 1) + b"\x80",  # a ResponseStart without a status
-        HEAD.pack(8, 1) + b"\x80",  # an RpcRequest of nothing
+        b"\xc1\xc1\xc1",
+        b"\x91\x92\x63\x01",  # tag 99
+        b"\x91\x91\x05",  # a Cancel of nothing
+        b"\x91\x92\x05\xa1a",  # a Cancel of a text
+        b"\x93",  # an array that ends early
+        b"",
     ],
 )
-def test_bytes_that_are_no_item(data: bytes) -> None:
-    """Another program than a server or a router."""
-    with pytest.raises(RpcProtocolError):
-        list(Unpacker().feed(data))
+def test_invalid_frames(payload: bytes) -> None:
+    """Another program than an engine or a router."""
+    with pytest.raises(RpcProtocolError, match="invalid frame"):
+        list(FrameReader().feed(LENGTH.pack(len(payload)) + payload))

@@ -14,7 +14,7 @@ from actors.engine_pool.slots import SlotPool
 from actors.errors import CannotResumeError, EngineDownError, EngineError, RefusedError
 from actors.request import Accepted, Call, Heartbeat
 from actors.rpc import server
-from actors.rpc.messages import RpcHello, RpcRequest
+from actors.rpc.messages import Hello, Open, RpcRequest
 from actors.rpc.server import RpcServer
 from tests.actors.rpc.world import CALL, ITEMS, Stranger, World, items, joined, read
 
@@ -103,6 +103,24 @@ async def test_an_engine_that_leaves(world: World) -> None:
                 await world.engines.take()
 
 
+async def test_the_last_answer_of_an_engine_that_stops(world: World) -> None:
+    """It arrives whole although the server closes as soon as it has no call."""
+    async with AsyncExitStack() as stack:
+        running = [await world.call("waits", stack) for _ in range(2)]
+        reading = [asyncio.create_task(items(call)) for call in running]
+        await world.has(2)
+
+        async def stop() -> None:
+            await world.server.drain()
+            await world.server.close()
+
+        stopping = asyncio.create_task(stop())
+        world.served.go_on.set()
+        for task in reading:
+            assert joined(await asyncio.wait_for(task, 5)) == joined(ITEMS)
+        await asyncio.wait_for(stopping, 5)
+
+
 async def test_a_router_that_is_gone(world: World) -> None:
     """Its calls end with its connections."""
     stack = AsyncExitStack()
@@ -122,7 +140,7 @@ async def test_an_engine_that_is_not_there(world: World) -> None:
             await (await world.call("ends", stack)).__anext__()
 
 
-async def test_a_door_that_closes(world: World) -> None:
+async def test_a_server_that_closes(world: World) -> None:
     """Calls end with it, and nobody is left."""
     async with AsyncExitStack() as stack:
         calls = [await world.call("hangs", stack) for _ in range(2)]
@@ -151,8 +169,8 @@ async def test_the_queue_of_routers_is_known(world: World) -> None:
         await items(await world.call("ends", stack))
         assert world.server.queued() == 0
         async with Stranger(world) as router:
-            router.say(RpcHello(world.address.key), RpcRequest(CALL, "another router", 5))
-            await router.answer()
+            router.say(Hello(1, world.address.key), Open(1, RpcRequest(CALL, "another router", 5)))
+            await router.answer(1)
         assert world.server.queued() == 5
 
 
@@ -210,8 +228,8 @@ async def test_routers_that_are_gone_are_forgotten(world: World, monkeypatch: py
     """Each start of a router is another one to the server."""
     monkeypatch.setattr(server, "MOST_ROUTERS", 3)
     async with Stranger(world) as router:
-        router.say(RpcHello(world.address.key))
+        router.say(Hello(1, world.address.key))
         for number in range(6):
-            router.say(RpcRequest(CALL, str(number), 1))
-            await router.answer()
+            router.say(Open(number + 1, RpcRequest(CALL, str(number), 1)))
+            await router.answer(number + 1)
     assert world.server.snapshot().routers == {"3", "4", "5"}

@@ -9,58 +9,98 @@ import pytest
 
 from actors.request import Accepted, Call, Heartbeat
 from actors.rpc import server_connection
-from actors.rpc.messages import HEAD, RpcCancel, RpcFailure, RpcHello, RpcRequest, pack
-from tests.actors.rpc.world import CALL, ITEMS, Stranger, World, joined
+from actors.rpc.messages import (
+    LENGTH,
+    Ask,
+    Cancel,
+    Credit,
+    End,
+    Hello,
+    Open,
+    Refused,
+    Reply,
+    RpcRequest,
+    StreamItem,
+    Welcome,
+    encode,
+)
+from tests.actors.rpc.world import ITEMS, Stranger, World, joined
+
+
+def opened(stream: int, path: str = "ends") -> Open:
+    return Open(stream, RpcRequest(Call("POST", path), "router", 0))
 
 
 @pytest.mark.parametrize(
     "said",
     [
-        pack(RpcHello("wrong")),
-        pack(RpcHello("")),
-        pack(RpcHello("w\udcff".encode("utf-8", "surrogatepass").decode("latin-1"))),
-        pack(RpcRequest(CALL, "router", 0)),
-        pack(RpcCancel(1)),
-        pack(Heartbeat()),
-        HEAD.pack(99, 0),
-        HEAD.pack(7, 2**31),
+        encode([Hello(1, "wrong")]),
+        encode([Hello(1, "")]),
+        encode([Hello(1, "w\xc3\xbf")]),
+        encode([opened(1)]),
+        encode([Cancel(1)]),
+        encode([StreamItem(1, Heartbeat())]),
+        LENGTH.pack(3) + b"\xc1\xc1\xc1",
+        LENGTH.pack(2**31),
         b"POST /call HTTP/1.1\r\n\r\n",
         bytes(10**7),
     ],
 )
-async def test_who_has_no_key_gets_nothing(world: World, said: bytes) -> None:
-    """Nor who says something else than hello. It is told why, if it has not said too much."""
+async def test_a_peer_without_the_key_is_refused(world: World, said: bytes) -> None:
+    """So is one whose first message is no Hello. It receives the reason if it has not sent too much."""
     async with Stranger(world) as stranger:
         stranger.writer.write(said)
         heard = await stranger.heard()
-        assert heard is None or (isinstance(heard, RpcFailure) and heard.kind == "stranger")
+        assert heard is None or isinstance(heard, Refused)
         assert await stranger.heard() is None
     assert not world.served.requests
     await asyncio.sleep(0.01)
     assert not world.server.snapshot().connections
 
 
-async def test_who_says_nothing_is_let_go(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A port scanner, or a router that died at once. A router that has said hello may be silent."""
+async def test_an_unknown_version_is_refused_by_name(world: World) -> None:
+    """An older router than the one before; a newer router gets the engine's newest version."""
+    async with Stranger(world) as old, Stranger(world) as new:
+        old.say(Hello(0, world.address.key))
+        heard = await old.heard()
+        assert isinstance(heard, Refused)
+        assert "version 0 is not supported: this engine supports 1 to 1" in heard.reason
+        assert await old.heard() is None
+        new.say(Hello(2, world.address.key))
+        assert await new.heard() == Welcome(1)
+
+
+async def test_a_silent_peer_is_disconnected(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port scanner, or a router that died at once. A router that has authenticated may be silent."""
     monkeypatch.setattr(server_connection, "HELLO_S", 0.2)
     async with Stranger(world) as router, Stranger(world) as silent:
-        router.say(RpcHello(world.address.key))
-        assert await silent.heard() == RpcFailure("stranger", "it did not authenticate in time")
+        router.say(Hello(1, world.address.key))
+        assert await silent.heard() == Refused("it did not authenticate in time")
         assert await silent.heard() is None
-        router.say(RpcRequest(CALL, "router", 0))
-        assert joined(await router.answer()) == joined(ITEMS)
+        router.say(opened(1))
+        assert joined(await router.answer(1)) == joined(ITEMS)
 
 
 @pytest.mark.parametrize(
     "said",
-    [RpcHello("again"), RpcRequest(CALL, "router", 0), Heartbeat(), RpcFailure("full", "no")],
-    ids=["hello", "request", "item", "failure"],
+    [
+        Hello(1, "again"),
+        opened(1),
+        StreamItem(1, Heartbeat()),
+        Credit(2, 1),
+        Cancel(2),
+        Credit(1, 0),
+        Credit(1, 2**40),
+        End(1),
+    ],
+    ids=["hello", "same stream", "item", "credit of no stream", "cancel of no stream", "none", "too much", "end"],
 )
-async def test_who_says_what_no_router_would(world: World, said: Any) -> None:
-    """In the middle of a call: it is let go, and its call ends."""
+async def test_a_router_that_breaks_the_protocol(world: World, said: Any) -> None:
+    """In the middle of a call: the engine closes the connection, and the call ends."""
     async with Stranger(world) as stranger:
-        stranger.say(RpcHello(world.address.key), RpcRequest(Call("POST", "hangs"), "router", 0))
-        assert isinstance(await stranger.heard(), Accepted)
+        stranger.say(Hello(1, world.address.key), opened(1, "hangs"))
+        assert await stranger.heard() == Welcome(1)
+        assert await stranger.heard() == StreamItem(1, Accepted("e", 1))
         stranger.say(said)
         while await stranger.heard() is not None:
             pass
@@ -68,25 +108,38 @@ async def test_who_says_what_no_router_would(world: World, said: Any) -> None:
 
 
 async def test_a_cancel_that_crosses_the_end(world: World) -> None:
-    """Is of a call that is over, and not of the next."""
+    """Has no effect, neither on the ended stream nor on another."""
     async with Stranger(world) as router:
-        router.say(RpcHello(world.address.key), RpcRequest(CALL, "router", 0))
-        await router.answer()
-        router.say(RpcCancel(1), RpcRequest(Call("POST", "waits"), "router", 0), RpcCancel(1))
+        router.say(Hello(1, world.address.key), opened(1))
+        await router.answer(1)
+        router.say(Cancel(1), Credit(1, 5), opened(2, "waits"), Cancel(1))
         for _ in ITEMS:
             await router.heard()
         await asyncio.sleep(0.05)
         assert world.served.running == 1
-        router.say(RpcCancel(2))
-        await router.answer()
+        router.say(Cancel(2))
+        while not isinstance(heard := await router.heard(), End):
+            assert heard is not None
     await world.at_rest()
 
 
-async def test_a_call_that_is_cancelled_before_it_has_begun(world: World) -> None:
-    """Both in one read: it has an end, as every call has."""
+async def test_a_call_that_is_cancelled_before_it_begins(world: World) -> None:
+    """Both in one frame: it has an end, as every call has."""
     async with Stranger(world) as router:
-        router.say(RpcHello(world.address.key), RpcRequest(CALL, "router", 0), RpcCancel(1))
-        assert await router.answer() == []
-        router.say(RpcRequest(CALL, "router", 0))
-        assert joined(await router.answer()) == joined(ITEMS)
+        router.say(Hello(1, world.address.key), opened(1), Cancel(1))
+        assert await router.answer(1) == []
+        router.say(opened(2))
+        assert joined(await router.answer(2)) == joined(ITEMS)
     assert len(world.served.requests) == 1
+
+
+async def test_streams_of_one_connection(world: World) -> None:
+    """One frame opens two streams; each has its own items. Methods need no slot."""
+    async with Stranger(world) as router:
+        router.say(Hello(1, world.address.key), Ask(1, "double", (21,)), Ask(2, "double", (2,)))
+        assert [await router.heard() for _ in range(3)] == [Welcome(1), Reply(1, 42), Reply(2, 4)]
+        router.say(opened(3, "waits"), opened(4))
+        assert joined(await router.answer(4)) == joined(ITEMS)
+        world.served.go_on.set()
+        await router.answer(3)
+    await world.at_rest()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -11,7 +11,8 @@ from actors.engine_pool.engines import EngineCall, EnginePool
 from actors.errors import CannotResumeError, EngineDownError
 from actors.request import Accepted, Call, Heartbeat, ResponseStart, StreamChunk
 from actors.rpc.address import RpcAddress
-from actors.rpc.messages import RpcEnd, RpcRequest, Unpacker, pack
+from actors.rpc.messages import Credit, End, FrameReader, RpcRequest, StreamItem, encode
+from actors.rpc.protocol import item_bytes
 from actors.rpc.server import RpcServer
 
 CALL = Call("POST", "/v1/completions", body=b"{}")
@@ -34,8 +35,12 @@ class Served:
         self.poured = 0
         self.requests: list[RpcRequest] = []
         self.go_on = asyncio.Event()
+        self.instead: Callable[[RpcRequest], AsyncGenerator[Any, None]] | None = None
 
-    async def __call__(self, request: RpcRequest) -> AsyncGenerator[Any, None]:
+    def __call__(self, request: RpcRequest) -> AsyncGenerator[Any, None]:
+        return (self.instead or self._serve)(request)
+
+    async def _serve(self, request: RpcRequest) -> AsyncGenerator[Any, None]:
         self.requests.append(request)
         self.running += 1
         try:
@@ -119,7 +124,7 @@ class Stranger:
 
     async def __aenter__(self) -> Stranger:
         self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self._world.address.port)
-        self._unpacker = Unpacker()
+        self._frames = FrameReader()
         self._come: list[Any] = []
         return self
 
@@ -127,7 +132,7 @@ class Stranger:
         self.writer.transport.abort()
 
     def say(self, *said: Any) -> None:
-        self.writer.write(b"".join(map(pack, said)))
+        self.writer.write(encode(said))
 
     async def heard(self) -> Any:
         """The next that the server says; None: it has hung up."""
@@ -139,13 +144,15 @@ class Stranger:
                     return None
                 if not data:
                     return None
-                self._come += self._unpacker.feed(data)
+                self._come += self._frames.feed(data)
         return self._come.pop(0)
 
-    async def answer(self) -> list[Any]:
-        """Up to its end."""
+    async def answer(self, stream: int) -> list[Any]:
+        """The items of a stream up to its end; other streams' are left out."""
         found: list[Any] = []
-        while (item := await self.heard()) != RpcEnd():
-            assert item is not None
-            found.append(item)
+        while not (isinstance(message := await self.heard(), End) and message.stream == stream):
+            assert message is not None
+            if isinstance(message, StreamItem):
+                self.say(Credit(message.stream, item_bytes(message.item)))
+                found += [message.item] if message.stream == stream else []
         return found

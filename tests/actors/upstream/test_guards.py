@@ -21,6 +21,7 @@ GUARDS: dict[str, dict[str, str]] = {
     },
     "uvicorn_protocol": {
         "uvicorn/protocols/http/httptools_impl.py:HttpToolsProtocol": "d36be75988c4",
+        "uvicorn/protocols/http/httptools_impl.py:RequestResponseCycle": "fc368901cc16",
     },
     "uvicorn_server": {
         "uvicorn/server.py:Server.capture_signals": "262f2296df41",

@@ -30,6 +30,7 @@ from configs.settings import (
 )
 from testing.prometheus import value_of
 from testing.serve_objects import deployment_of
+from tests.actors.fleet import Handle, router_of
 
 KEYS = ("key-of-anna", "key-of-bjoern")
 LIMITS = RouterLimits(max_ongoing_requests_per_key=2, retry_after_s=7)
@@ -38,12 +39,13 @@ LIMITS = RouterLimits(max_ongoing_requests_per_key=2, retry_after_s=7)
 class Surface:
     """An application behind keys. Requests to /wait are answered when `go` is set."""
 
-    def __init__(self, keys: tuple[str, ...]) -> None:
+    def __init__(self, keys: tuple[str, ...], limits: RouterLimits = LIMITS) -> None:
         self.go = asyncio.Event()
         self.arrived = asyncio.Semaphore(0)
         self.metrics = RouterMetrics()
         app = Starlette(routes=[Route("/{path:path}", self._serve, methods=["GET", "POST"])])
-        router: Any = SimpleNamespace(limits=LIMITS, metrics=self.metrics)
+        router = router_of(limits, Handle([]), Handle([]))
+        router.metrics = self.metrics
         self.guarded = Authenticated(app, router, [digest(key) for key in keys])
         transport = httpx.ASGITransport(self.guarded, raise_app_exceptions=False)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://tandem")
@@ -167,6 +169,18 @@ async def test_one_key_at_once():
         assert (await surface.get("/break", KEYS[0])).status_code == 500
     assert (await surface.get("/v1/models", KEYS[0])).status_code == 200
     assert surface.refused(429) == 1
+
+
+async def test_one_key_cannot_have_everything():
+    """Without a setting, half of what a router serves is left to the other keys; the only key may have all."""
+    for keys, most in ((KEYS, 2), (KEYS[:1], 4)):
+        surface = Surface(keys, RouterLimits(max_ongoing_requests=4))
+        waiting = [asyncio.create_task(surface.get("/wait", KEYS[0])) for _ in range(most)]
+        for _ in waiting:
+            await surface.arrived.acquire()
+        assert (await surface.get("/v1/models", KEYS[0])).status_code == (429 if most < 4 else 200)
+        surface.go.set()
+        await asyncio.gather(*waiting)
 
 
 def test_places():

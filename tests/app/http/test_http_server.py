@@ -123,6 +123,65 @@ async def test_routers_are_replaced_under_load() -> None:
     assert count > 100
 
 
+async def test_a_router_without_a_decode_engine_is_not_ready() -> None:
+    """During an upgrade through a second cluster, its routers start long before its engines: a load balancer that
+    selects both clusters' routers must not send requests there. Requests that come all the same are answered."""
+    port, ready = free_port(), False
+    server = HttpServer(Behind("new").app, HOST, port, LEAVE_S, "ours", ready=lambda: ready)
+    await server.open()
+    try:
+        async with httpx.AsyncClient(base_url=f"http://{HOST}:{port}") as client:
+            reply = await client.get(SERVICE_PATH)
+            assert (reply.status_code, reply.text) == (503, "ours")
+            assert (await client.get("/")).status_code == 200
+            async with opened(Behind("its peer"), port):  # they share the port before they are ready
+                ready = True
+                assert (await client.get(SERVICE_PATH)).status_code == 200
+    finally:
+        await server.close()
+
+
+async def exchange(port: int, request: str) -> bytes:
+    """All bytes of the answer, until the server closes the connection."""
+    reader, writer = await asyncio.open_connection(HOST, port)
+    writer.write(request.encode())
+    answer = await asyncio.wait_for(reader.read(), 5)
+    writer.close()
+    return answer
+
+
+@pytest.mark.parametrize("keep_alive", ["", "Connection: keep-alive\r\n"])
+async def test_an_old_client_gets_no_chunks(keep_alive: str) -> None:
+    """HTTP/1.0 has no chunked encoding: `ab` and some proxies would take its sizes for the answer's text."""
+    port, behind = free_port(), Behind("a stream")
+    behind.go_on.set()
+    async with opened(behind, port):
+        for path, body in (("/slow", b"a stream has ended"), ("/", b"a stream")):
+            head, _, sent = (await exchange(port, f"GET {path} HTTP/1.0\r\n{keep_alive}\r\n")).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200")
+            assert b"transfer-encoding" not in head
+            assert b"connection: close" in head
+            assert sent == body
+        head, _, sent = (await exchange(port, "HEAD / HTTP/1.0\r\n\r\n")).partition(b"\r\n\r\n")
+        assert (b"content-length: 8" in head, sent) == (True, b"")
+        new = await exchange(port, "GET /slow HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert b"transfer-encoding: chunked" in new
+
+
+async def test_a_connection_becomes_no_websocket() -> None:
+    """Nothing here speaks the protocol; the limits on headers and keys hold for HTTP."""
+    port = free_port()
+    upgrade = "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+    async with opened(Behind("one"), port) as server:
+        reader, writer = await asyncio.open_connection(HOST, port)
+        writer.write(
+            f"GET / HTTP/1.1\r\nHost: x\r\n{upgrade}Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n".encode()
+        )
+        assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 200")
+        writer.close()
+        assert server
+
+
 async def test_what_has_begun_is_answered() -> None:
     """A router that is stopped takes no more connections, and sends its streams to their end."""
     port, behind = free_port(), Behind("a stream")

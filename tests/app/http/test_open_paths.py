@@ -1,4 +1,4 @@
-"""/health and /metrics are open to everybody, and ask every engine: however often they are asked, those are not."""
+"""/metrics is open to everybody, and asks every engine: however often it is asked, those are not."""
 
 from __future__ import annotations
 
@@ -21,10 +21,6 @@ class Asked:
     def __init__(self) -> None:
         self.metrics = RouterMetrics()
         self.asked = 0
-
-    async def healthy(self) -> dict[str, int]:
-        await self._ask()
-        return {"prefill": 1, "decode": 1}
 
     async def router_metrics(self) -> list[tuple[str, str]]:
         return [("r1", "# TYPE a gauge\na 1\n")]
@@ -52,13 +48,4 @@ async def test_scrapes_share_an_answer() -> None:
     assert {reply.text for reply in replies} == {
         '# TYPE a gauge\na{role="router",replica="r1"} 1\na{role="decode",replica="d1"} 2\n'
     }
-    assert router.asked == 1
-
-
-async def test_health_checks_share_an_answer() -> None:
-    """A load balancer's, an operator's, anybody's."""
-    router = Asked()
-    async with client(router) as http:
-        replies = await asyncio.gather(*(http.get("/health") for _ in range(20)))
-    assert {(reply.status_code, reply.text) for reply in replies} == {(200, '{"replicas":{"prefill":1,"decode":1}}')}
     assert router.asked == 1

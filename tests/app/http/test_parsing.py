@@ -98,6 +98,15 @@ def test_headers_are_matched_without_case():
     assert dict(forwarded_headers(request))[b"traceparent"] == b"00-ab"
 
 
+@pytest.mark.parametrize("allowed", [False, True])
+async def test_a_client_sets_its_priority_only_where_it_may(allowed: bool) -> None:
+    """With vLLM's priority scheduling, a client could put itself before all others."""
+    scope = {"type": "http", "headers": [(b"x-vllm-priority", b"-9"), (b"accept", b"*/*")]}
+    headers = dict(forwarded_headers(Request(scope), client_priority=allowed))
+    assert headers.get(b"x-vllm-priority") == (b"-9" if allowed else None)
+    assert headers[b"accept"] == b"*/*"
+
+
 @pytest.mark.parametrize(
     ("header", "sent"),
     [(None, False), ("0af76519-16cd-43dd-8448-eb211c80319c", False), ("trace-1", True)],

@@ -28,6 +28,9 @@ class Told:
     def __init__(self) -> None:
         self.metrics = RouterMetrics()
 
+    def max_requests_of_key(self, keys: int) -> None:
+        """No limit."""
+
     async def status(self) -> dict[str, Any]:
         return {"at": 1.5, "routers": [], "engines": [], "recent": []}
 

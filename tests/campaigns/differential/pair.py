@@ -70,6 +70,7 @@ class PairOfServers:
                 engine=ENGINE,
                 prefill=role,
                 decode=role,
+                router={"client_priority": True},
             )
             self._name_model(config)
             self.service = ServiceProcess(config, self.folder)

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tests.campaigns.faults.trips import Trip
+from tests.campaigns.faults.trials import Trial
 
 AT_ONCE_S = 2.0
 """Pools are to be back at their baseline this long after the last ending."""
@@ -27,16 +27,16 @@ class Outcome(StrEnum):
     CANCELLED = "cancelled"
 
 
-def judge(trip: Trip) -> Outcome:
+def judge(trial: Trial) -> Outcome:
     """The outcome of one request."""
-    expected = trip.question.expected
-    if not expected.startswith(trip.text) or (trip.complete and trip.finish == "length" and trip.text != expected):
+    expected = trial.question.expected
+    if not expected.startswith(trial.text) or (trial.complete and trial.finish == "length" and trial.text != expected):
         return Outcome.WRONG
-    if trip.complete and trip.text == expected:
+    if trial.complete and trial.text == expected:
         return Outcome.RIGHT
-    if trip.cancelled:
+    if trial.cancelled:
         return Outcome.CANCELLED
-    if trip.gave_up or not trip.ended:
+    if trial.gave_up or not trial.ended:
         return Outcome.HANG
     return Outcome.REFUSED
 

@@ -29,7 +29,7 @@ from tests.campaigns.faults.phases import seen
 from tests.campaigns.faults.presets import Connector
 from tests.campaigns.faults.questions import Questions
 from tests.campaigns.faults.schedule import Fault
-from tests.campaigns.faults.trips import Question, Router, Trip
+from tests.campaigns.faults.trials import Question, Router, Trial
 from tests.campaigns.hosts.engine_link import EngineLink
 
 START_S = 240.0
@@ -132,17 +132,17 @@ class Lane:
         started = time.monotonic()
         if fault.phase == "handshake":
             await self.start(rng.choice(("prefill", "decode")))
-        trips: list[Trip] = []
+        trials: list[Trial] = []
         record: dict[str, Any] = {"hit": "between legs"}
         self.repair = asyncio.ensure_future(_nothing())
         try:
             if isinstance(fault, Fault) and fault.family == "reference":
-                await self._reference(fault, rng, trips)
+                await self._reference(fault, rng, trials)
             else:
-                record = await self._strike(fault, rng, trips, traced_from)
+                record = await self._strike(fault, rng, trials, traced_from)
         except references.NotApplicable as reason:
             return {"not_applicable": str(reason)}
-        case = await self._aftermath(fault, trips)
+        case = await self._aftermath(fault, trials)
         record |= await self.repair
         bad = findings(case)
         record |= {
@@ -150,7 +150,7 @@ class Lane:
             "findings": bad,
             "late": late(case),
             "seconds": round(time.monotonic() - started, 1),
-            "requests": [_told(trip, outcome, started) for trip, outcome in self._judged(trips)],
+            "requests": [_told(trial, outcome, started) for trial, outcome in self._judged(trials)],
         }
         if self.link is not None:
             # Bad or not, the next fault finds the link whole.
@@ -160,9 +160,9 @@ class Lane:
             await self.start("prefill", "decode")
         return record
 
-    async def _reference(self, fault: Fault, rng: random.Random, trips: list[Trip]) -> None:
-        def start(trip: Trip, work: Awaitable[None]) -> asyncio.Task[None]:
-            trips.append(trip)
+    async def _reference(self, fault: Fault, rng: random.Random, trials: list[Trial]) -> None:
+        def start(trial: Trial, work: Awaitable[None]) -> asyncio.Task[None]:
+            trials.append(trial)
             return asyncio.ensure_future(work)
 
         async def restart_prefill() -> None:
@@ -182,19 +182,19 @@ class Lane:
         )
 
     async def _strike(
-        self, fault: Fault | FaultPair, rng: random.Random, trips: list[Trip], traced_from: int
+        self, fault: Fault | FaultPair, rng: random.Random, trials: list[Trial], traced_from: int
     ) -> dict[str, Any]:
-        subject = Trip(self._subject(fault, rng))
+        subject = Trial(self._subject(fault, rng))
         released = asyncio.Event()
 
-        async def between(trip: Trip) -> dict[str, Any] | None:
+        async def between(trial: Trial) -> dict[str, Any] | None:
             if fault.phase == "between":
                 await released.wait()
-            return trip.params
+            return trial.params
 
-        company = [Trip(question) for question in self._company(fault, rng)]
-        trips += [*company, subject]
-        work = [asyncio.ensure_future(self._go(trip, rng.random() < 0.5)) for trip in company]
+        company = [Trial(question) for question in self._company(fault, rng)]
+        trials += [*company, subject]
+        work = [asyncio.ensure_future(self._go(trial, rng.random() < 0.5)) for trial in company]
         if fault.phase != "queued":
             await asyncio.sleep(rng.uniform(0, 0.3))
         at_once = fault.at_once and self.connector.together
@@ -210,7 +210,7 @@ class Lane:
                 for task in work if step.variant else [leading_task]:
                     task.cancel()
             elif step.family != "none":
-                await self._break(step, rng, released, trips, work)
+                await self._break(step, rng, released, trials, work)
         if any(step.family in ("kill", "stop", "cut") for step, _ in struck):
             self.repair = asyncio.ensure_future(self._mend(struck, rng))
         released.set()
@@ -228,17 +228,17 @@ class Lane:
             return self.questions.some(rng, 4, 700)
         return self.questions.some(rng, rng.choice((1, 2, 3)))
 
-    async def _go(self, trip: Trip, at_once: bool) -> None:
+    async def _go(self, trial: Trial, at_once: bool) -> None:
         if at_once and self.connector.together:
-            await self.router.at_once(trip, self.address)
+            await self.router.at_once(trial, self.address)
         else:
-            await self.router.in_turn(trip)
+            await self.router.in_turn(trial)
 
-    async def _moment(self, struck: Fault | FaultPair, subject: Trip, traced_from: int) -> None:
+    async def _moment(self, struck: Fault | FaultPair, subject: Trial, traced_from: int) -> None:
         """Return in the fault's phase of the subject's life, as well as that can be told from outside."""
         fault = struck.steps[0][0]
         computing_s = subject.question.prompt_tokens / self.prefill_tokens_per_s
-        mark, delay_s = {
+        event, delay_s = {
             "queued": ("prefill_sent", 0.05 * fault.at),
             "chunks": ("prefill_sent", (0.1 + 0.8 * fault.at) * computing_s),
             "between": ("prefill_answered", 0.2 * fault.at),
@@ -251,13 +251,13 @@ class Lane:
         while not subject.ended:
             if by_trace and self._writing(subject, traced_from):
                 return
-            if not by_trace and mark in subject.marks:
-                await asyncio.sleep(max(0.0, subject.marks[mark] + delay_s - time.monotonic()))
+            if not by_trace and event in subject.timestamps:
+                await asyncio.sleep(max(0.0, subject.timestamps[event] + delay_s - time.monotonic()))
                 return
             await asyncio.sleep(0.002)
 
-    def _writing(self, subject: Trip, traced_from: int) -> bool:
-        transfer = (subject.params or {}).get("transfer_id", subject.trip_id)
+    def _writing(self, subject: Trial, traced_from: int) -> bool:
+        transfer = (subject.params or {}).get("transfer_id", subject.trial_id)
         events = read_trace(self.trace, traced_from)
         return any(event["event"] == "write" and event["transfer"] == transfer for event in events)
 
@@ -266,7 +266,7 @@ class Lane:
         fault: Fault,
         rng: random.Random,
         released: asyncio.Event,
-        trips: list[Trip],
+        trials: list[Trial],
         work: list[asyncio.Task[None]],
     ) -> None:
         """Kill, stop or cut, and send more requests meanwhile."""
@@ -279,10 +279,10 @@ class Lane:
         if fault.family == "stop" and fault.target == "decode":
             self.router.pause()
         released.set()
-        more = [Trip(question) for question in self.questions.some(rng, 2)]
-        trips += more
+        more = [Trial(question) for question in self.questions.some(rng, 2)]
+        trials += more
         await asyncio.sleep(rng.uniform(0, 0.2))
-        work += [asyncio.ensure_future(self._go(trip, rng.random() < 0.5)) for trip in more]
+        work += [asyncio.ensure_future(self._go(trial, rng.random() < 0.5)) for trial in more]
 
     async def _mend(self, struck: Sequence[tuple[Fault, float]], rng: random.Random) -> dict[str, Any]:
         """Continue what was stopped and mend what was cut when its time has come, then replace what is lost for good.
@@ -332,13 +332,13 @@ class Lane:
 
     # ---- afterwards --------------------------------------------------------------------------------------------
 
-    def _judged(self, trips: list[Trip]) -> list[tuple[Trip, Outcome]]:
-        return [(trip, judge(trip)) for trip in trips]
+    def _judged(self, trials: list[Trial]) -> list[tuple[Trial, Outcome]]:
+        return [(trial, judge(trial)) for trial in trials]
 
-    async def _aftermath(self, fault: Fault | FaultPair, trips: list[Trip]) -> Case:
+    async def _aftermath(self, fault: Fault | FaultPair, trials: list[Trial]) -> Case:
         """Pools, then life, then a probe through both engines."""
-        outcomes = Counter(outcome for _, outcome in self._judged(trips))
-        last = max((trip.marks["ended"] for trip in trips), default=time.monotonic())
+        outcomes = Counter(outcome for _, outcome in self._judged(trials))
+        last = max((trial.timestamps["ended"] for trial in trials), default=time.monotonic())
         victims = {step.target for step, _ in fault.steps}
         watched = [asyncio.ensure_future(self.pool(name, last)) for name in self.servers if name not in victims]
         await self.repair
@@ -350,11 +350,11 @@ class Lane:
         dead = self._dead()
         probes = []
         if not dead:
-            for question in self.questions.some(random.Random(len(trips)), 2):
-                trip = Trip(question)
-                await self.router.in_turn(trip)
-                probes.append(judge(trip))
-                self._learn_speed(trip)
+            for question in self.questions.some(random.Random(len(trials)), 2):
+                trial = Trial(question)
+                await self.router.in_turn(trial)
+                probes.append(judge(trial))
+                self._learn_speed(trial)
             dead = self._dead()
         return Case(outcomes, dead, [pool for pool in pools if pool.engine not in dead], probes)
 
@@ -362,10 +362,10 @@ class Lane:
         """A server that the campaign has killed is running again by now."""
         return frozenset(name for name, server in self.servers.items() if not server.alive())
 
-    def _learn_speed(self, trip: Trip) -> None:
-        if trip.question.prompt_tokens > 500 and "prefill_answered" in trip.marks:
-            took_s = trip.marks["prefill_answered"] - trip.marks["prefill_sent"]
-            self.prefill_tokens_per_s = trip.question.prompt_tokens / took_s
+    def _learn_speed(self, trial: Trial) -> None:
+        if trial.question.prompt_tokens > 500 and "prefill_answered" in trial.timestamps:
+            took_s = trial.timestamps["prefill_answered"] - trial.timestamps["prefill_sent"]
+            self.prefill_tokens_per_s = trial.question.prompt_tokens / took_s
 
     async def pool(self, name: str, last: float) -> Pool:
         """Watch one engine's pool until it is back at its baseline, or beyond what its connector may hold."""
@@ -403,16 +403,16 @@ async def _nothing() -> dict[str, Any]:
     return {}
 
 
-def _told(trip: Trip, outcome: Outcome, started: float) -> dict[str, Any]:
+def _told(trial: Trial, outcome: Outcome, started: float) -> dict[str, Any]:
     """A request in the report: times in seconds from the case's start."""
-    told: dict[str, Any] = {"outcome": str(outcome), "tokens": trip.question.prompt_tokens}
+    told: dict[str, Any] = {"outcome": str(outcome), "tokens": trial.question.prompt_tokens}
     if outcome is Outcome.RIGHT:
         return told
-    told["marks"] = {name: round(at - started, 3) for name, at in trip.marks.items()}
-    if trip.failure:
-        told["failure"] = trip.failure[:160]
+    told["timestamps"] = {name: round(at - started, 3) for name, at in trial.timestamps.items()}
+    if trial.failure:
+        told["failure"] = trial.failure[:160]
     if outcome is Outcome.WRONG:
-        told |= {"text": trip.text, "expected": trip.question.expected}
+        told |= {"text": trial.text, "expected": trial.question.expected}
     return told
 
 

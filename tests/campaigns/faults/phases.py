@@ -5,38 +5,38 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tests.campaigns.faults.trips import Trip
+from tests.campaigns.faults.trials import Trial
 
 
-def seen(trip: Trip, at: float, events: Iterable[Mapping[str, Any]] = ()) -> str:
-    """The phase of ``trip`` at the time ``at``; ``events`` are those of a trace, of any requests.
+def seen(trial: Trial, at: float, events: Iterable[Mapping[str, Any]] = ()) -> str:
+    """The phase of ``trial`` at the time ``at``; ``events`` are those of a trace, of any requests.
 
     Without a trace ``prefill`` and ``waiting for KV`` are all that can be told of what happens inside.
     """
-    marks = {name for name, when in trip.marks.items() if when <= at}
-    if "ended" in marks:
+    timestamps = {name for name, when in trial.timestamps.items() if when <= at}
+    if "ended" in timestamps:
         return "after the end"
-    if "first_token" in marks:
+    if "first_token" in timestamps:
         return "decoding"
     events = list(events)
     traced = bool(events)
-    mine = [event for event in events if event["t"] <= at and _concerns(trip, event)]
+    mine = [event for event in events if event["t"] <= at and _concerns(trial, event)]
     names = {event["event"] for event in mine}
     if "received" in names:
         return "waiting to run"
     chunks = [event["tokens"] for event in mine if event["event"] == "chunk"]
-    computed = bool(chunks) and max(chunks) >= trip.question.prompt_tokens - 1
+    computed = bool(chunks) and max(chunks) >= trial.question.prompt_tokens - 1
     if computed and "offer" in names:
         return "transfer"
-    if "decode_sent" in marks and "prefill_answered" in marks:
+    if "decode_sent" in timestamps and "prefill_answered" in timestamps:
         return "offering" if mine else "waiting for KV"
-    if "prefill_answered" in marks:
+    if "prefill_answered" in timestamps:
         return "between legs"
     if chunks:
         return "between chunks"
     return "queued" if mine or traced else "prefill"
 
 
-def _concerns(trip: Trip, event: Mapping[str, Any]) -> bool:
-    transfer = (trip.params or {}).get("transfer_id", trip.trip_id)
-    return event.get("transfer") in (transfer, trip.trip_id) or trip.trip_id in str(event.get("request", ""))
+def _concerns(trial: Trial, event: Mapping[str, Any]) -> bool:
+    transfer = (trial.params or {}).get("transfer_id", trial.trial_id)
+    return event.get("transfer") in (transfer, trial.trial_id) or trial.trial_id in str(event.get("request", ""))

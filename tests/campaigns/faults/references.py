@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from testing.ports import free_port
-from tests.campaigns.faults.trips import Question, Router, Trip
+from tests.campaigns.faults.trials import Question, Router, Trial
 
 Params = dict[str, Any]
 
@@ -84,33 +84,33 @@ async def send(
     lease_s: float,
     restart_prefill: Callable[[], Awaitable[None]],
     foreign_port: int,
-    start: Callable[[Trip, Awaitable[None]], asyncio.Task[None]],
+    start: Callable[[Trial, Awaitable[None]], asyncio.Task[None]],
 ) -> None:
-    """Play one variant with two questions (of equal length) or more; ``start`` runs and keeps every trip."""
+    """Play one variant with two questions (of equal length) or more; ``start`` runs and keeps every trial."""
     ours, others, *more = questions
 
-    def go(question: Question, between: Callable[[Trip], Awaitable[Params | None]] | None = None) -> Trip:
-        trip = Trip(question)
-        trips.append(start(trip, router.in_turn(trip, between)))
-        return trip
+    def go(question: Question, between: Callable[[Trial], Awaitable[Params | None]] | None = None) -> Trial:
+        trial = Trial(question)
+        trials.append(start(trial, router.in_turn(trial, between)))
+        return trial
 
-    def direct(question: Question, reference: Trip) -> None:
+    def direct(question: Question, reference: Trial) -> None:
         """To decode alone, with what prefill has answered to another."""
-        trip = Trip(question, request_id=reference.request_id)
-        trips.append(start(trip, _decode_only(router, trip, reference.params)))
+        trial = Trial(question, request_id=reference.request_id)
+        trials.append(start(trial, _decode_only(router, trial, reference.params)))
 
-    async def fetched(question: Question) -> Trip:
+    async def fetched(question: Question) -> Trial:
         """One whose prefill has answered, and that nobody has fetched yet."""
-        trip = Trip(question)
+        trial = Trial(question)
 
-        async def keep(_: Trip) -> None:
+        async def keep(_: Trial) -> None:
             return None
 
-        await start(trip, router.in_turn(trip, keep))
-        trip.cancelled = True
-        return trip
+        await start(trial, router.in_turn(trial, keep))
+        trial.cancelled = True
+        return trial
 
-    trips: list[asyncio.Task[None]] = []
+    trials: list[asyncio.Task[None]] = []
     match variant:
         case "twice at once":
             unused = await fetched(ours)
@@ -118,13 +118,13 @@ async def send(
             direct(ours, unused)
         case "twice in turn":
             first = go(ours)
-            await asyncio.gather(*trips)
+            await asyncio.gather(*trials)
             direct(ours, first)
         case "with another prompt":
             direct(others, await fetched(ours))
         case "with another prompt, after its own":
             first = go(ours)
-            await asyncio.gather(*trips)
+            await asyncio.gather(*trials)
             direct(others, first)
         case "exchanged between two requests":
             first, second = await fetched(ours), await fetched(others)
@@ -132,7 +132,7 @@ async def send(
             direct(others, first)
         case "of an engine that has been restarted" | "of an engine that has been restarted, with another prompt":
             used, unused = go(ours), await fetched(ours)
-            await asyncio.gather(*trips)
+            await asyncio.gather(*trials)
             await restart_prefill()
             for question in more:
                 go(question)
@@ -145,13 +145,13 @@ async def send(
             # Whoever gets the freed blocks writes over them.
             for question in (*more, *more):
                 go(question)
-            await asyncio.gather(*trips)
+            await asyncio.gather(*trials)
             direct(others if "another" in variant else ours, unused)
         case _:
 
-            async def between(trip: Trip) -> Params:
-                assert trip.params is not None
-                return altered(variant, trip.params, rng, foreign_port)
+            async def between(trial: Trial) -> Params:
+                assert trial.params is not None
+                return altered(variant, trial.params, rng, foreign_port)
 
             trial = await fetched(ours)
             if trial.params is not None:
@@ -161,15 +161,15 @@ async def send(
                 go(question, between)
             for question in more:
                 go(question)
-    await asyncio.gather(*trips)
+    await asyncio.gather(*trials)
 
 
-async def _decode_only(router: Router, trip: Trip, params: Params | None) -> None:
-    trip.mark("started")
+async def _decode_only(router: Router, trial: Trial, params: Params | None) -> None:
+    trial.stamp("started")
     try:
         if params is None:
-            trip.failure = "prefill has not answered"
+            trial.failure = "prefill has not answered"
         else:
-            await router.decode(trip, params)
+            await router.decode(trial, params)
     finally:
-        trip.mark("ended")
+        trial.stamp("ended")

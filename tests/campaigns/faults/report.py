@@ -14,7 +14,7 @@ from typing import Any
 from testing.servers import POOL_BLOCKS
 from tests.campaigns.faults.judge import AT_ONCE_S
 from tests.campaigns.faults.presets import PRESETS
-from tests.campaigns.faults.trips import ANSWER_TOKENS
+from tests.campaigns.faults.trials import ANSWER_TOKENS
 
 OUTCOMES = ("right", "refused", "cancelled", "wrong", "hang")
 HEAD = """# {title} under faults

@@ -87,7 +87,7 @@ class Listener(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
         self._report.warnings[message.partition(":")[2][:40]] += 1
-        if record.levelno >= logging.ERROR or "cannot handle a frame" in message or "cannot be answered" in message:
+        if record.levelno >= logging.ERROR or "cannot handle a frame" in message or "cannot answer" in message:
             self._report.errors.append(message if record.exc_info is None else f"{message}: {record.exc_info[1]!r}")
 
 

@@ -94,7 +94,7 @@ class Rank:
         self.agent_metadata = AgentMetadata(incarnation, identity, layout, agent.kind, agent.metadata(), own_process())
         self.runtime = WorkerRuntime(CONFIG, self.agent_metadata, agent, StepFence(torch.device("cpu")))
 
-    def step(self, **orders: list[Any]) -> None:
+    def step(self, **orders: Any) -> None:
         self.runtime.before_forward(Orders(**orders))
         self.runtime.after_forward(Orders(**orders))
 

@@ -190,7 +190,7 @@ class ExplorableProducer(Producer):
             tuple(sorted(peer.rank for peer in self._consumers)),
         )
 
-    def acquaintances(self) -> frozenset[int]:
+    def known_peers(self) -> frozenset[int]:
         """Consumer ranks whose messages reach the machine: the runtime drops those of anybody else."""
         return frozenset(peer.rank for peer in self._consumers)
 

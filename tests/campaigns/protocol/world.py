@@ -249,7 +249,7 @@ class World(States):
     def arrives_and_stays(self, d: Draft, letter: Letter) -> None:
         to_consumer, at, by, number = letter
         if not to_consumer:
-            if by in self.producers.derive(d.a[at].machine, ExplorableProducer.acquaintances):
+            if by in self.producers.derive(d.a[at].machine, ExplorableProducer.known_peers):
                 self.producer(d, at, "message", (by, number))
             return
         if isinstance(self.letters.messages[number], Fin | Aborted | Cancelled):

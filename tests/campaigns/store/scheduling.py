@@ -130,7 +130,7 @@ class Engine:
         for worker, rank in zip(self.workers, self.ranks, strict=True):
             worker.register(with_field(rank.layout, 2, block_tokens=MAX_MODEL_LEN) if states else rank.layout)
         connector.set_xfer_handshake_metadata_pp_aware(
-            {(0, number): worker.card(MODEL) for number, worker in enumerate(self.workers)}
+            {(0, number): worker.rank_cache(MODEL) for number, worker in enumerate(self.workers)}
         )
         self.depth = config.max_concurrent_batches
         # A step, and the block tables that it was scheduled with.

@@ -193,7 +193,7 @@ class World:
         ids: list[int] = []
         while len(ids) < tokens:
             ids += [rng.randrange(3)] * CHUNK
-        chain = PrefixChain(SPACES[space], self.plan.steps)
+        chain = PrefixChain(SPACES[space], self.plan.spans)
         chain.extend(ids[:tokens])
         refs = {
             ref for end in range(CHUNK, tokens + 1, CHUNK) for ref in completed_objects(self.plan, end - CHUNK, end)

@@ -33,8 +33,10 @@ class Question:
 
 
 @dataclass
-class Trip:
-    """``marks`` are times (``time.monotonic()``) of what the client has seen; the first two legs' ends may be missing.
+class Trial:
+    """One request and what its client saw.
+
+    ``timestamps`` are ``time.monotonic()`` of the events that the client saw; the ends of the two legs may be missing.
 
     ``failure`` says why there is no whole answer: what a server answered, or that a connection broke. ``gave_up`` is
     the leg whose time was up; ``cancelled`` means that the driver has closed the connection on purpose. ``request_id``
@@ -43,9 +45,9 @@ class Trip:
     """
 
     question: Question
-    trip_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    trial_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     request_id: str = ""
-    marks: dict[str, float] = field(default_factory=dict)
+    timestamps: dict[str, float] = field(default_factory=dict)
     params: dict[str, Any] | None = None
     text: str = ""
     finish: str | None = None
@@ -55,17 +57,17 @@ class Trip:
     cancelled: bool = False
 
     def __post_init__(self) -> None:
-        self.request_id = self.request_id or self.trip_id
+        self.request_id = self.request_id or self.trial_id
 
-    def mark(self, name: str) -> None:
-        self.marks.setdefault(name, time.monotonic())
+    def stamp(self, name: str) -> None:
+        self.timestamps.setdefault(name, time.monotonic())
 
     @property
     def ended(self) -> bool:
-        return "ended" in self.marks
+        return "ended" in self.timestamps
 
 
-Meanwhile = Callable[[Trip], Any]
+Meanwhile = Callable[[Trial], Any]
 
 
 @dataclass
@@ -92,41 +94,41 @@ class Router:
             for timer in self._timers:
                 timer.reschedule(asyncio.get_running_loop().time() + self.bound_s)
 
-    async def in_turn(self, trip: Trip, between: Meanwhile | None = None) -> None:
+    async def in_turn(self, trial: Trial, between: Meanwhile | None = None) -> None:
         """Prefill, then decode with what prefill has answered, unless ``between`` changes it or says None."""
-        async with _record(trip):
-            if not await self.prefill(trip):
+        async with _record(trial):
+            if not await self.prefill(trial):
                 return
-            params = trip.params
+            params = trial.params
             if between is not None:
-                params = await between(trip)
+                params = await between(trial)
             if params is not None:
-                await self.decode(trip, params)
+                await self.decode(trial, params)
 
-    async def at_once(self, trip: Trip, address: Mapping[str, Any]) -> None:
+    async def at_once(self, trial: Trial, address: Mapping[str, Any]) -> None:
         """Both legs at the same time, for connectors that understand it."""
-        async with _record(trip):
-            leg = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": trip.trip_id}
-            first = asyncio.ensure_future(self.prefill(trip, leg, sole=False))
+        async with _record(trial):
+            leg = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": trial.trial_id}
+            first = asyncio.ensure_future(self.prefill(trial, leg, sole=False))
             try:
-                await self.decode(trip, dict(address) | {"transfer_id": trip.trip_id})
+                await self.decode(trial, dict(address) | {"transfer_id": trial.trial_id})
             finally:
                 first.cancel()
                 await asyncio.wait([first])
 
-    async def prefill(self, trip: Trip, leg: Mapping[str, Any] = PRODUCE, sole: bool = True) -> bool:
+    async def prefill(self, trial: Trial, leg: Mapping[str, Any] = PRODUCE, sole: bool = True) -> bool:
         """The prefill leg. If it is the ``sole`` one under way, its failure is the request's."""
-        body = _body(trip) | {"max_tokens": 1, "stream": False, "kv_transfer_params": dict(leg)}
-        trip.mark("prefill_sent")
+        body = _body(trial) | {"max_tokens": 1, "stream": False, "kv_transfer_params": dict(leg)}
+        trial.stamp("prefill_sent")
         failure = None
         try:
             async with asyncio.timeout(ROUTER_PREFILL_S):
                 answer = await self.client.post(
-                    f"{self.prefill_url}/v1/completions", json=body, headers={"X-Request-Id": trip.request_id}
+                    f"{self.prefill_url}/v1/completions", json=body, headers={"X-Request-Id": trial.request_id}
                 )
             if answer.status_code == 200:
-                trip.params = answer.json().get("kv_transfer_params")
-                if trip.params is None:
+                trial.params = answer.json().get("kv_transfer_params")
+                if trial.params is None:
                     failure = "prefill: an answer without kv_transfer_params"
             else:
                 failure = f"prefill: {answer.status_code} {answer.text[:200]}"
@@ -134,71 +136,71 @@ class Router:
             failure = f"prefill: given up by the router after {ROUTER_PREFILL_S:g} s"
         except (httpx.HTTPError, ValueError) as error:
             failure = f"prefill: {type(error).__name__} {error}"
-        trip.mark("prefill_answered")
+        trial.stamp("prefill_answered")
         if failure and sole:
-            trip.failure = failure
+            trial.failure = failure
         return failure is None
 
-    async def decode(self, trip: Trip, params: Mapping[str, Any] | None) -> None:
+    async def decode(self, trial: Trial, params: Mapping[str, Any] | None) -> None:
         """The decode leg, streamed; without ``params`` this engine computes all of it."""
-        body = _body(trip) | {"stream": True}
+        body = _body(trial) | {"stream": True}
         if params is not None:
             body["kv_transfer_params"] = dict(params)
-        trip.mark("decode_sent")
+        trial.stamp("decode_sent")
         try:
             async with asyncio.timeout(None if self._paused else self.bound_s) as timer:
                 self._timers.add(timer)
                 try:
-                    await self._stream(trip, body)
+                    await self._stream(trial, body)
                 finally:
                     self._timers.discard(timer)
         except TimeoutError:
-            trip.gave_up = "decode"
+            trial.gave_up = "decode"
         except httpx.HTTPError as error:
-            trip.failure = f"decode: {type(error).__name__} {error}"
+            trial.failure = f"decode: {type(error).__name__} {error}"
 
-    async def _stream(self, trip: Trip, body: Mapping[str, Any]) -> None:
-        headers = {"X-Request-Id": trip.request_id}
+    async def _stream(self, trial: Trial, body: Mapping[str, Any]) -> None:
+        headers = {"X-Request-Id": trial.request_id}
         url = f"{self.decode_url}/v1/completions"
         async with self.client.stream("POST", url, json=body, headers=headers) as answer:
             if answer.status_code != 200:
-                trip.failure = f"decode: {answer.status_code} {(await answer.aread())[:200].decode(errors='replace')}"
+                trial.failure = f"decode: {answer.status_code} {(await answer.aread())[:200].decode(errors='replace')}"
                 return
             async for line in answer.aiter_lines():
                 if not line.startswith("data: "):
                     continue
                 if line == "data: [DONE]":
-                    trip.complete = trip.failure is None
+                    trial.complete = trial.failure is None
                     return
                 event = json.loads(line.removeprefix("data: "))
                 if "error" in event:
-                    trip.failure = f"decode: error event {json.dumps(event['error'])[:200]}"
+                    trial.failure = f"decode: error event {json.dumps(event['error'])[:200]}"
                 for choice in event.get("choices", ()):
-                    trip.text += choice["text"]
-                    trip.finish = choice["finish_reason"] or trip.finish
+                    trial.text += choice["text"]
+                    trial.finish = choice["finish_reason"] or trial.finish
                     if choice["text"]:
-                        trip.mark("first_token")
-            trip.failure = trip.failure or "decode: the stream ends without [DONE]"
+                        trial.stamp("first_token")
+            trial.failure = trial.failure or "decode: the stream ends without [DONE]"
 
 
 class _record:
-    """Marks the trip's end; a cancellation is the driver's, and goes on."""
+    """Marks the trial's end; a cancellation is the driver's, and goes on."""
 
-    def __init__(self, trip: Trip) -> None:
-        self._trip = trip
+    def __init__(self, trial: Trial) -> None:
+        self._trial = trial
 
     async def __aenter__(self) -> None:
-        self._trip.mark("started")
+        self._trial.stamp("started")
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._trip.mark("ended")
-        self._trip.cancelled = kind is asyncio.CancelledError
+        self._trial.stamp("ended")
+        self._trial.cancelled = kind is asyncio.CancelledError
 
 
-def _body(trip: Trip) -> dict[str, Any]:
+def _body(trial: Trial) -> dict[str, Any]:
     return {
         "model": MODEL,
-        "prompt": trip.question.prompt,
+        "prompt": trial.question.prompt,
         "max_tokens": ANSWER_TOKENS,
         "temperature": 0,
         "ignore_eos": True,

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.campaigns.faults.judge import Outcome, judge
-from tests.campaigns.faults.trips import Question, Router, Trip
+from tests.campaigns.faults.trials import Question, Router, Trial
 
 QUESTION = Question("mira=427\nmira?", 9, "427", "427;")
 BOUND_S = 0.3
@@ -79,56 +79,56 @@ ERROR = 'data: {"error": {"message": "the KV did not come"}}\n\n'
 )
 async def test_a_decode_server_s_behaviour_is_told(status: int, said: list[object], outcome: Outcome) -> None:
     """In the same words for every connector."""
-    trip = Trip(QUESTION)
+    trial = Trial(QUESTION)
     prefill_server, decode_server = server(200, json.dumps(PARAMS)), server(status, *said)
     async with prefill_server as prefill, decode_server as decode, httpx.AsyncClient(timeout=None) as client:
-        await Router(client, prefill, decode, BOUND_S).in_turn(trip)
-    assert judge(trip) is outcome
-    assert trip.params == PARAMS["kv_transfer_params"]
+        await Router(client, prefill, decode, BOUND_S).in_turn(trial)
+    assert judge(trial) is outcome
+    assert trial.params == PARAMS["kv_transfer_params"]
 
 
 @pytest.mark.parametrize("said", [(503, "busy"), (200, BREAK), (200, "{}")])
 async def test_a_failed_prefill_leg_is_a_refusal_and_decode_is_not_asked(said: tuple[int, object]) -> None:
     """As a plain sequential proxy does it."""
-    trip = Trip(QUESTION)
+    trial = Trial(QUESTION)
     async with server(*said) as prefill, httpx.AsyncClient(timeout=None) as client:
-        await Router(client, prefill, "http://127.0.0.1:9", BOUND_S).in_turn(trip)
-    assert judge(trip) is Outcome.REFUSED
-    assert "decode_sent" not in trip.marks
+        await Router(client, prefill, "http://127.0.0.1:9", BOUND_S).in_turn(trial)
+    assert judge(trial) is Outcome.REFUSED
+    assert "decode_sent" not in trial.timestamps
 
 
 async def test_both_legs_carry_one_request_id() -> None:
     """As vLLM's own proxies send them: NixlPushConnector matches its two ends by nothing else."""
-    trip = Trip(QUESTION)
+    trial = Trial(QUESTION)
     heads: list[bytes] = []
     whole = [event("427"), event(";", "length"), DONE]
     prefill_server, decode_server = server(200, json.dumps(PARAMS), heads=heads), server(200, *whole, heads=heads)
     async with prefill_server as prefill, decode_server as decode, httpx.AsyncClient(timeout=None) as client:
-        await Router(client, prefill, decode, BOUND_S).in_turn(trip)
+        await Router(client, prefill, decode, BOUND_S).in_turn(trial)
     assert len(heads) == 2
-    assert all(f"x-request-id: {trip.request_id}\r\n".encode() in head.lower() for head in heads)
+    assert all(f"x-request-id: {trial.request_id}\r\n".encode() in head.lower() for head in heads)
 
 
 async def test_time_stands_still_while_the_decode_server_is_stopped() -> None:
     """And the bound begins anew when it runs again."""
-    trip = Trip(QUESTION)
+    trial = Trial(QUESTION)
     async with server(200, FOREVER) as decode, httpx.AsyncClient(timeout=None) as client:
         router = Router(client, decode, decode, BOUND_S)
         router.pause()
-        leg = asyncio.ensure_future(router.decode(trip, {}))
+        leg = asyncio.ensure_future(router.decode(trial, {}))
         done, _ = await asyncio.wait([leg], timeout=2 * BOUND_S)
         assert not done
         router.resume()
         await asyncio.wait_for(leg, 20 * BOUND_S)
-    assert trip.gave_up == "decode"
+    assert trial.gave_up == "decode"
 
 
-async def test_a_cancelled_trip_is_the_driver_s_own_doing() -> None:
+async def test_a_cancelled_trial_is_the_driver_s_own_doing() -> None:
     """Not the server's hang."""
-    trip = Trip(QUESTION)
+    trial = Trial(QUESTION)
     async with server(200, FOREVER) as silent, httpx.AsyncClient(timeout=None) as client:
-        task = asyncio.ensure_future(Router(client, silent, silent, 60).at_once(trip, {}))
+        task = asyncio.ensure_future(Router(client, silent, silent, 60).at_once(trial, {}))
         await asyncio.wait([task], timeout=0.05)
         task.cancel()
         await asyncio.wait([task])
-    assert judge(trip) is Outcome.CANCELLED
+    assert judge(trial) is Outcome.CANCELLED

@@ -1,0 +1,318 @@
+"""Protocol of the connection between a router and an engine, without I/O.
+
+One connection carries many streams. The router opens a stream with a call or a question; the engine
+sends items and an end. Each stream has credit: at most `WINDOW_BYTES` of it are sent and not yet
+consumed, so a paused stream stops its own generator and no other.
+
+Versions: the router offers its newest version, the engine chooses the newest that both speak. Each
+side speaks its newest version and the one before.
+"""
+
+import hmac
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+
+from actors.request import Item, StreamChunk
+from actors.rpc.messages import (
+    Ask,
+    Cancel,
+    Credit,
+    End,
+    FrameReader,
+    Hello,
+    Message,
+    Open,
+    Refused,
+    Reply,
+    RpcFailure,
+    RpcProtocolError,
+    RpcRequest,
+    StreamItem,
+    Welcome,
+    encode,
+)
+
+NEWEST_VERSION = 1
+OLDEST_VERSION = 1
+
+WINDOW_BYTES = 2**18
+"""Credit of a new stream: bytes that the engine may send before the router consumes any."""
+
+PIECE_BYTES = 2**16
+"""Size of the pieces in which larger bodies are sent."""
+
+ITEM_BYTES = 64
+"""Credit that an item takes in addition to its body."""
+
+GRANT_BYTES = WINDOW_BYTES // 4
+"""Consumed bytes from which the router grants them again: a short stream needs no Credit at all."""
+
+HELLO_BYTES = 1024
+"""Size limit of a frame before authentication. Later ones have none: routers limit their bodies."""
+
+
+class StreamState(StrEnum):
+    """State of one stream; both sides use the same states."""
+
+    NEW = "new"
+    OPEN = "open"
+    """A call runs."""
+    ASKED = "asked"
+    """A method of the engine runs."""
+    CANCELLED = "cancelled"
+    ENDED = "ended"
+
+
+Table = Mapping[tuple[StreamState, type[Message]], tuple[StreamState, bool]]
+"""State and message to the next state, and whether the receiver's owner gets the message. Any other
+pair is a protocol error."""
+
+ENGINE_TABLE: Table = {
+    (StreamState.NEW, Open): (StreamState.OPEN, True),
+    (StreamState.NEW, Ask): (StreamState.ASKED, True),
+    (StreamState.OPEN, Credit): (StreamState.OPEN, True),
+    (StreamState.OPEN, Cancel): (StreamState.CANCELLED, True),
+    (StreamState.ASKED, Cancel): (StreamState.CANCELLED, True),
+    (StreamState.ENDED, Credit): (StreamState.ENDED, False),  # crossed the End
+    (StreamState.ENDED, Cancel): (StreamState.ENDED, False),
+}
+
+ROUTER_TABLE: Table = {
+    (StreamState.OPEN, StreamItem): (StreamState.OPEN, True),
+    (StreamState.OPEN, End): (StreamState.ENDED, True),
+    (StreamState.ASKED, Reply): (StreamState.ENDED, True),
+    (StreamState.ASKED, End): (StreamState.ENDED, True),
+    (StreamState.CANCELLED, StreamItem): (StreamState.CANCELLED, False),  # crossed the Cancel
+    (StreamState.CANCELLED, Reply): (StreamState.ENDED, False),
+    (StreamState.CANCELLED, End): (StreamState.ENDED, False),
+}
+
+
+def common_version(offered: int, newest: int = NEWEST_VERSION, oldest: int = OLDEST_VERSION) -> int | None:
+    """Return the version of a connection whose router offers `offered`, or None.
+
+    >>> common_version(3, newest=2, oldest=1), common_version(1, newest=2, oldest=1), common_version(0, 2, 1)
+    (2, 1, None)
+    """
+    return min(offered, newest) if offered >= oldest else None
+
+
+def item_bytes(item: Item) -> int:
+    """Return the credit that `item` takes."""
+    if isinstance(item, StreamChunk):
+        return ITEM_BYTES + len(item.body)
+    return ITEM_BYTES + len(item) if isinstance(item, bytes) else ITEM_BYTES
+
+
+def pieces(item: Item) -> Iterator[Item]:
+    """Yield `item` in parts of at most PIECE_BYTES; the first has the tokens and timings.
+
+    Tokens must not arrive after their bytes: an engine that continues the stream would draw them
+    again.
+    """
+    body = item.body if isinstance(item, StreamChunk) else item if isinstance(item, bytes) else b""
+    if len(body) <= PIECE_BYTES:
+        yield item
+        return
+    first = body[:PIECE_BYTES]
+    yield StreamChunk(first, item.groups, item.timings) if isinstance(item, StreamChunk) else first
+    for at in range(PIECE_BYTES, len(body), PIECE_BYTES):
+        yield body[at : at + PIECE_BYTES]
+
+
+class _Endpoint:
+    """What both sides share: frames, the states of streams, and the messages to be sent."""
+
+    def __init__(self, table: Table, most_bytes: int | None) -> None:
+        self.version: int | None = None
+        """Version of the connection; None until both sides have agreed."""
+        self._table = table
+        self._frames = FrameReader(most_bytes)
+        self._states: dict[int, StreamState] = {}
+        self._last = 0
+        self._outgoing: list[Message] = []
+
+    @property
+    def streams(self) -> int:
+        """Number of streams that have not ended."""
+        return len(self._states)
+
+    def take(self) -> bytes:
+        """Return the frame to be sent now, or nothing."""
+        if not self._outgoing:
+            return b""
+        messages, self._outgoing = self._outgoing, []
+        return encode(messages)
+
+    def _advance(self, message: Message, stream: int) -> bool:
+        """Move a stream to its next state; return whether the owner gets `message`."""
+        state = self._states.get(stream)
+        if state is None:
+            state = StreamState.ENDED if 0 < stream <= self._last else StreamState.NEW
+        try:
+            following, wanted = self._table[state, type(message)]
+        except KeyError:
+            raise RpcProtocolError(f"unexpected {type(message).__name__} for a stream that is {state.value}") from None
+        if following is not state:
+            if state is StreamState.NEW:
+                self._last = stream
+            self._move(stream, following)
+        return wanted
+
+    def _move(self, stream: int, state: StreamState) -> None:
+        if state is StreamState.ENDED:
+            self._states.pop(stream, None)
+        else:
+            self._states[stream] = state
+
+
+class EngineProtocol(_Endpoint):
+    """The engine's side of one connection."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(ENGINE_TABLE, HELLO_BYTES)
+        self._key = key.encode()
+        self._credit: dict[int, int] = {}
+
+    def receive(self, data: bytes) -> Iterator[Open | Ask | Cancel | Credit]:
+        """Yield the router's messages about streams. Raises RpcProtocolError; then `refuse` and
+        close."""
+        for message in self._frames.feed(data):
+            if isinstance(message, Hello) and self.version is None:
+                self._greet(message)
+            elif self.version is None:
+                raise RpcProtocolError(f"{type(message).__name__} before authentication")
+            elif isinstance(message, Open | Ask | Cancel | Credit):
+                if self._advance(message, message.stream):
+                    if isinstance(message, Open):
+                        self._credit[message.stream] = WINDOW_BYTES
+                    elif isinstance(message, Credit):
+                        self._grant(message)
+                    yield message
+            else:
+                raise RpcProtocolError(f"unexpected {type(message).__name__}")
+
+    def send(self, stream: int, item: Item, size: int) -> bool:
+        """Queue an item of `item_bytes` `size`, one of its `pieces`; return False when the stream has
+        no credit for it."""
+        credit = self._credit[stream] - size
+        if credit < 0:
+            return False
+        self._credit[stream] = credit
+        self._outgoing.append(StreamItem(stream, item))
+        return True
+
+    def reply(self, stream: int, value: object) -> None:
+        """Queue the result of a method, which ends the stream."""
+        self._outgoing.append(Reply(stream, value))
+        self._move(stream, StreamState.ENDED)
+
+    def end(self, stream: int, failure: RpcFailure | None = None) -> None:
+        """Queue the end of a stream."""
+        self._outgoing.append(End(stream, failure))
+        self._credit.pop(stream, None)
+        self._move(stream, StreamState.ENDED)
+
+    def refuse(self, reason: str) -> None:
+        """Queue the reason why the connection is closed."""
+        self._outgoing.append(Refused(reason))
+
+    def _greet(self, hello: Hello) -> None:
+        if not hmac.compare_digest(hello.key.encode(), self._key):
+            raise RpcProtocolError("wrong key")
+        self.version = common_version(hello.version)
+        if self.version is None:
+            raise RpcProtocolError(
+                f"the router's protocol version {hello.version} is not supported: this engine supports"
+                f" {OLDEST_VERSION} to {NEWEST_VERSION}; update the router"
+            )
+        self._frames.most_bytes = None
+        self._outgoing.append(Welcome(self.version))
+
+    def _grant(self, credit: Credit) -> None:
+        if not 0 < credit.size <= WINDOW_BYTES:
+            raise RpcProtocolError(f"credit of {credit.size} bytes")
+        self._credit[credit.stream] = min(self._credit.get(credit.stream, 0) + credit.size, WINDOW_BYTES)
+
+
+class RouterProtocol(_Endpoint):
+    """The router's side of one connection. Streams opened before the engine's Welcome are sent after
+    it."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(ROUTER_TABLE, None)
+        self._hello: Hello | None = Hello(NEWEST_VERSION, key)
+        self._unread: dict[int, int] = {}
+        """Bytes of each stream that were received and are not yet granted again."""
+
+    def open(self, request: RpcRequest) -> int:
+        """Queue a call; return its stream."""
+        stream = self._begin(StreamState.OPEN)
+        self._unread[stream] = 0
+        self._outgoing.append(Open(stream, request))
+        return stream
+
+    def ask(self, method: str, arguments: tuple[object, ...]) -> int:
+        """Queue a call of one of the engine's methods; return its stream."""
+        stream = self._begin(StreamState.ASKED)
+        self._outgoing.append(Ask(stream, method, arguments))
+        return stream
+
+    def cancel(self, stream: int) -> None:
+        """Discard the rest of a stream. A call that was not sent yet is not sent."""
+        if self._states.get(stream) not in (StreamState.OPEN, StreamState.ASKED):
+            return
+        self._forget(stream)
+        unsent = [one for one in self._outgoing if isinstance(one, Open | Ask) and one.stream == stream]
+        if unsent:
+            self._outgoing.remove(unsent[0])
+            self._move(stream, StreamState.ENDED)
+        else:
+            self._move(stream, StreamState.CANCELLED)
+            self._outgoing.append(Cancel(stream))
+
+    def grant(self, stream: int, size: int) -> None:
+        """Queue Credit for `size` consumed bytes, unless the stream has ended. Grant them from
+        GRANT_BYTES on."""
+        if stream in self._unread:
+            self._unread[stream] -= size
+            self._outgoing.append(Credit(stream, size))
+
+    def receive(self, data: bytes) -> Iterator[StreamItem | Reply | End]:
+        """Yield the engine's messages about streams. Raises RpcProtocolError; then close."""
+        for message in self._frames.feed(data):
+            if isinstance(message, StreamItem | Reply | End) and self.version is not None:
+                if self._advance(message, message.stream):
+                    if isinstance(message, StreamItem):
+                        self._charge(message)
+                    else:
+                        self._forget(message.stream)
+                    yield message
+            elif isinstance(message, Welcome) and self.version is None:
+                if common_version(message.version) != message.version:
+                    raise RpcProtocolError(f"the engine chose protocol version {message.version}; update the router")
+                self.version = message.version
+            elif isinstance(message, Refused):
+                raise RpcProtocolError(f"the engine closed the connection: {message.reason}")
+            else:
+                raise RpcProtocolError(f"unexpected {type(message).__name__}")
+
+    def take(self) -> bytes:
+        """Return the frame to be sent now: only the Hello before the engine's Welcome."""
+        if self._hello is not None:
+            hello, self._hello = self._hello, None
+            return encode([hello])
+        return super().take() if self.version is not None else b""
+
+    def _begin(self, state: StreamState) -> int:
+        self._last += 1
+        self._move(self._last, state)
+        return self._last
+
+    def _charge(self, message: StreamItem) -> None:
+        unread = self._unread[message.stream] = self._unread[message.stream] + item_bytes(message.item)
+        if unread > WINDOW_BYTES:
+            raise RpcProtocolError(f"a stream exceeds its credit by {unread - WINDOW_BYTES} bytes")
+
+    def _forget(self, stream: int) -> None:
+        self._unread.pop(stream, None)

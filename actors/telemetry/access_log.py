@@ -1,0 +1,134 @@
+"""Access log of a router: one JSON line per request, without prompts, answers or keys."""
+
+import json
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from actors.telemetry.recent_requests import MAX_ID_CHARACTERS
+
+UNLOGGED_PATHS = frozenset({"/", "/health", "/metrics", "/tandem/status", "/tandem/service"})
+"""Paths of probes, scrapers and the status page."""
+
+MAX_PATH_CHARACTERS = 200
+
+FILE_BYTES = 64 << 20
+OLD_FILES = 3
+"""A router keeps this many full files beside the one that it writes."""
+
+ENTRY = "tandem.access"
+"""Key of a request's `AccessEntry` in its ASGI scope."""
+
+_USAGE = (b'"usage":{', b'"usage": {')
+_TOKENS = {
+    "prompt_tokens": re.compile(rb'"(?:prompt|input)_tokens": ?(\d+)'),
+    "completion_tokens": re.compile(rb'"(?:completion|output)_tokens": ?(\d+)'),
+    "cached_tokens": re.compile(rb'"cached_tokens": ?(\d+)'),
+}
+_USAGE_BYTES = 400
+"""Length of a usage object with its details."""
+
+
+@dataclass
+class AccessEntry:
+    """One request. The HTTP layer sets `key`, `request_id` and `answered`."""
+
+    request_id: str | None
+    key: str | None = None
+    """First digits of the digest of the API key."""
+    answer: dict[str, Any] = field(default_factory=dict)
+    status: int | None = None
+    first_byte_at: float | None = None
+    sent_bytes: int = 0
+    complete: bool = False
+    usage: dict[str, int] = field(default_factory=dict)
+
+    def answered(self, **fields: Any) -> None:
+        """Add fields of an answer, for example `route`."""
+        self.answer |= fields
+
+    def sent(self, message: Message) -> None:
+        """Account a message of the answer."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            return
+        body: bytes = message.get("body", b"")
+        if body and self.first_byte_at is None:
+            self.first_byte_at = time.monotonic()
+        self.sent_bytes += len(body)
+        self.complete = not message.get("more_body", False)
+        # Within a string of the answer the quotes would be escaped.
+        if (at := max(map(body.rfind, _USAGE))) >= 0:
+            usage = body[at : at + _USAGE_BYTES]
+            self.usage = {name: int(match[1]) for name, one in _TOKENS.items() if (match := one.search(usage))}
+
+
+class AccessLog:
+    """ASGI middleware that writes a line when a request has ended, however it ends."""
+
+    def __init__(self, app: ASGIApp, write: Callable[[str], None]) -> None:
+        self._app = app
+        self._write = write
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        if scope["type"] != "http" or path in UNLOGGED_PATHS:
+            await self._app(scope, receive, send)
+            return
+        began_at = time.monotonic()
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), None)
+        entry = AccessEntry(None if given is None else given.decode("latin-1"))
+
+        async def noted(message: Message) -> None:
+            await send(message)
+            entry.sent(message)
+
+        try:
+            await self._app({**scope, ENTRY: entry}, receive, noted)
+        finally:
+            self._write(line_of(scope, path, entry, began_at))
+
+
+def line_of(scope: Mapping[str, Any], path: str, entry: AccessEntry, began_at: float) -> str:
+    """Return the line of a request that began at `began_at` (monotonic clock) and has ended now."""
+    now = time.monotonic()
+    client = scope.get("client")
+    line: dict[str, Any] = {
+        "at": datetime.fromtimestamp(time.time() - (now - began_at), UTC).isoformat(timespec="milliseconds"),
+        "request_id": entry.request_id and entry.request_id[:MAX_ID_CHARACTERS],
+        "client": client[0] if client else None,
+        "key": entry.key,
+        "method": scope["method"],
+        "path": path[:MAX_PATH_CHARACTERS],
+        "status": entry.status,
+        "complete": entry.complete,
+        "sent_bytes": entry.sent_bytes,
+        "first_byte_ms": None if entry.first_byte_at is None else _ms(entry.first_byte_at - began_at),
+        "total_ms": _ms(now - began_at),
+        **entry.answer,
+        **entry.usage,
+    }
+    return json.dumps(line)
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)
+
+
+def open_access_log(folder: Path, replica: str) -> Callable[[str], None]:
+    """Return a function that appends a line to `access-<replica>.log` in `folder`."""
+    handler = RotatingFileHandler(folder / f"access-{replica}.log", maxBytes=FILE_BYTES, backupCount=OLD_FILES)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log = logging.getLogger(f"{__name__}.{replica}")
+    log.propagate = False
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    return log.info

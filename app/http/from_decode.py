@@ -1,0 +1,73 @@
+"""Requests without a body that one decode engine answers: models, version, stored responses."""
+
+import logging
+from http import HTTPStatus
+from urllib.parse import quote
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive, Scope, Send
+
+from actors.request import Call
+from actors.router.router import Router
+from app.http.errors import error_event, error_response, status_of
+from app.http.generate import RELAYED_HEADERS, until_disconnect
+from app.http.parsing import forwarded_headers
+
+logger = logging.getLogger(__name__)
+
+
+class FromDecode:
+    """ASGI endpoint that relays the answer of a decode engine."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope)
+        path = quote(scope["path"].removeprefix(scope.get("root_path", "")))
+        query = scope["query_string"].decode("latin-1")
+        call = Call(request.method, f"{path}?{query}" if query else path, forwarded_headers(request))
+        relay = _Relay(send)
+        try:
+            await until_disconnect(receive, self._relay(call, relay))
+        except ClientDisconnect:
+            return
+        except Exception as error:
+            if status_of(error) is HTTPStatus.INTERNAL_SERVER_ERROR:
+                logger.exception("a request failed")
+            if not relay.has_begun:
+                await error_response(error, self._router.limits.retry_after_s)(scope, receive, send)
+                return
+            logger.warning("a stored stream was interrupted: %s", error)
+            await relay.end(error_event(error, "/v1/responses"))
+
+    async def _relay(self, call: Call, relay: "_Relay") -> None:
+        async with self._router.ask_decode(call) as (start, body):
+            headers = [(name, value) for name, value in start.headers if name in RELAYED_HEADERS]
+            if start.streams:
+                await relay.begin(start.status, headers)
+                async for piece in body:
+                    await relay.piece(piece)
+                await relay.end(b"")
+            else:
+                whole = b"".join([piece async for piece in body])
+                await relay.begin(start.status, headers)
+                await relay.end(whole)
+
+
+class _Relay:
+    """Sends one answer."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.has_begun = False
+
+    async def begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.has_begun = True
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def piece(self, body: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def end(self, body: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})

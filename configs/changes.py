@@ -1,0 +1,49 @@
+"""What a change of each setting costs while the service runs. Pure.
+
+Ray Serve computes one code version from all of `args` and `autoscaling_policy`, and restarts every replica
+of the application when it changes (`get_app_code_version` in `ray/serve/_private/deploy_utils.py`). Options under
+`deployments` override `args` for one deployment and are not part of that version.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from configs.settings import RouterLimits
+
+Cost = Literal["live", "role", "all"]
+"""live: nothing restarts. role: the replicas of one deployment restart. all: every replica restarts."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """The cheapest way to change a setting."""
+
+    cost: Cost
+    option: str | None = None
+    """Key under `deployments` of the Serve config file, with dots; None: `args` itself."""
+
+
+ALL = Change("all")
+USER_CONFIG = Change("live", "user_config")
+
+DEPLOYMENTS = {"prefill": "Prefill", "decode": "Decode", "router": "Router"}
+"""Name of the deployment that each section of `args` describes."""
+
+OPTIONS = {
+    "replicas": Change("live", "num_replicas"),
+    "drain_s": Change("live", "graceful_shutdown_timeout_s"),
+    "label_selector": Change("role", "ray_actor_options.label_selector"),
+    "num_cpus": Change("role", "ray_actor_options.num_cpus"),
+    "num_gpus": Change("role", "ray_actor_options.num_gpus"),
+    "resources": Change("role", "ray_actor_options.resources"),
+    "environment": Change("role", "ray_actor_options.runtime_env.env_vars"),
+    "placement": Change("role", "max_replicas_per_node"),
+}
+"""Settings of a deployment that Serve can override."""
+
+
+def change_of(section: str, key: str) -> Change:
+    """Return the cheapest way to change `key` of a section of `args`, for example `router.routing`."""
+    if section == "router.routing" or (section == "router" and key in RouterLimits.model_fields):
+        return USER_CONFIG
+    return OPTIONS.get(key, ALL) if section in DEPLOYMENTS else ALL

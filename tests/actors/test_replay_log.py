@@ -1,0 +1,24 @@
+"""The record of a stream from which another engine continues it."""
+
+from __future__ import annotations
+
+import sys
+
+from actors.replay_log import RecordedGroups
+
+
+def test_groups_keep_their_bounds() -> None:
+    """Also empty ones, and those of several chunks; token ids have up to 32 bits."""
+    recorded = RecordedGroups()
+    recorded.extend(((1, 2), ()))
+    recorded.extend(((2**32 - 1,),))
+    assert (len(recorded), recorded.replay_log()) == (3, ((1, 2), (), (2**32 - 1,)))
+    recorded.clear()
+    assert (len(recorded), recorded.replay_log()) == (0, ())
+
+
+def test_a_long_stream_is_small() -> None:
+    """8 bytes for each token that came alone, and what arrays reserve; tuples take 64 and more."""
+    recorded = RecordedGroups()
+    recorded.extend([(number,) for number in range(100_000)])
+    assert sys.getsizeof(recorded._tokens) + sys.getsizeof(recorded._sizes) < 1_000_000  # noqa: SLF001

@@ -1,0 +1,142 @@
+"""The access log: a JSON line for each request, with its id, route, latencies and tokens, and nothing of its text."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import pytest
+
+from actors.telemetry import access_log
+from actors.telemetry.access_log import open_access_log
+from app.http.auth import digest
+from app.http.routes import build_http
+from tests.actors.behaviours import TOKENS, answers, dies, engine, fleet, hangs, well
+from tests.actors.fleet import at_rest
+
+KEY = "of-a-client"
+USAGE = {"prompt_tokens": 5, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}
+ALWAYS = {
+    "at",
+    "request_id",
+    "client",
+    "key",
+    "method",
+    "path",
+    "status",
+    "complete",
+    "sent_bytes",
+    "first_byte_ms",
+    "total_ms",
+}
+ANSWERED = {"route", "reason", "prefill", "decode", "stream", "parts_ms", "prompt_tokens", "completion_tokens"}
+
+
+class Logged:
+    """A router's HTTP side over replicas in this process, and the lines that it has written."""
+
+    def __init__(self, prefill: list[Any], decode: list[Any], *keys: str) -> None:
+        self.router, *self.handles = fleet(prefill, decode)
+        self.lines: list[str] = []
+        app = build_http(cast(Any, self.router), [digest(key) for key in keys], access_log=self.lines.append)
+        transport = httpx.ASGITransport(cast(Any, app), client=("192.0.2.7", 123))
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://tandem")
+
+    async def line(self) -> dict[str, Any]:
+        """The only line, when everything is at rest."""
+        await at_rest(*self.handles)
+        (line,) = self.lines
+        return cast("dict[str, Any]", json.loads(line))
+
+
+async def test_a_streamed_request_over_both_engines() -> None:
+    """Its tokens are counted although the client has not asked for its usage."""
+    logged = Logged([well], [engine(1, [1])], KEY)
+    headers = {"x-request-id": "trace-7", "Authorization": f"Bearer {KEY}"}
+    body = {"prompt": "a secret prompt", "stream": True}
+    reply = await logged.http.post("/v1/completions", json=body, headers=headers)
+    line = await logged.line()
+    assert line.keys() == ALWAYS | ANSWERED
+    fixed = {name: line[name] for name in line.keys() - {"at", "first_byte_ms", "total_ms", "parts_ms"}}
+    assert fixed == {
+        "request_id": "trace-7",
+        "client": "192.0.2.7",
+        "key": digest(KEY).hex()[:8],
+        "method": "POST",
+        "path": "/v1/completions",
+        "status": 200,
+        "complete": True,
+        "sent_bytes": len(reply.content),
+        "route": "remote",
+        "reason": None,
+        "prefill": "p0",
+        "decode": "d0",
+        "stream": True,
+        "prompt_tokens": None,  # prefill's answer has none here
+        "completion_tokens": TOKENS,
+    }
+    assert 0 < line["first_byte_ms"] <= line["total_ms"]
+    assert "secret" not in logged.lines[0]
+    assert KEY not in logged.lines[0]
+
+
+async def test_an_answer_tells_its_usage() -> None:
+    """Also of a request that decode serves alone."""
+    text = 'a text with "usage":{"prompt_tokens":99}'
+    logged = Logged([], [answers(200, {"choices": [{"text": text}], "usage": USAGE})])
+    await logged.http.post("/v1/completions", json={"prompt": "a", "echo": True})
+    line = await logged.line()
+    assert (line["route"], line["reason"], line["prefill"]) == ("local", "echo", None)
+    assert (line["prompt_tokens"], line["completion_tokens"], line["cached_tokens"]) == (5, 3, 2)
+    assert len(line["request_id"]) == 32, "the id that the engines know it by"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "key", "status"),
+    [
+        ("/v1/completions", b"{", KEY, 400),
+        ("/v1/completions", b'{"prompt": "a"}', "wrong", 401),
+        ("/v1/nothing", b"", KEY, 404),
+        ("/v1/completions", b'{"prompt": "a"}', KEY, 503),
+    ],
+)
+async def test_refusals_are_logged(path: str, body: bytes, key: str, status: int) -> None:
+    """With the status and without a route."""
+    logged = Logged([], [dies], KEY)
+    await logged.http.post(path, content=body, headers={"Authorization": f"Bearer {key}"})
+    line = await logged.line()
+    assert line.keys() == ALWAYS
+    assert (line["status"], line["path"], line["complete"]) == (status, path, True)
+    assert line["key"] == (None if status == 401 else digest(KEY).hex()[:8])
+
+
+async def test_a_client_that_leaves_before_its_answer() -> None:
+    """It has no status, and was not complete."""
+    logged = Logged([well], [hangs])
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await logged.http.post("/v1/completions", json={"prompt": "a"})
+    line = await logged.line()
+    assert (line["status"], line["complete"], line["first_byte_ms"]) == (None, False, None)
+
+
+async def test_probes_are_not_logged() -> None:
+    """They come every second from everywhere."""
+    logged = Logged([well], [well])
+    for path in ("/", "/health"):
+        await logged.http.get(path)
+    assert logged.lines == []
+
+
+def test_the_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full files are kept, three of them."""
+    monkeypatch.setattr(access_log, "FILE_BYTES", 100)
+    write = open_access_log(tmp_path, "r1")
+    for number in range(1000):
+        write(json.dumps({"n": number, "pad": "%s %d" * 3}))
+    files = sorted(path.name for path in tmp_path.iterdir())
+    assert files == ["access-r1.log", *(f"access-r1.log.{n}" for n in (1, 2, 3))]
+    assert json.loads((tmp_path / "access-r1.log").read_text().splitlines()[-1])["n"] == 999

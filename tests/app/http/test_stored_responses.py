@@ -1,0 +1,168 @@
+"""Requests about a stored response reach the decode engine that has it, with their query."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from http import HTTPStatus
+from typing import Any, cast
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from actors.engine.asgi_call import call_asgi
+from actors.request import Call
+from actors.router.router import Router
+from app.http.errors import error_body
+from app.http.routes import build_http
+from tests.actors.behaviours import LIMITS, dies, router_of
+from tests.actors.fleet import Handle, Replica, at_rest
+
+EVENTS = [f"data: {number}\n\n" for number in range(3)]
+
+
+class Engine:
+    """Stores one response, as vLLM does: an id of its own, known to no other engine."""
+
+    def __init__(self, stored: str) -> None:
+        self.stored = stored
+        self.queries: list[str] = []
+        app = Starlette(
+            routes=[
+                Route("/v1/responses", self.create, methods=["POST"]),
+                Route("/v1/responses/{id}", self.retrieve),
+                Route("/v1/responses/{id}/cancel", self.cancel, methods=["POST"]),
+            ]
+        )
+        self.app = cast(Any, app)
+
+    def serve(self, call: Call, _: int) -> AsyncGenerator[Any, None]:
+        return call_asgi(self.app, call, disconnect_s=0.1)
+
+    def found(self, wanted: str | None, **more: Any) -> Response:
+        if wanted not in (None, self.stored):
+            return JSONResponse(error_body(HTTPStatus.NOT_FOUND, f"no response {wanted}"), 404)
+        return JSONResponse({"id": self.stored, **more})
+
+    async def create(self, request: Request) -> Response:
+        return self.found((await request.json()).get("previous_response_id"))
+
+    async def retrieve(self, request: Request) -> Response:
+        self.queries.append(request.url.query)
+        if request.query_params.get("stream") != "true" or request.path_params["id"] != self.stored:
+            return self.found(request.path_params["id"])
+        return StreamingResponse(
+            self.events(int(request.query_params["starting_after"])), media_type="text/event-stream"
+        )
+
+    async def events(self, after: int) -> AsyncGenerator[str, None]:
+        for event in EVENTS[after + 1 :]:
+            yield event
+            await asyncio.sleep(0.01)
+
+    async def cancel(self, request: Request) -> Response:
+        return self.found(request.path_params["id"], status="cancelled")
+
+
+def service(*engines: Any) -> tuple[httpx.AsyncClient, Handle]:
+    decode = Handle([Replica(f"d{number}", one) for number, one in enumerate(engines)])
+    decode._known = True  # noqa: SLF001 - as after the first request
+    router: Router = router_of(LIMITS, Handle([]), decode)
+    transport = httpx.ASGITransport(cast(Any, build_http(cast(Any, router))))
+    return httpx.AsyncClient(transport=transport, base_url="http://tandem"), decode
+
+
+@pytest.mark.parametrize("wanted", ["a", "b", "c"])
+async def test_each_response_is_found(wanted: str) -> None:
+    """Whichever of three engines has it: retrieved, cancelled, continued."""
+    http, decode = service(*(Engine(name).serve for name in "abc"))
+    async with http:
+        for _ in range(4):  # the router turns between replicas
+            assert (await http.get(f"/v1/responses/{wanted}")).json() == {"id": wanted}
+            assert (await http.post(f"/v1/responses/{wanted}/cancel")).json() == {"id": wanted, "status": "cancelled"}
+            body = {"input": "and then?", "previous_response_id": wanted}
+            assert (await http.post("/v1/responses", json=body)).json() == {"id": wanted}
+        await at_rest(decode)
+
+
+async def test_a_response_that_nobody_has() -> None:
+    """vLLM's own 404, after each engine has been asked once."""
+    engines = [Engine(name) for name in "abc"]
+    http, decode = service(*(one.serve for one in engines))
+    async with http:
+        reply = await http.get("/v1/responses/lost")
+        assert (reply.status_code, reply.json()["error"]["message"]) == (404, "no response lost")
+        assert [len(one.queries) for one in engines] == [1, 1, 1]
+        body = {"input": "and then?", "previous_response_id": "lost"}
+        assert (await http.post("/v1/responses", json=body)).status_code == 404
+        assert len(decode.calls) == 6
+        await at_rest(decode)
+
+
+async def test_an_engine_that_dies_hides_no_response() -> None:
+    """The others are asked; if none has it, the failed engine may have: 503, not 404."""
+    http, decode = service(Engine("a").serve, dies)
+    async with http:
+        for _ in range(4):
+            assert (await http.get("/v1/responses/a")).json() == {"id": "a"}
+            assert (await http.get("/v1/responses/lost")).status_code == 503
+        await at_rest(decode)
+
+
+async def test_the_query_arrives_and_events_are_relayed() -> None:
+    """As vLLM sends them, from the event that the client names."""
+    engines = [Engine(name) for name in "ab"]
+    http, decode = service(*(one.serve for one in engines))
+    async with http:
+        for _ in range(2):
+            reply = await http.get("/v1/responses/b?stream=true&starting_after=0")
+            assert reply.headers["content-type"].startswith("text/event-stream")
+            assert reply.text == "".join(EVENTS[1:])
+        assert set(engines[1].queries) == {"stream=true&starting_after=0"}
+        await at_rest(decode)
+
+
+async def test_an_escaped_path_stays_a_path() -> None:
+    """A question mark in an id is no query."""
+    engine = Engine("what?now")
+    http, decode = service(engine.serve)
+    async with http:
+        assert (await http.get("/v1/responses/what%3Fnow?x=1")).json() == {"id": "what?now"}
+        assert engine.queries == ["x=1"]
+        await at_rest(decode)
+
+
+async def test_a_client_that_leaves_a_stored_stream_ends_it() -> None:
+    """No slot and no call is left."""
+    engine = Engine("a")
+
+    async def endless(after: int) -> AsyncGenerator[str, None]:
+        while True:
+            yield "data: more\n\n"
+            await asyncio.sleep(0.01)
+
+    engine.events = endless  # type: ignore[method-assign]
+    http, decode = service(engine.serve)
+    async with http:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await http.get("/v1/responses/a?stream=true&starting_after=0")
+        await at_rest(decode)
+
+
+async def test_an_engine_gets_path_and_query_apart() -> None:
+    """As a server passes them to vLLM's application."""
+
+    async def told(request: Request) -> Response:
+        return JSONResponse({"path": request.scope["path"], "query": dict(request.query_params)})
+
+    app = cast(Any, Starlette(routes=[Route("/{path:path}", told)]))
+    async with aclosing(call_asgi(app, Call("GET", "/v1/a%20b?stream=true&x=%2F"))) as answer:
+        body = b"".join([item async for item in answer if isinstance(item, bytes)])
+    assert json.loads(body) == {"path": "/v1/a b", "query": {"stream": "true", "x": "/"}}
