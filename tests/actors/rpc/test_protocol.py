@@ -125,13 +125,13 @@ def router_in(state: StreamState) -> RouterProtocol:
     return router
 
 
-@pytest.mark.parametrize(("state", "message"), itertools.product(StreamState, ENGINE_MESSAGES + ROUTER_MESSAGES))
+@pytest.mark.parametrize(("state", "message"), list(itertools.product(StreamState, ENGINE_MESSAGES + ROUTER_MESSAGES)))
 def test_the_engines_table(state: StreamState, message: Any) -> None:
     """Each message in each state: passed on, ignored, or refused, as the table has it."""
     check(engine_in(state), ENGINE_TABLE.get((state, type(message))), message)
 
 
-@pytest.mark.parametrize(("state", "message"), itertools.product(StreamState, ENGINE_MESSAGES + ROUTER_MESSAGES))
+@pytest.mark.parametrize(("state", "message"), list(itertools.product(StreamState, ENGINE_MESSAGES + ROUTER_MESSAGES)))
 def test_the_routers_table(state: StreamState, message: Any) -> None:
     """Each message in each state: passed on, ignored, or refused, as the table has it."""
     check(router_in(state), ROUTER_TABLE.get((state, type(message))), message)
