@@ -15,6 +15,8 @@ from contextlib import aclosing, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
+
 from actors.errors import CannotResumeError, EngineDownError
 from actors.rpc.address import RpcAddress, enable_keepalive
 from actors.rpc.messages import RpcFailure, RpcRequest
@@ -107,10 +109,14 @@ class RpcServer:
         await asyncio.gather(*(connection.close(CUT_OFF_S) for connection in list(self._connections)))
 
     async def _call_method(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Return the result of a method that routers may call. Needs no slot."""
+        """Return the encoded result of a method that routers may call. Needs no slot."""
         if method not in self._methods:
             raise ValueError(f"this engine has no method {method!r} for routers")
-        return await self._methods[method](*arguments)
+        result = await self._methods[method](*arguments)
+        try:
+            return msgspec.Raw(msgspec.msgpack.encode(result))
+        except TypeError as error:  # later it would take other streams' messages with it
+            raise ValueError(f"{method} returned what cannot be sent: {error}") from error
 
     async def _answer(self, request: RpcRequest, stream: ServedStream) -> RpcFailure | None:
         self._record_queue(request, time.monotonic())

@@ -30,13 +30,16 @@ async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[World, None]:
     async def double(number: int) -> int:
         return 2 * number
 
+    async def broken() -> object:
+        return object()
+
     async def ping() -> str:
         return "e"
 
     async def sleep() -> None:
         await asyncio.sleep(60)
 
-    server = RpcServer(served, slots=2, methods={"double": double, "ping": ping, "sleep": sleep})
+    server = RpcServer(served, slots=2, methods={"broken": broken, "double": double, "ping": ping, "sleep": sleep})
     address = await server.open("127.0.0.1", 0)
     known = {"e": EngineReplica(address, 9, 9, replica_metadata(address, 9))}
     monkeypatch.setattr(module, "replicas_of", lambda _: known)
