@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
@@ -67,6 +68,9 @@ CURL = (
     '-d \'{{"model": "{model}", "prompt": "{prompt}", "max_tokens": 8, "temperature": 0}}\''
 )
 KEY_HEADER = '-H "Authorization: Bearer $KEY" '
+SLOW_NODE = "node timed out during startup"
+"""Part of Ray's message about a node whose processes were not ready in time."""
+
 DEMO_PROMPT = r"mira=427\nkelo=093\nkelo?"
 """A prompt of the kind that the demo model was trained on; the answer is 093."""
 
@@ -281,6 +285,18 @@ def check_model(settings: ServiceSettings) -> None:
         raise SettingsError(f"model: there is no config.json in {settings.model_path!r}")
 
 
+def start_ray(init: Callable[[], object], screen: Screen) -> None:
+    """Call `init`, once more if the node was too slow: Ray gives its agents 15 s and the node 30 s to
+    start, which a busy machine exceeds (`ray/_private/node.py`)."""
+    try:
+        init()
+    except Exception as error:
+        if SLOW_NODE not in str(error):
+            raise
+        screen.say("Ray did not start in time; trying once more")
+        init()
+
+
 def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, cluster: str | None, screen: Screen) -> int:
     """Run `serve run` on the Ray cluster at `cluster`, or on a new one of this process."""
     os.environ.pop("RAY_ADDRESS", None)
@@ -295,7 +311,7 @@ def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, clust
     options = {"namespace": "serve", "log_to_driver": verbose} | ({} if verbose else {"logging_level": logging.ERROR})
     where = {"address": "local", "include_dashboard": False} if cluster is None else {"address": cluster}
     try:
-        ray.init(**where, **options)
+        start_ray(lambda: ray.init(**where, **options), screen)
     except Exception as error:  # of many types: a node that times out, a wrong address, another release
         screen.error(str(StartFailure("Ray did not start:", f"{type(error).__name__}: {error}", RAY_LOGS)))
         return 1

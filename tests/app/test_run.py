@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import yaml
 from ray.serve import Application
 
 from app.main import build
-from app.run import ROUTER_DRAIN_POLL_S, address_of, load, main, port_taken, stop_routers_soon
+from app.run import ROUTER_DRAIN_POLL_S, Screen, address_of, load, main, port_taken, start_ray, stop_routers_soon
 from configs.settings import SettingsError, parse_settings
 from testing.serve_objects import deployment_config_of, deployment_of
 
@@ -175,3 +176,33 @@ def test_a_policy_that_could_not_work(tmp_path: Path, policy: dict[str, object],
     """Serve would say so in its controller's log, or nowhere."""
     with pytest.raises(SettingsError, match=message):
         load(scaled(tmp_path, policy, prefill=SCALED, decode=decode), None)
+
+
+class SlowRay:
+    """Starts in time after `failures` attempts."""
+
+    def __init__(self, failures: int, message: str) -> None:
+        self.attempts = 0
+        self._failures = failures
+        self._message = message
+
+    def __call__(self) -> None:
+        self.attempts += 1
+        if self.attempts <= self._failures:
+            raise RuntimeError(self._message)
+
+
+@pytest.mark.parametrize(
+    ("failures", "message", "attempts", "starts"),
+    [
+        (0, "", 1, True),
+        (1, "The current node timed out during startup.", 2, True),
+        (2, "The current node timed out during startup.", 2, False),
+        (1, "no such address", 1, False),
+    ],
+)
+def test_a_slow_ray_is_started_once_more(failures: int, message: str, attempts: int, starts: bool) -> None:
+    slow = SlowRay(failures, message)
+    with nullcontext() if starts else pytest.raises(RuntimeError, match=message):
+        start_ray(slow, Screen())
+    assert slow.attempts == attempts

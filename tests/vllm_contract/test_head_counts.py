@@ -152,5 +152,5 @@ def test_a_single_head_on_each_of_four_ranks(overrides: dict[str, Any], spec: KV
 def test_a_total_that_contradicts_the_rank_is_refused(heads: int) -> None:
     """Three heads do not fit on four ranks, and eight would leave two on each: the layer is named."""
     config = case_config({"num_key_value_heads": heads})
-    with pytest.raises(UnsupportedCacheError, match=f"'odd'.*1 KV head on each of 4 ranks.*says {heads} in all"):
+    with pytest.raises(UnsupportedCacheError, match=f"'odd'.*1 KV head on each of 4 ranks.*states {heads} in total"):
         total_heads(config, "odd", full(num_kv_heads=1))
