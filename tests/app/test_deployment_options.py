@@ -137,18 +137,20 @@ def starting(cluster: Cluster, **variables: str) -> Iterator[Start]:
         ray.shutdown()
 
 
-TWO = {"tensor_parallel_size": 2, "num_gpus": 2, "replicas": 2}
-
-
-def test_spread_unless_told_otherwise(cluster: Cluster) -> None:
-    """Two engines that one node would hold are on two; none is on the head; labels decide."""
+@pytest.fixture(scope="module")
+def usual(cluster: Cluster) -> Iterator[Start]:
+    """Serve with its own defaults, until the end of this file. A test deletes what it has started."""
     with starting(cluster) as start:
-        prefill = start("prefill", **TWO)
-        assert len(set(prefill)) == 2
-        apart = start("decode", placement="apart", num_gpus=1, replicas=3)
-        assert sorted(apart) == list(NODES)
-        assert start("decode", label_selector={"name": "b"}, num_gpus=1) == ["b"]
-        assert "head" not in prefill
+        yield start
+
+
+def delete_all() -> None:
+    """Free the GPUs of all applications."""
+    for name in serve.status().applications:
+        serve.delete(name)
+
+
+TWO = {"tensor_parallel_size": 2, "num_gpus": 2, "replicas": 2}
 
 
 def test_packed_where_serve_is_told_to(cluster: Cluster) -> None:
@@ -159,16 +161,25 @@ def test_packed_where_serve_is_told_to(cluster: Cluster) -> None:
         assert len(set(start("decode", **TWO)) - set(first)) == 1
 
 
-def test_ranks_of_the_ray_executor(cluster: Cluster) -> None:
+def test_spread_unless_told_otherwise(usual: Start) -> None:
+    """Two engines that one node would hold are on two; none is on the head; labels decide."""
+    prefill = usual("prefill", **TWO)
+    assert len(set(prefill)) == 2
+    apart = usual("decode", placement="apart", num_gpus=1, replicas=3)
+    assert sorted(apart) == list(NODES)
+    assert usual("decode", label_selector={"name": "b"}, num_gpus=1) == ["b"]
+    assert "head" not in prefill
+    delete_all()
+
+
+def test_ranks_of_the_ray_executor(usual: Start) -> None:
     """Four share a node, as there is one with room; six need a whole one and a half. Labels hold for every rank."""
-    with starting(cluster) as start:
-        (ranks,) = start("prefill", "ranks", executor="ray", tensor_parallel_size=4, num_gpus=4)
-        assert Counter(ranks) == {ranks[0]: 4}
-        (ranks,) = start("decode", "ranks", executor="ray", tensor_parallel_size=6, num_gpus=6)
-        assert sorted(Counter(ranks).values()) == [2, 4]
-    with starting(cluster) as start:
-        selector = {"name": "c"}
-        (ranks,) = start(
-            "prefill", "ranks", executor="ray", tensor_parallel_size=2, num_gpus=2, label_selector=selector
-        )
-        assert ranks == ["c", "c"]
+    (ranks,) = usual("prefill", "ranks", executor="ray", tensor_parallel_size=4, num_gpus=4)
+    assert Counter(ranks) == {ranks[0]: 4}
+    (ranks,) = usual("decode", "ranks", executor="ray", tensor_parallel_size=6, num_gpus=6)
+    assert sorted(Counter(ranks).values()) == [2, 4]
+    delete_all()
+    selector = {"name": "c"}
+    (ranks,) = usual("prefill", "ranks", executor="ray", tensor_parallel_size=2, num_gpus=2, label_selector=selector)
+    assert ranks == ["c", "c"]
+    delete_all()
