@@ -68,7 +68,7 @@ class RequestTimer:
         """Deadline on the event loop's clock."""
 
     def extend(self, idle_s: float) -> None:
-        """Set the deadline to `idle_s` from now: after the first token, only idle time is limited."""
+        """Set the deadline to `idle_s` from now; limits the idle time after the first token."""
         self.ends_at = asyncio.get_running_loop().time() + idle_s
 
     @property
