@@ -16,7 +16,7 @@ from app.http.parsing import forwarded_headers, parse_body, read_request
 @pytest.mark.parametrize(
     ("raw", "message", "param"),
     [
-        (b"", "the body is empty", "body"),
+        (b"", "the body is empty; send a JSON object", "body"),
         (b"{", "not valid JSON", "body.1"),
         (b"\xff\xfe{}", "not valid JSON", "body.0"),
         (b"[" * 100_000, "not valid JSON", "body"),
