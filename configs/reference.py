@@ -1,6 +1,6 @@
-"""Writes the configuration reference from the settings: `python -m configs.reference > docs/configuration.md`.
+"""Generates docs/configuration.md from the settings: `python -m configs.reference`.
 
-A test compares the committed page with what this prints.
+A test compares the committed page with the output.
 """
 
 from __future__ import annotations

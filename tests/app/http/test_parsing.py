@@ -22,8 +22,8 @@ from app.http.parsing import forwarded_headers, parse_body, read_request
         (b"[" * 100_000, "not valid JSON", "body"),
         (b"[]", "must be a JSON object, not list", "body"),
         (b"null", "must be a JSON object, not NoneType", "body"),
-        (b'{"kv_transfer_params": {}}', "kv_transfer_params is set by this service", "kv_transfer_params"),
-        (b'{"kv_transfer_params": null}', "kv_transfer_params is set by this service", "kv_transfer_params"),
+        (b'{"kv_transfer_params": {}}', "kv_transfer_params is reserved for this service", "kv_transfer_params"),
+        (b'{"kv_transfer_params": null}', "kv_transfer_params is reserved for this service", "kv_transfer_params"),
         (b'{"structured_outputs": "x"}', "structured_outputs must be an object", "body.structured_outputs"),
         (
             b'{"structured_outputs": [{"regex": "a"}]}',
