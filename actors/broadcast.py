@@ -1,5 +1,4 @@
-"""Calls through Serve to all replicas of a role at once, each with its own timeout: of routers to
-their peers, and of engines to those of the other role."""
+"""Calls a method of all replicas of a deployment at once through Serve, with a timeout."""
 
 import asyncio
 import logging
@@ -13,22 +12,21 @@ from actors.upstream.ray_private import replica_results
 logger = logging.getLogger(__name__)
 
 LOG_EVERY_S = 30.0
-"""Interval between log lines of one failure: `/health` asks about once a second while engines
-start."""
+"""Minimum interval between log lines about one failure, which repeats while replicas start."""
 
 _logged_at: dict[tuple[str, str], float] = {}
 """Time of the last log line by role and method."""
 
 
 class Role(Protocol):
-    """Anything that broadcasts: a Serve handle."""
+    """Interface of a Serve handle."""
 
     def broadcast(self, method: str, /, *arguments: object) -> DeploymentBroadcastResponse:
         """Call a method of all replicas."""
 
 
 async def ask_all(role: str, handle: Role, method: str, timeout_s: float, *arguments: object) -> list[Any]:
-    """Return the results of `method` on all replicas; leave out those that fail or are late."""
+    """Return the results of `method` on all replicas, without those that fail or time out."""
     try:
         return await replies_of(role, method, handle.broadcast(method, *arguments), timeout_s)
     except Exception as error:  # the caller continues without these replicas
@@ -40,9 +38,9 @@ async def ask_all(role: str, handle: Role, method: str, timeout_s: float, *argum
 
 
 async def replies_of(role: str, method: str, asked: DeploymentBroadcastResponse, timeout_s: float) -> list[Any]:
-    """Return the results that arrive within `timeout_s`; log replicas that fail or are late.
+    """Return the results that arrive within `timeout_s`; log replicas that fail or time out.
 
-    Raises Serve's error when no replica can be called, TimeoutError when Serve does not list the
+    Raises Serve's error if it cannot call any replica, TimeoutError if it does not list the
     replicas in time.
     """
     until = asyncio.get_running_loop().time() + timeout_s

@@ -4,7 +4,7 @@ from connectors.errors import TandemError
 
 
 class OverloadedError(TandemError):
-    """More requests are served, or wait for a role's replicas, than the settings allow."""
+    """The number of ongoing or waiting requests has reached a limit of the settings."""
 
 
 class UnavailableError(TandemError):
@@ -12,8 +12,7 @@ class UnavailableError(TandemError):
 
 
 class RefusedError(TandemError):
-    """The engine accepts no more calls, for now or for good. Another engine may, or the same one
-    later."""
+    """The engine is full or stopping. Another engine may accept the call."""
 
 
 class DeadlineError(TandemError):

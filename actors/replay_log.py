@@ -1,8 +1,8 @@
-"""Record of a streamed answer, from which another engine can continue it.
+"""Records a streamed answer as a replay log, from which another engine can resume it.
 
-The engine records the token ids of each step that it passes to vLLM's serving layer as one *group*.
-Groups travel to the router with the bytes that the serving layer made of them. An engine whose call
-has a replay log first emits exactly these groups, then continues.
+A *group* is the token ids of one output of the engine core to vLLM's serving layer. The engine
+sends each group to the router with the bytes that the serving layer generated from it. On resume,
+another engine first emits the groups of the replay log, then continues.
 """
 
 from array import array
@@ -18,7 +18,7 @@ from actors.telemetry.timestamps import CallTimestamps
 
 
 class RecordedGroups:
-    """The groups that a router has received of one stream: 4 bytes per token and 4 per group."""
+    """Groups of one stream in the router, in 4 bytes per token and 4 bytes per group."""
 
     def __init__(self) -> None:
         self._tokens = array("I")
@@ -39,34 +39,34 @@ class RecordedGroups:
             self._sizes.append(len(group))
 
     def clear(self) -> None:
-        """Forget all groups."""
+        """Remove all groups."""
         del self._tokens[:], self._sizes[:]
 
     def replay_log(self) -> ReplayLog:
-        """Return the groups as the call to another engine has them."""
+        """Return the groups as the replay log of a call."""
         tokens = iter(self._tokens)
         return tuple(tuple(islice(tokens, size)) for size in self._sizes)
 
 
 @dataclass
 class ServedCall:
-    """One call while its engine serves it: the groups to repeat, and those recorded for the router."""
+    """A running call in its engine: the groups to repeat and the groups to send to the router."""
 
     replay: ReplayLog = ()
     problem: CannotResumeError | None = None
     taken: Callable[[], None] = lambda: None
-    """Called when the serving layer has processed an output."""
+    """Callback after the serving layer has processed an output."""
     timestamps: CallTimestamps = field(default_factory=CallTimestamps)
     _new: deque[TokenGroup] = field(default_factory=deque)
     _began: bool = False
 
     def begin(self) -> bool:
-        """Return whether this is the call's first generation; only that one is recorded."""
+        """Return whether this is the call's first generation, the only one to record."""
         first, self._began = not self._began, True
         return first
 
     def record(self, tokens: Sequence[int]) -> None:
-        """Record a group before the serving layer sees it."""
+        """Record a group before the serving layer receives it."""
         if tokens:
             self._new.append(tuple(tokens))
 
@@ -80,13 +80,12 @@ class ServedCall:
         return StreamChunk(body, groups, timings)
 
     def fail(self, why: str) -> CannotResumeError:
-        """Record and return the error with which the call cannot continue."""
+        """Record and return the error that ends the call."""
         self.problem = CannotResumeError(why)
         return self.problem
 
     def check(self) -> None:
-        """Raise the error that `fail` has recorded: vLLM's serving layer would turn it into an
-        answer."""
+        """Raise the error that `fail` recorded; vLLM's serving layer converts it to a response."""
         if self.problem is not None:
             raise self.problem
 
@@ -98,4 +97,4 @@ class ServedCall:
 
 
 SERVED_CALL: ContextVar[ServedCall | None] = ContextVar("served", default=None)
-"""The call that the running task serves."""
+"""The call of the current task."""

@@ -22,7 +22,7 @@ TRANSFER_FIELD = "kv_transfer_params"
 
 @dataclass(frozen=True)
 class ProducerAddress:
-    """Network address of a prefill engine's workers, from its connector."""
+    """Identity and side channel of a prefill engine, from its connector."""
 
     remote_engine_id: str
     remote_host: str
@@ -31,8 +31,7 @@ class ProducerAddress:
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> "ProducerAddress":
-        """Return the address in a connector's reply. Raises KeyError, TypeError or ValueError if
-        there is none."""
+        """Return the address in a connector's reply. Raises KeyError, TypeError or ValueError."""
         return cls(
             remote_engine_id=str(params["remote_engine_id"]),
             remote_host=str(params["remote_host"]),
@@ -43,11 +42,11 @@ class ProducerAddress:
 
 @dataclass(frozen=True)
 class Call:
-    """An HTTP request to an engine, and the part of its answer that another engine has streamed."""
+    """An HTTP request to an engine, with the replay log of an interrupted answer."""
 
     method: str
     path: str
-    """Escaped path, and after a question mark the query."""
+    """Percent-encoded path, with `?` and the query if there is one."""
     headers: Headers = ()
     body: bytes = field(default=b"", repr=False)
     replay_log: ReplayLog = field(default=(), repr=False)
@@ -56,61 +55,63 @@ class Call:
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """First item of each call: `replica` has accepted it, and has `ongoing` sequences now."""
+    """First item of each call: `replica` accepted it and has `ongoing` sequences, this call's
+    included."""
 
     replica: str
     ongoing: int = 1
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The engine core has answered since the previous item: the engine is alive, whatever delays
-    this call."""
+    """The engine core has answered a liveness check since the previous item."""
 
 
 @dataclass(frozen=True)
 class EngineTimings:
-    """An engine's timings of one call: seconds since the call arrived, on its host's monotonic
-    clock."""
+    """Times of the events of one call in its engine, in seconds since the call's arrival.
+
+    ``queued_s``       the request is sent to the engine's scheduler
+    ``scheduled_s``    the first step with the request begins
+    ``first_token_s``  the last step of the prompt ends
+    ``answered_s``     the first bytes of a stream, or all bytes of another answer, are sent
+    ``kv_asked_s``     blocks are allocated and KV is requested; None if no KV was requested
+    ``kv_ended_s``     all KV has arrived, or the transfer has failed
+    ``kv_failed``      whether the transfer failed
+    """
 
     queued_s: float
-    """The request is sent to the engine's scheduler."""
     scheduled_s: float
-    """The first step that computes the request begins."""
     first_token_s: float
-    """The prompt's last step has ended."""
     answered_s: float
-    """The first bytes of the answer are sent; of an answer that is not streamed, all bytes."""
     kv_asked_s: float | None = None
-    """Blocks are allocated and KV is requested from another engine; None if no KV was requested."""
     kv_ended_s: float | None = None
-    """All KV has arrived, or the transfer has failed."""
     kv_failed: bool = False
 
 
 class ResponseStart(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """First item of each response."""
+    """Status and headers of a response, its first item after `Accepted`."""
 
     status: int
     headers: Headers
     timings: EngineTimings | None = None
-    """Timings of an answer that is not streamed: it starts when all of it has been generated."""
+    """Timings of an answer that is not a stream, complete at its start; else None."""
 
     @property
     def streams(self) -> bool:
-        """True if the body is a stream of server-sent events."""
+        """Whether the body is a stream of server-sent events."""
         return any(
             name.lower() == b"content-type" and value.startswith(b"text/event-stream") for name, value in self.headers
         )
 
 
 class StreamChunk(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Bytes of a response body, and the groups of tokens generated since the previous chunk."""
+    """Part of a response body, with the token groups generated since the previous chunk."""
 
     body: bytes
     groups: ReplayLog
     timings: EngineTimings | None = None
-    """Timings of a stream's first token, in the chunk that has it."""
+    """Timings of the stream, in the chunk of its first token; else None."""
 
 
 Item = Accepted | Heartbeat | ResponseStart | StreamChunk | bytes
-"""Item of an answer; plain bytes are a piece of the body without tokens or timings."""
+"""Item of an answer; `bytes` is a part of the body without tokens or timings."""

@@ -1,2 +1,1 @@
-"""The service: the Ray Serve application, its HTTP interface and launcher, and the embedded demo
-model."""
+"""The Ray Serve application, its HTTP interface and launcher, and the embedded demo model."""

@@ -1,4 +1,4 @@
-"""The secret shared by the engines of this service when the operator has not set one."""
+"""Secret shared by the engines of a service if the operator has not set one."""
 
 import secrets
 
@@ -13,16 +13,17 @@ KEY = b"peer-secret"
 def fallback_secret(settings: ServiceSettings) -> SecretStr:
     """Return the secret for engines without one in their own environment.
 
-    It is the secret in the environment of the build, or else the Ray cluster's.
+    Uses the operator's secret in the settings or the environment of the build, else the Ray
+    cluster's.
     """
     return settings.transfer.operators_secret() or SecretStr(cluster_secret())
 
 
 def cluster_secret() -> str:
-    """Return a secret made once in the life of a Ray cluster and kept in its control store.
+    """Return the Ray cluster's secret from its control store; generate it at the first call.
 
-    Serve builds the application again when its `args` change, and old replicas serve beside new
-    ones for a while: with a secret per build they could not authenticate each other.
+    Serve builds the application again after a change of `args`. Old and new replicas run at the
+    same time and could not authenticate each other with a new secret per build.
     """
     fresh = secrets.token_hex(32)
     if not ray_private.store_connected():

@@ -1,10 +1,11 @@
 """Serve's deployment options for an engine replica: its resources and placement. Pure.
 
-    executor  a replica is
-    mp        an actor with all GPUs of its engine: the ranks are processes of the actor, on its node
-    ray       a placement group with a GPU per rank, on as few nodes as possible; the actor is beside the first rank
+    executor  resources of a replica
+    mp        an actor with all GPUs of its engine; the ranks are processes of the actor
+    ray       a placement group with one GPU per rank, on as few nodes as possible; the actor is on
+              the node of the first rank
 
-Serve chooses the nodes of `mp` replicas: spread, or packed onto nodes in use.
+Serve spreads `mp` replicas over nodes, or packs them onto nodes in use.
 """
 
 from typing import Any
@@ -13,7 +14,7 @@ from configs.settings import RoleSettings
 
 
 def deployment_options(role: RoleSettings, runtime_env: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of `role`'s deployment for resources and placement."""
+    """Return the resource and placement options of the deployment of `role`."""
     actor = {"num_cpus": role.num_cpus, "resources": role.resources, "runtime_env": runtime_env}
     if role.executor == "mp":
         return {
@@ -21,8 +22,8 @@ def deployment_options(role: RoleSettings, runtime_env: dict[str, Any]) -> dict[
             **role.spreading_options(),
         }
     return {
-        # The ranks own the GPUs and the bundles have the labels: the actor follows its placement
-        # group.
+        # The actor has no GPUs or labels of its own: the ranks own the GPUs, and the labels apply
+        # to the bundles of the placement group.
         "ray_actor_options": actor | {"num_gpus": 0.0},
         "placement_group_bundles": bundles(role),
         "placement_group_strategy": "PACK",

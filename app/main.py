@@ -32,28 +32,34 @@ from app.http.traces import Traces
 from configs.settings import AuthSettings, RoleName, RouterLimits, RouterSettings, ServiceSettings
 
 SERVE_CALLS = 65536
-"""Limit of Serve on the calls of one replica. Tandem's own limits are lower and answer with a
-reason: routers count sequences, and requests reach engines without Serve."""
+"""Serve's limit on the ongoing calls of one replica, higher than Tandem's own limits.
+
+Tandem limits sequences in routers and engines and reports the reason of a refusal to the client.
+"""
 
 ROUTER_ENVIRONMENT = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
-"""Runs Serve's part of a router on our event loop. Passing each message between threads took a
-fifth of a router's time (`docs/router-cost.md`)."""
+"""Environment that runs Serve's part of a router on the router's event loop.
+
+Separate threads cost a fifth of a router's time (`docs/router-cost.md`).
+"""
 
 HEALTH_CHECK_PERIOD_S = 2.0
-"""Period of health checks; Serve replaces a replica after three failures, so a dead engine is out
-of service in 6 s."""
+"""Period of health checks. Serve replaces a replica after three failures, so a dead engine after
+6 s."""
 
 ENGINE_DRAIN_POLL_S = 0.2
-"""Interval at which Serve checks whether a stopping replica has requests of its own. Requests do
-not pass through Serve (docs/decisions/0036), and the RPC server waits for them, so Serve's default
-of 2 s would only delay each stop."""
+"""Interval at which Serve checks whether a stopping replica has ongoing Serve calls.
+
+Requests do not pass through Serve (docs/decisions/0036), and the RPC server drains them. So Serve's
+default of 2 s would only delay each stop.
+"""
 
 
 @serve.ingress()
 class HttpRouter(RouterReplica):
     """The router with its HTTP interface: the ingress of the application."""
 
-    # Serve awaits it.
+    # Serve awaits the constructor if it is asynchronous.
     async def __init__(  # type: ignore[misc]
         self,
         limits: RouterLimits,
@@ -66,8 +72,8 @@ class HttpRouter(RouterReplica):
     ) -> None:
         """`listen` is the host, port and `leave_s` of the router's own HTTP server, or None."""
         super().__init__(limits, EnginePool(prefill), EnginePool(decode))
-        # Serve may build the application on any node; keys may be in the environment of routers
-        # only.
+        # Serve may build the application on a node whose environment has no keys, so read them here
+        # again.
         traces = Traces(otlp_traces_endpoint) if otlp_traces_endpoint else None
         keys = (*key_digests, *digests(AuthSettings().operators_keys()))
         log = open_access_log(log_directory(), own_replica_id()) if access_log else None
@@ -81,7 +87,7 @@ class HttpRouter(RouterReplica):
         return self._surface
 
     async def __del__(self) -> None:
-        """Close the server and the router; Serve's hook once no request of its proxies runs."""
+        """Close the server and the router; Serve's hook after the last request of its proxies."""
         try:
             if (server := getattr(self, "_http_server", None)) is not None:
                 await server.close()
@@ -90,7 +96,7 @@ class HttpRouter(RouterReplica):
 
 
 def build(args: ServiceSettings) -> serve.Application:
-    """Return the application for `args`. Raises SettingsError naming a setting that cannot be used."""
+    """Return the application for `args`. Raises SettingsError with the name of each bad setting."""
     check_arguments(args)
     secret = fallback_secret(args)
     prefill = deploy_engine(Prefill, "prefill", args, secret)
@@ -118,13 +124,12 @@ def router_deployment(settings: RouterSettings) -> serve.Deployment:
         **settings.spreading_options(),
         max_ongoing_requests=SERVE_CALLS,
         graceful_shutdown_timeout_s=settings.drain_s,
-        user_config={},  # `reconfigure` merges it over the settings that the replica is built with
+        user_config={},  # `reconfigure` merges `user_config` over the replica's `args`
     )
 
 
 def deploy_engine(actor: type, role: RoleName, settings: ServiceSettings, secret: SecretStr) -> serve.Application:
-    """Return the deployment of `role` with class `actor`, bound to the settings and the fallback
-    secret."""
+    """Return the deployment of `role` with class `actor`, bound to `settings` and `secret`."""
     own = settings.role(role)
     scaling: dict[str, Any] = (
         {"num_replicas": own.replicas}
@@ -147,7 +152,7 @@ def deploy_engine(actor: type, role: RoleName, settings: ServiceSettings, secret
 
 
 def __getattr__(name: str) -> serve.Application:
-    """Return `app`, the service with default settings, made on demand: only `serve build` needs it."""
+    """Return `app`, the service with default settings. Built on demand, for `serve build` only."""
     if name == "app":
         return build(ServiceSettings())
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

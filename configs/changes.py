@@ -1,8 +1,9 @@
-"""What a change of each setting costs while the service runs. Pure.
+"""Maps each setting to the restarts that a change of it causes in a running service. Pure.
 
-Ray Serve computes one code version from all of `args` and `autoscaling_policy`, and restarts every replica
-of the application when it changes (`get_app_code_version` in `ray/serve/_private/deploy_utils.py`). Options under
-`deployments` override `args` for one deployment and are not part of that version.
+Ray Serve computes one code version from all of `args` and `autoscaling_policy`, and restarts every
+replica of the application when the version changes (`get_app_code_version` in
+`ray/serve/_private/deploy_utils.py`). Options under `deployments` override `args` for one
+deployment and are not part of that version.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Literal
 from configs.settings import RouterLimits
 
 Cost = Literal["live", "role", "all"]
-"""live: nothing restarts. role: the replicas of one deployment restart. all: every replica restarts."""
+"""Replicas that restart: none (`live`), those of one deployment (`role`), or all (`all`)."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ ALL = Change("all")
 USER_CONFIG = Change("live", "user_config")
 
 DEPLOYMENTS = {"prefill": "Prefill", "decode": "Decode", "router": "Router"}
-"""Name of the deployment that each section of `args` describes."""
+"""Name of the deployment of each section of `args`."""
 
 OPTIONS = {
     "replicas": Change("live", "num_replicas"),
@@ -43,7 +44,7 @@ OPTIONS = {
 
 
 def change_of(section: str, key: str) -> Change:
-    """Return the cheapest way to change `key` of a section of `args`, for example `router.routing`."""
+    """Return the cheapest way to change `key` of a section of `args`, such as `router.routing`."""
     if section == "router.routing" or (section == "router" and key in RouterLimits.model_fields):
         return USER_CONFIG
     return OPTIONS.get(key, ALL) if section in DEPLOYMENTS else ALL

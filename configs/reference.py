@@ -1,6 +1,6 @@
-"""Writes the configuration reference from the settings: `python -m configs.reference > docs/configuration.md`.
+"""Generates docs/configuration.md from the settings: `python -m configs.reference`.
 
-A test compares the committed page with what this prints.
+A test compares the committed page with the output.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _INTRODUCTION = """# Configuration reference
 <!-- Written by `python -m configs.reference`; do not edit by hand. -->
 
 A configuration is a Ray Serve config file. These are the keys of `args` under Tandem's application.
-Unknown keys and values out of range stop the start with a message that names them. Times are in
-seconds (`_s`), sizes in bytes (`_bytes`) or GiB (`_gib`). The files in `configs/` are complete
-examples.
+An unknown key or a value out of range stops the start with an error that names the key. Times are
+in seconds (`_s`), sizes in bytes (`_bytes`), MiB (`_mib`) or GiB (`_gib`). The files in `configs/`
+are complete examples.
 
 The column *change* has the cheapest way to change a setting of a
 [running service](#change-a-running-service).
@@ -41,7 +41,7 @@ The column *change* has the cheapest way to change a setting of a
 _CHANGES = """## Change a running service
 
 Edit the file and deploy it again, with `serve deploy FILE` or `kubectl apply` of the RayService.
-What restarts depends on where the change is made:
+The place of a change determines which replicas restart:
 
 | change | where | restarts |
 |---|---|---|
@@ -51,9 +51,9 @@ What restarts depends on where the change is made:
 
 **Any change of `args` restarts every replica**, also a change of a timeout or of `replicas`: Serve
 computes one code version from all of `args`. It replaces replicas in steps of a fifth of each
-deployment, at least one, and stops an old one before it starts a new one. A role with one replica
-has none meanwhile. So leave `args` as they were deployed, and put changes under `deployments`,
-which override them:
+deployment, at least one, and stops an old replica before it starts a new one. A role with one
+replica has no running replica meanwhile. So leave the deployed `args` unchanged, and put changes
+under `deployments`, which override `args`:
 
 ```yaml
 applications:
@@ -77,7 +77,7 @@ applications:
   `autoscaling_config` under `deployments` from the first deployment on, with
   `policy: {policy_function: "actors.autoscaling.policy:ScaleByOngoing"}`. Its bounds then change
   live. Adding it later, or changing the policy, restarts everything.
-- **`ray_actor_options`** replaces all such options of the deployment, so repeat the others:
+- **`ray_actor_options`** replaces all such options of the deployment, so repeat all of them:
   `num_cpus`, `num_gpus`, `resources`, `label_selector`, and `runtime_env: {env_vars: ...}` with
   `environment` and the variables that Tandem sets. For engines these are `VLLM_NO_USAGE_STATS=1`;
   with a local model `HF_HUB_OFFLINE=1`; without a GPU `VLLM_CPU_KVCACHE_SPACE`,

@@ -1,8 +1,8 @@
 """Settings of the service: one frozen model, read from the `args` of a Serve config file.
 
-Unknown keys and values out of range are refused by name. Times are in seconds (`_s`), sizes in bytes
-(`_bytes`) or GiB (`_gib`). Engine arguments are passed to vLLM unchanged; `actors.engine.arguments` checks
-their names against the installed vLLM.
+Errors name each unknown key and each value out of range. Times are in seconds (`_s`), sizes in
+bytes (`_bytes`), MiB (`_mib`) or GiB (`_gib`). Tandem passes engine arguments to vLLM unchanged;
+`actors.engine.arguments` checks their names against the installed vLLM.
 """
 
 import difflib
@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 
 DEMO_MODEL = "demo"
-"""The value of `model` that stands for the checkpoint embedded in `app.demo`."""
+"""Value of `model` for the checkpoint embedded in `app.demo`."""
 
 DEMO_MODEL_DIR = Path(__file__).resolve().parent.parent / "app" / "demo" / "model"
 DEMO_SERVED_NAME = "tandem-demo"
@@ -26,7 +26,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 BEAT_S = 5.0
-"""How often an engine whose calls are open says that it lives."""
+"""Interval of the heartbeats that an engine sends to routers during open calls."""
 
 PEER_SECRET_VARIABLE = "TANDEM_PEER_SECRET"
 API_KEYS_VARIABLE = "TANDEM_API_KEYS"
@@ -34,21 +34,21 @@ API_KEYS_VARIABLE = "TANDEM_API_KEYS"
 MIN_SECRET_CHARACTERS = 16
 
 MIN_ONGOING_SEQUENCES = 4096
-"""Least limit of a router's sequences if the settings have none."""
+"""Minimum of a router's default `max_ongoing_sequences`."""
 
 
 class SettingsError(ValueError):
-    """A configuration that cannot be started; the message names each offending key."""
+    """An invalid configuration; the message names each invalid key."""
 
 
 class Frozen(BaseModel):
-    """Immutable, and a key it does not know is an error."""
+    """Base of immutable models without unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class HiddenText(str):
-    """Text that is left out wherever whatever holds it is printed: vLLM logs its configuration."""
+    """Text with a masked `repr`, because vLLM logs its configuration."""
 
     __slots__ = ()
 
@@ -89,7 +89,7 @@ class CpuSettings(Frozen):
 
 
 class TransferSettings(Frozen):
-    """The KV connector's settings: its `kv_connector_extra_config`, under the connector's own names."""
+    """Settings of the KV connector, with the names of its `kv_connector_extra_config`."""
 
     side_channel_host: str | None = Field(
         None, description="interface of the side channel; unset: the address of the node"
@@ -117,16 +117,16 @@ class TransferSettings(Frozen):
     )
     streaming: Literal["auto", "chunk", "layer"] = Field(
         "auto",
-        description="chunk: KV leaves after each chunk of the prompt; layer: the last chunk also leaves layer by "
-        "layer; auto: the cheaper of the two, as measured",
+        description="chunk: prefill sends KV after each chunk of the prompt; layer: it also sends the last chunk layer "
+        "by layer; auto: the measured cheaper one",
     )
     trace_path: str = Field("", description="file to which each transfer event is appended as a JSON line; empty: none")
     handshake_s: Seconds = Field(30.0, description="deadline of first contact between two engines")
     progress_s: Seconds = Field(30.0, description="longest silence of a transfer before the consumer cancels it")
     cancel_s: Seconds = Field(
         5.0,
-        description="wait for the answer to a cancellation; then the request is computed in other blocks, its own are"
-        " in quarantine, and the cancellation is repeated",
+        description="timeout for the answer to a cancellation; then decode quarantines the request's blocks, computes "
+        "the request in other blocks, and repeats the cancellation",
     )
     lease_s: Seconds = Field(60.0, description="time for which prefill holds finished blocks for an offer of decode")
     alive_s: Seconds = Field(
@@ -139,7 +139,7 @@ class TransferSettings(Frozen):
         "ends an engine",
     )
     fence_s: Seconds = Field(
-        2.0, description="time that writes in flight of a preempted prefill request get to finish, in host memory"
+        2.0, description="timeout for writes in flight of a preempted prefill request, in host memory"
     )
     forget_s: float = Field(
         3600.0,
@@ -155,18 +155,18 @@ class TransferSettings(Frozen):
     @model_validator(mode="after")
     def _alive_is_heard(self) -> "TransferSettings":
         if self.alive_s * 2 > self.progress_s:
-            raise ValueError("alive_s must be at most half of progress_s, or a busy producer is taken for dead")
+            raise ValueError("alive_s must be at most half of progress_s, or decode cancels transfers of busy engines")
         return self
 
     def connector_config(self, node_ip: str) -> dict[str, Any]:
-        """`kv_connector_extra_config` on a node with the address `node_ip`."""
+        """Return `kv_connector_extra_config` for a node with the address `node_ip`."""
         return self.model_dump(exclude={"node_lost_s"}) | {
             "side_channel_host": self.side_channel_host or node_ip,
             "secret": HiddenText(self.secret.get_secret_value() if self.secret is not None else ""),
         }
 
     def operators_secret(self) -> SecretStr | None:
-        """Return the operator's secret from these settings, or else from the environment of this process."""
+        """Return the operator's secret from these settings or the environment, or None."""
         if self.secret is not None:
             return self.secret
         found = os.environ.get(PEER_SECRET_VARIABLE)
@@ -178,7 +178,7 @@ class TransferSettings(Frozen):
 
 
 class KVStoreSettings(Frozen):
-    """The KV store of the engines, under the connector's own names. Without `path` and `memory_gib` there is none."""
+    """Settings of the KV store, disabled without `path` and `memory_gib`."""
 
     path: str = Field("", description="folder on a local disk of each engine's node, of its own; empty: no disk tier")
     disk_gib: Positive = Field(64.0, description="bytes below `path`, of all engines that share it (GiB)")
@@ -195,9 +195,9 @@ class KVStoreSettings(Frozen):
     staging_mib: int = Field(
         256, ge=1, description="shared memory of each engine between files and KV blocks (MiB), in `/dev/shm`"
     )
-    lookup_s: Seconds = Field(0.02, description="a lookup that has not answered by then is a miss")
-    load_s: Seconds = Field(2.0, description="objects that are not read and verified by then are not used")
-    store_s: Seconds = Field(30.0, description="an object that is not written by then is dropped")
+    lookup_s: Seconds = Field(0.02, description="timeout of a lookup, which then counts as a miss")
+    load_s: Seconds = Field(2.0, description="timeout for reading and verifying objects; the engine ignores late ones")
+    store_s: Seconds = Field(30.0, description="timeout for writing an object, which is then dropped")
 
     @model_validator(mode="after")
     def _paths_are_absolute(self) -> "KVStoreSettings":
@@ -212,13 +212,15 @@ class KVStoreSettings(Frozen):
         return bool(self.path or self.memory_gib)
 
     def connector_config(self) -> dict[str, Any]:
-        """The part of `kv_connector_extra_config` that configures the store."""
+        """Return the store's part of `kv_connector_extra_config`; empty if it is disabled."""
         return {"store": self.model_dump()} if self.enabled else {}
 
 
 class RoutingSettings(Frozen):
-    """Routing of requests. Can change together with the router's limits while engines run. The router keeps its
-    measurements unless an assumption (`assumed_*`) changes."""
+    """Settings of the routing policy, which `user_config` can change while engines run.
+
+    The router keeps its measurements unless an assumption (`assumed_*`) changes.
+    """
 
     policy: Literal["cost", "least_load", "round_robin", "always_remote", "never_remote"] = Field(
         "cost",
@@ -275,20 +277,20 @@ class RouterLimits(Frozen):
     )
     idle_timeout_s: Seconds = Field(
         300.0,
-        description="longest time between two tokens of a stream, and for which its client may read nothing; a stream "
-        "with tokens has no other deadline",
+        description="longest time between two tokens of a stream, and longest time in which its client reads nothing; "
+        "the only deadline of a stream after its first token",
     )
     body_timeout_s: Seconds = Field(30.0, description="deadline from a request's arrival to the end of its body")
     prefill_timeout_s: Seconds = Field(120.0, description="deadline from a prefill leg's start to its answer")
     replica_timeout_s: Seconds = Field(
         10.0,
-        description="longest wait for a decode replica while none runs, or none that has not failed the request. The "
-        "wait for a slot on a busy one ends with the request's own deadline",
+        description="longest wait for a decode replica while none runs, or while all running ones have failed the "
+        "request. The wait for a slot on a busy replica ends at the request's deadline",
     )
     prefill_wait_s: Seconds = Field(
         1.0, description="longest wait for a slot on a prefill replica; then decode serves the request alone"
     )
-    attempts: int = Field(3, ge=1, description="replicas of each role that a request may try when they fail")
+    attempts: int = Field(3, ge=1, description="largest number of replicas of each role that a failing request tries")
     silence_timeout_s: Seconds = Field(
         60.0,
         ge=3 * BEAT_S,
@@ -369,7 +371,7 @@ class AuthSettings(Frozen):
         return tuple(SecretStr(_sendable_key(key.get_secret_value())) for key in keys)
 
     def operators_keys(self) -> tuple[SecretStr, ...]:
-        """Return the operator's API keys from these settings and from the environment of this process.
+        """Return the operator's API keys from these settings and this process's environment.
 
         Raises SettingsError if the environment variable has a value that no client can send.
         """
@@ -384,8 +386,8 @@ class AuthSettings(Frozen):
 
 
 def _sendable_key(key: str) -> str:
-    """`key` without blanks around it; ValueError where no client could send it in a header. The message repeats
-    nothing of it."""
+    """Return `key` without surrounding blanks. Raises ValueError if no client can send it in a
+    header; the message does not contain the key."""
     key = key.strip()
     if not key:
         raise ValueError("a key must not be empty")
@@ -455,7 +457,7 @@ class RoleSettings(PlacementSettings):
 
     @property
     def scaled(self) -> bool:
-        """Return whether the autoscaler chooses the number of replicas."""
+        """Whether the autoscaler chooses the number of replicas."""
         return not isinstance(self.replicas, int)
 
     @field_validator("replicas")
@@ -467,7 +469,7 @@ class RoleSettings(PlacementSettings):
 
 
 class ScalingSettings(Frozen):
-    """Arguments (`policy_kwargs`) of the autoscaling policy for both roles. They are not a part of `args`."""
+    """Arguments (`policy_kwargs`) of the autoscaling policy for both roles, outside `args`."""
 
     prefill_busy: float = Field(
         0.7, gt=0, le=1, description="target fraction of time in which prefill engines compute, at their measured rate"
@@ -480,19 +482,19 @@ class ScalingSettings(Frozen):
         "only the KV cache counts",
     )
     slack: float = Field(
-        0.15, ge=0, lt=1, description="an engine is removed if the others would suffice for this much more load"
+        0.15, ge=0, lt=1, description="an engine is removed if the remaining engines could serve this much more load"
     )
     fewest_prefill_per_decode: float = Field(
         0.25,
         gt=0,
         allow_inf_nan=False,
-        description="fewest prefill engines per decode engine; below it prefill engines are added",
+        description="fewest prefill engines per decode engine; below it the autoscaler adds prefill engines",
     )
     most_prefill_per_decode: float = Field(
         4.0,
         gt=0,
         allow_inf_nan=False,
-        description="most prefill engines per decode engine; above it decode engines are added",
+        description="most prefill engines per decode engine; above it the autoscaler adds decode engines",
     )
 
     @model_validator(mode="after")
@@ -503,7 +505,7 @@ class ScalingSettings(Frozen):
 
 
 class ServiceSettings(Frozen):
-    """Everything `app.main:build` takes."""
+    """All settings of the service: the argument of `app.main:build`."""
 
     model: str = Field(DEMO_MODEL, min_length=1, description="a path, a hub id, or `demo` (the embedded model)")
     served_model_name: str | None = Field(None, description="model name in the API; unset: `model`, or `tandem-demo`")
@@ -530,18 +532,18 @@ class ServiceSettings(Frozen):
 
     @property
     def model_path(self) -> str:
-        """Return the path or name of the model that vLLM loads."""
+        """Path or hub id of the model for vLLM."""
         return str(DEMO_MODEL_DIR) if self.model == DEMO_MODEL else self.model
 
     @property
     def model_name(self) -> str:
-        """Return the name that clients send as `model`."""
+        """Model name in client requests."""
         if self.served_model_name is not None:
             return self.served_model_name
         return DEMO_SERVED_NAME if self.model == DEMO_MODEL else self.model
 
     def with_secret(self, fallback: SecretStr) -> "ServiceSettings":
-        """These settings with the operator's secret, as this process finds it, or else with `fallback`."""
+        """Return these settings with the operator's secret, or with `fallback` if there is none."""
         secret = self.transfer.operators_secret() or fallback
         return self.model_copy(update={"transfer": self.transfer.model_copy(update={"secret": secret})})
 
@@ -550,7 +552,10 @@ class ServiceSettings(Frozen):
 
 
 def parse_settings(args: dict[str, Any]) -> ServiceSettings:
-    """Settings from a config file's `args`; raises SettingsError with one line per offending key."""
+    """Return the settings in a config file's `args`.
+
+    Raises SettingsError with one line per invalid key.
+    """
     try:
         return ServiceSettings.model_validate(args)
     except ValidationError as error:
@@ -558,7 +563,10 @@ def parse_settings(args: dict[str, Any]) -> ServiceSettings:
 
 
 def parse_scaling(policy_kwargs: dict[str, Any]) -> ScalingSettings:
-    """Settings of the autoscaling policy; raises SettingsError with one line per offending key."""
+    """Return the settings in `policy_kwargs`.
+
+    Raises SettingsError with one line per invalid key.
+    """
     try:
         return ScalingSettings.model_validate(policy_kwargs)
     except ValidationError as error:
@@ -566,8 +574,10 @@ def parse_scaling(policy_kwargs: dict[str, Any]) -> ScalingSettings:
 
 
 def changed_limits(built: RouterLimits, user_config: Any) -> RouterLimits:
-    """Return `built` with the keys that a `user_config` names; raises SettingsError with one line per
-    offending key."""
+    """Return `built` with the values of `user_config`.
+
+    Raises SettingsError with one line per invalid key.
+    """
     if not isinstance(user_config, dict):
         raise SettingsError(f"user_config must be a mapping (got {user_config!r})")
     fixed = [key for key in user_config if key in RouterSettings.model_fields.keys() - RouterLimits.model_fields.keys()]
@@ -601,7 +611,7 @@ def _advice(problem: Any, model: type[BaseModel]) -> str:
 
 
 def _keys(model: type[BaseModel], path: Sequence[object]) -> list[str]:
-    """Those that `model` has at `path`, as far as that leads to settings of ours."""
+    """Return the keys of the settings model at `path` below `model`; empty if there is none."""
     for step in path:
         field = model.model_fields.get(str(step))
         if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):

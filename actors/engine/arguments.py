@@ -1,4 +1,4 @@
-"""Arguments of one vLLM engine from the settings, with names checked against the installed vLLM."""
+"""Derives a vLLM engine's arguments from the settings, and checks names against installed vLLM."""
 
 import ast
 import dataclasses
@@ -18,11 +18,10 @@ OWNED = {
     "tensor_parallel_size": "set `tensor_parallel_size` of the role",
     "distributed_executor_backend": "set `executor` of the role",
     "kv_transfer_config": "set `transfer` of the service",
-    # A prefill replica publishes the address of one engine core; with several, KV may be in
-    # another.
+    # A prefill replica publishes the address of one engine core; data parallelism has several.
     "data_parallel_size": "set `replicas` of the role",
 }
-"""Engine arguments that have a setting of their own, and which."""
+"""Engine arguments with a setting of their own, and the message that names it."""
 
 CPU_DEFAULTS = {"dtype": "float32", "enforce_eager": True, "worker_cls": "actors.upstream.vllm_cpu_worker.CpuWorker"}
 """Default arguments of an engine without a GPU."""
@@ -43,8 +42,8 @@ def frontend_argument_names() -> frozenset[str]:
 def _fields(module: str, name: str) -> frozenset[str]:
     """Return the fields of one of vLLM's dataclasses, read from its source.
 
-    Importing the module takes 8 s of CPU time, in the launcher and again where Serve builds the
-    application. The module is imported only when its source has another form.
+    An import takes 8 s of CPU time, in the launcher and again where Serve builds the application.
+    So the module is imported only if its source cannot be analysed.
     """
     names = fields_in_source(_source(module), name)
     if names is None:
@@ -53,8 +52,7 @@ def _fields(module: str, name: str) -> frozenset[str]:
 
 
 def _source(module: str) -> str:
-    """Return the text of a module without importing its parent packages, as
-    `importlib.util.find_spec` would."""
+    """Return the text of a module. Unlike `find_spec(module)`, imports no parent package."""
     top, *rest = module.split(".")
     spec = importlib.util.find_spec(top)
     if spec is None or not spec.submodule_search_locations:
@@ -66,7 +64,7 @@ def _source(module: str) -> str:
 def fields_in_source(source: str, name: str) -> set[str] | None:
     """Return the annotated fields of dataclass `name` and of its bases in the same module.
 
-    None when the class or one of its bases is not in `source`.
+    Return None if the class or one of its bases is not in `source`.
     """
     classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
     if name not in classes:
@@ -86,7 +84,7 @@ def fields_in_source(source: str, name: str) -> set[str] | None:
 
 
 def check_arguments(settings: ServiceSettings) -> None:
-    """Raise SettingsError for each setting that vLLM, Ray or Serve would refuse or silently ignore."""
+    """Raise SettingsError with all settings that vLLM, Ray or Serve would refuse or ignore."""
     engine, frontend = engine_argument_names(), frontend_argument_names()
     problems = [
         *_unknown("engine", settings.engine, engine),
@@ -120,7 +118,7 @@ def _not_among(given: Iterable[str], known: Collection[str], where: str, whose: 
 
 
 def _bad_selector(where: str, deployment: PlacementSettings) -> list[str]:
-    """Return the violations of Ray's rules for labels, checked by Serve's schema."""
+    """Return the errors that Serve's schema finds in `label_selector`."""
     from pydantic import ValidationError
     from ray.serve.schema import RayActorOptionsSchema
 
@@ -132,8 +130,7 @@ def _bad_selector(where: str, deployment: PlacementSettings) -> list[str]:
 
 
 def _bad_autoscaling(where: str, role: RoleSettings) -> list[str]:
-    """Return the violations of Serve's rules for autoscaling_config, and the keys that Serve would
-    ignore."""
+    """Return the errors that Serve finds in `replicas` as autoscaling_config, and unknown keys."""
     from pydantic import ValidationError
     from ray.serve.config import AutoscalingConfig
 
@@ -144,7 +141,7 @@ def _bad_autoscaling(where: str, role: RoleSettings) -> list[str]:
         AutoscalingConfig(**role.replicas)
     except ValidationError as error:
         return [*unknown, *(f"{where}.replicas: {problem['msg']}" for problem in error.errors())]
-    # Serve sees no requests waiting in routers, so it would never start the first replica.
+    # Serve does not count requests waiting in routers, so it would never start the first replica.
     none = [key for key in ("min_replicas", "initial_replicas") if role.replicas.get(key) == 0]
     return [*unknown, *(f"{where}.replicas.{key}: must be at least 1" for key in none)]
 
@@ -153,7 +150,7 @@ def engine_arguments(settings: ServiceSettings, role: RoleName) -> dict[str, Any
     """Return the keyword arguments of AsyncEngineArgs for `role`, without the KV connector."""
     own = settings.role(role)
     defaults = {} if own.num_gpus else CPU_DEFAULTS
-    # On several nodes `mp` is vLLM's own choice.
+    # For `mp` the argument stays unset: vLLM then chooses the executor.
     executor = {"distributed_executor_backend": "ray"} if own.executor == "ray" else {}
     return {
         **defaults,
@@ -173,8 +170,8 @@ def engine_environment(settings: ServiceSettings, role: RoleName) -> dict[str, s
     if not own.num_gpus:
         environment |= settings.cpu.environment()
         if engine_arguments(settings, role).get("enforce_eager"):
-            # vLLM's sampler compiles a helper at the first request with logprobs, which takes many
-            # seconds.
+            # Otherwise vLLM's sampler compiles a helper at the first request with logprobs, which
+            # takes many seconds.
             environment["TORCHDYNAMO_DISABLE"] = "1"
     if Path(settings.model_path).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"

@@ -1,8 +1,8 @@
 """Runs one HTTP request through an ASGI application in this process.
 
-The engine actor hosts vLLM's FastAPI application without a socket. Requests arrive at the actor's
-RPC server; the response goes back as a `ResponseStart` followed by bytes. Closing or cancelling the
-generator is the client's disconnect.
+The engine actor hosts vLLM's FastAPI application without a socket. The actor's RPC server receives
+requests; the response is a `ResponseStart` followed by bytes. Closing or cancelling the generator
+has the effect of a client's disconnect.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ Message = MutableMapping[str, Any]
 AsgiApp = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Any]
 
 READY_BYTES = 2**16
-"""Size of the unread body from which the application's `send` waits."""
+"""Number of unread body bytes at which the application's `send` waits."""
 
 
 async def call_asgi(
@@ -29,12 +29,12 @@ async def call_asgi(
     context: Context | None = None,
     heartbeats: HeartbeatMonitor | None = None,
 ) -> AsyncGenerator[ResponseStart | bytes | Heartbeat, None]:
-    """Yield the start of the response, then its body, and a `Heartbeat` for each one of
-    `heartbeats`.
+    """Yield the start of the response, its body, and `Heartbeat` items from `heartbeats`.
 
-    Bytes that arrive between two reads are joined; the application waits while READY_BYTES are
-    unread. It runs in `context`, or in a copy of the caller's. If the reader leaves first, the
-    application receives `http.disconnect` and is cancelled after `disconnect_s` seconds.
+    Joins the bytes between two reads; the application's `send` waits while READY_BYTES are unread.
+    The application runs in `context`, by default a copy of the caller's context. If the generator
+    is closed early, the application receives `http.disconnect` and is cancelled after
+    `disconnect_s` seconds.
     """
     start: ResponseStart | None = None
     body: list[bytes] = []
@@ -109,8 +109,8 @@ def _scope(call: Call) -> Message:
     path, _, query = call.path.partition("?")
     return {
         "type": "http",
-        # From spec version 2.4 on, Starlette detects a disconnect only in `send`, which is too late
-        # here.
+        # With spec version 2.4 or later, Starlette (responses.py) detects a disconnect only in
+        # `send`, but an engine may compute for a long time before it sends anything.
         "asgi": {"version": "3.0", "spec_version": "2.3"},
         "http_version": "1.1",
         "method": call.method,

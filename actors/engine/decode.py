@@ -1,4 +1,4 @@
-"""The Decode deployment: receives KV from prefill engines and generates, or serves a request alone."""
+"""The Decode deployment: generates from the KV of a prefill engine, or serves a request alone."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ class Decode(EngineActor):
 
     async def _prepare(self, settings: ServiceSettings) -> None:
         await self.engine.warm_up(FIRST_REQUEST_TIMEOUT_S)
-        # Before the first contact with a prefill engine: nodes that are dead now do not matter.
+        # Called before the first contact with a prefill engine: dead nodes cannot write here.
         dead = await dead_nodes_now()
         lost = watch_nodes(self.engine.lose, settings.transfer.node_lost_s, dead)
         self._tasks = [asyncio.create_task(lost, name="watches-hosts")]
@@ -31,7 +31,7 @@ class Decode(EngineActor):
         self._tasks.append(asyncio.create_task(looking, name="meets-prefill-replicas"))
 
     async def __del__(self) -> None:
-        # Drain calls first: until then prefill engines still appear and are lost.
+        # Drain first: open calls still need the detection of lost nodes and new prefill replicas.
         if hasattr(self, "_rpc_server"):
             await self._rpc_server.drain()
         for task in getattr(self, "_tasks", ()):
@@ -39,23 +39,22 @@ class Decode(EngineActor):
         await super().__del__()
 
     async def fetch_probes(self, probes: Mapping[str, ProbeParams]) -> None:
-        """Fetch the probe that a starting prefill replica has computed for this replica."""
+        """Fetch this replica's probe from a starting prefill replica."""
         if self.replica in probes:
             await self._fetch(probes[self.replica])
 
     @property
     def warm(self) -> frozenset[str]:
-        """Ids of the prefill engines with which a probe has succeeded."""
+        """Ids of the prefill engines whose probe this replica has fetched."""
         return frozenset(self._warm)
 
     async def warm_up_new_pairs(self) -> None:
-        """Fetch a probe from each new prefill replica, concurrently: an unreachable one takes the
-        whole timeout."""
+        """Fetch a probe from each new prefill replica, concurrently: unreachable ones time out."""
         probes = [probe for probe in await self._prefill.ask("probe_for", frozenset(self._warm)) if probe]
         fetches = await asyncio.gather(*map(self._fetch, probes), return_exceptions=True)
         for probe, problem in zip(probes, fetches, strict=True):
             if isinstance(problem, TimeoutError):
-                # Requests of this pair will be recomputed here; serve, and warm up the other pairs.
+                # Not fatal: after a failed transfer the decode engine computes the prompt.
                 logger.warning("warm-up with prefill engine %s timed out", probe.get("remote_engine_id"))
             elif problem is not None:
                 raise problem

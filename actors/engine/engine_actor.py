@@ -1,4 +1,4 @@
-"""Base of the Prefill and Decode deployments: one engine, called as an HTTP application."""
+"""Base class of the Prefill and Decode deployments: one engine behind an RPC server."""
 
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 CallItem = Accepted | Heartbeat | ResponseStart | StreamChunk | bytes
 
 FIRST_REQUEST_TIMEOUT_S = 120.0
-"""Timeout of an engine's first request, which may compile kernels and fault in pages."""
+"""Timeout of an engine's first request, during which vLLM may compile kernels."""
 
 
 class EngineActor:
@@ -32,12 +32,12 @@ class EngineActor:
 
     role: RoleName
 
-    # Serve awaits it.
+    # Serve awaits the constructor if it is asynchronous.
     async def __init__(self, settings: ServiceSettings, fallback_secret: SecretStr) -> None:  # type: ignore[misc]
         """Start the engine; Serve marks the replica ready when this returns.
 
-        Serve may build the application on any node, without the environment variables of this
-        role's nodes. So a secret set here takes precedence over `fallback_secret`.
+        Serve may build the application on a node without this role's environment variables. So a
+        secret in this process's environment takes precedence over `fallback_secret`.
         """
         settings = settings.with_secret(fallback_secret)
         self.replica = serve.get_replica_context().replica_id.unique_id
@@ -49,7 +49,7 @@ class EngineActor:
             await self._prepare(settings)
 
     async def _prepare(self, settings: ServiceSettings) -> None:
-        """Prepare the role before the replica is ready."""
+        """Prepare the replica for its role; runs before Serve marks the replica ready."""
 
     async def _open_rpc_server(self, settings: RoleSettings) -> None:
         slots = settings.max_ongoing_sequences or self.engine.slots
@@ -63,11 +63,11 @@ class EngineActor:
         self._replica_metadata = replica_metadata(address, settings.max_queued_requests, slots=slots)
 
     def _router_methods(self) -> dict[str, Callable[..., Awaitable[Any]]]:
-        """Return the methods that routers call over their connection."""
+        """Return the methods available to routers, by name."""
         return {"ping": self.ping, "metrics": self.metrics, "status": self.status}
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Return the replica's metadata for routers; Serve's hook once the replica is ready."""
+        """Return the replica's metadata for routers; Serve's hook, called after the start."""
         return self._replica_metadata
 
     async def serve_request(self, request: RpcRequest) -> AsyncGenerator[CallItem, None]:
@@ -84,14 +84,13 @@ class EngineActor:
                 yield item
 
     async def metrics(self) -> tuple[str, str]:
-        """Return this replica's id and its Prometheus exposition, with vLLM's and the connector's
-        metrics."""
+        """Return the replica id and the Prometheus exposition of actor, vLLM and connector."""
         from prometheus_client import REGISTRY, generate_latest
 
         return self.replica, generate_latest(REGISTRY).decode()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the load for the autoscaling policy; Serve's hook, called only for scaled roles."""
+        """Return the load for the autoscaling policy; Serve's hook for autoscaled roles."""
         return self.engine.load() | {
             "ongoing": float(self._rpc_server.ongoing),
             "queued": float(self._rpc_server.queued()),
@@ -110,16 +109,16 @@ class EngineActor:
         }
 
     async def ping(self) -> str:
-        """Return this replica's id if its engine is alive."""
+        """Return the replica id. Raises EngineDownError if the engine has died."""
         await self.engine.check_health()
         return self.replica
 
     async def check_health(self) -> None:
-        """Raise if the engine has died; Serve then replaces the replica."""
+        """Raise EngineDownError if the engine has died; Serve then replaces the replica."""
         await self.engine.check_health()
 
     async def __del__(self) -> None:
-        """End the replica; Serve's hook, awaited by Serve."""
+        """Drain the calls and end the engine; Serve awaits this hook."""
         if hasattr(self, "_rpc_server"):  # not set if the start failed
             await self._rpc_server.drain()
             await self._rpc_server.close()

@@ -1,9 +1,9 @@
-"""Heartbeats that tell a busy engine from a hung one.
+"""Heartbeats distinguish a busy engine from a hung one.
 
 A request may wait for minutes in the queue of a busy engine, or be preempted. While calls are open,
-the actor sends the engine core a no-op request every `BEAT_S`, which the core answers between two
-steps, and passes each answer on to all open calls. A stopped core, or one whose workers are
-stopped, does not answer.
+the actor sends a no-op request to the engine core every `BEAT_S`. The core answers between two
+steps; after each answer the actor sends a heartbeat on every open call. A core that hangs, or whose
+workers hang, does not answer.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class HeartbeatMonitor:
-    """Calls `ask` periodically; the result of the call does not matter."""
+    """Calls `ask` every `every_s` while calls are open; ignores the result."""
 
     def __init__(self, ask: Callable[[], Awaitable[object]], every_s: float = BEAT_S) -> None:
         self._ask = ask
@@ -45,7 +45,7 @@ class HeartbeatMonitor:
             try:
                 await self._ask()
             except Exception as error:
-                # The calls themselves report the failure of an engine.
+                # No further handling: the open calls report the failure of the engine.
                 logger.warning("the engine core does not answer: %r", error)
                 continue
             for beat in tuple(self._listeners):

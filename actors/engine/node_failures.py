@@ -1,10 +1,10 @@
 """Detects the loss of nodes with prefill engines, for the connector of a decode engine.
 
-A decode engine keeps blocks that a prefill engine may still write to. The connector detects that a
-process has ended on a reachable host; an unreachable host proves nothing. Ray marks such a node
-dead, and a node that has lost the head ends itself and its actors within a bounded time. So writes
-are presumed stopped `node_lost_s` after Ray marks the node dead (docs/decisions/0014). An engine id
-begins with its node's id, so that no table of engines by node is needed.
+A decode engine must not reuse blocks while a prefill engine may write to them. The connector
+detects the end of a process on a reachable host only. Ray marks an unreachable node dead; a node
+without contact to the Ray head ends its actors within a bounded time. So writes are presumed
+stopped `node_lost_s` after Ray marks the node dead (docs/decisions/0014). An engine id begins with
+the id of its node, which identifies all engines of a lost node.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ POLL_S = 2.0
 
 
 def new_engine_id() -> str:
-    """Return a new engine id, which begins with the id of this process's Ray node if there is one."""
+    """Return a new engine id with the id of this process's Ray node, if any, as prefix."""
     node = engines_of(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else ""
     return node + uuid.uuid4().hex
 
@@ -32,8 +32,10 @@ def engines_of(node_id: str) -> str:
 
 
 class LostNodes:
-    """History of Ray's node table. Nodes that were dead at the start never had contact with this
-    engine."""
+    """Dead nodes in Ray's node table, since when, and which of them have been reported.
+
+    Nodes in `dead` count as reported: they never had contact with this engine.
+    """
 
     def __init__(self, dead: Iterable[str], gone_s: float) -> None:
         self._gone_s = gone_s
@@ -41,7 +43,7 @@ class LostNodes:
         self._since: dict[str, float] = {}
 
     def look(self, dead: Iterable[str], now: float) -> list[str]:
-        """Return the nodes that have been dead for `gone_s` and were not passed to `reported`."""
+        """Return the nodes dead for at least `gone_s` and not yet `reported`."""
         for node_id in set(dead) - self._reported:
             self._since.setdefault(node_id, now)
         return [node_id for node_id, since in self._since.items() if now - since >= self._gone_s]
@@ -52,22 +54,21 @@ class LostNodes:
 
 
 async def dead_nodes_now() -> list[str]:
-    """Return the nodes that are dead now. Call this before the engine contacts any other.
+    """Return the ids of dead nodes. Call this before the engine contacts another engine.
 
-    Empty when Ray does not answer; `watch_nodes` then reports all dead nodes, which is harmless.
+    Empty if Ray does not answer; `watch_nodes` then reports all dead nodes, which is harmless.
     """
     try:
         return await asyncio.to_thread(_dead_nodes)
     except Exception:
-        logger.exception("Ray does not list its dead nodes; the watch will report all of them")
+        logger.exception("cannot list Ray's nodes; nodes that are already dead will be reported as lost")
         return []
 
 
 async def watch_nodes(report: Callable[[str], Awaitable[None]], gone_s: float, dead_before: Iterable[str]) -> None:
-    """Call `report` with the engine id prefix of each node that has been dead for `gone_s`, until
-    cancelled.
+    """Call `report` with the engine id prefix of each node dead for `gone_s`, until cancelled.
 
-    `dead_before` are nodes whose engines cannot have had contact with this one (`dead_nodes_now`).
+    `dead_before` are nodes without contact to this engine (`dead_nodes_now`).
     """
     nodes = LostNodes(dead_before, gone_s)
     while True:

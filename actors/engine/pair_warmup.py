@@ -1,9 +1,9 @@
-"""Warm-up of engine pairs: the first contact and the first write use a probe of a few tokens, not a
-client's request.
+"""Warm-up of engine pairs: the first handshake and transfer use a probe of a few tokens.
 
-Before Serve marks a new replica ready, it exchanges a probe with each running replica of the other
-role. When both start at once, neither finds the other; decode then looks for new prefill replicas
-every `WARM_UP_INTERVAL_S`. A pair without warm-up makes contact at its first request, which is slower.
+Before Serve marks a new replica ready, the replica exchanges a probe with each running replica of
+the other role. Two replicas that start at the same time miss each other, so decode also looks for
+new prefill replicas every `WARM_UP_INTERVAL_S`. Without warm-up, the first request of a pair waits
+for the handshake.
 """
 
 import asyncio
@@ -25,8 +25,7 @@ ProbeParams = Mapping[str, Any]
 """`kv_transfer_params` with which a decode engine fetches the KV of a probe."""
 
 FETCH_MARGIN_S = 10.0
-"""Time for a probe besides the handshake: its prompt, its KV, or computing the prompt again when
-the transfer fails."""
+"""Time for a probe besides the handshake: prompt, transfer, recomputation after a failed one."""
 
 CALL_MARGIN_S = 5.0
 """Time for Serve's calls between replicas."""
@@ -36,7 +35,7 @@ WARM_UP_INTERVAL_S = 5.0
 
 
 def probe_timeout_s(transfer: TransferSettings) -> float:
-    """Return the timeout of one probe, long enough for a failing handshake to report its reason."""
+    """Return the timeout of one probe; a failing handshake reports its reason before it."""
     return transfer.handshake_s + FETCH_MARGIN_S
 
 
@@ -50,8 +49,7 @@ class PeerReplicas:
         self._handle = handle
 
     async def ask(self, method: str, *arguments: object) -> list[Any]:
-        """Return the results of the replicas that answer in time; empty when there is no replica
-        yet."""
+        """Return the results of the replicas that reply in time; empty without replicas."""
         try:
             if self._handle is None:
                 self._handle = serve.get_deployment_handle(self.role.capitalize(), _check_exists=False)

@@ -32,7 +32,7 @@ class Prefill(EngineActor):
         return super().record_replica_metadata() | {"producer": asdict(self._producer)}
 
     async def serve_request(self, request: RpcRequest) -> AsyncGenerator[CallItem, None]:
-        """Answer a request of the RPC server: a prefill leg, or a request that is not split."""
+        """Answer a request of the RPC server: a prefill leg if it has a transfer id."""
         if request.transfer_id is None:
             answer = self.call(request.call)
         else:
@@ -42,11 +42,10 @@ class Prefill(EngineActor):
                 yield item
 
     async def call_and_hold(self, call: Call, transfer_id: str, hold_s: float) -> AsyncGenerator[CallItem, None]:
-        """Serve `call` and count it as ongoing until the caller cancels it, at most `hold_s` after
-        the answer.
+        """Serve `call`, then keep it ongoing until the caller cancels it, for at most `hold_s`.
 
-        The engine answers before its KV has arrived: a stopping replica must wait for the handover,
-        and the autoscaler must count the load.
+        The engine answers before decode has received the KV. The ongoing call makes a stopping
+        replica wait for the handover, and the autoscaler counts it.
         """
         self._held.add(transfer_id)
         try:
@@ -58,14 +57,13 @@ class Prefill(EngineActor):
             self._held.discard(transfer_id)
 
     async def probe_for(self, known: Collection[str]) -> dict[str, Any] | None:
-        """Return a probe for a decode replica that has met the engines in `known`; None if this
-        engine is one of them."""
+        """Return the parameters of a probe, or None if this engine's id is in `known`."""
         if self._producer.remote_engine_id in known:
             return None
         return await self.engine.produce_probe(self._probe_s)
 
     async def _warm_up_pairs(self) -> None:
-        """Have each running decode replica fetch a probe before this replica is ready."""
+        """Make each running decode replica fetch a probe before this replica is ready."""
         decode = PeerReplicas("decode", self._probe_s)
         replicas = await decode.ask("ping")
         probes = {replica: await self.engine.produce_probe(self._probe_s) for replica in replicas}
@@ -73,6 +71,6 @@ class Prefill(EngineActor):
             await decode.ask("fetch_probes", probes)
 
     async def discard(self, transfer_id: str) -> None:
-        """Free the KV of a call that this replica holds; ignore the transfers of other replicas."""
+        """Free the KV of a transfer; ignore transfers without a call on this replica."""
         if transfer_id in self._held:
             await self.engine.discard(transfer_id)

@@ -1,7 +1,6 @@
-"""Reads an engine's log for the stage of its start and the cause of a failure. Pure.
+"""Finds the stage of an engine's start and the cause of a failure in the engine's log. Pure.
 
-vLLM reports neither to the process that starts an engine: the engine core and its workers only log
-them.
+The engine core and its workers log both, but do not report them to the process that starts vLLM.
 """
 
 import re
@@ -17,12 +16,12 @@ STAGE_MESSAGES: dict[str, Stage] = {
     "Starting to load model ": "loading weights",  # vllm/v1/worker/{cpu,gpu}_model_runner.py, load_model
     "KV cache size: ": "KV cache",  # vllm/v1/core/kv_cache_utils.py
 }
-"""vLLM's log messages at the beginning of each stage. A test looks them up in the installed vLLM."""
+"""vLLM's log message at the beginning of each stage; tests find them in the installed vLLM."""
 
 MAX_CAUSE_LINES = 8
 
 _WRAPPERS = ("Engine core initialization failed", "WorkerProc initialization failed", "Executor failed")
-"""vLLM's errors that only refer to the log of another process."""
+"""Errors of vLLM that only refer to the log of another process."""
 
 # "(EngineCore pid=1) ERROR 01-31 12:00:00 [core.py:1] text"; warnings and Ray's lines differ.
 _RECORD = re.compile(r"^\((?P<process>[^)]*pid=\d+)\) (?P<level>[A-Z]+) (?P<when>[\d-]+ [\d:]+) \[(?P<where>[^]]*)\] ?")
@@ -32,7 +31,7 @@ _EXCEPTION = re.compile(
 
 
 def stage_of(line: str) -> Stage | None:
-    """Return the stage that begins with this line of the log, or None."""
+    """Return the stage whose first log message is in `line`, or None."""
     for message, stage in STAGE_MESSAGES.items():
         if message in line:
             return stage
@@ -41,19 +40,18 @@ def stage_of(line: str) -> Stage | None:
 
 @dataclass
 class _Record:
-    """Lines that one process logged with one call."""
+    """Lines of one log call of one process."""
 
     key: tuple[str, str, str]
     lines: list[str]
 
 
 def root_cause(log: str) -> str | None:
-    """Return the exception that made the engine fail, from the last lines of its traceback, or
-    None.
+    """Return the exception that stopped the engine, from the end of its traceback, or None.
 
-    The first process that logs an exception is the one that failed: a worker before the engine
-    core, the engine core before the process that started it. Of chained exceptions the last one is
-    returned.
+    The process that failed is the first one to log an exception: a worker logs before the engine
+    core, the engine core before the process that started it. Returns the last of chained
+    exceptions.
     """
     for record in _error_records(log.splitlines()):
         cause = _last_exception(record.lines)
@@ -71,7 +69,7 @@ def _error_records(lines: Iterable[str]) -> list[_Record]:
             continue
         key = (found["process"], found["level"], found["where"])
         record = latest.get(found["process"])
-        # Lines of several processes alternate; a second traceback of a process is another record.
+        # Lines of several processes alternate; a process may log several tracebacks.
         if record is None or record.key != key:
             record = _Record(key, [])
             latest[found["process"]] = record

@@ -1,7 +1,7 @@
 """Reports an engine's start to the launcher (`app/run.py`) through Ray's control store.
 
-An actor in its constructor cannot be called, and its node may not be the launcher's. Nothing is
-written unless a launcher watches.
+The launcher cannot call an actor during its constructor, and may run on another node. Engines write
+reports only while a launcher watches the start.
 """
 
 import contextlib
@@ -26,12 +26,14 @@ PREFIX = b"start/"
 
 POLL_S = 0.25
 MAX_LOG_BYTES = 4 << 20
-"""Size of the end of a log that is searched for a cause."""
+"""Number of bytes at the end of a log in which `root_cause` searches."""
 
 
 class StartProgress:
-    """Context of an engine's start: reports its stages, and raises EngineStartError with the cause
-    of a failure."""
+    """Context manager of an engine's start.
+
+    Reports the stages of the start; raises EngineStartError with the cause of a failure.
+    """
 
     def __init__(self, role: str, replica: str) -> None:
         self._role = role
@@ -64,11 +66,11 @@ class StartProgress:
 
     @property
     def log(self) -> str:
-        """Path of the engine's log on this node; the other stream's log is beside it."""
+        """Path of the engine's stdout log on this node, in the same folder as the stderr log."""
         return str(self._logs[-1].with_name(f"{self._role}-{self._replica}.out")) if self._logs else ""
 
     def _cause(self, error: Exception) -> str:
-        """Return the error of the process that failed first, else the one raised here."""
+        """Return the error of the process that failed first, or `error` if the logs have none."""
         texts = [_tail(path, self._begins[path]) for path in self._logs]
         return next(filter(None, map(root_cause, texts)), None) or f"{type(error).__name__}: {error}"
 
@@ -95,32 +97,30 @@ class StartProgress:
             if ray_private.store_exists(WATCHED):
                 key = PREFIX + f"{self._role}/{self._replica}".encode()
                 ray_private.store_put(key, json.dumps(report).encode())
-        except Exception as problem:  # reports are optional
+        except Exception as problem:  # a failed report must not stop the engine
             logger.warning("cannot report the start of this engine: %r", problem)
 
 
 class StartWatch:
-    """The launcher's side: `open` before the application is deployed, `close` when its start has
-    ended."""
+    """The launcher's side: `open` before the deployment, `close` after the start."""
 
     def open(self) -> None:
         ray_private.store_put(WATCHED, b"")
 
     def reports(self) -> dict[str, dict[str, Any]]:
-        """Return the reports of engines, by role and replica."""
+        """Return the latest report of each engine, by `role/replica`."""
         keys = ray_private.store_keys(PREFIX)
         values = {key: ray_private.store_get(key) for key in keys}
         return {key.removeprefix(PREFIX).decode(): json.loads(value) for key, value in values.items() if value}
 
     def close(self) -> None:
-        """Delete all reports; engines that start later report nothing."""
+        """Delete all reports; engines that start later write none."""
         ray_private.store_delete(WATCHED)
         ray_private.store_delete(PREFIX, by_prefix=True)
 
 
 def _own_logs() -> list[Path]:
-    """Return the files to which Ray redirects this process's output; the engine's processes inherit
-    them."""
+    """Return the files to which Ray redirects stderr and stdout; engine processes inherit both."""
     logs = []
     for stream in (2, 1):
         path = Path(os.readlink(f"/proc/self/fd/{stream}"))
@@ -130,7 +130,7 @@ def _own_logs() -> list[Path]:
 
 
 def _link(logs: list[Path], name: str) -> None:
-    """Link the logs under the replica's name: Ray names them by worker and process."""
+    """Link the logs under the replica's name; Ray's own names contain worker and process ids."""
     for path in logs:
         with contextlib.suppress(OSError):
             path.with_name(f"{name}{path.suffix}").symlink_to(path.name)

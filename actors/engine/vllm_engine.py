@@ -1,6 +1,6 @@
 """One vLLM engine inside an actor, behind vLLM's own OpenAI application.
 
-vLLM is imported only when an engine starts, so that the router and the builder start fast.
+`start` imports vLLM, so that processes without an engine start fast.
 """
 
 import argparse
@@ -37,7 +37,7 @@ CONNECTOR_MODULE = "connectors.vllm_hma.connector"
 KV_ROLES: dict[RoleName, str] = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 PROBE_TOKENS = [0, 1]
-"""Token ids of a probe; every vocabulary has them."""
+"""Token ids of a probe, present in every vocabulary."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class StopFlag:
 
 
 class VllmEngine:
-    """A running engine. `start` makes one, `close` ends its processes."""
+    """A running engine. `start` creates it, `close` ends its processes."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class VllmEngine:
             tasks = await llm.get_supported_tasks()
             level = logging.getLogger().level
             app = build_app(namespace, tasks, llm.model_config)
-            # A package imported by vLLM's application raises the root logger's level.
+            # `build_app` imports a package that raises the root logger's level.
             logging.getLogger().setLevel(level)
             await init_app_state(llm, app.state, namespace, tasks)
             stop_flag = StopFlag()
@@ -119,11 +119,10 @@ class VllmEngine:
         return cls(llm, app, stop_flag, stack, cannot_resume, load, supervisor)
 
     async def serve(self, call: Call) -> AsyncGenerator[ResponseStart | bytes | StreamChunk | Heartbeat, None]:
-        """Run `call` through vLLM's application; closing the generator aborts the request in the
-        engine.
+        """Run `call` through vLLM's application; closing the generator aborts the request.
 
-        Raises EngineDownError when the engine dies and CannotResumeError when it cannot continue
-        `call.replay_log`; vLLM would turn either into an answer.
+        Raises EngineDownError if the engine dies, CannotResumeError if it cannot continue
+        `call.replay_log`. vLLM's application would answer either error with an HTTP response.
         """
         if call.replay_log and self._cannot_resume is not None:
             raise CannotResumeError(self._cannot_resume)
@@ -151,8 +150,7 @@ class VllmEngine:
             yield refusal
 
     async def describe_producer(self, timeout_s: float) -> ProducerAddress:
-        """Return the address of this engine's workers, from the connector's answer to a one-token
-        request."""
+        """Return the address of this engine's workers, from the connector's `describe` reply."""
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=1, extra_args={TRANSFER_FIELD: {"do_remote_decode": True, "describe": True}})
@@ -165,16 +163,14 @@ class VllmEngine:
             ) from error
 
     async def produce_probe(self, timeout_s: float) -> dict[str, Any]:
-        """Compute a prompt of a few tokens and hold its KV; return the parameters with which decode
-        fetches it."""
+        """Compute a prompt of a few tokens; return the transfer parameters for its KV."""
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=1, extra_args={TRANSFER_FIELD: {"do_remote_decode": True}})
         return await self._probe(params, timeout_s) or {}
 
     async def consume_probe(self, params: Mapping[str, Any], timeout_s: float) -> None:
-        """Fetch a probe's KV from the engine that holds it; if that fails, the probe is computed
-        here."""
+        """Fetch a probe's KV from its prefill engine; compute the probe if the transfer fails."""
         from vllm import SamplingParams
 
         await self._probe(SamplingParams(max_tokens=1, extra_args={TRANSFER_FIELD: dict(params)}), timeout_s)
@@ -189,34 +185,34 @@ class VllmEngine:
         return found
 
     async def discard(self, transfer_id: str) -> None:
-        """Tell the connector that no engine will fetch this transfer's KV. Runs no forward pass."""
+        """Make the connector free the KV of this transfer. Runs no forward pass."""
         await self._llm.notify_kv_transfer_request_rejected(
             f"discard-{uuid.uuid4().hex}",
             {"do_remote_decode": True, "transfer_id": transfer_id, "discard": True},
         )
 
     async def lose(self, engines: str) -> None:
-        """Tell the connector that all engines with this id prefix have ended. Runs no forward pass."""
+        """Report to the connector that all engines with this id prefix are lost. Runs no forward
+        pass."""
         await self._llm.notify_kv_transfer_request_rejected(
             f"lose-{uuid.uuid4().hex}", {"engines_lost": engines, "supervisor": self._supervisor}
         )
 
     def load(self) -> dict[str, float]:
-        """Return the fields of PrefillLoad or DecodeLoad; empty when the role is not scaled."""
+        """Return the fields of PrefillLoad or DecodeLoad; empty if the role is not autoscaled."""
         return self._load.read(self._llm) if self._load is not None else {}
 
     async def warm_up(self, timeout_s: float) -> None:
-        """Run one short request, so that the first client does not wait for the first step."""
+        """Run one short request, so that no client's request has the cost of the first step."""
         from vllm import SamplingParams
 
         await self._probe(SamplingParams(max_tokens=1), timeout_s)
 
     def describe(self) -> dict[str, Any]:
-        """Return the engine's constants: its id in transfers, its model and its tensor-parallel
-        size."""
+        """Return the engine's id in transfers, its model names and its tensor-parallel size."""
         config = self._llm.vllm_config
         return {
-            # Composed as in the connector.
+            # The connector composes its id in the same way.
             "engine_id": f"{config.kv_transfer_config.engine_id}.{config.instance_id}",
             "model": config.model_config.served_model_name,
             "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
@@ -224,7 +220,7 @@ class VllmEngine:
 
     @property
     def slots(self) -> int:
-        """Number of sequences that routers may give this engine at once."""
+        """Default number of sequences that this engine accepts at once."""
         config = self._llm.vllm_config
         return slots_of(config.scheduler_config.max_num_seqs, config.cache_config.num_gpu_blocks or 0)
 
@@ -233,9 +229,9 @@ class VllmEngine:
         return self._stop_flag.should_exit or self._llm.errored
 
     async def check_health(self) -> None:
-        """Raise EngineDownError when the engine can no longer serve."""
+        """Raise EngineDownError if the engine has died or is closed."""
         if self.dead:
-            raise EngineDownError("the vLLM engine of this actor has died; its log says why")
+            raise EngineDownError("the vLLM engine of this actor has died; see its log for the cause")
 
     async def close(self) -> None:
         """End the engine's processes; requests in flight fail with EngineDownError."""
@@ -244,24 +240,23 @@ class VllmEngine:
 
 
 def slots_of(max_num_seqs: int, kv_blocks: int) -> int:
-    """Return the number of sequences that an engine takes at once.
+    """Return the number of sequences that an engine accepts at once.
 
-    `max_num_seqs` run, and as many wait in the engine, so that a sequence that ends is replaced in
-    the next step. Each needs at least one block.
+    `max_num_seqs` sequences run. The same number waits in the engine, so that the next step can
+    replace a finished sequence. Each sequence needs at least one block.
     """
     return max(min(2 * max_num_seqs, kv_blocks), 1) if kv_blocks else 2 * max_num_seqs
 
 
 def _refusal(error: Exception) -> bytes | None:
-    """Return the event for a request that vLLM refuses only after its stream has started; None for
-    other errors.
+    """Return the event for a request that vLLM refuses after the start of its stream, else None.
 
-    vLLM's completions and chats send such an event themselves. Its Responses API raises, which
-    would break the connection.
+    vLLM's completions and chat endpoints send such an event themselves. Its Responses API raises an
+    exception instead, which would break the stream.
     """
     from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
-    # Starlette's error about a started response hides the cause.
+    # After the response has started, Starlette wraps the exception in a RuntimeError.
     cause = error.__cause__ if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception) else error
     found = create_error_response(cause).error
     if found.code >= HTTPStatus.INTERNAL_SERVER_ERROR:
@@ -271,9 +266,9 @@ def _refusal(error: Exception) -> bytes | None:
 
 
 def kv_transfer_config(settings: ServiceSettings, role: RoleName, node_ip: str, supervisor: str) -> Any:
-    """Return vLLM's KVTransferConfig for our connector, with a new engine id: the incarnation.
+    """Return vLLM's KVTransferConfig for Tandem's connector, with a new engine id.
 
-    The connector trusts a report of lost engines only with the same `supervisor`.
+    The connector accepts reports of lost engines only with the same `supervisor` token.
     """
     from vllm.config import KVTransferConfig
 
@@ -290,8 +285,7 @@ def kv_transfer_config(settings: ServiceSettings, role: RoleName, node_ip: str, 
 
 
 def _frontend_namespace(engine_args: Any, frontend: dict[str, Any]) -> argparse.Namespace:
-    """Return the arguments that vLLM's application expects: its defaults, the engine's and
-    `frontend`."""
+    """Return the arguments of vLLM's application: its defaults, `engine_args` and `frontend`."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.entrypoints.openai.models.protocol import LoRAModulePath
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -301,7 +295,7 @@ def _frontend_namespace(engine_args: Any, frontend: dict[str, Any]) -> argparse.
         setattr(namespace, field.name, getattr(engine_args, field.name))
     for name, value in frontend.items():
         setattr(namespace, name, value)
-    # The command-line parser would have converted the JSON.
+    # vLLM's command-line parser would convert this JSON.
     modules = namespace.lora_modules or ()
     namespace.lora_modules = [LoRAModulePath(**one) if isinstance(one, dict) else one for one in modules] or None
     return namespace

@@ -1,1 +1,1 @@
-"""The engines of one role as a router knows them: discovery, slots, calls."""
+"""A router's pools of engines: discovery, slots, calls."""

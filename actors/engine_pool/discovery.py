@@ -1,8 +1,7 @@
-"""Registry of the engine replicas that run, filled by Ray Serve, and the order in which a request
-tries them.
+"""Registry of the running engine replicas, and the order in which a request tries them.
 
-`serve_discovery.py` fills the registry in each router's process. Routers learn about engines in no
-other way (docs/decisions/0036).
+`serve_discovery.py` fills the registry in each router's process from Ray Serve's replica list,
+which is the only source (docs/decisions/0036).
 """
 
 from collections import defaultdict
@@ -17,15 +16,18 @@ from actors.rpc.address import RpcAddress
 
 @dataclass(frozen=True)
 class EngineReplica:
-    """A running replica, from the metadata that it gave to Serve."""
+    """A running replica, from its metadata in Serve.
+
+    ``address``   address of its RPC server
+    ``slots``     number of sequences that it computes or queues at once
+    ``queue``     number of requests that may wait in one router for engines of its role
+    ``metadata``  all metadata of the replica
+    """
 
     address: RpcAddress
     slots: int
-    """Number of sequences that it computes or queues at once."""
     queue: int
-    """Number of requests that may wait in one router for engines of its role."""
     metadata: Mapping[str, Any]
-    """All metadata of the replica."""
 
 
 def rank(
@@ -34,7 +36,7 @@ def rank(
     """Return replica ids, best first: those of `prefer` in its order, then those with the fewest
     ongoing requests.
 
-    Replicas in `avoid` are left out. `turn` rotates replicas that are equally busy.
+    Excludes the replicas in `avoid`. `turn` rotates equally busy replicas.
     """
     ranked = [name for name in prefer if name in ongoing and name not in avoid]
     names_left = sorted(ongoing.keys() - avoid - set(ranked), key=lambda name: (ongoing[name], name))
@@ -50,9 +52,9 @@ _LISTENERS: defaultdict[Hashable, list[Callable[[], None]]] = defaultdict(list)
 
 
 def publish(deployment: Hashable, metadata: Mapping[str, Mapping[str, Any]]) -> None:
-    """Replace the running replicas of a deployment by those with this metadata, by replica id.
+    """Replace the replicas of a deployment in the registry; `metadata` is by replica id.
 
-    Replicas of another release without an RPC server are left out; they are being replaced.
+    Excludes replicas of an older release without an RPC server, which Serve is replacing.
     """
     _PUBLISHED[deployment] = {
         name: EngineReplica(RpcAddress(**one["rpc"]), one["slots"], one["queue"], one)
@@ -64,12 +66,14 @@ def publish(deployment: Hashable, metadata: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def subscribe(deployment: Hashable, listener: Callable[[], None]) -> Callable[[], None]:
-    """Call `listener` after each change of a deployment's replicas, in Serve's thread; return a
-    function that ends this."""
+    """Call `listener` after each change of a deployment's replicas, in Serve's thread.
+
+    Return a function that removes the listener.
+    """
     _LISTENERS[deployment].append(listener)
     return lambda: _LISTENERS[deployment].remove(listener)
 
 
 def replicas_of(deployment: Hashable) -> Mapping[str, EngineReplica] | None:
-    """Return the running replicas of a deployment by replica id; None until Serve has reported them."""
+    """Return a deployment's running replicas by replica id; None before Serve's first report."""
     return _PUBLISHED.get(deployment)

@@ -1,7 +1,6 @@
-"""The engines of one role as a router calls them: take a slot, then send a call to the engine's RPC
-server.
+"""A router's pool of the engines of one role: takes slots and sends calls to RPC servers.
 
-Serve starts and stops engines and reports which ones run. Requests do not pass through Serve
+Serve starts and stops engines and reports the running ones. Requests do not pass through Serve
 (docs/decisions/0036).
 """
 
@@ -47,11 +46,10 @@ class Slot:
 
 
 class EngineCall:
-    """A running call: an asynchronous iterator of its items. Cancel it unless it is read to its
-    end.
+    """A running call: an asynchronous iterator of its items. Read it to the end or cancel it.
 
-    Raises EngineDownError when the engine, its process or its node is gone, RefusedError when the
-    engine does not accept the call, CannotResumeError or EngineError when the engine reports that.
+    Raises EngineDownError if the connection is lost or the engine has died, RefusedError if the
+    engine refuses the call, CannotResumeError or EngineError if the engine reports one.
     """
 
     def __init__(self, slot: Slot, slots: SlotPool) -> None:
@@ -75,16 +73,16 @@ class EngineCall:
 
     @property
     def waits(self) -> bool:
-        """True while an item other than a heartbeat is still to arrive."""
+        """Whether the call runs and only heartbeats are queued."""
         return not self._is_over and all(isinstance(item, Heartbeat) for item in self._items)
 
     def received(self, item: Item) -> None:
-        """Queue an item; the channel bounds their size."""
+        """Queue an item; the credit of the stream limits the size of the queue."""
         self._items.append(item)
         self._wake()
 
     def ended(self, lost: str | None, failure: RpcFailure | None = None) -> None:
-        """Mark the call as ended; `lost` or `failure` is the reason when its answer is incomplete."""
+        """End the call; `lost` or `failure` is the reason if its answer is incomplete."""
         self._channel = None
         self._is_over = True
         self._lost = lost
@@ -143,8 +141,8 @@ class EnginePool:
     """The engines of one role."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
-        # A handle with options receives Serve's updates at once; a plain one only after its first
-        # call.
+        # A handle with options receives Serve's updates at once; a plain handle receives them only
+        # after its first call.
         self._handle = handle.options()
         self._slots = SlotPool(lambda: replicas_of(handle.deployment_id) or {})
         self._router = uuid.uuid4().hex
@@ -152,11 +150,10 @@ class EnginePool:
         self._unsubscribe: Callable[[], None] | None = None
 
     async def take(self, avoid: AbstractSet[str] = frozenset(), prefer: Sequence[str] = (), sequences: int = 1) -> Slot:
-        """Take slots for `sequences` on a replica that is not in `avoid`: the first free one of
-        `prefer`, else the least busy.
+        """Take slots for `sequences` on a replica outside `avoid`.
 
-        Waits until it is cancelled. Give the slot back with `give_back`. Raises OverloadedError
-        when too many requests wait.
+        Prefers the first free replica of `prefer`, else the least busy one. Waits without a
+        deadline. Return the slot with `give_back`. Raises OverloadedError if the queue is full.
         """
         if self._unsubscribe is None:
             self._unsubscribe = subscribe(
@@ -174,7 +171,7 @@ class EnginePool:
             self._slots.give_back(name, sequences, served=False)  # the replica has gone since it was chosen
 
     def give_back(self, slot: Slot) -> None:
-        """Return a slot after its call has ended or was not made."""
+        """Return a slot after the end of its call, or without a call."""
         self._slots.give_back(slot.replica_id, slot.sequences, served=slot.served)
 
     def dispatch(self, slot: Slot, call: Call, transfer_id: str | None = None, hold_s: float = 0.0) -> EngineCall:
@@ -189,8 +186,10 @@ class EnginePool:
         return running
 
     def ongoing(self) -> Mapping[str, int] | None:
-        """Return the ongoing requests of each replica that accepts calls; None until Serve has
-        reported the replicas."""
+        """Return the ongoing sequences of each replica that accepts calls, by replica id.
+
+        None before Serve's first report.
+        """
         return None if replicas_of(self._handle.deployment_id) is None else self._slots.ongoing()
 
     def has_engines(self, avoid: AbstractSet[str] = frozenset()) -> bool:
@@ -208,15 +207,14 @@ class EnginePool:
         return self._slots.taken
 
     async def ask(self, slot: Slot, method: str, *arguments: object) -> Any:
-        """Return the result of one of the engine's methods on the replica of `slot`.
+        """Return the result of a method of the engine on the replica of `slot`.
 
         Raises EngineDownError or EngineError.
         """
         return await self._channels.to(slot.address).ask(method, *arguments)
 
     async def ask_all(self, method: str, timeout_s: float) -> list[Any]:
-        """Return the results of one of the engines' methods; leave out replicas that fail or are
-        late."""
+        """Return the results of a method of all engines, without those that fail or time out."""
         replicas = replicas_of(self._handle.deployment_id) or {}
         asked = [asyncio.create_task(self._channels.to(one.address).ask(method)) for one in replicas.values()]
         if not asked:
@@ -231,7 +229,7 @@ class EnginePool:
         return [task.result() for task in asked if task in done and task.exception() is None]
 
     def snapshot(self) -> ChannelsSnapshot:
-        """Return the number of connections."""
+        """Return the numbers of open and idle connections."""
         return self._channels.snapshot()
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Serve's list of running engine replicas, brought into the process of a router.
+"""Copies Serve's list of running engine replicas to the registry in a router's process.
 
 Serve pickles this module by value, so the registry lives in `discovery.py`.
 """
@@ -11,16 +11,15 @@ from actors.engine_pool import discovery
 
 
 class DiscoveryRouter(FIFOMixin, RequestRouter):
-    """Serve's request router for engine replicas. Requests bypass it; it only publishes the replica
-    list."""
+    """Serve's request router for engine replicas, used only to publish the replica list."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Publish the running replicas; Serve calls this when they or their metadata change."""
+        """Publish the running replicas; Serve's hook for changes of replicas or their metadata."""
         super().update_replicas(replicas)
         self._publish()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Publish the remaining replicas; Serve calls this before its controller has noticed."""
+        """Publish the remaining replicas; Serve's hook, called before its controller's update."""
         super().on_replica_actor_died(replica_id)
         self._publish()
 

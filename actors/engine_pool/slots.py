@@ -1,9 +1,9 @@
 """Slots of one router on the engines of one role, granted first come, first served.
 
-A slot is permission to run one sequence. A call with several sequences is granted while one slot is
-free and may exceed the limit with the others: it would otherwise wait behind all calls with one. The
-engine enforces its own limit and refuses calls above it: other routers use the same engine, and this
-router knows their load only from the engine's replies.
+A slot is permission to run one sequence. A call with several sequences needs one free slot and may
+exceed the limit; otherwise all calls with one sequence would overtake it. The engine also enforces
+its limit and refuses calls above it: other routers use the same engine, and this router learns
+their load only from the engine's replies.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ each refusal."""
 MOST_REFUSED_S = 1.0
 
 LOOK_AGAIN_S = 0.05
-"""Interval between retries of waiting requests: for new engines, and for full engines whose
-back-off has ended."""
+"""Interval between attempts to grant slots to waiting requests. Finds new engines, and full engines
+after their back-off."""
 
 REMEMBERED_S = 5.0
-"""How long the load that an engine reported for other routers is believed."""
+"""Maximum age of an engine's report about the load of other routers."""
 
 
 @dataclass(eq=False)
@@ -49,13 +49,16 @@ class FullReplica:
     ask_at: float
     wait_s: float = REFUSED_S
     asked: bool = False
-    """A request is probing the replica and has no answer yet."""
+    """Whether a request probes the replica now."""
 
 
 @dataclass(frozen=True, slots=True)
 class UsableReplicas:
-    """Replicas on which a slot can be granted, with their ongoing requests: `free` ones, and those
-    believed `full` that may be probed."""
+    """Replicas for which a slot can be granted, with their ongoing sequences.
+
+    ``free``  replicas with a free slot
+    ``full``  replicas believed full that a request may probe now
+    """
 
     free: dict[str, int]
     full: dict[str, int]
@@ -63,8 +66,12 @@ class UsableReplicas:
 
 @dataclass(frozen=True, slots=True)
 class SlotPoolSnapshot:
-    """Copy of the ids of replicas with a known state: `loaded` by other routers, `full`, or
-    `leaving` for good."""
+    """Ids of replicas by state.
+
+    ``loaded``   with a report about the load of other routers
+    ``full``     believed full
+    ``leaving``  stopping
+    """
 
     loaded: frozenset[str]
     full: frozenset[str]
@@ -81,7 +88,7 @@ class SlotPool:
         self._full: dict[str, FullReplica] = {}
         self._leaving: set[str] = set()
         self._waiting: dict[SlotWaiter, None] = {}
-        """First come first."""
+        """Waiting requests in order of arrival."""
         self._looking: asyncio.Task[None] | None = None
         self._turn = 0
 
@@ -95,7 +102,7 @@ class SlotPool:
         return self._taken.total()
 
     def snapshot(self) -> SlotPoolSnapshot:
-        """Return a copy of the known states of replicas."""
+        """Return the ids of replicas by state."""
         return SlotPoolSnapshot(frozenset(self._others), frozenset(self._full), frozenset(self._leaving))
 
     def ongoing(self) -> dict[str, int]:
@@ -104,7 +111,7 @@ class SlotPool:
         return {name: self._ongoing(name, now) for name in self._look() if name not in self._leaving}
 
     def changed(self) -> None:
-        """Forget replicas that no longer run, and offer new ones to waiting requests."""
+        """Remove stopped replicas, and grant slots on new replicas to waiting requests."""
         here = self._look().keys()
         self._leaving &= here
         for known in (self._others, self._full):
@@ -117,10 +124,9 @@ class SlotPool:
         return name in self._full
 
     async def take(self, avoid: AbstractSet[str] = frozenset(), prefer: Sequence[str] = (), sequences: int = 1) -> str:
-        """Take slots for `sequences` on a replica that is not in `avoid`, and return the replica's
-        id. Waits until it is cancelled.
+        """Take slots for `sequences` on a replica outside `avoid`; return the replica's id.
 
-        Raises OverloadedError when the queue is full.
+        Waits without a deadline. Raises OverloadedError if the queue is full.
         """
         waiting = SlotWaiter(avoid, prefer, sequences)
         if not self._waiting and self._grant(waiting, self._usable()):
@@ -147,8 +153,7 @@ class SlotPool:
                 self._looking = None
 
     def give_back(self, name: str, sequences: int = 1, served: bool = True) -> None:
-        """Return the slots of a call. `served` is false when it was not made or the engine refused
-        it."""
+        """Return the slots of a call; `served` is whether the engine accepted the call."""
         self._taken[name] -= sequences
         if not self._taken[name]:
             del self._taken[name]
@@ -158,13 +163,13 @@ class SlotPool:
         self._serve_waiting()
 
     def record_accepted(self, name: str, ongoing: int) -> None:
-        """Record that an engine has accepted a call and has `ongoing` sequences now."""
+        """Record that an engine accepted a call and has `ongoing` sequences."""
         self._others[name] = (max(ongoing - self._taken[name], 0), _now())
         self._full.pop(name, None)
         self._serve_waiting()
 
     def record_full(self, name: str) -> None:
-        """Record that an engine has refused a call because all its slots are taken."""
+        """Record that an engine refused a call because all its slots are taken."""
         now = _now()
         known = self._full.setdefault(name, FullReplica(now + REFUSED_S))
         if known.asked:  # else the call was sent before the replica was believed full
@@ -181,7 +186,7 @@ class SlotPool:
         return self._taken[name] + (others if now - said_at < REMEMBERED_S else 0)
 
     def _usable(self) -> UsableReplicas:
-        """Return the replicas on which a slot can be granted now."""
+        """Return the replicas for which a slot can be granted now."""
         usable, now = UsableReplicas({}, {}), _now()
         for name, engine in self._look().items():
             self._add_usable(usable, name, engine.slots, now)
@@ -197,7 +202,7 @@ class SlotPool:
             usable.full[name] = ongoing
 
     def _grant(self, waiting: SlotWaiter, usable: UsableReplicas) -> bool:
-        """Grant a slot on the best of `usable`, and update those."""
+        """Grant a slot on the best replica of `usable`, and update `usable`."""
         for replicas in (usable.free, usable.full):
             if ranked := rank(replicas, self._turn + 1, waiting.avoid, waiting.prefer):
                 break

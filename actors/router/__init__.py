@@ -1,1 +1,1 @@
-"""Serving of one client request: dispatch of both legs, retries, resumed streams."""
+"""Serves client requests: dispatch of both legs, retries, resumed streams."""

@@ -1,5 +1,4 @@
-"""The answer to a client request; a stream continues on another replica when its decode engine
-dies."""
+"""Answer to a client request. A stream continues on another replica if its decode engine dies."""
 
 from collections import deque
 from collections.abc import AsyncGenerator
@@ -19,12 +18,11 @@ from actors.telemetry.router_metrics import RouterMetrics
 from connectors.errors import TandemError
 
 MOST_BYTES = 2**16
-"""Size above which buffered stream data is sent even though more is ready: joining more would cost
-more than it saves."""
+"""Size above which `body` yields joined stream data although more is ready."""
 
 
 class Answer:
-    """Decode's answer, whose first bytes have arrived: the handover is complete."""
+    """Answer of the decode engine after its first bytes: the handover is complete."""
 
     def __init__(self, attempts: Dispatcher, attempt: Attempt, metrics: RouterMetrics) -> None:
         self.start = attempt.start
@@ -42,7 +40,7 @@ class Answer:
 
     @property
     def route(self) -> str:
-        """Return `remote` when a prefill engine computed the prompt, `local` when decode did."""
+        """Route of the request: `remote` (a prefill engine computed the prompt) or `local`."""
         return "remote" if self.local_reason is None else "local"
 
     @property
@@ -57,39 +55,40 @@ class Answer:
 
     @property
     def prompt_tokens(self) -> int | None:
-        """Number of tokens of the prompt, if prefill has reported it."""
+        """Number of tokens of the prompt; None until the prefill engine reports it."""
         return self._first.prompt_tokens
 
     @property
     def completion_tokens(self) -> int | None:
-        """Number of tokens of a stream so far; None if the stream has no complete record."""
+        """Number of tokens of a stream so far; None if the replay log is incomplete."""
         return self._replay_log.tokens if self.start.streams and self._resumable else None
 
     @cached_property
     def breakdown(self) -> LatencyBreakdown:
-        """Latency breakdown up to the first bytes. Complete once `accounted`; computed at the first
-        access and then kept."""
+        """Latency breakdown up to the first bytes, computed at the first access. Complete if that
+        access comes after `accounted` is true."""
         return break_down(self._attempts.timestamps(self._first))
 
     @property
     def accounted(self) -> bool:
-        """True when no further timings will arrive. Decode's timings arrive with its first bytes."""
+        """Whether the prefill engine's timings have arrived or can no longer arrive. The decode
+        engine sends its own with the first bytes."""
         return self._first.prefill is None or self._first.prefill.accounted
 
     async def account(self, at_most_s: float) -> None:
-        """Wait until the answer is `accounted`: prefill's timings may arrive a little after
-        decode's first token."""
+        """Wait until `accounted`, at most `at_most_s`: prefill timings may arrive after the first
+        token."""
         if self._first.prefill is not None:
             await self._first.prefill.account(at_most_s)
 
     async def body(self) -> AsyncGenerator[bytes, None]:
-        """Yield the body: whole events of a stream, or any other answer at once.
+        """Yield whole events of a stream, or the complete body of another answer.
 
-        `start` and `local_reason` are final once the first item has been yielded: if the engine
-        dies before its first event, another engine's answer, with its own status, may replace the
-        stream. After the first event the stream continues on another engine. Raises DeadlineError
-        when the request's time is over; CannotResumeError, UnavailableError or OverloadedError when
-        decode has died and the stream cannot continue.
+        `start` and `local_reason` are final after the first item. If the engine dies before its
+        first event, the answer of another engine, with its own status, replaces the stream. After
+        the first event another engine continues the stream. Raises DeadlineError at the request's
+        deadline; CannotResumeError, UnavailableError or OverloadedError if the decode engine dies
+        and no engine can continue the stream.
         """
         stream = EventStream()
         replay_log = self._replay_log
@@ -103,22 +102,21 @@ class Answer:
                 while (item := items.popleft() if items else await self._next()) is not None:
                     self._attempt.passed_on(item)
                     if self._resumable and isinstance(item, StreamChunk):
-                        # The engine that took over first repeats the replay log.
+                        # A resumed stream starts with the groups of the replay log.
                         repeated = min(known, len(item.groups))
                         known -= repeated
                         replay_log.extend(item.groups[repeated:])
                     sent = stream.sent
                     events = comments + stream.feed(_bytes_of(item))
                     if stream.sent == 0:
-                        comments = events  # comments alone are no answer yet
+                        comments = events  # comments do not start the response: its status may change
                         continue
                     comments = b""
                     if stream.sent > sent:
                         self._attempts.reset_failures()
                         self._has_tokens = True
                     ready += events
-                    # Join data that is ready at once: under load this reduces the cost of each
-                    # token.
+                    # Under load, joining the data of several tokens reduces the cost of each token.
                     if ready and (sent == 0 or self._attempt.decode.waits or len(ready) >= MOST_BYTES):
                         yield ready
                         ready = b""
@@ -141,7 +139,7 @@ class Answer:
         yield b"".join(_bytes_of(item) for item in self._attempt.items)
 
     async def close(self) -> None:
-        """End the calls of the request that still run."""
+        """Cancel the running calls of the request."""
         await self._attempt.close()
 
     async def _next(self) -> Any:
@@ -151,11 +149,11 @@ class Answer:
         return await self._attempt.decode.next(limits.silence_timeout_s, timing.ends_at)
 
     async def _resume(self, error: UnavailableError, stream: EventStream, replay_log: RecordedGroups) -> None:
-        """Reopen the stream on another decode replica, which repeats `replay_log` first."""
+        """Reopen the stream on another decode replica, which first repeats `replay_log`."""
         outcome = "failed"
         try:
             if stream.sent == 0:
-                replay_log.clear()  # the client has received nothing: any answer will do
+                replay_log.clear()  # the client has received nothing: a new answer may differ
             else:
                 _check_resumable(self._attempts.request, replay_log)
             self._attempts.decode_failed(error)

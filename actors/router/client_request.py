@@ -1,4 +1,4 @@
-"""A validated client request, and the time that it may take."""
+"""A validated client request and its deadline."""
 
 import asyncio
 import time
@@ -14,23 +14,28 @@ from actors.router.raw_json import as_written
 
 @dataclass(frozen=True)
 class ClientRequest:
-    """A validated request: its body as received and as an object."""
+    """A validated request.
+
+    ``raw``         body as received
+    ``body``        parsed body
+    ``session``     session id; requests of one session go to the same decode replica
+    ``explain``     whether the client asked for the routing decision and the latency breakdown
+    ``arrived_at``  time at which the headers had arrived, on the monotonic clock
+    ``read_at``     time at which the whole body had arrived, on the monotonic clock
+    """
 
     endpoint: Endpoint
     headers: Headers
     raw: bytes
     body: Mapping[str, Any]
     session: str | None = None
-    """Session id; requests of one session go to the same decode replica."""
     explain: bool = False
-    """Whether the client asked for the routing decision and the latency breakdown."""
     arrived_at: float = field(default_factory=time.monotonic)
     read_at: float = field(default_factory=time.monotonic)
-    """Monotonic times at which the headers and the whole body had arrived."""
 
     @cached_property
     def prompt(self) -> Prompt:
-        """Passages of the prompt, from which cached prefixes are found."""
+        """Passages of the prompt, which the routing policy matches with cached prefixes."""
         return read_prompt(self.body)
 
     @property
@@ -45,12 +50,12 @@ class ClientRequest:
 
     @cached_property
     def fields(self) -> Mapping[str, Any]:
-        """Fields of the body as the client wrote them. Decisions use `body`."""
+        """Fields of the body with the client's encoding, for the bodies of the legs."""
         return as_written(self.raw, self.body)
 
     @property
     def request_id(self) -> str:
-        """The client's X-Request-Id, or the id that both legs carry instead."""
+        """X-Request-Id of both legs: the client's, or one that the router generated."""
         return dict(self.headers).get(b"x-request-id", b"").decode("latin-1")
 
 
@@ -63,7 +68,7 @@ class RequestTimer:
         """Deadline on the event loop's clock."""
 
     def extend(self, idle_s: float) -> None:
-        """Move the deadline to `idle_s` from now: a stream with tokens has no deadline of its own."""
+        """Set the deadline to `idle_s` from now; limits the idle time after the first token."""
         self.ends_at = asyncio.get_running_loop().time() + idle_s
 
     @property

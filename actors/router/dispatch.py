@@ -1,5 +1,4 @@
-"""Dispatch of one request: calls to one replica after another until a decode replica starts to
-answer."""
+"""Dispatch of one request, with retries on other replicas until a decode replica answers."""
 
 import asyncio
 import json
@@ -37,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Fleet:
-    """The router's engines and routing state, as one request uses them."""
+    """Engines and routing state of the router, shared by all requests."""
 
     prefill: EnginePool
     decode: EnginePool
@@ -49,9 +48,9 @@ class Fleet:
 class Attempt:
     """One attempt at a request: both legs, or decode alone.
 
-    Leaving its context ends its calls unless decode has started to answer; then `close` does. The
-    attempt counts from the decision, before slots are taken: concurrent requests must see each
-    other.
+    Leaving the context cancels the calls unless decode has started to answer; after that, `close`
+    cancels them. The planner counts the attempt from the routing decision, before the attempt has
+    slots, so that concurrent decisions take each other into account.
     """
 
     start: ResponseStart
@@ -65,7 +64,7 @@ class Attempt:
         self.began_at = self.slots_at = time.monotonic()
         """Times at which the attempt began and at which it had slots for its legs."""
         self.prompt_tokens: int | None = None
-        """Number of tokens of the prompt, from prefill's answer."""
+        """Number of tokens of the prompt, from the prefill engine's answer."""
         self.legs = AsyncExitStack()
         self._planner = planner
         self._prompt = prompt
@@ -87,11 +86,11 @@ class Attempt:
 
     @property
     def local_reason(self) -> str | None:
-        """Reason of the routing decision if decode served the request alone."""
+        """Reason of the routing decision if it is local, else None."""
         return self.decision.reason if self.decision.local else None
 
     def sent(self, decode: str, prefill: str | None) -> None:
-        """Report the replicas that the legs are sent to."""
+        """Report the replicas of both legs to the planner."""
         self.pair = Pair(prefill, decode)
         if self._inflight is not None:
             if (self._inflight.decode, self._inflight.prefill) == (decode, prefill):
@@ -100,8 +99,8 @@ class Attempt:
         self._inflight = self._planner.begin(self._prompt, decode, prefill, _now())
 
     def prefilled(self, body: object) -> None:
-        """Report that the prompt is computed (None), or the body of prefill's answer, whose usage
-        has the token count."""
+        """Report a computed prompt: first with None, then with the body of the prefill answer,
+        whose `usage` has the token count."""
         if self._prefilled_at is None:
             self._prefilled_at = _now()
         if body is not None:
@@ -109,8 +108,10 @@ class Attempt:
             self._report_prefilled(self.prompt_tokens)
 
     def opened(self, response: Response) -> Self:
-        """Keep the calls: decode has started to answer. Only a stream shows when its first token
-        came."""
+        """Keep the calls open after the start of decode's answer.
+
+        Reports the time of the first token for streams only; other answers do not show it.
+        """
         self.start, self.items = response
         self._is_open = True
         if self.start.status < HTTPStatus.BAD_REQUEST:
@@ -123,20 +124,22 @@ class Attempt:
         return self
 
     def passed_on(self, item: object) -> None:
-        """Count the tokens of an item that is passed on to the client."""
+        """Count the tokens of an item for the client."""
         if isinstance(item, StreamChunk):
             self._tokens += sum(map(len, item.groups))
 
     def release(self) -> None:
-        """Release prefill once decode has answered. Call it after the first bytes are sent: waking
-        another process takes time."""
+        """Release the prefill leg after decode's answer has started.
+
+        Call this after the first bytes are sent: the message to the prefill engine takes time.
+        """
         if self.prefill is not None:
             timings = self.decode.timestamps.timings
             had_kv = timings is not None and timings.kv_ended_s is not None and not timings.kv_failed
             self.prefill.release(answers_soon=had_kv)
 
     async def close(self) -> None:
-        """End the calls that still run."""
+        """Cancel the running calls."""
         await self.legs.aclose()
 
     def _end(self) -> None:
@@ -145,18 +148,17 @@ class Attempt:
             self._planner.ended(self._inflight, _now(), self._tokens, broken=not self._answered)
 
     def _report_prefilled(self, prompt_tokens: int | None = None) -> None:
-        """Report the prompt once, with its token count if that has arrived."""
+        """Report the computed prompt to the planner, with its token count if known."""
         if self._prefilled_at is not None and self._inflight is not None:
             self._planner.prefilled(self._inflight, self._prefilled_at, prompt_tokens)
 
 
 class Dispatcher:
-    """The attempts of one request. A replica that failed the request is not tried again; a transfer
-    id is used once.
+    """Makes the attempts of one request; each split attempt has a new transfer id.
 
-    A failed prefill leg is retried on another replica, then decode computes the prompt itself. A
-    failed decode leg is retried on another replica. Each leg has `limits.attempts` attempts; a new
-    byte for the client resets decode's count.
+    Excludes a replica after it has failed the request. Retries a failed prefill leg on another
+    replica, then asks decode to compute the prompt. Retries a failed decode leg on another replica.
+    Each leg has `limits.attempts` attempts; new bytes for the client reset the count of decode.
     """
 
     def __init__(self, request: ClientRequest, limits: RouterLimits, timing: RequestTimer, fleet: Fleet) -> None:
@@ -168,10 +170,10 @@ class Dispatcher:
         self._failed_prefill: set[str] = set()
         self._failed_decode: set[str] = set()
         self._suspect_decode: set[str] = set()
-        """Replicas that timed out, perhaps because of the transfer: tried again only when there is
-        no other."""
+        """Replicas that timed out, perhaps because of the transfer. Tried again only if no other
+        replica is available."""
         self._without_response: set[str] = set()
-        """Replicas that do not have the stored response which the request continues."""
+        """Replicas without the stored response of `previous_response_id`."""
         self._decode_replica: str | None = None
         self._decode_tries = 0
         self._last_error: UnavailableError | None = None
@@ -180,7 +182,7 @@ class Dispatcher:
         self._began_at: float | None = None
 
     async def open(self, replay_log: ReplayLog = ()) -> Attempt:
-        """Open a call that has started to answer, continuing after `replay_log`.
+        """Return an attempt whose decode engine has started to answer, after `replay_log`.
 
         Raises OverloadedError, UnavailableError or DeadlineError when no decode replica answers.
         """
@@ -190,13 +192,13 @@ class Dispatcher:
                 try:
                     return await self._open_once(replay_log)
                 except RefusedError as error:
-                    logger.debug("a decode engine has no slot left: %s", error)  # other routers have them
+                    logger.debug("a decode engine has no free slot: %s", error)  # other routers hold the slots
                 except UnavailableError as error:
                     self.decode_failed(error)
 
     def timestamps(self, attempt: Attempt) -> RequestTimestamps:
         """Return the request's timestamps up to the answer of `attempt`."""
-        assert self._began_at is not None, "`open` has been called"
+        assert self._began_at is not None, "call `open` first"
         return RequestTimestamps(
             arrived_at=self.request.arrived_at,
             read_at=self.request.read_at,
@@ -209,7 +211,7 @@ class Dispatcher:
         )
 
     def decode_failed(self, error: UnavailableError) -> None:
-        """Exclude the replica of the last attempt; raises `error` when no attempt is left."""
+        """Exclude the replica of the last attempt. Raises `error` after the last attempt."""
         if self._decode_replica is None:
             raise self._last_error or error
         self._failed_decode.add(self._decode_replica)
@@ -223,7 +225,7 @@ class Dispatcher:
         self._fleet.metrics.retries.labels("decode", "unavailable").inc()
 
     def reset_failures(self) -> None:
-        """Reset the count of failed decode attempts: the client has received new bytes."""
+        """Reset the count of failed decode attempts after new bytes for the client."""
         self._decode_tries = 0
 
     async def _open_once(self, replay_log: ReplayLog) -> Attempt:
@@ -244,19 +246,19 @@ class Dispatcher:
         return await self._serve_alone(replay_log, decision)
 
     def _refused_for_s(self, role: RoleName) -> float:
-        """Return for how long engines of `role` have refused the request, in seconds."""
+        """Return the time since an engine of `role` first refused the request, in seconds."""
         return time.monotonic() - self._refused_at.setdefault(role, time.monotonic())
 
     def _decide(self) -> Decision:
         return self._fleet.feedback.decide(self.request, self._local_reason, self._failed_prefill, self._avoided())
 
     def _avoided(self) -> set[str]:
-        """Return the decode replicas that this request is not sent to."""
+        """Return the decode replicas excluded for this request."""
         return self._failed_decode | self._suspect_decode | self._without_response
 
     async def _try_split(self, replay_log: ReplayLog, decision: Decision) -> tuple[Attempt | None, str | None]:
-        """Dispatch both legs. Return the attempt, or None and the outcome of the failed prefill
-        leg, if there was one."""
+        """Dispatch both legs. Return the attempt, or None and the outcome of the failed prefill leg
+        (None if the leg was not sent)."""
         async with self._begin(decision) as attempt:
             legs = attempt.legs
             prefill_legs = await legs.enter_async_context(AsyncExitStack())
@@ -271,8 +273,8 @@ class Dispatcher:
             prefill_call = self._call(prefill_leg(self.request.endpoint, body, transfer_id))
             decode_call = self._call(decode_leg(body, transfer_id, producer), replay_log)
             if decode_slot.maybe_full:
-                # Do not compute a prompt for an engine that refuses the call: that would delay
-                # others repeatedly.
+                # Without this wait, prefill could compute prompts repeatedly for a decode engine
+                # that refuses the call, and delay other requests.
                 attempt.decode = self._dispatch_decode(legs, decode_slot, decode_call)
                 await attempt.decode.taken(self.limits.silence_timeout_s)
             attempt.sent(decode_slot.replica_id, prefill_slot.replica_id)
@@ -295,7 +297,7 @@ class Dispatcher:
             legs.push_async_callback(_end, opening)
             first: set[asyncio.Future[Any]] = {opening, prefill.broken, prefill.answered}
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-            # Prefill has answered, so decode has its KV: it may be slow, but not silent.
+            # The decode engine can now fetch the KV, so its silence shows a failure.
             if not await self._decode_is_alive(attempt.decode, {opening, prefill.broken}):
                 silence_s = self.limits.silence_timeout_s
                 logger.warning("decode sent nothing for %g s after the prompt was computed", silence_s)
@@ -312,15 +314,17 @@ class Dispatcher:
             return attempt.opened(await opening), None
 
     async def _serve_alone(self, replay_log: ReplayLog, decision: Decision) -> Attempt:
-        """Send the request as the client wrote it to a decode replica, or to one after the other until
-        one has the stored response that it continues."""
+        """Send the unchanged request to one decode replica.
+
+        If the replica lacks the stored response of `previous_response_id`, try the next replica.
+        """
         while self._response_is_elsewhere(attempt := await self._serve_once(replay_log, decision)):
             await attempt.close()
             decision = self._decide()
         return attempt
 
     def _response_is_elsewhere(self, attempt: Attempt) -> bool:
-        """Return whether another replica may have the response that this one answered 404 for."""
+        """Return whether another replica may have the stored response after this HTTP 404."""
         if attempt.start.status != HTTPStatus.NOT_FOUND or not self.request.body.get("previous_response_id"):
             return False
         self._without_response.add(attempt.pair.decode)
@@ -337,7 +341,7 @@ class Dispatcher:
             return attempt.opened(await attempt.decode.open(self.limits.silence_timeout_s))
 
     def _dispatch_decode(self, legs: AsyncExitStack, slot: Slot, call: Call) -> Leg:
-        """Open the call to decode; it ends when `legs` unwinds."""
+        """Send the call to decode; `legs` cancels it when it unwinds."""
         decode = Leg("decode", self._fleet.decode.dispatch(slot, call))
         legs.callback(decode.close)
         return decode
@@ -349,7 +353,8 @@ class Dispatcher:
         return attempt
 
     async def _decode_is_alive(self, decode: Leg, waited_for: set[asyncio.Future[Any]]) -> bool:
-        """Wait for the first of these; False when decode sends nothing for `silence_timeout_s`."""
+        """Return True when a future is done, False when decode sends nothing for
+        `silence_timeout_s`."""
         now = asyncio.get_running_loop().time
         began_at = now()
         while (left_s := max(began_at, decode.heard_at) + self.limits.silence_timeout_s - now()) > 0:
@@ -361,10 +366,9 @@ class Dispatcher:
     async def _choose_pair(
         self, stack: AsyncExitStack, prefill_stack: AsyncExitStack, decision: Decision
     ) -> tuple[Slot, Slot | None]:
-        """Take slots on a decode and a prefill replica; None for prefill when no slot is free in
-        time.
+        """Take slots on a decode and a prefill replica; None if prefill has no free slot in time.
 
-        The prefill slot is taken last, so that a request waiting for decode does not hold it.
+        Takes the prefill slot last: a request waiting for decode must not hold one.
         """
         decode = await self._choose_decode(stack, decision)
         fleet = self._fleet
@@ -409,7 +413,7 @@ class Dispatcher:
 
 
 async def _end(task: asyncio.Task[Any]) -> None:
-    """Cancel `task` if it still runs, and wait for its end. Its result is not used."""
+    """Cancel `task`, wait for its end, and discard its result."""
     task.cancel()
     await asyncio.wait({task})
     if not task.cancelled():

@@ -1,7 +1,7 @@
-"""The server-sent events of one answer, across the engines that produce it. Pure.
+"""Splits an answer into server-sent events and removes duplicates of a resumed stream. Pure.
 
-Only whole events are passed on and counted. When another engine restarts the stream, events that
-the client already has are dropped, and the rest keeps the first stream's `created`.
+When another engine restarts the stream, `EventStream` drops the events already sent and sets
+`created` of later events to its value in the first stream.
 """
 
 import re
@@ -9,32 +9,32 @@ import re
 END = b"\n\n"
 DONE = b"data: [DONE]"
 LAST_RESPONSE_EVENTS = (b"event: response.completed\n", b"event: response.failed\n", b"event: error\n")
-"""Prefixes of the last event of a Responses API stream, which has no other end mark."""
+"""Prefixes of the last event of a Responses API stream, which has no `[DONE]`."""
 CREATED = re.compile(rb'"created":\d+')
-"""The field as vLLM writes it; within a string its quotes would be escaped."""
+"""The `created` field in vLLM's encoding. Cannot match in a string, where quotes are escaped."""
 
 
 class EventStream:
-    """Splits bytes into events; send to the client what `feed` returns."""
+    """Splits the bytes of engines into events; `feed` returns the bytes for the client."""
 
     def __init__(self) -> None:
         self.sent = 0
-        """Number of events passed on. Comments (`: ping`) do not count."""
+        """Number of events returned, without comments (`: ping`)."""
         self.done = False
-        """Whether the end mark has been passed on."""
+        """Whether `feed` has returned the last event."""
         self._partial = b""
         self._seen = 0
         self._created: bytes | None = None
         self._restarted = False
 
     def restart(self) -> None:
-        """Expect the stream to start again with its first event."""
+        """Expect the first event again, from another engine."""
         self._partial = b""
         self._seen = 0
         self._restarted = True
 
     def feed(self, data: bytes) -> bytes:
-        """Return the whole events that `data` completes and the client does not have yet."""
+        """Return the events that `data` completes, without duplicates of events already sent."""
         *events, self._partial = (self._partial + data).split(END)
         return b"".join(self._new(event) for event in events)
 

@@ -14,8 +14,7 @@ from actors.telemetry.latency_breakdown import LegTimestamps
 from connectors.errors import TandemError
 
 ACCEPT_S = 5.0
-"""Timeout for learning whether an engine has accepted a call that is being closed. Normally takes
-milliseconds."""
+"""Timeout of `Leg.accepted`; an engine normally replies within milliseconds."""
 
 
 @asynccontextmanager
@@ -29,19 +28,19 @@ async def deadline(seconds: float, what: str) -> AsyncGenerator[None, None]:
 
 
 Response = tuple[ResponseStart, list[StreamChunk | bytes]]
-"""A response whose body has started, and its items: the first one of a stream, else all."""
+"""Start of a response and its items: the first bytes of a stream, else the whole body."""
 
 
 class Items(Protocol):
-    """A running call (`EngineCall` in `engine_pool/engines.py`)."""
+    """Items of a running call (`EngineCall` in `engine_pool/engines.py`)."""
 
     sent_at: float
-    """Monotonic time before the first byte was sent: the engine may receive it before the sender's
-    task continues."""
+    """Monotonic time before the call was sent; a time after the send could be later than the
+    engine's first timestamp."""
 
     @property
     def waits(self) -> bool:
-        """True while an item other than a heartbeat is still to arrive."""
+        """Whether reading may wait: the call runs and only heartbeats are queued."""
 
     async def __anext__(self) -> Any: ...
 
@@ -49,17 +48,17 @@ class Items(Protocol):
 
 
 class Leg:
-    """An open call: `start` or `open`, then `next` until None; `close` in any case."""
+    """A call to an engine. Await `start` or `open`, then `next` until None; always `close`."""
 
     def __init__(self, role: str, response: Items) -> None:
         self.role = role
         self.heard_at = asyncio.get_running_loop().time()
-        """Time of the engine's last item, on the event loop's clock."""
+        """Time at which the engine's last item was read, on the event loop's clock."""
         self._response = response
         self._answered_at: float | None = None
         self._timings: EngineTimings | None = None
         self._taken: bool | None = None
-        """Whether the engine has accepted the call; None until it has replied."""
+        """Whether the engine has accepted the call; None before its reply."""
 
     async def start(self, silence_s: float | None = None) -> ResponseStart:
         """Return the response's status and headers."""
@@ -71,7 +70,7 @@ class Leg:
         return item
 
     async def taken(self, silence_s: float | None = None) -> None:
-        """Wait until the engine has accepted the call; raises RefusedError when it does not."""
+        """Wait until the engine accepts the call. Raises RefusedError if the engine refuses it."""
         if self._taken is None:
             try:
                 self._taken = await self.next(silence_s) is not None
@@ -80,10 +79,10 @@ class Leg:
                 raise
 
     async def open(self, silence_s: float | None = None, to_first_token: bool = False) -> Response:
-        """Wait for the first bytes of a stream, or for the whole body of another response.
+        """Return the response with the first bytes of a stream, or with the whole body.
 
-        Some streams start with events that do not show that the engine has the prompt: with
-        `to_first_token`, wait for the bytes that came with a token.
+        Some streams start with events before the first token. With `to_first_token`, wait for the
+        chunk that has a token: only that shows that the engine has the KV of the prompt.
         """
         start = await self.start(silence_s)
         items: list[StreamChunk | bytes] = []
@@ -96,14 +95,13 @@ class Leg:
 
     @property
     def timestamps(self) -> LegTimestamps:
-        """Times at which the call was sent and answered, and the engine's own timings if it has
-        sent them."""
+        """Send and answer times of the call, and the engine's timings if received."""
         answered_at = time.monotonic() if self._answered_at is None else self._answered_at
         return LegTimestamps(self._response.sent_at, answered_at, self._timings)
 
     @property
     def waits(self) -> bool:
-        """True if `next` may have to wait."""
+        """Whether `next` may have to wait."""
         return self._response.waits
 
     def _answered(self, timings: EngineTimings | None) -> None:
@@ -111,16 +109,15 @@ class Leg:
         self._timings = timings or self._timings
 
     async def next(self, silence_s: float | None = None, until: float | None = None) -> Any:
-        """Return the next item, or None after the last.
+        """Return the next item except heartbeats, or None at the end of the call.
 
-        Raises UnavailableError when the engine sends nothing for `silence_s`, DeadlineError at
-        `until` (event loop's clock).
+        Raises UnavailableError if the engine sends nothing for `silence_s`, DeadlineError at time
+        `until` of the event loop's clock.
         """
         loop = asyncio.get_running_loop()
         while True:
             try:
-                # Most tokens are ready when they are read, several at a time; a timer for each
-                # would be costly.
+                # Most items are already queued here; a timer for each would be costly.
                 item = await (self._within(silence_s, until) if self._response.waits else anext(self._response))
             except StopAsyncIteration:
                 return None
@@ -150,14 +147,14 @@ class Leg:
         return UnavailableError(f"the {self.role} engine sent nothing for {silence_s:g} s")
 
     async def accepted(self) -> bool:
-        """Return whether a replica has accepted the call. Waits at most ACCEPT_S; no other task
-        reads the leg then."""
+        """Return whether a replica has accepted the call, after at most ACCEPT_S. No other task may
+        read the leg meanwhile."""
         with suppress(TandemError):
             await self.taken(ACCEPT_S)
         return self._taken is True
 
     def close(self) -> None:
-        """Cancel the call if it still runs; the engine aborts the request."""
+        """Cancel the call unless it has ended; the engine then aborts the request."""
         self._response.cancel()
 
 
@@ -171,11 +168,10 @@ async def choose(
     sequences: int = 1,
     queues: bool = False,
 ) -> Slot:
-    """Take a slot on a replica of `role` within `timeout_s`; it is given back when `stack` unwinds.
+    """Take a slot on a replica of `role` within `timeout_s`; `stack` gives it back when it unwinds.
 
-    Prefers the first free replica of `prefer`, else the least busy, and never one of `avoid`. With
-    `queues`, waits longer while a replica outside `avoid` runs: the caller has a deadline of its
-    own.
+    Prefers the first free replica of `prefer`, else the least busy; excludes `avoid`. With
+    `queues`, the wait continues while a replica outside `avoid` runs; the caller sets the deadline.
     """
     try:
         async with _while_running(engines, avoid, timeout_s) if queues else asyncio.timeout(timeout_s):
@@ -190,7 +186,7 @@ async def choose(
 
 @asynccontextmanager
 async def _while_running(engines: EnginePool, avoid: AbstractSet[str], period_s: float) -> AsyncGenerator[None, None]:
-    """Raise TimeoutError when no replica outside `avoid` runs at the end of a period."""
+    """Check every `period_s`; raise TimeoutError if no replica outside `avoid` runs."""
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle
     async with asyncio.timeout(None) as bound:

@@ -1,4 +1,4 @@
-"""Metrics and status of all router replicas, whichever of them is asked."""
+"""Metrics and status of all router replicas; each replica can collect them from its peers."""
 
 import asyncio
 import time
@@ -15,7 +15,7 @@ from actors.router.single_flight import SingleFlight
 from actors.telemetry.recent_requests import newest_of
 
 STATUS_AGE_S = 1.0
-"""Maximum age of a status, so that many open pages cost the engines no more than one."""
+"""Maximum age of a status. Limits the load on engines when many status pages are open."""
 
 RECENT_SHOWN = 60
 """Number of recent requests in a status."""
@@ -25,8 +25,10 @@ RouterMetricsText = tuple[str, str]
 
 
 class RouterReplica(Router):
-    """A router that queries its peers. The deployment's handle reaches `own_metrics` and
-    `own_status`."""
+    """A router that queries its peers.
+
+    Peers call `own_metrics` and `own_status` through the deployment's handle.
+    """
 
     _peers: DeploymentHandle | None = None
     _status: SingleFlight[dict[str, Any]] | None = None
@@ -36,7 +38,7 @@ class RouterReplica(Router):
         return own_replica_id(), generate_latest(self.metrics.registry).decode()
 
     async def own_status(self) -> dict[str, Any]:
-        """Return the part of the status that only this replica knows."""
+        """Return this replica's part of the status."""
         return {
             "replica": own_replica_id(),
             "ongoing": self.ongoing_sequences,
@@ -48,7 +50,7 @@ class RouterReplica(Router):
         }
 
     async def router_metrics(self) -> list[RouterMetricsText]:
-        """Return the expositions of this replica and of all peers that answer in time."""
+        """Return the expositions of this replica and its peers, without peers that time out."""
         own = await self.own_metrics()
         others = dict(await self._ask_peers("own_metrics")) | dict([own])
         return sorted(others.items())
@@ -80,7 +82,7 @@ class RouterReplica(Router):
 
 
 def own_replica_id() -> str:
-    """Return the id of the replica in whose process this runs."""
+    """Return the id of the Serve replica in this process."""
     return serve.get_replica_context().replica_id.unique_id
 
 

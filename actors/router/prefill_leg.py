@@ -21,23 +21,25 @@ BROKEN = frozenset({"refused", "rejected", "failed", "late"})
 """
 
 Discard = Callable[[], Awaitable[None]]
-"""Tells the leg's prefill replica that its KV will not be fetched; bounded."""
+"""Asks the leg's prefill replica to free the KV of the transfer; has its own timeout."""
 
 Prefilled = Callable[[object], None]
-"""Called with None when the prompt is computed, then with the body of the answer if there is one."""
+"""Receives None when the prompt is computed, then the body of the answer."""
 
 
 class PrefillLeg:
-    """Owns the task that reads the leg. `answered` is set when the prompt is computed, `broken`
-    when the leg fails.
+    """Owns the task that reads the leg.
+
+    ``answered``  done when the prompt is computed
+    ``broken``    outcome of the leg, set if the leg fails
 
     A failed leg does not fail the request. Until decode starts to answer, the router retries on
-    another prefill replica or asks decode to serve the request alone, sooner than decode's
-    connector can detect the failure.
+    another prefill replica or asks decode to serve the request alone. The decode engine's connector
+    would detect the failure later.
 
-    A leg that ends before its handover may leave finished KV that no decode engine knows of: decode
-    has refused the request, or the client disconnected before decode received it. So the KV is
-    discarded before the leg is closed.
+    A leg that ends before its handover may leave finished KV without a consumer: decode refused the
+    request, or the client disconnected before decode received the request. So the leg discards the
+    KV before it closes the call.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class PrefillLeg:
         prefilled: Prefilled,
         slot: AsyncExitStack,
     ) -> None:
-        """Start to read `leg`. `slot` is given back when the leg has ended."""
+        """Start to read `leg`; give `slot` back when the leg has ended."""
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._leg = leg
@@ -68,12 +70,12 @@ class PrefillLeg:
 
     @property
     def timestamps(self) -> LegTimestamps:
-        """Timestamps of the leg; without engine timings until prefill has answered."""
+        """Timestamps of the leg; engine timings are present after the prefill engine's answer."""
         return self._leg.timestamps
 
     @property
     def accounted(self) -> bool:
-        """True when prefill has answered or can no longer answer."""
+        """Whether the prefill engine has answered or can no longer answer."""
         return self.answered.done() or self._task.done()
 
     async def account(self, at_most_s: float) -> None:
@@ -82,27 +84,27 @@ class PrefillLeg:
         await asyncio.wait(waited_for, timeout=at_most_s, return_when=asyncio.FIRST_COMPLETED)
 
     def delivered(self) -> None:
-        """Mark the handover as complete: no KV is held for decode any more."""
+        """Mark the handover as complete: the prefill engine holds no KV for decode."""
         self._holds_kv = False
 
     def release(self, answers_soon: bool) -> None:
-        """End the leg if its KV has been `delivered`, so that it no longer counts as ongoing.
+        """End the leg after `delivered`, so that the engine no longer counts it as ongoing.
 
-        On a busy machine decode's first token overtakes prefill's answer, which has the timings and
-        token counts that routing learns from. So with `answers_soon` the leg ends with that answer
-        or with the request; else it is aborted now.
+        On a busy machine decode's first token may arrive before the prefill answer, whose timings
+        and token counts update the routing policy. With `answers_soon` the leg waits for this
+        answer or for the end of the request; otherwise it ends now.
         """
         if not self._holds_kv and (self._told_all or not answers_soon):
             self._task.cancel()
             self._end()
 
     async def close(self) -> None:
-        """End the leg in any state; a prefill that still runs is aborted."""
+        """End the leg in any state; the engine aborts a running prefill."""
         self._task.cancel()
         await asyncio.wait({self._task, self._end()})
 
     def _end(self) -> asyncio.Task[None]:
-        """Start the leg's end, once, in its own task: the task that waits for it may be cancelled."""
+        """Start `_end_leg` once, in its own task: the cancellation of a caller must not stop it."""
         if self._ending is None:
             self._ending = asyncio.create_task(self._end_leg(), name=f"prefill-leg-ends-{self._transfer_id}")
         return self._ending
@@ -146,7 +148,7 @@ class PrefillLeg:
         finally:
             self._metrics.prefill_legs.labels(outcome).inc()
             if outcome in {"refused", "rejected", "failed"}:
-                # No KV exists, or its replica is gone, or its lease ends it.
+                # No KV exists, its replica is gone, or the lease will free it.
                 self._holds_kv = False
             if outcome in BROKEN and not self.broken.done():
                 self.broken.set_result(outcome)
@@ -160,5 +162,5 @@ class PrefillLeg:
         body = await self._leg.next()
         level = logging.WARNING if start.status >= 500 else logging.INFO  # decode refuses an invalid request as well
         logger.log(level, "prefill of transfer %s: HTTP %d %r", self._transfer_id, start.status, body)
-        # A server error does not show that the request is invalid: another engine may accept it.
+        # Retry after a server error: another engine may accept the request.
         return "failed" if start.status >= 500 else "rejected"

@@ -1,8 +1,7 @@
-"""Fields of a JSON body kept as the client wrote them, so that a leg can be written without
-encoding the prompt again.
+"""Copies fields of a JSON body unchanged, so that the prompt is not encoded again for each leg.
 
-The legs differ from the client's request in a few short fields. A long prompt is copied, not parsed
-and encoded anew, so that the engine reads the same numbers and strings as without a router.
+The legs differ from the client's request in a few short fields. The copy also preserves the
+client's encoding of numbers and strings.
 """
 
 import json
@@ -16,8 +15,10 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def as_written(raw: bytes, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `body`, which was parsed from `raw`, with values that `write` copies
-    unchanged."""
+    """Return the fields of `raw` with values that `write` copies unchanged.
+
+    Returns the values of `body`, parsed from `raw`, if msgspec cannot decode `raw`.
+    """
     try:
         return _DECODER.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -25,7 +26,7 @@ def as_written(raw: bytes, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(fields: Mapping[str, Any]) -> bytes:
-    """Return a JSON object of these fields, which may mix values of `as_written` and plain ones."""
+    """Return a JSON object of these fields; values may be from `as_written` or plain."""
     if any(isinstance(value, msgspec.Raw) for value in fields.values()):
         return _ENCODER.encode(fields)
     return json.dumps(fields).encode()

@@ -1,4 +1,4 @@
-"""Derives the two legs from a client's request. Pure: dictionaries in, dictionaries out.
+"""Derives the bodies of both legs from a client's request. Pure.
 
 The decode leg is the client's request. The prefill leg has the same prompt, asks for one token, and
 omits fields that concern only the output. Both carry the same single-use transfer id.
@@ -53,10 +53,9 @@ ONE_TOKEN: Mapping[Endpoint, Body] = {
 
 
 def why_local(endpoint: Endpoint, body: Body) -> str | None:
-    """Return why decode must serve the whole request, or None when prefill can run on another
-    engine.
+    """Return the reason for the local route, or None if a prefill engine can compute the prompt.
 
-    A body of the wrong shape goes to decode as well, so that vLLM's own validation answers it.
+    A malformed body also takes the local route: vLLM's validation then produces the error.
     """
     if endpoint in ("/tokenize", "/detokenize"):
         return "tokens_only"
@@ -78,9 +77,9 @@ def why_local(endpoint: Endpoint, body: Body) -> str | None:
 
 
 def why_not_resumable(endpoint: Endpoint, body: Body) -> str | None:
-    """Return why another engine cannot continue this request's stream, or None when it can."""
+    """Return the reason why no other engine can continue the request's stream, or None."""
     if endpoint == "/v1/responses":
-        return "engine-specific ids"  # each engine draws its own ids of output items
+        return "engine-specific ids"  # each engine generates its own ids of output items
     if body.get("n") not in (None, 1):
         return "n > 1"
     prompt = body.get("prompt")
@@ -118,7 +117,7 @@ def _why_local_response(body: Body) -> str | None:
 
 
 def prefill_leg(endpoint: Endpoint, body: Body, transfer_id: str) -> dict[str, Any]:
-    """Return the body for the prefill engine: the same prompt, one token, KV kept for a transfer."""
+    """Return the body for the prefill engine: the client's prompt, one token, KV for a transfer."""
     leg = {field: value for field, value in body.items() if field not in OUTPUT_ONLY}
     leg |= {"stream": False, "temperature": 0.0, **ONE_TOKEN[endpoint]}
     leg[TRANSFER_FIELD] = {
@@ -130,7 +129,7 @@ def prefill_leg(endpoint: Endpoint, body: Body, transfer_id: str) -> dict[str, A
 
 
 def decode_leg(body: Body, transfer_id: str, producer: ProducerAddress) -> dict[str, Any]:
-    """Return the body for the decode engine: the client's own, and the transfer to wait for."""
+    """Return the body for the decode engine: the client's body and the transfer parameters."""
     params = {
         "do_remote_prefill": True,
         "do_remote_decode": False,

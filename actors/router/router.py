@@ -1,4 +1,4 @@
-"""The router: sends both legs of a request to a pair of engines at once and relays decode's answer."""
+"""The router: sends both legs of a request to two engines at once and relays decode's answer."""
 
 import asyncio
 import logging
@@ -22,21 +22,19 @@ from configs.settings import MIN_ONGOING_SEQUENCES, RoleName, RouterLimits, chan
 logger = logging.getLogger(__name__)
 
 DISCARD_S = 5.0
-"""Longest wait for prefill replicas to free the KV of a transfer that decode does not fetch."""
+"""Timeout of a `discard` call to a prefill replica."""
 
 SEQUENCES_PER_SLOT = 4
-"""Sequences that a router admits for each slot of the decode engines, unless the settings have a
-limit."""
+"""Default number of sequences that a router admits for each slot of the decode engines."""
 
 
 class Router:
-    """Serves requests with the engines of both roles. `answer` opens a request; closing it ends
-    both legs."""
+    """Serves requests with the engines of both roles."""
 
     def __init__(self, limits: RouterLimits, prefill: EnginePool, decode: EnginePool) -> None:
         self.limits = self._built_limits = limits
         self.rejected_config: str | None = None
-        """Why the last `user_config` was refused; None if it took effect."""
+        """Error of the last `user_config`; None if it was applied."""
         self.metrics = RouterMetrics()
         self._roles: dict[RoleName, EnginePool] = {"prefill": prefill, "decode": decode}
         self._decode = decode
@@ -48,8 +46,8 @@ class Router:
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Apply new deadlines, limits and routing to later requests; Serve's hook.
 
-        Keys that `user_config` does not name have the values of `args`. After an error the present
-        settings stay: Serve would stop a replica whose hook raises.
+        Keys absent from `user_config` have the values of `args`. An error leaves the settings
+        unchanged: Serve stops a replica whose hook raises.
         """
         try:
             limits = changed_limits(self._built_limits, user_config)
@@ -57,35 +55,34 @@ class Router:
         except Exception as error:
             self.rejected_config = str(error)
             self.metrics.user_config_rejected.set(1)
-            logger.error("the router's user_config is refused, its settings stay as they are: %s", error)
+            logger.error("router user_config rejected; the previous settings stay in effect: %s", error)
             return
         self.limits, self.rejected_config = limits, None
         self.metrics.user_config_rejected.set(0)
 
     @property
     def ongoing(self) -> int:
-        """Number of requests being served."""
+        """Number of admitted requests."""
         return self._ongoing
 
     @property
     def ongoing_sequences(self) -> int:
-        """Number of sequences of the requests being served."""
+        """Number of sequences of the admitted requests."""
         return self._sequences
 
     @property
     def max_sequences(self) -> int:
-        """Largest number of sequences of the requests being served."""
+        """Number of ongoing sequences at which the router admits no more requests."""
         if self.limits.max_ongoing_sequences is not None:
             return self.limits.max_ongoing_sequences
         return max(SEQUENCES_PER_SLOT * self._decode.slots, MIN_ONGOING_SEQUENCES)
 
     @contextmanager
     def admitted(self) -> Iterator[Callable[[int], None]]:
-        """Count a request while it is served; raises OverloadedError when `max_sequences` are being
-        served.
+        """Count a request as admitted; raises OverloadedError at `max_sequences`.
 
-        It counts as one sequence until the function returned is called with their number, which is
-        known when the body has arrived. So the last request admitted may exceed the limit.
+        Yields a function that sets the request's number of sequences after the body has arrived;
+        until then it is 1. So the last admitted request may exceed the limit.
         """
         if self._sequences >= self.max_sequences:
             raise OverloadedError(
@@ -108,15 +105,14 @@ class Router:
             self._sequences -= counted
 
     def max_requests_of_key(self, keys: int) -> int | None:
-        """Return how many requests one of `keys` API keys may have here; None: the router's own limit
-        is enough."""
+        """Return the limit of ongoing requests for each of `keys` API keys; None for no limit."""
         if self.limits.max_ongoing_requests_per_key is not None:
             return self.limits.max_ongoing_requests_per_key
         return None if keys == 1 else max(self.max_sequences // 2, 1)
 
     @asynccontextmanager
     async def answer(self, request: ClientRequest) -> AsyncGenerator[Answer, None]:
-        """Serve `request`. Leaving the context ends the calls that still run on either engine.
+        """Serve `request`. Leaving the context cancels its running calls on both engines.
 
         Raises OverloadedError, UnavailableError or DeadlineError when decode does not answer.
         """
@@ -130,12 +126,12 @@ class Router:
             await answer.close()
 
     def _timeout_s(self, request: ClientRequest) -> float:
-        """Return the time to the first token of a stream, or to the whole of another answer."""
+        """Return the timeout for the first token of a stream, or for a whole answer."""
         return self.limits.first_token_timeout_s if request.streams else self.limits.request_timeout_s
 
     @property
     def slots_taken(self) -> dict[RoleName, int]:
-        """Number of slots that this router holds on engines of each role."""
+        """Number of slots of this router on engines, by role."""
         return {role: engines.slots_taken for role, engines in self._roles.items()}
 
     async def close(self) -> None:
@@ -144,10 +140,10 @@ class Router:
 
     @asynccontextmanager
     async def ask_decode(self, call: Call) -> AsyncGenerator[tuple[ResponseStart, AsyncIterator[bytes]], None]:
-        """Send a request that one decode replica answers alone; yield the start and the body of its
-        answer. Leaving the context ends the call.
+        """Send `call` to a decode replica; yield the start and the body of its answer.
 
-        A stored response is in one engine: when a replica answers 404 or fails, the others are asked.
+        Tries the remaining replicas if one fails or answers 404: only one engine holds a stored
+        response. Leaving the context cancels the call.
         """
         asked: set[str] = set()
         failed: UnavailableError | None = None
@@ -179,19 +175,19 @@ class Router:
             yield item.body if isinstance(item, StreamChunk) else item
 
     def replicas(self) -> dict[RoleName, int]:
-        """Return how many replicas of each role accept calls, as Serve has published them.
+        """Return the number of replicas of each role that accept calls, from Serve's replica list.
 
-        Serve's controller checks their health; nobody is asked here.
+        Calls no replica; Serve's controller checks their health.
         """
         return {role: len(engines.ongoing() or ()) for role, engines in self._roles.items()}
 
     @property
     def ready(self) -> bool:
-        """True while requests can be served: decode serves them alone if there is no prefill."""
+        """Whether a decode replica runs; decode alone can serve requests without prefill."""
         return self.replicas()["decode"] > 0
 
     async def engine_metrics(self) -> list[tuple[RoleName, str, str]]:
-        """Return (role, replica, exposition) of each replica that answers within
+        """Return (role, replica id, exposition) of each replica that replies in
         `metrics_timeout_s`."""
         answers = await asyncio.gather(
             *(role.ask_all("metrics", self.limits.metrics_timeout_s) for role in self._roles.values())
@@ -200,15 +196,17 @@ class Router:
         return [(role, replica, text) for role, replies in pairs for replica, text in replies]
 
     async def engine_status(self) -> list[dict[str, Any]]:
-        """Return the status of each engine replica that answers within `metrics_timeout_s`."""
+        """Return the status of each engine replica that replies in `metrics_timeout_s`."""
         answers = await asyncio.gather(
             *(role.ask_all("status", self.limits.metrics_timeout_s) for role in self._roles.values())
         )
         return [status for replies in answers for status in replies]
 
     async def _discard(self, slot: Slot, transfer_id: str) -> None:
-        """Ask the prefill replica of `slot` to free the KV of a transfer; if that fails, the KV's
-        lease expires."""
+        """Ask the prefill replica of `slot` to free the KV of a transfer.
+
+        If the call fails, the replica frees the KV when the lease expires.
+        """
         self.metrics.discards.inc()
         async with deadline(DISCARD_S, f"discarding transfer {transfer_id}"):
             await self._roles["prefill"].ask(slot, "discard", transfer_id)

@@ -1,5 +1,4 @@
-"""Connects the routing policy to a router: supplies time and replica lists, and reports what became
-of each request."""
+"""Connects the routing policy to a router: supplies the time, the replica lists and outcomes."""
 
 import asyncio
 import logging
@@ -15,7 +14,7 @@ from configs.settings import RoutingSettings
 logger = logging.getLogger(__name__)
 
 LEARN_DELAY_S = 0.01
-"""Delay after which measured costs are applied, all together, so that no first token waits for it."""
+"""Delay before measured costs update the policy, so that the update delays no first token."""
 
 
 class Deferred:
@@ -43,7 +42,7 @@ Ongoing = Callable[[], Mapping[str, int] | None]
 
 
 class RoutingFeedback:
-    """Decides where requests go, and reports their outcome to the policy."""
+    """Chooses route and replicas of requests, and reports failures to the policy."""
 
     def __init__(self, settings: RoutingSettings, metrics: RouterMetrics, prefill: Ongoing, decode: Ongoing) -> None:
         self._prefill = prefill
@@ -63,8 +62,7 @@ class RoutingFeedback:
         failed_prefill: AbstractSet[str],
         failed_decode: AbstractSet[str],
     ) -> Decision:
-        """Return where `request` goes; `whole` is the reason why decode must serve all of it, if
-        there is one."""
+        """Return route and replicas of `request`; `whole` is a reason for the local route."""
         decision = self.planner.decide(
             request.prompt,
             self._prefill(),

@@ -1,4 +1,4 @@
-"""One result for callers that ask at about the same time."""
+"""Shares one result among concurrent callers."""
 
 import asyncio
 import time
@@ -18,11 +18,11 @@ class SingleFlight(Generic[Answer]):
         self._made: tuple[float, Answer] | None = None
 
     async def __call__(self) -> Answer:
-        """Return the result. Raises what the call raises; errors are not kept."""
+        """Return the result. Passes on the call's exceptions; does not cache them."""
         async with self._lock:
             if self._made is None or time.monotonic() - self._made[0] > self._age_s:
                 answer = await self._make()
-                # Age counts from the call's end: else callers that waited for a slow call would
-                # each make another.
+                # The age starts at the end of the call: otherwise each caller that waited for a
+                # slow call would repeat it.
                 self._made = time.monotonic(), answer
             return self._made[1]

@@ -1,1 +1,1 @@
-"""The connections between routers and engines, independent of Ray Serve."""
+"""RPC between routers and engines over TCP, independent of Ray Serve."""

@@ -4,12 +4,12 @@ import socket
 from dataclasses import dataclass
 
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
-"""Detects a lost host after 30 s on an idle connection."""
+"""Socket options that detect a lost host after 30 s on an idle connection."""
 
 
 @dataclass(frozen=True)
 class RpcAddress:
-    """Host as other nodes reach it, port and key of an RPC server."""
+    """Address of an RPC server: host name or IP for other nodes, port, and authentication key."""
 
     host: str
     port: int
@@ -17,9 +17,9 @@ class RpcAddress:
 
 
 def enable_keepalive(connection: socket.socket, unread_s: float | None = None) -> None:
-    """Enable TCP keepalive; with `unread_s`, close a connection whose peer acknowledges nothing for
-    that long.
+    """Enable TCP keepalive; with `unread_s`, also set TCP_USER_TIMEOUT to it.
 
+    The kernel then closes a connection whose peer acknowledges no sent data for `unread_s`.
     Accepted connections inherit these options from their listener.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,4 +1,4 @@
-"""A router's connections to engines, one for each engine: sockets and timers around `protocol.py`."""
+"""A router's connections to engines, one per engine: sockets and timers around `protocol.py`."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,25 +12,28 @@ from actors.rpc.messages import Reply, RpcFailure, RpcProtocolError, RpcRequest,
 from actors.rpc.protocol import RouterProtocol
 
 CONNECT_S = 5.0
-"""Timeout of a TCP connect; normally less than a millisecond."""
+"""Timeout of a TCP connect, which normally takes less than a millisecond."""
 
 IDLE_CONNECTION_S = 60.0
-"""Time after which a connection without calls is closed."""
+"""Time after which the router closes a connection without calls."""
 
 
 class Listener(Protocol):
-    """The receiver of a call's items."""
+    """Receiver of a call's items."""
 
     def received(self, item: Item) -> None:
         """Receive the next item."""
 
     def ended(self, lost: str | None, failure: RpcFailure | None = None) -> None:
-        """Note the end of the call: `lost` is the reason when the connection has ended first,
-        `failure` the engine's own."""
+        """Receive the end of the call.
+
+        ``lost``     reason why the connection ended before the call, if it did
+        ``failure``  reason that the engine sent, if its answer is missing or incomplete
+        """
 
 
 class _Answer:
-    """The result of one of the engine's methods."""
+    """Result of a method of the engine."""
 
     def __init__(self) -> None:
         self.value: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -46,10 +49,10 @@ class _Answer:
 
 
 class Channel(asyncio.Protocol):
-    """The connection to one engine. It connects when it is made; calls may be sent at once."""
+    """Connection to one engine. The constructor starts to connect; calls may be sent at once."""
 
     def __init__(self, address: RpcAddress, closed: Callable[["Channel"], None]) -> None:
-        """Call `closed` when the connection has ended or could not be made."""
+        """Start to connect; call `closed` when the connection ends or cannot be opened."""
         self.address = address
         self._closed = closed
         self._protocol = RouterProtocol(address.key)
@@ -61,7 +64,7 @@ class Channel(asyncio.Protocol):
 
     @property
     def streams(self) -> int:
-        """Number of calls that have not ended in the engine."""
+        """Number of calls whose end the engine has not sent."""
         return self._protocol.streams
 
     def call(self, request: RpcRequest, listener: Listener) -> int:
@@ -71,7 +74,7 @@ class Channel(asyncio.Protocol):
         return stream
 
     async def ask(self, method: str, *arguments: object) -> Any:
-        """Return the result of one of the engine's methods. Raises EngineDownError or EngineError."""
+        """Return the result of a method of the engine. Raises EngineDownError or EngineError."""
         answer = _Answer()
         stream = self._protocol.ask(method, arguments)
         self._begin(stream, answer)
@@ -88,7 +91,7 @@ class Channel(asyncio.Protocol):
             self._rest_if_idle()
 
     def grant(self, stream: int, size: int) -> None:
-        """Let the engine send `size` more bytes of a call; its reader has consumed as many."""
+        """Grant credit for `size` consumed bytes of a call."""
         self._protocol.grant(stream, size)
         self._flush()
 
@@ -118,7 +121,7 @@ class Channel(asyncio.Protocol):
         except RpcProtocolError as error:
             self._end(str(error))
             return
-        self._flush()  # calls that waited for the Welcome
+        self._flush()  # calls queued until the Welcome
         self._rest_if_idle()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -144,7 +147,7 @@ class Channel(asyncio.Protocol):
             self._transport.write(frame)
 
     def _rest_if_idle(self) -> None:
-        """Close the connection when it has had no calls for IDLE_CONNECTION_S."""
+        """Start the idle timer if the connection has no calls."""
         if not self.streams and self._idle is None and not self._over:
             self._idle = asyncio.get_running_loop().call_later(IDLE_CONNECTION_S, self.close)
 
@@ -164,7 +167,7 @@ class Channel(asyncio.Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ChannelsSnapshot:
-    """Number of connections to the engines of one role, and number of idle ones."""
+    """Number of connections to the engines of one role: all of them, and those without calls."""
 
     open: int
     idle: int
@@ -177,7 +180,7 @@ class Channels:
         self._channels: dict[RpcAddress, Channel] = {}
 
     def to(self, address: RpcAddress) -> Channel:
-        """Return the connection to an engine, made now if there is none."""
+        """Return the connection to an engine; open one if there is none."""
         channel = self._channels.get(address)
         if channel is None:
             channel = self._channels[address] = Channel(address, self._closed)
@@ -189,7 +192,7 @@ class Channels:
             channel.close()
 
     def snapshot(self) -> ChannelsSnapshot:
-        """Return the number of connections."""
+        """Return the numbers of open and idle connections."""
         channels = self._channels.values()
         return ChannelsSnapshot(len(channels), sum(not channel.streams for channel in channels))
 

@@ -1,7 +1,7 @@
 """Messages between a router and an engine, and their encoding.
 
 A frame is a length and a msgpack array of messages; a message is an array that starts with its tag.
-A later version may append fields with a default to a message: decoders ignore what they do not know.
+A later version may append fields with a default to a message: decoders ignore unknown fields.
 """
 
 import struct
@@ -19,19 +19,21 @@ LENGTH = struct.Struct(">I")
 
 @dataclass(frozen=True)
 class RpcRequest:
-    """One call, and the state of the router that sends it."""
+    """One call, and the state of the router that sends it.
+
+    ``router``       id of the router, new at each start
+    ``queued``       number of requests in the router waiting for a slot of this role
+    ``transfer_id``  transfer of a prefill leg; None for other calls
+    ``hold_s``       time for which a prefill leg stays ongoing after its answer
+    ``maybe_full``   whether the router expects a refusal and waits for the reply
+    """
 
     call: Call
     router: str
-    """Id of the router; a restarted router has a new one."""
     queued: int
-    """Number of requests that wait in that router for a slot on an engine of this role."""
     transfer_id: str | None = None
-    """Transfer of a prefill leg, which counts as ongoing until it is cancelled, at most `hold_s`
-    after its end."""
     hold_s: float = 0.0
     maybe_full: bool = False
-    """Whether the router expects that the engine may be full and waits for its reply."""
 
 
 class RpcFailure(msgspec.Struct, frozen=True, array_like=True):
@@ -42,34 +44,36 @@ class RpcFailure(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """First message of a router: its newest protocol version, and the server's key. The encoding is
-    the same in all versions."""
+    """First message of a router: its newest protocol version and the server's key.
+
+    All protocol versions encode it in the same way.
+    """
 
     version: int
     key: str
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """First message of an engine: the version of all later messages on the connection."""
+    """First message of an engine: the protocol version of the connection."""
 
     version: int
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Last message of an engine that closes the connection."""
+    """Last message of an engine before it closes the connection."""
 
     reason: str
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Begins a stream: the engine answers with items and an End."""
+    """Opens a stream for a call: the engine answers with items and an End."""
 
     stream: int
     request: RpcRequest
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Begins a stream: the engine answers with the result of one of its methods, or an End."""
+    """Opens a stream for a method of the engine, which answers with a Reply or an End."""
 
     stream: int
     method: str
@@ -77,13 +81,13 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """The router discards the rest of a stream; may cross its end."""
+    """Cancels a stream: the router discards later items. May cross the end of the stream."""
 
     stream: int
 
 
 class Credit(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """The router has consumed this many bytes of a stream; may cross its end."""
+    """Grants credit: the router has consumed `size` bytes. May cross the end of the stream."""
 
     stream: int
     size: int
@@ -104,7 +108,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag=8):
 
 
 class End(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """Ends a stream, with the reason when its answer is missing or incomplete."""
+    """Ends a stream; `failure` is set if the answer is missing or incomplete."""
 
     stream: int
     failure: RpcFailure | None = None
@@ -117,7 +121,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 class RpcProtocolError(ValueError):
-    """Bytes or messages that are not valid at this point."""
+    """Bytes or messages that violate the protocol."""
 
 
 def encode(messages: Iterable[Message]) -> bytes:

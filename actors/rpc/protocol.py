@@ -1,11 +1,11 @@
 """Protocol of the connection between a router and an engine, without I/O.
 
-One connection carries many streams. The router opens a stream with a call or a question; the engine
-sends items and an end. Each stream has credit: at most `WINDOW_BYTES` of it are sent and not yet
-consumed, so a paused stream stops its own generator and no other.
+One connection carries many streams. The router opens a stream with an Open or an Ask; the engine
+sends items and an End, or a Reply. Credit limits the sent but not yet consumed bytes of each stream
+to `WINDOW_BYTES`, so a paused stream blocks no other stream.
 
-Versions: the router offers its newest version, the engine chooses the newest that both speak. Each
-side speaks its newest version and the one before.
+The router offers its newest protocol version; the engine chooses the newest version that both
+support. Each release supports `OLDEST_VERSION` to `NEWEST_VERSION`.
 """
 
 import hmac
@@ -36,19 +36,19 @@ NEWEST_VERSION = 1
 OLDEST_VERSION = 1
 
 WINDOW_BYTES = 2**18
-"""Credit of a new stream: bytes that the engine may send before the router consumes any."""
+"""Credit of a new stream, in bytes, and the largest credit of a stream."""
 
 PIECE_BYTES = 2**16
-"""Size of the pieces in which larger bodies are sent."""
+"""Largest body of one item; the engine splits larger ones."""
 
 ITEM_BYTES = 64
-"""Credit that an item takes in addition to its body."""
+"""Credit of an item in addition to the bytes of its body."""
 
 GRANT_BYTES = WINDOW_BYTES // 4
-"""Consumed bytes from which the router grants them again: a short stream needs no Credit at all."""
+"""Number of consumed bytes at which the router sends a Credit; a short stream needs none."""
 
 HELLO_BYTES = 1024
-"""Size limit of a frame before authentication. Later ones have none: routers limit their bodies."""
+"""Size limit of a frame before authentication. Later frames have no limit: routers limit bodies."""
 
 
 class StreamState(StrEnum):
@@ -64,8 +64,8 @@ class StreamState(StrEnum):
 
 
 Table = Mapping[tuple[StreamState, type[Message]], tuple[StreamState, bool]]
-"""State and message to the next state, and whether the receiver's owner gets the message. Any other
-pair is a protocol error."""
+"""Map of (state, message) to (next state, whether `receive` yields the message). Any other pair is
+a protocol error."""
 
 ENGINE_TABLE: Table = {
     (StreamState.NEW, Open): (StreamState.OPEN, True),
@@ -89,25 +89,27 @@ ROUTER_TABLE: Table = {
 
 
 def common_version(offered: int, newest: int = NEWEST_VERSION, oldest: int = OLDEST_VERSION) -> int | None:
-    """Return the version of a connection whose router offers `offered`, or None.
+    """Return the newest version that both sides support, or None; the router offers `offered`.
 
-    >>> common_version(3, newest=2, oldest=1), common_version(1, newest=2, oldest=1), common_version(0, 2, 1)
-    (2, 1, None)
+    >>> common_version(3, newest=2, oldest=1), common_version(1, newest=2, oldest=1)
+    (2, 1)
+    >>> common_version(0, newest=2, oldest=1) is None
+    True
     """
     return min(offered, newest) if offered >= oldest else None
 
 
 def item_bytes(item: Item) -> int:
-    """Return the credit that `item` takes."""
+    """Return the credit of `item`, in bytes."""
     if isinstance(item, StreamChunk):
         return ITEM_BYTES + len(item.body)
     return ITEM_BYTES + len(item) if isinstance(item, bytes) else ITEM_BYTES
 
 
 def pieces(item: Item) -> Iterator[Item]:
-    """Yield `item` in parts of at most PIECE_BYTES; the first has the tokens and timings.
+    """Yield `item` in pieces of at most PIECE_BYTES; the first piece has the tokens and timings.
 
-    Tokens must not arrive after their bytes: an engine that continues the stream would draw them
+    Tokens must not arrive after their bytes: an engine that resumes the stream would sample them
     again.
     """
     body = item.body if isinstance(item, StreamChunk) else item if isinstance(item, bytes) else b""
@@ -121,11 +123,11 @@ def pieces(item: Item) -> Iterator[Item]:
 
 
 class _Endpoint:
-    """What both sides share: frames, the states of streams, and the messages to be sent."""
+    """Common part of both sides: frames, stream states, and queued messages."""
 
     def __init__(self, table: Table, most_bytes: int | None) -> None:
         self.version: int | None = None
-        """Version of the connection; None until both sides have agreed."""
+        """Protocol version of the connection; None before the Welcome."""
         self._table = table
         self._frames = FrameReader(most_bytes)
         self._states: dict[int, StreamState] = {}
@@ -138,14 +140,14 @@ class _Endpoint:
         return len(self._states)
 
     def take(self) -> bytes:
-        """Return the frame to be sent now, or nothing."""
+        """Return one frame with the queued messages, or nothing."""
         if not self._outgoing:
             return b""
         messages, self._outgoing = self._outgoing, []
         return encode(messages)
 
     def _advance(self, message: Message, stream: int) -> bool:
-        """Move a stream to its next state; return whether the owner gets `message`."""
+        """Move a stream to its next state; return whether `receive` yields `message`."""
         state = self._states.get(stream)
         if state is None:
             state = StreamState.ENDED if 0 < stream <= self._last else StreamState.NEW
@@ -175,8 +177,7 @@ class EngineProtocol(_Endpoint):
         self._credit: dict[int, int] = {}
 
     def receive(self, data: bytes) -> Iterator[Open | Ask | Cancel | Credit]:
-        """Yield the router's messages about streams. Raises RpcProtocolError; then `refuse` and
-        close."""
+        """Yield the router's stream messages. After an RpcProtocolError, `refuse` and close."""
         for message in self._frames.feed(data):
             if isinstance(message, Hello) and self.version is None:
                 self._greet(message)
@@ -193,8 +194,11 @@ class EngineProtocol(_Endpoint):
                 raise RpcProtocolError(f"unexpected {type(message).__name__}")
 
     def send(self, stream: int, item: Item, size: int) -> bool:
-        """Queue an item of `item_bytes` `size`, one of its `pieces`; return False when the stream has
-        no credit for it."""
+        """Queue an item; return False if the stream has too little credit.
+
+        ``item``  an item from `pieces`
+        ``size``  its credit, from `item_bytes`
+        """
         credit = self._credit[stream] - size
         if credit < 0:
             return False
@@ -203,7 +207,7 @@ class EngineProtocol(_Endpoint):
         return True
 
     def reply(self, stream: int, value: object) -> None:
-        """Queue the result of a method, which ends the stream."""
+        """Queue the result of a method and end the stream."""
         self._outgoing.append(Reply(stream, value))
         self._move(stream, StreamState.ENDED)
 
@@ -214,7 +218,7 @@ class EngineProtocol(_Endpoint):
         self._move(stream, StreamState.ENDED)
 
     def refuse(self, reason: str) -> None:
-        """Queue the reason why the connection is closed."""
+        """Queue a Refused with the reason for closing the connection."""
         self._outgoing.append(Refused(reason))
 
     def _greet(self, hello: Hello) -> None:
@@ -236,14 +240,13 @@ class EngineProtocol(_Endpoint):
 
 
 class RouterProtocol(_Endpoint):
-    """The router's side of one connection. Streams opened before the engine's Welcome are sent after
-    it."""
+    """The router's side of one connection. Queues messages until the engine's Welcome."""
 
     def __init__(self, key: str) -> None:
         super().__init__(ROUTER_TABLE, None)
         self._hello: Hello | None = Hello(NEWEST_VERSION, key)
         self._unread: dict[int, int] = {}
-        """Bytes of each stream that were received and are not yet granted again."""
+        """Bytes of each stream received and not yet granted again."""
 
     def open(self, request: RpcRequest) -> int:
         """Queue a call; return its stream."""
@@ -253,13 +256,13 @@ class RouterProtocol(_Endpoint):
         return stream
 
     def ask(self, method: str, arguments: tuple[object, ...]) -> int:
-        """Queue a call of one of the engine's methods; return its stream."""
+        """Queue a call of a method of the engine; return its stream."""
         stream = self._begin(StreamState.ASKED)
         self._outgoing.append(Ask(stream, method, arguments))
         return stream
 
     def cancel(self, stream: int) -> None:
-        """Discard the rest of a stream. A call that was not sent yet is not sent."""
+        """Cancel a stream; remove its call from the queue if it has not been sent."""
         if self._states.get(stream) not in (StreamState.OPEN, StreamState.ASKED):
             return
         self._forget(stream)
@@ -272,14 +275,14 @@ class RouterProtocol(_Endpoint):
             self._outgoing.append(Cancel(stream))
 
     def grant(self, stream: int, size: int) -> None:
-        """Queue Credit for `size` consumed bytes, unless the stream has ended. Grant them from
-        GRANT_BYTES on."""
+        """Queue Credit for `size` consumed bytes, at least GRANT_BYTES, unless the stream has
+        ended."""
         if stream in self._unread:
             self._unread[stream] -= size
             self._outgoing.append(Credit(stream, size))
 
     def receive(self, data: bytes) -> Iterator[StreamItem | Reply | End]:
-        """Yield the engine's messages about streams. Raises RpcProtocolError; then close."""
+        """Yield the engine's stream messages. After an RpcProtocolError, close the connection."""
         for message in self._frames.feed(data):
             if isinstance(message, StreamItem | Reply | End) and self.version is not None:
                 if self._advance(message, message.stream):
@@ -298,7 +301,7 @@ class RouterProtocol(_Endpoint):
                 raise RpcProtocolError(f"unexpected {type(message).__name__}")
 
     def take(self) -> bytes:
-        """Return the frame to be sent now: only the Hello before the engine's Welcome."""
+        """Return one frame with the queued messages; before the Welcome, only the Hello."""
         if self._hello is not None:
             hello, self._hello = self._hello, None
             return encode([hello])

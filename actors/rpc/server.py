@@ -1,8 +1,8 @@
-"""An engine's RPC server, where routers send their calls without Serve.
+"""An engine's RPC server: accepts calls from routers without Serve's proxy.
 
-Each router has one connection, which carries all its calls (`protocol.py`). A closed connection
-ends its calls, so a router that dies leaves nothing behind. Routers authenticate with a key that is
-drawn for each engine and reaches them through Serve's controller.
+Each router has one connection for all its calls (`protocol.py`). A closed connection cancels its
+calls, so a router that dies leaves no calls behind. Each engine generates a key; Serve's controller
+distributes the key to routers, which authenticate with it.
 """
 
 import asyncio
@@ -25,33 +25,33 @@ from actors.rpc.server_connection import ServedStream, ServerConnection
 logger = logging.getLogger(__name__)
 
 UNREAD_S = 120.0
-"""Timeout for a router that acknowledges nothing. Longer than the one for the router's clients
-(`http_server.py`), so that a slow client does not look like a dead engine."""
+"""Timeout for a router that acknowledges no data. Longer than `UNREAD_S` of `http_server.py`, so
+that a slow client does not look like a dead engine."""
 
 SLOT_WAIT_S = 0.1
-"""Wait for a slot before a call is refused. A router sees the end of a call shortly before the
-engine does."""
+"""Time for which a call waits for a slot before the engine refuses it. A router frees a slot at the
+end of a call, shortly before the engine does."""
 
 CUT_OFF_S = 1.0
-"""Timeout for cancelled calls to end when the server closes."""
+"""Timeout for the end of cancelled calls when the server closes."""
 
 REMEMBERED_S = 10.0
-"""Time for which a router's reported queue length is believed."""
+"""Maximum age of a queue length reported by a router."""
 
 MOST_ROUTERS = 64
-"""Number of routers whose queue lengths are kept."""
+"""Maximum number of routers with a stored queue length."""
 
 
 @dataclass(frozen=True, slots=True)
 class RpcServerSnapshot:
-    """Number of open connections, and ids of the routers with a known queue length."""
+    """Number of open connections, and ids of the routers with a stored queue length."""
 
     connections: int
     routers: frozenset[str]
 
 
 class RpcServer:
-    """`open` it when the engine can serve; `close` it before the engine ends."""
+    """RPC server of one engine. `open` it after the engine's start, `close` it before its end."""
 
     def __init__(
         self,
@@ -59,8 +59,12 @@ class RpcServer:
         slots: int,
         methods: Mapping[str, Callable[..., Awaitable[Any]]] | None = None,
     ) -> None:
-        """Answer requests with `serve`, and calls of `methods` with theirs. Accept a request while
-        fewer than `slots` sequences run."""
+        """Create the server.
+
+        ``serve``    answers a request with items
+        ``slots``    number of running sequences at which the server refuses requests
+        ``methods``  methods available to routers, by name
+        """
         self._serve = serve
         self._methods = methods or {}
         self._slots = slots
@@ -75,7 +79,7 @@ class RpcServer:
         self.ongoing = 0
 
     async def open(self, host: str, port: int) -> RpcAddress:
-        """Listen on `host`, an address of this node; port 0 is any free port. Raises OSError."""
+        """Listen on `host`, an address of this node; port 0 selects a free port. Raises OSError."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=1024)
         enable_keepalive(listener, UNREAD_S)
@@ -86,37 +90,39 @@ class RpcServer:
         return RpcAddress(host, listener.getsockname()[1], self._key)
 
     def queued(self) -> int:
-        """Return the number of requests that wait for engines of this role, as routers reported
-        recently."""
+        """Return the number of requests waiting in routers for engines of this role.
+
+        Counts reports of the last REMEMBERED_S.
+        """
         oldest = time.monotonic() - REMEMBERED_S
         self._queued = {router: told for router, told in self._queued.items() if told[1] > oldest}
         return sum(queued for queued, _ in self._queued.values())
 
     def snapshot(self) -> RpcServerSnapshot:
-        """Return the connections and the known routers."""
+        """Return the number of connections and the known routers."""
         return RpcServerSnapshot(len(self._connections), frozenset(self._queued))
 
     async def drain(self) -> None:
-        """Refuse new calls, and wait for the ones that run."""
+        """Refuse new calls and wait for the end of running calls."""
         self._leaving = True
         await self._idle.wait()
 
     async def close(self) -> None:
-        """Stop listening and cancel the calls that still run."""
+        """Stop listening and cancel the running calls."""
         self._leaving = True
         if self._server is not None:
             self._server.close()
         await asyncio.gather(*(connection.close(CUT_OFF_S) for connection in list(self._connections)))
 
     async def _call_method(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Return the encoded result of a method that routers may call. Needs no slot."""
+        """Return the encoded result of one of `methods`. Needs no slot."""
         if method not in self._methods:
             raise ValueError(f"this engine has no method {method!r} for routers")
         result = await self._methods[method](*arguments)
         try:
             return msgspec.Raw(msgspec.msgpack.encode(result))
-        except TypeError as error:  # later it would take other streams' messages with it
-            raise ValueError(f"{method} returned what cannot be sent: {error}") from error
+        except TypeError as error:  # in `take`, the error would affect the messages of all streams
+            raise ValueError(f"{method} returned a value that msgpack cannot encode: {error}") from error
 
     async def _answer(self, request: RpcRequest, stream: ServedStream) -> RpcFailure | None:
         self._record_queue(request, time.monotonic())
@@ -137,7 +143,7 @@ class RpcServer:
         self._queued.pop(request.router, None)
         self._queued[request.router] = (request.queued, now)
         if len(self._queued) > MOST_ROUTERS:
-            del self._queued[next(iter(self._queued))]  # the router that has been silent longest
+            del self._queued[next(iter(self._queued))]  # the router with the oldest report
 
     async def _refusal(self) -> RpcFailure | None:
         with suppress(TimeoutError):
@@ -167,5 +173,5 @@ class RpcServer:
 
 
 def replica_metadata(address: RpcAddress, queue: int, **more: Any) -> dict[str, Any]:
-    """Return the metadata of a replica for routers: its RPC address, and the limit of their queues."""
+    """Return a replica's metadata for routers: RPC address, queue limit of a router, and `more`."""
     return {"rpc": asdict(address), "queue": queue, **more}

@@ -1,4 +1,4 @@
-"""One router's connection at an engine's RPC server: socket, tasks and timers around `protocol.py`."""
+"""One connection of an engine's RPC server: socket, tasks and timers around `protocol.py`."""
 
 import asyncio
 import logging
@@ -12,22 +12,21 @@ from actors.rpc.protocol import PIECE_BYTES, EngineProtocol, item_bytes, pieces
 logger = logging.getLogger(__name__)
 
 HELLO_S = 5.0
-"""Timeout for a new connection to authenticate."""
+"""Timeout for the authentication of a new connection."""
 
 LINGER_S = 0.002
-"""Delay of small items, to send them with the next one unless the router waits for them: each
-message wakes it."""
+"""Maximum delay of `Accepted` and `ResponseStart`, which are sent with the next item: each frame
+wakes the router's process."""
 
 Serve = Callable[[RpcRequest, "ServedStream"], Coroutine[Any, Any, RpcFailure | None]]
-"""Answers a request by sending items on the stream; cancelled when the router no longer needs the
-answer."""
+"""Sends the items of an answer on the stream. Cancelled if the router cancels the call."""
 
 Answer = Callable[[str, tuple[Any, ...]], Coroutine[Any, Any, Any]]
-"""Returns the result of a method that routers may call."""
+"""Returns the result of a method, by name and arguments."""
 
 
 class ServedStream:
-    """One stream while its call runs."""
+    """The stream of a running call."""
 
     def __init__(self, connection: "ServerConnection", number: int, expects_refusal: bool) -> None:
         self.task: asyncio.Task[Any] | None = None
@@ -37,9 +36,9 @@ class ServedStream:
         self._credit: asyncio.Future[None] | None = None
 
     async def send(self, item: Item) -> None:
-        """Send the next item of the answer. Waits while the router has too much of it unread.
+        """Send the next item of the answer. Waits while the stream has no credit.
 
-        `Accepted` and the start of the response are sent with the next item, or after LINGER_S.
+        Delays `Accepted` and `ResponseStart` by up to LINGER_S, unless the router waits for them.
         """
         lazy = isinstance(item, Accepted | ResponseStart) and not self._expects_refusal
         for piece in pieces(item):
@@ -48,16 +47,16 @@ class ServedStream:
                 await self._credit
 
     def credited(self) -> None:
-        """Try again to send: the stream has more credit, or the socket has room."""
+        """Resume a waiting `send`: the stream has new credit or the socket accepts writes."""
         if self._credit is not None and not self._credit.done():
             self._credit.set_result(None)
 
 
 class ServerConnection(asyncio.Protocol):
-    """Made for each connection; closes it when the key is wrong or a message is invalid."""
+    """One accepted connection; closes itself after a wrong key or an invalid message."""
 
     def __init__(self, key: str, serve: Serve, answer: Answer, connections: set["ServerConnection"]) -> None:
-        """Be in `connections` while connected."""
+        """Create the handler; it adds itself to `connections` while it is connected."""
         self._protocol = EngineProtocol(key)
         self._serve = serve
         self._answer = answer
@@ -119,7 +118,7 @@ class ServerConnection(asyncio.Protocol):
             stream.credited()
 
     def sent(self, number: int, item: Item, lazy: bool) -> bool:
-        """Send an item of a stream unless the stream has no credit or the socket no room."""
+        """Send an item; return False if the stream has too little credit or the socket is full."""
         size = item_bytes(item)
         if not self._can_write or not self._protocol.send(number, item, size):
             return False
@@ -131,13 +130,13 @@ class ServerConnection(asyncio.Protocol):
         return True
 
     async def close(self, within_s: float) -> None:
-        """Cancel the calls that run, send the end of all, and close the connection."""
+        """Cancel the running calls, send an End for each, and close the connection."""
         tasks = {stream.task for stream in self._streams.values() if stream.task is not None}
         for number in list(self._streams):
             self._cancel(number)
         if tasks:
             await asyncio.wait(tasks, timeout=within_s)
-        await asyncio.sleep(0)  # ends are sent by callbacks of the tasks
+        await asyncio.sleep(0)  # callbacks of the tasks queue the End messages
         self._flush()
         self._transport.close()
         asyncio.get_running_loop().call_later(within_s, self._transport.abort)  # if the router does not read
@@ -147,7 +146,7 @@ class ServerConnection(asyncio.Protocol):
         return stream
 
     def _run(self, stream: ServedStream, answer: Coroutine[Any, Any, Any], reply: bool = False) -> None:
-        """Run `answer` in a task of the stream; if `reply`, its result is the message that ends the stream."""
+        """Run `answer` in the stream's task; with `reply`, send its result and end the stream."""
         stream.task = asyncio.create_task(answer, name="answers-a-call")
         stream.task.add_done_callback(lambda task: self._ended(stream.number, task, reply))
 
@@ -159,10 +158,13 @@ class ServerConnection(asyncio.Protocol):
             task.cancel()
 
     def _ended(self, number: int, task: asyncio.Task[Any], reply: bool) -> None:
-        """Send the end of an answer, however its task ended; a cancelled one may never have started."""
+        """Send the end of an answer after its task has ended.
+
+        A callback of the task, because a task cancelled before its start runs no code.
+        """
         del self._streams[number]
         failure = None
-        if task.cancelled():  # by the router, which ignores the end, or because the engine stops
+        if task.cancelled():  # by a stopping engine, or by the router, which ignores the End
             failure = RpcFailure("engine_down", "the engine is stopping")
         elif (error := task.exception()) is not None:
             logger.error("a call failed", exc_info=error)
@@ -177,7 +179,7 @@ class ServerConnection(asyncio.Protocol):
         self._flush_soon(lazy=False)
 
     def _flush_soon(self, lazy: bool) -> None:
-        """Send after the other streams of this engine step: one frame for all of them."""
+        """Schedule `_flush`, so that one frame has the items of all streams of an engine step."""
         loop = asyncio.get_running_loop()
         if self._flushing is not None:
             if lazy or not self._lingering:
@@ -192,7 +194,7 @@ class ServerConnection(asyncio.Protocol):
             self._flushing = None
         self._unsent_bytes = 0
         frame = self._protocol.take()
-        if frame and not self._transport.is_closing():  # else the calls are about to be cancelled
+        if frame and not self._transport.is_closing():  # `connection_lost` will cancel the calls
             self._transport.write(frame)
 
     def _reject(self, why: str) -> None:

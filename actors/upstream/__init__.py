@@ -1,5 +1,4 @@
-"""Everything that depends on private parts of vLLM, Ray or uvicorn, one file per workaround.
+"""All code that depends on private parts of vLLM, Ray or uvicorn, one file per workaround.
 
-`tests/actors/upstream/test_guards.py` fails when the source of a symbol changes on which one of these
-files depends.
+`tests/actors/upstream/test_guards.py` fails if the source of one of these private symbols changes.
 """

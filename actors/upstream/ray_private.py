@@ -12,7 +12,7 @@ from ray.experimental import internal_kv
 from ray.serve.handle import DeploymentBroadcastResponse
 
 NAMESPACE = b"tandem"
-"""The namespace of this project's keys in the control store."""
+"""Namespace of Tandem's keys in the control store."""
 
 
 def store_connected() -> bool:
@@ -47,14 +47,14 @@ def store_delete(key: bytes, by_prefix: bool = False) -> None:
 
 
 def log_directory() -> Path:
-    """Return where Ray keeps the logs of this session on this node."""
+    """Return Ray's log directory of this session on this node."""
     return Path(ray._private.worker._global_node.get_logs_dir_path())  # noqa: SLF001
 
 
 async def replica_results(broadcast: DeploymentBroadcastResponse) -> Sequence[Any]:
-    """Return one result per replica, to be awaited apart.
+    """Return one result per replica, each to be awaited separately.
 
-    `results_async`, which is public, gathers all results: one late replica would cost the results of all.
+    The public `results_async` gathers all results: one late replica would delay all of them.
     """
     results: Sequence[Any] = await broadcast._fetch_replica_results_async()  # noqa: SLF001
     return results

@@ -23,8 +23,10 @@ class HeadTooLargeError(Exception):
 
 
 class UnframedCycle(RequestResponseCycle):
-    """Answer for an HTTP/1.0 client, which knows no chunks: without a length, it ends with the
-    connection."""
+    """Response to an HTTP/1.0 client, without chunked encoding.
+
+    Without a Content-Length, the close of the connection ends the body.
+    """
 
     _has_length = True
 
@@ -40,10 +42,10 @@ class UnframedCycle(RequestResponseCycle):
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """A connection with limits. While no answer is under way, uvicorn's keep-alive timer or the
-    header timer runs.
+    """A connection with limits on request headers.
 
-    At most `MAX_HEAD_BYTES` and one read of unparsed bytes are held in memory.
+    Between responses, uvicorn's keep-alive timer or the header timer runs. The connection holds at
+    most `MAX_HEAD_BYTES` and one read of unparsed bytes in memory.
     """
 
     _in_head = False
@@ -103,8 +105,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Log nothing: any client could fill the log."""
 
     def _refuse(self, status: HTTPStatus, message: str = "") -> None:
-        """Close the connection, with an answer unless the client could take it for part of another
-        one."""
+        """Close the connection, after an error response unless another response is in progress."""
         between = self._is_answering() and (self._in_head or self.pipeline or self.cycle.response_started)
         if not between:
             body = (message or f"{status.phrase}.").encode()
@@ -131,8 +132,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _head_is_late(self) -> None:
         if self._is_answering():
-            # The client or uvicorn's flow control may wait for the previous answer, which has its
-            # own timeouts.
+            # Uvicorn's flow control may delay the headers until the end of the previous response,
+            # which has its own timeouts.
             self._start_head_timer()
         elif self._in_head:
             self._refuse(HTTPStatus.REQUEST_TIMEOUT)

@@ -18,7 +18,7 @@ FIRST_BYTES_S = 1.0
 """Timeout for requests to start on connections accepted during the shutdown."""
 
 LOOKS = 50
-"""Number of checks during that time."""
+"""Number of checks during FIRST_BYTES_S."""
 
 
 class Server(uvicorn.Server):
@@ -26,13 +26,14 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signal handlers as they are: they are Ray's."""
+        """Install no signal handlers: Ray handles signals."""
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept queued connections before closing the listener; the kernel would reset them.
 
-        Then wait for requests that are on their way. Uvicorn would close both kinds at once.
+        Then wait up to FIRST_BYTES_S for requests on connections without one. Uvicorn would close
+        both kinds of connections at once.
         """
         taken = [connection for listener in sockets or () for connection in _waiting(listener)]
         for server in self.servers:
@@ -56,7 +57,7 @@ class Server(uvicorn.Server):
 
 
 def _is_new(connection: Any) -> bool:
-    """Return whether a connection has not received a request yet: uvicorn would close it at once."""
+    """Return whether a connection has not received a request."""
     return getattr(connection, "cycle", None) is None
 
 

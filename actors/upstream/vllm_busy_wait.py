@@ -21,8 +21,10 @@ BUSY_WAIT_S = 0.01
 
 
 def shorten_busy_wait(busy_wait_s: float = BUSY_WAIT_S) -> None:
-    """Set the default of `SpinCondition`'s last argument, which vLLM never passes. If vLLM has
-    changed, log a warning and keep its busy wait."""
+    """Set the default of `SpinCondition`'s last argument, which vLLM never passes.
+
+    If the arguments of `SpinCondition` have changed, log a warning and keep vLLM's busy wait.
+    """
     parameters = list(inspect.signature(SpinCondition.__init__).parameters)
     defaults = SpinCondition.__init__.__defaults__
     if parameters[-1] != "busy_loop_s" or defaults is None or len(defaults) != 1:

@@ -1,5 +1,4 @@
-"""Finds models that vLLM's CPU kernels cannot run in a dtype, before an engine spends minutes on
-its start.
+"""Finds models that vLLM's CPU kernels cannot run in a dtype, before the engine starts.
 
 vLLM 0.32 selects some CPU kernels by model and CPU, not by dtype, so that an engine fails while it
 loads weights or at its first step: `vllm/platforms/cpu.py` (MLA) and
@@ -30,7 +29,7 @@ class CpuFeatures:
 
 @dataclass(frozen=True)
 class Layers:
-    """Kinds of layers whose CPU kernel is limited to a dtype: latent attention and gated delta net."""
+    """Kinds of layers with a dtype-limited CPU kernel: latent attention and gated delta net."""
 
     mla: bool = False
     gated_delta_net: bool = False
@@ -45,7 +44,7 @@ def cpu_features() -> CpuFeatures:
 
 @dataclass(frozen=True)
 class KernelProblem:
-    """Why vLLM cannot run a model on this CPU, and the setting to change."""
+    """Reason why vLLM cannot run a model on this CPU, and the setting to change."""
 
     reason: str
     remedy: str
@@ -55,7 +54,7 @@ class KernelProblem:
 
 
 def cpu_problem(layers: Layers, features: CpuFeatures, dtype: str, backend: str | None) -> KernelProblem | None:
-    """Return what prevents vLLM from running these layers, or None.
+    """Return the reason why vLLM cannot run these layers, or None.
 
     `dtype` is torch's name of the resolved dtype, not `auto`; `backend` is vLLM's name of an
     explicit backend.
@@ -72,7 +71,7 @@ def cpu_problem(layers: Layers, features: CpuFeatures, dtype: str, backend: str 
 
 
 def layers_of(text_config: Any, mla: bool) -> Layers:
-    """Return the kinds of layers of a Hugging Face text configuration; `mla` is vLLM's own answer."""
+    """Return the kinds of layers of a Hugging Face text configuration; `mla` is from vLLM."""
     model_type = str(getattr(text_config, "model_type", ""))
     linear = "linear_attention" in (getattr(text_config, "layer_types", None) or ())
     return Layers(mla=mla, gated_delta_net=linear and model_type.startswith(GATED_DELTA_NET_MODELS))

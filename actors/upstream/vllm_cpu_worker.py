@@ -38,8 +38,7 @@ class RewindingModelRunner(CPUModelRunner):
             generators.update(hidden)
 
     def _discarded(self) -> list[int]:
-        """Return the rows of the batch whose sample is discarded: their prompts continue in the
-        next step."""
+        """Return the batch rows with a discarded sample, whose prompts are incomplete."""
         rows: list[int] = np.flatnonzero(self.discard_request_mask.np[: self.input_batch.num_reqs]).tolist()
         return rows
 
@@ -48,7 +47,7 @@ class CpuWorker(cpu_worker.CPUWorker):
     """vLLM's CPU worker with the runner above."""
 
     def init_device(self) -> None:
-        # vLLM makes a runner of the class with this name in its module; the worker has its own
-        # process.
+        # vLLM looks up the runner's class by this name. The worker has its own process, so the
+        # change affects no other engine.
         cpu_worker.CPUModelRunner = RewindingModelRunner
         super().init_device()

@@ -22,7 +22,7 @@ def forced_tokens(params: SamplingParams) -> list[int]:
 
 
 def force(logits: torch.Tensor, row: int, token: int) -> None:
-    """Leave `token` as the only one that can be sampled from `row`."""
+    """Set the logits of `row` so that only `token` can be sampled."""
     logits[row] = -torch.inf
     logits[row, token] = 0.0
 
@@ -51,7 +51,7 @@ class ForcedTokens(LogitsProcessor):
 
 
 class ForcedTokensV2(LogitsProcessorV2):
-    """Processor for the V2 model runner: a request keeps its row, and lengths include the prompt."""
+    """Processor for the V2 model runner: a request keeps its slot; lengths include the prompt."""
 
     def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState) -> None:
         self._prompt_len = req_states.prompt_len

@@ -1,5 +1,4 @@
-"""Lets an engine without a GPU fork its engine core and workers from one process that has imported
-vLLM.
+"""Forks engine core and workers of an engine without a GPU from a process that has imported vLLM.
 
 vLLM spawns them inside a Ray actor and on its CPU platform (`_maybe_force_spawn` in
 vllm/utils/system_utils.py, `check_and_update_config` in vllm/platforms/cpu.py): each imports torch
@@ -29,21 +28,23 @@ USERS = ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor")
 """vLLM's modules that start processes, each with `get_mp_context` of vllm/utils/system_utils.py."""
 
 LOADED_ONCE = ("LD_PRELOAD", "OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "PYTHONPATH")
-"""Environment variables that are read when a process or a library is loaded."""
+"""Environment variables that libraries read only when a process or a library is loaded."""
 
 _started_with: dict[str, str | None] = {}
 
 
 def may_fork(settings: ServiceSettings, role: RoleName, arguments: Mapping[str, Any]) -> bool:
-    """Return whether the processes of this engine can be forked; `arguments` are those of
-    AsyncEngineArgs."""
+    """Return whether this engine can fork its processes; `arguments` are for AsyncEngineArgs."""
     own = settings.role(role)
     eager = bool(arguments.get("enforce_eager"))
     return own.executor == "mp" and not own.num_gpus and eager and settings.cpu.threads_bind == "nobind"
 
 
 def use_fork_server() -> None:
-    """Make vLLM start processes from the fork server. If vLLM has changed, it spawns them."""
+    """Make vLLM start processes from the fork server.
+
+    If vLLM's modules have changed, log a warning; vLLM then spawns the processes.
+    """
     try:
         modules = [importlib.import_module(name) for name in USERS]
         originals = {module.get_mp_context for module in modules}
@@ -65,12 +66,11 @@ def use_fork_server() -> None:
 
 
 def stay_with_this_server() -> None:
-    """Make forked processes use this fork server for their own processes; called in the fork
-    server.
+    """Make forked processes use this fork server for their own processes. Call it in the server.
 
-    Python would start another one (`ForkServer.ensure_running` in
-    Lib/multiprocessing/forkserver.py), although they have this one's address. A Python without that
-    method only costs time.
+    Python would start another server (`ForkServer.ensure_running` in
+    Lib/multiprocessing/forkserver.py), although forked processes have the address of this one. If
+    Python has no such method, the second server costs only time.
     """
     server: Any = multiprocessing.forkserver._forkserver  # noqa: SLF001 (set by Python, read by nobody else)
     if hasattr(server, "ensure_running") and hasattr(server, "_forkserver_address"):
@@ -78,8 +78,8 @@ def stay_with_this_server() -> None:
 
 
 def _context(original: Callable[[], BaseContext]) -> BaseContext:
-    """Return the fork server's context; vLLM's own when the environment has changed since the
-    server started."""
+    """Return the fork server's context, or vLLM's if the environment has changed since the server's
+    start."""
     spawning = original()  # also sets variables with Ray's address
     now = {name: os.environ.get(name) for name in LOADED_ONCE}
     if not _started_with:
@@ -91,7 +91,7 @@ def _context(original: Callable[[], BaseContext]) -> BaseContext:
 
 
 class _Variables:
-    """The environment, applied when it is unpickled."""
+    """Environment variables; unpickling them sets the environment of the process."""
 
     def __init__(self, values: Mapping[str, str]) -> None:
         self._values = dict(values)
@@ -107,8 +107,7 @@ def _set_environment(values: Mapping[str, str]) -> None:
 
 
 class InheritingProcess(ForkServerProcess):
-    """Has the environment of the process that starts it, like a spawned process; a forked one has
-    the server's."""
+    """A forked process with the environment of the process that starts it, not the server's."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Unpickled in this order: the environment is set before the arguments, which may import
@@ -123,6 +122,6 @@ def _process(_: None, kind: type[InheritingProcess], state: dict[str, Any]) -> I
 
 
 class InheritingContext(ForkServerContext):
-    """Python's `forkserver` start method with processes of the class above."""
+    """Python's `forkserver` start method with `InheritingProcess`."""
 
     Process = InheritingProcess

@@ -15,6 +15,6 @@ from connectors.vllm_hma import connector  # noqa: F401
 use_fork_server()
 shorten_busy_wait()
 stay_with_this_server()
-# Done here because setproctitle must find the title's memory before the environment changes, as it
-# does after a fork.
+# Set the title here: setproctitle must locate the title's memory before the environment changes,
+# which happens after a fork.
 set_process_title("ForkServer")

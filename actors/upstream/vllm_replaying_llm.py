@@ -1,4 +1,4 @@
-"""vLLM's AsyncLLM, which records its streams and can repeat a recorded one.
+"""Extends vLLM's AsyncLLM: records streams, and repeats a recorded stream on resume.
 
 A resumed call runs through vLLM's serving layer from its first token: detokenizer, stop strings,
 parsers, logprobs and usage rebuild their state from the same outputs, in the same groups, as in the
@@ -28,7 +28,7 @@ from actors.upstream.vllm_sendable import check_sendable
 
 
 def why_not_replayable(config: VllmConfig) -> str | None:
-    """Return why an engine of this configuration cannot repeat given tokens, or None when it can."""
+    """Return the reason why an engine of this configuration cannot repeat tokens, or None."""
     if config.speculative_config is not None:
         return "vLLM allows no custom logits processor with speculative decoding"
     if config.model_config.return_sampling_mask:
@@ -37,18 +37,17 @@ def why_not_replayable(config: VllmConfig) -> str | None:
 
 
 def make_replayable(config: VllmConfig) -> None:
-    """Add the logits processor that repeats tokens to the engine's own."""
+    """Add the logits processor for forced tokens to the engine's configuration."""
     name = "ForcedTokensV2" if config.use_v2_model_runner else "ForcedTokens"
     own = [*(config.model_config.logits_processors or ()), f"actors.upstream.vllm_forced_tokens:{name}"]
     config.model_config.logits_processors = own
 
 
 class ReplayCollector:
-    """Passes outputs to a request's collector: one group of the replay log at a time, then all that
-    arrive.
+    """Passes outputs to a request's collector: first one group of the replay log at a time.
 
-    The collector merges outputs that its reader has not taken yet, which depends on timing. So each
-    group waits until the reader has `released` the one before.
+    The collector merges unread outputs, so the groups would depend on timing. So the next group
+    waits until the reader calls `release` after the previous one.
     """
 
     def __init__(self, collector: RequestOutputCollector, served: ServedCall) -> None:
@@ -67,7 +66,7 @@ class ReplayCollector:
         self._advance()
 
     def release(self) -> None:
-        """Pass on the next group; called by the reader when it has processed an output."""
+        """Pass on the next group. The reader calls this after it has processed an output."""
         self._held = False
         self._advance()
 
@@ -88,7 +87,7 @@ class ReplayCollector:
             if tuple(tokens) != group or (ended and len(self._groups) > 1):
                 self._waiting.clear()
                 self._collector.put(
-                    self._served.fail("the engine that took over did not repeat the tokens that had been sent")
+                    self._served.fail("the second engine did not repeat the tokens already sent to the client")
                 )
                 return
             merged = self._waiting.popleft()
@@ -114,15 +113,14 @@ class KvArrivalsLogger(StatLoggerBase):
 
 
 def _always(logger: StatLoggerBase) -> StatLoggerFactory:
-    """Return a factory of `logger`, the form in which vLLM takes loggers."""
+    """Return a factory of `logger`, because vLLM accepts only factories."""
     return lambda *_: logger
 
 
 class ReplayingLLM(AsyncLLM):
-    """Generates as AsyncLLM does; records the streamed answer of a `ServedCall`, or repeats a
-    recorded one.
+    """An AsyncLLM that records the groups of a streamed `ServedCall` and repeats its replay log.
 
-    The timestamps of the call receive its first token.
+    Also records the call's timestamps up to the first token.
     """
 
     arrivals: KvArrivals
@@ -131,13 +129,13 @@ class ReplayingLLM(AsyncLLM):
     def start(
         cls, config: VllmConfig, engine_args: AsyncEngineArgs, load: StatLoggerBase | None = None
     ) -> "ReplayingLLM":
-        """Start the engine. Unless `disable_log_stats` is set, it records when KV arrives.
+        """Start the engine. Unless `disable_log_stats` is set, record the arrival times of KV.
 
         `load` receives the statistics of each step.
         """
         arrivals = KvArrivals()
         loggers = [] if load is None else [load]
-        # With a logger, vLLM would keep statistics that are not used.
+        # With any logger, vLLM would collect statistics in spite of `disable_log_stats`.
         if not engine_args.disable_log_stats:
             loggers.append(KvArrivalsLogger(arrivals))
         llm = cls.from_vllm_config(
@@ -184,8 +182,7 @@ class ReplayingLLM(AsyncLLM):
                 self.arrivals.take(timestamps.request_id)
 
     def _forced(self, params: SamplingParams, served: ServedCall | None) -> SamplingParams:
-        """Return `params` with the tokens that the call must repeat; a client's own such field is
-        ignored."""
+        """Return `params` with the tokens of the replay log; removes a client's own field."""
         replayed = [token for group in served.replay for token in group] if served else []
         if (
             served

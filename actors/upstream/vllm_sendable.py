@@ -1,7 +1,7 @@
 """Refuses request values that vLLM's application accepts but cannot send to its engine core.
 
 JSON has integers of any size and lone surrogates; msgpack, which vLLM's processes use, has neither.
-vLLM detects that when the request is half registered and answers 500. Source:
+vLLM detects this only after it has partly registered the request, and answers 500. Source:
 https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/serial_utils.py
 """
 
@@ -13,14 +13,14 @@ from msgspec import structs
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
-# vLLM encodes values other than numbers and strings in its own ways.
+# vLLM has its own encodings for values other than numbers and strings.
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=lambda _: None)
 
 
 def check_sendable(prompt: Any, params: SamplingParams, options: Mapping[str, Any]) -> None:
-    """Raise vLLM's validation error for a number or string that cannot be sent.
+    """Raise vLLM's validation error for a number or string that msgpack cannot encode.
 
-    The prompt itself is token ids by now, which vLLM has checked.
+    The prompt is a list of token ids here, which vLLM has checked.
     """
     salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
     try:
@@ -30,7 +30,7 @@ def check_sendable(prompt: Any, params: SamplingParams, options: Mapping[str, An
 
 
 def _error(values: Mapping[str, Any]) -> VLLMValidationError:
-    """Return the error that names the first value that cannot be sent."""
+    """Return the error for the first value that msgpack cannot encode."""
     for name, value in values.items():
         try:
             _ENCODER.encode(value)

@@ -1,7 +1,7 @@
-"""API keys and the request limit of each key, checked before any other part looks at a request.
+"""ASGI middleware that checks API keys and the request limit of each key.
 
-As in vLLM, `/health` and `/metrics` need no key: probes and scrapers have none. Neither does the
-status page, whose HTML has no data: it requests data with the key that its reader enters.
+As in vLLM, `/health` and `/metrics` need no key, because probes and scrapers have none. The status
+page needs none either: its HTML has no data and requests them with a key that the user enters.
 """
 
 import hashlib
@@ -24,12 +24,14 @@ from app.http.errors import error_body, error_response
 OPEN_PATHS = frozenset({"/", "/health", "/metrics"})
 
 REFUSED = ("refused", "")
-"""`route` and `reason` of a refused request in the metrics."""
+"""Labels `route` and `reason` of a refused request in the metrics."""
 
 
 def digest(key: str) -> bytes:
-    """Return the digest that is stored and compared instead of a key. Digests have one length,
-    which hides the key's."""
+    """Return the digest that replaces a key in memory and comparisons.
+
+    All digests have the same length, so that the time of a comparison does not reveal a key's.
+    """
     return hashlib.sha256(key.encode()).digest()
 
 
@@ -39,13 +41,13 @@ def digests(keys: Iterable[SecretStr]) -> tuple[bytes, ...]:
 
 
 class PerKeyLimiter:
-    """Limits the number of requests that each key has in this router. A key without requests takes no memory."""
+    """Limits the ongoing requests of each API key in this router. Stores only keys in use."""
 
     def __init__(self) -> None:
         self._taken: Counter[Hashable] = Counter()
 
     def snapshot(self) -> dict[Hashable, int]:
-        """Return a copy of the number of requests of each key."""
+        """Return a copy of the number of ongoing requests of each key."""
         return dict(self._taken)
 
     @contextmanager
@@ -91,12 +93,14 @@ class Authenticated:
             await self._refuse(error_response(error, self._router.limits.retry_after_s))(scope, receive, send)
 
     def requests_by_key(self) -> dict[Hashable, int]:
-        """Return the number of requests of each key's digest."""
+        """Return the number of ongoing requests by digest of the key."""
         return self._limiter.snapshot()
 
     def _known_key(self, authorization: str) -> bytes | None:
-        """Return the digest of the key in the header, or None. Compares all keys, to take the same
-        time for each."""
+        """Return the digest of the key in the header, or None if it is unknown.
+
+        Compares with all keys, so that the time does not depend on the position of a key.
+        """
         scheme, _, given = authorization.partition(" ")
         offered = digest(given)
         found = [known for known in self._digests if hmac.compare_digest(known, offered)]
@@ -108,7 +112,7 @@ class Authenticated:
 
 
 def unauthorized() -> JSONResponse:
-    """Return a 401 response that does not tell which part was wrong."""
+    """Return a 401 response with the same message for every cause."""
     message = "a valid API key is required: send `Authorization: Bearer KEY`"
     return JSONResponse(
         error_body(HTTPStatus.UNAUTHORIZED, message),

@@ -21,14 +21,14 @@ ERROR_TYPES = {
     HTTPStatus.SERVICE_UNAVAILABLE: "ServiceUnavailableError",
     HTTPStatus.GATEWAY_TIMEOUT: "TimeoutError",
 }
-"""The `type` of an error by status; the names are vLLM's where it has one."""
+"""The `type` of an error by status; vLLM's names where vLLM has one."""
 
 
 class BadRequestError(Exception):
-    """The request is refused before an engine receives it. `param` names the field."""
+    """The router refuses a request. `param` names the field."""
 
     kind: str | None = None
-    """The error's `type` if it does not follow from the status."""
+    """The error's `type`; None for the type in ERROR_TYPES."""
 
     def __init__(self, message: str, param: str | None = None, status: int = HTTPStatus.BAD_REQUEST) -> None:
         super().__init__(message)
@@ -37,8 +37,7 @@ class BadRequestError(Exception):
 
 
 class MalformedError(BadRequestError):
-    """A malformed request. vLLM's framework reports these with a type of its own, and so does this
-    service."""
+    """A malformed request. As in vLLM, its `type` differs from that of other invalid requests."""
 
     kind = HTTPStatus.BAD_REQUEST.phrase
 
@@ -65,14 +64,14 @@ def status_of(error: Exception) -> HTTPStatus:
 
 
 def message_of(error: Exception) -> str:
-    """Return the message for the client, without details that belong in the log only."""
+    """Return the message for the client. Internal errors refer to the log."""
     if status_of(error) is HTTPStatus.INTERNAL_SERVER_ERROR:
         return "internal error; the router's log has the details"
     return str(error)
 
 
 def error_response(error: Exception, retry_after_s: int) -> JSONResponse:
-    """Return the response for `error`, with Retry-After if the client may retry."""
+    """Return the response for `error`, with Retry-After for status 429 and 503."""
     status = status_of(error)
     headers = {}
     if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
@@ -82,7 +81,7 @@ def error_response(error: Exception, retry_after_s: int) -> JSONResponse:
 
 
 def error_event(error: Exception, endpoint: Endpoint = "/v1/completions") -> bytes:
-    """Return a server-sent event for an error after the first byte, and the end of the stream."""
+    """Return the last events of a stream that ends with `error`."""
     body = error_body(status_of(error), message_of(error))
     if endpoint == "/v1/responses":
         said = {"type": "error", "code": body["error"]["type"], "message": body["error"]["message"], "param": None}

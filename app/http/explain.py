@@ -1,9 +1,8 @@
-"""Reports on one request: to the client in response headers, then to metrics, status page and
-traces.
+"""Reports one request in response headers, metrics, status page, access log and traces.
 
-The client asks with `x-tandem-explain: 1`. It receives `x-tandem-decision`, the routing decision
-and its inputs, and `Server-Timing`, the latency breakdown in W3C form, which browsers' developer
-tools display.
+A client that sends `x-tandem-explain: 1` receives two headers: `x-tandem-decision`, the routing
+decision and its inputs, and `Server-Timing`, the latency breakdown in the W3C format that browsers'
+developer tools display.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,35 +23,34 @@ DECISION_HEADER = b"x-tandem-decision"
 TIMING_HEADER = b"server-timing"
 
 ACCOUNT_S = 0.5
-"""Maximum wait for prefill's timings before the first bytes are sent to a client that asked for
-them.
+"""Maximum wait for the prefill engine's timings before the first bytes of an explained request.
 
-They normally arrive earlier; on a busy machine they may be milliseconds late.
+The timings normally arrive before decode's first token, on a busy machine milliseconds after it.
 """
 
 RawHeaders = Iterable[tuple[bytes, bytes]]
 
 
 def wants_explanation(headers: RawHeaders) -> bool:
-    """Return whether the request's headers ask for a report; ASGI's header names are lower case."""
+    """Return whether the headers ask for an explanation. ASGI header names are lower case."""
     return any(name == EXPLAIN_HEADER and value.strip().lower() in {b"1", b"true"} for name, value in headers)
 
 
 def server_timing(breakdown: LatencyBreakdown) -> tuple[bytes, bytes]:
-    """Return the Server-Timing header: each part of the breakdown and their sum, in milliseconds."""
+    """Return the Server-Timing header: the parts of the breakdown and their sum, in ms."""
     entries = [*breakdown.parts.items(), ("total", breakdown.total_s)]
     return TIMING_HEADER, ", ".join(f"{name};dur={seconds * 1000:.3f}" for name, seconds in entries).encode()
 
 
 @dataclass
 class Observer:
-    """Reports on one request. `request` is the one to serve."""
+    """Reports one request. Serve `request`: its headers have the trace's span as parent."""
 
     router: Router
     request: ClientRequest
     trace: RequestTrace | None
     entry: AccessEntry | None = None
-    """The request's line in the access log, if one is written."""
+    """Entry of the request in the access log; None without an access log."""
     kept: bool = False
 
     @classmethod
@@ -60,7 +58,7 @@ class Observer:
     def of(
         cls, router: Router, request: ClientRequest, traces: Traces | None, entry: AccessEntry | None = None
     ) -> "Iterator[Observer]":
-        """Observe while the context lasts; its end is the end of the request."""
+        """Yield an observer of `request`; leaving the context ends the trace."""
         if entry is not None:
             entry.request_id = request.request_id
         trace = traces.begin(request) if traces is not None else None
@@ -75,17 +73,17 @@ class Observer:
                 trace.end(error)
 
     async def response_headers(self, answer: Answer) -> RawHeaders:
-        """Return the response headers that the client asked for; the answer's first bytes have
-        arrived."""
+        """Return the explanation headers if the client asked for them. Call this after the answer's
+        first bytes have arrived."""
         if answer.explanation is None or answer.start.status >= HTTPStatus.BAD_REQUEST:
             return ()
         await answer.account(ACCOUNT_S)
         return (DECISION_HEADER, answer.explanation.encode()), server_timing(answer.breakdown)
 
     def keep(self, answer: Answer, over: bool = False) -> None:
-        """Keep the breakdown of an answer, once: when it is complete or the answer is `over`.
+        """Record the breakdown of an answer once: when it is complete or the answer is `over`.
 
-        Call this after the first bytes are sent, so that the client does not wait for it.
+        Call this after sending the first bytes, so that it does not delay them.
         """
         if over and self.entry is not None and answer.start.status < HTTPStatus.BAD_REQUEST:
             self.entry.answered(

@@ -1,4 +1,4 @@
-"""Requests without a body that one decode engine answers: models, version, stored responses."""
+"""Relays requests without a body to a decode engine: models, version, stored responses."""
 
 import logging
 from http import HTTPStatus
@@ -56,7 +56,7 @@ class FromDecode:
 
 
 class _Relay:
-    """Sends one answer."""
+    """Sends one answer to the client."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

@@ -1,5 +1,4 @@
-"""The generating routes as an ASGI endpoint: relays bytes as they arrive and watches for the
-client's disconnect."""
+"""ASGI endpoint of the generating routes: relays answers and detects the client's disconnect."""
 
 import asyncio
 import logging
@@ -30,22 +29,22 @@ from connectors.errors import TandemError
 logger = logging.getLogger(__name__)
 
 LAST_WORD_S = 5.0
-"""Timeout for a slow client to receive the end of its stream."""
+"""Timeout for sending the end of a stream to a slow client."""
 
 RELAYED_HEADERS = frozenset({b"content-type", b"content-length", b"x-request-id"})
-"""Response headers of the decode engine that are passed on."""
+"""Response headers of the decode engine that the router forwards to the client."""
 
 ROUTE_HEADER = b"x-tandem-route"
 LOCAL_REASON_HEADER = b"x-tandem-local-reason"
 
 REFUSED = "refused"
-"""The `route` of a refused request in the metrics."""
+"""Label `route` of a refused request in the metrics."""
 
 LEFT = "left"
-"""The `route` of a request whose client disconnected before its answer started."""
+"""Label `route` of a request whose client disconnected before the answer started."""
 
 CLIENT_CLOSED_REQUEST = 499
-"""The `status` of such a request in the metrics; not standardized, but logged by common proxies."""
+"""Label `status` of a `left` request in the metrics: the non-standard code that nginx logs."""
 
 
 class Tally:
@@ -56,14 +55,14 @@ class Tally:
         self._counted = False
 
     def count(self, route: str, reason: str | None, status: int) -> None:
-        """Count the request, unless it has been counted."""
+        """Count the request at the first call; ignore later calls."""
         if not self._counted:
             self._counted = True
             self._metrics.requests.labels(route, reason or "", status).inc()
 
 
 class Generate:
-    """Serves one endpoint."""
+    """ASGI application of one generating endpoint."""
 
     def __init__(self, router: Router, endpoint: Endpoint, traces: Traces | None = None) -> None:
         self._router = router
@@ -91,7 +90,7 @@ class Generate:
             tally.count(LEFT, None, CLIENT_CLOSED_REQUEST)
 
     async def _read(self, request: Request) -> ClientRequest:
-        """Read the request within `body_timeout_s`: an endless body must not hold a slot forever."""
+        """Read the request within `body_timeout_s`. Without it, a slow body would stay admitted."""
         limits = self._router.limits
         try:
             async with asyncio.timeout(limits.body_timeout_s):
@@ -111,7 +110,7 @@ class Generate:
                 await self._send(answer, observer, tally, send)
                 complete = True
         except asyncio.CancelledError:
-            # Serve's proxy also cancels after the last byte, when it has the answer.
+            # Serve's proxy also cancels the task after it has received the whole answer.
             if not complete:
                 self._router.metrics.disconnects.inc()
             raise
@@ -119,7 +118,7 @@ class Generate:
     async def _send(self, answer: Answer, observer: Observer, tally: Tally, send: Send) -> None:
         """Send `answer` to the client.
 
-        Nothing is sent before its first byte has arrived, so that an earlier error can have its own
+        Sends no status before the first byte of the answer, because an error before it has its own
         status.
         """
         async with aclosing(answer.body()) as body:
@@ -145,7 +144,7 @@ class Generate:
     async def _send_rest(
         self, events: AsyncGenerator[bytes, None], answer: Answer, observer: Observer, send: Send
     ) -> None:
-        """Send the rest of a stream; end it when the client reads nothing for `idle_timeout_s`."""
+        """Send the rest of a stream; end it if the client reads nothing for `idle_timeout_s`."""
         last = b""
         loop, idle_s = asyncio.get_running_loop(), self._router.limits.idle_timeout_s
         try:
@@ -156,17 +155,17 @@ class Generate:
                     unread.reschedule(None)
                     observer.keep(answer)
         except TimeoutError:
-            # The client may read this when it reads again; until then nothing else is sent to it.
+            # A client that resumes reading receives this error as the last event.
             last = self._broken(DeadlineError(f"the client read nothing of the stream for {idle_s:g} s"))
         except Exception as error:
             last = self._broken(error)
-        # If the client does not read even that, the server closes the connection.
+        # After this timeout the HTTP server closes the connection.
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORD_S):
                 await send({"type": "http.response.body", "body": last, "more_body": False})
 
     def _broken(self, error: Exception) -> bytes:
-        """Count and log an error after the response has started; return the event that reports it."""
+        """Count and log an error after the response has started; return its event."""
         self._router.metrics.broken_streams.inc()
         logger.warning("a stream was interrupted: %s", error, exc_info=not isinstance(error, TandemError))
         return error_event(error, self._endpoint)
@@ -175,7 +174,7 @@ class Generate:
 def _response_headers(answer: Answer) -> list[tuple[bytes, bytes]]:
     headers = [(name, value) for name, value in answer.start.headers if name in RELAYED_HEADERS]
     if answer.start.status >= HTTPStatus.BAD_REQUEST:
-        return headers  # nothing was computed
+        return headers  # a refused request has no route
     headers.append((ROUTE_HEADER, answer.route.encode()))
     if answer.local_reason is not None:
         headers.append((LOCAL_REASON_HEADER, answer.local_reason.encode()))
@@ -183,11 +182,10 @@ def _response_headers(answer: Answer) -> list[tuple[bytes, bytes]]:
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work`, and cancel it when the client disconnects; it has ended when this returns.
+    """Run `work`; cancel it if the client disconnects. Return after `work` has ended.
 
-    `work` runs in an empty context, so that Ray does not take its calls for children of the
-    request. Ray would cancel children with the request, wherever they are, and a replica's slot
-    reserved by such a call would leak. Here only their owner cancels them.
+    `work` runs in an empty context. Otherwise Ray would treat its calls as children of the request
+    and cancel them with it, and a slot reserved by such a call would leak.
     """
     working = asyncio.create_task(work, context=Context())
     leaving = asyncio.create_task(_disconnected(receive))
@@ -203,6 +201,6 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) ->
 
 
 async def _disconnected(receive: Receive) -> None:
-    with suppress(TaskCancelledError):  # Serve's proxy has cancelled its side
+    with suppress(TaskCancelledError):  # Serve's proxy cancels its request when the client leaves
         while (await receive())["type"] != "http.disconnect":
             pass

@@ -1,8 +1,8 @@
-"""The router's own HTTP server, so that requests do not pass through Ray Serve's proxy.
+"""The router's HTTP server; requests do not pass through Ray Serve's proxy.
 
-All routers of a service on one node share the port: the kernel gives each new connection to one of
-them. So a router can be replaced while its successor already accepts connections, and no other
-program can take the port by mistake.
+All routers of a service on one node share the port with SO_REUSEPORT: the kernel assigns each new
+connection to one of them. So a new router accepts connections before the old one stops. `open`
+refuses a port on which another program or service listens.
 """
 
 import asyncio
@@ -30,24 +30,24 @@ from connectors.errors import ConfigurationError
 logger = logging.getLogger(__name__)
 
 SERVICE_PATH = "/tandem/service"
-"""Path that returns the id of the service, for routers that want to share the port, and for load
-balancers whether this router can serve."""
+"""Path of the service id and readiness. Routers read the id before they share the port; load
+balancers read the status: 200 if this router can serve, 503 if not."""
 
 KEEP_ALIVE_S = 90
-"""Timeout of idle connections; clients and load balancers should use a shorter one."""
+"""Timeout of idle connections; clients and load balancers should use a shorter timeout."""
 
 BACKLOG = 2048
 """Number of connections in the listener's backlog."""
 
 UNREAD_S = 30.0
-"""Timeout for a client that acknowledges nothing; its request is then cancelled."""
+"""Timeout for a client that acknowledges no data; the router then cancels its request."""
 
 
 SETTLES_S = 1.0
-"""Time for which starting and stopping routers may block each other at the port."""
+"""Time for which `open` retries: routers that start or stop may block the port briefly."""
 
 ASK_S = 5.0
-"""Timeout for the present owner of the port to return its service id."""
+"""Timeout for the service id from the current owner of the port."""
 
 
 class PortTakenError(ConfigurationError):
@@ -55,7 +55,7 @@ class PortTakenError(ConfigurationError):
 
 
 class HttpServer:
-    """`open` it once, `close` it at the end."""
+    """HTTP server of one router. `open` it once, `close` it at the end."""
 
     def __init__(
         self,
@@ -66,9 +66,11 @@ class HttpServer:
         service: str | None = None,
         ready: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`service` is the id of the service; by default this process's Serve application.
+        """Create the server.
 
-        `ready` returns whether requests can be served.
+        ``leave_s``  time between `close` and the end of the listener
+        ``service``  id of the service, by default of this process's Serve application
+        ``ready``    returns whether the router can serve requests
         """
         self._app = app
         self._where = (host, port)
@@ -80,8 +82,10 @@ class HttpServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Listen. Raises PortTakenError, or another ConfigurationError when the address is not this
-        node's."""
+        """Start to listen.
+
+        Raises PortTakenError, or another ConfigurationError if the address is not on this node.
+        """
         give_up_at = time.monotonic() + SETTLES_S
         while True:
             try:
@@ -108,10 +112,10 @@ class HttpServer:
         logger.info("the router listens on %s:%d", *self._where)
 
     async def close(self) -> None:
-        """Stop accepting connections; returns when the last answer has been sent.
+        """Stop accepting connections; return after the last answer has been sent.
 
-        For `leave_s` clients are told to use a new connection, which may reach another router. Then
-        the listener closes, and so do connections without a request.
+        For `leave_s`, responses have `connection: close`, so that clients open a new connection,
+        perhaps to another router. Then close the listener and all connections without a request.
         """
         if self._server is not None and self._serving is not None:
             self._leaving = True
@@ -123,8 +127,7 @@ class HttpServer:
         if scope["type"] != "http" or scope["path"] != SERVICE_PATH:
             await self._app(scope, receive, self._last(send))
             return
-        # Load balancers use this as well: they must send nothing to a router that is stopping or has
-        # no decode engine yet.
+        # For load balancers: 503 while the router is stopping or has no decode engine.
         status = HTTPStatus.OK if self._ready() and not self._leaving else HTTPStatus.SERVICE_UNAVAILABLE
         headers = [(b"content-type", b"text/plain"), (b"connection", b"close")]
         await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -159,9 +162,9 @@ class HttpServer:
             with reply:
                 found = reply.read(1000).decode(errors="replace")
         except (OSError, HTTPException) as error:
-            raise PortTakenError(f"{where} is in use by another program, which answers: {error!r}") from error
+            raise PortTakenError(f"{where} is in use by another program; choose another port: {error!r}") from error
         if found != self._service:
-            raise PortTakenError(f"{where} is in use by another program or service")
+            raise PortTakenError(f"{where} is in use by another program or service; choose another port")
 
 
 def this_service() -> str:

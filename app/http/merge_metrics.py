@@ -1,7 +1,7 @@
-"""Merges the Prometheus expositions of several processes, labelled by role and replica.
+"""Merges the Prometheus expositions of several processes and adds the labels role and replica.
 
-Lines are sorted and labelled as text: parsing and formatting each number took 40 ms per engine,
-during which the router's streams stood still.
+Sorts and labels lines as text. Parsing and formatting the numbers took 40 ms per engine and blocked
+the router's event loop.
 """
 
 import re
@@ -14,17 +14,17 @@ Source = tuple[str, str, str]
 """Role, replica id and the exposition of one process."""
 
 SUFFIXES = {"summary": ("", "_count", "_sum"), "histogram": ("_bucket", "_count", "_sum")}
-"""Suffixes of the sample names of a family, by type; none for other types."""
+"""Suffixes of the sample names of a family, by type. Other types have no suffix."""
 
 SINCE = "_created"
-"""Suffix of families with creation times, which are left out."""
+"""Suffix of families with creation times, which `merge` omits."""
 
 LABEL = re.compile(r'[\s,]*(\w+)\s*=\s*("(?:[^"\\]|\\.)*")')
 
 
 @dataclass
 class Family:
-    """HELP and TYPE of the first process that has them, and the sample lines of all."""
+    """HELP and TYPE lines, each of the first process that has one, and all sample lines."""
 
     declared: dict[str, str] = field(default_factory=dict)
     samples: list[str] = field(default_factory=list)
@@ -72,7 +72,7 @@ def _labelled(line: str, origin: str) -> tuple[str, str]:
 
 
 def _without_origin(rest: str) -> str:
-    """Return the labels and value of a sample without `role` and `replica`, which the router sets."""
+    """Return labels and value of a sample without `role` and `replica`; the router sets these."""
     kept, end = [], 0
     while label := LABEL.match(rest, end):
         if label[1] not in ("role", "replica"):

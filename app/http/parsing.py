@@ -1,4 +1,4 @@
-"""Makes a `ClientRequest` of an HTTP request, with the few checks that come before an engine's own."""
+"""Reads an HTTP request into a `ClientRequest`, with the checks that precede dispatch."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from actors.router.client_request import ClientRequest
 from app.http.errors import BadRequestError, MalformedError
 
 MAX_DEPTH = 64
-"""Maximum nesting of lists and objects in a body; JSON schemas of tools nest about a dozen deep."""
+"""Maximum nesting depth of a body; JSON schemas of tools have a depth of about twelve."""
 
 DRAWN_ID = re.compile(rb"[0-9a-f]{8}(-?[0-9a-f]{4}){3}-?[0-9a-f]{12}")
 
@@ -29,17 +29,16 @@ FORWARDED_HEADERS = frozenset(
         b"x-session-id",
     }
 )
-"""Request headers that are passed on to the engines."""
+"""Request headers that the router forwards to the engines."""
 
 PRIORITY_HEADER = b"x-vllm-priority"
-"""Passed on where `router.client_priority` is set."""
+"""Request header forwarded if `router.client_priority` is set."""
 
 
 async def read_request(
     request: Request, endpoint: Endpoint, max_body_bytes: int, max_prompts: int = 2**31, client_priority: bool = False
 ) -> ClientRequest:
-    """Read and check a request. Raises BadRequestError, or ClientDisconnect when the client
-    disconnects."""
+    """Read and check a request. Raises BadRequestError or ClientDisconnect."""
     arrived_at = time.monotonic()
     raw = await _read_body(request, max_body_bytes)
     read_at = time.monotonic()
@@ -50,8 +49,7 @@ async def read_request(
 
 
 def forwarded_headers(request: Request, client_priority: bool = False) -> Headers:
-    """Return the headers of both legs. They share an X-Request-Id, a new one if the client sent
-    none."""
+    """Return the headers of both legs, with a new X-Request-Id if the client sent none."""
     passed = FORWARDED_HEADERS | {PRIORITY_HEADER} if client_priority else FORWARDED_HEADERS
     given = {name: value for name, value in request.headers.raw if name in passed}
     given.setdefault(b"x-request-id", uuid.uuid4().hex.encode())
@@ -59,16 +57,16 @@ def forwarded_headers(request: Request, client_priority: bool = False) -> Header
 
 
 def _named(headers: Headers, body: Mapping[str, Any]) -> Headers:
-    """Remove a generated X-Request-Id if the body names the request: vLLM prefers the header."""
+    """Remove a generated X-Request-Id if the body has a `request_id`: vLLM prefers the header."""
     if not isinstance(body.get("request_id"), str):
         return headers
     return tuple((name, value) for name, value in headers if name != b"x-request-id" or not DRAWN_ID.fullmatch(value))
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
-    """Return the body as an object. Raises BadRequestError for fields that only the router may set."""
+    """Return the parsed body. Raises BadRequestError, also for fields that only the router sets."""
     if not raw:
-        raise MalformedError("the body is empty", "body")
+        raise MalformedError("the body is empty; send a JSON object", "body")
     try:
         body = json.loads(raw)
     except json.JSONDecodeError as error:
@@ -79,17 +77,15 @@ def parse_body(raw: bytes) -> dict[str, Any]:
         raise MalformedError(f"the body must be a JSON object, not {type(body).__name__}", "body")
     _check_depth(body)
     if TRANSFER_FIELD in body:
-        raise BadRequestError(
-            f"{TRANSFER_FIELD} is set by this service and cannot come from a client", param=TRANSFER_FIELD
-        )
+        raise BadRequestError(f"{TRANSFER_FIELD} is reserved for this service; remove the field", param=TRANSFER_FIELD)
     structured = body.get("structured_outputs")
     if structured is not None and not isinstance(structured, dict):
-        # vLLM would take the keys of any other value, and answer 500.
+        # For other types vLLM answers HTTP 500.
         raise MalformedError("structured_outputs must be an object", "body.structured_outputs")
     extra = body.get("vllm_xargs")
     if isinstance(extra, dict) and TRANSFER_FIELD in extra:
         raise BadRequestError(
-            f"vllm_xargs.{TRANSFER_FIELD} is set by this service and cannot come from a client", param="vllm_xargs"
+            f"vllm_xargs.{TRANSFER_FIELD} is reserved for this service; remove the field", param="vllm_xargs"
         )
     return body
 
@@ -97,7 +93,7 @@ def parse_body(raw: bytes) -> dict[str, Any]:
 def check_prompts(body: Mapping[str, Any], most: int) -> None:
     """Raise BadRequestError if prompts times `n` exceed `most`.
 
-    Other errors in either field are left to decode's engine.
+    The decode engine reports other errors in these fields.
     """
     prompts = max(_several(body.get("prompt")), _several(body.get("prompt_embeds")))
     copies = body.get("n")
@@ -111,13 +107,13 @@ def check_prompts(body: Mapping[str, Any], most: int) -> None:
 
 
 def _several(prompt: Any) -> int:
-    """Return the number of prompts in a `prompt` field; a list of token ids is one."""
+    """Return the number of prompts in a `prompt` field; a list of token ids is one prompt."""
     several = isinstance(prompt, list) and any(isinstance(one, str | list) for one in prompt[:1])
     return len(prompt) if several else 1
 
 
 def _check_depth(body: dict[str, Any]) -> None:
-    """Refuse bodies that nest too deep for recursive code here or in an engine."""
+    """Raise BadRequestError for a body nested too deep for recursive code here or in an engine."""
     level: list[Any] = [body]
     for _ in range(MAX_DEPTH + 1):
         inner = (one for outer in level for one in (outer.values() if isinstance(outer, dict) else outer))

@@ -1,5 +1,4 @@
-"""The HTTP interface: OpenAI's routes, `/health` and `/metrics`, as one ASGI application over the
-router."""
+"""Builds the router's ASGI application: OpenAI's routes, `/health`, `/metrics`, status page."""
 
 import asyncio
 import logging
@@ -29,7 +28,7 @@ from app.http.traces import Traces
 logger = logging.getLogger(__name__)
 
 OPEN_AGE_S = 1.0
-"""Maximum age of `/metrics`, which needs no key: without it, anyone could keep all engines busy."""
+"""Maximum age of `/metrics`. Limits the load on engines, because `/metrics` needs no API key."""
 
 
 def build_http(
@@ -38,9 +37,10 @@ def build_http(
     traces: Traces | None = None,
     access_log: Callable[[str], None] | None = None,
 ) -> ASGIApp:
-    """Return the application for `router`; if there are keys, only their holders may use it.
+    """Return the application of `router`.
 
-    `access_log` receives a line per request.
+    ``key_digests``  digests of valid API keys; empty to admit all requests
+    ``access_log``   receives one line per request
     """
 
     async def merged() -> str:
@@ -82,7 +82,7 @@ def build_http(
 
 
 async def refuse_route(request: Request, error: Exception) -> Response:
-    """Return Starlette's own refusals (no such path, wrong method) in OpenAI's form."""
+    """Return Starlette's errors (unknown path, wrong method) in OpenAI's form."""
     if not isinstance(error, HTTPException):
         raise error
     status = HTTPStatus(error.status_code)

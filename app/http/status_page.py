@@ -11,13 +11,12 @@ PAGE = Path(__file__).parent / "status.html"
 
 @cache
 def status_page() -> str:
-    """Return the text of the file."""
+    """Return the page's HTML."""
     return PAGE.read_text(encoding="utf-8")
 
 
 def _policy() -> str:
-    """Return a policy that allows only the page's own script and style, and requests to its own
-    origin."""
+    """Return a Content-Security-Policy for the page's own script, style and origin only."""
     text = status_page()
     script, style = (_hash_of(text, tag) for tag in ("script", "style"))
     return (

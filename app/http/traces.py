@@ -1,8 +1,9 @@
 """OpenTelemetry spans: one per request and one per part of its latency breakdown.
 
-They belong to the client's trace if it has one. Engines receive the request's span as their parent,
-so vLLM's spans are in the same trace. The parts are dated soon after the answer starts: until then
-a traced request costs one span. SDK and exporter are imported only when an endpoint is set.
+The spans join the client's trace if the request has one. The router forwards the request's span to
+the engines as parent, so vLLM's spans are in the same trace. The router adds the spans of the parts
+after the answer has started, so that they do not delay it. `Traces` imports SDK and exporter, so
+that a router without tracing needs neither.
 """
 
 from dataclasses import replace
@@ -19,7 +20,7 @@ PROPAGATED = ("traceparent", "tracestate")
 
 
 class RequestTrace:
-    """Span of one request; `end` it in any case."""
+    """Span of one request; always call `end`."""
 
     def __init__(self, tracer: Tracer, request: ClientRequest) -> None:
         self._tracer = tracer
@@ -34,14 +35,14 @@ class RequestTrace:
         )
         self._context = set_span_in_context(self._span)
         self.request = replace(request, headers=self._forwarded(request.headers))
-        """The request for the engines, with this span as their parent."""
+        """The request for the engines, whose trace headers have this span as parent."""
 
     def refused(self, status: int) -> None:
         """Record that decode refused the request."""
         self._span.set_attribute("http.response.status_code", status)
 
     def answered(self, record: RequestRecord) -> None:
-        """Add the spans of the parts; the answer has started."""
+        """Add the spans of the latency parts after the answer has started."""
         self._span.set_attribute("http.response.status_code", record.status)
         self._span.set_attribute("tandem.route", record.route)
         self._span.set_attribute("tandem.decode", record.pair.decode)
@@ -70,7 +71,7 @@ class RequestTrace:
 
 
 class Traces:
-    """Makes the spans of this router and sends them in the background."""
+    """Creates the spans of this router and exports them in the background."""
 
     def __init__(self, endpoint: str) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -87,7 +88,7 @@ class Traces:
         return RequestTrace(self._tracer, request)
 
     def flush(self) -> None:
-        """Send queued spans; blocks."""
+        """Export queued spans; blocks."""
         self._provider.force_flush()
 
 

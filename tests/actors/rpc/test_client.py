@@ -189,7 +189,7 @@ async def test_methods_of_an_engine(world: World) -> None:
         await world.engines.ask(slot, "triple", 1)
     with pytest.raises(EngineError, match="TypeError"):
         await world.engines.ask(slot, "double", None)
-    with pytest.raises(EngineError, match="broken returned what cannot be sent"):
+    with pytest.raises(EngineError, match="broken returned a value that msgpack cannot encode"):
         await world.engines.ask(slot, "broken")
     assert await world.engines.ask_all("sleep", 0.1) == [], "late"
     assert await world.engines.ask_all("triple", 5) == [], "failed"

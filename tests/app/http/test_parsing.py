@@ -16,14 +16,14 @@ from app.http.parsing import forwarded_headers, parse_body, read_request
 @pytest.mark.parametrize(
     ("raw", "message", "param"),
     [
-        (b"", "the body is empty", "body"),
+        (b"", "the body is empty; send a JSON object", "body"),
         (b"{", "not valid JSON", "body.1"),
         (b"\xff\xfe{}", "not valid JSON", "body.0"),
         (b"[" * 100_000, "not valid JSON", "body"),
         (b"[]", "must be a JSON object, not list", "body"),
         (b"null", "must be a JSON object, not NoneType", "body"),
-        (b'{"kv_transfer_params": {}}', "kv_transfer_params is set by this service", "kv_transfer_params"),
-        (b'{"kv_transfer_params": null}', "kv_transfer_params is set by this service", "kv_transfer_params"),
+        (b'{"kv_transfer_params": {}}', "kv_transfer_params is reserved for this service", "kv_transfer_params"),
+        (b'{"kv_transfer_params": null}', "kv_transfer_params is reserved for this service", "kv_transfer_params"),
         (b'{"structured_outputs": "x"}', "structured_outputs must be an object", "body.structured_outputs"),
         (
             b'{"structured_outputs": [{"regex": "a"}]}',
@@ -32,7 +32,7 @@ from app.http.parsing import forwarded_headers, parse_body, read_request
         ),
         (b'{"structured_outputs": 0}', "structured_outputs must be an object", "body.structured_outputs"),
         (b'{"structured_outputs": true}', "structured_outputs must be an object", "body.structured_outputs"),
-        (b'{"vllm_xargs": {"kv_transfer_params": "x"}}', "vllm_xargs.kv_transfer_params is set by", "vllm_xargs"),
+        (b'{"vllm_xargs": {"kv_transfer_params": "x"}}', "vllm_xargs.kv_transfer_params is reserved for", "vllm_xargs"),
     ],
 )
 def test_a_body_that_is_refused(raw, message, param):
