@@ -282,8 +282,11 @@ def check_model(settings: ServiceSettings) -> None:
 
 
 def start_ray(init: Callable[[], object], screen: Screen) -> None:
-    """Call `init`, once more if the node was too slow: Ray gives its agents 15 s and the node 30 s to
-    start, which a busy machine exceeds (`ray/_private/node.py`)."""
+    """Call `init`, and once more if the node was too slow.
+
+    Ray limits the start of its agents to 15 s and of the node to 30 s (`ray/_private/node.py`), which
+    a busy machine exceeds.
+    """
     try:
         init()
     except Exception as error:
