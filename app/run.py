@@ -284,8 +284,8 @@ def check_model(settings: ServiceSettings) -> None:
 def start_ray(init: Callable[[], object], screen: Screen) -> None:
     """Call `init`, and once more if the node was too slow.
 
-    Ray limits the start of its agents to 15 s and of the node to 30 s (`ray/_private/node.py`), which
-    a busy machine exceeds.
+    Ray limits the start of its agents to 15 s and of the node to 30 s (`ray/_private/node.py`),
+    which a busy machine exceeds.
     """
     try:
         init()
