@@ -31,11 +31,7 @@ TWO_RANKS = ("tests/e2e/pair/", "tests/e2e/test_families.py")
 such engines on two cores take twice the processor time. These tests run one after the other.
 """
 
-WAITING = (
-    "tests/actors/router/test_router.py",
-    "tests/app/test_deployment_options.py",
-    "tests/app/http/test_http_server.py",
-)
+WAITING = ("tests/actors/router/test_router.py", "tests/app/test_deployment_options.py")
 """Tests that wait more than they compute, so they run beside those that start engines."""
 
 OVER_BUDGET = 1.5

@@ -356,6 +356,8 @@ async def _leave(service: ServiceProcess, body: dict, after_s: float) -> None:
     await writer.drain()
     await asyncio.sleep(after_s)
     writer.close()
+    with suppress(ConnectionError):
+        await writer.wait_closed()
 
 
 @pytest.mark.parametrize("stream", [True, False])
