@@ -100,6 +100,9 @@ class Generate:
         except TimeoutError:
             message = f"the body did not arrive within {limits.body_timeout_s:g} s"
             raise BadRequestError(message, status=HTTPStatus.REQUEST_TIMEOUT) from None
+        except ClientDisconnect:
+            self._router.metrics.disconnects.inc()
+            raise
         session = request.headers.get(limits.routing.session_header)
         return replace(found, session=session, explain=wants_explanation(request.scope["headers"]))
 
