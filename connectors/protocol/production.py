@@ -133,7 +133,7 @@ class Production:
         return transfer if transfer.consumer == peer.incarnation else None
 
     def _advance(self, transfer: Transfer, now: float) -> list[ProducerAction]:
-        """Write what is computed, close what is complete, release what is delivered."""
+        """Write computed units, close complete deliveries, and release a delivered transfer."""
         actions: list[ProducerAction] = []
         for delivery in list(transfer.deliveries.values()):
             if not delivery.closed:
@@ -182,7 +182,7 @@ class Production:
         return self._last_write_id
 
     def _end(self, transfer: Transfer, delivery: Delivery, reason: str, now: float) -> list[ProducerAction]:
-        """Give a delivery up. Its consumer is told when no write is in flight."""
+        """Give up a delivery. The consumer receives Aborted once no write is in flight."""
         if delivery.closed:
             return []
         if delivery.ending is None:

@@ -49,7 +49,7 @@ class GroupSpans:
 
     @property
     def stored(self) -> bool:
-        """Whether the group has objects."""
+        """True if the group has objects."""
         return self.is_state or self.kept_tokens > 0
 
 
@@ -82,7 +82,7 @@ class StorePlan:
 
     @cached_property
     def only_chunk_ends(self) -> bool:
-        """Whether a request can resume only at chunk ends, as with states and cut windows."""
+        """True if a request can resume only at chunk ends, as with states and cut windows."""
         return any(group.is_state or group.kept_tokens < group.span_tokens for group in self.groups)
 
 
