@@ -115,7 +115,7 @@ class Production:
     def _transfer_for(self, peer: Peer, message: AwaitStart | Offer | Cancel, now: float) -> Transfer | None:
         """Return the open transfer that ``peer`` may change, or None.
 
-        A transfer whose request has not arrived is created here.
+        Creates a transfer whose request has not arrived.
         """
         transfer_id = message.transfer_id
         gone, transfer = self._gone.get(transfer_id), self._transfers.get(transfer_id)
