@@ -71,7 +71,7 @@ def verdicts(
     return [peer for peer in lost if peer != marker.peer]
 
 
-# ---- processes ---------------------------------------------------------------------------------------------------
+# ---- processes ---------------------------------------------------------------------------------
 
 
 def test_a_process_lives_until_it_has_ended(child: tuple[subprocess.Popen[bytes], ProcessIdentity]) -> None:
@@ -124,7 +124,7 @@ def test_a_process_whose_files_are_hidden_is_unknown(monkeypatch: pytest.MonkeyP
     assert liveness(me) is Liveness.UNKNOWN
 
 
-# ---- the probe ---------------------------------------------------------------------------------------------------
+# ---- the probe ---------------------------------------------------------------------------------
 
 
 def test_a_dead_worker_that_was_seen_alive_is_reported(
@@ -241,7 +241,7 @@ def test_who_cannot_be_told_is_told_again(
         watcher.close()
 
 
-# ---- with workers ------------------------------------------------------------------------------------------------
+# ---- with workers ------------------------------------------------------------------------------
 
 
 def stuck(worker: Callable[..., Worker]) -> tuple[Worker, Worker]:

@@ -48,7 +48,7 @@ def orders(half: SchedulerConnector) -> Orders:
     return half.orders(SchedulerOutput.make_empty())
 
 
-# ---- the scheduler's half ----------------------------------------------------------------------------------------
+# ---- the scheduler's half ----------------------------------------------------------------------
 
 
 def test_a_request_that_none_waits_before_takes_its_blocks_at_once() -> None:
@@ -143,7 +143,7 @@ def test_prompts_start_that_the_next_step_can_reach() -> None:
     assert orders(half).starts == ["c"]
 
 
-# ---- workers -----------------------------------------------------------------------------------------------------
+# ---- workers -----------------------------------------------------------------------------------
 
 
 def due(worker: Worker) -> list[Due]:

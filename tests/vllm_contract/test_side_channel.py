@@ -75,7 +75,7 @@ class Eavesdropper:
             sink.shutdown(socket.SHUT_WR)
 
 
-# ---- secrets -------------------------------------------------------------------------------------------------------
+# ---- secrets -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("secret", ["", SECRET])
@@ -157,7 +157,7 @@ def test_what_was_overheard_cannot_be_replayed(serve: Callable[..., MetadataServ
     assert fetch(server.port, SECRET) == "p"
 
 
-# ---- hostile peers -------------------------------------------------------------------------------------------------
+# ---- hostile peers -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("secret", ["", SECRET])

@@ -120,7 +120,7 @@ def test_chunks_before_the_last_do_not_ask_for_layers(worker: Callable[..., Work
     until(lambda: consumer.cache[3, 0] == 7)
 
 
-# ---- when it pays ------------------------------------------------------------------------------------------------
+# ---- when it pays ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("streaming", "by_layers"), [(Streaming.CHUNK, False), (Streaming.LAYER, True)])
