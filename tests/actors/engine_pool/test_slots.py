@@ -216,7 +216,7 @@ async def test_who_asks_a_full_engine_and_leaves_is_followed(monkeypatch: pytest
     assert await soon(waiting) == ["a"]
 
 
-async def test_places_of_other_routers_are_theirs() -> None:
+async def test_slots_of_other_routers_are_theirs() -> None:
     """Slots that other routers are known to use are not granted."""
     here = SlotPool(lambda: engines(a=5))
     await here.take()
@@ -228,7 +228,7 @@ async def test_places_of_other_routers_are_theirs() -> None:
     assert await soon(*waiting) == ["a", "a", "a"]
 
 
-async def test_a_full_engine_is_nobodys_choice_while_another_has_places() -> None:
+async def test_a_full_engine_is_not_chosen_while_another_has_slots() -> None:
     """Even a preferred full engine is not chosen while another has slots: a probe takes time."""
     here = SlotPool(lambda: engines(a=5, b=5))
     here.record_full("a")
@@ -262,7 +262,7 @@ async def test_what_is_known_of_engines_that_are_gone_is_forgotten() -> None:
     assert here.snapshot() == module.SlotPoolSnapshot(frozenset(), frozenset(), frozenset())
 
 
-async def test_no_place_is_lost() -> None:
+async def test_no_slot_is_lost() -> None:
     """Random requests, some of which are cancelled while they wait or just after a grant."""
     rng = random.Random(1)
     here = SlotPool(lambda: engines(queue=1000, a=2, b=1))

@@ -144,7 +144,7 @@ async def test_a_delay_of_a_local_request_is_in_its_part(stage, part):
     assert parts.keys() <= {"body", "router", "slot_wait", "hops", "frontend", "decode_queue", "prefill"}
 
 
-async def test_waiting_for_a_place_is_in_its_part(monkeypatch):
+async def test_waiting_for_a_slot_is_in_its_part(monkeypatch):
     """The wait is before any call is sent."""
     engines = Engines()
     take = engines.decode.take

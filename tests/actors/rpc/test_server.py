@@ -201,7 +201,7 @@ async def test_a_prefill_leg_carries_its_transfer(world: World) -> None:
     assert (request.transfer_id, request.hold_s) == ("t", 2.0)
 
 
-async def test_a_place_that_cannot_be_described_is_given_back(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slot_that_cannot_be_used_is_returned(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot is returned if an error prevents its use."""
 
     def fails(*_: object) -> bool:
