@@ -98,7 +98,7 @@ class ResponseStart(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
     @property
     def streams(self) -> bool:
-        """Whether the body is a stream of server-sent events."""
+        """True if the body is a stream of server-sent events."""
         return any(
             name.lower() == b"content-type" and value.startswith(b"text/event-stream") for name, value in self.headers
         )

@@ -1,4 +1,7 @@
-"""Import vLLM in the fork server, and adapt it to many engines on few cores. Every forked process inherits both."""
+"""Imports vLLM in the fork server, and adapts it to many engines on few cores.
+
+Every forked process inherits both.
+"""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class Answer:
 
     @property
     def accounted(self) -> bool:
-        """Whether the prefill engine's timings have arrived or can no longer arrive. The decode
+        """True once the prefill engine's timings have arrived or can no longer arrive. The decode
         engine sends its own with the first bytes."""
         return self._first.prefill is None or self._first.prefill.accounted
 

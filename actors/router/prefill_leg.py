@@ -64,7 +64,7 @@ class PrefillLeg:
         self._slot = slot
         self._holds_kv = True
         self._told_all = False
-        """Whether the body of the answer has arrived."""
+        """True once the body of the answer has arrived."""
         self._ending: asyncio.Task[None] | None = None
         self._task = asyncio.create_task(self._watch(), name=f"prefill-leg-{transfer_id}")
 
@@ -75,7 +75,7 @@ class PrefillLeg:
 
     @property
     def accounted(self) -> bool:
-        """Whether the prefill engine has answered or can no longer answer."""
+        """True once the prefill engine has answered or can no longer answer."""
         return self.answered.done() or self._task.done()
 
     async def account(self, at_most_s: float) -> None:

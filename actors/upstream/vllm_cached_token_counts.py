@@ -32,7 +32,8 @@ class CachedTokenCounts(OutputProcessor):
         for output in engine_core_outputs:
             state, stats = self.request_states.get(output.request_id), output.prefill_stats
             if state is not None and stats is not None and stats.num_external_cached_tokens:
-                # vLLM's own field for this, which a router that waits for prefill would fill.
+                # vLLM sets this field from `kv_transfer_params` if a proxy sends the legs one after
+                # the other (v1/engine/output_processor.py).
                 state.remote_prefill_cached_tokens = stats.num_local_cached_tokens
                 stats.num_cache_creation_tokens = newly_cached(stats, self.block_tokens)
         return super().process_outputs(engine_core_outputs, *args, **options)

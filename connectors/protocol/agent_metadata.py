@@ -45,7 +45,7 @@ class ModelIdentity:
 class ProcessIdentity:
     """Identity of a process, with which another process can check whether it is alive.
 
-    ``host``        boot id and namespaces of the kernel that counts the other two; empty if unknown
+    ``host``        boot id and namespaces of ``pid`` and ``started_at``; empty if unknown
     ``pid``         process id
     ``started_at``  start time in clock ticks since boot
     """

@@ -1,4 +1,4 @@
-"""Who holds which heads, who sends which to whom: tables worked out by hand."""
+"""Heads of each rank, and the sender of each head: tables computed by hand."""
 
 import pytest
 
@@ -13,11 +13,12 @@ SHARES = {
     (2, 1, 4): [(0, 0, 0, 2), (1, 0, 2, 4)],
     (2, 4, 4): [(0, 0, 0, 1), (0, 1, 1, 2), (1, 2, 2, 3), (1, 3, 3, 4)],
     (4, 2, 4): [(0, 0, 0, 1), (1, 0, 1, 2), (2, 1, 2, 3), (3, 1, 3, 4)],
-    # ranks of 3 hold heads 0-1, 2-3, 4-5; ranks of 2 hold 0-2, 3-5
+    # ranks of 3 have heads 0-1, 2-3, 4-5; ranks of 2 have 0-2, 3-5
     (3, 2, 6): [(0, 0, 0, 2), (1, 0, 2, 3), (1, 1, 3, 4), (2, 1, 4, 6)],
-    # producers hold heads 0, 0, 1, 1 and so do consumers: each replica serves its own
+    # producers have heads 0, 0, 1, 1 and so do consumers: each replica serves its own
     (4, 4, 2): [(0, 0, 0, 1), (1, 1, 0, 1), (2, 2, 1, 2), (3, 3, 1, 2)],
-    # two replicas of each head, one consumer rank that holds both: it takes the first replica of each
+    # two replicas of each head, one consumer rank with both heads: it uses the first replica of
+    # each
     (4, 1, 2): [(0, 0, 0, 1), (2, 0, 1, 2)],
     (2, 4, 2): [(0, 0, 0, 1), (0, 1, 0, 1), (1, 2, 1, 2), (1, 3, 1, 2)],
     (1, 1, 1): [(0, 0, 0, 1)],
@@ -31,7 +32,7 @@ SHARES = {
 
 @pytest.mark.parametrize("case", SHARES)
 def test_shares_by_hand(case: tuple[int, int, int]) -> None:
-    """Every consumer rank takes each of its heads from one producer rank that holds it."""
+    """Every consumer rank receives each of its heads from one producer rank that has it."""
     assert list(head_shares(*case)) == [HeadShare(*share) for share in SHARES[case]]
 
 
@@ -47,13 +48,15 @@ def test_shares_by_hand(case: tuple[int, int, int]) -> None:
     ],
 )
 def test_held_heads_by_hand(tp_size: int, kv_heads: int, held: list[range]) -> None:
-    """Ranks hold contiguous shares, or replicas of one head where there are fewer heads than ranks."""
+    """Ranks have contiguous shares, or replicas of one head if there are fewer heads than ranks."""
     assert [held_heads(rank, tp_size, kv_heads) for rank in range(tp_size)] == held
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 3, 4, 5, 8])
 def test_all_heads_arrive_once(kv_heads: int) -> None:
-    """For sizes 1 to 6, dividing or not, every head of every consumer rank is sent once, by a rank that holds it."""
+    """For sizes 1 to 6, dividing or not, every head of every consumer rank is sent once, by a
+    rank that has it.
+    """
     for producer_tp in range(1, 7):
         for consumer_tp in range(1, 7):
             got: dict[int, list[int]] = {rank: [] for rank in range(consumer_tp)}
@@ -65,7 +68,7 @@ def test_all_heads_arrive_once(kv_heads: int) -> None:
 
 
 def test_replicas_share_the_work() -> None:
-    """Consumers of one head are spread over the producer ranks that hold it, none of them idle or doubly loaded."""
+    """Consumers of one head are spread evenly over the producer ranks that have it."""
     senders = [share.producer_rank for share in head_shares(4, 4, 1)]
     assert senders == [0, 1, 2, 3]
     senders = [share.producer_rank for share in head_shares(2, 6, 1)]
@@ -77,13 +80,16 @@ def test_replicas_share_the_work() -> None:
     [
         ((1, 2, 4), ((0, 0), (0, 1))),
         ((3, 2, 6), ((0, 0), (1, 0), (1, 1), (2, 1))),
-        # one layer: producer ranks 1 and 3 hold replicas that nobody takes; consumer rank p % n tells them when to free
+        # one layer: producer ranks 1 and 3 have unused replicas; consumer rank p % n tells them
+        # when to free
         ((4, 1, 2), ((0, 0), (1, 0), (2, 0), (3, 0))),
         ((4, 2, 1), ((0, 0), (1, 1), (2, 1), (3, 1))),
     ],
 )
 def test_partners_by_hand(case: tuple[int, int, int], pairs: tuple[tuple[int, int], ...]) -> None:
-    """Ranks with a share talk, and no producer rank is left without a consumer rank to talk to."""
+    """Ranks with a share exchange messages, and every producer rank has at least one consumer
+    rank.
+    """
     producer_tp, consumer_tp, heads = case
     assert partners(producer_tp, consumer_tp, [(0, heads)]) == pairs
 
@@ -101,7 +107,9 @@ def test_partners_by_hand(case: tuple[int, int, int], pairs: tuple[tuple[int, in
     ],
 )
 def test_layers_take_turns_over_replicas(case: tuple[int, int, int], senders: list[list[int]]) -> None:
-    """Where there are more holders than consumers, all of them work; consumers never share a holder without need."""
+    """With more replicas than consumers, all replicas are used; consumers share a replica only
+    if they must.
+    """
     for layer_index, expected in enumerate(senders):
         assert [share.producer_rank for share in head_shares(*case, layer_index)] == expected
     producer_tp, consumer_tp, heads = case
@@ -111,7 +119,7 @@ def test_layers_take_turns_over_replicas(case: tuple[int, int, int], senders: li
 
 
 def test_nobody_is_without_a_partner() -> None:
-    """Each rank of either side has a partner, or its side of a transfer would never end."""
+    """Each rank of either side has a partner; otherwise its side of a transfer would never end."""
     for kv_heads in (1, 2, 3, 4, 8):
         for producer_tp in range(1, 6):
             for consumer_tp in range(1, 6):
@@ -122,6 +130,6 @@ def test_nobody_is_without_a_partner() -> None:
 
 @pytest.mark.parametrize(("rank", "tp_size", "kv_heads"), [(2, 2, 4), (-1, 2, 4), (0, 0, 4), (0, 1, 0)])
 def test_impossible_ranks_are_refused(rank: int, tp_size: int, kv_heads: int) -> None:
-    """A rank that does not exist, or no heads at all, is a PlanError that says which."""
+    """A rank that does not exist, or zero heads, raises PlanError with the reason."""
     with pytest.raises(PlanError, match=f"invalid split of {kv_heads} KV heads: rank {rank} of {tp_size}"):
         held_heads(rank, tp_size, kv_heads)

@@ -1,7 +1,8 @@
-"""Two engines without engines: the machines of all ranks of both sides over real NIXL, in one process.
+"""The machines of all ranks of two engines over real NIXL, in one process, without vLLM.
 
-Everything that ranks say to each other goes through metadata, frames and notifications; only the order of the handshake
-is cut short. Agents live as long as the test session: each case builds its layouts over the same registered memory.
+Ranks communicate through metadata, frames and notifications only; the handshake's order is
+shortened. Agents live as long as the test session: each case builds its layouts over the same
+registered memory.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class Engines:
         return Worker(host, built, side(built.layout.groups, self.limits))
 
     def _introduce(self, pairs: tuple[tuple[int, int], ...]) -> None:
-        """Both ends read each other's agent metadata, check and plan; Hello and Welcome are cut short."""
+        """Exchange agent metadata, check and plan; without Hello and Welcome."""
         for c, consumer in enumerate(self.decode):
             ours = decode_agent_metadata(consumer.agent_metadata)
             rank_metadata = [decode_agent_metadata(producer.agent_metadata) for producer in self.prefill]
@@ -126,7 +127,7 @@ class Engines:
     def now(self) -> float:
         return time.monotonic()
 
-    # ---- what the schedulers say -----------------------------------------------------------------------------------
+    # ---- what the schedulers say ----------------------------------------------------------------
 
     def expect(self, request_id: str, transfer_id: str, prompt_tokens: int, digest: str) -> None:
         for worker in self.prefill:
@@ -144,7 +145,7 @@ class Engines:
         for worker in self.decode:
             self.perform(worker, worker.machine.start(order, self.now))
 
-    # ---- wheels ----------------------------------------------------------------------------------------------------
+    # ---- wheels ---------------------------------------------------------------------------------
 
     def perform(self, worker: Worker, actions: list[ProducerAction] | list[ConsumerAction]) -> None:
         for action in actions:
@@ -179,7 +180,7 @@ class Engines:
             self.perform(worker, worker.machine.write_done(write.write_id, self.now))
 
     def turn(self) -> None:
-        """One round on every rank: messages, writes, deadlines."""
+        """Run one round on every rank: messages, writes, deadlines."""
         workers: list[Worker[Any]] = [*self.prefill, *self.decode]
         for worker in workers:
             for sender, frame in worker.host.transport.notifications():
@@ -200,7 +201,9 @@ class Engines:
             self.turn()
 
     def settle(self, writes: int) -> None:
-        """Until all producer ranks together have posted and ended this many bytes of writes."""
+        """Run until all producer ranks together have posted and completed this number of written
+        bytes.
+        """
         self.until(
             lambda: self.bytes_written >= writes and not any(worker.writes for worker in self.prefill),
             f"the writing of {writes} bytes",

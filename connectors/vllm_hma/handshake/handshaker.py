@@ -115,7 +115,7 @@ class Handshaker:
 
     @property
     def busy(self) -> bool:
-        """Whether a handshake that this worker started is in progress."""
+        """True while a handshake that this worker started is in progress."""
         return bool(self._connecting)
 
     def hello_received(self, sender: Peer, message: Hello) -> None:

@@ -1,4 +1,4 @@
-"""What the client is told of cached tokens, through vLLM's own output processor."""
+"""The client's cached-token counts, through vLLM's own output processor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ BLOCK = 32
 
 
 def told(local: int, external: int, block_tokens: int | None = BLOCK, now_cached: int = 64) -> tuple[int, int]:
-    """(cached, newly cached) of a prompt of 87 tokens, of which `local` were in the cache and `external` arrived."""
+    """Return (cached, newly cached) of a prompt of 87 tokens: `local` cached, `external`
+    received.
+    """
     processor = OutputProcessor(None, log_stats=False)
     CachedTokenCounts.take_over(processor, block_tokens)
     params = SamplingParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.DELTA)
@@ -58,5 +60,5 @@ def told(local: int, external: int, block_tokens: int | None = BLOCK, now_cached
     ids=["alone", "alone, again", "apart", "apart, partly known", "apart, again", "apart, without a prefix cache"],
 )
 def test_what_came_from_another_engine_is_not_called_cached(local, external, block_tokens, expected):
-    """As one engine would say that had computed it."""
+    """Like one engine that had computed it."""
     assert told(local, external, block_tokens) == expected

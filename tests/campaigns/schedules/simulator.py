@@ -100,7 +100,7 @@ class World:
         self.queued: dict[str, Queued] = {}
         self.counts = Counter[str]()
 
-    # ---- engines start ---------------------------------------------------------------------------------------------
+    # ---- engines start --------------------------------------------------------------------------
 
     def start_prefill(self) -> PrefillEngine:
         """The prefill engine starts: a new incarnation, at the address where any other has been."""
@@ -126,7 +126,7 @@ class World:
     def consumers(self) -> list[ConsumerRank]:
         return self.decode.ranks
 
-    # ---- the clock -------------------------------------------------------------------------------------------------
+    # ---- the clock ------------------------------------------------------------------------------
 
     def at(self, when: float, event: Callable[[], None]) -> None:
         self.order += 1
@@ -167,7 +167,7 @@ class World:
     def stormy(self) -> bool:
         return self.now < self.weather.clears_at
 
-    # ---- the network -----------------------------------------------------------------------------------------------
+    # ---- the network ----------------------------------------------------------------------------
 
     def send(self, sender: Peer, receiver: Peer, message: Message) -> None:
         frame = encode(Envelope(sender, receiver, message))
@@ -195,7 +195,7 @@ class World:
             raise Violation(f"{rank.peer} says {message.kind} to {receiver}, which its owner was told to forget")
         self.send(rank.peer, receiver, message)
 
-    # ---- the prefill engine ----------------------------------------------------------------------------------------
+    # ---- the prefill engine ---------------------------------------------------------------------
 
     def produce(self, producer: ProducerRank, actions: list[ProducerAction]) -> None:
         for action in actions:
@@ -295,7 +295,7 @@ class World:
         else:
             self.produce(producer, producer.machine.write_done(write_id, self.now))
 
-    # ---- the decode engine -----------------------------------------------------------------------------------------
+    # ---- the decode engine ----------------------------------------------------------------------
 
     def queue(self, queued: Queued) -> None:
         """A decode request has come; it takes its blocks when its prompt is about to start. One rank asks."""
