@@ -6,7 +6,15 @@ from typing import Any, Literal
 
 import msgspec
 
-Endpoint = Literal["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"]
+Endpoint = Literal[
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/tokenize",
+    "/detokenize",
+]
 
 Body = Mapping[str, Any]
 

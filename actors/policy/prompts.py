@@ -86,7 +86,9 @@ def _passages(body: Mapping[str, Any], seed: int) -> Iterable[Passage]:
     messages = body.get("messages")
     if isinstance(messages, list):
         if messages:
-            yield passage(b"".join(_message(one) for one in messages), ids=False, seed=seed)
+            system = body.get("system")  # of Anthropic's API
+            first = [{"role": "system", "content": system}] if system else []
+            yield passage(b"".join(_message(one) for one in [*first, *messages]), ids=False, seed=seed)
         return
     prompt = body.get("prompt")
     several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)

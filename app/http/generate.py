@@ -85,7 +85,7 @@ class Generate:
             if status is HTTPStatus.INTERNAL_SERVER_ERROR:
                 logger.exception("a request failed")
             tally.count(REFUSED, None, int(status))
-            await error_response(error, limits.retry_after_s)(scope, receive, send)
+            await error_response(error, limits.retry_after_s, self._endpoint)(scope, receive, send)
         finally:
             tally.count(LEFT, None, CLIENT_CLOSED_REQUEST)
 

@@ -200,6 +200,22 @@ def test_responses_through_the_sdk(http, sdk):
     assert metric(http, "vllm:tandem_kv_requests_total", role="decode", outcome="recomputed") == recomputed
 
 
+def test_messages(http):
+    """Anthropic's API, whole and streamed: split like a chat, with the right facts."""
+    prompt = recall(15)
+    ask = {"model": MODEL, "messages": prompt.messages, "max_tokens": 8, "temperature": 0}
+    whole = http.post("/v1/messages", json=ask)
+    assert whole.headers["x-tandem-route"] == "remote"
+    assert exact(prompt, whole.json()["content"][0]["text"])
+    streamed = http.post("/v1/messages", json=ask | {"stream": True})
+    assert streamed.headers["x-tandem-route"] == "remote"
+    said = [json.loads(line.removeprefix("data: ")) for line in streamed.text.splitlines() if line.startswith("data: ")]
+    assert (said[0]["type"], said[-1]["type"]) == ("message_start", "message_stop")
+    assert exact(prompt, "".join(one["delta"]["text"] for one in said if one["type"] == "content_block_delta"))
+    counted = http.post("/v1/messages/count_tokens", json={"model": MODEL, "messages": prompt.messages}).json()
+    assert counted["input_tokens"] == whole.json()["usage"]["input_tokens"]
+
+
 def test_tokens(http):
     """Of a text and of a chat, and back."""
     tokens = http.post("/tokenize", json={"model": MODEL, "prompt": "mira=427"}).json()["tokens"]

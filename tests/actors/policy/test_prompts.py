@@ -28,6 +28,7 @@ LONG = "x" * 600
             [b'assistant\x1enull\x1e{"tool_calls": []}\x1f'],
             [False],
         ),
+        ({"system": "s", "messages": [{"role": "user", "content": "hi"}]}, [b"system\x1es\x1fuser\x1ehi\x1f"], [False]),
         ({"messages": []}, [], []),
         ({"messages": ["hi"]}, [b'"hi"\x1f'], [False]),
         ({}, [], []),
