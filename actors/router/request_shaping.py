@@ -67,7 +67,7 @@ def why_local(endpoint: Endpoint, body: Body) -> str | None:
     if endpoint in TOKENS_ONLY:
         return "tokens_only"
     if endpoint == "/v1/messages":
-        return _why_local_messages(body)
+        return _why_local_message(body)
     if body.get("n") not in (None, 1):
         return "n"
     if body.get("best_of") not in (None, 1):
@@ -81,7 +81,7 @@ def why_local(endpoint: Endpoint, body: Body) -> str | None:
         return _why_local_prompt(body.get("prompt"))
     if endpoint == "/v1/responses":
         return _why_local_response(body)
-    return _why_local_messages(body)
+    return _why_local_turns(body)
 
 
 def why_not_resumable(endpoint: Endpoint, body: Body) -> str | None:
@@ -113,9 +113,25 @@ def _why_local_prompt(prompt: Any) -> str | None:
     return None if len(prompt) >= 2 else "short_prompt"
 
 
-def _why_local_messages(body: Body) -> str | None:
+def _why_local_turns(body: Body) -> str | None:
     messages = body.get("messages")
     return None if isinstance(messages, list) and messages else "malformed"
+
+
+def _why_local_message(body: Body) -> str | None:
+    """Return the reason for the local route of a request to Anthropic's API, or None.
+
+    vLLM's error for a required field counts the fields of the body, so the body must be the
+    client's.
+    """
+    most = body.get("max_tokens")
+    if not body.get("model") or type(most) is not int:
+        return "malformed"
+    thinking = body.get("thinking")
+    budget = thinking.get("budget_tokens") if isinstance(thinking, Mapping) else None
+    if type(budget) is int and budget >= most:
+        return "malformed"
+    return _why_local_turns(body)
 
 
 def _why_local_response(body: Body) -> str | None:

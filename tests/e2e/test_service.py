@@ -271,7 +271,7 @@ def test_nobody_is_told_who_has_not_asked(http):
     ("endpoint", "body", "reason"),
     [
         ("/v1/completions", completion("abc", n=2, temperature=1), "n"),
-        ("/v1/completions", completion(["abc", "def"]), "several_prompts"),
+        ("/v1/completions", completion(["abc", "def"], echo=True), "echo"),
         ("/v1/completions", completion([7]), "short_prompt"),
         ("/v1/completions", completion("abc", echo=True, logprobs=1), "echo"),
         ("/v1/completions", completion("abc", prompt_logprobs=1), "prompt_logprobs"),
@@ -457,6 +457,22 @@ async def test_hostile_requests(service, http):
     reply = http.post("/v1/completions", json=completion(prompt.text))
     assert exact(prompt, reply.json()["choices"][0]["text"])
     assert reply.headers["x-tandem-route"] == "remote"
+
+
+def test_a_list_of_prompts(http):
+    """Each is computed by prefill and answered with its own facts, whole and streamed."""
+    prompts = [recall(seed) for seed in range(40, 43)]
+    body = completion([prompt.text for prompt in prompts], max_tokens=8, temperature=0)
+    whole = http.post("/v1/completions", json=body)
+    assert whole.headers["x-tandem-route"] == "remote"
+    for prompt, choice in zip(prompts, whole.json()["choices"], strict=True):
+        assert exact(prompt, choice["text"])
+    texts = dict.fromkeys(range(3), "")
+    streamed = http.post("/v1/completions", json=body | {"stream": True}).text
+    for line in streamed.split("\n\n")[:-2]:
+        (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+        texts[choice["index"]] += choice["text"]
+    assert list(texts.values()) == [choice["text"] for choice in whole.json()["choices"]]
 
 
 def test_too_many_prompts(http):

@@ -89,7 +89,7 @@ def test_a_client_cannot_force_tokens(runner: asyncio.Runner, engine: VllmEngine
     runner.run(run())
 
 
-@pytest.mark.parametrize("more", [{"n": 2}, {"prompt": ["a", "b"]}], ids=["n", "multiple prompts"])
+@pytest.mark.parametrize("more", [{"n": 2}, {"prompt": ["a", "b"], "echo": True}], ids=["n", "multiple prompts"])
 def test_what_cannot_go_on_exactly_is_refused(runner: asyncio.Runner, engine: VllmEngine, more: dict) -> None:
     """By name."""
 

@@ -86,7 +86,7 @@ def comparable(tree: Any) -> Any:
 
 
 def read_stream(body: bytes) -> dict[str, Any]:
-    """A stream of either form: OpenAI's chunks with an end mark, or the named events of the Responses or Messages API."""
+    """A stream of OpenAI's chunks with an end mark, or of the named events of the Responses or Messages API."""
     frames = [frame for frame in body.decode().split("\n\n") if frame and not frame.startswith(":")]
     if frames and frames[0].startswith("event:"):
         return _read_events(frames)
