@@ -47,7 +47,10 @@ FEATURES: dict[str, tuple[dict[str, Any], Routed | None]] = {
     "effort": ({"output_config": {"effort": "low"}}, "remote"),
     "thinking disabled": ({"thinking": {"type": "disabled"}}, "remote"),
     "thinking adaptive": ({"thinking": {"type": "adaptive"}}, "remote"),
-    "thinking": ({"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 1030}, "remote"),
+    "thinking": (
+        {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 1030},
+        None,
+    ),  # needs reasoning_config
     "thinking in the template": ({"chat_template_kwargs": {"thinking": True}}, "remote"),
     "tools": ({"tools": [TOOL]}, "remote"),
     "tools, auto": ({"tools": [TOOL], "tool_choice": {"type": "auto"}}, "remote"),
