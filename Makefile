@@ -264,7 +264,7 @@ fuzz: $(STAMP) ## Hostile messages, connections and HTTP requests, in bulk: SEED
 	$(BIN)/python -m tests.campaigns.fuzz.http --seed $(SEED) --count $(COUNT)
 
 .PHONY: differential
-differential: $(STAMP) ## Ask the service and one vLLM server the same 1,378 things (about 10 minutes): ONLY=expression DAMAGE=0.02
+differential: $(STAMP) ## Ask the service and one vLLM server the same 1,397 things (about 10 minutes): ONLY=expression DAMAGE=0.02
 	$(BIN)/python -m tests.campaigns.differential.campaign $(if $(ONLY),--only '$(ONLY)') $(if $(DAMAGE),--damage $(DAMAGE))
 
 build/clients/bin/python:

@@ -14,6 +14,19 @@ Endpoint = Literal[
     "/v1/messages/count_tokens",
     "/tokenize",
     "/detokenize",
+    "/v1/chat/completions/batch",
+    "/v1/embeddings",
+    "/v2/embed",
+    "/pooling",
+    "/classify",
+    "/score",
+    "/v1/score",
+    "/rerank",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/generative_scoring",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
 ]
 
 Body = Mapping[str, Any]

@@ -58,6 +58,9 @@ ONE_TOKEN: Mapping[Endpoint, Body] = {
 TOKENS_ONLY: frozenset[Endpoint] = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
 """Endpoints that generate nothing."""
 
+SPLIT_ENDPOINTS = frozenset(ONE_TOKEN)
+"""Endpoints whose requests a prefill and a decode engine can serve together."""
+
 
 def why_local(endpoint: Endpoint, body: Body) -> str | None:
     """Return the reason for the local route, or None if a prefill engine can compute the prompt.
@@ -66,6 +69,8 @@ def why_local(endpoint: Endpoint, body: Body) -> str | None:
     """
     if endpoint in TOKENS_ONLY:
         return "tokens_only"
+    if endpoint not in SPLIT_ENDPOINTS:
+        return "one_engine"
     if endpoint == "/v1/messages":
         return _why_local_message(body)
     if body.get("n") not in (None, 1):
@@ -88,6 +93,8 @@ def why_not_resumable(endpoint: Endpoint, body: Body) -> str | None:
     """Return the reason why no other engine can continue the request's stream, or None."""
     if endpoint == "/v1/responses":
         return "engine-specific ids"  # each engine generates its own ids of output items
+    if endpoint not in SPLIT_ENDPOINTS:
+        return "several parts"  # an engine generates one part of a long recording after the other
     if body.get("n") not in (None, 1):
         return "n > 1"
     prompt = body.get("prompt")

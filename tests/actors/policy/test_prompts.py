@@ -29,6 +29,7 @@ LONG = "x" * 600
             [False],
         ),
         ({"system": "s", "messages": [{"role": "user", "content": "hi"}]}, [b"system\x1es\x1fuser\x1ehi\x1f"], [False]),
+        ({"messages": [[{"role": "a", "content": "b"}], [1], 5]}, [b"a\x1eb\x1f", b"1\x1f"], [False, False]),
         ({"messages": []}, [], []),
         ({"messages": ["hi"]}, [b'"hi"\x1f'], [False]),
         ({}, [], []),
