@@ -19,14 +19,14 @@ def split(request: ClientRequest) -> list[ClientRequest]:
 
     Each has the parent's id with the prompt's index: an engine aborts all its requests of one id.
     """
-    prompts = request.body.get("prompt")
+    prompts: Any = request.body.get("prompt")
     if request.endpoint != "/v1/completions" or not _is_list_of_prompts(prompts):
         return []
     if why_local(request.endpoint, {**request.body, "prompt": "any"}) is not None:
         return []
     fields = request.fields
     written = fields["prompt"]
-    each = msgspec.json.decode(written, type=list[msgspec.Raw]) if isinstance(written, msgspec.Raw) else prompts
+    each: list[Any] = msgspec.json.decode(written, type=list[msgspec.Raw]) if isinstance(written, msgspec.Raw) else prompts
     return [
         replace(
             request,

@@ -4,11 +4,12 @@ import json
 
 import pytest
 
+from actors.request import Endpoint
 from actors.router.client_request import ClientRequest
 from actors.router.prompt_lists.split import begun, parent_id, split
 
 
-def request(body: object, endpoint: str = "/v1/completions", **headers: str) -> ClientRequest:
+def request(body: object, endpoint: Endpoint = "/v1/completions", **headers: str) -> ClientRequest:
     given = tuple((name.replace("_", "-").encode(), value.encode()) for name, value in headers.items())
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     return ClientRequest(endpoint, given, raw, json.loads(raw))
