@@ -26,7 +26,9 @@ def split(request: ClientRequest) -> list[ClientRequest]:
         return []
     fields = request.fields
     written = fields["prompt"]
-    each: list[Any] = msgspec.json.decode(written, type=list[msgspec.Raw]) if isinstance(written, msgspec.Raw) else prompts
+    each: list[Any] = (
+        msgspec.json.decode(written, type=list[msgspec.Raw]) if isinstance(written, msgspec.Raw) else prompts
+    )
     return [
         replace(
             request,

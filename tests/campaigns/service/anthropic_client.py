@@ -22,7 +22,9 @@ TOOL = {
 
 def main(base_url: str, model: str, prompt: str) -> None:
     client = anthropic.Anthropic(base_url=base_url, auth_token="unused", max_retries=0, timeout=120)
-    asked = {"model": model, "messages": [{"role": "user", "content": prompt}], "max_tokens": 30, "temperature": 0}
+    # Not every version of the SDK has a parameter for the temperature.
+    asked = {"model": model, "messages": [{"role": "user", "content": prompt}], "max_tokens": 30}
+    asked["extra_body"] = {"temperature": 0}
     whole = client.messages.create(**asked)
     with client.messages.stream(**asked) as stream:
         kinds = [event.type for event in stream]
@@ -31,7 +33,7 @@ def main(base_url: str, model: str, prompt: str) -> None:
         **asked | {"max_tokens": 100}, tools=[TOOL], tool_choice={"type": "tool", "name": "forecast"}
     )
     refusals = []
-    for wrong in ({"model": "nobody"}, {"temperature": -1}, {"messages": []}):
+    for wrong in ({"model": "nobody"}, {"extra_body": {"temperature": -1}}, {"messages": []}):
         try:
             client.messages.create(**asked | wrong)
         except anthropic.APIStatusError as error:
