@@ -264,16 +264,16 @@ fuzz: $(STAMP) ## Hostile messages, connections and HTTP requests, in bulk: SEED
 	$(BIN)/python -m tests.campaigns.fuzz.http --seed $(SEED) --count $(COUNT)
 
 .PHONY: differential
-differential: $(STAMP) ## Ask the service and one vLLM server the same 1,240 things (about 10 minutes): ONLY=expression DAMAGE=0.02
+differential: $(STAMP) ## Ask the service and one vLLM server the same 1,397 things (about 10 minutes): ONLY=expression DAMAGE=0.02
 	$(BIN)/python -m tests.campaigns.differential.campaign $(if $(ONLY),--only '$(ONLY)') $(if $(DAMAGE),--damage $(DAMAGE))
 
 build/clients/bin/python:
 	$(PYTHON) -m venv build/clients
-	build/clients/bin/pip install --quiet langchain-openai
+	build/clients/bin/pip install --quiet langchain-openai anthropic
 
 .PHONY: clients
-clients: $(STAMP) build/clients/bin/python ## The openai SDK, LangChain (in an environment in build/), vllm bench serve and curl against the service
-	$(BIN)/python -m tests.campaigns.service.clients --langchain build/clients/bin/python
+clients: $(STAMP) build/clients/bin/python ## The openai SDK, LangChain and Anthropic's SDK (in an environment in build/), vllm bench serve and curl against the service
+	$(BIN)/python -m tests.campaigns.service.clients --langchain build/clients/bin/python --anthropic build/clients/bin/python
 
 .PHONY: multi-connector
 multi-connector: $(STAMP) ## 100 requests through MultiConnector over TandemConnector and vLLM's ExampleConnector; metrics must account for all

@@ -6,7 +6,28 @@ from typing import Any, Literal
 
 import msgspec
 
-Endpoint = Literal["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"]
+Endpoint = Literal[
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/tokenize",
+    "/detokenize",
+    "/v1/chat/completions/batch",
+    "/v1/embeddings",
+    "/v2/embed",
+    "/pooling",
+    "/classify",
+    "/score",
+    "/v1/score",
+    "/rerank",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/generative_scoring",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+]
 
 Body = Mapping[str, Any]
 

@@ -425,11 +425,15 @@ def _now() -> float:
 
 
 def _prompt_tokens(answer: object) -> int | None:
-    """Return the prompt's token count from a completion's usage, or None."""
+    """Return the prompt's token count from an answer's usage, or None."""
     if not isinstance(answer, bytes):
         return None
     try:
-        tokens = json.loads(answer)["usage"]["prompt_tokens"]
-    except (ValueError, KeyError, TypeError):
+        body = json.loads(answer)
+        usage = body["usage"]
+        # In Anthropic's usage, `input_tokens` excludes cached tokens.
+        cached = usage.get("cache_read_input_tokens", 0)
+        tokens = usage["input_tokens"] + cached if body.get("type") == "message" else usage["prompt_tokens"]
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
     return tokens if type(tokens) is int and tokens > 0 else None

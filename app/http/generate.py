@@ -15,9 +15,8 @@ from starlette.types import Receive, Scope, Send
 
 from actors.errors import DeadlineError
 from actors.request import Endpoint
-from actors.router.answer import Answer
 from actors.router.client_request import ClientRequest
-from actors.router.router import Router
+from actors.router.router import AnyAnswer, Router
 from actors.telemetry.access_log import ENTRY
 from actors.telemetry.router_metrics import RouterMetrics
 from app.http.errors import BadRequestError, error_event, error_response, status_of
@@ -85,7 +84,7 @@ class Generate:
             if status is HTTPStatus.INTERNAL_SERVER_ERROR:
                 logger.exception("a request failed")
             tally.count(REFUSED, None, int(status))
-            await error_response(error, limits.retry_after_s)(scope, receive, send)
+            await error_response(error, limits.retry_after_s, self._endpoint)(scope, receive, send)
         finally:
             tally.count(LEFT, None, CLIENT_CLOSED_REQUEST)
 
@@ -118,7 +117,7 @@ class Generate:
                 self._router.metrics.disconnects.inc()
             raise
 
-    async def _send(self, answer: Answer, observer: Observer, tally: Tally, send: Send) -> None:
+    async def _send(self, answer: AnyAnswer, observer: Observer, tally: Tally, send: Send) -> None:
         """Send `answer` to the client.
 
         Sends no status before the first byte of the answer, because an error before it has its own
@@ -135,7 +134,7 @@ class Generate:
             finally:
                 observer.keep(answer, over=True)
 
-    async def _begin(self, answer: Answer, head: bytes, observer: Observer, tally: Tally, send: Send) -> None:
+    async def _begin(self, answer: AnyAnswer, head: bytes, observer: Observer, tally: Tally, send: Send) -> None:
         status = answer.start.status
         route, reason = (REFUSED, None) if status >= HTTPStatus.BAD_REQUEST else (answer.route, answer.local_reason)
         tally.count(route, reason, status)
@@ -145,7 +144,7 @@ class Generate:
         observer.keep(answer)
 
     async def _send_rest(
-        self, events: AsyncGenerator[bytes, None], answer: Answer, observer: Observer, send: Send
+        self, events: AsyncGenerator[bytes, None], answer: AnyAnswer, observer: Observer, send: Send
     ) -> None:
         """Send the rest of a stream; end it if the client reads nothing for `idle_timeout_s`."""
         last = b""
@@ -174,7 +173,7 @@ class Generate:
         return error_event(error, self._endpoint)
 
 
-def _response_headers(answer: Answer) -> list[tuple[bytes, bytes]]:
+def _response_headers(answer: AnyAnswer) -> list[tuple[bytes, bytes]]:
     headers = [(name, value) for name, value in answer.start.headers if name in RELAYED_HEADERS]
     if answer.start.status >= HTTPStatus.BAD_REQUEST:
         return headers  # a refused request has no route

@@ -26,6 +26,7 @@ from tests.campaigns.differential.answers import Reply, read
 from tests.campaigns.differential.cases import Case, Request
 from tests.campaigns.differential.compare import differences
 from tests.campaigns.differential.features import feature_cases, prompt_cases, stream_option_cases
+from tests.campaigns.differential.messages import message_cases
 from tests.campaigns.differential.model import damage, thinking_model
 from tests.campaigns.differential.others import cache_cases, named_cases, route_cases, token_cases
 from tests.campaigns.differential.pair import PairOfServers, make_pair
@@ -41,6 +42,7 @@ GROUPS = {
     "routes": route_cases,
     "wrong": wrong_cases,
     "broken": broken_cases,
+    "messages": message_cases,
 }
 AT_ONCE = 4
 TIMEOUT_S = 120.0
