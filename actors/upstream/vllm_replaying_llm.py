@@ -190,7 +190,8 @@ class ReplayingLLM(AsyncLLM):
         finally:
             if timestamps is not None:
                 self.arrivals.take(timestamps.request_id)
-                self._outputs.unfinished.discard(timestamps.request_id or "")
+                if served is not None and served.unfinished:
+                    self._outputs.unfinished.discard(timestamps.request_id or "")
 
     @property
     def _outputs(self) -> FirstTokenOutputs:
