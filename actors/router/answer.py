@@ -116,6 +116,10 @@ class Answer:
                     if stream.done:
                         self._metrics.first_tokens.labels("ended").inc()
                         return
+                    if stream.sent == 0:
+                        # Prefill has sent no whole event, so the client receives decode's token.
+                        self._attempt.sampled_by, self._first_group = "decode", None
+                        replay_log.clear()
                     stream.restart()
                 known = len(replay_log)
                 items = deque(self._attempt.items)

@@ -94,9 +94,10 @@ async def test_the_first_token_is_sent_before_decode_answers():
 async def test_events_that_prefill_has_sent_in_part(part: bytes):
     """Decode's events replace those that the client has not received whole."""
     router, p, d = fleet([samples(part)], [later(engine(1, [1]))])
-    _, body = await ask(router, request())
+    answer, body = await ask(router, request())
     expected = await whole(engine(1, [1]))
     assert body.replace(b": ping\n\n", b"") == expected.replace(b": ping\n\n", b"")
+    assert (answer.sampled_by, answer.completion_tokens) == ("prefill" if b"\n\n" in part else "decode", TOKENS)
     await at_rest(p, d)
 
 
