@@ -107,14 +107,7 @@ def test_streams_are_those_of_decode(runner: asyncio.Runner, pair: EnginePair, n
 
 
 GREEDY = completion(prompt=LONG, temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
-SEEDED = completion(prompt=LONG, temperature=1.3, seed=17, max_tokens=8, ignore_eos=True, return_token_ids=True)
-
-
-def draws_otherwise(call: Call) -> Call:
-    """The call with another seed, unless it repeats tokens: its engine samples another first token."""
-    if call.replay_log:
-        return call
-    return replace(call, body=json.dumps(json.loads(call.body) | {"seed": 18}).encode())
+SEEDED = completion(prompt=LONG, temperature=2.0, seed=17, max_tokens=8, ignore_eos=True, return_token_ids=True)
 
 
 def dies_at(tokens: int) -> Fault:
@@ -152,7 +145,13 @@ def test_decode_that_draws_another_token(runner: asyncio.Runner, pair: EnginePai
 
     async def run() -> None:
         expected, _ = await stream(pair, SEEDED, "decode")
-        sent, router = await stream(pair, SEEDED, "prefill", Fault(), Fault(change=draws_otherwise))
+        first = said(expected)["token_ids"][0]
+
+        def without_first(call: Call) -> Call:
+            changed = json.dumps(json.loads(call.body) | {"logit_bias": {str(first): -100}}).encode()
+            return call if call.replay_log else replace(call, body=changed)
+
+        sent, router = await stream(pair, SEEDED, "prefill", Fault(), Fault(change=without_first))
         assert said(sent) == said(expected)
         assert counted(router, "tandem_first_tokens_total", outcome="replayed") == 1
         assert await pair.idle()

@@ -31,7 +31,9 @@ def hide_last_tokens(request: Request, tokens: int) -> None:
     """Hide the prompt's tokens after the first ``tokens``, so that a step ends before them.
 
     Workers know the whole prompt. Until ``show_last_tokens`` they see an incomplete prompt and
-    discard its sample, as for any chunk of a prompt.
+    discard its sample, as for any chunk of a prompt. vLLM must still see a chunk after the step
+    that computes the last of ``tokens``, so the tokens are shown while that step is scheduled
+    (``Scheduler._update_after_schedule``).
     """
     del request._all_token_ids[tokens:]  # noqa: SLF001 - the module docstring has the source
 

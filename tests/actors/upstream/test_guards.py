@@ -45,6 +45,10 @@ GUARDS: dict[str, dict[str, str]] = {
         "vllm/v1/worker/gpu_model_runner.py:GPUModelRunner._bookkeeping_sync": "0d82455ca5db",
         "vllm/v1/worker/gpu_model_runner.py:GPUModelRunner._sample": "c2c78eadf33f",
     },
+    "vllm_first_tokens": {
+        "vllm/v1/core/sched/utils.py:check_stop": "8e51f1dcb6ec",
+        "vllm/v1/engine/output_processor.py:OutputProcessor.process_outputs": "41bacc31a1d2",
+    },
     "vllm_forced_tokens": {
         "vllm/v1/sample/logits_processor/builtin.py:process_dict_updates": "484fb7bf1b85",
         "vllm/v1/worker/gpu/sample/logits_processor/interface.py:LogitsProcessor": "7a8aa30f9d9f",
