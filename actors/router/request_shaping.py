@@ -149,7 +149,7 @@ def prefill_leg(endpoint: Endpoint, body: Body, transfer_id: str) -> dict[str, A
 def first_token_leg(body: Body, transfer_id: str) -> dict[str, Any]:
     """Return the body for a prefill engine that samples the first token: the client's body.
 
-    The engine itself limits the answer to one token (`actors/upstream/vllm_first_tokens.py`).
+    The engine itself limits the answer to one token (`actors/upstream/vllm_output_processor.py`).
     """
     params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id, "first_token": True}
     return {**body, TRANSFER_FIELD: params}

@@ -22,8 +22,8 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from actors.replay_log import SERVED_CALL, ServedCall
 from actors.telemetry.timestamps import KvArrivals
-from actors.upstream.vllm_first_tokens import FirstTokenOutputs, one_token, samples_first_token
 from actors.upstream.vllm_forced_tokens import FORCED_TOKENS
+from actors.upstream.vllm_output_processor import SharedRequestOutputs, one_token, samples_first_token
 from actors.upstream.vllm_sendable import check_sendable
 
 
@@ -153,7 +153,7 @@ class ReplayingLLM(AsyncLLM):
     def _run_output_handler(self) -> None:
         if self.output_handler is None:
             cache = self.vllm_config.cache_config
-            FirstTokenOutputs.take_over(
+            SharedRequestOutputs.take_over(
                 self.output_processor, cache.block_size if cache.enable_prefix_caching else None
             )
         super()._run_output_handler()
@@ -194,8 +194,8 @@ class ReplayingLLM(AsyncLLM):
                     self._outputs.unfinished.discard(timestamps.request_id or "")
 
     @property
-    def _outputs(self) -> FirstTokenOutputs:
-        assert isinstance(self.output_processor, FirstTokenOutputs)
+    def _outputs(self) -> SharedRequestOutputs:
+        assert isinstance(self.output_processor, SharedRequestOutputs)
         return self.output_processor
 
     def _forced(self, params: SamplingParams, served: ServedCall | None) -> SamplingParams:

@@ -9,7 +9,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.metrics.stats import PrefillStats
 
-from actors.upstream.vllm_cached_token_counts import CachedTokenCounts
+from actors.upstream.vllm_output_processor import SharedRequestOutputs
 
 PROMPT = 87
 BLOCK = 32
@@ -18,7 +18,7 @@ BLOCK = 32
 def told(local: int, external: int, block_tokens: int | None = BLOCK, now_cached: int = 64) -> tuple[int, int]:
     """(cached, newly cached) of a prompt of 87 tokens, of which `local` were in the cache and `external` arrived."""
     processor = OutputProcessor(None, log_stats=False)
-    CachedTokenCounts.take_over(processor, block_tokens)
+    SharedRequestOutputs.take_over(processor, block_tokens)
     params = SamplingParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.DELTA)
     collector = RequestOutputCollector(params.output_kind, request_id="r")
     processor.add_request(
