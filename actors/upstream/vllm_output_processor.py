@@ -16,7 +16,7 @@ from typing import Any
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput
-from vllm.v1.metrics.stats import PrefillStats
+from vllm.v1.metrics.stats import IterationStats, PrefillStats
 
 from actors.request import TRANSFER_FIELD
 
@@ -38,8 +38,14 @@ class SharedRequestOutputs(OutputProcessor):
         processor.unfinished = set()
 
     def process_outputs(
-        self, engine_core_outputs: list[EngineCoreOutput], *args: Any, **options: Any
+        self,
+        engine_core_outputs: list[EngineCoreOutput],
+        engine_core_timestamp: float | None = None,
+        iteration_stats: IterationStats | None = None,
+        *args: Any,
+        **options: Any,
     ) -> OutputProcessorOutput:
+        ended: list[EngineCoreOutput] = []
         for output in engine_core_outputs:
             state, stats = self.request_states.get(output.request_id), output.prefill_stats
             if state is not None and stats is not None and stats.num_external_cached_tokens:
@@ -48,7 +54,18 @@ class SharedRequestOutputs(OutputProcessor):
                 stats.num_cache_creation_tokens = newly_cached(stats, self.block_tokens)
             if output.finish_reason is FinishReason.LENGTH and output.request_id in self.unfinished:
                 output.finish_reason = None
-        return super().process_outputs(engine_core_outputs, *args, **options)
+                ended.append(output)
+        processed = super().process_outputs(
+            engine_core_outputs, engine_core_timestamp, iteration_stats, *args, **options
+        )
+        for output in ended:
+            # As vLLM at a request's end, for metrics, spans and the autoscaler.
+            state = self.request_states.get(output.request_id)
+            if state is not None:
+                self._update_stats_from_finished(state, FinishReason.LENGTH, iteration_stats)
+                if self.tracing_enabled:
+                    self.do_tracing(output, state, iteration_stats)
+        return processed
 
 
 def newly_cached(stats: PrefillStats, block_tokens: int | None) -> int:
