@@ -156,6 +156,10 @@ bench-exposed: $(STAMP) ## Measure what streaming hides, over shared memory and 
 bench-link: $(STAMP) ## TTFT over a link of 800 Mbit/s: streaming, whole requests, vLLM's own connectors (root, 15 minutes)
 	$(BIN)/python -m benchmarks.link
 
+.PHONY: bench-first-token
+bench-first-token: $(STAMP) ## First and second token over a link of 80 Mbit/s, sampled by decode and by prefill (root, 4 minutes)
+	$(BIN)/python -m benchmarks.first_token
+
 BASE ?= HEAD~1
 
 .PHONY: bench-backlog
@@ -264,8 +268,9 @@ fuzz: $(STAMP) ## Hostile messages, connections and HTTP requests, in bulk: SEED
 	$(BIN)/python -m tests.campaigns.fuzz.http --seed $(SEED) --count $(COUNT)
 
 .PHONY: differential
-differential: $(STAMP) ## Ask the service and one vLLM server the same 1,397 things (about 10 minutes): ONLY=expression DAMAGE=0.02
-	$(BIN)/python -m tests.campaigns.differential.campaign $(if $(ONLY),--only '$(ONLY)') $(if $(DAMAGE),--damage $(DAMAGE))
+differential: $(STAMP) ## Ask the service and one vLLM server the same 1,397 things (about 10 minutes): ONLY=expression DAMAGE=0.02 FIRST_TOKEN=prefill
+	$(BIN)/python -m tests.campaigns.differential.campaign $(if $(ONLY),--only '$(ONLY)') $(if $(DAMAGE),--damage $(DAMAGE)) \
+		$(if $(FIRST_TOKEN),--first-token $(FIRST_TOKEN))
 
 build/clients/bin/python:
 	$(PYTHON) -m venv build/clients
