@@ -34,7 +34,8 @@ class Shard:
     interleave_tokens: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.size or self.interleave_tokens <= 0:
+        divides = self.interleave_tokens > 0 if self.size > 1 else self.interleave_tokens == 1
+        if not (0 <= self.rank < self.size and divides):
             raise PlanError(
                 f"invalid DCP shard: rank {self.rank} of {self.size}, {self.interleave_tokens} tokens at a time"
             )
@@ -42,7 +43,7 @@ class Shard:
     @property
     def period(self) -> int:
         """Tokens after which the assignment to ranks repeats."""
-        return self.size * self.interleave_tokens if self.size > 1 else 1
+        return self.size * self.interleave_tokens
 
     def stores(self, tokens: Ints) -> npt.NDArray[np.bool_]:
         """Return a mask of the tokens that this rank stores."""
@@ -50,7 +51,7 @@ class Shard:
 
     def local(self, tokens: Ints) -> Ints:
         """Return the index of each stored token among this rank's tokens."""
-        return tokens // self.period * (self.period // self.size) + tokens % self.interleave_tokens
+        return tokens // self.period * self.interleave_tokens + tokens % self.interleave_tokens
 
     def divides_like(self, other: Shard) -> bool:
         """Return whether both engines divide tokens by the same rule."""
@@ -98,7 +99,7 @@ class Grid:
         return self.pcp_size * self.tp_size
 
     def shard(self, pcp_rank: int, tp_rank: int) -> Shard:
-        """Return the tokens that a rank stores: DCP ranks are consecutive along PCP, then along TP."""
+        """Return the tokens that a rank stores. DCP ranks are consecutive along PCP, then TP."""
         if self.dcp_size == 1:
             return EVERY_TOKEN
         return Shard((tp_rank * self.pcp_size + pcp_rank) % self.dcp_size, self.dcp_size, self.interleave_tokens)

@@ -53,9 +53,7 @@ def holdings(grid: Grid, kv_heads: int, *, sharded: bool) -> list[Holding]:
     ``sharded``  whether DCP divides the layer's tokens; it does not divide states, for example
     """
     return [
-        Holding(
-            held_heads(tp_rank, grid.tp_size, kv_heads), grid.shard(pcp_rank, tp_rank) if sharded else EVERY_TOKEN
-        )
+        Holding(held_heads(tp_rank, grid.tp_size, kv_heads), grid.shard(pcp_rank, tp_rank) if sharded else EVERY_TOKEN)
         for pcp_rank in range(grid.pcp_size)
         for tp_rank in range(grid.tp_size)
     ]

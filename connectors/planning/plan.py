@@ -109,10 +109,7 @@ def _common_parts(src: Group, dst: Group) -> list[tuple[LayerPages, LayerPages]]
     """Return the pages of the parts that both ranks hold. With PP, others lie on other stages."""
     theirs = dst.parts
     return [
-        pair
-        for layer, pages in src.parts.items()
-        if layer in theirs
-        for pair in zip(pages, theirs[layer], strict=True)
+        pair for layer, pages in src.parts.items() if layer in theirs for pair in zip(pages, theirs[layer], strict=True)
     ]
 
 

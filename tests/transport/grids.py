@@ -215,9 +215,7 @@ class GridEngines(Engines):
         for rank in self.ranks[0]:
             for (group, layer), view in rank.views.items():
                 tokens, positions, rows = rank.slots(group, np.arange(before, after))
-                view[self.tables[0][group][positions], :, :, rows] = contents(
-                    layer, view.shape[1], rank.heads, tokens
-                )
+                view[self.tables[0][group][positions], :, :, rows] = contents(layer, view.shape[1], rank.heads, tokens)
 
     def transfer(self) -> None:
         """One request, in two chunks, from the offer to the end of all ranks on both sides."""
