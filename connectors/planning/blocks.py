@@ -19,10 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from connectors.errors import PlanError
-from connectors.planning.grid import EVERY_TOKEN, Ints, Shard
+from connectors.planning.grid import EVERY_TOKEN, Shard
 from connectors.planning.layout import Group, GroupKind
 
 NULL_BLOCK = 0
+
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from connectors.errors import PlanError
 
-Ints = npt.NDArray[np.int64]
+Tokens = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,12 @@ class Shard:
         """Tokens after which the assignment to ranks repeats."""
         return self.size * self.interleave_tokens
 
-    def stores(self, tokens: Ints) -> npt.NDArray[np.bool_]:
+    def stores(self, tokens: Tokens) -> npt.NDArray[np.bool_]:
         """Return a mask of the tokens that this rank stores."""
-        return tokens // self.interleave_tokens % self.size == self.rank
+        stored: npt.NDArray[np.bool_] = tokens // self.interleave_tokens % self.size == self.rank
+        return stored
 
-    def local(self, tokens: Ints) -> Ints:
+    def local(self, tokens: Tokens) -> Tokens:
         """Return the index of each stored token among this rank's tokens."""
         return tokens // self.period * self.interleave_tokens + tokens % self.interleave_tokens
 
@@ -58,10 +59,15 @@ class Shard:
         return self.size == other.size and self.period == other.period
 
     def meets(self, other: Shard) -> bool:
-        """Return whether any token lies on both ranks."""
-        step = math.gcd(self.interleave_tokens, other.interleave_tokens)
-        tokens = np.arange(0, math.lcm(self.period, other.period), step, dtype=np.int64)
-        return bool((self.stores(tokens) & other.stores(tokens)).any())
+        """Return whether any token lies on both ranks.
+
+        A rank stores the same range of each period. Two ranges drift by all multiples of the common
+        divisor of their periods.
+        """
+        first, theirs = self.rank * self.interleave_tokens, other.rank * other.interleave_tokens
+        drift = math.gcd(self.period, other.period)
+        nearest = ((theirs - first - self.interleave_tokens) // drift + 1) * drift
+        return nearest < theirs + other.interleave_tokens - first
 
 
 EVERY_TOKEN = Shard()

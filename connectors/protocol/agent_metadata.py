@@ -22,6 +22,7 @@ PROTOCOL_VERSION = 6
 _MOST = 4096
 MAX_METADATA_BYTES = 16 * 2**20
 _MOST_ROWS = 2**20
+_MOST_INTERLEAVED = 2**16
 
 _AXES = ("pp_rank", "pp_size", "pcp_rank", "pcp_size", "dcp_size", "interleave_tokens")
 
@@ -166,12 +167,16 @@ def engine_metadata(workers: dict[int, AgentMetadata]) -> EngineMetadata:
 
 
 def _layout(fields: dict[str, Any]) -> EngineLayout:
+    axes = {key: _few(fields[key]) for key in _AXES}
+    _few(_few(fields["tp_size"]) * axes["pp_size"] * axes["pcp_size"])
+    if axes["dcp_size"] * axes["interleave_tokens"] > _MOST_INTERLEAVED:
+        raise WireError(f"dcp_size * interleave_tokens exceeds the limit of {_MOST_INTERLEAVED}")
     return EngineLayout(
         tp_rank=_whole(fields["tp_rank"]),
         tp_size=_few(fields["tp_size"]),
         num_blocks=_whole(fields["num_blocks"]),
         caches_prefixes=_flag(fields["caches_prefixes"]),
-        **{key: _few(fields[key]) for key in _AXES},
+        **axes,
         regions=tuple(
             Region(_whole(r["address"]), _whole(r["length_bytes"]), _checked(MemoryKind, r["memory_kind"]))
             for r in fields["regions"]

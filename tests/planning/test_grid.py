@@ -105,7 +105,6 @@ def layout(grid: Grid, rank: tuple[int, int, int], stages: Stages, heads: int, b
         stages if grid.pp_size > 1 else (),
     )
     regions = tuple(Region(each.address, 4 * size, HOST) for each in pages)
-    axes = {"pp_size": grid.pp_size, "pcp_size": grid.pcp_size, "dcp_size": grid.dcp_size}
     return EngineLayout(
         tp_rank,
         grid.tp_size,
@@ -113,9 +112,11 @@ def layout(grid: Grid, rank: tuple[int, int, int], stages: Stages, heads: int, b
         regions,
         (group,),
         pp_rank=pp_rank,
+        pp_size=grid.pp_size,
         pcp_rank=pcp_rank,
+        pcp_size=grid.pcp_size,
+        dcp_size=grid.dcp_size,
         interleave_tokens=grid.interleave_tokens,
-        **axes,
     )
 
 
@@ -216,6 +217,17 @@ def test_a_token_has_one_rank_and_one_place(size: int, interleave: int, token: i
     shards = [Shard(rank, size, interleave if size > 1 else 1) for rank in range(size)]
     (shard,) = (shard for shard in shards if shard.stores(tokens)[-1])
     assert int(shard.local(tokens)[-1]) == int(shard.stores(tokens).sum()) - 1
+
+
+shards = st.integers(1, 6).flatmap(
+    lambda size: st.builds(Shard, st.integers(0, size - 1), st.just(size), st.integers(1, 9 if size > 1 else 1))
+)
+
+
+@given(shards, shards)
+def test_shards_meet_where_a_token_lies_on_both(ours: Shard, theirs: Shard) -> None:
+    tokens = np.arange(ours.period * theirs.period)
+    assert ours.meets(theirs) == bool((ours.stores(tokens) & theirs.stores(tokens)).any())
 
 
 # ---- refusals ----------------------------------------------------------------------------------------------------

@@ -80,7 +80,11 @@ def group_shapes(config: VllmConfig, cache: KVCacheConfig) -> tuple[Group, ...]:
     parallel = config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
-            raise UnsupportedCacheError("*", f"{name}={getattr(parallel, name)} splits a layer's KV", f"set {name}=1")
+            raise UnsupportedCacheError(
+                "*",
+                f"{name}={getattr(parallel, name)}: the connector does not serve this grid of ranks",
+                f"set {name}=1",
+            )
     shapes = []
     for index, group in enumerate(cache.kv_cache_groups):
         specs = {layer: _layer_spec(group.kv_cache_spec, layer) for layer in group.layer_names}
