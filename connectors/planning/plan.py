@@ -174,13 +174,14 @@ def unit_shape(src: Group, dst: Group) -> UnitShape:
         return UnitShape(1, 1, 1)
     parts = [(group, pages) for group in (src, dst) for pages in group.layers]
     blocks = [group.block_tokens // pages.kernel_blocks for group, pages in parts]
-    tokens, spread = math.gcd(src.block_tokens, dst.block_tokens, *blocks), src.shard.size
-    shards = (EVERY_TOKEN, EVERY_TOKEN)
-    if not src.shard.divides_like(dst.shard) or tokens % src.shard.period:
-        sharded = [shard for shard in (src.shard, dst.shard) if shard.size > 1]
+    tokens = math.gcd(src.block_tokens, dst.block_tokens, *blocks)
+    if src.shard.divides_like(dst.shard) and tokens % src.shard.period == 0:
+        shards, spread = (EVERY_TOKEN, EVERY_TOKEN), src.shard.size
+    else:
+        interleaves = [shard.interleave_tokens for shard in (src.shard, dst.shard) if shard.size > 1]
         stored = [group.block_tokens // (group.shard.size * pages.kernel_blocks) for group, pages in parts]
-        tokens, spread = math.gcd(tokens, *(shard.interleave_tokens for shard in sharded), *stored), 1
-        shards = (src.shard, dst.shard)
+        tokens = math.gcd(tokens, *interleaves, *stored)
+        shards, spread = (src.shard, dst.shard), 1
     for group, pages in parts:
         if tokens % (group.row_tokens(pages) * spread):
             interleaved = f", interleaved over {group.shard.size} DCP ranks," if group.shard.size > 1 else ""
