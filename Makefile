@@ -44,6 +44,7 @@ PAIRS_OUT ?= build/fault-pairs
 ONLY ?=
 DAMAGE ?=
 SCHEDULES ?= 100000
+PART ?= 1/1
 # An environment of another kind will do: torch and NIXL are enough.
 GPU_PYTHON ?= $(firstword $(wildcard .venv-gpu/bin/python .venv/bin/python) python3)
 STAMP := $(VENV)/.installed
@@ -305,6 +306,10 @@ explore: $(STAMP) ## Every interleaving of small transfers, state counts printed
 schedules: $(STAMP) ## Random schedules of larger transfers, random steps of vLLM's scheduler: SCHEDULES=100000 SEED=1
 	$(BIN)/python -m tests.campaigns.schedules.schedules --schedules $(SCHEDULES) --seed $(SEED)
 	$(BIN)/python -m tests.campaigns.schedules.scheduling --steps 12000 --seed $(SEED)
+
+.PHONY: grids
+grids: $(STAMP) ## Prove plans and move bytes between every pair of PP x PCP x TP x DCP grids (13 minutes): PART=1/4
+	$(BIN)/python -m tests.campaigns.grids --part $(PART)
 
 .PHONY: demo-eval
 demo-eval: $(STAMP) ## Measure the demo model's recall on held-out prompts
