@@ -114,7 +114,7 @@ def test_the_next_turn_finds_the_last_ones_answer_after_a_kill(tmp_path: Path) -
             assert counted("vllm:tandem_store_loaded_bytes_total", tier="disk") > 0
             # Decode loads full attention of the same chunks, and receives the two blocks of 64 tokens behind them.
             sent = {group: counted("vllm:tandem_kv_sent_bytes_total", group=str(group)) for group in range(3)}
-            assert sent[0] == 2 * 64 * FULL_TOKEN_BYTES, sent
+            assert sent[2] == 2 * 64 * FULL_TOKEN_BYTES, sent
             # An engine of its own computes both turns: nothing is stored under the names of an empty store.
             assert runner.run(pair.decode.reset_prefix_cache(reset_connector=True))
             for prompt, answer in ((first, one), (second, two)):
