@@ -280,8 +280,12 @@ class SchedulerConnector:
         """Return whether a transfer of this request has started."""
         return request_id in self._taken
 
-    def after_alloc(self, request: Request, tables: tuple[list[int], ...], external_tokens: int) -> Receive | None:
+    def after_alloc(
+        self, request: Request, tables: tuple[list[int], ...], external_tokens: int, loaded_token: int = 0
+    ) -> Receive | None:
         """Start the request's transfer, if any: its blocks are allocated.
+
+        ``loaded_token``  token before which the KV store supplies full attention
 
         vLLM may call this twice.
         """
@@ -302,7 +306,17 @@ class SchedulerConnector:
             tables=tuple(tuple(table) for table in tables),
             start_token=end_token - external_tokens,
             end_token=end_token,
+            loaded_token=loaded_token,
         )
+        first = max(receive.start_token, loaded_token)
+        sources = {
+            "own_cache": receive.start_token,
+            "store": first - receive.start_token,
+            "transfer": end_token - first,
+        }
+        for source, tokens in sources.items():
+            if tokens:
+                self._stats.count("prompt_tokens", source, tokens)
         self._orders.receives.append(receive)
         return receive
 
