@@ -49,7 +49,7 @@ from connectors.vllm_hma.model.identity import Adapters
 from connectors.vllm_hma.orders import Chunk, EncodedAgentMetadata, Expect, Finished, Orders, Queue, Receive, Release
 from connectors.vllm_hma.rate_limited_log import RateLimitedLog
 from connectors.vllm_hma.scheduler_side.quarantine import Quarantine
-from connectors.vllm_hma.upstream.vllm_request_prompt import drop_last_token
+from connectors.vllm_hma.upstream.vllm_request_prompt import drop_last_token, sample_last_token
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -105,13 +105,20 @@ class SchedulerConnector:
     """Scheduler side of one engine, in the engine core's process."""
 
     def __init__(
-        self, config: ConnectorConfig, incarnation: str, tp_size: int, groups: tuple[Group, ...], step_tokens: int
+        self,
+        config: ConnectorConfig,
+        incarnation: str,
+        tp_size: int,
+        groups: tuple[Group, ...],
+        step_tokens: int,
+        drafts_read_next_token: bool = False,
     ) -> None:
         self._config = config
         self._incarnation = incarnation
         self._tp_size = tp_size
         self._groups = groups
         self._step_tokens = step_tokens
+        self._drafts_read_next_token = drafts_read_next_token
         self._orders = Orders()
         self._productions: dict[str, _Production] = {}
         # Remaining prompt tokens of prefill requests, in order of arrival.
@@ -196,6 +203,8 @@ class SchedulerConnector:
                 )
                 return
             digest = _digest(request, self._adapters)
+            if self._drafts_read_next_token:
+                sample_last_token(request)
             drop_last_token(request)
             production = _Production(
                 params.transfer_id or uuid.uuid4().hex, request.num_prompt_tokens, [0] * len(self._groups)

@@ -1,6 +1,6 @@
-"""Removes the last token of a request's prompt before vLLM schedules the request.
+"""Removes the last token of a request's prompt before vLLM schedules it, or samples that token.
 
-vLLM has no public call for it and stores the prompt's tokens twice. Source:
+vLLM has no public call for the former and stores the prompt's tokens twice. Source:
 https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/request.py
 """
 
@@ -23,3 +23,17 @@ def drop_last_token(request: Request) -> None:
     request.prompt_token_ids = request.prompt_token_ids[:-1]
     del request._all_token_ids[-1]  # noqa: SLF001 - the module docstring has the source
     request.num_prompt_tokens -= 1
+
+
+def sample_last_token(request: Request) -> None:
+    """Let the request sample its prompt's last token, and no other.
+
+    Call it before ``drop_last_token``. EAGLE and MTP compute KV of a position from the next token.
+    At the end of a prompt that is the sampled one, which would be a guess here: the consumer
+    continues with the prompt's own last token.
+    """
+    if request.num_prompt_tokens < 2 or request.prompt_token_ids is None or request.sampling_params is None:
+        return
+    # A copy: the caller may share the parameters.
+    request.sampling_params = request.sampling_params.clone()
+    request.sampling_params.allowed_token_ids = [request.prompt_token_ids[-1]]
