@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
@@ -46,6 +46,18 @@ class SizedModel:
 def gemma3(folder: Path, kv_heads: int = 4, seed: int = 0, sliding: int = 2) -> str:
     """A Gemma-3-style hybrid: ``sliding`` layers S, then F, twice; vLLM makes sliding + 1 KV cache groups. Its path."""
     _save_gemma3(folder, seed, hidden=128, layer_types=_layers(sliding, 2), heads=4, kv_heads=kv_heads, head_dim=32)
+    return str(folder)
+
+
+def repeating_gemma3(folder: Path) -> str:
+    """A ``gemma3`` whose layers add little to the embeddings: it repeats tokens, as n-gram drafts expect. Its path."""
+    gemma3(folder)
+    weights = load_file(folder / "model.safetensors")
+    for name, weight in weights.items():
+        if "post_attention_layernorm" in name or "post_feedforward_layernorm" in name:
+            # Gemma multiplies by 1 + weight.
+            weight.fill_(-0.8)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return str(folder)
 
 

@@ -29,6 +29,7 @@ ENGINE: dict[str, Any] = {
     "scheduling_policy": "priority",
     "enable_lora": True,
     "max_lora_rank": 8,
+    "max_loras": 2,
     "max_logprobs": 20,
     # Reads reasoning only where a request says `thinking`, so that the other chats are not taken for it.
     "reasoning_parser": "deepseek_v3",

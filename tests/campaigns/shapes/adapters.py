@@ -3,7 +3,7 @@
     python -m tests.campaigns.shapes.adapters [--requests 500] [--pairs 1:1,1:2]
 
 (``make adapters``). The same prompts go to every adapter, so KV of another adapter would be taken for one's own if
-keys did not tell them apart. The engines hold fewer adapters than there are: vLLM loads and evicts them all the time.
+keys did not tell them apart. There is one adapter slot more than adapters (``actors/upstream/vllm_cpu_kernels.py``).
 The reference is the decode engine alone. Every tenth request names an adapter that prefill has not: under that
 prefill computes with the base model, or with an adapter of other content.
 """
@@ -33,8 +33,8 @@ from testing.models import llama
 CONCURRENCY = 8
 PROMPTS = 24
 LONGEST = 400
-LOADED_AT_ONCE = 2
-ENGINE = {"enable_lora": True, "max_lora_rank": RANK, "max_loras": LOADED_AT_ONCE, "max_cpu_loras": LOADED_AT_ONCE}
+ADAPTERS = 4
+ENGINE = {"enable_lora": True, "max_lora_rank": RANK, "max_loras": ADAPTERS + 1}
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def cases(count: int, folder: Path, model: str) -> list[Case]:
     """So many requests at random, of which every tenth names an adapter that prefill has not."""
     made = [
         LoRARequest(f"adapter-{number}", number, str(lora_adapter(folder / f"adapter-{number}", Path(model), number)))
-        for number in range(1, 5)
+        for number in range(1, ADAPTERS + 1)
     ]
     stranger = made.pop()
     impostor = LoRARequest(

@@ -25,7 +25,7 @@ from connectors.vllm_hma.worker_side.trace import read_trace
 from testing import fork_server
 from testing.engines import Answer, Pair, describe, generate, start_engine
 from testing.identity import difference, prompts
-from testing.models import gemma3, llama, speculative_llama
+from testing.models import repeating_gemma3, speculative_llama
 
 LONGEST = 700
 MAX_TOKENS = 32
@@ -70,8 +70,7 @@ def _eagle(folder: Path) -> Models:
 _TOKENS = {"num_speculative_tokens": DRAFTS}
 
 METHODS: dict[str, Method] = {
-    "ngram_on_decode": Method(lambda folder: _ngram(llama(folder))),
-    "ngram_on_decode_with_windows": Method(lambda folder: _ngram(gemma3(folder))),
+    "ngram_on_decode": Method(lambda folder: _ngram(repeating_gemma3(folder))),
     "draft_model": Method(_draft_model),
     "eagle": Method(_eagle),
     # Decode has KV of drafts that prefill has not: the pair is refused at first contact.
