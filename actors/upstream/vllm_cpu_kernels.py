@@ -1,8 +1,9 @@
-"""Finds what vLLM's CPU kernels cannot compute, before the engine starts: models in a dtype, adapters.
+"""Finds what vLLM's CPU kernels cannot compute, before the engine starts.
 
 vLLM 0.32 selects some CPU kernels by model and CPU, not by dtype, so that an engine fails while it
 loads weights or at its first step: `vllm/platforms/cpu.py` (MLA) and
-`vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py`.
+`vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py`. Its LoRA kernels for CPUs apply an
+adapter to requests without one.
 """
 
 from dataclasses import dataclass
