@@ -71,8 +71,9 @@ async def generate(
     transfer: dict[str, Any] | None = None,
     logprobs: int | None = 2,
     request_id: str | None = None,
+    rank: int | None = None,
 ) -> Answer:
-    """One greedy request, to its end."""
+    """Run one greedy request to its end, on data-parallel ``rank`` of the engine if one is given."""
     params = SamplingParams(
         temperature=0.0,
         max_tokens=max_tokens,
@@ -83,7 +84,10 @@ async def generate(
     )
     final = None
     async for output in engine.generate(
-        TokensPrompt(prompt_token_ids=list(prompt)), params, request_id or uuid.uuid4().hex
+        TokensPrompt(prompt_token_ids=list(prompt)),
+        params,
+        request_id or uuid.uuid4().hex,
+        data_parallel_rank=rank,
     ):
         final = output
     assert final is not None
@@ -97,31 +101,39 @@ async def generate(
 
 @dataclass
 class Pair:
-    """A prefill and a decode engine, and the prefill engine's address as its ``describe`` answer gives it."""
+    """A prefill and a decode engine, and the prefill engine's address as its ``describe`` answer gives it.
+
+    ``prefill_rank`` and ``decode_rank`` are the data-parallel ranks that the requests are pinned to.
+    """
 
     prefill: AsyncLLM
     decode: AsyncLLM
     address: dict[str, Any]
+    prefill_rank: int | None = None
+    decode_rank: int | None = None
 
     async def together(self, prompt: Sequence[int], max_tokens: int) -> Answer:
         """Both legs at once, as Tandem's router sends them."""
         transfer_id = uuid.uuid4().hex
         leg = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
-        prefill = asyncio.ensure_future(generate(self.prefill, prompt, 1, leg, logprobs=None))
-        answer = await generate(self.decode, prompt, max_tokens, self.address | {"transfer_id": transfer_id})
+        prefill = asyncio.ensure_future(generate(self.prefill, prompt, 1, leg, logprobs=None, rank=self.prefill_rank))
+        answer = await generate(
+            self.decode, prompt, max_tokens, self.address | {"transfer_id": transfer_id}, rank=self.decode_rank
+        )
         await prefill
         return answer
 
     async def in_turn(self, prompt: Sequence[int], max_tokens: int) -> Answer:
         """Prefill first, its answer handed to decode, as public proxies do."""
-        first = await generate(self.prefill, prompt, 1, PRODUCE, logprobs=None)
+        first = await generate(self.prefill, prompt, 1, PRODUCE, logprobs=None, rank=self.prefill_rank)
         assert first.transfer is not None
-        return await generate(self.decode, prompt, max_tokens, first.transfer)
+        return await generate(self.decode, prompt, max_tokens, first.transfer, rank=self.decode_rank)
 
 
-async def describe(engine: AsyncLLM) -> dict[str, Any]:
-    """Where to find an engine: the answer to ``describe``."""
-    answer = await generate(engine, [1, 2, 3], 1, {"do_remote_decode": True, "describe": True}, logprobs=None)
+async def describe(engine: AsyncLLM, rank: int | None = None) -> dict[str, Any]:
+    """Return the address of an engine, or of one of its data-parallel ranks: the answer to ``describe``."""
+    params = {"do_remote_decode": True, "describe": True}
+    answer = await generate(engine, [1, 2, 3], 1, params, logprobs=None, rank=rank)
     assert answer.transfer is not None
     return answer.transfer
 

@@ -110,8 +110,11 @@ def llama4(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
     return _save(Llama4ForCausalLM, config, folder, seed)
 
 
-def deepseek_v2(folder: Path, seed: int = 0) -> str:
-    """Multi-head latent attention: one latent head of 576 values, which CPU's kernel is compiled for. Its path."""
+def deepseek_v2(folder: Path, seed: int = 0, experts: int = 0) -> str:
+    """Multi-head latent attention: one latent head of 576 values, which CPU's kernel is compiled for. Its path.
+
+    With ``experts``, all layers but the first have that many, two per token.
+    """
     config = DeepseekV2Config(
         **_SIZES | {"tie_word_embeddings": False},
         num_hidden_layers=3,
@@ -131,9 +134,9 @@ def deepseek_v2(folder: Path, seed: int = 0) -> str:
         qk_nope_head_dim=32,
         qk_rope_head_dim=64,
         v_head_dim=32,
-        first_k_dense_replace=3,
-        n_routed_experts=2,
-        num_experts_per_tok=1,
+        first_k_dense_replace=1 if experts else 3,
+        n_routed_experts=experts or 2,
+        num_experts_per_tok=2 if experts else 1,
         moe_intermediate_size=64,
     )
     return _save(DeepseekV2ForCausalLM, config, folder, seed)

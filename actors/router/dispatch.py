@@ -13,7 +13,7 @@ from http import HTTPStatus
 from typing import Any, Self
 
 from actors.engine_pool.engines import EnginePool, Slot
-from actors.errors import DeadlineError, RefusedError, UnavailableError
+from actors.errors import DeadlineError, EngineDownError, RefusedError, UnavailableError
 from actors.policy.decision import NO_PREFILL, PREFILL_FAILED, Decision
 from actors.policy.inflight import InflightRequest
 from actors.policy.planner import Planner
@@ -214,7 +214,9 @@ class Dispatcher:
         """Exclude the replica of the last attempt. Raises `error` after the last attempt."""
         if self._decode_replica is None:
             raise self._last_error or error
-        self._failed_decode.add(self._decode_replica)
+        # All data-parallel ranks of a replica end together.
+        down = isinstance(error.__cause__, EngineDownError)
+        self._failed_decode |= self._fleet.decode.same_replica(self._decode_replica) if down else {self._decode_replica}
         self._fleet.feedback.failed(self._decode_replica)
         self._decode_replica = None
         self._decode_tries += 1
@@ -306,7 +308,9 @@ class Dispatcher:
                 return None, "silent"
             if not opening.done():
                 broken = prefill.broken.result()
-                if broken != "refused":
+                if broken == "failed":
+                    self._failed_prefill |= self._fleet.prefill.same_replica(prefill_slot.replica_id)
+                elif broken != "refused":
                     self._failed_prefill.add(prefill_slot.replica_id)
                 if broken not in ("refused", "rejected"):
                     self._fleet.feedback.failed(prefill_slot.replica_id)

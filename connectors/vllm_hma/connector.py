@@ -30,7 +30,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from connectors.errors import ConfigurationError
 from connectors.protocol.agent_metadata import AgentMetadata, decode_agent_metadata
 from connectors.store.keys.names import ModelFingerprint
-from connectors.vllm_hma.config import parse_config
+from connectors.vllm_hma.config import parse_config, with_port_of_rank
 from connectors.vllm_hma.kv_store.orders import RankCache
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
 from connectors.vllm_hma.kv_store.worker import StoreWorker
@@ -88,6 +88,8 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             end_with_parent()
             tp_size = vllm_config.parallel_config.tensor_parallel_size
+            # All ranks on a host have the same configuration; with port 0 each takes a free one.
+            config = with_port_of_rank(config, vllm_config.parallel_config.data_parallel_index)
             shapes = group_shapes(vllm_config, kv_cache_config)
             step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
             self._scheduler = SchedulerConnector(config, incarnation, tp_size, shapes, step_tokens)
