@@ -137,6 +137,8 @@ def deepseek_v2(folder: Path, seed: int = 0, experts: int = 0) -> str:
         first_k_dense_replace=1 if experts else 3,
         n_routed_experts=experts or 2,
         num_experts_per_tok=2 if experts else 1,
+        n_group=1,
+        topk_group=1,
         moe_intermediate_size=64,
     )
     return _save(DeepseekV2ForCausalLM, config, folder, seed)

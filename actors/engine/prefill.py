@@ -45,7 +45,8 @@ class Prefill(EngineActor):
     async def call_and_hold(
         self, rank: int, call: Call, transfer_id: str, hold_s: float
     ) -> AsyncGenerator[CallItem, None]:
-        """Serve `call` on `rank`, then keep it ongoing until the caller cancels it, at most `hold_s`.
+        """Serve `call` on `rank`, then keep it ongoing until the caller cancels it, for at most
+        `hold_s`.
 
         The engine answers before decode has received the KV. The ongoing call makes a stopping
         replica wait for the handover, and the autoscaler counts it.

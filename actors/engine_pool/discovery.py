@@ -20,19 +20,19 @@ from actors.rpc.address import RpcAddress
 class EngineReplica:
     """A running replica or one data-parallel rank of it, from the replica's metadata in Serve.
 
-    ``replica``   id of the replica; the ranks of a replica end together
-    ``rank``      data-parallel rank in the replica
     ``address``   address of its RPC server
     ``slots``     number of sequences that it computes or queues at once
     ``queue``     number of requests that may wait in one router for engines of its role
     ``metadata``  all metadata of the replica or rank
+    ``replica``   id of the replica; the ranks of a replica end together
+    ``rank``      data-parallel rank in the replica
     """
 
     address: RpcAddress
     slots: int
     queue: int
     metadata: Mapping[str, Any]
-    replica: str = ""
+    replica: str
     rank: int = 0
 
 

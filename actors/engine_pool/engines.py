@@ -200,6 +200,12 @@ class EnginePool:
             return frozenset({name})
         return frozenset(other for other, one in engines.items() if one.replica == engines[name].replica)
 
+    @property
+    def replicas(self) -> int:
+        """Number of replicas that accept calls, in any of their data-parallel ranks."""
+        engines = replicas_of(self._handle.deployment_id) or {}
+        return len({one.replica for name, one in engines.items() if name in self._slots.ongoing()})
+
     def has_engines(self, avoid: AbstractSet[str] = frozenset()) -> bool:
         """Return whether any engine outside `avoid` accepts calls."""
         return not self._slots.ongoing().keys() <= avoid
