@@ -15,6 +15,7 @@ from vllm.v1.worker import cpu_worker  # noqa: F401
 
 import connectors.vllm_hma.connector  # noqa: F401
 from actors.upstream.vllm_busy_wait import shorten_busy_wait
+from testing import cpu_expert_dispatch
 from testing.ports import give_vllm_these_ports
 
 torch.set_num_threads(1)
@@ -22,6 +23,7 @@ torch._dynamo.config.disable = True  # noqa: SLF001 (torch has no public name fo
 # The CPU platform sets this variable to `spawn` (vllm/platforms/cpu.py).
 environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"
 shorten_busy_wait()
+cpu_expert_dispatch.install()
 give_vllm_these_ports()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from actors.engine.engine_actor import FIRST_REQUEST_TIMEOUT_S, CallItem, EngineActor
 from actors.engine.pair_warmup import PeerReplicas, probe_timeout_s
+from actors.engine_pool.discovery import ranked_metadata
 from actors.request import Call, ProducerAddress
 from actors.rpc.messages import RpcRequest
 from configs.settings import RoleName, ServiceSettings
@@ -25,12 +26,15 @@ class Prefill(EngineActor):
         self._producers: list[ProducerAddress] = [
             await self.engine.describe_producer(FIRST_REQUEST_TIMEOUT_S, rank) for rank in self.engine.ranks
         ]
-        for metadata, producer in zip(self._rank_metadata, self._producers, strict=True):
-            metadata["producer"] = asdict(producer)
         await self._warm_up_pairs()
 
     def _router_methods(self, rank: int) -> dict[str, Callable[..., Awaitable[Any]]]:
         return super()._router_methods(rank) | {"discard": partial(self.discard, rank)}
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Return the replica's metadata with the address of each rank's producer."""
+        ranks = zip(self._rank_metadata, self._producers, strict=True)
+        return ranked_metadata([metadata | {"producer": asdict(producer)} for metadata, producer in ranks])
 
     async def serve_request(self, rank: int, request: RpcRequest) -> AsyncGenerator[CallItem, None]:
         """Answer a request of the RPC server of `rank`: a prefill leg if it has a transfer id."""

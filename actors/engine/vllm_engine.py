@@ -64,6 +64,7 @@ class VllmEngine:
         cannot_resume: str | None,
         load: "LoadLogger | None",
         supervisor: str,
+        ranks: int = 1,
     ) -> None:
         self._llm = llm
         self._load = load
@@ -71,6 +72,8 @@ class VllmEngine:
         self._cannot_resume = cannot_resume
         self._stop_flag = stop_flag
         self._stack = stack
+        self.ranks = range(ranks)
+        """The data-parallel ranks."""
         self._heartbeats = [HeartbeatMonitor(partial(llm.ping_rank, rank)) for rank in self.ranks]
         self._supervisor = supervisor
 
@@ -121,12 +124,8 @@ class VllmEngine:
         except BaseException:
             await stack.aclose()
             raise
-        return cls(llm, app, stop_flag, stack, cannot_resume, load, supervisor)
-
-    @property
-    def ranks(self) -> range:
-        """The data-parallel ranks."""
-        return range(self._llm.vllm_config.parallel_config.data_parallel_size)
+        ranks = config.parallel_config.data_parallel_size
+        return cls(llm, app, stop_flag, stack, cannot_resume, load, supervisor, ranks)
 
     async def serve(
         self, call: Call, rank: int = 0

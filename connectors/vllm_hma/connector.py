@@ -39,8 +39,9 @@ from connectors.vllm_hma.model.translate import group_shapes, only_states_can_la
 from connectors.vllm_hma.orders import EncodedAgentMetadata, Orders
 from connectors.vllm_hma.plugin import register
 from connectors.vllm_hma.reports import WorkerReport
-from connectors.vllm_hma.scheduler_side.parent_watchdog import end_with_parent
 from connectors.vllm_hma.scheduler_side.scheduler import SchedulerConnector
+from connectors.vllm_hma.upstream.parent_watchdog import end_with_parent
+from connectors.vllm_hma.upstream.vllm_coordinator import end_coordinator_with_parent
 from connectors.vllm_hma.worker_side.worker import WorkerConnector
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 
 # For installations without entry points, or with a VLLM_PLUGINS that omits ours (plugin.py).
 register()
+end_coordinator_with_parent()
 
 
 class TandemConnector(KVConnectorBase_V1, SupportsHMA):

@@ -20,9 +20,8 @@ from actors.request import Call
 BEGUN = "event: response.created\ndata: {}\n\n"
 
 
-async def awake() -> bool:
-    """What an engine that lives answers when it is asked whether it sleeps."""
-    return False
+async def pinged(_: int) -> None:
+    """Answer as the engine core of a rank that runs."""
 
 
 def engine(error: Exception) -> VllmEngine:
@@ -39,7 +38,7 @@ def engine(error: Exception) -> VllmEngine:
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
-    llm: Any = SimpleNamespace(errored=False, is_sleeping=awake)
+    llm: Any = SimpleNamespace(errored=False, ping_rank=pinged)
     return VllmEngine(llm, app, StopFlag(), AsyncExitStack(), None, load=None, supervisor="")
 
 

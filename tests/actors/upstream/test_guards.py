@@ -59,6 +59,7 @@ GUARDS: dict[str, dict[str, str]] = {
         "vllm/v1/engine/async_llm.py:AsyncLLM._add_request": "c65a88c234a4",
         "vllm/v1/engine/async_llm.py:AsyncLLM._run_output_handler": "286e27fe8c72",
         "vllm/v1/engine/async_llm.py:AsyncLLM.generate": "e6550c29fcad",
+        "vllm/v1/engine/core_client.py:AsyncMPClient._call_utility_async": "a3cd76092d06",
         "vllm/v1/engine/output_processor.py:RequestOutputCollector": "becdae9f698c",
     },
     "vllm_sendable": {
