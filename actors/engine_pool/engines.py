@@ -201,7 +201,7 @@ class EnginePool:
         return frozenset(other for other, one in engines.items() if one.replica == engines[name].replica)
 
     @property
-    def replicas(self) -> int:
+    def replica_count(self) -> int:
         """Number of replicas that accept calls, in any of their data-parallel ranks."""
         engines = replicas_of(self._handle.deployment_id) or {}
         return len({one.replica for name, one in engines.items() if name in self._slots.ongoing()})

@@ -179,7 +179,7 @@ class Router:
 
         Calls no replica; Serve's controller checks their health.
         """
-        return {role: engines.replicas for role, engines in self._roles.items()}
+        return {role: engines.replica_count for role, engines in self._roles.items()}
 
     @property
     def ready(self) -> bool:
