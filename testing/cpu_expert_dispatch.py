@@ -1,8 +1,8 @@
-"""The two collectives that vLLM's CPU build lacks for experts on several data-parallel ranks.
+"""What vLLM's CPU build lacks for experts on several data-parallel ranks, so that tests can run such a model.
 
 ``CpuCommunicator`` inherits ``all_gatherv`` and ``reduce_scatterv``, which raise NotImplementedError
-(vllm/distributed/device_communicators/base_device_communicator.py). So on the CPU build no model with experts runs
-with ``data_parallel_size`` above 1. With these functions the tests can run one.
+(vllm/distributed/device_communicators/base_device_communicator.py). With expert parallelism the kernel also ignores
+``expert_map`` and reads beyond the weights of its own experts (``CPUUnquantizedExperts.apply``).
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+_APPLY = CPUUnquantizedExperts.apply
 
 
 def _all_gatherv(
@@ -41,9 +44,19 @@ def _reduce_scatterv(
     return total[start : start + sizes[self.rank_in_group]]
 
 
+def _apply(self: CPUUnquantizedExperts, *, topk_weights: Any, topk_ids: Any, expert_map: Any, **others: Any) -> None:
+    """Compute this rank's experts: translate their ids, and give those of other ranks no weight."""
+    if expert_map is not None:
+        local = expert_map[topk_ids.long()]
+        topk_weights = topk_weights.masked_fill(local < 0, 0.0)
+        topk_ids = local.clamp(min=0).to(topk_ids.dtype)
+    _APPLY(self, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=None, **others)
+
+
 def install() -> None:
-    """Give vLLM the collectives. Raises RuntimeError if it has its own."""
+    """Give vLLM these functions. Raises RuntimeError if it has collectives of its own."""
     for name, function in (("all_gatherv", _all_gatherv), ("reduce_scatterv", _reduce_scatterv)):
         if name in vars(CpuCommunicator) and vars(CpuCommunicator)[name] is not function:
             raise RuntimeError(f"vLLM's CpuCommunicator has {name} now: delete testing/cpu_expert_dispatch.py")
         setattr(CpuCommunicator, name, function)
+    CPUUnquantizedExperts.apply = _apply  # type: ignore[method-assign]

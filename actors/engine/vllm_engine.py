@@ -23,7 +23,7 @@ from actors.engine.node_failures import new_engine_id
 from actors.errors import CannotResumeError, EngineDownError, EngineStartError
 from actors.replay_log import ServedCall
 from actors.request import TRANSFER_FIELD, Call, Heartbeat, ProducerAddress, ResponseStart, StreamChunk
-from actors.upstream.vllm_cpu_kernels import cpu_features, model_problem
+from actors.upstream.vllm_cpu_kernels import cpu_features, experts_problem, model_problem
 from actors.upstream.vllm_fork_server import may_fork, use_fork_server
 from configs.settings import HiddenText, RoleName, ServiceSettings
 
@@ -98,7 +98,9 @@ class VllmEngine:
         )
         config = engine_args.create_engine_config(UsageContext.ENGINE_CONTEXT)
         if not settings.role(role).num_gpus:
-            problem = model_problem(config.model_config, config.attention_config.backend, cpu_features())
+            problem = model_problem(
+                config.model_config, config.attention_config.backend, cpu_features()
+            ) or experts_problem(config.model_config, config.parallel_config)
             if problem is not None:
                 raise EngineStartError(str(problem))
         cannot_resume = "prefill engines do not stream" if role == "prefill" else why_not_replayable(config)

@@ -39,6 +39,8 @@ GUARDS: dict[str, dict[str, str]] = {
     "vllm_cpu_kernels": {
         "vllm/platforms/cpu.py:CpuPlatform.get_attn_backend_cls": "dc6552b78277",
         "vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py:cpu_gdn_attention_core": "552618baa8c9",
+        "vllm/distributed/device_communicators/cpu_communicator.py:CpuCommunicator": "f10573320909",
+        "vllm/model_executor/layers/fused_moe/experts/cpu_moe.py:CPUUnquantizedExperts.apply": "639eb5e36a3b",
     },
     "vllm_cpu_worker": {
         "vllm/v1/worker/cpu_worker.py:CPUWorker.init_device": "7746f1ce7ec6",
