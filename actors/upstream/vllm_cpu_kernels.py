@@ -2,8 +2,8 @@
 
 vLLM 0.32 selects some CPU kernels by model and CPU, not by dtype, so that an engine fails while it
 loads weights or at its first step: `vllm/platforms/cpu.py` (MLA) and
-`vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py`. Its CPU build also cannot divide experts
-over ranks.
+`vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py`. Its CPU build also cannot divide
+experts over ranks.
 """
 
 from dataclasses import dataclass
