@@ -79,6 +79,13 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
                 "peers may write to it"
             )
         config = parse_config(transfer.kv_connector_extra_config)
+        parallel = vllm_config.parallel_config
+        # vLLM gives each rank of a model without experts a size of 1, but its own index.
+        if config.store is not None and (parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0):
+            raise ConfigurationError(
+                "kv_connector_extra_config: store: not tested with several data-parallel ranks; remove it, or use "
+                "one rank"
+            )
         self._only_states_can_lag = only_states_can_lag(kv_cache_config)
         # An engine id may be configured; the instance id makes the incarnation new at every start.
         incarnation = f"{transfer.engine_id}.{vllm_config.instance_id}"
@@ -89,9 +96,9 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         max_model_len = vllm_config.model_config.max_model_len
         if role is KVConnectorRole.SCHEDULER:
             end_with_parent()
-            tp_size = vllm_config.parallel_config.tensor_parallel_size
+            tp_size = parallel.tensor_parallel_size
             # All ranks on a host have the same configuration; with port 0 each takes a free one.
-            config = with_port_of_rank(config, vllm_config.parallel_config.data_parallel_index)
+            config = with_port_of_rank(config, parallel.data_parallel_index)
             shapes = group_shapes(vllm_config, kv_cache_config)
             step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
             self._scheduler = SchedulerConnector(config, incarnation, tp_size, shapes, step_tokens)
