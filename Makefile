@@ -208,6 +208,11 @@ scaling: $(STAMP) ## Replay loads in a simulation under our autoscaling policy a
 identity: $(STAMP) ## Compare tokens and logprobs with one engine, at four pairs of TP sizes
 	$(BIN)/python -m tests.campaigns.shapes.identity
 
+.PHONY: data-parallel
+data-parallel: $(STAMP) ## Data-parallel ranks on either side: 100 prompts per pair, then 20 ranks killed in a service (about an hour)
+	$(BIN)/python -m tests.campaigns.shapes.data_parallel
+	$(BIN)/python -m tests.campaigns.service.data_parallel
+
 .PHONY: families
 families: $(STAMP) ## The same for every kind of KV cache, between engines of unequal shape (about an hour)
 	$(BIN)/python -m tests.campaigns.shapes.families

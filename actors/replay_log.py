@@ -50,9 +50,13 @@ class RecordedGroups:
 
 @dataclass
 class ServedCall:
-    """A running call in its engine: the groups to repeat and the groups to send to the router."""
+    """A running call in its engine: the groups to repeat and the groups to send to the router.
+
+    `data_parallel_rank` is the engine core that computes the call.
+    """
 
     replay: ReplayLog = ()
+    data_parallel_rank: int = 0
     problem: CannotResumeError | None = None
     taken: Callable[[], None] = lambda: None
     """Callback after the serving layer has processed an output."""

@@ -96,7 +96,7 @@ async def serve(steps: Steps, host: Connection) -> None:
 
 async def read(address: Any, streams: int, steps: int) -> float:
     """Read all tokens; return this process's processor time."""
-    known = {"e": EngineReplica(address, SLOTS, SLOTS, replica_metadata(address, SLOTS))}
+    known = {"e": EngineReplica(address, SLOTS, SLOTS, replica_metadata(address, SLOTS), "e")}
     engines_module.replicas_of = lambda _: known  # type: ignore[assignment]
     handle: Any = SimpleNamespace(deployment_id="e")
     handle.options = lambda: handle

@@ -33,6 +33,8 @@ API_KEYS_VARIABLE = "TANDEM_API_KEYS"
 
 MIN_SECRET_CHARACTERS = 16
 
+LAST_PORT = 65535
+
 MIN_ONGOING_SEQUENCES = 4096
 """Minimum of a router's default `max_ongoing_sequences`."""
 
@@ -94,7 +96,13 @@ class TransferSettings(Frozen):
     side_channel_host: str | None = Field(
         None, description="interface of the side channel; unset: the address of the node"
     )
-    side_channel_port: int = Field(0, ge=0, le=65535, description="port of the side channel; 0: any free port")
+    side_channel_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="port of the side channel; 0: any free port. Data-parallel rank r listens on `side_channel_port` "
+        "+ r",
+    )
     advertise_host: str = Field(
         "", description="address under which peers reach the side channel, if side_channel_host is 0.0.0.0"
     )
@@ -413,6 +421,13 @@ class RoleSettings(PlacementSettings):
         "together",
     )
     tensor_parallel_size: int = Field(1, ge=1, description="number of ranks of one engine; the roles may differ")
+    data_parallel_size: int = Field(
+        1,
+        ge=1,
+        description="number of data-parallel ranks of one replica, each of `tensor_parallel_size` ranks, for models "
+        "with experts. Requests are routed to a rank, as to an engine of its own; all ranks end together. For other "
+        "models use `replicas`. Set `num_gpus` to the product of both sizes",
+    )
     executor: Literal["mp", "ray"] = Field(
         "mp",
         description="mp: ranks are processes of the actor, on one node; ray: ranks are Ray actors with one GPU each, "
@@ -432,8 +447,8 @@ class RoleSettings(PlacementSettings):
     max_ongoing_sequences: int | None = Field(
         None,
         ge=1,
-        description="slots of one replica: sequences (prompts times `n`) that it computes or queues. Unset: twice the "
-        "engine's `max_num_seqs`, but no more than its KV cache has blocks",
+        description="slots of one replica, or of each of its data-parallel ranks: sequences (prompts times `n`) that "
+        "it computes or queues. Unset: twice the engine's `max_num_seqs`, but no more than its KV cache has blocks",
     )
     max_queued_requests: int = Field(
         65536,
@@ -444,13 +459,23 @@ class RoleSettings(PlacementSettings):
     rpc_host: str | None = Field(
         None, description="interface of an engine's RPC server, which routers call; unset: the address of the node"
     )
-    rpc_port: int = Field(0, ge=0, le=65535, description="port of an engine's RPC server; 0: any free port")
+    rpc_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="port of an engine's RPC server; 0: any free port. Data-parallel rank r listens on `rpc_port` + r",
+    )
     start_attempts: int = Field(3, ge=1, description="failed starts after which the deployment fails")
     drain_s: Seconds = Field(30.0, description="time for which a stopping replica may finish its requests")
 
     @model_validator(mode="after")
     def _ranks_have_gpus_to_themselves(self) -> "RoleSettings":
         if self.executor == "ray":
+            if self.data_parallel_size > 1:
+                raise ValueError(
+                    "data_parallel_size must be 1 for executor `ray`: the data-parallel ranks of a replica are "
+                    "processes of its actor; use executor `mp`"
+                )
             if self.num_gpus != self.tensor_parallel_size:
                 raise ValueError(
                     f"executor `ray` needs num_gpus = tensor_parallel_size, a GPU for each rank, not "
@@ -533,6 +558,20 @@ class ServiceSettings(Frozen):
                         f"{name}.placement must be `apart`: two replicas on one node cannot share "
                         f"{setting} {port}; 0 takes any free port"
                     )
+                if port and port + role.data_parallel_size - 1 > LAST_PORT:
+                    raise ValueError(
+                        f"{name}.data_parallel_size: rank {role.data_parallel_size - 1} would listen on port "
+                        f"{port + role.data_parallel_size - 1}; choose a lower {setting}, or 0 for any free port"
+                    )
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_without_a_store(self) -> "ServiceSettings":
+        for name, role in (("prefill", self.prefill), ("decode", self.decode)):
+            if role.data_parallel_size > 1 and self.store.enabled:
+                raise ValueError(
+                    f"{name}.data_parallel_size must be 1 with a KV `store`: the combination is not tested"
+                )
         return self
 
     @property

@@ -77,8 +77,9 @@ async def generate(
     logprobs: int | None = 2,
     request_id: str | None = None,
     lora: LoRARequest | None = None,
+    rank: int | None = None,
 ) -> Answer:
-    """Run one greedy request to its end."""
+    """Run one greedy request to its end, on data-parallel ``rank`` of the engine if it is given."""
     params = SamplingParams(
         temperature=0.0,
         max_tokens=max_tokens,
@@ -89,7 +90,11 @@ async def generate(
     )
     final = None
     async for output in engine.generate(
-        TokensPrompt(prompt_token_ids=list(prompt)), params, request_id or uuid.uuid4().hex, lora_request=lora
+        TokensPrompt(prompt_token_ids=list(prompt)),
+        params,
+        request_id or uuid.uuid4().hex,
+        lora_request=lora,
+        data_parallel_rank=rank,
     ):
         final = output
     assert final is not None
@@ -103,13 +108,17 @@ async def generate(
 
 @dataclass
 class Pair:
-    """A prefill and a decode engine, and the prefill engine's address from its `describe`
+    """A prefill and a decode engine, and the prefill engine's address from its ``describe``
     answer.
+
+    ``prefill_rank`` and ``decode_rank`` are the data-parallel ranks of the requests.
     """
 
     prefill: AsyncLLM
     decode: AsyncLLM
     address: dict[str, Any]
+    prefill_rank: int | None = None
+    decode_rank: int | None = None
 
     async def together(
         self,
@@ -121,22 +130,27 @@ class Pair:
         """Send both legs at once, as Tandem's router does."""
         transfer_id = uuid.uuid4().hex
         leg = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
-        prefill = asyncio.ensure_future(generate(self.prefill, prompt, 1, leg, logprobs=None, lora=prefill_lora))
+        prefill = asyncio.ensure_future(
+            generate(self.prefill, prompt, 1, leg, logprobs=None, lora=prefill_lora, rank=self.prefill_rank)
+        )
         address = self.address | {"transfer_id": transfer_id}
-        answer = await generate(self.decode, prompt, max_tokens, address, lora=decode_lora)
+        answer = await generate(self.decode, prompt, max_tokens, address, lora=decode_lora, rank=self.decode_rank)
         await prefill
         return answer
 
     async def in_turn(self, prompt: Sequence[int], max_tokens: int) -> Answer:
         """Send the prefill leg first and its answer to decode, as public proxies do."""
-        first = await generate(self.prefill, prompt, 1, PRODUCE, logprobs=None)
+        first = await generate(self.prefill, prompt, 1, PRODUCE, logprobs=None, rank=self.prefill_rank)
         assert first.transfer is not None
-        return await generate(self.decode, prompt, max_tokens, first.transfer)
+        return await generate(self.decode, prompt, max_tokens, first.transfer, rank=self.decode_rank)
 
 
-async def describe(engine: AsyncLLM) -> dict[str, Any]:
-    """Return the address of an engine: its answer to ``describe``."""
-    answer = await generate(engine, [1, 2, 3], 1, {"do_remote_decode": True, "describe": True}, logprobs=None)
+async def describe(engine: AsyncLLM, rank: int | None = None) -> dict[str, Any]:
+    """Return the address of an engine or of one of its data-parallel ranks: its answer to
+    ``describe``.
+    """
+    params = {"do_remote_decode": True, "describe": True}
+    answer = await generate(engine, [1, 2, 3], 1, params, logprobs=None, rank=rank)
     assert answer.transfer is not None
     return answer.transfer
 

@@ -65,6 +65,7 @@ class Server:
     environment: Mapping[str, str] = field(default_factory=dict)
     host: str = "127.0.0.1"
     network: str = ""
+    data_parallel_size: int = 1
     starts: int = 0
     members: dict[str, psutil.Process] = field(default_factory=dict)
     _api: psutil.Process | None = None
@@ -87,6 +88,8 @@ class Server:
             *("--max-model-len", "2048", "--max-num-seqs", "16", "--no-enable-prefix-caching"),
             *("--num-gpu-blocks-override", str(POOL_BLOCKS), "--tensor-parallel-size", str(self.tp_size)),
         ]
+        if self.data_parallel_size > 1:
+            argv += ["--data-parallel-size", str(self.data_parallel_size)]
         if self.transfer is not None:
             argv += ["--kv-transfer-config", json.dumps(self.transfer)]
         fork_server.prepare()
@@ -111,6 +114,12 @@ class Server:
         """Return an error with the server's own exception, or with the end of its log."""
         log = self.log.read_text(errors="replace")
         return RuntimeError(f"{self.name} does not start: {root_cause(log) or log[-3000:]} (see {self.log})")
+
+    @property
+    def api(self) -> psutil.Process:
+        """The API server's process of the present start."""
+        assert self._api is not None, "start the server first"
+        return self._api
 
     @property
     def has_ended(self) -> bool:

@@ -11,12 +11,13 @@ from actors.autoscaling.load import LoadMeter
 
 
 class LoadLogger(StatLoggerBase):
-    """vLLM stat logger that measures the load of its engine."""
+    """vLLM stat logger that measures the load of its engine, over all data-parallel ranks."""
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
+        self._rank_count = vllm_config.parallel_config.data_parallel_size
         self._load = LoadMeter(time.monotonic())
-        self._running = self._waiting = 0
-        self._kv_use = 0.0
+        self._ranks: dict[int, tuple[int, int, float]] = {}
+        """Running and waiting requests and the used fraction of the KV cache, by rank."""
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
@@ -24,8 +25,8 @@ class LoadLogger(StatLoggerBase):
         """Count the results of one step. Called by vLLM."""
         now_s = time.monotonic()
         if scheduler_stats is not None:
-            self._running, self._waiting = scheduler_stats.num_running_reqs, scheduler_stats.num_waiting_reqs
-            self._kv_use = scheduler_stats.kv_cache_usage
+            stats = scheduler_stats
+            self._ranks[engine_idx] = stats.num_running_reqs, stats.num_waiting_reqs, stats.kv_cache_usage
         if iteration_stats is not None:
             for request in iteration_stats.finished_requests:
                 if request.prefill_time > 0:  # else it ended before its first token
@@ -41,10 +42,10 @@ class LoadLogger(StatLoggerBase):
         """Return the load of `llm`, by field name of PrefillLoad and DecodeLoad."""
         requests = llm.output_processor.request_states.values()
         # vLLM reports no step after the last request is aborted, so its last numbers are stale.
-        idle = not requests
+        ranks = list(self._ranks.values()) if requests else []
         return self._load.read(time.monotonic()) | {
             "queued_tokens": float(sum(one.prompt_len for one in requests if one.is_prefilling)),
-            "running": 0.0 if idle else float(self._running),
-            "waiting": 0.0 if idle else float(self._waiting),
-            "kv_use": 0.0 if idle else float(self._kv_use),
+            "running": float(sum(running for running, _, _ in ranks)),
+            "waiting": float(sum(waiting for _, waiting, _ in ranks)),
+            "kv_use": float(sum(kv_use for _, _, kv_use in ranks)) / self._rank_count if ranks else 0.0,
         }

@@ -18,8 +18,21 @@ OWNED = {
     "tensor_parallel_size": "set `tensor_parallel_size` of the role",
     "distributed_executor_backend": "set `executor` of the role",
     "kv_transfer_config": "set `transfer` of the service",
-    # A prefill replica publishes the address of one engine core; data parallelism has several.
-    "data_parallel_size": "set `replicas` of the role",
+    "data_parallel_size": "set `data_parallel_size` of the role",
+    **dict.fromkeys(
+        (
+            "data_parallel_size_local",
+            "data_parallel_rank",
+            "data_parallel_start_rank",
+            "data_parallel_address",
+            "data_parallel_rpc_port",
+            "data_parallel_backend",
+            "data_parallel_hybrid_lb",
+            "data_parallel_external_lb",
+        ),
+        "all data-parallel ranks of a replica are processes of its actor",
+    ),
+    "enable_elastic_ep": "the number of data-parallel ranks of a replica is fixed",
 }
 """Engine arguments with a setting of their own, and the message that names it."""
 
@@ -160,6 +173,7 @@ def engine_arguments(settings: ServiceSettings, role: RoleName) -> dict[str, Any
         "model": settings.model_path,
         "served_model_name": [settings.model_name],
         "tensor_parallel_size": own.tensor_parallel_size,
+        **({"data_parallel_size": own.data_parallel_size} if own.data_parallel_size > 1 else {}),
     }
 
 

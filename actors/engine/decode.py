@@ -25,33 +25,38 @@ class Decode(EngineActor):
         self._tasks = [asyncio.create_task(lost, name="watches-hosts")]
         self._probe_s = probe_timeout_s(settings.transfer)
         self._prefill = PeerReplicas("prefill", self._probe_s)
-        self._warm: set[str] = set()
+        self._warm: list[set[str]] = [set() for _ in self.engine.ranks]
         await self.warm_up_new_pairs()
         looking = every(WARM_UP_INTERVAL_S, self.warm_up_new_pairs)
         self._tasks.append(asyncio.create_task(looking, name="meets-prefill-replicas"))
 
     async def __del__(self) -> None:
         # Drain first: open calls still need the detection of lost nodes and new prefill replicas.
-        if hasattr(self, "_rpc_server"):
-            await self._rpc_server.drain()
+        await self._drain()
         for task in getattr(self, "_tasks", ()):
             task.cancel()
         await super().__del__()
 
-    async def fetch_probes(self, probes: Mapping[str, ProbeParams]) -> None:
-        """Fetch this replica's probe from a starting prefill replica."""
-        if self.replica in probes:
-            await self._fetch(probes[self.replica])
+    async def fetch_probes(self, probes: Mapping[str, list[ProbeParams]]) -> None:
+        """Fetch the probes of a starting prefill replica for the ranks of this replica."""
+        for rank, name in enumerate(self.engines):
+            for probe in probes.get(name, ()):
+                await self._fetch(rank, probe)
 
     @property
     def warm(self) -> frozenset[str]:
-        """Ids of the prefill engines whose probe this replica has fetched."""
-        return frozenset(self._warm)
+        """Ids of the prefill engines whose probe every rank of this replica has fetched."""
+        return frozenset.intersection(*map(frozenset, self._warm))
 
     async def warm_up_new_pairs(self) -> None:
-        """Fetch a probe from each new prefill replica, concurrently: unreachable ones time out."""
-        probes = [probe for probe in await self._prefill.ask("probe_for", frozenset(self._warm)) if probe]
-        fetches = await asyncio.gather(*map(self._fetch, probes), return_exceptions=True)
+        """Fetch a probe from each new prefill engine, concurrently: unreachable ones time out."""
+        await asyncio.gather(*(self._warm_up_new_pairs(rank) for rank in range(len(self._warm))))
+
+    async def _warm_up_new_pairs(self, rank: int) -> None:
+        """Fetch a probe from each prefill engine that is new to `rank`."""
+        replies = await self._prefill.ask("probes_for", frozenset(self._warm[rank]))
+        probes = [probe for reply in replies for probe in reply]
+        fetches = await asyncio.gather(*(self._fetch(rank, probe) for probe in probes), return_exceptions=True)
         for probe, problem in zip(probes, fetches, strict=True):
             if isinstance(problem, TimeoutError):
                 # Not fatal: after a failed transfer the decode engine computes the prompt.
@@ -59,7 +64,7 @@ class Decode(EngineActor):
             elif problem is not None:
                 raise problem
 
-    async def _fetch(self, probe: ProbeParams) -> None:
-        await self.engine.consume_probe(probe, self._probe_s)
-        self._warm.add(probe["remote_engine_id"])
+    async def _fetch(self, rank: int, probe: ProbeParams) -> None:
+        await self.engine.consume_probe(probe, self._probe_s, rank)
+        self._warm[rank].add(probe["remote_engine_id"])
         logger.info("warmed up the pair with prefill engine %s", probe["remote_engine_id"])

@@ -1,9 +1,11 @@
-"""Base class of the Prefill and Decode deployments: one engine behind an RPC server."""
+"""Base class of the Prefill and Decode deployments: one engine behind an RPC server per rank."""
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import ray
@@ -12,6 +14,7 @@ from ray import serve
 
 from actors.engine.start_progress import StartProgress
 from actors.engine.vllm_engine import VllmEngine
+from actors.engine_pool.discovery import engine_names, ranked_metadata
 from actors.errors import EngineStartError
 from actors.request import Accepted, Call, Heartbeat, ResponseStart, StreamChunk
 from actors.rpc.messages import RpcRequest
@@ -28,7 +31,11 @@ FIRST_REQUEST_TIMEOUT_S = 120.0
 
 
 class EngineActor:
-    """Hosts one engine. Subclasses set the role."""
+    """Hosts one engine. Subclasses set the role.
+
+    Each data-parallel rank of the engine has an RPC server of its own, so that a router treats the
+    ranks as engines: with their own address, slots and load (docs/decisions/0047).
+    """
 
     role: RoleName
 
@@ -45,41 +52,48 @@ class EngineActor:
         self._node_ip = ray.util.get_node_ip_address()
         with StartProgress(self.role, self.replica):
             self.engine = await VllmEngine.start(settings, self.role, self._node_ip)
-            await self._open_rpc_server(settings.role(self.role))
+            await self._open_rpc_servers(settings.role(self.role))
             await self._prepare(settings)
 
     async def _prepare(self, settings: ServiceSettings) -> None:
         """Prepare the replica for its role; runs before Serve marks the replica ready."""
 
-    async def _open_rpc_server(self, settings: RoleSettings) -> None:
+    async def _open_rpc_servers(self, settings: RoleSettings) -> None:
         slots = settings.max_ongoing_sequences or self.engine.slots
-        self._rpc_server = RpcServer(self.serve_request, slots, self._router_methods())
         host = settings.rpc_host or self._node_ip
-        try:
-            address = await self._rpc_server.open(host, settings.rpc_port)
-        except OSError as error:
-            where = f"{self.role}.rpc_host, rpc_port: {host}:{settings.rpc_port}"
-            raise EngineStartError(f"{where} cannot be used: {error}") from error
-        self._replica_metadata = replica_metadata(address, settings.max_queued_requests, slots=slots)
+        self.engines = engine_names(self.replica, len(self.engine.ranks))
+        self._rpc_servers: list[RpcServer] = []
+        self._rank_metadata: list[dict[str, Any]] = []
+        for rank in self.engine.ranks:
+            server = RpcServer(partial(self.serve_request, rank), slots, self._router_methods(rank))
+            self._rpc_servers.append(server)
+            port = settings.rpc_port + rank if settings.rpc_port else 0
+            try:
+                address = await server.open(host, port)
+            except OSError as error:
+                where = f"{self.role}.rpc_host, rpc_port: {host}:{port}"
+                raise EngineStartError(f"{where} cannot be used: {error}") from error
+            self._rank_metadata.append(replica_metadata(address, settings.max_queued_requests, slots=slots))
 
-    def _router_methods(self) -> dict[str, Callable[..., Awaitable[Any]]]:
-        """Return the methods available to routers, by name."""
+    def _router_methods(self, rank: int) -> dict[str, Callable[..., Awaitable[Any]]]:
+        """Return the methods available to routers on the RPC server of `rank`, by name."""
         return {"ping": self.ping, "metrics": self.metrics, "status": self.status}
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Return the replica's metadata for routers; Serve's hook, called after the start."""
-        return self._replica_metadata
+        return ranked_metadata(self._rank_metadata)
 
-    async def serve_request(self, request: RpcRequest) -> AsyncGenerator[CallItem, None]:
-        """Answer a request of the RPC server."""
-        async with aclosing(self.call(request.call)) as answer:
+    async def serve_request(self, rank: int, request: RpcRequest) -> AsyncGenerator[CallItem, None]:
+        """Answer a request of the RPC server of `rank`."""
+        async with aclosing(self.call(rank, request.call)) as answer:
             async for item in answer:
                 yield item
 
-    async def call(self, call: Call) -> AsyncGenerator[CallItem, None]:
-        """Serve `call` with this engine; closing the generator aborts the request in the engine."""
-        yield Accepted(self.replica, self._rpc_server.ongoing)
-        async with aclosing(self.engine.serve(call)) as answer:
+    async def call(self, rank: int, call: Call) -> AsyncGenerator[CallItem, None]:
+        """Serve `call` on `rank` of the engine; closing the generator aborts the request in the
+        engine."""
+        yield Accepted(self.engines[rank], self._rpc_servers[rank].ongoing)
+        async with aclosing(self.engine.serve(call, rank)) as answer:
             async for item in answer:
                 yield item
 
@@ -92,8 +106,9 @@ class EngineActor:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the load for the autoscaling policy; Serve's hook for autoscaled roles."""
         return self.engine.load() | {
-            "ongoing": float(self._rpc_server.ongoing),
-            "queued": float(self._rpc_server.queued()),
+            "ongoing": float(sum(server.ongoing for server in self._rpc_servers)),
+            # A router reports its queue, of all engines of the role, to each rank that it calls.
+            "queued": float(max(server.queued() for server in self._rpc_servers)),
         }
 
     async def status(self) -> dict[str, Any]:
@@ -113,14 +128,22 @@ class EngineActor:
         await self.engine.check_health()
         return self.replica
 
+    async def engine_names(self) -> list[str]:
+        """Return the ids under which routers know the ranks."""
+        await self.engine.check_health()
+        return self.engines
+
     async def check_health(self) -> None:
         """Raise EngineDownError if the engine has died; Serve then replaces the replica."""
         await self.engine.check_health()
 
+    async def _drain(self) -> None:
+        """Refuse new calls and wait for the running ones; no server is open if the start failed."""
+        await asyncio.gather(*(server.drain() for server in getattr(self, "_rpc_servers", ())))
+
     async def __del__(self) -> None:
         """Drain the calls and end the engine; Serve awaits this hook."""
-        if hasattr(self, "_rpc_server"):  # not set if the start failed
-            await self._rpc_server.drain()
-            await self._rpc_server.close()
+        await self._drain()
+        await asyncio.gather(*(server.close() for server in getattr(self, "_rpc_servers", ())))
         if hasattr(self, "engine"):
             await self.engine.close()

@@ -5,11 +5,13 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import aclosing
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from actors.engine.arguments import why_no_first_token
 from actors.engine.engine_actor import FIRST_REQUEST_TIMEOUT_S, CallItem, EngineActor
 from actors.engine.pair_warmup import PeerReplicas, probe_timeout_s
+from actors.engine_pool.discovery import ranked_metadata
 from actors.request import Call, ProducerAddress
 from actors.rpc.messages import RpcRequest
 from configs.settings import RoleName, ServiceSettings
@@ -25,59 +27,68 @@ class Prefill(EngineActor):
     async def _prepare(self, settings: ServiceSettings) -> None:
         self._held: set[str] = set()
         self._probe_s = probe_timeout_s(settings.transfer)
-        self._producer: ProducerAddress = await self.engine.describe_producer(FIRST_REQUEST_TIMEOUT_S)
+        self._producers: list[ProducerAddress] = [
+            await self.engine.describe_producer(FIRST_REQUEST_TIMEOUT_S, rank) for rank in self.engine.ranks
+        ]
         if problem := why_no_first_token(settings):
             logger.info("this engine samples no first tokens: %s", problem)
-            self._producer = replace(self._producer, first_token_multiple=0)
+            self._producers = [replace(producer, first_token_multiple=0) for producer in self._producers]
         await self._warm_up_pairs()
 
-    def _router_methods(self) -> dict[str, Callable[..., Awaitable[Any]]]:
-        return super()._router_methods() | {"discard": self.discard}
+    def _router_methods(self, rank: int) -> dict[str, Callable[..., Awaitable[Any]]]:
+        return super()._router_methods(rank) | {"discard": partial(self.discard, rank)}
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Return the replica's metadata with the address of its producer."""
-        return super().record_replica_metadata() | {"producer": asdict(self._producer)}
+        """Return the replica's metadata with the address of each rank's producer."""
+        ranks = zip(self._rank_metadata, self._producers, strict=True)
+        return ranked_metadata([metadata | {"producer": asdict(producer)} for metadata, producer in ranks])
 
-    async def serve_request(self, request: RpcRequest) -> AsyncGenerator[CallItem, None]:
-        """Answer a request of the RPC server: a prefill leg if it has a transfer id."""
+    async def serve_request(self, rank: int, request: RpcRequest) -> AsyncGenerator[CallItem, None]:
+        """Answer a request of the RPC server of `rank`: a prefill leg if it has a transfer id."""
         if request.transfer_id is None:
-            answer = self.call(request.call)
+            answer = self.call(rank, request.call)
         else:
-            answer = self.call_and_hold(request.call, request.transfer_id, request.hold_s)
+            answer = self.call_and_hold(rank, request.call, request.transfer_id, request.hold_s)
         async with aclosing(answer):
             async for item in answer:
                 yield item
 
-    async def call_and_hold(self, call: Call, transfer_id: str, hold_s: float) -> AsyncGenerator[CallItem, None]:
-        """Serve `call`, then keep it ongoing until the caller cancels it, for at most `hold_s`.
+    async def call_and_hold(
+        self, rank: int, call: Call, transfer_id: str, hold_s: float
+    ) -> AsyncGenerator[CallItem, None]:
+        """Serve `call` on `rank`, then keep it ongoing until the caller cancels it, for at most
+        `hold_s`.
 
         The engine answers before decode has received the KV. The ongoing call makes a stopping
         replica wait for the handover, and the autoscaler counts it.
         """
         self._held.add(transfer_id)
         try:
-            async with aclosing(self.call(call)) as answer:
+            async with aclosing(self.call(rank, call)) as answer:
                 async for item in answer:
                     yield item
             await asyncio.sleep(hold_s)
         finally:
             self._held.discard(transfer_id)
 
-    async def probe_for(self, known: Collection[str]) -> dict[str, Any] | None:
-        """Return the parameters of a probe, or None if this engine's id is in `known`."""
-        if self._producer.remote_engine_id in known:
-            return None
-        return await self.engine.produce_probe(self._probe_s)
+    async def probes_for(self, known: Collection[str]) -> list[dict[str, Any]]:
+        """Return the parameters of a probe of each rank whose engine id is not in `known`."""
+        return [
+            await self.engine.produce_probe(self._probe_s, rank)
+            for rank, producer in zip(self.engine.ranks, self._producers, strict=True)
+            if producer.remote_engine_id not in known
+        ]
 
     async def _warm_up_pairs(self) -> None:
-        """Make each running decode replica fetch a probe before this replica is ready."""
+        """Make each rank of each running decode replica fetch a probe of each rank here before this
+        replica is ready."""
         decode = PeerReplicas("decode", self._probe_s)
-        replicas = await decode.ask("ping")
-        probes = {replica: await self.engine.produce_probe(self._probe_s) for replica in replicas}
+        replicas = await decode.ask("engine_names")
+        probes = {name: await self.probes_for(()) for names in replicas for name in names}
         if probes:
             await decode.ask("fetch_probes", probes)
 
-    async def discard(self, transfer_id: str) -> None:
-        """Free the KV of a transfer; ignore transfers without a call on this replica."""
+    async def discard(self, rank: int, transfer_id: str) -> None:
+        """Free the KV of a transfer of `rank`; ignore transfers without a call on this replica."""
         if transfer_id in self._held:
-            await self.engine.discard(transfer_id)
+            await self.engine.discard(transfer_id, rank)

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, fields
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from actors.engine.node_failures import new_engine_id
 from actors.errors import CannotResumeError, EngineDownError, EngineStartError
 from actors.replay_log import ServedCall
 from actors.request import TRANSFER_FIELD, Call, Heartbeat, ProducerAddress, ResponseStart, StreamChunk
-from actors.upstream.vllm_cpu_kernels import adapter_problem, cpu_features, model_problem
+from actors.upstream.vllm_cpu_kernels import adapter_problem, cpu_features, experts_problem, model_problem
 from actors.upstream.vllm_fork_server import may_fork, use_fork_server
 from configs.settings import HiddenText, RoleName, ServiceSettings
 
@@ -48,7 +49,11 @@ class StopFlag:
 
 
 class VllmEngine:
-    """A running engine. `start` creates it, `close` ends its processes."""
+    """A running engine. `start` creates it, `close` ends its processes.
+
+    An engine has one engine core, or one for each data-parallel rank. A rank has its own scheduler,
+    cache and connector, so each request names the rank that computes it.
+    """
 
     def __init__(
         self,
@@ -59,6 +64,7 @@ class VllmEngine:
         cannot_resume: str | None,
         load: "LoadLogger | None",
         supervisor: str,
+        ranks: int = 1,
     ) -> None:
         self._llm = llm
         self._load = load
@@ -66,7 +72,9 @@ class VllmEngine:
         self._cannot_resume = cannot_resume
         self._stop_flag = stop_flag
         self._stack = stack
-        self._heartbeats = HeartbeatMonitor(llm.is_sleeping)
+        self.ranks = range(ranks)
+        """The data-parallel ranks."""
+        self._heartbeats = [HeartbeatMonitor(partial(llm.ping_rank, rank)) for rank in self.ranks]
         self._supervisor = supervisor
 
     @classmethod
@@ -90,7 +98,9 @@ class VllmEngine:
         )
         config = engine_args.create_engine_config(UsageContext.ENGINE_CONTEXT)
         if not settings.role(role).num_gpus:
-            problem = model_problem(config.model_config, config.attention_config.backend, cpu_features())
+            problem = model_problem(
+                config.model_config, config.attention_config.backend, cpu_features()
+            ) or experts_problem(config.model_config, config.parallel_config)
             if problem is None and config.lora_config is not None:
                 modules = settings.role(role).frontend.get("lora_modules") or ()
                 problem = adapter_problem(config.lora_config.max_loras, len(modules))
@@ -119,21 +129,25 @@ class VllmEngine:
         except BaseException:
             await stack.aclose()
             raise
-        return cls(llm, app, stop_flag, stack, cannot_resume, load, supervisor)
+        ranks = config.parallel_config.data_parallel_size
+        return cls(llm, app, stop_flag, stack, cannot_resume, load, supervisor, ranks)
 
-    async def serve(self, call: Call) -> AsyncGenerator[ResponseStart | bytes | StreamChunk | Heartbeat, None]:
-        """Run `call` through vLLM's application; closing the generator aborts the request.
+    async def serve(
+        self, call: Call, rank: int = 0
+    ) -> AsyncGenerator[ResponseStart | bytes | StreamChunk | Heartbeat, None]:
+        """Run `call` through vLLM's application, on `rank`; closing the generator aborts the
+        request.
 
         Raises EngineDownError if the engine dies, CannotResumeError if it cannot continue
         `call.replay_log`. vLLM's application would answer either error with an HTTP response.
         """
         if call.replay_log and self._cannot_resume is not None:
             raise CannotResumeError(self._cannot_resume)
-        served = ServedCall(replay=call.replay_log)
+        served = ServedCall(replay=call.replay_log, data_parallel_rank=rank)
         streams = False
         try:
             async with aclosing(
-                call_asgi(self._app, call, context=served.context(), heartbeats=self._heartbeats)
+                call_asgi(self._app, call, context=served.context(), heartbeats=self._heartbeats[rank])
             ) as answer:
                 async for item in answer:
                     await self.check_health()
@@ -152,12 +166,12 @@ class VllmEngine:
                 raise
             yield refusal
 
-    async def describe_producer(self, timeout_s: float) -> ProducerAddress:
-        """Return the address of this engine's workers, from the connector's `describe` reply."""
+    async def describe_producer(self, timeout_s: float, rank: int = 0) -> ProducerAddress:
+        """Return the address of the workers of `rank`, from the connector's `describe` reply."""
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=1, extra_args={TRANSFER_FIELD: {"do_remote_decode": True, "describe": True}})
-        described = await self._probe(params, timeout_s)
+        described = await self._probe(params, timeout_s, rank)
         try:
             return ProducerAddress.from_params(described or {})
         except (KeyError, TypeError, ValueError) as error:
@@ -165,67 +179,82 @@ class VllmEngine:
                 f"{CONNECTOR} answered a `describe` request with {described!r}, which is not an address: {error!r}"
             ) from error
 
-    async def produce_probe(self, timeout_s: float) -> dict[str, Any]:
+    async def produce_probe(self, timeout_s: float, rank: int = 0) -> dict[str, Any]:
         """Compute a prompt of a few tokens; return the transfer parameters for its KV."""
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=1, extra_args={TRANSFER_FIELD: {"do_remote_decode": True}})
-        return await self._probe(params, timeout_s) or {}
+        return await self._probe(params, timeout_s, rank) or {}
 
-    async def consume_probe(self, params: Mapping[str, Any], timeout_s: float) -> None:
+    async def consume_probe(self, params: Mapping[str, Any], timeout_s: float, rank: int = 0) -> None:
         """Fetch a probe's KV from its prefill engine; compute the probe if the transfer fails."""
         from vllm import SamplingParams
 
-        await self._probe(SamplingParams(max_tokens=1, extra_args={TRANSFER_FIELD: dict(params)}), timeout_s)
+        await self._probe(SamplingParams(max_tokens=1, extra_args={TRANSFER_FIELD: dict(params)}), timeout_s, rank)
 
-    async def _probe(self, params: Any, timeout_s: float) -> dict[str, Any] | None:
-        """Run one short request and return the connector's parameters."""
+    async def _probe(self, params: Any, timeout_s: float, rank: int) -> dict[str, Any] | None:
+        """Run one short request on `rank` and return the connector's parameters."""
         found = None
         async with asyncio.timeout(timeout_s):
             request_id = f"probe-{uuid.uuid4().hex}"
-            async for output in self._llm.generate({"prompt_token_ids": PROBE_TOKENS}, params, request_id=request_id):
+            async for output in self._llm.generate(
+                {"prompt_token_ids": PROBE_TOKENS}, params, request_id=request_id, data_parallel_rank=rank
+            ):
                 found = output.kv_transfer_params
         return found
 
-    async def discard(self, transfer_id: str) -> None:
-        """Make the connector free the KV of this transfer. Runs no forward pass."""
+    async def discard(self, transfer_id: str, rank: int = 0) -> None:
+        """Make the connector of `rank` free the KV of this transfer. Runs no forward pass."""
         await self._llm.notify_kv_transfer_request_rejected(
             f"discard-{uuid.uuid4().hex}",
             {"do_remote_decode": True, "transfer_id": transfer_id, "discard": True},
+            data_parallel_rank=rank,
         )
 
     async def lose(self, engines: str) -> None:
-        """Report to the connector that all engines with this id prefix are lost. Runs no forward
-        pass."""
-        await self._llm.notify_kv_transfer_request_rejected(
-            f"lose-{uuid.uuid4().hex}", {"engines_lost": engines, "supervisor": self._supervisor}
-        )
+        """Report to the connectors of all ranks that all engines with this id prefix are lost. Runs
+        no forward pass."""
+        for rank in self.ranks:
+            await self._llm.notify_kv_transfer_request_rejected(
+                f"lose-{uuid.uuid4().hex}",
+                {"engines_lost": engines, "supervisor": self._supervisor},
+                data_parallel_rank=rank,
+            )
 
     def load(self) -> dict[str, float]:
         """Return the fields of PrefillLoad or DecodeLoad; empty if the role is not autoscaled."""
         return self._load.read(self._llm) if self._load is not None else {}
 
     async def warm_up(self, timeout_s: float) -> None:
-        """Run one short request, so that no client's request has the cost of the first step."""
+        """Run one short request per rank, so that no client's request has the cost of the first
+        step."""
         from vllm import SamplingParams
 
-        await self._probe(SamplingParams(max_tokens=1), timeout_s)
+        await asyncio.gather(*(self._probe(SamplingParams(max_tokens=1), timeout_s, rank) for rank in self.ranks))
 
     def describe(self) -> dict[str, Any]:
-        """Return the engine's id in transfers, its model names and its tensor-parallel size."""
+        """Return the engine's ids in transfers, one per data-parallel rank, its model names and its
+        sizes."""
         config = self._llm.vllm_config
+        engine, start = config.kv_transfer_config.engine_id, config.instance_id
+        # vLLM (`run_engine_core` in vllm/v1/engine/core.py) and the connector compose the ids in
+        # the same way.
+        ids = [f"{engine}_dp{rank}.{start}" for rank in self.ranks] if len(self.ranks) > 1 else [f"{engine}.{start}"]
         return {
-            # The connector composes its id in the same way.
-            "engine_id": f"{config.kv_transfer_config.engine_id}.{config.instance_id}",
+            "engine_ids": ids,
             "model": config.model_config.served_model_name,
             "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
+            "data_parallel_size": len(self.ranks),
         }
 
     @property
     def slots(self) -> int:
-        """Default number of sequences that this engine accepts at once."""
+        """Default number of sequences that one rank accepts at once."""
         config = self._llm.vllm_config
-        return slots_of(config.scheduler_config.max_num_seqs, config.cache_config.num_gpu_blocks or 0)
+        # vLLM adds up the blocks of all ranks (`_apply_ready_response` in
+        # vllm/v1/engine/core_client.py).
+        kv_blocks = (config.cache_config.num_gpu_blocks or 0) // len(self.ranks)
+        return slots_of(config.scheduler_config.max_num_seqs, kv_blocks)
 
     @property
     def dead(self) -> bool:

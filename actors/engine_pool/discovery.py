@@ -1,4 +1,6 @@
-"""Registry of the running engine replicas, and the order in which a request tries them.
+"""Registry of the running engines, and the order in which a request tries them.
+
+An engine is a replica, or one of its data-parallel ranks (docs/decisions/0047).
 
 `serve_discovery.py` fills the registry in each router's process from Ray Serve's replica list,
 which is the only source (docs/decisions/0036).
@@ -16,18 +18,32 @@ from actors.rpc.address import RpcAddress
 
 @dataclass(frozen=True)
 class EngineReplica:
-    """A running replica, from its metadata in Serve.
+    """A running replica or one data-parallel rank of it, from the replica's metadata in Serve.
 
     ``address``   address of its RPC server
     ``slots``     number of sequences that it computes or queues at once
     ``queue``     number of requests that may wait in one router for engines of its role
-    ``metadata``  all metadata of the replica
+    ``metadata``  all metadata of the replica or rank
+    ``replica``   id of the replica; the ranks of a replica end together
+    ``rank``      data-parallel rank in the replica
     """
 
     address: RpcAddress
     slots: int
     queue: int
     metadata: Mapping[str, Any]
+    replica: str
+    rank: int = 0
+
+
+def engine_names(replica: str, ranks: int) -> list[str]:
+    """Return the ids under which routers know the ranks of a replica."""
+    return [f"{replica}-dp{rank}" for rank in range(ranks)] if ranks > 1 else [replica]
+
+
+def ranked_metadata(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a replica's metadata for Serve from that of its ranks; `publish` reverses it."""
+    return dict(ranks[0]) | ({"ranks": list(ranks)} if len(ranks) > 1 else {})
 
 
 def rank(
@@ -52,15 +68,18 @@ _LISTENERS: defaultdict[Hashable, list[Callable[[], None]]] = defaultdict(list)
 
 
 def publish(deployment: Hashable, metadata: Mapping[str, Mapping[str, Any]]) -> None:
-    """Replace the replicas of a deployment in the registry; `metadata` is by replica id.
+    """Replace the engines of a deployment in the registry; `metadata` is by replica id.
 
     Excludes replicas of an older release without an RPC server, which Serve is replacing.
     """
-    _PUBLISHED[deployment] = {
-        name: EngineReplica(RpcAddress(**one["rpc"]), one["slots"], one["queue"], one)
-        for name, one in metadata.items()
-        if "rpc" in one
-    }
+    engines: dict[str, EngineReplica] = {}
+    for replica, one in metadata.items():
+        if "rpc" not in one:
+            continue
+        ranks = one.get("ranks", [one])
+        for rank, (name, own) in enumerate(zip(engine_names(replica, len(ranks)), ranks, strict=True)):
+            engines[name] = EngineReplica(RpcAddress(**own["rpc"]), own["slots"], own["queue"], own, replica, rank)
+    _PUBLISHED[deployment] = engines
     for listener in tuple(_LISTENERS[deployment]):
         listener()
 
@@ -75,5 +94,5 @@ def subscribe(deployment: Hashable, listener: Callable[[], None]) -> Callable[[]
 
 
 def replicas_of(deployment: Hashable) -> Mapping[str, EngineReplica] | None:
-    """Return a deployment's running replicas by replica id; None before Serve's first report."""
+    """Return a deployment's running engines by id; None before Serve's first report."""
     return _PUBLISHED.get(deployment)

@@ -192,6 +192,20 @@ class EnginePool:
         """
         return None if replicas_of(self._handle.deployment_id) is None else self._slots.ongoing()
 
+    def same_replica(self, name: str) -> frozenset[str]:
+        """Return the ids of all data-parallel ranks in the replica of engine `name`, its own
+        included."""
+        engines = replicas_of(self._handle.deployment_id) or {}
+        if name not in engines:
+            return frozenset({name})
+        return frozenset(other for other, one in engines.items() if one.replica == engines[name].replica)
+
+    @property
+    def replica_count(self) -> int:
+        """Number of replicas that accept calls, in any of their data-parallel ranks."""
+        engines = replicas_of(self._handle.deployment_id) or {}
+        return len({one.replica for name, one in engines.items() if name in self._slots.ongoing()})
+
     def has_engines(self, avoid: AbstractSet[str] = frozenset()) -> bool:
         """Return whether any engine outside `avoid` accepts calls."""
         return not self._slots.ongoing().keys() <= avoid
@@ -214,8 +228,12 @@ class EnginePool:
         return await self._channels.to(slot.address).ask(method, *arguments)
 
     async def ask_all(self, method: str, timeout_s: float) -> list[Any]:
-        """Return the results of a method of all engines, without those that fail or time out."""
-        replicas = replicas_of(self._handle.deployment_id) or {}
+        """Return the results of a method of all replicas, without those that fail or time out.
+
+        Asks the first data-parallel rank of a replica, which answers for all.
+        """
+        engines = replicas_of(self._handle.deployment_id) or {}
+        replicas = {name: engine for name, engine in engines.items() if engine.rank == 0}
         asked = [asyncio.create_task(self._channels.to(one.address).ask(method)) for one in replicas.values()]
         if not asked:
             return []

@@ -14,7 +14,14 @@ from http import HTTPStatus
 from typing import Any, Self
 
 from actors.engine_pool.engines import EnginePool, Slot
-from actors.errors import CannotResumeError, DeadlineError, HandoverError, RefusedError, UnavailableError
+from actors.errors import (
+    CannotResumeError,
+    DeadlineError,
+    EngineDownError,
+    HandoverError,
+    RefusedError,
+    UnavailableError,
+)
 from actors.policy.decision import NO_PREFILL, PREFILL_FAILED, Decision
 from actors.policy.inflight import InflightRequest
 from actors.policy.planner import Planner
@@ -261,15 +268,16 @@ class Dispatcher:
     def timestamps(self, attempt: Attempt) -> RequestTimestamps:
         """Return the request's timestamps up to the answer of `attempt`."""
         assert self._began_at is not None, "call `open` first"
-        by_prefill = attempt.sampled_by == "prefill" and attempt.prefill is not None
+        prefill = None if attempt.prefill is None else attempt.prefill.timestamps
+        by_prefill = attempt.sampled_by == "prefill" and prefill is not None
         return RequestTimestamps(
             arrived_at=self.request.arrived_at,
             read_at=self.request.read_at,
             tried_at=self._began_at,
             retried_at=attempt.began_at,
             slots_at=attempt.slots_at,
-            decode=attempt.prefill.timestamps if by_prefill else attempt.decode.timestamps,
-            prefill=None if attempt.prefill is None or by_prefill else attempt.prefill.timestamps,
+            decode=prefill if by_prefill and prefill is not None else attempt.decode.timestamps,
+            prefill=None if by_prefill else prefill,
             streams=attempt.start.streams,
             by_prefill=by_prefill,
         )
@@ -278,7 +286,9 @@ class Dispatcher:
         """Exclude the replica of the last attempt. Raises `error` after the last attempt."""
         if self._decode_replica is None:
             raise self._last_error or error
-        self._failed_decode.add(self._decode_replica)
+        # All data-parallel ranks of a replica end together.
+        down = isinstance(error.__cause__, EngineDownError)
+        self._failed_decode |= self._fleet.decode.same_replica(self._decode_replica) if down else {self._decode_replica}
         self._fleet.feedback.failed(self._decode_replica)
         self._decode_replica = None
         self._decode_tries += 1
@@ -388,7 +398,9 @@ class Dispatcher:
             return "silent"
         if not opening.done():
             broken = prefill.broken.result()
-            if broken != "refused":
+            if broken == "failed":
+                self._failed_prefill |= self._fleet.prefill.same_replica(pair.prefill)
+            elif broken != "refused":
                 self._failed_prefill.add(pair.prefill)
             if broken not in ("refused", "rejected"):
                 self._fleet.feedback.failed(pair.prefill)

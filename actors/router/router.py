@@ -200,7 +200,7 @@ class Router:
 
         Calls no replica; Serve's controller checks their health.
         """
-        return {role: len(engines.ongoing() or ()) for role, engines in self._roles.items()}
+        return {role: engines.replica_count for role, engines in self._roles.items()}
 
     @property
     def ready(self) -> bool:

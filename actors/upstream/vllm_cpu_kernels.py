@@ -3,7 +3,7 @@
 vLLM 0.32 selects some CPU kernels by model and CPU, not by dtype, so that an engine fails while it
 loads weights or at its first step: `vllm/platforms/cpu.py` (MLA) and
 `vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py`. Its LoRA kernels for CPUs apply an
-adapter to requests without one.
+adapter to requests without one. Its CPU build also cannot divide experts over ranks.
 """
 
 from dataclasses import dataclass
@@ -100,3 +100,23 @@ def model_problem(model: "ModelConfig", backend: Any, features: CpuFeatures) -> 
     return cpu_problem(
         layers_of(model.hf_text_config, model.use_mla), features, dtype, getattr(backend, "name", backend)
     )
+
+
+def experts_problem(model: "ModelConfig", parallel: Any) -> KernelProblem | None:
+    """Return the problem of a model with experts on several ranks of an engine without a GPU.
+
+    `parallel` has vLLM's names of the parallel sizes. Over data-parallel ranks, vLLM's
+    `CpuCommunicator` has no `all_gatherv` and the engine dies in its first step. With expert
+    parallelism, the kernel ignores which experts its rank has (`CPUUnquantizedExperts.apply` in
+    vllm/model_executor/layers/fused_moe/experts/cpu_moe.py) and reads beyond their weights.
+    """
+    if not model.is_moe:
+        return None
+    if parallel.data_parallel_size > 1:
+        return KernelProblem(
+            "vLLM's CPU build cannot run a model with experts on several data-parallel ranks",
+            "set `data_parallel_size: 1`, and `replicas` for more engines",
+        )
+    if parallel.enable_expert_parallel and parallel.tensor_parallel_size > 1:
+        return KernelProblem("vLLM's CPU build cannot run expert parallelism", "remove `engine.enable_expert_parallel`")
+    return None

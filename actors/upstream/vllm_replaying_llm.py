@@ -150,6 +150,14 @@ class ReplayingLLM(AsyncLLM):
         llm.arrivals = arrivals
         return llm
 
+    async def ping_rank(self, rank: int) -> None:
+        """Return when the engine core of data-parallel `rank` has answered.
+
+        vLLM's own methods ask the engine cores of all ranks.
+        """
+        client: Any = self.engine_core
+        await client._call_utility_async("is_sleeping", engine=client.core_engines[rank])  # noqa: SLF001
+
     def _run_output_handler(self) -> None:
         if self.output_handler is None:
             cache = self.vllm_config.cache_config
@@ -163,6 +171,9 @@ class ReplayingLLM(AsyncLLM):
     ) -> AsyncGenerator[RequestOutput, None]:
         check_sendable(prompt, sampling_params, options)
         served = SERVED_CALL.get()
+        if served is not None:
+            # The router chose the rank; vLLM's responses API has no parameter for it.
+            options["data_parallel_rank"] = served.data_parallel_rank
         timestamps = None if served is None else served.timestamps
         one = sampling_params.output_kind is RequestOutputKind.DELTA and sampling_params.n == 1
         if served is not None and not (one and served.begin()):

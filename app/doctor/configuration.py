@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.engine.arguments import engine_arguments
-from actors.upstream.vllm_cpu_kernels import cpu_features, model_problem
+from actors.upstream.vllm_cpu_kernels import cpu_features, experts_problem, model_problem
 from app.doctor.finding import Finding
 from app.run import check_model, read
 from configs.settings import RoleName, ServiceSettings, SettingsError
@@ -138,7 +138,7 @@ def _kernels(settings: ServiceSettings, role: RoleName) -> Finding:
             "kernels", f"{role}: vLLM refuses the model: {reason}", "change `model` or the engine's arguments"
         )
     backend = arguments.attention_backend or arguments.attention_config.backend
-    problem = model_problem(model, backend, cpu_features())
+    problem = model_problem(model, backend, cpu_features()) or experts_problem(model, arguments)
     if problem is not None:
         return Finding("kernels", f"{role}: {problem.reason}", problem.remedy)
     return Finding("kernels", f"{role}: the CPU's kernels run the model in {str(model.dtype).removeprefix('torch.')}")

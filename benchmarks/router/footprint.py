@@ -53,7 +53,7 @@ class Engine(Instant):
         llm: Any = NoLLM()
         application = Starlette(routes=[Route("/v1/chat/completions", complete, methods=["POST"])])
         self.role, self.replica, self.running = role, f"{role} 0", 0
-        self._held, self._producer = set(), ProducerAddress.from_params(WHERE)
+        self._held, self._producers = set(), [ProducerAddress.from_params(WHERE)]
         self.engine = VllmEngine(llm, application, StopFlag(), AsyncExitStack(), None, None, "nobody")
 
     def __del__(self) -> None:  # type: ignore[override]
@@ -61,8 +61,8 @@ class Engine(Instant):
 
     async def pool(self, stack: AsyncExitStack) -> EnginePool:
         """Start to listen; return the pool with which a router calls this engine."""
-        await self._open_rpc_server(RoleSettings(max_ongoing_sequences=SLOTS, rpc_host="127.0.0.1"))
-        stack.push_async_callback(self._rpc_server.close)
+        await self._open_rpc_servers(RoleSettings(max_ongoing_sequences=SLOTS, rpc_host="127.0.0.1"))
+        stack.push_async_callback(self._rpc_servers[0].close)
         metadata = {self.replica: {**self.record_replica_metadata(), "slots": SLOTS}}
         discovery.publish(self.role, metadata)
         handle: Any = SimpleNamespace(deployment_id=self.role)

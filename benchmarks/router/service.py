@@ -38,10 +38,12 @@ class NoLLM:
 
     errored = False
 
-    async def is_sleeping(self) -> bool:
-        return False
+    async def ping_rank(self, rank: int) -> None:
+        """Answer as an engine core that runs."""
 
-    async def notify_kv_transfer_request_rejected(self, request_id: str, params: dict[str, Any]) -> None:
+    async def notify_kv_transfer_request_rejected(
+        self, request_id: str, params: dict[str, Any], *, data_parallel_rank: int | None = None
+    ) -> None:
         """Do nothing: this engine holds no KV."""
 
 
@@ -55,16 +57,16 @@ class Instant(Prefill):
         self.replica = serve.get_replica_context().replica_id.unique_id
         self.running = 0
         self._held = set()
-        self._producer = ProducerAddress.from_params(WHERE)
+        self._producers = [ProducerAddress.from_params(WHERE)]
         llm: Any = NoLLM()
         self.engine = VllmEngine(llm, instant(), StopFlag(), AsyncExitStack(), "nothing to replay", None, "nobody")
-        await self._open_rpc_server(RoleSettings(max_ongoing_sequences=SLOTS, rpc_host="127.0.0.1"))
+        await self._open_rpc_servers(RoleSettings(max_ongoing_sequences=SLOTS, rpc_host="127.0.0.1"))
 
-    async def call(self, call: Call) -> AsyncGenerator[CallItem, None]:
+    async def call(self, rank: int, call: Call) -> AsyncGenerator[CallItem, None]:
         """Counted while it runs."""
         self.running += 1
         try:
-            async with aclosing(super().call(call)) as answer:
+            async with aclosing(super().call(rank, call)) as answer:
                 async for item in answer:
                     yield item
         finally:
@@ -72,7 +74,7 @@ class Instant(Prefill):
 
     async def status(self) -> dict[str, Any]:
         """Return the leftovers: running calls, taken slots, and held transfers."""
-        left = {"running": self.running, "ongoing": self._rpc_server.ongoing, "held": len(self._held)}
+        left = {"running": self.running, "ongoing": self._rpc_servers[0].ongoing, "held": len(self._held)}
         return {"role": self.role, "replica": self.replica, "host": "127.0.0.1", **left}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from connectors.errors import ConfigurationError
@@ -22,7 +22,8 @@ class ConnectorConfig:
     """Parsed ``kv_connector_extra_config``.
 
     ``side_channel_host``  interface of the side channel; the default serves one machine only
-    ``side_channel_port``  port of the side channel; 0 selects a free one
+    ``side_channel_port``  port of the side channel; 0 selects a free one. Data-parallel rank r
+                           listens on this port + r
     ``advertise_host``     host name or address at which peers reach side_channel_host; required if
                            that is 0.0.0.0
     ``backends``           NIXL back ends
@@ -136,3 +137,16 @@ def parse_config(extra: Mapping[str, Any]) -> ConnectorConfig:
             f"kv_connector_extra_config: set advertise_host to an address of {config.side_channel_host!r}"
         )
     return config
+
+
+def with_port_of_rank(config: ConnectorConfig, data_parallel_rank: int) -> ConnectorConfig:
+    """Return ``config`` with the side channel port of a data-parallel rank of the engine."""
+    if not config.side_channel_port:
+        return config
+    port = config.side_channel_port + data_parallel_rank
+    if port >= 65536:
+        raise ConfigurationError(
+            f"kv_connector_extra_config: side_channel_port: data-parallel rank {data_parallel_rank} would listen on "
+            f"port {port}; choose a lower port, or 0 for any free one"
+        )
+    return replace(config, side_channel_port=port)

@@ -31,7 +31,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from connectors.errors import ConfigurationError
 from connectors.protocol.agent_metadata import AgentMetadata, decode_agent_metadata
 from connectors.store.keys.names import ModelFingerprint
-from connectors.vllm_hma.config import parse_config
+from connectors.vllm_hma.config import parse_config, with_port_of_rank
 from connectors.vllm_hma.kv_store.orders import RankCache
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
 from connectors.vllm_hma.kv_store.worker import StoreWorker
@@ -41,8 +41,9 @@ from connectors.vllm_hma.model.translate import group_shapes, only_states_can_la
 from connectors.vllm_hma.orders import EncodedAgentMetadata, Orders
 from connectors.vllm_hma.plugin import register
 from connectors.vllm_hma.reports import WorkerReport
-from connectors.vllm_hma.scheduler_side.parent_watchdog import end_with_parent
 from connectors.vllm_hma.scheduler_side.scheduler import SchedulerConnector
+from connectors.vllm_hma.upstream.parent_watchdog import end_with_parent
+from connectors.vllm_hma.upstream.vllm_coordinator import end_coordinator_with_parent
 from connectors.vllm_hma.worker_side.worker import WorkerConnector
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 
 # For installations without entry points, or with a VLLM_PLUGINS that omits ours (plugin.py).
 register()
+end_coordinator_with_parent()
 
 
 class TandemConnector(KVConnectorBase_V1, SupportsHMA):
@@ -80,8 +82,15 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
             )
         config = parse_config(transfer.kv_connector_extra_config)
         check_method(vllm_config)
+        parallel = vllm_config.parallel_config
         if config.store is not None:
             check_store(vllm_config)
+            # vLLM gives each rank of a model without experts a size of 1, but its own index.
+            if parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0:
+                raise ConfigurationError(
+                    "kv_connector_extra_config: store: not tested with several data-parallel ranks; remove it, or use "
+                    "one rank"
+                )
         self._only_states_can_lag = only_states_can_lag(kv_cache_config)
         # An engine id may be configured; the instance id makes the incarnation new at every start.
         incarnation = f"{transfer.engine_id}.{vllm_config.instance_id}"
@@ -92,7 +101,9 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         max_model_len = vllm_config.model_config.max_model_len
         if role is KVConnectorRole.SCHEDULER:
             end_with_parent()
-            tp_size = vllm_config.parallel_config.tensor_parallel_size
+            tp_size = parallel.tensor_parallel_size
+            # All ranks on a host have the same configuration; with port 0 each takes a free one.
+            config = with_port_of_rank(config, parallel.data_parallel_index)
             shapes = group_shapes(vllm_config, kv_cache_config)
             step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
             self._scheduler = SchedulerConnector(

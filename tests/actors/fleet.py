@@ -175,6 +175,15 @@ class Handle:
         """A pool whose replicas become known with the first request."""
         return {replica.name: 0 for replica in self.replicas} if self._known else None
 
+    @property
+    def replica_count(self) -> int:
+        return len(self.replicas) if self._known else 0
+
+    def same_replica(self, name: str) -> frozenset[str]:
+        """Names of data-parallel ranks are those that Serve's metadata gives them: `<replica>-dp<rank>`."""
+        whole = name.partition("-dp")[0]
+        return frozenset(one.name for one in self.replicas if one.name.partition("-dp")[0] == whole) | {name}
+
     def has_engines(self, avoid: AbstractSet[str] = frozenset()) -> bool:
         return any(replica.name not in avoid for replica in self.replicas)
 

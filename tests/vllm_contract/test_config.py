@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from connectors.errors import ConfigurationError
-from connectors.vllm_hma.config import parse_config
+from connectors.vllm_hma.config import parse_config, with_port_of_rank
 from connectors.vllm_hma.devices import has_rdma, interface_of
 
 
@@ -106,3 +106,12 @@ def test_addresses_and_interfaces() -> None:
     """Names and other hosts' addresses have no interface."""
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("192.0.2.7") is interface_of("localhost") is None
+
+
+def test_each_data_parallel_rank_has_its_own_port() -> None:
+    """A fixed port is that of rank 0; with 0, each rank takes a free one."""
+    fixed, free = parse_config({"side_channel_port": 5600}), parse_config({})
+    assert [with_port_of_rank(fixed, rank).side_channel_port for rank in range(3)] == [5600, 5601, 5602]
+    assert with_port_of_rank(free, 2) == free
+    with pytest.raises(ConfigurationError, match="rank 1 would listen on port 65536"):
+        with_port_of_rank(parse_config({"side_channel_port": 65535}), 1)

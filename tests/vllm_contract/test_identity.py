@@ -171,6 +171,20 @@ def test_an_adapter_that_changed_under_a_running_engine(tmp_path: Path) -> None:
     assert adapters.identity(lora(folder)) == Adapters().identity(lora(folder))
 
 
+def test_a_store_is_refused_on_data_parallel_ranks() -> None:
+    """Rank 1 is told apart by its index: vLLM sets the size back to 1 for models without experts."""
+    transfer = KVTransferConfig(
+        kv_connector="TandemConnector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={"store": {"path": "/disk"}},
+    )
+    made = config(MODEL_DIR, kv_transfer_config=transfer)
+    made.parallel_config.data_parallel_index = 1
+    with pytest.raises(ConfigurationError, match="store: not tested with several data-parallel ranks"):
+        TandemConnector(made, KVConnectorRole.SCHEDULER, cache_config((["f"], full())))
+
+
 def test_sleep_mode_is_refused() -> None:
     """Sleep releases the KV cache's memory, which NIXL keeps registered."""
     transfer = KVTransferConfig(kv_connector="TandemConnector", kv_role="kv_both", kv_load_failure_policy="recompute")

@@ -4,7 +4,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from vllm.config import VllmConfig
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
@@ -73,6 +73,22 @@ def test_what_the_scheduler_says_counts_while_there_are_requests(llm):
         "running": 0,
         "waiting": 0,
         "kv_use": 0,
+    }
+
+
+def test_data_parallel_ranks_are_one_load(llm):
+    """Requests add up; the KV cache is that of all ranks, of which one may not have run a step yet."""
+    config = VllmConfig(parallel_config=ParallelConfig(data_parallel_size=4, data_parallel_size_local=4))
+    load = LoadLogger(config)
+    manager = PerEngineStatLoggerAdapter(config, [0, 1, 2, 3], lambda *_: load)
+    manager.record(SchedulerStats(num_running_reqs=3, num_waiting_reqs=2, kv_cache_usage=0.25), None, engine_idx=0)
+    manager.record(SchedulerStats(num_running_reqs=1, kv_cache_usage=0.5), None, engine_idx=3)
+    manager.record(SchedulerStats(num_running_reqs=2, kv_cache_usage=0.75), None, engine_idx=3)
+    llm.output_processor.request_states["a"] = request("a", 1, False)
+    assert {name: load.read(llm)[name] for name in ("running", "waiting", "kv_use")} == {
+        "running": 5,
+        "waiting": 2,
+        "kv_use": 0.25,
     }
 
 

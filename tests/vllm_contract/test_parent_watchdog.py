@@ -24,7 +24,7 @@ def child() -> None:
     """Act like an engine core that creates its connector."""
     import time
 
-    from connectors.vllm_hma.scheduler_side.parent_watchdog import end_with_parent
+    from connectors.vllm_hma.upstream.parent_watchdog import end_with_parent
 
     end_with_parent()
     print("waiting", flush=True)
@@ -57,7 +57,7 @@ def test_a_child_ends_with_a_parent_that_is_killed(tmp_path: Path, method: str) 
 def test_a_process_of_its_own_is_left_alone() -> None:
     """An engine in its caller's process does not end with the caller's shell."""
     code = (
-        "from connectors.vllm_hma.scheduler_side.parent_watchdog import end_with_parent; import threading;"
+        "from connectors.vllm_hma.upstream.parent_watchdog import end_with_parent; import threading;"
         "end_with_parent();"
         "print([thread.name for thread in threading.enumerate()])"
     )

@@ -20,9 +20,8 @@ from actors.request import Call
 BEGUN = "event: response.created\ndata: {}\n\n"
 
 
-async def awake() -> bool:
-    """Part of an engine that answers vLLM's sleep check."""
-    return False
+async def pinged(_: int) -> None:
+    """Answer as the engine core of a running rank."""
 
 
 def engine(error: Exception) -> VllmEngine:
@@ -41,7 +40,7 @@ def engine(error: Exception) -> VllmEngine:
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
-    llm: Any = SimpleNamespace(errored=False, is_sleeping=awake)
+    llm: Any = SimpleNamespace(errored=False, ping_rank=pinged)
     return VllmEngine(llm, app, StopFlag(), AsyncExitStack(), None, load=None, supervisor="")
 
 

@@ -13,9 +13,9 @@ from configs.settings import TransferSettings
 class Prefills:
     """Two replicas, each with a probe for engines that it does not know."""
 
-    async def ask(self, method: str, known: Collection[str]) -> list[dict[str, Any] | None]:
-        assert method == "probe_for"
-        return [None if name in known else {"remote_engine_id": name} for name in ("out of reach", "near")]
+    async def ask(self, method: str, known: Collection[str]) -> list[list[dict[str, Any]]]:
+        assert method == "probes_for"
+        return [[] if name in known else [{"remote_engine_id": name}] for name in ("out of reach", "near")]
 
 
 class Unstarted(Decode):
@@ -24,8 +24,9 @@ class Unstarted(Decode):
     _prefill: Any
     engine: Any
 
-    def __init__(self) -> None:
-        self._prefill, self.engine, self._warm, self._probe_s = Prefills(), Engine(), set(), 1.0
+    def __init__(self, ranks: int = 1) -> None:
+        self._prefill, self.engine, self._probe_s = Prefills(), Engine(), 1.0
+        self._warm = [set() for _ in range(ranks)]
 
     def __del__(self) -> None:  # type: ignore[override]
         pass
@@ -35,12 +36,12 @@ class Engine:
     """Fetches every probe except one."""
 
     def __init__(self) -> None:
-        self.fetched: list[str] = []
+        self.fetched: list[tuple[int, str]] = []
 
-    async def consume_probe(self, probe: Mapping[str, Any], timeout_s: float) -> None:
+    async def consume_probe(self, probe: Mapping[str, Any], timeout_s: float, rank: int) -> None:
         if probe["remote_engine_id"] == "out of reach":
             raise TimeoutError
-        self.fetched.append(probe["remote_engine_id"])
+        self.fetched.append((rank, probe["remote_engine_id"]))
 
 
 async def test_one_that_cannot_be_met_keeps_nobody_from_the_others() -> None:
@@ -48,7 +49,15 @@ async def test_one_that_cannot_be_met_keeps_nobody_from_the_others() -> None:
     decode = Unstarted()
     await decode.warm_up_new_pairs()
     await decode.warm_up_new_pairs()
-    assert decode.engine.fetched == ["near"]
+    assert decode.engine.fetched == [(0, "near")]
+    assert decode.warm == {"near"}
+
+
+async def test_each_data_parallel_rank_warms_up() -> None:
+    """A rank has its own connector, so the handshake of another rank does not help it."""
+    decode = Unstarted(ranks=2)
+    await decode.warm_up_new_pairs()
+    assert sorted(decode.engine.fetched) == [(0, "near"), (1, "near")]
     assert decode.warm == {"near"}
 
 

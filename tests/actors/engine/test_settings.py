@@ -34,6 +34,9 @@ CONFIGS = Path(__file__).resolve().parents[3] / "configs"
         ({"decode": {"placement": "far"}}, "decode.placement"),
         ({"router": {"label_selector": ["prefill"]}}, "router.label_selector"),
         ({"transfer": {"side_channel_port": 5600}, "prefill": {"replicas": 2}}, "prefill.placement"),
+        ({"decode": {"data_parallel_size": 2, "executor": "ray", "num_gpus": 2}}, "data_parallel_size must be 1"),
+        ({"decode": {"data_parallel_size": 2, "rpc_port": 65535}}, "would listen on port 65536"),
+        ({"prefill": {"data_parallel_size": 2}, "store": {"path": "/disk"}}, "prefill.data_parallel_size must be 1"),
         ({"transfer": {"side_channel_port": 5600}, "decode": {"replicas": {"max_replicas": 2}}}, "decode.placement"),
     ],
 )
@@ -87,8 +90,13 @@ def test_every_wrong_key_is_named_at_once():
         ({"engine": {"kv_transfer_config": {}}}, "engine.kv_transfer_config: cannot be set here; set `transfer`"),
         (
             {"decode": {"engine": {"data_parallel_size": 2}}},
-            "decode.engine.data_parallel_size: cannot be set here; set `replicas`",
+            "decode.engine.data_parallel_size: cannot be set here; set `data_parallel_size` of the role",
         ),
+        (
+            {"engine": {"data_parallel_rank": 1}},
+            "engine.data_parallel_rank: cannot be set here; all data-parallel ranks of a replica are processes",
+        ),
+        ({"engine": {"enable_elastic_ep": True}}, "engine.enable_elastic_ep: cannot be set here"),
         ({"decode": {"frontend": {"tool_parser": "x"}}}, "decode.frontend.tool_parser: vLLM has no such argument"),
         ({"decode": {"label_selector": {"tandem/role": "a b"}}}, "decode.label_selector: .*Invalid label selector"),
         ({"router": {"label_selector": {"-": "x"}}}, "router.label_selector: .*Invalid label key"),
@@ -138,6 +146,13 @@ def test_which_engines_sample_first_tokens(args, reason):
     """Those whose two roles turn the same request into the same token and events."""
     found = why_no_first_token(parse_settings(args))
     assert found is None if reason is None else reason in found
+
+
+def test_data_parallel_size_reaches_vllm_only_if_set():
+    """Of one role: the other keeps its single engine core."""
+    settings = parse_settings({"model": "m", "prefill": {"data_parallel_size": 2}})
+    assert engine_arguments(settings, "prefill")["data_parallel_size"] == 2
+    assert "data_parallel_size" not in engine_arguments(settings, "decode")
 
 
 def test_a_gpu_role_gets_no_cpu_defaults():

@@ -4,7 +4,9 @@ from collections import Counter
 
 import pytest
 
-from actors.engine_pool.discovery import rank
+from actors.engine_pool.discovery import engine_names, publish, rank, ranked_metadata, replicas_of
+from actors.rpc.address import RpcAddress
+from actors.rpc.server import replica_metadata
 
 
 @pytest.mark.parametrize(
@@ -42,3 +44,25 @@ def test_a_replica_to_avoid_is_not_ranked():
     """A dead engine looks idle, and is not ranked."""
     assert rank({"a": 0, "b": 5, "c": 2}, 0, avoid={"a", "gone"}) == ["c", "b"]
     assert rank({"a": 0}, 0, avoid={"a"}) == []
+
+
+def test_each_data_parallel_rank_is_an_engine():
+    """With its own address, slots and producer; an engine without ranks keeps the replica's id."""
+    of_ranks = [
+        replica_metadata(RpcAddress("h", port, "key"), 7, slots=4, producer={"remote_port": port + 10})
+        for port in (1, 2)
+    ]
+    alone = replica_metadata(RpcAddress("h", 3, "key"), 7, slots=9)
+    publish("ranks", {"a": ranked_metadata(of_ranks), "b": ranked_metadata([alone])})
+    engines = replicas_of("ranks")
+    assert engines is not None
+    found = {
+        name: (one.replica, one.rank, one.address.port, one.slots, one.metadata.get("producer"))
+        for name, one in engines.items()
+    }
+    assert found == {
+        "a-dp0": ("a", 0, 1, 4, {"remote_port": 11}),
+        "a-dp1": ("a", 1, 2, 4, {"remote_port": 12}),
+        "b": ("b", 0, 3, 9, None),
+    }
+    assert [*engine_names("a", 2), *engine_names("b", 1)] == list(engines)

@@ -20,7 +20,7 @@ RPC = RpcAddress("127.0.0.1", 1, "key")
 
 def engines(queue: int = 100, **slots: int) -> dict[str, EngineReplica]:
     """Engines by name, with this number of slots each."""
-    return {name: EngineReplica(RPC, count, queue, {}) for name, count in slots.items()}
+    return {name: EngineReplica(RPC, count, queue, {}, name) for name, count in slots.items()}
 
 
 async def soon(*tasks: asyncio.Task[str]) -> list[str | None]:

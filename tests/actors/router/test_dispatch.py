@@ -64,6 +64,22 @@ async def test_when_prefill_legs_keep_breaking_decode_serves_alone(replicas, ask
     assert TRANSFER_FIELD not in json.loads(d.calls[-1].body)
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_the_other_ranks_of_a_dead_replica_are_not_asked(role):
+    """They end with it, and would use up the attempts."""
+    good = well if role == "prefill" else OK
+    ranks = [good, dies, dies, dies]
+    router, p, d = fleet(ranks, [OK]) if role == "prefill" else fleet([well], ranks)
+    dying = (p if role == "prefill" else d).replicas[1:]
+    for rank, replica in enumerate(dying):
+        replica.name = f"dead-dp{rank}"
+    p.in_order = d.in_order = True
+    answer, body = await ask(router, request(stream=False))
+    await at_rest(p, d)
+    assert (answer.route, json.loads(body)) == ("remote", WHOLE)
+    assert [len(replica.calls) for replica in dying] == [0, 0, 1]
+
+
 async def test_a_prefill_leg_that_finds_the_request_bad_is_not_tried_again():
     """The client receives decode's own answer."""
     router, p, d = fleet([answers(400, {}), answers(400, {})], [answers(400, {"error": "no"})])

@@ -41,7 +41,7 @@ async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[World, None]:
 
     server = RpcServer(served, slots=2, methods={"broken": broken, "double": double, "ping": ping, "sleep": sleep})
     address = await server.open("127.0.0.1", 0)
-    known = {"e": EngineReplica(address, 9, 9, replica_metadata(address, 9))}
+    known = {"e": EngineReplica(address, 9, 9, replica_metadata(address, 9), "e")}
     monkeypatch.setattr(module, "replicas_of", lambda _: known)
     handle: Any = SimpleNamespace(deployment_id="engines")
     handle.options = lambda: handle

@@ -40,6 +40,8 @@ GUARDS: dict[str, dict[str, str]] = {
     "vllm_cpu_kernels": {
         "vllm/platforms/cpu.py:CpuPlatform.get_attn_backend_cls": "dc6552b78277",
         "vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py:cpu_gdn_attention_core": "552618baa8c9",
+        "vllm/distributed/device_communicators/cpu_communicator.py:CpuCommunicator": "f10573320909",
+        "vllm/model_executor/layers/fused_moe/experts/cpu_moe.py:CPUUnquantizedExperts.apply": "639eb5e36a3b",
     },
     "vllm_cpu_worker": {
         "vllm/v1/worker/cpu_worker.py:CPUWorker.init_device": "7746f1ce7ec6",
@@ -60,6 +62,7 @@ GUARDS: dict[str, dict[str, str]] = {
         "vllm/v1/engine/async_llm.py:AsyncLLM._add_request": "c65a88c234a4",
         "vllm/v1/engine/async_llm.py:AsyncLLM._run_output_handler": "286e27fe8c72",
         "vllm/v1/engine/async_llm.py:AsyncLLM.generate": "e6550c29fcad",
+        "vllm/v1/engine/core_client.py:AsyncMPClient._call_utility_async": "a3cd76092d06",
         "vllm/v1/engine/output_processor.py:RequestOutputCollector": "becdae9f698c",
     },
     "vllm_sendable": {

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from actors.engine import vllm_engine
-from actors.upstream.vllm_cpu_kernels import CpuFeatures, Layers, cpu_features, cpu_problem, layers_of, model_problem
+from actors.upstream.vllm_cpu_kernels import (
+    CpuFeatures,
+    Layers,
+    cpu_features,
+    cpu_problem,
+    experts_problem,
+    layers_of,
+    model_problem,
+)
 from configs.settings import parse_settings
 from testing.models import deepseek_v2
 
@@ -106,3 +115,23 @@ def test_features_are_those_that_vllm_sees(monkeypatch: pytest.MonkeyPatch) -> N
     for there in (True, False):
         monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda there=there: there)
         assert cpu_features() == CpuFeatures(amx=there)
+
+
+@pytest.mark.parametrize(
+    ("experts", "parallel", "remedy"),
+    [
+        (True, {"data_parallel_size": 2}, "set `data_parallel_size: 1`"),
+        (True, {"tensor_parallel_size": 2, "enable_expert_parallel": True}, "remove `engine.enable_expert_parallel`"),
+        (True, {"tensor_parallel_size": 2}, None),
+        (True, {"enable_expert_parallel": True}, None),
+        (False, {"data_parallel_size": 2}, None),
+    ],
+)
+def test_experts_on_several_ranks(experts: bool, parallel: dict[str, object], remedy: str | None) -> None:
+    """With vLLM's own arguments, which have the names of its configuration."""
+    model: Any = SimpleNamespace(is_moe=experts)
+    problem = experts_problem(model, AsyncEngineArgs(model="m", **parallel))
+    assert (problem is None) == (remedy is None)
+    if problem is not None:
+        assert remedy is not None
+        assert remedy in problem.remedy

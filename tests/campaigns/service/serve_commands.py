@@ -99,7 +99,7 @@ class Shell:
 
     def engines(self) -> set[str]:
         """Each start of an engine has an id of its own."""
-        return {engine["engine_id"] for engine in self.service()["engines"]}
+        return {engine["engine_ids"][0] for engine in self.service()["engines"]}
 
 
 def wait_until(done: Callable[[], object], log: Path | None = None, within_s: float = COMMAND_S) -> None:

@@ -1,0 +1,27 @@
+"""Ends vLLM's data-parallel coordinator when the process that started it ends.
+
+vLLM stops this process when its parent shuts down, but not when the parent is killed: the
+coordinator would stay. Source:
+https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/engine/coordinator.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.engine.coordinator import DPCoordinatorProc
+
+from connectors.vllm_hma.upstream.parent_watchdog import end_with_parent
+
+_RUN = DPCoordinatorProc.run_coordinator
+
+
+def run_coordinator(*arguments: Any, **named: Any) -> None:
+    """Run vLLM's coordinator in this process. Pickled by name, so every start method finds it."""
+    end_with_parent()
+    _RUN(*arguments, **named)
+
+
+def end_coordinator_with_parent() -> None:
+    """Make vLLM start the coordinator with `run_coordinator`. Repeated calls have no effect."""
+    DPCoordinatorProc.run_coordinator = staticmethod(run_coordinator)
