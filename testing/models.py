@@ -1,7 +1,4 @@
-"""Tiny random models, created where the tests run.
-
-The architectures are real; the models have no tokenizer and a few megabytes of weights.
-"""
+"""Tiny random models, made where the tests run: real architectures, no tokenizer, weights of a few megabytes."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
@@ -40,40 +36,22 @@ WINDOW_TOKENS = 128
 
 @dataclass(frozen=True)
 class SizedModel:
-    """Path of a model and the size of its KV: number of layers of each kind, and bytes of one token
-    of one layer in float32.
-    """
+    """A model's path and what its KV weighs: layers of each kind, and bytes of one token of one layer in float32."""
 
     path: str
     shape: dict[str, int]
 
 
 def gemma3(folder: Path, kv_heads: int = 4, seed: int = 0, sliding: int = 2) -> str:
-    """Create a Gemma-3-style hybrid and return its path.
-
-    ``sliding`` sliding layers, then a full one, twice; vLLM makes sliding + 1 KV cache groups.
-    """
+    """A Gemma-3-style hybrid: ``sliding`` layers S, then F, twice; vLLM makes sliding + 1 KV cache groups. Its path."""
     _save_gemma3(folder, seed, hidden=128, layer_types=_layers(sliding, 2), heads=4, kv_heads=kv_heads, head_dim=32)
     return str(folder)
 
 
-def repeating_gemma3(folder: Path) -> str:
-    """A ``gemma3`` whose layers add little to the embeddings: it repeats tokens, as n-gram drafts expect. Its path."""
-    gemma3(folder)
-    weights = load_file(folder / "model.safetensors")
-    for name, weight in weights.items():
-        if "post_attention_layernorm" in name or "post_feedforward_layernorm" in name:
-            # Gemma multiplies by 1 + weight.
-            weight.fill_(-0.8)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return str(folder)
-
-
 def benchmark_gemma3(folder: Path) -> SizedModel:
-    """Create a Gemma-3-style model whose prefill takes noticeable time; return its path.
+    """The same kind of model, large enough that prefill takes a while: 12 layers, about 14 million parameters.
 
-    It has 12 layers, about 14 million parameters, and the demo model's tokenizer, so that servers
-    can stream text.
+    It carries the demo model's tokenizer, so that servers can stream text.
     """
     _save_gemma3(folder, 0, hidden=448, layer_types=_layers(5, 2), heads=8, kv_heads=4, head_dim=64)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -83,9 +61,7 @@ def benchmark_gemma3(folder: Path) -> SizedModel:
 
 
 def wide_llama(folder: Path) -> SizedModel:
-    """Create a full-attention model with much KV and little computation: six layers, 48 KiB per
-    token.
-    """
+    """Full attention only, with much KV for little computation: 48 KiB a token of six layers."""
     config = LlamaConfig(
         **_SIZES | {"hidden_size": 256, "intermediate_size": 512},
         num_attention_heads=16,
@@ -99,63 +75,13 @@ def wide_llama(folder: Path) -> SizedModel:
 
 
 def llama(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
-    """Create a full-attention model: one KV cache group of four layers. Return its path."""
+    """Full attention only: one KV cache group of four layers. Its path."""
     config = LlamaConfig(**_SIZES, **_attention(kv_heads), num_hidden_layers=4)
     return _save(LlamaForCausalLM, config, folder, seed)
 
 
-@dataclass(frozen=True)
-class SpeculativeLlama:
-    """Paths of a target model, of a draft model and of an EAGLE head that both guess it well, but not always."""
-
-    target: str
-    draft: str
-    eagle: str
-
-
-def speculative_llama(folder: Path, kv_heads: int = 4, seed: int = 0) -> SpeculativeLlama:
-    """A llama whose first layer decides most; the draft model is its first two layers, the EAGLE head its first.
-
-    An EAGLE head has no norm before its layer, so the embeddings here have a root mean square of 1.
-    """
-    torch.manual_seed(seed)
-    sizes = _SIZES | {"tie_word_embeddings": False}
-    target = LlamaForCausalLM(LlamaConfig(**sizes, **_attention(kv_heads), num_hidden_layers=4)).float()
-    with torch.no_grad():
-        embeddings = target.model.embed_tokens.weight
-        # The padding token's embedding is zero, and vLLM computes it for drafts that do not exist.
-        embeddings /= embeddings.square().mean(dim=-1, keepdim=True).sqrt().clamp_min(1e-6)
-        for layer in list(target.model.layers)[1:]:
-            layer.self_attn.o_proj.weight *= 0.1
-            layer.mlp.down_proj.weight *= 0.1
-    target.save_pretrained(folder / "target")
-
-    draft = LlamaForCausalLM(LlamaConfig(**sizes, **_attention(kv_heads), num_hidden_layers=2)).float()
-    weights = target.state_dict()
-    draft.load_state_dict({name: weights[name] for name in draft.state_dict()})
-    draft.save_pretrained(folder / "draft")
-
-    eagle = folder / "eagle"
-    eagle.mkdir()
-    hidden = _SIZES["hidden_size"]
-    head = {
-        name.removeprefix("model."): weight.contiguous()
-        for name, weight in weights.items()
-        if name.startswith("model.layers.0.") and "input_layernorm" not in name
-    }
-    # A little of the target's hidden state, so that the head depends on it.
-    head["fc.weight"] = torch.cat([torch.eye(hidden), 0.02 * torch.eye(hidden)], dim=1)
-    save_file(head, eagle / "model.safetensors", metadata={"format": "pt"})
-    config = LlamaConfig(**sizes, **_attention(kv_heads), num_hidden_layers=1)
-    config.architectures = ["EagleLlamaForCausalLM"]
-    config.save_pretrained(eagle)
-    return SpeculativeLlama(str(folder / "target"), str(folder / "draft"), str(eagle))
-
-
 def gpt_oss(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
-    """Create a gpt-oss: alternating sliding and full layers, attention sinks, experts. Return its
-    path.
-    """
+    """A gpt-oss: sliding and full layers in turn, attention sinks, experts. Its path."""
     config = GptOssConfig(
         **_SIZES | {"tie_word_embeddings": False},
         **_attention(kv_heads),
@@ -169,10 +95,7 @@ def gpt_oss(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
 
 
 def llama4(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
-    """Create a model with chunked local attention in three of four layers; return its path.
-
-    The fourth layer has full attention without positions.
-    """
+    """Chunked local attention in three layers of four, full attention without positions in the fourth. Its path."""
     config = Llama4TextConfig(
         **_SIZES,
         **_attention(kv_heads),
@@ -188,17 +111,13 @@ def llama4(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
 
 
 def deepseek_v2(folder: Path, seed: int = 0) -> str:
-    """Create a model with multi-head latent attention; return its path.
-
-    Its latent head has 576 values, the size for which the CPU kernel is compiled.
-    """
+    """Multi-head latent attention: one latent head of 576 values, which CPU's kernel is compiled for. Its path."""
     config = DeepseekV2Config(
         **_SIZES | {"tie_word_embeddings": False},
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=4,
-        # Among vLLM's rotary embeddings only DeepSeek's own is correct for latent attention on the
-        # CPU.
+        # Of vLLM's rotations only this one, DeepSeek's own, is right for latent attention on CPU.
         rope_parameters={
             "rope_type": "yarn",
             "rope_theta": 10000.0,
@@ -221,7 +140,7 @@ def deepseek_v2(folder: Path, seed: int = 0) -> str:
 
 
 def falcon_h1(folder: Path, kv_heads: int = 4, state_groups: int = 1, seed: int = 0) -> str:
-    """Create a model with attention and Mamba-2 in parallel in every layer. Return its path."""
+    """Attention and Mamba-2 side by side in every layer. Its path."""
     config = FalconH1Config(
         **_SIZES,
         **_attention(kv_heads),
@@ -237,11 +156,7 @@ def falcon_h1(folder: Path, kv_heads: int = 4, state_groups: int = 1, seed: int 
 
 
 def qwen3_next(folder: Path, kv_heads: int = 2, seed: int = 0) -> str:
-    """Create a model of three gated delta net layers and one of full attention, twice; return its
-    path.
-
-    vLLM requires experts in one of the layers.
-    """
+    """Three gated delta net layers, then one of full attention, twice; vLLM wants experts in one of them. Its path."""
     config = Qwen3NextConfig(
         **_SIZES | {"tie_word_embeddings": False},
         **_attention(kv_heads) | {"head_dim": 128},
@@ -261,10 +176,7 @@ def qwen3_next(folder: Path, kv_heads: int = 2, seed: int = 0) -> str:
 
 
 def lfm2(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
-    """Create a model of short convolutions, whose state has no recurrent part; return its path.
-
-    One layer in three has full attention.
-    """
+    """Short convolutions, whose state has no recurrent part, with one layer of full attention in three. Its path."""
     config = Lfm2Config(
         **_SIZES,
         **_attention(kv_heads, head_dim=False),
@@ -278,8 +190,7 @@ def lfm2(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
     return _save(Lfm2ForCausalLM, config, folder, seed)
 
 
-# The default initializer range, 0.02, makes logits so flat that a wrong block would hardly change
-# them.
+# The default initializer range, 0.02, leaves logits so flat that a wrong block would hardly change them.
 _SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 128,
@@ -323,7 +234,7 @@ def _save_gemma3(
         sliding_window=WINDOW_TOKENS,
         layer_types=layer_types,
         max_position_embeddings=4096,
-        # The default 0.02 makes logits so flat that a wrong block would hardly change them.
+        # The default 0.02 leaves logits so flat that a wrong block would hardly change them.
         initializer_range=0.2,
         tie_word_embeddings=True,
         bos_token_id=1,
