@@ -187,11 +187,10 @@ def llama4(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
     return _save(Llama4ForCausalLM, config, folder, seed)
 
 
-def deepseek_v2(folder: Path, seed: int = 0, experts: int = 0) -> str:
+def deepseek_v2(folder: Path, seed: int = 0) -> str:
     """Create a model with multi-head latent attention; return its path.
 
-    Its latent head has 576 values, the size for which the CPU kernel is compiled. With ``experts``,
-    all layers but the first have that many, two per token.
+    Its latent head has 576 values, the size for which the CPU kernel is compiled.
     """
     config = DeepseekV2Config(
         **_SIZES | {"tie_word_embeddings": False},
@@ -213,11 +212,9 @@ def deepseek_v2(folder: Path, seed: int = 0, experts: int = 0) -> str:
         qk_nope_head_dim=32,
         qk_rope_head_dim=64,
         v_head_dim=32,
-        first_k_dense_replace=1 if experts else 3,
-        n_routed_experts=experts or 2,
-        num_experts_per_tok=2 if experts else 1,
-        n_group=1,
-        topk_group=1,
+        first_k_dense_replace=3,
+        n_routed_experts=2,
+        num_experts_per_tok=1,
         moe_intermediate_size=64,
     )
     return _save(DeepseekV2ForCausalLM, config, folder, seed)

@@ -19,7 +19,6 @@ from vllm.v1.worker import cpu_worker  # noqa: F401
 
 import connectors.vllm_hma.connector  # noqa: F401
 from actors.upstream.vllm_busy_wait import shorten_busy_wait
-from testing import cpu_expert_dispatch
 from testing.ports import give_vllm_these_ports
 
 torch.set_num_threads(1)
@@ -31,7 +30,6 @@ shorten_busy_wait()
 # on two cores take a multiple of the processor time. With gloo, which vLLM uses between hosts, they block.
 assert hasattr(CpuCommunicator, "_all_group_ranks_share_shm_group_name"), "vLLM chooses another way"
 CpuCommunicator._all_group_ranks_share_shm_group_name = lambda _: False  # noqa: SLF001
-cpu_expert_dispatch.install()
 give_vllm_these_ports()
 
 

@@ -1,6 +1,6 @@
 """Identity with one engine between engines with data-parallel ranks.
 
-    python -m tests.campaigns.shapes.data_parallel [--models gemma3,deepseek_v2] [--pairs 2x1:1x1,...] [--prompts 100]
+    python -m tests.campaigns.shapes.data_parallel [--models gemma3,llama] [--pairs 2x1:1x1,...] [--prompts 100]
 
 runs the whole campaign (``make data-parallel``). A pair is ``DPxTP`` of prefill and of decode. Each request is pinned
 to one rank of either engine, so all pairs of ranks exchange KV. The reference is one stock engine without a connector.
@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from connectors.vllm_hma.worker_side.trace import read_trace
 from testing import fork_server
 from testing.engines import Answer, Pair, describe, generate, start_engine
 from testing.identity import LOGPROB_TOLERANCE, MAX_TOKENS, difference, prompts
-from testing.models import deepseek_v2, gemma3, llama
+from testing.models import gemma3, llama
 
 LONGEST = 700
 CONCURRENCY = 4
@@ -49,24 +49,7 @@ class Shape:
         return list(range(self.dp)) if self.dp > 1 else [None]
 
 
-@dataclass(frozen=True)
-class Model:
-    """How to make a model, and the engine arguments of all engines, and of those with several ranks."""
-
-    build: Callable[[Path], str]
-    engine: dict[str, Any] = field(default_factory=dict)
-    parallel: dict[str, Any] = field(default_factory=dict)
-
-
-MODELS: dict[str, Model] = {
-    "llama": Model(llama),
-    "gemma3": Model(gemma3),
-    "deepseek_v2": Model(
-        lambda folder: deepseek_v2(folder, experts=4),
-        engine={"attention_backend": "CPU_MLA"},
-        parallel={"enable_expert_parallel": True},
-    ),
-}
+MODELS: dict[str, Callable[[Path], str]] = {"llama": llama, "gemma3": gemma3}
 
 
 @dataclass(frozen=True)
@@ -89,29 +72,27 @@ class Result:
         return not self.wrong and self.moved == self.movable and self.clean
 
 
-def start(model: Model, path: str, role: str | None, shape: Shape, **overrides: Any) -> AsyncLLM:
+def start(path: str, role: str | None, shape: Shape, **overrides: Any) -> AsyncLLM:
     """Start an engine of ``shape``."""
-    parallel = {"data_parallel_size": shape.dp} | model.parallel if shape.dp > 1 else {}
-    return start_engine(path, shape.tp, role, **(model.engine | parallel | overrides))
+    parallel = {"data_parallel_size": shape.dp} if shape.dp > 1 else {}
+    return start_engine(path, shape.tp, role, **(parallel | overrides))
 
 
-async def references(model: Model, path: str, todo: Sequence[list[int]], tp: int) -> list[Answer]:
+async def references(path: str, todo: Sequence[list[int]], tp: int) -> list[Answer]:
     """Return the answers of one stock engine."""
-    engine = start(model, path, None, Shape(1, tp))
+    engine = start(path, None, Shape(1, tp))
     try:
         return [await generate(engine, prompt, MAX_TOKENS) for prompt in todo]
     finally:
         engine.shutdown()
 
 
-async def run(
-    model: Model, path: str, shapes: tuple[Shape, Shape], cases: Sequence[tuple[list[int], Answer]], trace: Path
-) -> Result:
+async def run(path: str, shapes: tuple[Shape, Shape], cases: Sequence[tuple[list[int], Answer]], trace: Path) -> Result:
     """Start a pair and send each prompt through one pair of ranks, ``CONCURRENCY`` at a time."""
     started: list[AsyncLLM] = []
     try:
         for role, shape in zip(("kv_producer", "kv_consumer"), shapes, strict=True):
-            started.append(start(model, path, role, shape, transfer={"trace_path": str(trace)}))
+            started.append(start(path, role, shape, transfer={"trace_path": str(trace)}))
         prefill, decode = started
         addresses = [await describe(prefill, rank) for rank in shapes[0].ranks]
         assert len({one["remote_engine_id"] for one in addresses}) == len(addresses), addresses
@@ -167,14 +148,13 @@ def _received(trace: Path, ranks: int) -> int:
 async def _campaign(names: Sequence[str], pairs: Sequence[tuple[Shape, Shape]], count: int) -> int:
     failed = 0
     for name in names:
-        model = MODELS[name]
         with tempfile.TemporaryDirectory() as folder:
-            path = model.build(Path(folder) / name)
+            path = MODELS[name](Path(folder) / name)
             todo = prompts(count, LONGEST, seed=7)
-            by_tp = {tp: await references(model, path, todo, tp) for tp in sorted({decode.tp for _, decode in pairs})}
+            by_tp = {tp: await references(path, todo, tp) for tp in sorted({decode.tp for _, decode in pairs})}
             for number, (prefill, decode) in enumerate(pairs):
                 cases = list(zip(todo, by_tp[decode.tp], strict=True))
-                result = await run(model, path, (prefill, decode), cases, Path(folder) / f"{number}.jsonl")
+                result = await run(path, (prefill, decode), cases, Path(folder) / f"{number}.jsonl")
                 failed += not result.good
                 print(
                     f"{name}, (DP, TP) ({prefill.dp}, {prefill.tp}) -> ({decode.dp}, {decode.tp}): "
@@ -191,7 +171,7 @@ async def _campaign(names: Sequence[str], pairs: Sequence[tuple[Shape, Shape]], 
 def main() -> None:
     fork_server.prepare()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="gemma3,deepseek_v2")
+    parser.add_argument("--models", default="gemma3")
     parser.add_argument("--pairs", default="2x1:1x1,1x1:2x1,2x1:2x1,2x1:1x2", help="DPxTP of prefill:decode")
     parser.add_argument("--prompts", type=int, default=100)
     arguments = parser.parse_args()
