@@ -73,7 +73,8 @@ class Engine:
         self.rng = random.Random(seed)
         config = engine_config(prefix_caching, asynchronous, drafts)
         self.drafts = drafts
-        self.asynchronous = asynchronous
+        # vLLM turns it off where there is no GPU (platforms/cpu.py).
+        self.asynchronous = bool(config.scheduler_config.async_scheduling)
         config.cache_config.num_gpu_blocks = blocks
         cache = kv_cache(blocks)
         block_size, hash_block_size = resolve_kv_cache_block_sizes(cache, config)

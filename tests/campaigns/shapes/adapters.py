@@ -47,7 +47,8 @@ class Case:
 
     @property
     def shared(self) -> bool:
-        return self.decode == self.prefill
+        # vLLM compares adapters by name.
+        return _path(self.decode) == _path(self.prefill)
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,10 @@ async def run(todo: Sequence[Case], model: str, tp: tuple[int, int], trace: Path
         alike,
         clean,
     )
+
+
+def _path(adapter: LoRARequest | None) -> str | None:
+    return None if adapter is None else adapter.lora_path
 
 
 def _name(adapter: LoRARequest | None) -> str:
