@@ -64,7 +64,7 @@ def dcp_rank(grid: Grid, pcp_rank: int, tp_rank: int) -> int:
 
 
 def stores_everything(grid: Grid, kv_heads: int) -> bool:
-    """One worker: its layout, and (block, part, head, row) views of words by (group, layer)."""
+    """Return whether some rank stores each head of each token; vLLM checks sizes for this."""
     found = {
         (head, dcp_rank(grid, pcp, tp))
         for pcp in range(grid.pcp_size)
