@@ -69,9 +69,6 @@ FAMILIES: dict[str, Family] = {
     "falcon_h1_two_groups": Family(lambda folder: falcon_h1(folder, state_groups=2)),
     "qwen3_next": Family(qwen3_next, **_BFLOAT16),
     "llama_fp8": Family(llama, tolerance=0.3, engine=_FP8),
-    "llama_fp8_e5m2": Family(
-        llama, tolerance=0.3, engine=_FP8 | {"kv_cache_dtype": "fp8_e5m2"}, pairs=((1, 2), (2, 1))
-    ),
     "gemma3_fp8_blocks_32_to_64": Family(
         gemma3, tolerance=0.3, engine=_FP8, prefill=_HALF, decode=_WHOLE, pairs=((1, 2),)
     ),
