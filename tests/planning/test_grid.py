@@ -1,4 +1,4 @@
-"""Pipeline stages and DCP shards in layouts and plans: tables by hand, then properties, then refusals."""
+"""Pipeline stages and DCP shards in layouts and plans: tables, properties, refusals."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from connectors.planning.plan import check_compatible, consumer_ranks, plan_pair
 from connectors.planning.verify import prove_plans
 from tests.planning.builders import HOST
 
-# ---- by hand -----------------------------------------------------------------------------------------------------
+# ---- by hand -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ from tests.planning.builders import HOST
     ],
 )
 def test_tokens_of_a_shard(shard: Shard, stored: list[int]) -> None:
-    """``interleave_tokens`` tokens on rank i, the next on rank i+1; a rank stores its tokens one after the other."""
+    """Rank i has ``interleave_tokens`` tokens, rank i+1 the next; each stores its own densely."""
     tokens = np.arange(12)
     assert tokens[shard.stores(tokens)].tolist() == stored
     assert shard.local(np.asarray(stored)).tolist() == list(range(len(stored)))
@@ -87,7 +87,7 @@ Stages = tuple[tuple[str, ...], ...]
 
 
 def layout(grid: Grid, rank: tuple[int, int, int], stages: Stages, heads: int, block_tokens: int = 4) -> EngineLayout:
-    """A rank (PP, PCP, TP) with one full-attention group; ``block_tokens`` of one rank, a row is 8 bytes."""
+    """Return a rank (PP, PCP, TP) with one group; ``block_tokens`` of one rank, 8 bytes a row."""
     pp_rank, pcp_rank, tp_rank = rank
     held = max(1, heads // grid.tp_size)
     size = block_tokens * held * 8
@@ -133,7 +133,7 @@ ONE, TWO, THREE = (("a", "b", "c"),), (("a", "b"), ("c",)), (("a",), ("b",), ("c
 
 
 def test_partners_of_stages_by_hand() -> None:
-    """A producer stage writes to the consumer stages with which it has a layer in common."""
+    """A producer stage writes to the consumer stages with which it has a common layer."""
     two, three = engine(Grid(1, 2), TWO), engine(Grid(1, 3), THREE)
     assert [consumer_ranks(rank, three[0]) for rank in two] == [{0, 1}, {2}]
     assert [consumer_ranks(rank, two[1]) for rank in three] == [{0}, {0}, {1}]
@@ -145,7 +145,7 @@ def test_partners_of_stages_by_hand() -> None:
 
 
 def test_a_stage_without_a_share_has_a_partner() -> None:
-    """Both PCP ranks store everything and one consumer takes turns by layer: a stage of one layer uses only one."""
+    """PCP ranks are replicas that take turns by layer: a stage of one layer uses only one."""
     producers = engine(Grid(1, 3, pcp_size=2), THREE)
     (consumer,) = engine(Grid(1), ONE)
     assert [sum(plan_pair(rank, consumer).unit_bytes) > 0 for rank in producers] == [
@@ -155,7 +155,7 @@ def test_a_stage_without_a_share_has_a_partner() -> None:
 
 
 def test_pieces_of_a_stage_by_hand() -> None:
-    """Stage 1 of the producer has layer c alone, which is the third layer of the consumer: address 3000."""
+    """The producer's stage 1 has layer c alone, the consumer's third layer, at address 3000."""
     producers = engine(Grid(1, 2), TWO)
     (consumer,) = engine(Grid(1), ONE)
     plans = [plan_pair(rank, consumer) for rank in producers]
@@ -187,7 +187,7 @@ def test_units_lie_on_one_rank_of_each_side(
 
 
 def test_an_equal_division_is_not_cut() -> None:
-    """Both engines give rank 0 the same tokens of a block of 32: they are one unit, of 16 tokens a rank."""
+    """Both engines give rank 0 the same tokens of a block: one unit, of 16 tokens a rank."""
     group = Group(0, GroupKind.FULL, 32, None, (), Shard(0, 2, 1))
     assert unit_shape(group, group) == UnitShape(32, 1, 1, EVERY_TOKEN, EVERY_TOKEN, 2)
     larger = replace(group, block_tokens=96)
@@ -195,7 +195,7 @@ def test_an_equal_division_is_not_cut() -> None:
 
 
 def test_a_rank_is_asked_for_its_own_units() -> None:
-    """Units of 2 tokens; the producer stores 0-1, 4-5, ..., the consumer 0-3, 8-11, ...: they share 0-1, 4-5, 16-17."""
+    """The producer stores tokens 0-1, 4-5, ..., the consumer 0-3, 8-11, ...; units of 2 tokens."""
     src, dst = Shard(0, 2, 2), Shard(0, 2, 4)
     group = Group(0, GroupKind.FULL, 16, None, (), dst)
     blocks = BlockSet(np.array([0, 1]), np.array([7, 9]))
@@ -207,12 +207,12 @@ def test_a_rank_is_asked_for_its_own_units() -> None:
     ]
 
 
-# ---- properties --------------------------------------------------------------------------------------------------
+# ---- properties ----------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 500))
 def test_a_token_has_one_rank_and_one_place(size: int, interleave: int, token: int) -> None:
-    """One rank of a DCP group stores a token, behind the tokens before it that it stores."""
+    """One rank of a DCP group stores a token, behind its earlier tokens."""
     tokens = np.arange(token + 1)
     shards = [Shard(rank, size, interleave if size > 1 else 1) for rank in range(size)]
     (shard,) = (shard for shard in shards if shard.stores(tokens)[-1])
@@ -230,7 +230,7 @@ def test_shards_meet_where_a_token_lies_on_both(ours: Shard, theirs: Shard) -> N
     assert ours.meets(theirs) == bool((ours.stores(tokens) & theirs.stores(tokens)).any())
 
 
-# ---- refusals ----------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_grids_that_vllm_does_not_allow(sizes: dict[str, int], says: str) -> Non
 
 
 def test_a_rank_must_hold_its_share_of_the_grid() -> None:
-    """Layers of another stage, tokens of another shard, a layer on two stages: no layout, and the error says which."""
+    """Layers of another stage, tokens of another shard and repeated layers are refused by name."""
     staged, sharded = engine(Grid(1, 2), TWO)[0], engine(Grid(2, dcp_size=2), ONE)[1]
     with pytest.raises(PlanError, match=r"stage 1 has layers \('c',\), but this rank holds \('a', 'b'\)"):
         replace(staged, pp_rank=1)
@@ -268,7 +268,7 @@ def test_a_rank_must_hold_its_share_of_the_grid() -> None:
 
 
 def test_other_layers_are_refused_whatever_their_stages() -> None:
-    """Stages may differ between engines, layers may not; a missing last layer is seen from the first stage, too."""
+    """Stages may differ between engines, layers may not, also those of other stages."""
     two = engine(Grid(1, 2), TWO)
     for other in (*engine(Grid(1), ONE), *engine(Grid(1, 3), THREE)):
         for rank in two:
@@ -280,7 +280,7 @@ def test_other_layers_are_refused_whatever_their_stages() -> None:
 
 
 def test_packed_rows_are_not_cut_into_tokens() -> None:
-    """A kernel that packs 4 tokens in one row cannot send every other token; an equal division moves whole rows."""
+    """Rows of 4 tokens cannot be cut into every other token; equal divisions move whole rows."""
 
     def packed(shard: Shard) -> Group:
         pages = LayerPages("a", 0, 1024, 1, 1, 1024, 4, 256, 256, "packed")
@@ -293,7 +293,7 @@ def test_packed_rows_are_not_cut_into_tokens() -> None:
 
 
 def test_a_missing_shard_or_stage_is_no_proof() -> None:
-    """The plans of all producer ranks but one do not cover a consumer's blocks, at any position."""
+    """Without one producer rank, plans do not cover a consumer's blocks."""
     for producer, stages in ((Grid(2, dcp_size=2, interleave_tokens=4), ONE), (Grid(1, 3), THREE)):
         for consumer, theirs in ((Grid(1), ONE), (Grid(1, 2), TWO)):
             for rank in engine(consumer, theirs):

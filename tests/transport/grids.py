@@ -1,7 +1,8 @@
-"""Engines of any PP x PCP x TP (x DCP) grid over the memory transport, and an oracle of where their tokens lie.
+"""Engines of any PP x PCP x TP (x DCP) grid over the memory transport, and an oracle.
 
-The oracle places a token with vLLM's formula for slots (vllm/v1/worker/block_table.py) and a layer with vLLM's rule
-for pipeline stages (vllm/distributed/utils.py). Every 8 bytes of content name the layer, part, head and token.
+The oracle places a token with vLLM's formula for slots (vllm/v1/worker/block_table.py) and a layer
+with vLLM's rule for pipeline stages (vllm/distributed/utils.py). Every 8 bytes of content name the
+layer, part, head and token.
 """
 
 from __future__ import annotations
@@ -56,14 +57,14 @@ def stages_of(pp_size: int) -> list[list[int]]:
 
 
 def dcp_rank(grid: Grid, pcp_rank: int, tp_rank: int) -> int:
-    """vLLM's DCP groups: all ranks as (PP, PCP, TP), the last two transposed, cut into runs of ``dcp_size``."""
+    """vLLM's rule: ranks as (PP, PCP, TP), the last two transposed, in runs of ``dcp_size``."""
     ranks = np.arange(grid.pcp_size * grid.tp_size).reshape(grid.pcp_size, grid.tp_size).T.reshape(-1, grid.dcp_size)
     ((_, position),) = np.argwhere(ranks == pcp_rank * grid.tp_size + tp_rank)
     return int(position)
 
 
 def stores_everything(grid: Grid, kv_heads: int) -> bool:
-    """Whether each head of each token is on some rank, which vLLM ensures by its checks of sizes."""
+    """Return whether some rank stores each head of each token; vLLM checks sizes for this."""
     found = {
         (head, dcp_rank(grid, pcp, tp))
         for pcp in range(grid.pcp_size)
@@ -75,7 +76,7 @@ def stores_everything(grid: Grid, kv_heads: int) -> bool:
 
 @dataclass
 class GridRank:
-    """One worker: its layout, and (block, part, head, row) views of 8-byte words by (group, layer number)."""
+    """One worker: its layout, and (block, part, head, row) views of words by (group, layer)."""
 
     layout: EngineLayout
     shape: EngineShape
@@ -85,7 +86,7 @@ class GridRank:
     memory: list[np.ndarray] = field(repr=False)
 
     def slots(self, group: int, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(tokens that this rank stores, their positions in the block table, their rows): vLLM's formula."""
+        """Return the tokens that this rank stores, their block table positions and their rows."""
         grid, size = self.shape.grid, self.shape.block_tokens
         world = grid.dcp_size if MODEL[group][0] == "full" else 1
         interleave = grid.interleave_tokens
@@ -166,7 +167,7 @@ def make_engine(shape: EngineShape, blocks: int) -> list[GridRank]:
 
 
 def contents(layer: int, parts: int, heads: Sequence[int], tokens: np.ndarray) -> np.ndarray:
-    """(token, part, head) words that no two tokens, heads, parts or layers share."""
+    """Return (token, part, head) words, each unique over tokens, heads, parts and layers."""
     found = np.asarray(layer)
     for index, count in ((tokens, 4096), (np.arange(parts), 8), (np.asarray(heads), 64)):
         found = found[..., None] * count + index
@@ -211,14 +212,14 @@ class GridEngines(Engines):
         return worker
 
     def compute(self, before: int, after: int) -> None:
-        """A chunk: its tokens appear where vLLM stores them, on every producer rank that stores them."""
+        """Write a chunk's tokens where vLLM stores them, on every producer rank."""
         for rank in self.ranks[0]:
             for (group, layer), view in rank.views.items():
                 tokens, positions, rows = rank.slots(group, np.arange(before, after))
                 view[self.tables[0][group][positions], :, :, rows] = contents(layer, view.shape[1], rank.heads, tokens)
 
     def transfer(self) -> None:
-        """One request, in two chunks, from the offer to the end of all ranks on both sides."""
+        """Run one request, in two chunks, until all ranks of both sides have ended it."""
         groups = self.ranks[1][0].layout.groups
         end = CHUNKS[-1]
         wanted = tuple(wanted_blocks(g, t.tolist(), 0, end) for g, t in zip(groups, self.tables[1], strict=True))
@@ -241,10 +242,10 @@ class GridEngines(Engines):
             assert not any(consumer.machine.counts().values())
 
     def compare(self) -> int:
-        """Bytes compared: all memory of all consumer ranks.
+        """Compare all memory of all consumer ranks; return its size in bytes.
 
-        Tokens that attention reads have arrived. Other memory is a canary, or the content of the token whose slot it
-        is: units may begin before a window or end behind the prompt.
+        Tokens that attention reads have arrived. Other memory is a canary, or the content of the
+        token whose slot it is: units may begin before a window or end behind the prompt.
         """
         compared = 0
         for rank in self.ranks[1]:
@@ -255,7 +256,7 @@ class GridEngines(Engines):
                 tokens, positions, rows = rank.slots(group, np.arange(stop))
                 blocks = self.tables[1][group][positions]
                 right = contents(layer, view.shape[1], rank.heads, tokens)
-                # Nothing was computed behind the prompt: the producer's memory there is a canary, too.
+                # The producer computed nothing behind the prompt: its memory there is a canary.
                 right[tokens >= CHUNKS[-1]] = CANARY
                 expected[blocks, :, :, rows] = right
                 needed = np.zeros(view.shape, bool)
@@ -267,13 +268,13 @@ class GridEngines(Engines):
 
 
 def check_pair(producer: EngineShape, consumer: EngineShape, seed: int) -> tuple[int, int]:
-    """Prove the plans of all ranks and transfer one request. Returns the bytes written and the bytes compared."""
+    """Prove all plans and transfer one request; return the bytes written and compared."""
     engines = GridEngines((producer, consumer), seed)
     engines.transfer()
     return engines.bytes_written, engines.compare()
 
 
-# ---- the matrix --------------------------------------------------------------------------------------------------
+# ---- the matrix ----------------------------------------------------------------------------------
 
 AXES = [(1, 1, 1), (1, 2, 1), (1, 3, 1), (1, 4, 1), (1, 2, 2), (1, 4, 2), (1, 4, 4)]
 AXES += [(2, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2), (2, 2, 4)]
@@ -282,7 +283,7 @@ INTERLEAVES = (1, 4, 8)
 
 
 def grids(kv_heads: int) -> Iterator[Grid]:
-    """One to four stages with every combination of axes that stores every head of every token."""
+    """Yield one to four stages of each combination of axes that stores all heads and tokens."""
     for pp_size in range(1, 5):
         for pcp, tp, dcp in AXES:
             for interleave in INTERLEAVES if dcp > 1 else (1,):
@@ -292,7 +293,7 @@ def grids(kv_heads: int) -> Iterator[Grid]:
 
 
 def cases(kv_heads: int) -> Iterator[tuple[EngineShape, EngineShape]]:
-    """Every pair of grids, each with one of four pairs of block sizes and layouts."""
+    """Yield every pair of grids, each with one of four pairs of block sizes and layouts."""
     every = list(grids(kv_heads))
     for number, (ours, theirs) in enumerate((a, b) for a in every for b in every):
         odd = number % 4

@@ -1,4 +1,4 @@
-"""A sample of ``make grids``: plans proved and a request transferred byte for byte between two grids."""
+"""A sample of ``make grids``: plans proved, and a request transferred byte for byte."""
 
 import random
 from dataclasses import replace
@@ -50,7 +50,7 @@ def test_grids_that_people_run(producer: Grid, consumer: Grid) -> None:
     ],
 )
 def test_another_division_is_seen(monkeypatch: pytest.MonkeyPatch, method: str, wrong: Any) -> None:
-    """The oracle is independent: tokens assigned or placed by another rule arrive wrong, or not at all."""
+    """Tokens assigned or placed by another rule than the oracle's are found."""
     monkeypatch.setattr(Shard, method, wrong)
     with pytest.raises(Exception):  # noqa: B017, PT011 - the proof or the comparison fails, depending on the rule
         check_pair(
@@ -59,14 +59,14 @@ def test_another_division_is_seen(monkeypatch: pytest.MonkeyPatch, method: str, 
 
 
 def test_units_of_other_ranks_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If each pair exchanged all units, ranks would write each other's tokens: no plan is proved."""
+    """If each pair exchanged all units, ranks would write each other's tokens; no proof holds."""
     monkeypatch.setattr(UnitShape, "on_both", lambda _, units: units >= 0)
     with pytest.raises(Exception, match="more than once"):
         check_pair(EngineShape(Grid(2, dcp_size=2), 1), EngineShape(Grid(1), 1), seed=1)
 
 
 def test_metadata_of_one_engine_describes_one_grid() -> None:
-    """Six ranks of three stages; a rank of another grid, or one that is missing, is no engine."""
+    """Six ranks of three stages are an engine; with a missing or different rank they are not."""
     workers = {
         rank.layout.rank: AgentMetadata("e", IDENTITY, rank.layout, "memory", b"")
         for rank in make_engine(EngineShape(Grid(2, 3, dcp_size=2), 1), 4)

@@ -1,7 +1,7 @@
-"""Quantized caches: scales that lie in the cache move with their tokens, others must be equal on both sides.
+"""Quantized caches: scales in the cache move with their tokens, others must be equal on both sides.
 
-vLLM's CPU build runs FP8 with one scale a layer only. The layouts of Triton attention's scales per token and head are
-vLLM's own, on tensors.
+vLLM's CPU build runs FP8 with one scale per layer only. The layouts with scales per token and head
+are those of vLLM's Triton attention, on tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def config(tp_size: int = 1, block_size: int = 32, **overrides: Any) -> VllmConf
 
 
 def spec(kind: str, tp_size: int, block_size: int) -> FullAttentionSpec:
-    """As Triton attention changes it: an fp32 scale of K and one of V behind each token's data of each head."""
+    """Return Triton attention's spec: scales of K and V in fp32 behind each token of each head."""
     plain = full(
         block_size=block_size,
         num_kv_heads=max(1, HEADS // tp_size),
@@ -54,7 +54,7 @@ def engine(kind: str, tp_size: int, block_size: int, layout: KVCacheLayout) -> l
 
 @pytest.mark.parametrize("kind", DTYPES)
 def test_a_row_is_a_token_with_its_scales(kind: str) -> None:
-    """By hand: K and V of 32 dimensions and two scales of 4 bytes; INT4 stores two dimensions a byte."""
+    """K and V of 32 dimensions and two scales of 4 bytes; INT4 stores two dimensions per byte."""
     (pages,) = engine(kind, 2, 32, KVCacheLayout.LBHNC)[0].layout.groups[0].layers
     assert (pages.total_heads, pages.heads, pages.rows) == (HEADS, 2, 32)
     assert pages.row_bytes == (HEAD_SIZE if kind.startswith("int4") else 2 * HEAD_SIZE) + 8
@@ -63,7 +63,7 @@ def test_a_row_is_a_token_with_its_scales(kind: str) -> None:
 @pytest.mark.parametrize("kind", DTYPES)
 @pytest.mark.parametrize(("producer_tp", "consumer_tp"), [(1, 2), (4, 2), (2, 4)])
 def test_scales_move_with_their_heads(kind: str, producer_tp: int, consumer_tp: int) -> None:
-    """Two blocks of 32 tokens become one of 64, in another order of dimensions: each token's bytes of each head."""
+    """Two blocks of 32 tokens become one of 64, in another order of dimensions."""
     for here, there in zip(LAYOUTS, LAYOUTS[1:] + LAYOUTS[:1], strict=True):
         producers, consumers = engine(kind, producer_tp, 32, here), engine(kind, consumer_tp, 64, there)
         content = producers[0].bytes_of(LAYER).shape[3]
@@ -96,7 +96,7 @@ def fp8_rank(k_scale: float, v_scale: float, tp_rank: int = 0) -> MemoryRank:
 
 
 def test_other_scales_are_refused() -> None:
-    """FP8 with one scale a layer: engines, or ranks of one engine, that scale otherwise do not exchange bytes."""
+    """Engines, or ranks of one engine, with other FP8 scales do not exchange bytes."""
     ours = fp8_rank(0.5, 0.25).layout
     check_compatible(fp8_rank(0.5, 0.25, tp_rank=1).layout, ours)
     for other in (fp8_rank(0.5, 0.125).layout, fp8_rank(1.0, 0.25, tp_rank=1).layout):
@@ -105,6 +105,6 @@ def test_other_scales_are_refused() -> None:
 
 
 def test_scales_of_a_float_cache_do_not_matter() -> None:
-    """vLLM sets scales on every attention layer; a cache that is not quantized does not use them."""
+    """vLLM sets scales on every attention layer; a float cache does not use them."""
     (pages, _) = memory_rank(config(), {LAYER: full()}).layout.groups[0].layers
     assert "scale" not in pages.packing
