@@ -280,6 +280,12 @@ class RouterLimits(Frozen):
         description="longest time between two tokens of a stream, and longest time in which its client reads nothing; "
         "the only deadline of a stream after its first token",
     )
+    keep_alive_s: Seconds | None = Field(
+        10.0,
+        description="a stream without a token after this time gets status 200, headers and an SSE comment, and further "
+        "comments at this interval until its first token; less than a load balancer's idle timeout. `null`: nothing is "
+        "sent before the first token ([errors](http-api.md#errors))",
+    )
     body_timeout_s: Seconds = Field(30.0, description="deadline from a request's arrival to the end of its body")
     prefill_timeout_s: Seconds = Field(120.0, description="deadline from a prefill leg's start to its answer")
     replica_timeout_s: Seconds = Field(
