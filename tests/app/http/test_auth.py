@@ -209,6 +209,16 @@ def test_keys_from_settings_and_environment(monkeypatch):
     assert "a-key-that-is-no-list" not in str(raised.value)
 
 
+def test_the_variable_of_vllm_serve_holds_a_key(monkeypatch):
+    """One key, which may contain a comma."""
+    monkeypatch.delenv(API_KEYS_VARIABLE, raising=False)
+    monkeypatch.setenv("VLLM_API_KEY", "one,two")
+    assert [key.get_secret_value() for key in AuthSettings().operators_keys()] == ["one,two"]
+    monkeypatch.setenv("VLLM_API_KEY", " ")
+    with pytest.raises(SettingsError, match=r"^VLLM_API_KEY: is set, but contains no key"):
+        AuthSettings().operators_keys()
+
+
 async def http_router(key_digests: tuple[bytes, ...]) -> httpx.AsyncClient:
     """A router's HTTP side as a replica in this process has it; `key_digests` is what its build has found."""
     undecorated: Any = HttpRouter.__mro__[1]  # Serve's wrapper tells the cluster that it is used

@@ -63,13 +63,11 @@ class PairOfServers:
         adapter = lora_adapter(self.folder)
         try:
             lora_modules = [{"name": ADAPTER, "path": str(adapter)}]
-            role = {"frontend": {**FRONTEND, "lora_modules": lora_modules}}
             config = write_config(
                 "local.yaml",
                 self.folder,
                 engine=ENGINE,
-                prefill=role,
-                decode=role,
+                frontend={**FRONTEND, "lora_modules": lora_modules},
                 router={"client_priority": True},
             )
             self._name_model(config)
