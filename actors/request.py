@@ -41,6 +41,10 @@ TRANSFER_FIELD = "kv_transfer_params"
 """Field of a request body that only the router may set."""
 
 
+KEEP_ALIVE = b": keep-alive\n\n"
+"""SSE comment of a stream without data, as in `vllm/entrypoints/serve/utils/sse_keep_alive.py`."""
+
+
 @dataclass(frozen=True)
 class ProducerAddress:
     """Identity and side channel of a prefill engine, from its connector."""

@@ -79,7 +79,7 @@ applications:
   live. Adding it later, or changing the policy, restarts everything.
 - **`ray_actor_options`** replaces all such options of the deployment, so repeat all of them:
   `num_cpus`, `num_gpus`, `resources`, `label_selector`, and `runtime_env: {env_vars: ...}` with
-  `environment` and the variables that Tandem sets. For engines these are `VLLM_NO_USAGE_STATS=1`;
+  `environment` and the variables that Tandem sets. For engines these are `VLLM_NO_USAGE_STATS=1` and `VLLM_API_KEY=`;
   with a local model `HF_HUB_OFFLINE=1`; without a GPU `VLLM_CPU_KVCACHE_SPACE`,
   `VLLM_CPU_OMP_THREADS_BIND`, `OMP_NUM_THREADS` and `TORCHDYNAMO_DISABLE=1`. For routers they are
   `RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=0` and `RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP=0`.

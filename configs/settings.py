@@ -30,6 +30,7 @@ BEAT_S = 5.0
 
 PEER_SECRET_VARIABLE = "TANDEM_PEER_SECRET"
 API_KEYS_VARIABLE = "TANDEM_API_KEYS"
+VLLM_API_KEY_VARIABLE = "VLLM_API_KEY"
 
 MIN_SECRET_CHARACTERS = 16
 
@@ -288,6 +289,12 @@ class RouterLimits(Frozen):
         description="longest time between two tokens of a stream, and longest time in which its client reads nothing; "
         "the only deadline of a stream after its first token",
     )
+    keep_alive_s: Seconds | None = Field(
+        10.0,
+        description="a stream without a token after this time gets status 200, headers and an SSE comment, and further "
+        "comments at this interval until its first token; less than a load balancer's idle timeout. `null`: nothing is "
+        "sent before the first token ([errors](http-api.md#errors))",
+    )
     body_timeout_s: Seconds = Field(30.0, description="deadline from a request's arrival to the end of its body")
     prefill_timeout_s: Seconds = Field(120.0, description="deadline from a prefill leg's start to its answer")
     replica_timeout_s: Seconds = Field(
@@ -375,7 +382,8 @@ class AuthSettings(Frozen):
     api_keys: tuple[SecretStr, ...] = Field(
         (),
         description="accepted keys (`Authorization: Bearer KEY`); prefer the environment variable "
-        f"`{API_KEYS_VARIABLE}`, separated by commas; none: no authentication. /, /health and /metrics need no key",
+        f"`{API_KEYS_VARIABLE}`, separated by commas, or `{VLLM_API_KEY_VARIABLE}`; none: no authentication. "
+        "/, /health and /metrics need no key",
     )
 
     @field_validator("api_keys")
@@ -388,14 +396,20 @@ class AuthSettings(Frozen):
 
         Raises SettingsError if the environment variable has a value that no client can send.
         """
-        listed = os.environ.get(API_KEYS_VARIABLE, "")
-        try:
-            found = [_sendable_key(key) for key in listed.split(",") if key.strip()]
-        except ValueError as error:
-            raise SettingsError(f"{API_KEYS_VARIABLE}: {error}") from None
-        if listed and not found:
-            raise SettingsError(f"{API_KEYS_VARIABLE}: is set, but contains no key; unset it to admit all clients")
-        return (*self.api_keys, *map(SecretStr, found))
+        listed = _keys_in(API_KEYS_VARIABLE, os.environ.get(API_KEYS_VARIABLE, "").split(","))
+        single = _keys_in(VLLM_API_KEY_VARIABLE, [os.environ.get(VLLM_API_KEY_VARIABLE, "")])
+        return (*self.api_keys, *map(SecretStr, (*listed, *single)))
+
+
+def _keys_in(variable: str, values: Sequence[str]) -> list[str]:
+    """Return the keys among the `values` of an environment variable."""
+    try:
+        found = [_sendable_key(key) for key in values if key.strip()]
+    except ValueError as error:
+        raise SettingsError(f"{variable}: {error}") from None
+    if not found and list(values) != [""]:
+        raise SettingsError(f"{variable}: is set, but contains no key; unset it to admit all clients")
+    return found
 
 
 def _sendable_key(key: str) -> str:
@@ -434,10 +448,6 @@ class RoleSettings(PlacementSettings):
         "on as few nodes as have room, for engines larger than a node",
     )
     engine: dict[str, Any] = Field(default_factory=dict, description="vLLM engine arguments of this role")
-    frontend: dict[str, Any] = Field(
-        default_factory=dict,
-        description="arguments of vLLM's OpenAI layer, for example tool_call_parser; set them on both roles",
-    )
     num_cpus: float = Field(0.5, ge=0, description="CPUs that the actor requests of Ray")
     num_gpus: float = Field(0, ge=0, description="GPUs that the actor requests of Ray; 0: run on the CPU")
     resources: dict[str, float] = Field(default_factory=dict, description="custom Ray resources")
@@ -540,6 +550,12 @@ class ServiceSettings(Frozen):
     model: str = Field(DEMO_MODEL, min_length=1, description="a path, a hub id, or `demo` (the embedded model)")
     served_model_name: str | None = Field(None, description="model name in the API; unset: `model`, or `tandem-demo`")
     engine: dict[str, Any] = Field(default_factory=dict, description="vLLM engine arguments of both roles")
+    frontend: dict[str, Any] = Field(
+        default_factory=dict,
+        description="arguments of vLLM's OpenAI layer, for example `tool_call_parser`, of both roles, because both "
+        "render the prompt. Those of vLLM's HTTP server are refused ([where they "
+        "are](coming-from-vllm-serve.md#where-each-argument-goes))",
+    )
     prefill: RoleSettings = Field(RoleSettings(), description="the Prefill deployment")
     decode: RoleSettings = Field(RoleSettings(), description="the Decode deployment")
     transfer: TransferSettings = Field(TransferSettings(), description="the KV connector")
@@ -647,6 +663,8 @@ def _settings_error(error: ValidationError, model: type[BaseModel]) -> SettingsE
 def _advice(problem: Any, model: type[BaseModel]) -> str:
     if problem["type"] == "extra_forbidden":
         *path, key = problem["loc"]
+        if path and key == "frontend":
+            return "set `frontend` of the service: both roles render the prompt"
         close = difflib.get_close_matches(str(key), _keys(model, path), n=1)
         return f"no such setting; did you mean {close[0]}?" if close else "no such setting"
     if problem["loc"][:2] in (("transfer", "secret"), ("auth", "api_keys")):

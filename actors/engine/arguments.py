@@ -8,9 +8,18 @@ import importlib.util
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from configs.settings import PlacementSettings, RoleName, RoleSettings, ServiceSettings, SettingsError
+from configs.settings import (
+    VLLM_API_KEY_VARIABLE,
+    PlacementSettings,
+    RoleName,
+    RoleSettings,
+    ServiceSettings,
+    SettingsError,
+)
+
+ROLES: tuple[RoleName, ...] = get_args(RoleName)
 
 OWNED = {
     "model": "set `model` of the service",
@@ -35,6 +44,43 @@ OWNED = {
     "enable_elastic_ep": "the number of data-parallel ranks of a replica is fixed",
 }
 """Engine arguments with a setting of their own, and the message that names it."""
+
+_TLS = "terminate TLS in a proxy in front of the router"
+_CORS = "add CORS headers in a proxy in front of the router"
+_NO_ENDPOINT = "remove it; the router does not serve these endpoints"
+
+WITHOUT_EFFECT = {
+    "host": "set `router.http_host`",
+    "port": "set `router.http_port`",
+    "uds": "set `router.http_port`",
+    "api_key": "set `auth.api_keys` or TANDEM_API_KEYS",
+    "ssl_keyfile": _TLS,
+    "ssl_certfile": _TLS,
+    "ssl_ca_certs": _TLS,
+    "enable_ssl_refresh": _TLS,
+    "ssl_cert_reqs": _TLS,
+    "ssl_ciphers": _TLS,
+    "allow_credentials": _CORS,
+    "allowed_origins": _CORS,
+    "allowed_methods": _CORS,
+    "allowed_headers": _CORS,
+    "root_path": "remove the prefix in a proxy in front of the router",
+    "uvicorn_log_level": "remove it",
+    "disable_uvicorn_access_log": "set `router.access_log`",
+    "disable_access_log_for_endpoints": "set `router.access_log`",
+    "h11_max_incomplete_event_size": "remove it; the router takes 64 KiB of headers",
+    "h11_max_header_count": "remove it; the router takes 64 KiB of headers",
+    "disable_fastapi_docs": "remove it; the router serves no API documentation",
+    "enable_offline_docs": "remove it; the router serves no API documentation",
+    "grpc_port": _NO_ENDPOINT,
+    "tokens_only": _NO_ENDPOINT,
+    "enable_scale_out": _NO_ENDPOINT,
+    "data_parallel_supervisor_port": "set `replicas` of the role",
+    "dp_supervisor_probe_interval_s": "set `replicas` of the role",
+    "dp_supervisor_probe_timeout_s": "set `replicas` of the role",
+    "dp_supervisor_probe_failure_threshold": "set `replicas` of the role",
+}
+"""Frontend arguments of vLLM's HTTP server, which Tandem does not run, and what to do instead."""
 
 CPU_DEFAULTS = {"dtype": "float32", "enforce_eager": True, "worker_cls": "actors.upstream.vllm_cpu_worker.CpuWorker"}
 """Default arguments of an engine without a GPU."""
@@ -103,8 +149,10 @@ def check_arguments(settings: ServiceSettings) -> None:
         *_unknown("engine", settings.engine, engine),
         *_unknown("prefill.engine", settings.prefill.engine, engine),
         *_unknown("decode.engine", settings.decode.engine, engine),
-        *_unknown("prefill.frontend", settings.prefill.frontend, frontend),
-        *_unknown("decode.frontend", settings.decode.frontend, frontend),
+        *_unknown("frontend", settings.frontend, frontend),
+        *_useless_frontend(settings),
+        *_engine_keys("prefill", settings.prefill),
+        *_engine_keys("decode", settings.decode),
         *_bad_selector("prefill", settings.prefill),
         *_bad_selector("decode", settings.decode),
         *_bad_selector("router", settings.router),
@@ -118,6 +166,28 @@ def check_arguments(settings: ServiceSettings) -> None:
 def _unknown(where: str, given: Mapping[str, Any], known: Collection[str]) -> list[str]:
     owned = [f"{where}.{key}: cannot be set here; {OWNED[key]}" for key in given if key in OWNED]
     return owned + _not_among([key for key in given if key not in OWNED], known, where, "vLLM")
+
+
+def _useless_frontend(settings: ServiceSettings) -> list[str]:
+    """Return an error for each frontend argument that vLLM would ignore or refuse."""
+    given = settings.frontend
+    problems = [f"frontend.{key}: has no effect; {WITHOUT_EFFECT[key]}" for key in given if key in WITHOUT_EFFECT]
+    if given.get("enable_auto_tool_choice") and not given.get("tool_call_parser"):
+        problems.append("frontend.enable_auto_tool_choice: needs `tool_call_parser`")
+    if given.get("enable_log_outputs"):
+        problems += [
+            f"frontend.enable_log_outputs: needs `enable_log_requests: true` in the engine arguments of {name}"
+            for name in ROLES
+            if not engine_arguments(settings, name).get("enable_log_requests")
+        ]
+    return problems
+
+
+def _engine_keys(where: str, role: RoleSettings) -> list[str]:
+    """Return an error if an engine would require an API key, which routers do not send."""
+    if VLLM_API_KEY_VARIABLE in role.environment:
+        return [f"{where}.environment.{VLLM_API_KEY_VARIABLE}: cannot be set here; set `auth.api_keys`"]
+    return []
 
 
 def _not_among(given: Iterable[str], known: Collection[str], where: str, whose: str) -> list[str]:
@@ -195,8 +265,6 @@ def why_no_first_token(settings: ServiceSettings) -> str | None:
     prefill, decode = engine_arguments(settings, "prefill"), engine_arguments(settings, "decode")
     if prefill.get("speculative_config") or decode.get("speculative_config"):
         return "with speculative decoding, a step may have several tokens"
-    if settings.prefill.frontend != settings.decode.frontend:
-        return "prefill.frontend differs from decode.frontend"
     for name in SAMPLING_ARGUMENTS:
         if prefill.get(name) != decode.get(name):
             return f"prefill.engine.{name} differs from decode.engine.{name}"
@@ -208,7 +276,8 @@ def why_no_first_token(settings: ServiceSettings) -> str | None:
 def engine_environment(settings: ServiceSettings, role: RoleName) -> dict[str, str]:
     """Return environment variables for the actor of `role`; its engine processes inherit them."""
     own = settings.role(role)
-    environment = {"VLLM_NO_USAGE_STATS": "1"}
+    # Routers check the API keys. An engine that inherited one would answer their calls with 401.
+    environment = {"VLLM_NO_USAGE_STATS": "1", VLLM_API_KEY_VARIABLE: ""}
     if not own.num_gpus:
         environment |= settings.cpu.environment()
         if engine_arguments(settings, role).get("enforce_eager"):

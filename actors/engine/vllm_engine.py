@@ -102,7 +102,7 @@ class VllmEngine:
                 config.model_config, config.attention_config.backend, cpu_features()
             ) or experts_problem(config.model_config, config.parallel_config)
             if problem is None and config.lora_config is not None:
-                modules = settings.role(role).frontend.get("lora_modules") or ()
+                modules = settings.frontend.get("lora_modules") or ()
                 problem = adapter_problem(config.lora_config.max_loras, len(modules))
             if problem is not None:
                 raise EngineStartError(str(problem))
@@ -116,7 +116,7 @@ class VllmEngine:
         llm = ReplayingLLM.start(config, engine_args, load)
         stack.callback(llm.shutdown)
         try:
-            namespace = _frontend_namespace(engine_args, settings.role(role).frontend)
+            namespace = _frontend_namespace(engine_args, settings.frontend)
             tasks = await llm.get_supported_tasks()
             level = logging.getLogger().level
             app = build_app(namespace, tasks, llm.model_config)
@@ -320,6 +320,7 @@ def _frontend_namespace(engine_args: Any, frontend: dict[str, Any]) -> argparse.
     """Return the arguments of vLLM's application: its defaults, `engine_args` and `frontend`."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.entrypoints.openai.models.protocol import LoRAModulePath
+    from vllm.tool_parsers import ToolParserManager
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
@@ -327,6 +328,9 @@ def _frontend_namespace(engine_args: Any, frontend: dict[str, Any]) -> argparse.
         setattr(namespace, field.name, getattr(engine_args, field.name))
     for name, value in frontend.items():
         setattr(namespace, name, value)
+    # As vLLM's server does before it starts.
+    if namespace.tool_parser_plugin:
+        ToolParserManager.import_tool_parser(namespace.tool_parser_plugin)
     # vLLM's command-line parser would convert this JSON.
     modules = namespace.lora_modules or ()
     namespace.lora_modules = [LoRAModulePath(**one) if isinstance(one, dict) else one for one in modules] or None

@@ -13,6 +13,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from actors.request import KEEP_ALIVE
 from actors.telemetry.recent_requests import MAX_ID_CHARACTERS
 
 UNLOGGED_PATHS = frozenset({"/", "/health", "/metrics", "/tandem/status", "/tandem/service"})
@@ -52,7 +53,7 @@ class AccessEntry:
     usage: dict[str, int] = field(default_factory=dict)
 
     def answered(self, **fields: Any) -> None:
-        """Add fields of an answer, for example `route`."""
+        """Add fields of an answer, for example `route`, or `late_status`."""
         self.answer |= fields
 
     def sent(self, message: Message) -> None:
@@ -61,7 +62,7 @@ class AccessEntry:
             self.status = message["status"]
             return
         body: bytes = message.get("body", b"")
-        if body and self.first_byte_at is None:
+        if body and body != KEEP_ALIVE and self.first_byte_at is None:
             self.first_byte_at = time.monotonic()
         self.sent_bytes += len(body)
         self.complete = not message.get("more_body", False)

@@ -95,9 +95,15 @@ def error_response(error: Exception, retry_after_s: int, endpoint: Endpoint = "/
 
 def error_event(error: Exception, endpoint: Endpoint = "/v1/completions") -> bytes:
     """Return the last events of a stream that ends with `error`."""
-    body = error_body(status_of(error), message_of(error))
+    param, kind = (error.param, error.kind) if isinstance(error, BadRequestError) else (None, None)
+    return late_error(error_body(status_of(error), message_of(error), param, kind), endpoint)
+
+
+def late_error(body: dict[str, Any], endpoint: Endpoint) -> bytes:
+    """Return the last events of a stream that ends with the error `body`, as vLLM's streams do."""
     if endpoint == "/v1/responses":
-        said = {"type": "error", "code": body["error"]["type"], "message": body["error"]["message"], "param": None}
+        error = body["error"]
+        said = {"type": "error", "code": error["type"], "message": error["message"], "param": error["param"]}
         return f"event: error\ndata: {json.dumps(said)}\n\n".encode()
     if endpoint in ANTHROPIC:
         return f"event: error\ndata: {json.dumps(_anthropic(body))}\n\n".encode()

@@ -1,6 +1,7 @@
 """ASGI endpoint of the generating routes: relays answers and detects the client's disconnect."""
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing, suppress
@@ -17,10 +18,11 @@ from actors.errors import DeadlineError
 from actors.request import Endpoint
 from actors.router.client_request import ClientRequest
 from actors.router.router import AnyAnswer, Router
-from actors.telemetry.access_log import ENTRY
+from actors.telemetry.access_log import ENTRY, AccessEntry
 from actors.telemetry.router_metrics import RouterMetrics
-from app.http.errors import BadRequestError, error_event, error_response, status_of
+from app.http.errors import BadRequestError, error_event, error_response, late_error, status_of
 from app.http.explain import Observer, wants_explanation
+from app.http.keep_alive import KeepAlive
 from app.http.parsing import read_request
 from app.http.traces import Traces
 from connectors.errors import TandemError
@@ -32,6 +34,8 @@ LAST_WORD_S = 5.0
 
 RELAYED_HEADERS = frozenset({b"content-type", b"content-length", b"x-request-id"})
 """Response headers of the decode engine that the router forwards to the client."""
+
+HEADERS_OF_BODY = frozenset({b"content-type", b"content-length"})
 
 ROUTE_HEADER = b"x-tandem-route"
 LOCAL_REASON_HEADER = b"x-tandem-local-reason"
@@ -72,12 +76,13 @@ class Generate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         limits = self._router.limits
         tally = Tally(self._router.metrics)
+        keep_alive = KeepAlive(send, limits)
         try:
             with self._router.admitted() as count:
                 request = await self._read(Request(scope, receive))
                 count(request.sequences)
                 with Observer.of(self._router, request, self._traces, scope.get(ENTRY)) as observer:
-                    await until_disconnect(receive, self._relay(observer, tally, send))
+                    await until_disconnect(receive, self._relay(observer, tally, keep_alive, send))
         except (ClientDisconnect, TaskCancelledError):
             return
         except Exception as error:
@@ -85,7 +90,10 @@ class Generate:
             if status is HTTPStatus.INTERNAL_SERVER_ERROR:
                 logger.exception("a request failed")
             tally.count(REFUSED, None, int(status))
-            await error_response(error, limits.retry_after_s, self._endpoint)(scope, receive, send)
+            if keep_alive.started:
+                await self._refuse_late(error_event(error, self._endpoint), status, scope.get(ENTRY), send)
+            else:
+                await error_response(error, limits.retry_after_s, self._endpoint)(scope, receive, send)
         finally:
             tally.count(LEFT, None, CLIENT_CLOSED_REQUEST)
 
@@ -106,11 +114,11 @@ class Generate:
         session = request.headers.get(limits.routing.session_header)
         return replace(found, session=session, explain=wants_explanation(request.scope["headers"]))
 
-    async def _relay(self, observer: Observer, tally: Tally, send: Send) -> None:
+    async def _relay(self, observer: Observer, tally: Tally, keep_alive: KeepAlive, send: Send) -> None:
         complete = False
         try:
-            async with self._router.answer(observer.request) as answer:
-                await self._send(answer, observer, tally, send)
+            async with keep_alive.waiting(observer.request), self._router.answer(observer.request) as answer:
+                await self._send(answer, observer, tally, keep_alive, send)
                 complete = True
         except asyncio.CancelledError:
             # Serve's proxy also cancels the task after it has received the whole answer.
@@ -118,31 +126,52 @@ class Generate:
                 self._router.metrics.disconnects.inc()
             raise
 
-    async def _send(self, answer: AnyAnswer, observer: Observer, tally: Tally, send: Send) -> None:
+    async def _send(
+        self, answer: AnyAnswer, observer: Observer, tally: Tally, keep_alive: KeepAlive, send: Send
+    ) -> None:
         """Send `answer` to the client.
 
         Sends no status before the first byte of the answer, because an error before it has its own
-        status.
+        status, unless `keep_alive` had to start a stream.
         """
         async with aclosing(answer.body()) as body:
             head = await anext(body)
+            await keep_alive.stop()
             if answer.start.streams:
                 self._router.metrics.first_byte.labels(answer.route).observe(answer.first_byte_s)
             try:
-                await self._begin(answer, head, observer, tally, send)
+                await self._begin(answer, head, observer, tally, keep_alive.started, send)
                 if answer.start.streams:
                     await self._send_rest(body, answer, observer, send)
             finally:
                 observer.keep(answer, over=True)
 
-    async def _begin(self, answer: AnyAnswer, head: bytes, observer: Observer, tally: Tally, send: Send) -> None:
+    async def _begin(
+        self, answer: AnyAnswer, head: bytes, observer: Observer, tally: Tally, started: bool, send: Send
+    ) -> None:
+        """Send the headers and the first bytes. A `started` stream gets the headers in comments."""
         status = answer.start.status
         route, reason = (REFUSED, None) if status >= HTTPStatus.BAD_REQUEST else (answer.route, answer.local_reason)
         tally.count(route, reason, status)
         headers = [*_response_headers(answer), *await observer.response_headers(answer)]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
+        if not started:
+            await send({"type": "http.response.start", "status": status, "headers": headers})
+        elif not answer.start.streams:
+            await self._refuse_late(late_error(json.loads(head), self._endpoint), status, observer.entry, send)
+            return
+        else:
+            unsent = (header for header in headers if header[0] not in HEADERS_OF_BODY)
+            head = b"".join(b": %s: %s\n\n" % header for header in unsent) + head
         await send({"type": "http.response.body", "body": head, "more_body": answer.start.streams})
         observer.keep(answer)
+
+    async def _refuse_late(self, event: bytes, status: int, entry: AccessEntry | None, send: Send) -> None:
+        """End a stream without tokens with an error that would have been the response's status."""
+        if entry is not None:
+            entry.answered(late_status=int(status))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORD_S):
+                await send({"type": "http.response.body", "body": event, "more_body": False})
 
     async def _send_rest(
         self, events: AsyncGenerator[bytes, None], answer: AnyAnswer, observer: Observer, send: Send

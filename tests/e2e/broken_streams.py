@@ -22,7 +22,7 @@ from tests.actors.fleet import Handle, Replica, router_of
 
 SETTINGS = ServiceSettings(
     engine={"max_model_len": 2048, "block_size": 128, "max_num_batched_tokens": 256, "max_num_seqs": 16},
-    decode={"frontend": FRONTEND},
+    frontend=FRONTEND,
 )
 LIMITS = RouterLimits(request_timeout_s=60, prefill_wait_s=0.01)
 HEADERS = ((b"content-type", b"application/json"), (b"x-request-id", b"the-same"))

@@ -29,8 +29,7 @@ SETTINGS = ServiceSettings(
         "max_num_seqs": 8,
         "enable_prefix_caching": False,
     },
-    prefill={"frontend": FRONTEND},
-    decode={"frontend": FRONTEND},
+    frontend=FRONTEND,
 )
 HEADERS = ((b"content-type", b"application/json"), (b"x-request-id", b"the-same"))
 

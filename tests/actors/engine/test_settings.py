@@ -5,7 +5,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from actors.engine.arguments import check_arguments, engine_arguments, engine_environment, why_no_first_token
+from actors.engine.arguments import (
+    WITHOUT_EFFECT,
+    check_arguments,
+    engine_arguments,
+    engine_environment,
+    frontend_argument_names,
+    why_no_first_token,
+)
 from app.main import build
 from configs.settings import KVStoreSettings, ServiceSettings, SettingsError, TransferSettings, parse_settings
 from connectors.vllm_hma.config import parse_config
@@ -97,7 +104,20 @@ def test_every_wrong_key_is_named_at_once():
             "engine.data_parallel_rank: cannot be set here; all data-parallel ranks of a replica are processes",
         ),
         ({"engine": {"enable_elastic_ep": True}}, "engine.enable_elastic_ep: cannot be set here"),
-        ({"decode": {"frontend": {"tool_parser": "x"}}}, "decode.frontend.tool_parser: vLLM has no such argument"),
+        ({"frontend": {"tool_parser": "x"}}, "frontend.tool_parser: vLLM has no such argument"),
+        ({"frontend": {"ssl_certfile": "a.pem"}}, "frontend.ssl_certfile: has no effect; terminate TLS in a proxy"),
+        ({"frontend": {"allowed_origins": ["*"]}}, "frontend.allowed_origins: has no effect; add CORS headers in a"),
+        ({"frontend": {"port": 80}}, "frontend.port: has no effect; set `router.http_port`"),
+        ({"frontend": {"api_key": ["x"]}}, "frontend.api_key: has no effect; set `auth.api_keys`"),
+        ({"frontend": {"enable_auto_tool_choice": True}}, "frontend.enable_auto_tool_choice: needs `tool_call_parser`"),
+        (
+            {"frontend": {"enable_log_outputs": True}, "decode": {"engine": {"enable_log_requests": True}}},
+            "frontend.enable_log_outputs: needs `enable_log_requests: true` in the engine arguments of prefill$",
+        ),
+        (
+            {"decode": {"environment": {"VLLM_API_KEY": "x"}}},
+            "decode.environment.VLLM_API_KEY: cannot be set here; set `auth.api_keys`",
+        ),
         ({"decode": {"label_selector": {"tandem/role": "a b"}}}, "decode.label_selector: .*Invalid label selector"),
         ({"router": {"label_selector": {"-": "x"}}}, "router.label_selector: .*Invalid label key"),
     ],
@@ -106,6 +126,37 @@ def test_an_argument_that_vllm_or_ray_refuses_is_named_with_its_role(args, messa
     """The names are checked against the installed vLLM, before any engine starts."""
     with pytest.raises(SettingsError, match="^" + message.replace("?", "\\?")):
         check_arguments(parse_settings(args))
+
+
+@pytest.mark.parametrize(
+    "frontend",
+    [
+        {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "chat_template": "{{ messages }}"},
+        {"sse_keep_alive_interval": 5, "enable_request_id_headers": True, "lora_modules": []},
+    ],
+)
+def test_frontend_arguments_with_effect_are_accepted(frontend):
+    """In one place for both roles."""
+    check_arguments(parse_settings({"frontend": frontend}))
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_no_role_has_a_frontend_of_its_own(role):
+    """With a chat template on one role, decode would recompute every prompt."""
+    with pytest.raises(SettingsError) as raised:
+        parse_settings({role: {"frontend": {"chat_template": "x"}}})
+    assert str(raised.value) == f"{role}.frontend: set `frontend` of the service: both roles render the prompt"
+
+
+def test_arguments_without_effect_are_arguments_of_vllm():
+    """A name that vLLM drops would otherwise stay in the list."""
+    assert WITHOUT_EFFECT.keys() <= frontend_argument_names()
+
+
+def test_an_engine_checks_no_api_key():
+    """vLLM's application would read it from a variable that the actor inherits from its node."""
+    for role in ("prefill", "decode"):
+        assert engine_environment(ServiceSettings(), role)["VLLM_API_KEY"] == ""
 
 
 def test_a_roles_engine_arguments_win():
@@ -136,7 +187,6 @@ def test_a_roles_engine_arguments_win():
         ({}, None),
         ({"prefill": {"engine": {"max_num_seqs": 4}}, "decode": {"engine": {"block_size": 32}}}, None),
         ({"engine": {"logprobs_mode": "raw_logits"}}, None),
-        ({"decode": {"frontend": {"tool_call_parser": "hermes"}}}, "prefill.frontend differs"),
         ({"decode": {"engine": {"logprobs_mode": "raw_logits"}}}, "prefill.engine.logprobs_mode differs"),
         ({"decode": {"engine": {"speculative_config": {"method": "ngram"}}}}, "speculative decoding"),
         ({"store": {"memory_gib": 1}}, "KV store"),

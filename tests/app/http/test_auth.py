@@ -213,6 +213,16 @@ def test_keys_from_settings_and_environment(monkeypatch):
     assert "a-key-that-is-no-list" not in str(raised.value)
 
 
+def test_the_variable_of_vllm_serve_holds_a_key(monkeypatch):
+    """One key, which may contain a comma."""
+    monkeypatch.delenv(API_KEYS_VARIABLE, raising=False)
+    monkeypatch.setenv("VLLM_API_KEY", "one,two")
+    assert [key.get_secret_value() for key in AuthSettings().operators_keys()] == ["one,two"]
+    monkeypatch.setenv("VLLM_API_KEY", " ")
+    with pytest.raises(SettingsError, match=r"^VLLM_API_KEY: is set, but contains no key"):
+        AuthSettings().operators_keys()
+
+
 async def http_router(key_digests: tuple[bytes, ...]) -> httpx.AsyncClient:
     """A router's HTTP side as a replica in this process; `key_digests` are from its build."""
     undecorated: Any = HttpRouter.__mro__[1]  # Serve's wrapper reports its use to the cluster

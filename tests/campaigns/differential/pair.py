@@ -66,13 +66,11 @@ class PairOfServers:
         adapter = lora_adapter(self.folder / "adapter", DEMO_MODEL_DIR)
         try:
             lora_modules = [{"name": ADAPTER, "path": str(adapter)}]
-            role = {"frontend": {**FRONTEND, "lora_modules": lora_modules}}
             config = write_config(
                 "local.yaml",
                 self.folder,
                 engine=ENGINE,
-                prefill=role,
-                decode=role,
+                frontend={**FRONTEND, "lora_modules": lora_modules},
                 router={"client_priority": True, "first_token": self.first_token},
             )
             self._name_model(config)

@@ -319,7 +319,7 @@ def main() -> int:
     if options.url:
         return 1 if play(options.url, options.langchain, options.anthropic) else 0
     with tempfile.TemporaryDirectory() as folder:
-        config = write_config("local.yaml", Path(folder), prefill={"frontend": FRONTEND}, decode={"frontend": FRONTEND})
+        config = write_config("local.yaml", Path(folder), frontend=FRONTEND)
         service = ServiceProcess(config, Path(folder))
         service.start()
         try:

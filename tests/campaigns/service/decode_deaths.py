@@ -102,12 +102,11 @@ class Decodes:
 @contextmanager
 def service_with_two_decodes(folder: Path) -> Iterator[tuple[ServiceProcess, httpx.Client]]:
     """One prefill and two decode replicas of the demo model; their log and trace are in `folder`."""
-    frontend = {"frontend": FRONTEND}
     config = write_config(
         "local.yaml",
         folder,
-        prefill=frontend,
-        decode=frontend | {"replicas": 2},
+        frontend=FRONTEND,
+        decode={"replicas": 2},
         transfer={"trace_path": str(folder / "trace.jsonl")},
         router={"silence_timeout_s": SILENCE_S},
     )

@@ -1,0 +1,87 @@
+"""Sends headers and SSE comments to the client of a stream that waits for its first token.
+
+Load balancers close a connection on which nothing is sent for a while (nginx, AWS: 60 s).
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+
+from starlette.types import Message, Send
+
+from actors.errors import DeadlineError
+from actors.request import KEEP_ALIVE
+from actors.router.client_request import ClientRequest
+from configs.settings import RouterLimits
+
+HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
+"""Headers known before the engine answers; vLLM's streams have the same content type."""
+
+
+class KeepAlive:
+    """Sends comments to one client every `limits.keep_alive_s` until `stop`."""
+
+    def __init__(self, send: Send, limits: RouterLimits) -> None:
+        self.started = False
+        """Whether the client has been sent status 200."""
+        self._send = send
+        self._limits = limits
+        self._stopping = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._comments: asyncio.Task[None] | None = None
+
+    @asynccontextmanager
+    async def waiting(self, request: ClientRequest) -> AsyncGenerator[None, None]:
+        """Send comments while the context waits for the answer to `request`, if it is a stream."""
+        if self._limits.keep_alive_s is not None and _is_stream(request):
+            self._timer = asyncio.get_running_loop().call_later(self._limits.keep_alive_s, self._start)
+        try:
+            yield
+        except Exception:
+            await self.stop()  # an error event follows
+            raise
+        finally:
+            await self._cancel()
+
+    async def stop(self) -> None:
+        """Return when the last comment has been sent. Raises DeadlineError if the client reads
+        nothing."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._comments is not None:
+            # A cancelled message may or may not have been sent, so the task ends by itself.
+            self._stopping.set()
+            await self._comments
+
+    async def _cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._comments is not None:
+            self._comments.cancel()
+            await asyncio.wait({self._comments})
+
+    def _start(self) -> None:
+        self.started = True
+        self._comments = asyncio.create_task(self._comment(), name="sse-keep-alive")
+
+    async def _comment(self) -> None:
+        await self._deliver({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        while not self._stopping.is_set():
+            await self._deliver({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._limits.keep_alive_s):
+                    await self._stopping.wait()
+
+    async def _deliver(self, message: Message) -> None:
+        idle_s = self._limits.idle_timeout_s
+        try:
+            async with asyncio.timeout(idle_s):
+                await self._send(message)
+        except TimeoutError:
+            raise DeadlineError(f"the client read nothing of the stream for {idle_s:g} s") from None
+
+
+def _is_stream(request: ClientRequest) -> bool:
+    """Return whether an engine that accepts `request` answers with a stream. vLLM also converts
+    other values of `stream`, such as `"false"`."""
+    return request.body.get("stream") is True and not request.endpoint.endswith("tokenize")

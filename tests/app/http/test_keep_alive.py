@@ -1,0 +1,174 @@
+"""A stream whose first token takes long: headers and comments come first, and errors become events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from actors.request import Call, Heartbeat
+from actors.router.client_request import ClientRequest
+from app.http.routes import build_http
+from testing.sse import said
+from tests.actors.behaviours import LIMITS, TOKENS, WHOLE, answers, counted, dies, engine, fleet, hangs, request, well
+from tests.actors.fleet import at_rest
+from tests.app.http.test_cancelled_requests import Client
+
+COMMENT = b": keep-alive\n\n"
+WRONG = {"error": {"message": "the prompt is too long", "type": "BadRequestError", "param": "prompt", "code": 400}}
+
+
+class Recorder(Client):
+    """Keeps what it is sent."""
+
+    def __init__(self, wanted: ClientRequest) -> None:
+        super().__init__(wanted)
+        self.starts: list[dict[str, Any]] = []
+        self.pieces: list[bytes] = []
+        self.second = asyncio.Event()
+
+    async def send(self, message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            self.starts.append(message)
+        else:
+            self.pieces.append(message["body"])
+            if len(self.pieces) == 2:
+                self.second.set()
+        await super().send(message)
+
+    @property
+    def headers(self) -> dict[bytes, bytes]:
+        return dict(self.starts[0]["headers"])
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self.pieces)
+
+
+def late(serve: Any, delay_s: float = 0.5) -> Any:
+    """An engine whose answer begins `delay_s` late."""
+
+    async def wait(call: Call, turn: int) -> AsyncGenerator[Any, None]:
+        for _ in range(5):
+            await asyncio.sleep(delay_s / 5)
+            yield Heartbeat()
+        async for item in serve(call, turn):
+            yield item
+
+    return wait
+
+
+async def served(
+    prefill: list[Any], decode: list[Any], wanted: ClientRequest, lines: list[str] | None = None, **limits: Any
+) -> tuple[Recorder, Any]:
+    router, p, d = fleet(prefill, decode)
+    router.limits = LIMITS.model_copy(update={"keep_alive_s": 0.1, **limits})
+    client = Recorder(wanted)
+    http: Any = build_http(cast(Any, router), access_log=None if lines is None else lines.append)
+    await asyncio.wait_for(http(client.scope, client.receive, client.send), 20)
+    await at_rest(p, d)
+    assert len(client.starts) == 1
+    assert client.ended
+    return client, router
+
+
+def error_of(body: bytes) -> dict[str, Any]:
+    """The error of a stream that holds nothing else, followed by `[DONE]`, as in vLLM's streams."""
+    event, done = body.replace(COMMENT, b"").split(b"\n\n", 1)
+    assert done == b"data: [DONE]\n\n"
+    return cast("dict[str, Any]", json.loads(event.removeprefix(b"data: "))["error"])
+
+
+async def test_headers_and_comments_precede_the_first_token() -> None:
+    """The route, unknown when the headers are sent, follows in a comment."""
+    client, router = await served([well], [late(engine(1, [2]))], request())
+    assert client.status == 200
+    assert client.headers[b"content-type"] == b"text/event-stream; charset=utf-8"
+    assert b"x-tandem-route" not in client.headers
+    comments = client.pieces.count(COMMENT)
+    assert comments >= 2
+    assert client.pieces[:comments] == [COMMENT] * comments, "an answer that has begun needs no comments"
+    assert client.pieces[comments].startswith(b": x-tandem-route: remote\n\n")
+    assert said(client.body)["text"] == "".join(f"<{token}>" for token in range(TOKENS))
+    assert counted(router, "tandem_requests_total", route="remote", reason="", status="200") == 1
+
+
+async def test_an_answer_in_time_is_unchanged() -> None:
+    """Its headers have the route, and it has no comments of the router."""
+    client, _ = await served([well], [engine(1, [2])], request(), keep_alive_s=20.0)
+    assert client.headers[b"x-tandem-route"] == b"remote"
+    assert COMMENT not in client.body
+
+
+async def test_retries_go_on_behind_the_comments() -> None:
+    """Engines that fail before the first token are replaced although the status is sent."""
+    client, _ = await served([well], [late(dies), late(engine(1, [3]))], request())
+    assert client.status == 200
+    assert said(client.body)["text"] == "".join(f"<{token}>" for token in range(TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("decode", "limits", "error"),
+    [
+        ([late(answers(400, WRONG))], {}, WRONG["error"]),
+        ([late(dies)], {}, {"type": "ServiceUnavailableError", "code": 503}),
+        ([hangs], {"first_token_timeout_s": 0.5}, {"type": "TimeoutError", "code": 504}),
+    ],
+    ids=["refused by vLLM", "engine lost", "too late"],
+)
+async def test_an_error_after_the_headers_is_an_event(
+    decode: list[Any], limits: dict[str, Any], error: dict[str, Any]
+) -> None:
+    """The metrics and the access log have the status that it would have had."""
+    lines: list[str] = []
+    client, router = await served([], decode, request(), lines, **limits)
+    assert client.status == 200
+    assert error.items() <= error_of(client.body).items()
+    assert counted(router, "tandem_requests_total", route="refused", reason="", status=str(error["code"])) == 1
+    line = json.loads(lines[0])
+    assert (line["status"], line["late_status"]) == (200, error["code"])
+
+
+async def test_an_error_of_the_responses_api() -> None:
+    """It has its own form, and no `[DONE]`."""
+    wanted = replace(request(input="a"), endpoint="/v1/responses")
+    client, _ = await served([], [late(answers(400, WRONG))], wanted)
+    kind, data = client.body.replace(COMMENT, b"").decode().split("\n", 1)
+    assert kind == "event: error"
+    assert json.loads(data.removeprefix("data: ")) == {
+        "type": "error",
+        "code": "BadRequestError",
+        "message": "the prompt is too long",
+        "param": "prompt",
+    }
+
+
+@pytest.mark.parametrize(
+    ("stream", "interval_s"), [(False, 0.1), (True, None), ("false", 0.1)], ids=["whole", "off", "not true"]
+)
+async def test_others_wait_for_their_status(stream: Any, interval_s: float | None) -> None:
+    """Answers that are not streamed, and streams with `keep_alive_s: null`."""
+    for answer, status in ((answers(400, WRONG), 400), (answers(200, WHOLE), 200)):
+        client, _ = await served([], [late(answer)], request(stream=stream), keep_alive_s=interval_s)
+        assert client.status == status
+        assert len(client.pieces) == 1
+
+
+async def test_a_client_that_leaves_while_it_waits() -> None:
+    """Nothing is sent to it later, and nothing is held."""
+    router, p, d = fleet([well], [hangs])
+    router.limits = LIMITS.model_copy(update={"keep_alive_s": 0.05})
+    client = Recorder(request())
+    http: Any = build_http(cast(Any, router))
+    serving = asyncio.create_task(http(client.scope, client.receive, client.send))
+    await asyncio.wait_for(client.second.wait(), 20)
+    client.left.set()
+    await asyncio.wait_for(serving, 20)
+    sent = len(client.pieces)
+    await at_rest(p, d)
+    await asyncio.sleep(0.2)
+    assert (len(client.pieces), router.ongoing) == (sent, 0)
