@@ -70,7 +70,10 @@ class HttpRouter(RouterReplica):
         listen: tuple[str, int, float] | None = None,
         access_log: bool = False,
     ) -> None:
-        """`listen` is the host, port and `leave_s` of the router's own HTTP server, or None."""
+        """Start the replica.
+
+        `listen` is the host, port and `leave_s` of the router's own HTTP server, or None.
+        """
         super().__init__(limits, EnginePool(prefill), EnginePool(decode))
         # Serve may build the application on a node whose environment has no keys, so read them here
         # again.

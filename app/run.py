@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
     screen.stage(f"model: {settings.model_name} ({options.config})")
     host, _, port = address_of(config, settings).rpartition(":")
     if options.address is None and (taken := port_taken(host, int(port))):
-        print(f"tandem: {taken}; stop what listens there, or choose another port (make run PORT=...)", file=sys.stderr)
+        print(f"tandem: {taken}; stop the program there, or choose another port (make run PORT=...)", file=sys.stderr)
         return 2
     try:
         return serve_until_stopped(config, settings, options.address, screen)

@@ -1,1 +1,4 @@
-"""Side-by-side measurements, as ratios within one interleaved run. Each prints a table and writes JSON."""
+"""Side-by-side measurements, as ratios within one interleaved run.
+
+Each prints a table and writes JSON.
+"""

@@ -1,17 +1,19 @@
-"""Decode under a prefill backlog: blocks held for prompts that have not started, throughput, and an idle pair's TTFT.
+"""Decode during a prefill backlog: blocks held for waiting prompts, throughput, and TTFT when idle.
 
-python -m benchmarks.backlog --before CHECKOUT [--rounds 4]
+    python -m benchmarks.backlog --before CHECKOUT [--rounds 4]
 
-``CHECKOUT`` is another revision's work tree with this environment. Rounds alternate between it and this one, each in
-processes of its own. Per round, over two engines of TP 1 (prefill and decode, a small Llama):
+``CHECKOUT`` is another revision's work tree with this environment. Rounds alternate between it and
+this one, each in separate processes. Each round runs two engines of TP 1 (prefill and decode, a
+small Llama):
 
-idle        one request at a time, both legs at once, one token: TTFT
-backlog     both legs of many long prompts at once, as a router sends them, while short requests that decode computes
-            itself arrive one after the other. The decode pool holds a quarter of the prompts, and prefill is the
-            bottleneck. ``tokens_per_s`` counts requests that decode answered before the last of the long ones.
+idle     one request at a time, both legs at once, one token: TTFT
+backlog  both legs of many long prompts at once, as a router sends them, while short requests for
+         decode alone arrive one after the other. The decode pool has room for a quarter of the
+         prompts, and prefill is the bottleneck. ``tokens_per_s`` counts requests that decode
+         answered before the last of the long ones
 
-From the connector's traces: a transfer holds its blocks *idle* from its ``receive`` event to the first ``chunk`` of its
-prompt. Both engines trace on the clock of one host.
+The connector's traces show when a transfer holds *idle* blocks: from its ``receive`` event to the
+first ``chunk`` of its prompt. Both engines trace with the clock of one host.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ POOL_BLOCKS = PROMPTS * (PROMPT_TOKENS + ANSWER_TOKENS) // BLOCK_TOKENS // 4
 
 
 def blocks_held(events: list[dict[str, Any]], ids: list[str]) -> dict[str, float]:
-    """Return the peak and the mean, over the backlog, of blocks held for prompts that have not started."""
+    """Return peak and mean of the blocks held for prompts that have not started, over the
+    backlog.
+    """
     held: dict[str, tuple[float, int]] = {}
     started: dict[str, float] = {}
     for event in events:
@@ -63,7 +67,7 @@ def blocks_held(events: list[dict[str, Any]], ids: list[str]) -> dict[str, float
 
 
 async def measure(folder: Path) -> dict[str, Any]:
-    """One round of the checkout whose modules are imported."""
+    """Run one round of the checkout whose modules are imported."""
     from prometheus_client import REGISTRY
 
     from connectors.vllm_hma.worker_side.trace import read_trace
@@ -80,7 +84,7 @@ async def measure(folder: Path) -> dict[str, Any]:
         address = await describe(prefill)
 
         async def split(prompt: list[int], transfer: str, tokens: int) -> float:
-            """Seconds until decode has answered; both legs at once."""
+            """Return the seconds until decode has answered; sends both legs at once."""
             params = {"transfer_id": transfer}
             began = time.monotonic()
             first = asyncio.ensure_future(
@@ -135,13 +139,13 @@ async def measure(folder: Path) -> dict[str, Any]:
 
 
 def preemptions(registry: Any) -> float:
-    """Requests that either engine has preempted so far."""
+    """Return the number of preempted requests of both engines so far."""
     samples = (sample for metric in registry.collect() for sample in metric.samples)
     return sum(sample.value for sample in samples if sample.name == "vllm:num_preemptions_total")
 
 
 def one_round(checkout: Path) -> dict[str, Any]:
-    """Measure a checkout in a process of its own."""
+    """Measure a checkout in its own process."""
     environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
     with tempfile.NamedTemporaryFile(suffix=".json") as out:
         subprocess.run([sys.executable, __file__, "--once", out.name], env=environment, cwd=checkout, check=True)

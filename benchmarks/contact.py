@@ -1,19 +1,21 @@
-"""First contact of two workers beside that of vLLM's NixlConnector, for caches of the same shape.
+"""First contact of two workers, compared with vLLM's NixlConnector, for caches of the same shape.
 
-python -m benchmarks.contact [--blocks 10000] [--layers 48] [--page-bytes 512] [--rounds 7]
+    python -m benchmarks.contact [--blocks 10000] [--layers 48] [--page-bytes 512] [--rounds 7]
 
-Two processes; each round makes new agents, registers their memory and serves their metadata (none of which is timed),
-then times one contact of each kind, in turn. UCX connects anew in every round.
+Two processes. Each round creates new agents, registers their memory and serves their metadata (not
+timed), then times one contact of each kind, in turn. UCX opens new connections in every round.
 
-ours            a request arrives at the consumer's ``WorkerRuntime`` -> its ``_connected``: the metadata fetched over
-                the side channel, plans made and proved, peers added, Hello and Welcome exchanged over NIXL through both
-                progress threads. Nothing is left to be prepared when it ends, and both ends have opened their
-                connections.
-upstream        its ``_nixl_handshake`` against its ``_nixl_handshake_listener`` (nixl/base_worker.py:985,
-                nixl/base_scheduler.py:337), with ``add_remote_agent`` reduced to NIXL's, ``_build_fa_remote``,
-                ``get_xfer_descs`` and ``prep_xfer_dlist`` (2264-2266, 2385-2409). Its checks of the peer and its
-                executor are left out; the connection is not opened yet when it ends.
-first_message   upstream's connection: a notification to the peer and one back, both sides asking at once, without rest
+ours           from a request at the consumer's ``WorkerRuntime`` to its ``_connected``: it fetches
+               the metadata over the side channel, makes and proves plans, adds peers, and exchanges
+               Hello and Welcome over NIXL through both progress threads. At the end both sides have
+               opened their connections
+upstream       ``_nixl_handshake`` against ``_nixl_handshake_listener`` (nixl/base_worker.py:985,
+               nixl/base_scheduler.py:337), with ``add_remote_agent`` reduced to NIXL's,
+               ``_build_fa_remote``, ``get_xfer_descs`` and ``prep_xfer_dlist`` (2264-2266,
+               2385-2409). Without its checks of the peer and its executor; at the end the
+               connection is not open yet
+first_message  upstream's connection: a notification to the peer and one back, both sides polling
+               without pause
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ HASH = "benchmark"
 
 
 def our_worker(side: Side, name: str, connected: threading.Event) -> Any:
-    """A WorkerRuntime over ``side``, which says when it has connected, and its agent metadata."""
+    """Return a WorkerRuntime over ``side`` that reports when it has connected, and its agent
+    metadata.
+    """
     import torch
 
     from connectors.protocol.agent_metadata import AgentMetadata, ModelIdentity
@@ -53,7 +57,7 @@ def our_worker(side: Side, name: str, connected: threading.Event) -> Any:
 
 
 class Theirs:
-    """An agent as vLLM's connector makes one, over the memory of a ``Side``."""
+    """Return an agent as vLLM's connector creates it, over the memory of a ``Side``."""
 
     def __init__(self, side: Side, name: str) -> None:
         from nixl._api import nixl_agent, nixl_agent_config
@@ -67,7 +71,9 @@ class Theirs:
 
 
 class Producer:
-    """One round's producer: our worker with its side channel, and an agent with vLLM's listener."""
+    """Producer of one round: our worker with its side channel, and an agent with vLLM's
+    listener.
+    """
 
     def __init__(self, number: int, shape: tuple[int, int, int]) -> None:
         import msgspec
@@ -136,7 +142,7 @@ def _base_worker() -> Any:
 
 
 class Consumer:
-    """One round's consumer."""
+    """Consumer of one round."""
 
     def __init__(self, number: int, shape: tuple[int, int, int]) -> None:
         page, blocks, layers = shape

@@ -1,20 +1,23 @@
-"""Building and posting a transfer's descriptors beside what vLLM's NixlConnector does for the same transfer.
+"""Building and posting a transfer's descriptors, compared with vLLM's NixlConnector.
 
-python -m benchmarks.descriptors [--blocks 10000] [--regions 48] [--page-bytes 512] [--rounds 9] [--post-rounds 3]
-                                 [--stretches 1,8,64]
+    python -m benchmarks.descriptors [--blocks 10000] [--regions 48] [--page-bytes 512]
+        [--rounds 9] [--post-rounds 3] [--stretches 1,8,64]
 
-A producer process with a cache of ``--regions`` regions writes ``--blocks`` blocks to a consumer process. *Stretch*
-is how many neighbouring blocks lie together on both sides: 1 is a fully fragmented pool. Both ways use agents that are
-configured alike (one thread, no progress thread), in turn, in one process:
+A producer process with a cache of ``--regions`` regions writes ``--blocks`` blocks to a consumer
+process. A *stretch* is a number of neighbouring blocks that are adjacent on both sides; 1 is a
+fully fragmented pool. Both sides use agents of equal configuration (one thread, no progress
+thread), in turn, in one process:
 
-ours        ``build_runs`` and ``NixlTransport.prepare``, per transfer; nothing is prepared per pair
-upstream    per pair: its ``_build_fa_local`` / ``_build_fa_remote``, ``get_xfer_descs`` and ``prep_xfer_dlist`` of the
-            whole cache (nixl/base_worker.py:1973-2052, 2134-2136, 2405-2409). Per transfer: its ``_compute_desc_ids``
-            for both sides and ``make_prepped_xfer`` (nixl/push_worker.py:686-721). Its own functions, called with the
-            attributes that they read; what surrounds them (prefix trimming, bookkeeping) is left out.
+ours      ``build_runs`` and ``NixlTransport.prepare``, per transfer; no preparation per pair
+upstream  per pair: ``_build_fa_local`` / ``_build_fa_remote``, ``get_xfer_descs`` and
+          ``prep_xfer_dlist`` of the whole cache (nixl/base_worker.py:1973-2052, 2134-2136,
+          2405-2409). Per transfer: ``_compute_desc_ids`` for both sides and ``make_prepped_xfer``
+          (nixl/push_worker.py:686-721). vLLM's functions run with the attributes that they read,
+          without the code around them (prefix trimming, bookkeeping)
 
-build       block ids -> a request that can be posted
-post        ``transfer()`` until it returns. Within one host UCX moves the bytes of a write in that very call.
+build     from block ids to a request that can be posted
+post      ``transfer()`` until it returns. Within one host UCX moves the bytes of a write in this
+          call
 """
 
 from __future__ import annotations
@@ -35,13 +38,15 @@ from connectors.planning.plan import plan_pair
 
 
 def stretched(rng: np.random.Generator, blocks: int, stretch: int) -> Ints:
-    """All of ``blocks`` blocks in stretches of neighbours; the stretches are shuffled, and no two of them touch."""
+    """Return all ``blocks`` blocks in shuffled stretches of neighbours; no two stretches are
+    adjacent.
+    """
     starts = rng.permutation(blocks // stretch) * (stretch + 1)
     return (1 + starts[:, None] + np.arange(stretch)).ravel().astype(np.int64)
 
 
 def pool(blocks: int, stretch: int) -> int:
-    """Blocks of a cache in which ``stretched`` fits, the null block included."""
+    """Return the number of blocks of a cache that holds ``stretched``, the null block included."""
     return 1 + blocks // stretch * (stretch + 1)
 
 
@@ -123,7 +128,7 @@ class Upstream:
 
 
 class Bench:
-    """The producer's half."""
+    """Producer of one run."""
 
     def __init__(self, page_bytes: int, blocks: int, regions: int, consumer: tuple[bytes, Any]) -> None:
         self.side = Side(f"producer-{os.getpid()}-{blocks}", page_bytes, blocks, regions)
@@ -139,7 +144,7 @@ class Bench:
         self.side.transport.close()
 
     def digest(self, ids: Ints) -> str:
-        """Of what has been moved."""
+        """Return the digest of the moved bytes."""
         return self.side.digest(ids)
 
     def ours(self, src: Ints, dst: Ints, post: bool) -> dict[str, float]:

@@ -1,13 +1,15 @@
-"""How much of a transfer is exposed: what lands after the producer's last chunk has ended, and the TTFT that it makes.
+"""Exposed part of a transfer: bytes that arrive after the producer's last chunk, and the TTFT.
 
-python -m benchmarks.exposed [--requests 8] [--rate 400mbit]
+    python -m benchmarks.exposed [--requests 8] [--rate 400mbit]
 
-Three ways of sending, interleaved request by request, between the same decode engine and two prefill engines that
-differ in their ``streaming`` alone: ``whole`` (decode asks when prefill has ended), ``chunk`` and ``layer``. Once over
-shared memory, and once over TCP between two network namespaces with a rate limit (which needs root).
+Three modes of sending, interleaved request by request, between one decode engine and two prefill
+engines that differ only in ``streaming``: ``whole`` (decode asks after the end of prefill),
+``chunk`` and ``layer``. Once over shared memory, and once over TCP between two network namespaces
+with a rate limit (needs root).
 
-Decode runs on the last core and prefill on the others, as on hosts of their own: an engine whose request waits for
-KV steps on without rest, which would slow prefill down in the two ways that ask early.
+Decode runs on the last core and prefill on the others, as on separate hosts: an engine whose
+request waits for KV steps without pause, which would slow prefill down in the two modes that ask
+early.
 """
 
 from __future__ import annotations
@@ -36,14 +38,18 @@ from testing.processes import children, environment, own_cores, pin
 
 CHUNK_TOKENS = 256
 LENGTHS = {1: 250, 2: 500, 8: 2000}
-"""Prompt tokens for so many chunks."""
+"""Prompt tokens, by number of chunks."""
 WAYS = ("whole", "chunk", "layer")
 ENGINE: dict[str, Any] = {"max_num_batched_tokens": CHUNK_TOKENS, "enable_prefix_caching": False}
 
 
 @dataclass(frozen=True)
 class Sample:
-    """``exposed_ms`` from the end of the last chunk to the last byte; ``after`` is the share of bytes in that time."""
+    """One measurement.
+
+    ``exposed_ms``  from the end of the last chunk to the last byte
+    ``after``       share of bytes in that time
+    """
 
     ttft_ms: float
     exposed_ms: float
@@ -52,7 +58,7 @@ class Sample:
 
 @dataclass
 class Bench:
-    """The engines of one link, the prefill engines by their way; ``whole`` shares that of ``chunk``."""
+    """Engines of one link, the prefill engines by mode; ``whole`` shares that of ``chunk``."""
 
     decode: AsyncLLM
     prefills: dict[str, AsyncLLM]
@@ -87,7 +93,7 @@ def _sample(events: list[dict[str, Any]], ttft_ms: float) -> Sample:
 
 
 async def start(model: str, folder: Path, link: str, place: Namespace | None) -> Bench:
-    """Prefill engines in ``place``, decode outside of it; over TCP where there is one."""
+    """Start prefill engines in ``place`` and decode outside it; use TCP if there is a place."""
     host = {"side_channel_host": place.address} if place else {}
     with environment({"UCX_TLS": "tcp,self"} if place else {}):
         here = {"side_channel_host": place.outside} if place else {}
@@ -114,7 +120,7 @@ async def measure(bench: Bench, requests: int) -> dict[str, Any]:
             for way in rng.sample(WAYS, len(WAYS)):
                 prompt = [rng.randrange(3, VOCABULARY) for _ in range(tokens)]
                 sample = await bench.ask(way, prompt)
-                if number:  # the first of each is warm-up
+                if number:  # the first of each is a warm-up
                     found[chunks, way].append(sample)
     rows = []
     for chunks in LENGTHS:

@@ -1,12 +1,13 @@
-"""First contact of many decode workers with one prefill engine: how long it takes, and what it costs the scheduler.
+"""First contact of many decode workers with one prefill engine: duration, and stalls of its
+scheduler.
 
-python -m benchmarks.first_contacts [--engines 64] [--ranks 8] [--before CHECKOUT] [--rounds 3]
+    python -m benchmarks.first_contacts [--engines 64] [--ranks 8] [--before CHECKOUT] [--rounds 3]
 
-One process stands for the prefill engine's core: it publishes the metadata of 8 ranks and steps as a scheduler does, a
-millisecond of Python at a time. Another process stands for the decode workers, which all ask for the metadata at once
-over TLS. A step's *stall* is the time that it took longer than the median of a quiet second. On a machine of few cores
-the decode workers take their share of the processor as well: the quiet column runs beside the same load on another
-port.
+One process acts as the prefill engine's core: it publishes the metadata of 8 ranks and runs a
+scheduler's steps, of one millisecond of Python each. Another process acts as the decode workers,
+which all request the metadata at once over TLS. A step's *stall* is its duration beyond the median
+of a quiet second. On a machine with few cores the decode workers also use the processor: the quiet
+column runs beside the same load on another port.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ LAYERS, RANKS = 64, 8
 
 
 def rank_metadata() -> dict[tuple[int, int], Any]:
-    """What the workers of a prefill engine of 8 ranks publish."""
+    """Return the metadata that the workers of a prefill engine of 8 ranks publish."""
     from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, MemoryKind, Region
     from connectors.protocol.agent_metadata import AgentMetadata, ModelIdentity, encode_agent_metadata
     from connectors.vllm_hma.orders import EncodedAgentMetadata
@@ -52,7 +53,7 @@ def rank_metadata() -> dict[tuple[int, int], Any]:
 
 
 def core(pipe: Connection) -> None:
-    """The engine core: publishes, and steps until told to stop, reporting the lengths of its steps."""
+    """Engine core: publishes, steps until it is stopped, and reports the durations of its steps."""
     import inspect
 
     from connectors.vllm_hma.config import parse_config
@@ -79,7 +80,9 @@ def core(pipe: Connection) -> None:
 
 
 def decode_workers(port: int, count: int, pipe: Connection) -> None:
-    """So many workers ask at once; each reports when it has all agent metadata, or why it has none."""
+    """Run these workers at once; each reports that it has all agent metadata, or the reason why
+    not.
+    """
     from connectors.vllm_hma.handshake.keys import derive_keys
     from connectors.vllm_hma.handshake.side_channel import _METADATA_REQUEST, _ask
 
@@ -110,7 +113,7 @@ def decode_workers(port: int, count: int, pipe: Connection) -> None:
 
 
 def steps(pipe: Connection, until: Any) -> list[float]:
-    """Lengths of the core's steps while ``until`` runs."""
+    """Return the durations of the core's steps while ``until`` runs."""
     pipe.send("step")
     until()
     pipe.send("stop")
@@ -119,7 +122,7 @@ def steps(pipe: Connection, until: Any) -> list[float]:
 
 
 def measure(count: int) -> dict[str, Any]:
-    """One round: a quiet second, then all contacts."""
+    """Run one round: a quiet second, then all contacts."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     engine = context.Process(target=core, args=(theirs,))

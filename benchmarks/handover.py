@@ -1,13 +1,16 @@
-"""Handover and TTFT of Tandem's connector beside vLLM's NixlConnector, engine to engine, in one interleaved run.
+"""Handover and TTFT of Tandem's connector and vLLM's NixlConnector between engines.
 
-python -m benchmarks.handover [--requests 12] [--lengths 200,1000,2000]
+    python -m benchmarks.handover [--requests 12] [--lengths 200,1000,2000]
 
-ttft        the client sends -> the decode engine's first token. Tandem's legs are sent at once; NixlConnector's in
-            turn, which is its protocol.
-handover    the prefill engine's first token (its last chunk has ended) -> the decode engine's first token, both
-            stamped in the engine cores on the clock that all processes share
-step        one decode step of the same request. What a handover needs beyond it is the connector's doing.
-bytes       bytes moved over the bytes that decode needs: every token of full attention, the window of the others
+In one interleaved run:
+
+ttft      from the client's request to the decode engine's first token. Tandem's legs are sent at
+          once; NixlConnector's one after the other, as its protocol requires
+handover  from the prefill engine's first token (its last chunk has ended) to the decode engine's
+          first token, both stamped in the engine cores with the clock that all processes share
+step      one decode step of the same request; the rest of a handover is the connector's
+bytes     bytes moved, divided by the bytes that decode needs: every token of full attention, and
+          the window of the other groups
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ class Leg:
 async def leg(
     engine: AsyncLLM, prompt: list[int], max_tokens: int, transfer: dict[str, Any], request_id: str | None = None
 ) -> Leg:
-    """One request; ``first_token_at`` is the client's monotonic clock."""
+    """One request; ``first_token_at`` is on the client's monotonic clock."""
     params = SamplingParams(
         temperature=0.0,
         max_tokens=max_tokens,
@@ -97,13 +100,13 @@ async def nixl(arm: Arm, prompt: list[int]) -> tuple[Leg, Leg]:
 
 
 def ideal_bytes(model: dict[str, int], tokens: int) -> int:
-    """Bytes of KV that decode needs to go on after ``tokens`` prompt tokens."""
+    """Return the bytes of KV that decode needs to continue after ``tokens`` prompt tokens."""
     window = min(tokens, WINDOW_TOKENS)
     return model["token_bytes_a_layer"] * (model["full_layers"] * tokens + model["sliding_layers"] * window)
 
 
 def landed_early(events: list[dict[str, Any]]) -> float:
-    """The share of one transfer's full-attention bytes that had been written when its last chunk ended."""
+    """Return the share of a transfer's full-attention bytes written before its last chunk ended."""
     blocks: dict[str, int] = next(event for event in events if event["event"] == "receive")["blocks"]
     full = max(blocks, key=lambda group: blocks[group])
     last_chunk_ended = max(event["t"] for event in events if event["event"] == "chunk")

@@ -1,14 +1,17 @@
-"""What digests cost: the time to hash both ends of a transfer, and its share of the transfer over NIXL, by run length.
+"""Cost of digests: time to hash both ends of a transfer, and its share of the transfer, by run
+length.
 
-python -m benchmarks.integrity [--mib 64] [--repeats 9]
+    python -m benchmarks.integrity [--mib 64] [--repeats 9]
 
-Two NIXL agents of one process write scattered blocks from one buffer to another. Each round moves the same blocks with
-integrity off and full, in turn; a round ends when the last byte has landed and, with full, both digests agree.
+Two NIXL agents of one process write scattered blocks from one buffer to another. Each round moves
+the same blocks with integrity off and full, in turn. A round ends when the last byte has arrived
+and, with full, both digests are equal.
 
-source, target    nanoseconds to digest one KiB on either end, alone
-transfer          nanoseconds to move one KiB with integrity off
-off_ms, full_ms   one transfer of --mib MiB as the consumer waits for it: the source's digest overlaps the transport
-                  where that moves bytes by itself, the target's comes after it
+source, target   nanoseconds to digest one KiB at either end, alone
+transfer         nanoseconds to move one KiB with integrity off
+off_ms, full_ms  one transfer of --mib MiB as the consumer waits for it: the source's digest
+                 overlaps with the transport if that moves bytes in the background; the target's
+                 follows it
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ RUN_KIB = (4, 16, 64, 256, 1024)
 
 
 class Side:
-    """One agent with a cache of ``LAYERS`` layers whose pages are ``run_bytes`` long."""
+    """One agent with a cache of ``LAYERS`` layers whose pages have ``run_bytes`` bytes."""
 
     def __init__(self, name: str, run_bytes: int, blocks: int) -> None:
         self.memory = np.zeros((LAYERS, blocks, run_bytes), np.uint8)
@@ -50,13 +53,13 @@ class Side:
 
 
 def scattered(rng: np.random.Generator, blocks: int, count: int) -> Ints:
-    """Ids of which no two are neighbours in order, so that every run is one page."""
+    """Return ids without neighbours in order, so that every run is one page."""
     ids = rng.permutation(np.arange(1, blocks, 2))[:count]
     return ids.astype(np.int64)
 
 
 class Bench:
-    """All transfers of one run length."""
+    """Measure all transfers of one run length."""
 
     def __init__(self, run_bytes: int, total_bytes: int) -> None:
         count = max(1, total_bytes // (run_bytes * LAYERS))

@@ -1,9 +1,11 @@
 """Runs and planning time of one transfer in vLLM's token-major and head-major KV cache layouts.
 
-python -m benchmarks.kv_layouts [--layers 64] [--kv-heads 8] [--tokens 32768] [--block-tokens 16] [--rounds 5]
+    python -m benchmarks.kv_layouts [--layers 64] [--kv-heads 8] [--tokens 32768]
+        [--block-tokens 16] [--rounds 5]
 
-One producer rank sends its share to the first of two consumer ranks. Block ids are a random permutation, as in a
-fragmented pool. Strides are vLLM's own (``compute_layout_strides``); no memory is touched, because planning reads none.
+One producer rank sends its share to the first of two consumer ranks. Block ids are a random
+permutation, as in a fragmented pool. Strides are vLLM's own (``compute_layout_strides``). Planning
+reads no memory, so none is allocated.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ LAYOUTS = ("LBNHC", "LBHNC")
 def layout_of(
     name: str, tp_rank: int, tp_size: int, layers: int, kv_heads: int, blocks: int, block_tokens: int, content: int
 ) -> EngineLayout:
-    """One rank's cache; ``content`` are the bytes that one token keeps of one head."""
+    """Return one rank's cache; ``content`` is the number of bytes of one token of one head."""
     heads = kv_heads // tp_size
     spec = FullAttentionSpec(block_size=block_tokens, num_kv_heads=heads, head_size=content // 4, dtype=torch.float16)
     layer, block, head, row, _ = compute_layout_strides(spec, blocks, layers, KVCacheLayout[name])
@@ -44,7 +46,9 @@ def layout_of(
 def measure(
     name: str, layers: int, kv_heads: int, tokens: int, block_tokens: int, content_bytes: int, rounds: int
 ) -> dict[str, Any]:
-    """Plan ``tokens`` tokens from TP 1 to rank 0 of TP 2. Times are medians over ``rounds``, in milliseconds."""
+    """Plan ``tokens`` tokens from TP 1 to rank 0 of TP 2. Times are medians of ``rounds``, in
+    ms.
+    """
     count = tokens // block_tokens
     shape = (layers, kv_heads, 2 * count + 1, block_tokens, content_bytes)
     producer, consumer = layout_of(name, 0, 1, *shape), layout_of(name, 0, 2, *shape)

@@ -1,18 +1,22 @@
-"""TTFT over a slow link: Tandem's streaming, the same transfer in one piece, and vLLM's NixlConnector, pull and push.
+"""TTFT over a slow link: Tandem's streaming, the same transfer as a whole, and vLLM's
+NixlConnector.
 
-    python -m benchmarks.link [--requests 8] [--rate 800mbit] [--lengths 250,500,1000,2000]      (root)
+    python -m benchmarks.link [--requests 8] [--rate 800mbit] [--lengths 250,500,1000,2000]  (root)
 
-Two hosts on one machine: every prefill engine lives in a network namespace, every decode engine outside of it, and KV
-travels over TCP through a link with that rate. The model is wide in KV and cheap to compute, so that a prompt's prefill
-takes about as long as its transfer. Four arms, interleaved request by request, the others' processes stopped:
+Two hosts on one machine: prefill engines run in a network namespace and decode engines outside it.
+KV travels over TCP through a link with that rate. The model has much KV and little computation, so
+that a prompt's prefill takes about as long as its transfer. Four arms, interleaved request by
+request, with the other arms' processes stopped:
 
-    tandem   both legs at once; chunks leave while the next ones are computed
-    whole    the same engines; decode asks when prefill has ended, as public proxies do
-    pull     NixlConnector, its legs in turn, which is its protocol
-    push     NixlPushConnector, both legs at once: decode has registered its blocks when prefill ends (its best case)
+tandem  both legs at once; chunks are sent while the next ones are computed
+whole   the same engines; decode asks after the end of prefill, as public proxies do
+pull    NixlConnector, its legs one after the other, as its protocol requires
+push    NixlPushConnector, both legs at once: decode has registered its blocks when prefill ends
+        (its best case)
 
-Prefill runs on the first cores and decode on the last one, as on hosts of their own. TTFT is a client's, without any
-router or HTTP. ``prefill_ms`` is the prefill leg's in the pull arm, ``link_ms`` what the bytes take at the rate.
+Prefill runs on the first cores and decode on the last one, as on separate hosts. TTFT is a
+client's, without router or HTTP. ``prefill_ms`` is the prefill leg's time in the pull arm,
+``link_ms`` the time of the bytes at the rate.
 """
 
 from __future__ import annotations
@@ -47,7 +51,7 @@ ENGINE: dict[str, Any] = {"max_num_batched_tokens": 256, "enable_prefix_caching"
 DECODE_TOKENS = 2
 NIXL_FIRST_PORT = 5700
 SETTLES_S = 0.3
-"""After a request: its blocks are given back before its arm is stopped."""
+"""Pause after a request in which its blocks are freed, before its arm is stopped."""
 
 
 def transfer_config(name: str, role: str, address: str) -> KVTransferConfig:
@@ -64,7 +68,7 @@ def transfer_config(name: str, role: str, address: str) -> KVTransferConfig:
 
 
 def start(name: str, role: str, model: str, place: Namespace) -> tuple[AsyncLLM, set[int]]:
-    """An engine and its processes: prefill inside the namespace, decode outside of it."""
+    """An engine and its processes: prefill inside the namespace, decode outside it."""
     before, cores, inside = children(), own_cores(), role == "kv_producer"
     address = place.address if inside else place.outside
     there = {
@@ -80,7 +84,10 @@ def start(name: str, role: str, model: str, place: Namespace) -> tuple[AsyncLLM,
 
 
 def start_arms(model: str, place: Namespace) -> dict[str, Arm]:
-    """Whoever has been inside keeps its /sys, where UCX looks for devices: what belongs outside is started first."""
+    """A process that has entered the namespace keeps its /sys, where UCX looks for devices.
+
+    So start the engines outside the namespace first.
+    """
     decodes = {name: start(name, "kv_consumer", model, place) for name in CONNECTORS}
     arms = {}
     for name, (decode, pids) in decodes.items():
@@ -90,7 +97,7 @@ def start_arms(model: str, place: Namespace) -> dict[str, Arm]:
 
 
 async def together(arm: Arm, address: dict[str, Any], prompt: list[int]) -> Leg:
-    """Both legs at once."""
+    """Send both legs at once."""
     transfer_id = uuid.uuid4().hex
     produce = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
     prefill = asyncio.ensure_future(leg(arm.prefill, prompt, 1, produce))
@@ -106,7 +113,7 @@ async def in_turn(arm: Arm, prompt: list[int]) -> tuple[Leg, Leg]:
 
 
 async def pushed(arm: Arm, address: dict[str, Any], prompt: list[int]) -> Leg:
-    """Both legs at once, under the one request id by which this connector finds the blocks."""
+    """Send both legs at once with one request id, by which this connector finds the blocks."""
     request_id = uuid.uuid4().hex
     prefill = asyncio.ensure_future(leg(arm.prefill, prompt, 1, PRODUCE, request_id))
     decode = await leg(arm.decode, prompt, DECODE_TOKENS, address | {"remote_request_id": request_id}, request_id)
@@ -123,7 +130,7 @@ class Bench:
         return self.arms["tandem" if name == "whole" else name]
 
     async def learn_addresses(self) -> None:
-        """Where each prefill engine is, from an answer of its own."""
+        """Return the address of each prefill engine, from its own answer."""
         for name, arm in self.arms.items():
             with arm.awake():
                 if name == "tandem":
@@ -134,7 +141,7 @@ class Bench:
                     self.addresses[name] = dict(prefill.output.kv_transfer_params)
 
     async def ask(self, name: str, prompt: list[int]) -> tuple[float, float]:
-        """(TTFT, prefill leg or 0) in ms."""
+        """Return (TTFT, prefill leg or 0) in ms."""
         arm = self.of(name)
         with arm.awake():
             started, prefilled = time.monotonic(), 0.0
@@ -150,7 +157,7 @@ class Bench:
 
 
 async def in_turn_or_first(arm: Arm, name: str) -> tuple[Leg, Leg]:
-    """One request, so that the engines have met; push matches its legs by their id."""
+    """Send one request, so that the engines have met; push matches its legs by their id."""
     prompt, request_id = [3] * 40, uuid.uuid4().hex
     prefill = await leg(arm.prefill, prompt, 1, PRODUCE, request_id)
     transfer = prefill.output.kv_transfer_params
@@ -172,7 +179,7 @@ async def measure(model: SizedModel, place: Namespace, requests: int, lengths: l
                 for name in rng.sample(ARMS, len(ARMS)):
                     prompt = [rng.randrange(3, VOCABULARY) for _ in range(tokens)]
                     ttft_ms, prefill_ms = await asyncio.wait_for(bench.ask(name, prompt), 120)
-                    if number >= 0:  # the first round is warm-up
+                    if number >= 0:  # the first round is a warm-up
                         found[tokens, name].append(ttft_ms)
                         if name == "pull":
                             prefills[tokens].append(prefill_ms)
@@ -197,7 +204,7 @@ async def measure(model: SizedModel, place: Namespace, requests: int, lengths: l
 
 
 def bits_a_second(rate: str) -> float:
-    """``800mbit``, in tc's words. Raises ValueError for others."""
+    """Parse ``800mbit``, in tc's notation. Raises ValueError for other notations."""
     match = re.fullmatch(r"(\d+)(k|m|g)bit", rate)
     if match is None:
         raise ValueError(f"--rate {rate!r}: write a number and kbit, mbit or gbit, as for tc")

@@ -1,4 +1,7 @@
-"""A second host on this machine: a network namespace behind a veth pair, with a rate limit. Needs root and iproute2."""
+"""A second host on this machine: a network namespace behind a veth pair with a rate limit.
+
+Needs root and iproute2.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,11 @@ _PRIVATE = 0x4000 | 1 << 18
 
 @dataclass(frozen=True)
 class Namespace:
-    """``address`` is the namespace's own, ``outside`` that of the other end of its only link."""
+    """A namespace.
+
+    ``address``  its own address
+    ``outside``  address of the other end of its only link
+    """
 
     name: str
     address: str = "10.209.0.2"
@@ -25,10 +32,11 @@ class Namespace:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Processes that are started meanwhile live in the namespace; this thread is back outside afterwards.
+        """Start processes of the block in the namespace; this thread is outside again afterwards.
 
-        They find its devices in /sys, too, where UCX looks for them; this thread's own /sys stays that one, because
-        the kernel does not let a thread that has started others go back to another set of mounts.
+        The processes also see the namespace's devices in /sys, where UCX looks for them. This
+        thread's /sys stays that of the namespace, because the kernel does not let a thread that has
+        started others return to another set of mounts.
         """
         with (
             open("/proc/thread-self/ns/net") as network,
@@ -38,7 +46,7 @@ class Namespace:
             try:
                 _call("mount", b"none", b"/", None, _PRIVATE, None)
                 _call("setns", there.fileno(), _CLONE_NEWNET)
-                # It may be this namespace's already, and the kernel does not put it over itself.
+                # It may already be this namespace's; the kernel refuses to mount it over itself.
                 _call("umount2", b"/sys", _MNT_DETACH)
                 _call("mount", b"sysfs", b"/sys", b"sysfs", 0, None)
                 yield
@@ -48,7 +56,9 @@ class Namespace:
 
 @contextlib.contextmanager
 def namespace(rate: str) -> Iterator[Namespace]:
-    """A namespace whose link carries ``rate`` (in tc's words, ``400mbit``) each way; it is taken down at the end."""
+    """Create a namespace whose link has ``rate`` (``400mbit``, as for tc) each way; remove it at
+    the end.
+    """
     made = Namespace(f"tandem{os.getpid()}")
     link, inner = f"t{os.getpid()}", f"u{os.getpid()}"
     inside = ["ip", "netns", "exec", made.name]

@@ -1,8 +1,9 @@
-"""A producer and a consumer process over one fabric, for benchmarks of what lies below vLLM.
+"""A producer and a consumer process on one fabric, for benchmarks of the layers below vLLM.
 
-Both run NIXL agents as the connector's workers do. The consumer does what an idle worker's progress thread does while a
-transfer is open: it asks for notifications, then rests ``rest_s``. The parent drives the producer with commands, one at
-a time, so several pairs (of different settings) can take turns on one machine.
+Both run NIXL agents as the connector's workers do. The consumer does what an idle worker's progress
+thread does during a transfer: it polls for notifications, then pauses for ``rest_s``. The parent
+sends the producer one command at a time, so several pairs (of different settings) can alternate on
+one machine.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ REST_S = 0.001
 
 @dataclass(frozen=True)
 class Fabric:
-    """``environment`` is UCX's."""
+    """A fabric. ``environment`` has UCX's variables."""
 
     name: str
     environment: Mapping[str, str]
@@ -40,7 +41,9 @@ TCP_LOOPBACK = Fabric("TCP loopback", {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES":
 
 
 class Side:
-    """The cache of one end: ``layers`` layers of ``blocks`` pages of ``page_bytes``, registered with our transport."""
+    """Cache of one end: ``layers`` layers of ``blocks`` pages of ``page_bytes``, registered with
+    our transport.
+    """
 
     def __init__(self, name: str, page_bytes: int, blocks: int, layers: int) -> None:
         from connectors.transport.nixl import NixlTransport
@@ -56,19 +59,19 @@ class Side:
         self.transport.register(self.layout.regions)
 
     def digest(self, ids: Ints) -> str:
-        """Of the named blocks of all layers, in order."""
+        """Return the content of the named blocks of all layers, in order."""
         return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(self.memory[:, ids]).data)
 
 
 def enter(fabric: Fabric, environment: Mapping[str, str]) -> None:
-    """Put this process on the fabric. Before NIXL is imported."""
+    """Select the fabric for this process. Call before the import of NIXL."""
     os.environ.update(fabric.environment)
     os.environ.update(environment)
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
 
 
 def consume(rest_s: float, pipe: Connection, fabric: Fabric, environment: Mapping[str, str]) -> None:
-    """The consumer process: a cache of whatever shape is asked for, and its progress thread."""
+    """Consumer process: creates a cache of any requested shape, and runs its progress thread."""
     enter(fabric, environment)
     side: Side | None = None
     while True:
@@ -86,7 +89,7 @@ def consume(rest_s: float, pipe: Connection, fabric: Fabric, environment: Mappin
         elif word == "digest":
             assert side is not None
             found = side.digest(arguments[0])
-            # Before the answer: what comes after it may write here already.
+            # Before the answer: the producer may write here as soon as it has it.
             side.memory[:] = 0
             pipe.send(found)
     if side is not None:
@@ -94,7 +97,9 @@ def consume(rest_s: float, pipe: Connection, fabric: Fabric, environment: Mappin
 
 
 def produce(make: Callable[..., Any], pipe: Connection, fabric: Fabric, environment: Mapping[str, str]) -> None:
-    """A producer process: ``shape`` makes its end and answers with ``end.shaped``; other words are its methods."""
+    """Producer process: ``shape`` creates its end and answers with ``end.shaped``; other
+    commands are its methods.
+    """
     enter(fabric, environment)
     end: Any = None
     while True:
@@ -112,9 +117,10 @@ def produce(make: Callable[..., Any], pipe: Connection, fabric: Fabric, environm
 
 
 class Pair:
-    """Two processes. ``producer`` takes ``(pipe, fabric, environment)``, can be pickled and answers commands.
+    """Start two processes.
 
-    So does ``consumer``, if it is not ``consume`` with a rest of ``rest_s``.
+    ``producer`` takes ``(pipe, fabric, environment)``, can be pickled and answers commands. So does
+    ``consumer``, unless it is ``consume`` with a pause of ``rest_s``.
     """
 
     def __init__(
@@ -137,15 +143,15 @@ class Pair:
             process.start()
 
     def ask(self, *command: Any) -> Any:
-        """The producer's answer to a command."""
+        """Return the producer's answer to a command."""
         return _answer(self._producer, self._processes[0], command)
 
     def tell(self, *command: Any) -> None:
-        """Give the producer a command whose answer is heard later."""
+        """Send the producer a command; ``hear`` reads its answer later."""
         self._producer.send(command)
 
     def hear(self) -> Any:
-        """The producer's answer to what it was told."""
+        """Return the producer's answer to the last command."""
         return _hear(self._producer, self._processes[0], "an answer")
 
     def ask_consumer(self, *command: Any) -> Any:

@@ -1,10 +1,11 @@
-"""What a round of a worker's progress thread costs under its lock, by how many transfers are remembered.
+"""Cost of a progress thread's round under its lock, by number of remembered transfers.
 
     python -m benchmarks.progress_round [--remembered 600,6000] [--rounds 2000]
 
-Both machines and what the thread asks of them in every round, without a transport: deadlines, whether anything is under
-way, which workers are to be probed. *remembered* transfers are over (a producer and a consumer know their ids for
-lease_s), *open* ones are under way. Prints milliseconds per round: the median of nine series.
+Runs both machines and the calls of the progress thread in every round, without a transport:
+deadlines, whether a transfer is in progress, which workers to probe. *Remembered* transfers have
+ended (a producer and a consumer know their ids for lease_s); *open* ones are in progress. Prints
+milliseconds per round: the median of nine series.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ SERIES = 9
 
 
 def machines(remembered: int, under_way: int) -> tuple[Producer, Consumer]:
-    """A producer and a consumer with so many transfers that are over, and so many that wait for their prompt."""
+    """Return a producer and a consumer with these numbers of ended and queued transfers."""
     producer, consumer = Producer(GROUPS, LIMITS), Consumer(GROUPS, LIMITS)
     producer.welcome(DECODE, ConsumerPeer(frozenset({0}), 10**9, SHAPES), 0.0)
     consumer.connected(ENGINE.incarnation, [Partner(PREFILL, SHAPES, (BYTES,), met_at=ENGINE)], 0.0)
@@ -56,7 +57,7 @@ def machines(remembered: int, under_way: int) -> tuple[Producer, Consumer]:
 
 
 def one_round(producer: Producer, consumer: Consumer, now: float) -> None:
-    """What ``WorkerRuntime`` asks of its machines in one turn of the progress thread."""
+    """Run the calls of ``WorkerRuntime`` to its machines in one round of the progress thread."""
     producer.tick(now)
     consumer.tick(now)
     consumer.suspects()

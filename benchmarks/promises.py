@@ -1,17 +1,20 @@
-"""What the promises cost: Tandem's connector with its proofs and without them, in one interleaved run.
+"""Cost of the promises: Tandem's connector with and without its proofs, in one interleaved run.
 
-python -m benchmarks.promises [--requests 12] [--lengths 200,1000,2000] [--batches 8] [--batch 16]
+    python -m benchmarks.promises [--requests 12] [--lengths 200,1000,2000] [--batches 8]
+        [--batch 16]
 
-kept    as the service runs it: decode checks a digest of every byte that it fetches
-        (``integrity: full``); engines prove to each other that they have the same secret, and tag every message
-bare    ``integrity: off``, no secret. The rest cannot be switched off, because the transfer is made of it: deadlines,
-        leases, numbered messages, counted bytes
+kept   as the service runs it: decode checks a digest of every byte that it fetches (``integrity:
+       full``); engines prove to each other that they have the same secret, and tag every message
+bare   ``integrity: off``, no secret. The remaining checks are part of the transfer and cannot be
+       disabled: deadlines, leases, numbered messages, counted bytes
 
-ttft        the client sends both legs -> the decode engine's first token; one request at a time
-batch       a batch of requests of the middle length is sent at once -> its last answer has ended. Its throughput is
-            the batch's tokens over that time, so the ratio of throughputs is the inverse of the ratio shown
+ttft   from the client's both legs to the decode engine's first token; one request at a time
+batch  from a batch of requests of the middle length, sent at once, to the end of its last answer.
+       Its throughput is the batch's tokens over that time, so the ratio of throughputs is the
+       inverse of the ratio shown
 
-Ratios are kept over bare: above 1 is what the promises cost. The arm that does not run is stopped (``arms.py``).
+Ratios are kept over bare: above 1 is the cost of the promises. The idle arm is stopped
+(``testing/processes.py``).
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ ANSWER_S = 300.0
 
 
 def transfers(settings: dict[str, str]) -> tuple[KVTransferConfig, KVTransferConfig]:
-    """The configurations of a prefill and a decode engine."""
+    """Return the configurations of a prefill and a decode engine."""
     prefill, decode = (
         KVTransferConfig(
             kv_connector="TandemConnector",

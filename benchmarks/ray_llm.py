@@ -1,9 +1,9 @@
-"""Ray Serve LLM's own prefill/decode application, until Ctrl-C, as a peer to be measured beside.
+"""Runs Ray Serve LLM's own prefill/decode application until Ctrl-C, for comparison.
 
     build/ray-llm/bin/python -m benchmarks.ray_llm --model FOLDER --port 8000
 
-One prefill and one decode replica on CPU with NixlConnector, all else as Ray has it. Ray 2.60 pins vLLM 0.29, of which
-there is no build for CPU: this is Ray's code with the vLLM that Tandem runs on.
+One prefill and one decode replica on the CPU with NixlConnector; all other settings are Ray's
+defaults. Ray 2.60 pins vLLM 0.29, which has no CPU build, so this is Ray's code with Tandem's vLLM.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ray.serve.llm import build_pd_openai_app
 from app.run import interrupt_on_signals
 
 CPUS = 8
-"""What Ray is told that the machine has: its deployments ask for one each, and are idle in turn."""
+"""Resources that Ray assumes: its deployments request one each, and are idle in turn."""
 
 READY = "ray serve llm: ready"
 
 
 def config(model: str, role: str, engine: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of one role's replica."""
+    """Return the configuration of one role's replica."""
     return {
         "model_loading_config": {"model_id": "demo", "model_source": model},
         "engine_kwargs": engine | {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": role}},
@@ -38,7 +38,7 @@ def config(model: str, role: str, engine: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(model: str, port: int, engine: dict[str, Any]) -> None:
-    """On a Ray cluster of this process; it answers on `port`."""
+    """Run on a Ray cluster of this process, at `port`."""
     ray.init(address="local", include_dashboard=False, num_cpus=CPUS, log_to_driver=False)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})

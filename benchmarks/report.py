@@ -26,7 +26,7 @@ def ratios(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
 
 
 def write(name: str, document: dict[str, Any]) -> Path:
-    """Write ``benchmarks/results/NAME.json`` with what produced it."""
+    """Write ``benchmarks/results/NAME.json`` with the document and this machine."""
     folder = Path(__file__).parent / "results"
     folder.mkdir(exist_ok=True)
     path = folder / f"{name}.json"

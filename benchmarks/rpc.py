@@ -1,10 +1,11 @@
-"""Processor time per streamed token of the channel between a router and an engine, without vLLM or Ray.
+"""Processor time per streamed token of the connection between a router and an engine.
 
     python -m benchmarks.rpc [--streams 8 64] [--steps 400] [--rounds 5] [--grpc]
 
-An engine process emits one token per stream and step, `--step-ms` apart, to a router process that counts them. The
-processor time of both processes from the first to the last token is divided by the number of tokens. `--grpc` measures
-grpc.aio in place of the product's channel: one server-streaming call per stream, on one HTTP/2 connection.
+Without vLLM or Ray. An engine process emits one token per stream and step, `--step-ms` apart, to a
+router process that counts them. The processor time of both processes from the first to the last
+token is divided by the number of tokens. `--grpc` measures grpc.aio instead of the product's
+connection: one server-streaming call per stream, on one HTTP/2 connection.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Steps:
         self._running: asyncio.Task[None] | None = None
 
     async def join(self) -> None:
-        """Wait until all streams have come."""
+        """Wait until all streams have arrived."""
         self._joined += 1
         if self._joined == self.streams:
             self._running = asyncio.create_task(self._run())
@@ -181,7 +182,9 @@ def engine(grpc: bool, streams: int, steps: int, step_s: float, host: Connection
 
 
 def measure(grpc: bool, streams: int, steps: int, step_s: float) -> tuple[float, float]:
-    """Return microseconds of processor time per token of the engine's and of the router's process."""
+    """Return microseconds of processor time per token of the engine's and of the router's
+    process.
+    """
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=engine, args=(grpc, streams, steps, step_s, there))
     process.start()

@@ -1,17 +1,22 @@
-"""TTFT of Tandem's whole service, Ray and router included, beside a direct client on vLLM's NixlConnector.
+"""TTFT of Tandem's whole service, with Ray and router, compared with vLLM's NixlConnector.
 
-    python -m benchmarks.service [--requests 12] [--lengths 200,1000,2000] [--vllm-router COMMAND] [--ray-llm PYTHON]
+    python -m benchmarks.service [--requests 12] [--lengths 200,1000,2000]
+        [--vllm-router COMMAND] [--ray-llm PYTHON]
 
-    tandem       one streaming HTTP request to Tandem's router (one prefill, one decode replica, started as users start
-                 it)
-    nixl         two stock vLLM servers with NixlConnector and a client that knows both: it posts to prefill, then posts
-                 the answer's parameters to decode and streams. No router at all: the best case of that protocol.
-    vllm-router  one streaming HTTP request to vLLM's own router (Rust, prefill/decode mode) before the same servers
-    ray-llm      one streaming HTTP request to Ray Serve LLM's own prefill/decode application (``ray_llm.py``)
+tandem       one streaming HTTP request to Tandem's router (one prefill, one decode replica, started
+             as users start it)
+nixl         two stock vLLM servers with NixlConnector and a client that knows both: it posts to
+             prefill, then posts the answer's parameters to decode and streams. Without a router:
+             the best case of that protocol
+vllm-router  one streaming HTTP request to vLLM's own router (Rust, prefill/decode mode) before the
+             same servers
+ray-llm      one streaming HTTP request to Ray Serve LLM's own prefill/decode application
+             (``ray_llm.py``)
 
-Time to first token runs from the first byte sent to the first streamed token received. Requests alternate; the sides
-that do not run are stopped (``arms.py``): all processes of the two servers and their router, and the engine processes
-of the service. Ray's own processes run all the time, at Tandem's and at the other sides' expense.
+Time to first token runs from the first byte sent to the first streamed token received. Requests
+alternate. The idle sides are stopped (``testing/processes.py``): all processes of the two servers
+and their router, and the engine processes of the service. Ray's own processes always run, at the
+expense of Tandem and of the other sides.
 """
 
 from __future__ import annotations
@@ -43,10 +48,13 @@ from testing.vllm_server import start_vllm, stop, wait_until_up
 ANSWER_TOKENS = 8
 RAY_LLM_START_S = 400.0
 POLL_S = 0.5
-"""Between two looks into the log of a process that starts for minutes."""
+"""Interval between reads of the log of a process that takes minutes to start."""
 
 READY = "ray serve llm: ready"
-"""What `ray_llm.py` says when it has engines. It runs in another environment, and cannot be imported here."""
+"""Line that `ray_llm.py` prints when its engines run.
+
+It runs in another environment and cannot be imported.
+"""
 
 ENGINE = {
     "max_model_len": 4096,
@@ -58,7 +66,7 @@ ENGINE = {
 
 
 def first_token_ms(client: httpx.Client, url: str, body: dict[str, Any], started: float) -> float:
-    """Stream a completion to its end; milliseconds from ``started`` to its first token."""
+    """Stream a completion to its end; return milliseconds from ``started`` to its first token."""
     first = 0.0
     with client.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}) as response:
         response.raise_for_status()
@@ -82,7 +90,7 @@ def through_nixl(client: httpx.Client, prefill: str, decode: str, body: dict[str
 
 
 def service_config(model: str, folder: Path) -> Path:
-    """The shipped configuration, serving the benchmark's model with the benchmark's engine arguments."""
+    """Return the shipped configuration with the benchmark's model and engine arguments."""
     config = yaml.safe_load((Path(__file__).parent.parent / "configs" / "local.yaml").read_text())
     args = config["applications"][0]["args"]
     args |= {"model": model, "served_model_name": "demo", "engine": ENGINE}
@@ -92,8 +100,10 @@ def service_config(model: str, folder: Path) -> Path:
 
 
 def start_router(command: Path, prefill: str, decode: str, folder: Path) -> tuple[subprocess.Popen[bytes], str]:
-    """vLLM's router before these servers, when it answers; it asks them for their health so seldom that it takes none
-    that is stopped for dead."""
+    """Start vLLM's router before these servers, and wait until it answers.
+
+    Its health checks are so rare that it does not mark a stopped server as dead.
+    """
     port = free_port()
     line = [str(command), "--vllm-pd-disaggregation", "--prefill", prefill, "--decode", decode, "--log-level", "error"]
     line += ["--policy", "round_robin", "--port", str(port), "--prometheus-port", str(free_port())]
@@ -106,7 +116,10 @@ def start_router(command: Path, prefill: str, decode: str, folder: Path) -> tupl
 
 
 def start_ray_llm(python: Path, model: str, folder: Path) -> tuple[subprocess.Popen[bytes], str]:
-    """Ray Serve LLM's application in a Ray cluster of its own, when it has engines; RuntimeError with its log's end."""
+    """Start Ray Serve LLM's application in its own Ray cluster, and wait for its engines.
+
+    Raises RuntimeError with its log's end.
+    """
     port = free_port()
     line = [str(python), "-m", "benchmarks.ray_llm", "--model", model, "--port", str(port)]
     line += ["--engine", json.dumps(ENGINE | {"dtype": "float32", "enforce_eager": True})]
@@ -115,7 +128,8 @@ def start_ray_llm(python: Path, model: str, folder: Path) -> tuple[subprocess.Po
         environment = os.environ | ENVIRONMENT
         process = subprocess.Popen(line, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
     give_up_at = time.monotonic() + RAY_LLM_START_S
-    while READY not in path.read_text(errors="replace"):  # it answers /v1/models long before there is an engine
+    # it answers /v1/models long before it has an engine
+    while READY not in path.read_text(errors="replace"):
         if process.poll() is not None or time.monotonic() > give_up_at:
             stop([process] if process.poll() is None else [])
             raise RuntimeError(f"Ray Serve LLM is not there:\n{path.read_text(errors='replace')[-3000:]}")
@@ -124,7 +138,7 @@ def start_ray_llm(python: Path, model: str, folder: Path) -> tuple[subprocess.Po
 
 
 def engines(process: psutil.Process) -> list[int]:
-    """The processes of vLLM's engines that `process` has started."""
+    """Return the processes of vLLM's engines that `process` has started."""
     return [child.pid for child in process.children(recursive=True) if child.name().startswith("VLLM::")]
 
 

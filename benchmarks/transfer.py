@@ -1,18 +1,23 @@
-"""Our transfers beside raw NIXL moving the same bytes in one ideal list, and beside a memcpy of that list.
+"""Our transfers compared with raw NIXL moving the same bytes as one ideal list, and with a memcpy.
 
-python -m benchmarks.transfer [--mib 64] [--rounds 9] [--fabrics shm,tcp] [--runs 4,16,64,256,1024]
-                              [--settings "" "UCX_A=1 UCX_B=2" ...] [--rest-ms 1] [--name transfer]
+    python -m benchmarks.transfer [--mib 64] [--rounds 9] [--fabrics shm,tcp]
+        [--runs 4,16,64,256,1024] [--settings "" "UCX_A=1 UCX_B=2" ...] [--rest-ms 1]
+        [--name transfer]
 
-A producer and a consumer process; each round moves the same scattered pages of 8 layers three times, in turn:
+A producer and a consumer process. Each round moves the same scattered pages of 8 layers three
+times, in turn:
 
-ours      what the worker does with a write: moves -> ``build_runs`` -> ``NixlTransport.write`` -> ``poll`` until done
-raw       an agent of its own, a coalesced list made ready (``initialize_xfer``) beforehand: from ``transfer`` to DONE
-memcpy    libc's memmove of the same list inside the producer, by a compiled loop
+ours    the worker's path of a write: moves -> ``build_runs`` -> ``NixlTransport.write`` -> ``poll``
+        until done
+raw     a separate agent with a coalesced list prepared beforehand (``initialize_xfer``): from
+        ``transfer`` to DONE
+memcpy  libc's memmove of the same list inside the producer, in a compiled loop
 
-Ratios are speeds: ours over raw says what we cost, the other two what the transport costs. Each is that of the medians,
-then the quartiles of paired rounds, then in square brackets that of the best of each, which a busy machine disturbs
-least. With several ``--settings`` (environment variables of both processes, and ``rest_ms``, how long the consumer
-rests between looks at its messages) one pair for each takes its turn in every round, and ``over_first`` compares.
+Ratios are speeds. Ours over raw is our cost; the other two are the cost of the transport. Each
+ratio is that of the medians, then the quartiles of paired rounds, then in square brackets that of
+the best of each, which a busy machine disturbs least. With several ``--settings`` (environment
+variables of both processes, and ``rest_ms``, the consumer's pause between polls for messages) every
+round measures one pair for each, and ``over_first`` compares them.
 """
 
 from __future__ import annotations
@@ -39,12 +44,12 @@ ARMS = ("ours", "raw", "memcpy")
 
 
 def scattered(rng: np.random.Generator, blocks: int, count: int) -> Ints:
-    """Ids of which no two are neighbours in order, so that every run is one page."""
+    """Return ids without neighbours in order, so that every run is one page."""
     return rng.permutation(np.arange(1, blocks, 2))[:count].astype(np.int64)
 
 
 class Bench:
-    """The producer's half of one run length."""
+    """Producer of one run length."""
 
     def __init__(self, run_bytes: int, blocks: int, ids: tuple[Ints, Ints], consumer: tuple[bytes, Any]) -> None:
         from nixl._api import nixl_agent, nixl_agent_config
@@ -82,11 +87,11 @@ class Bench:
         self.shaped = len(runs)
 
     def digest(self) -> str:
-        """Of what is to be moved."""
+        """Return the digest of the bytes to move."""
         return self.side.digest(self.ids[0])
 
     def seconds(self, arm: str) -> float:
-        """Seconds that one way of moving takes."""
+        """Return the seconds of one way of moving."""
         took: float = getattr(self, f"{arm}_s")()
         return took
 
@@ -118,7 +123,9 @@ class Bench:
 
 
 def compiled_memmove() -> Callable[[Ints, Ints, Ints], None]:
-    """(destinations, sources, bytes) -> libc's memmove of each, without Python in between."""
+    """Return a function that copies (destinations, sources, bytes) with libc's memmove, without
+    Python code per run.
+    """
     from numba import njit
 
     memmove = ctypes.CDLL(None).memmove
@@ -133,7 +140,9 @@ def compiled_memmove() -> Callable[[Ints, Ints, Ints], None]:
 
 
 def shape(pair: Pair, run_bytes: int, total_bytes: int) -> int:
-    """Make the caches of one run length, and check that both ways move the right bytes. How many runs there are."""
+    """Create the caches of one run length, check that both ways move the right bytes, and return
+    the number of runs.
+    """
     count = max(1, total_bytes // (run_bytes * LAYERS))
     blocks = 2 * count + 2
     rng = np.random.default_rng(run_bytes)
@@ -147,12 +156,12 @@ def shape(pair: Pair, run_bytes: int, total_bytes: int) -> int:
 
 
 def measure(pairs: Mapping[str, Pair], kib: int, mib: int, rounds: int) -> list[dict[str, Any]]:
-    """All settings of one run length, interleaved."""
+    """Measure all settings of one run length, interleaved."""
     from benchmarks.report import summary
 
     runs = {name: shape(pair, kib << 10, mib << 20) for name, pair in pairs.items()}
     seconds: dict[str, dict[str, list[float]]] = {name: {arm: [] for arm in ARMS} for name in pairs}
-    # In random order: what ran before decides what the caches hold.
+    # In random order: the previous way determines the content of the caches.
     rng = random.Random(kib)
     for number in range(rounds + 1):
         for name, pair in rng.sample(list(pairs.items()), len(pairs)):
@@ -179,7 +188,9 @@ def measure(pairs: Mapping[str, Pair], kib: int, mib: int, rounds: int) -> list[
 
 
 def speedup(seconds: list[float], other: list[float]) -> dict[str, float]:
-    """How much faster than ``other``: of the medians, of the best of each, and the quartiles of paired rounds."""
+    """Return the speed-up over ``other``: of the medians, of the best of each, and the quartiles
+    of paired rounds.
+    """
     from benchmarks.report import ratios
 
     return ratios(other, seconds) | {"of_best": min(other) / min(seconds)}

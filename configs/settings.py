@@ -113,7 +113,7 @@ class TransferSettings(Frozen):
     integrity: Literal["auto", "full", "off"] = Field(
         "auto",
         description="full: decode compares digests of all bytes moved before it runs the request, computed on the "
-        "device that holds the KV; off: no digests; auto: as full",
+        "device that holds the KV; off: no digests; auto: same as full",
     )
     streaming: Literal["auto", "chunk", "layer"] = Field(
         "auto",
@@ -189,8 +189,8 @@ class KVStoreSettings(Frozen):
     chunk_tokens: int = Field(
         256,
         ge=1,
-        description="tokens of one object. A model with states stores where a step ends at a multiple of it: set "
-        "`max_num_batched_tokens` or `long_prefill_token_threshold` to the same value",
+        description="tokens of one object. States are stored only if a step ends at a multiple of it: for a model with "
+        "states, set `max_num_batched_tokens` or `long_prefill_token_threshold` to the same value",
     )
     staging_mib: int = Field(
         256, ge=1, description="shared memory of each engine between files and KV blocks (MiB), in `/dev/shm`"
@@ -317,6 +317,11 @@ class RouterLimits(Frozen):
         False,
         description="pass `X-Vllm-Priority` of clients to the engines, which use it with the engine argument "
         "`scheduling_policy: priority`; false: drop it",
+    )
+    first_token: Literal["prefill", "decode"] = Field(
+        "decode",
+        description="engine that samples the first token of a stream with a remote route. prefill: the client receives "
+        "it before the KV has moved, where this is exact ([HTTP API](http-api.md#first-token)); decode: always decode",
     )
     routing: RoutingSettings = Field(RoutingSettings(), description="routing policy")
 
@@ -457,7 +462,7 @@ class RoleSettings(PlacementSettings):
 
     @property
     def scaled(self) -> bool:
-        """Whether the autoscaler chooses the number of replicas."""
+        """True if the autoscaler chooses the number of replicas."""
         return not isinstance(self.replicas, int)
 
     @field_validator("replicas")

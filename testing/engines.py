@@ -1,6 +1,6 @@
-"""Real vLLM engines for tests: one prefill, one decode, and requests that go through both.
+"""Real vLLM engines for tests: one prefill engine, one decode engine, and requests through both.
 
-An engine costs tens of seconds and 1.5 GB: tests share them through session fixtures.
+An engine costs tens of seconds and 1.5 GB, so tests share engines through session fixtures.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from testing.sequential_proxy import PRODUCE
 
 @dataclass(frozen=True)
 class Answer:
-    """What an engine said: token ids, and for each the top logprobs, best first, as (token, logprob)."""
+    """Answer of an engine: token ids, and for each the top logprobs (token, logprob), best
+    first.
+    """
 
     tokens: tuple[int, ...]
     logprobs: tuple[tuple[tuple[int, float], ...], ...]
@@ -33,7 +35,9 @@ class Answer:
 
 
 def start_engine(model: str, tp_size: int, role: str | None, **overrides: Any) -> AsyncLLM:
-    """An engine with Tandem's connector in ``role`` (``kv_producer`` ...), or without it where role is None."""
+    """Start an engine with Tandem's connector in ``role`` (``kv_producer`` ...), or without it if
+    None.
+    """
     os.environ.update(ENVIRONMENT)
     extra = overrides.pop("transfer", {})
     transfer = (
@@ -72,7 +76,7 @@ async def generate(
     logprobs: int | None = 2,
     request_id: str | None = None,
 ) -> Answer:
-    """One greedy request, to its end."""
+    """Run one greedy request to its end."""
     params = SamplingParams(
         temperature=0.0,
         max_tokens=max_tokens,
@@ -97,14 +101,16 @@ async def generate(
 
 @dataclass
 class Pair:
-    """A prefill and a decode engine, and the prefill engine's address as its ``describe`` answer gives it."""
+    """A prefill and a decode engine, and the prefill engine's address from its `describe`
+    answer.
+    """
 
     prefill: AsyncLLM
     decode: AsyncLLM
     address: dict[str, Any]
 
     async def together(self, prompt: Sequence[int], max_tokens: int) -> Answer:
-        """Both legs at once, as Tandem's router sends them."""
+        """Send both legs at once, as Tandem's router does."""
         transfer_id = uuid.uuid4().hex
         leg = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
         prefill = asyncio.ensure_future(generate(self.prefill, prompt, 1, leg, logprobs=None))
@@ -113,14 +119,14 @@ class Pair:
         return answer
 
     async def in_turn(self, prompt: Sequence[int], max_tokens: int) -> Answer:
-        """Prefill first, its answer handed to decode, as public proxies do."""
+        """Send the prefill leg first and its answer to decode, as public proxies do."""
         first = await generate(self.prefill, prompt, 1, PRODUCE, logprobs=None)
         assert first.transfer is not None
         return await generate(self.decode, prompt, max_tokens, first.transfer)
 
 
 async def describe(engine: AsyncLLM) -> dict[str, Any]:
-    """Where to find an engine: the answer to ``describe``."""
+    """Return the address of an engine: its answer to ``describe``."""
     answer = await generate(engine, [1, 2, 3], 1, {"do_remote_decode": True, "describe": True}, logprobs=None)
     assert answer.transfer is not None
     return answer.transfer
@@ -128,7 +134,7 @@ async def describe(engine: AsyncLLM) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def engine_pair(model: str, prefill_tp: int, decode_tp: int, **overrides: Any) -> AsyncIterator[Pair]:
-    """Start both engines and stop them."""
+    """Start both engines; stop them at the end."""
     prefill = start_engine(model, prefill_tp, "kv_producer", **overrides)
     try:
         decode = start_engine(model, decode_tp, "kv_consumer", **overrides)

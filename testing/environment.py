@@ -1,4 +1,6 @@
-"""The environment of engines on a machine without a GPU. Apart from ``engines.py``, which takes vLLM in."""
+"""The environment of engines on a machine without a GPU. Separate from ``engines.py``, which
+imports vLLM.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare a prefill/decode pair with one engine: tokens and logprobs must be equal."""
+"""Compares a prefill/decode pair with one engine: tokens and logprobs must be equal."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from testing.models import VOCABULARY, WINDOW_TOKENS
 
 BLOCK_TOKENS = 32
 MAX_TOKENS = 8
-# Two ways of summing float32 may order two tokens differently only where they are this close.
+# Two orders of summing float32 may swap two tokens only if their logprobs are this close.
 TIE_LOGPROB = 1e-3
 LOGPROB_TOLERANCE = 1e-4
 
 
 def prompts(count: int, longest: int, seed: int) -> list[list[int]]:
-    """Prompts of 1 to ``longest`` tokens: every boundary first, then random lengths."""
+    """Return prompts of 1 to ``longest`` tokens: every boundary first, then random lengths."""
     rng = random.Random(seed)
     edges = [1, 2]
     for boundary in (BLOCK_TOKENS, WINDOW_TOKENS, WINDOW_TOKENS + BLOCK_TOKENS, 256, 512, 512 + WINDOW_TOKENS, longest):
         edges += [boundary - 1, boundary, boundary + 1]
-    # Where the window's far edge falls on a block boundary, producer and consumer keep different blocks.
+    # If the window begins at a block boundary, producer and consumer keep different blocks.
     edges += [BLOCK_TOKENS * blocks + WINDOW_TOKENS - 1 for blocks in (1, 2, 5, 11)]
     lengths = [n for n in edges if n <= longest][:count]
     lengths += [rng.randint(1, longest) for _ in range(count - len(lengths))]
@@ -36,7 +36,7 @@ def random_prompt(tokens: int, seed: int) -> list[int]:
 
 
 def difference(reference: Answer, answer: Answer, tolerance: float = LOGPROB_TOLERANCE) -> str | None:
-    """What is wrong with ``answer``, or None where it is the reference's."""
+    """Return the difference of ``answer`` from the reference, or None."""
     first = abs(reference.logprobs[0][0][1] - answer.logprobs[0][0][1])
     if first > tolerance:
         return f"first-token logprobs differ by {first:.1e}"
@@ -59,7 +59,7 @@ class Outcome:
 async def compare(
     pair: Pair, cases: Sequence[tuple[list[int], Answer]], tolerance: float = LOGPROB_TOLERANCE
 ) -> Outcome:
-    """Send every prompt through the pair, both legs at once and in turn by turns."""
+    """Send every prompt through the pair, alternately with both legs at once and in sequence."""
     wrong: list[str] = []
     worst = 0.0
     for index, (prompt, reference) in enumerate(cases):

@@ -1,4 +1,4 @@
-"""Read which modules a source file imports."""
+"""Reads which modules a source file imports."""
 
 from __future__ import annotations
 

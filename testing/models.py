@@ -1,4 +1,7 @@
-"""Tiny random models, made where the tests run: real architectures, no tokenizer, weights of a few megabytes."""
+"""Tiny random models, created where the tests run.
+
+The architectures are real; the models have no tokenizer and a few megabytes of weights.
+"""
 
 from __future__ import annotations
 
@@ -36,22 +39,28 @@ WINDOW_TOKENS = 128
 
 @dataclass(frozen=True)
 class SizedModel:
-    """A model's path and what its KV weighs: layers of each kind, and bytes of one token of one layer in float32."""
+    """Path of a model and the size of its KV: number of layers of each kind, and bytes of one token
+    of one layer in float32.
+    """
 
     path: str
     shape: dict[str, int]
 
 
 def gemma3(folder: Path, kv_heads: int = 4, seed: int = 0, sliding: int = 2) -> str:
-    """A Gemma-3-style hybrid: ``sliding`` layers S, then F, twice; vLLM makes sliding + 1 KV cache groups. Its path."""
+    """Create a Gemma-3-style hybrid and return its path.
+
+    ``sliding`` sliding layers, then a full one, twice; vLLM makes sliding + 1 KV cache groups.
+    """
     _save_gemma3(folder, seed, hidden=128, layer_types=_layers(sliding, 2), heads=4, kv_heads=kv_heads, head_dim=32)
     return str(folder)
 
 
 def benchmark_gemma3(folder: Path) -> SizedModel:
-    """The same kind of model, large enough that prefill takes a while: 12 layers, about 14 million parameters.
+    """Create a Gemma-3-style model whose prefill takes noticeable time; return its path.
 
-    It carries the demo model's tokenizer, so that servers can stream text.
+    It has 12 layers, about 14 million parameters, and the demo model's tokenizer, so that servers
+    can stream text.
     """
     _save_gemma3(folder, 0, hidden=448, layer_types=_layers(5, 2), heads=8, kv_heads=4, head_dim=64)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -61,7 +70,9 @@ def benchmark_gemma3(folder: Path) -> SizedModel:
 
 
 def wide_llama(folder: Path) -> SizedModel:
-    """Full attention only, with much KV for little computation: 48 KiB a token of six layers."""
+    """Create a full-attention model with much KV and little computation: six layers, 48 KiB per
+    token.
+    """
     config = LlamaConfig(
         **_SIZES | {"hidden_size": 256, "intermediate_size": 512},
         num_attention_heads=16,
@@ -75,13 +86,15 @@ def wide_llama(folder: Path) -> SizedModel:
 
 
 def llama(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
-    """Full attention only: one KV cache group of four layers. Its path."""
+    """Create a full-attention model: one KV cache group of four layers. Return its path."""
     config = LlamaConfig(**_SIZES, **_attention(kv_heads), num_hidden_layers=4)
     return _save(LlamaForCausalLM, config, folder, seed)
 
 
 def gpt_oss(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
-    """A gpt-oss: sliding and full layers in turn, attention sinks, experts. Its path."""
+    """Create a gpt-oss: alternating sliding and full layers, attention sinks, experts. Return its
+    path.
+    """
     config = GptOssConfig(
         **_SIZES | {"tie_word_embeddings": False},
         **_attention(kv_heads),
@@ -95,7 +108,10 @@ def gpt_oss(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
 
 
 def llama4(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
-    """Chunked local attention in three layers of four, full attention without positions in the fourth. Its path."""
+    """Create a model with chunked local attention in three of four layers; return its path.
+
+    The fourth layer has full attention without positions.
+    """
     config = Llama4TextConfig(
         **_SIZES,
         **_attention(kv_heads),
@@ -111,13 +127,17 @@ def llama4(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
 
 
 def deepseek_v2(folder: Path, seed: int = 0) -> str:
-    """Multi-head latent attention: one latent head of 576 values, which CPU's kernel is compiled for. Its path."""
+    """Create a model with multi-head latent attention; return its path.
+
+    Its latent head has 576 values, the size for which the CPU kernel is compiled.
+    """
     config = DeepseekV2Config(
         **_SIZES | {"tie_word_embeddings": False},
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=4,
-        # Of vLLM's rotations only this one, DeepSeek's own, is right for latent attention on CPU.
+        # Among vLLM's rotary embeddings only DeepSeek's own is correct for latent attention on the
+        # CPU.
         rope_parameters={
             "rope_type": "yarn",
             "rope_theta": 10000.0,
@@ -140,7 +160,7 @@ def deepseek_v2(folder: Path, seed: int = 0) -> str:
 
 
 def falcon_h1(folder: Path, kv_heads: int = 4, state_groups: int = 1, seed: int = 0) -> str:
-    """Attention and Mamba-2 side by side in every layer. Its path."""
+    """Create a model with attention and Mamba-2 in parallel in every layer. Return its path."""
     config = FalconH1Config(
         **_SIZES,
         **_attention(kv_heads),
@@ -156,7 +176,11 @@ def falcon_h1(folder: Path, kv_heads: int = 4, state_groups: int = 1, seed: int 
 
 
 def qwen3_next(folder: Path, kv_heads: int = 2, seed: int = 0) -> str:
-    """Three gated delta net layers, then one of full attention, twice; vLLM wants experts in one of them. Its path."""
+    """Create a model of three gated delta net layers and one of full attention, twice; return its
+    path.
+
+    vLLM requires experts in one of the layers.
+    """
     config = Qwen3NextConfig(
         **_SIZES | {"tie_word_embeddings": False},
         **_attention(kv_heads) | {"head_dim": 128},
@@ -176,7 +200,10 @@ def qwen3_next(folder: Path, kv_heads: int = 2, seed: int = 0) -> str:
 
 
 def lfm2(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
-    """Short convolutions, whose state has no recurrent part, with one layer of full attention in three. Its path."""
+    """Create a model of short convolutions, whose state has no recurrent part; return its path.
+
+    One layer in three has full attention.
+    """
     config = Lfm2Config(
         **_SIZES,
         **_attention(kv_heads, head_dim=False),
@@ -190,7 +217,8 @@ def lfm2(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
     return _save(Lfm2ForCausalLM, config, folder, seed)
 
 
-# The default initializer range, 0.02, leaves logits so flat that a wrong block would hardly change them.
+# The default initializer range, 0.02, makes logits so flat that a wrong block would hardly change
+# them.
 _SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 128,
@@ -234,7 +262,7 @@ def _save_gemma3(
         sliding_window=WINDOW_TOKENS,
         layer_types=layer_types,
         max_position_embeddings=4096,
-        # The default 0.02 leaves logits so flat that a wrong block would hardly change them.
+        # The default 0.02 makes logits so flat that a wrong block would hardly change them.
         initializer_range=0.2,
         tie_word_embeddings=True,
         bos_token_id=1,

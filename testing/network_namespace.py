@@ -1,4 +1,4 @@
-"""Enter other network namespaces. Needs root."""
+"""Enters other network namespaces. Needs root."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ _PRIVATE = 0x4000 | 1 << 18
 
 
 def enter_new_network() -> None:
-    """Move the calling thread, and all that it starts, into a network namespace of its own, with a loopback only."""
+    """Move the calling thread and its later children into a new network namespace with loopback
+    only.
+    """
     _call("unshare", _CLONE_NEWNET)
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
 
 
 def enter_network(path: str) -> None:
-    """Move the calling thread, and all that it starts, into the network namespace at ``path``.
+    """Move the calling thread and its later children into the network namespace at ``path``.
 
-    /sys shows that namespace's devices, where UCX looks for them. For processes that have not started a thread.
+    /sys then shows the devices of that namespace, where UCX looks for them. Only for processes that
+    have not started a thread.
     """
     _call("unshare", _CLONE_NEWNS)
     _call("mount", b"none", b"/", None, _PRIVATE, None)

@@ -1,7 +1,8 @@
-"""Ports for servers of tests, which no other process takes between the choice and the bind.
+"""Ports for test servers that no other process takes between the choice and the bind.
 
-A port that the kernel picks (``bind`` to 0) is soon some outgoing connection's: it comes from the same range. These
-come from below that range, and a counter shared by all processes of the machine hands each out once in a long while.
+A port that the kernel chooses (``bind`` to 0) comes from the range of outgoing connections, so one
+of them may take it. These ports come from below that range. A counter shared by all processes of
+the machine returns each port again only after all others.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import tempfile
 from pathlib import Path
 
 FIRST, AFTER_LAST = 20_000, 32_000
-"""Between the ports of Ray's workers (10002 to 19999) and the kernel's ephemeral ports (from 32768)."""
+"""Range between the ports of Ray's workers (10002 to 19999) and the kernel's (from 32768)."""
 
 _COUNTER = Path(tempfile.gettempdir()) / f"tandem-test-ports-{os.getuid()}"
 
 
 def free_port() -> int:
-    """Return a TCP port that nothing listens on and that no other caller was given lately."""
+    """Return a TCP port without a listener that no other caller has received recently."""
     with _COUNTER.open("a+") as counter:
         fcntl.flock(counter, fcntl.LOCK_EX)
         counter.seek(0)
@@ -45,7 +46,7 @@ def _is_free(port: int) -> bool:
 
 
 def give_vllm_these_ports() -> None:
-    """Make vLLM choose the ports of its process groups here, too (vllm/utils/network_utils.py)."""
+    """Make vLLM take the ports of its process groups here (vllm/utils/network_utils.py)."""
     from vllm.utils import network_utils
 
     assert list(inspect.signature(network_utils._get_open_port).parameters) == ["start_port", "max_attempts"]  # noqa: SLF001

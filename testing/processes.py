@@ -1,9 +1,9 @@
-"""Two pairs of engines on one machine, one awake at a time, so that both meet the same machine.
+"""Two pairs of engines on one machine, one running at a time, under equal conditions.
 
-An *arm* is a prefill and a decode engine with one connector. Requests alternate between the arms; the arm that does
-not run is stopped (SIGSTOP), because NIXL's progress threads, which vLLM's connector starts, spin when idle and
-would slow the other arm down. vLLM's connector also pins its worker to the last core of the machine: every thread of
-both arms is given all cores back before anything is measured.
+An *arm* is a prefill and a decode engine with one connector. Requests alternate between the arms.
+The idle arm is stopped (SIGSTOP), because NIXL's progress threads, which vLLM's connector starts,
+spin when idle and would slow the other arm down. vLLM's connector also pins its worker to the last
+core of the machine. So all threads of both arms are allowed on all cores before the measurement.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class Processes:
-    """Processes that are awake or stopped together."""
+    """Processes that run or are stopped together."""
 
     pids: list[int]
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
-        """Run these processes, and stop them again."""
+        """Resume these processes; stop them again at the end."""
         self.wake()
         try:
             yield
@@ -40,7 +40,7 @@ class Processes:
         self._signal(signal.SIGCONT)
 
     def sleep(self) -> None:
-        """Stop until ``awake``."""
+        """Stop the processes until ``awake``."""
         self._signal(signal.SIGSTOP)
 
     def _signal(self, number: signal.Signals) -> None:
@@ -51,7 +51,7 @@ class Processes:
 
 @dataclass
 class Arm(Processes):
-    """One connector's engines, with the ids of all their processes."""
+    """Engines with one connector, and the ids of all their processes."""
 
     name: str
     prefill: AsyncLLM
@@ -64,22 +64,22 @@ class Arm(Processes):
 
 
 def children() -> set[int]:
-    """All descendants of this process."""
+    """Return all descendants of this process."""
     return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
 def free_cores(pids: list[int]) -> None:
-    """Undo any pinning: all threads may run on all cores of this process."""
+    """Undo any pinning: let all threads run on all cores of this process."""
     pin(pids, own_cores())
 
 
 def own_cores() -> list[int]:
-    """Cores that this process may run on: a container or `taskset` may leave out some, core 0 among them."""
+    """Return the cores that this process may use; a container or `taskset` may exclude some."""
     return sorted(os.sched_getaffinity(0))
 
 
 def pin(pids: Iterable[int], cores: Iterable[int]) -> None:
-    """All threads of these processes run on ``cores`` and nowhere else."""
+    """Restrict all threads of these processes to ``cores``."""
     cores = tuple(cores)
     for pid in pids:
         for thread in psutil.Process(pid).threads():
@@ -89,7 +89,7 @@ def pin(pids: Iterable[int], cores: Iterable[int]) -> None:
 
 @contextlib.contextmanager
 def environment(values: dict[str, str]) -> Iterator[None]:
-    """Processes that are started meanwhile have these variables."""
+    """Set these variables for processes started in the block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

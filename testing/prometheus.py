@@ -1,4 +1,4 @@
-"""Values of Prometheus metrics."""
+"""Reads values of Prometheus metrics."""
 
 from __future__ import annotations
 

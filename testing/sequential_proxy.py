@@ -1,9 +1,10 @@
-"""The plain prefill/decode proxy that public examples show, in its shortest form: prefill first, then decode.
+"""The prefill/decode proxy of public examples in its shortest form: prefill first, then decode.
 
-    python -m testing.sequential_proxy --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200 --port 8300
+    python -m testing.sequential_proxy --prefill http://127.0.0.1:8100 \
+        --decode http://127.0.0.1:8200 --port 8300
 
-It knows nothing of Tandem: it asks the prefill server for one token with ``do_remote_decode`` and hands the
-``kv_transfer_params`` of the answer to the decode server, unchanged.
+It has no code for Tandem. It requests one token from the prefill server with ``do_remote_decode``
+and passes the ``kv_transfer_params`` of the answer unchanged to the decode server.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PRODUCE: dict[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
-"""What a public proxy sends with the prefill request."""
+"""Parameters that a public proxy sends with the prefill request."""
 
 
 def proxy(prefill_url: str, decode_url: str) -> FastAPI:

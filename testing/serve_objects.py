@@ -1,4 +1,4 @@
-"""Ray Serve's own objects, as far as tests look into them."""
+"""Private objects of Ray Serve that tests inspect."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def deployment_of(application: Application) -> Deployment:
 
 
 def deployment_config_of(deployment: Deployment) -> Any:
-    """Return what Ray Serve keeps of a deployment's own options."""
+    """Return the options that Ray Serve stores for a deployment."""
     return deployment._deployment_config  # noqa: SLF001 - Ray Serve has no public name for it
 
 
 def replica_config_of(deployment: Deployment) -> Any:
-    """Return what Ray Serve keeps of a deployment's options for its replicas."""
+    """Return the options that Ray Serve stores for a deployment's replicas."""
     return deployment._replica_config  # noqa: SLF001 - Ray Serve has no public name for it

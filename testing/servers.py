@@ -1,7 +1,8 @@
-"""Stock vLLM OpenAI servers that can be killed, stopped and started again at the same address.
+"""Stock vLLM OpenAI servers that tests can kill, stop and restart at the same address.
 
-Each is forked from the fork server and runs the main function of ``vllm.entrypoints.openai.api_server``. A server is a
-tree of processes: the API server, the engine core, and one worker for each tensor-parallel rank.
+Each is forked from the fork server and runs the main function of
+``vllm.entrypoints.openai.api_server``. A server is a tree of processes: the API server, the engine
+core, and one worker per tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from testing.network_namespace import enter_network
 from testing.processes import free_cores
 
 POOL_BLOCKS = 448
-"""Small, so that a freed block is soon another request's."""
+"""Small, so that another request soon reuses a freed block."""
 
 MODEL = "demo"
 
 
 def _serve(argv: list[str], environment: dict[str, str], log: str, network: str) -> None:
-    """A server's process: never returns before the server ends."""
+    """Main function of a server's process; does not return before the server ends."""
     os.setsid()
     if network:
         enter_network(network)
@@ -49,10 +50,11 @@ def _serve(argv: list[str], environment: dict[str, str], log: str, network: str)
 
 @dataclass
 class Server:
-    """``members`` are the processes of the present start by part: ``api``, ``core``, ``rank0``, …
+    """One server.
 
-    ``network`` is the path of the network namespace that it lives in, where that is not this process's own; it is
-    reached at ``host``.
+    ``members``  processes of the current start by part: ``api``, ``core``, ``rank0``, …
+    ``network``  path of the server's network namespace, if it is not this process's own
+    ``host``     address at which this process reaches the server
     """
 
     name: str
@@ -76,7 +78,7 @@ class Server:
         return self.folder / f"{self.name}-{self.starts}.log"
 
     def start(self) -> None:
-        """Begin a start; ``find_members`` once it answers."""
+        """Start the server; call ``find_members`` once it answers."""
         self.starts += 1
         self.members = {}
         argv = [
@@ -92,11 +94,11 @@ class Server:
             target=_serve, args=(argv, dict(self.environment), str(self.log), self.network)
         )
         process.start()
-        # By its id from now on: a fork server that is told to end forgets its children.
+        # Keep the id: a fork server that is asked to end forgets its children.
         self._api = psutil.Process(process.pid)
 
     def wait_until_up(self, timeout_s: float = 240.0) -> None:
-        """Wait until the server answers; RuntimeError with the end of its log if it does not."""
+        """Wait until the server answers. Raises RuntimeError with the end of its log otherwise."""
         give_up_at = time.monotonic() + timeout_s
         while time.monotonic() < give_up_at and not self.has_ended:
             with contextlib.suppress(httpx.TransportError):
@@ -106,7 +108,7 @@ class Server:
         raise self.start_failure()
 
     def start_failure(self) -> RuntimeError:
-        """Return an error with what made the server fail: its own exception, or the end of its log."""
+        """Return an error with the server's own exception, or with the end of its log."""
         log = self.log.read_text(errors="replace")
         return RuntimeError(f"{self.name} does not start: {root_cause(log) or log[-3000:]} (see {self.log})")
 
@@ -115,12 +117,12 @@ class Server:
         return self._api is None or not _runs(self._api)
 
     def wait_end(self, timeout_s: float) -> None:
-        """Until the API server has ended."""
+        """Wait until the API server has ended."""
         assert self._api is not None
         psutil.wait_procs([self._api], timeout_s)
 
     def find_members(self) -> None:
-        """Learn the processes of a server that answers; undo any pinning to one core, for every connector alike."""
+        """Find the processes of a server that answers; undo any pinning to one core."""
         assert self._api is not None
         self.members = {"api": self._api}
         for child in self._api.children(recursive=True):
@@ -135,7 +137,7 @@ class Server:
         free_cores([process.pid for process in self.members.values()])
 
     def processes(self, part: str) -> list[psutil.Process]:
-        """``tree`` are all of them."""
+        """Record the processes of the server; ``tree`` has all of them."""
         return list(self.members.values()) if part == "tree" else [self.members[part]]
 
     def signal(self, part: str, number: signal.Signals) -> None:
@@ -144,11 +146,11 @@ class Server:
                 process.send_signal(number)
 
     def alive(self) -> bool:
-        """Do all processes of the tree run (or lie stopped)?"""
+        """Return whether all processes of the tree exist, running or stopped."""
         return bool(self.members) and all(_runs(process) for process in self.members.values())
 
     def destroy(self) -> None:
-        """SIGKILL to whatever is left of the tree, and wait until it is gone."""
+        """Kill all remaining processes of the tree (SIGKILL) and wait for their end."""
         left = list(self.members.values())
         if self._api is not None:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""Runs the service as an operator does, in processes of its own, and knows when they are all gone."""
+"""Runs the service in its own processes, as an operator does, and checks that all of them end."""
 
 import ctypes
 import os
@@ -25,14 +25,14 @@ _LIBC = ctypes.CDLL(None)
 
 
 def _stop_with_parent() -> None:
-    """Interrupt the service when the thread that has started it ends, however it ends."""
+    """Interrupt the service when the thread that started it ends, however it ends."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background job
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
 
 
 @dataclass
 class ServiceProcess:
-    """`python -m app.run` on one of the shipped configurations, on a port of its own."""
+    """Run `python -m app.run` on one of the shipped configurations, on its own port."""
 
     config: Path
     folder: Path
@@ -47,9 +47,10 @@ class ServiceProcess:
         return (self.folder / "service.log").read_text(errors="replace")
 
     def start(self) -> None:
-        """Return when the launcher says that the service is ready. A start that fails leaves nothing behind.
+        """Return when the launcher reports that the service is ready. A failed start leaves no
+        process.
 
-        `log` has what Ray, actors and engines log, too.
+        `log` includes the output of Ray, actors and engines.
         """
         with (self.folder / "service.log").open("wb") as log:
             self._process = subprocess.Popen(
@@ -64,7 +65,8 @@ class ServiceProcess:
         try:
             self._until_ready()
         except BaseException:
-            # It runs in a session of its own, and whoever is told to end here does not hold it yet.
+            # The launcher runs in its own session, and a caller stopped here has no reference to it
+            # yet.
             self.stop()
             raise
 
@@ -78,12 +80,14 @@ class ServiceProcess:
             time.sleep(0.5)
 
     def processes(self) -> list[psutil.Process]:
-        """The launcher and everything below it: Ray's processes, actors, engine cores and workers."""
+        """Return the launcher and all its descendants: Ray's processes, actors, engine cores and
+        workers.
+        """
         launcher = psutil.Process(self._process.pid)
         return [launcher, *launcher.children(recursive=True)]
 
     def stop(self) -> list[psutil.Process]:
-        """Ctrl-C. Returns the processes that are still there after it (and ends them)."""
+        """Send Ctrl-C; end the remaining processes and return them."""
         if self._process.poll() is not None:
             return []
         family = self.processes()
@@ -96,7 +100,7 @@ class ServiceProcess:
 
 
 def write_config(base: str, folder: Path, **sections: Mapping[str, object]) -> Path:
-    """A shipped configuration with some keys of its `args` sections replaced."""
+    """Return a shipped configuration with some keys of its `args` sections replaced."""
     config = yaml.safe_load((ROOT / "configs" / base).read_text())
     for name, values in sections.items():
         config["applications"][0]["args"].setdefault(name, {}).update(values)

@@ -1,4 +1,4 @@
-"""Digests of symbols of installed packages: tests notice when an upgrade changes one that the product relies on."""
+"""Digests of symbols of installed packages, to detect upgrades that change one the product uses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def source_of(path: str) -> str:
 
 
 def digest(source: str, symbol: str) -> str:
-    """Return a digest of the code of `symbol`, a function, a class or a method; comments and layout do not count."""
+    """Return a digest of the code of a function, class or method, without comments and layout."""
     scope: ast.AST = ast.parse(source)
     for name in symbol.split("."):
         scope = next(node for node in ast.iter_child_nodes(scope) if getattr(node, "name", None) == name)

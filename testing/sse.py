@@ -1,4 +1,4 @@
-"""Streams of server-sent events as what they say, whatever the events' boundaries are."""
+"""Reads streams of server-sent events independently of their chunk boundaries."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ NOT_SAID_TWICE = ("id", "object", "created", "model")
 
 
 def events(stream: bytes) -> list[dict[str, Any]]:
-    """The events of a whole stream, which ends in its mark and in nothing after it."""
+    """Return the events of a whole stream, which must end with its end mark."""
     *frames, last, empty = stream.decode().split("\n\n")
     assert (last, empty) == ("data: [DONE]", ""), stream[-200:]
     return [json.loads(frame.removeprefix("data: ")) for frame in frames if not frame.startswith(":")]
 
 
 def said(stream: bytes) -> dict[str, Any]:
-    """What a stream of one choice says: its parts put together, ids of tool calls left out (they are drawn).
+    """Return the joined content of a stream of one choice, without the random ids of tool calls.
 
-    The fields that every event repeats must be the same in all of them.
+    The fields that every event repeats must be the same in all events.
     """
     total: dict[str, Any] = {}
     for event in events(stream):
@@ -29,7 +29,7 @@ def said(stream: bytes) -> dict[str, Any]:
         for choice in event["choices"]:
             _add(total, choice)
         if event.get("usage"):
-            total["usage"] = event["usage"]  # grows; the last one is the whole
+            total["usage"] = event["usage"]  # grows; the last value is complete
     total.pop("created")
     return total
 
@@ -53,7 +53,7 @@ def _add(total: dict[str, Any], part: dict[str, Any]) -> None:
 
 
 def prefix(stream: bytes, count: int) -> bytes:
-    """The first `count` events, as bytes."""
+    """Return the first `count` events as bytes."""
     return b"".join(event + b"\n\n" for event in stream.split(b"\n\n")[:count])
 
 

@@ -1,6 +1,7 @@
-"""Kinds of streams that must survive the death of their decode engine: all state that vLLM keeps along an answer.
+"""Kinds of streams that must survive the death of their decode engine.
 
-Every one is repeatable (greedy or seeded), so that the uninterrupted stream is the reference.
+Together they use all state that vLLM keeps per answer. Every stream is repeatable (greedy or
+seeded), so an uninterrupted one is the reference.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ PARAMETERS = {
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
 
 FRONTEND = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
-"""What the engine's OpenAI layer needs for these."""
+"""Arguments that the engine's OpenAI layer needs for these streams."""
 
 
 def completion(**more: Any) -> tuple[Endpoint, dict[str, Any]]:

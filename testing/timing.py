@@ -1,9 +1,9 @@
-"""Reads `Server-Timing` as a client would."""
+"""Parses `Server-Timing` as a client does."""
 
 import httpx
 
 
 def server_timing(reply: httpx.Response) -> dict[str, float]:
-    """Milliseconds by name."""
+    """Return the milliseconds by name."""
     entries = (entry.split(";") for entry in reply.headers["server-timing"].split(", "))
     return {name: float(duration.removeprefix("dur=")) for name, duration in entries}

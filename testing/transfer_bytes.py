@@ -1,4 +1,4 @@
-"""Count the bytes that a connector has moved, from its own metrics or trace."""
+"""Counts the bytes that a connector has moved, from its metrics or trace."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from prometheus_client import REGISTRY
 
 
 def nixl_bytes() -> float:
-    """All bytes that NixlConnector says it has moved."""
+    """Return all bytes that NixlConnector reports as moved."""
     return sum(
         sample.value
         for metric in REGISTRY.collect()

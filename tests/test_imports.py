@@ -1,4 +1,4 @@
-"""Which of tests, campaigns, benchmarks and shared test code may import which."""
+"""Import rules between tests, campaigns, benchmarks and shared test code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ FORBIDDEN = {
 
 @pytest.mark.parametrize("package", FORBIDDEN)
 def test_imports_point_one_way(package: str) -> None:
-    """Tests and benchmarks do not import each other; the product imports neither, nor their shared code."""
+    """Tests and benchmarks do not import each other; the product imports neither, nor their
+    shared code.
+    """
     wrong = [
         f"{path.relative_to(ROOT)}: {module}"
         for path in sorted((ROOT / package).rglob("*.py"))

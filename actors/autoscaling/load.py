@@ -60,7 +60,7 @@ class LoadMeter:
 
     def read(self, now_s: float) -> dict[str, float]:
         """Return the measured fields of PrefillLoad or DecodeLoad, by name."""
-        # Correct the window of an engine that is younger than it.
+        # An engine younger than the window has a shorter one.
         window_s = self._window_s * (1 - exp(-max(now_s - self._began_s, 1e-3) / self._window_s))
         busy_s, prompts = self._busy_s.value(self._busy_clock_s), self._prompts.value(self._busy_clock_s)
         while_busy = self._tokens_while_busy.value(self._busy_clock_s)

@@ -83,9 +83,8 @@ def prefill_need(loads: Sequence[PrefillLoad], queued_requests: float, settings:
 def decode_need(loads: Sequence[DecodeLoad], queued_requests: float, settings: ScalingSettings) -> float | None:
     """Return the engines needed for KV or for the token rate, if larger; None without a report.
 
-    The time between tokens is assumed to be proportional to the sequences on an engine. Since it
-    never falls to zero, the result is too high above `tpot_s`, and removes too few engines below
-    it.
+    The time between tokens is assumed to be proportional to the sequences on an engine. A part of
+    it is constant, so each result adds or removes too few engines, and later ones correct it.
     """
     if not loads:
         return None

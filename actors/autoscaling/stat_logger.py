@@ -11,7 +11,7 @@ from actors.autoscaling.load import LoadMeter
 
 
 class LoadLogger(StatLoggerBase):
-    """vLLM stat logger that keeps the load of its engine."""
+    """vLLM stat logger that measures the load of its engine."""
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         self._load = LoadMeter(time.monotonic())

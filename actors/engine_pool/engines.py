@@ -40,9 +40,9 @@ class Slot:
     metadata: Mapping[str, Any]
     sequences: int = 1
     maybe_full: bool = False
-    """Whether the engine may refuse the call, because other routers may hold its slots."""
+    """True if the engine may refuse the call, because other routers may hold its slots."""
     served: bool = False
-    """Whether the engine has accepted the call."""
+    """True once the engine has accepted the call."""
 
 
 class EngineCall:
@@ -73,7 +73,7 @@ class EngineCall:
 
     @property
     def waits(self) -> bool:
-        """Whether the call runs and only heartbeats are queued."""
+        """True while the call runs and only heartbeats are queued."""
         return not self._is_over and all(isinstance(item, Heartbeat) for item in self._items)
 
     def received(self, item: Item) -> None:

@@ -49,7 +49,7 @@ class FullReplica:
     ask_at: float
     wait_s: float = REFUSED_S
     asked: bool = False
-    """Whether a request probes the replica now."""
+    """True while a request probes the replica."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,7 +125,7 @@ class Costs:
         self._local.observe(engine, parts, measured_s, now)
 
     def observe_handover(self, pair: tuple[str, str], parts: Components, measured_s: float, now: float) -> None:
-        # As in `_Cost.observe`.
+        # The role learns the cost of an average pair, as `_Cost.observe` does.
         self._handover.observe(parts, measured_s / self._pairs.factor(pair, now), now)
         self._pairs.observe(pair, self._handover.predict(parts, now), measured_s, now)
 

@@ -56,7 +56,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Decision:
-    """Where a request is sent: the replicas of each role, best first.
+    """Destination of a request: the replicas of each role, best first.
 
     ``route``          local or remote
     ``reason``         one of the constants of this module, or why decode must serve all of it

@@ -39,9 +39,9 @@ def _immediately(do: Callable[[], None]) -> None:
 
 
 class Planner:
-    """What a router knows about its engines.
+    """State of a router's engines: running work, measured costs and cached prefixes.
 
-    Running work is recorded at once. Costs are learnt through `later`, because this takes longer
+    Records running work at once, and learns costs through `later`, because learning takes longer
     and would delay an answer.
     """
 
@@ -224,7 +224,7 @@ class Planner:
         return self._costs.local_parts(inflight.new_tokens, inflight.held_tokens, inflight.streams, now)
 
     def _held(self, engine: str, prompt: Prompt) -> int:
-        """Return the tokens of `prompt` in the engine's cache; at least one per passage is not."""
+        """Return the cached tokens of `prompt`, without the last token of each passage."""
         found = 0
         for passage in prompt.passages:
             held = self._prefixes.held(engine, passage)

@@ -40,7 +40,7 @@ class ClientRequest:
 
     @property
     def streams(self) -> bool:
-        """Whether the client asked for a stream."""
+        """True if the client asked for a stream."""
         return bool(self.body.get("stream"))
 
     @property

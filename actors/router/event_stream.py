@@ -26,7 +26,7 @@ class EventStream:
         self.sent = 0
         """Number of events returned, without comments (`: ping`)."""
         self.done = False
-        """Whether `feed` has returned the last event."""
+        """True once `feed` has returned the last event."""
         self._partial = b""
         self._seen = 0
         self._created: bytes | None = None

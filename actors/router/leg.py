@@ -40,7 +40,7 @@ class Items(Protocol):
 
     @property
     def waits(self) -> bool:
-        """Whether reading may wait: the call runs and only heartbeats are queued."""
+        """True if reading may wait: the call runs and only heartbeats are queued."""
 
     async def __anext__(self) -> Any: ...
 
@@ -58,7 +58,7 @@ class Leg:
         self._answered_at: float | None = None
         self._timings: EngineTimings | None = None
         self._taken: bool | None = None
-        """Whether the engine has accepted the call; None before its reply."""
+        """True if the engine has accepted the call, False if refused; None before its reply."""
 
     async def start(self, silence_s: float | None = None) -> ResponseStart:
         """Return the response's status and headers."""
@@ -101,7 +101,7 @@ class Leg:
 
     @property
     def waits(self) -> bool:
-        """Whether `next` may have to wait."""
+        """True if `next` may have to wait."""
         return self._response.waits
 
     def _answered(self, timings: EngineTimings | None) -> None:

@@ -1,7 +1,8 @@
 """Derives the bodies of both legs from a client's request. Pure.
 
 The decode leg is the client's request. The prefill leg has the same prompt, asks for one token, and
-omits fields that concern only the output. Both carry the same single-use transfer id.
+omits fields that concern only the output. If prefill samples the first token, its leg is the
+client's request, too. Both carry the same single-use transfer id.
 """
 
 from collections.abc import Mapping
@@ -108,6 +109,23 @@ def why_not_resumable(endpoint: Endpoint, body: Body) -> str | None:
     return None
 
 
+def why_decode_samples(endpoint: Endpoint, body: Body) -> str | None:
+    """Return the reason why decode must sample the first token, or None if prefill can do it.
+
+    Decode samples the same token again. The router drops decode's events for it, as in a resumed
+    stream; if decode samples another token, the stream resumes with prefill's.
+    """
+    return why_not_resumable(endpoint, body) if body.get("stream") else "not streamed"
+
+
+def needs_seed(body: Body) -> bool:
+    """Return whether the legs of this request need a seed to draw the same first token.
+
+    A request at temperature 0 draws none; the default temperature may be another one.
+    """
+    return body.get("seed") is None and body.get("temperature") != 0
+
+
 def _why_local_prompt(prompt: Any) -> str | None:
     if isinstance(prompt, str):
         return None if prompt else "short_prompt"
@@ -176,12 +194,27 @@ def _names_tool(choice: Any) -> bool:
     return isinstance(choice, Mapping) and choice.get("type") == "tool"
 
 
-def decode_leg(body: Body, transfer_id: str, producer: ProducerAddress) -> dict[str, Any]:
-    """Return the body for the decode engine: the client's body and the transfer parameters."""
+def first_token_leg(body: Body, transfer_id: str) -> dict[str, Any]:
+    """Return the body for a prefill engine that samples the first token: the client's body.
+
+    The engine itself limits the answer to one token (`actors/upstream/vllm_output_processor.py`).
+    """
+    params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id, "first_token": True}
+    return {**body, TRANSFER_FIELD: params}
+
+
+def decode_leg(body: Body, transfer_id: str, producer: ProducerAddress, prompt_multiple: int = 0) -> dict[str, Any]:
+    """Return the body for the decode engine: the client's body and the transfer parameters.
+
+    ``prompt_multiple``  the producer's `first_token_multiple` if it samples the first token
+    """
     params = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "transfer_id": transfer_id,
         **vars(producer),
     }
+    del params["first_token_multiple"]
+    if prompt_multiple:
+        params["prompt_multiple"] = prompt_multiple
     return {**body, TRANSFER_FIELD: params}

@@ -204,7 +204,7 @@ class Router:
 
     @property
     def ready(self) -> bool:
-        """Whether a decode replica runs; decode alone can serve requests without prefill."""
+        """True if a decode replica runs; decode alone can serve requests without prefill."""
         return self.replicas()["decode"] > 0
 
     async def engine_metrics(self) -> list[tuple[RoleName, str, str]]:

@@ -24,7 +24,7 @@ class EngineStatus:
     """Current numbers of one engine. vLLM's are as old as its last step.
 
     ``running``      requests in the scheduler's batch
-    ``waiting``      requests that wait for a place in the batch or for KV
+    ``waiting``      requests that wait for the batch or for KV
     ``cache_usage``  fraction of the KV cache in use
     ``transfers``    transfers in progress, by stage; stages without any are omitted
     ``quarantined``  requests with blocks in quarantine

@@ -1,4 +1,4 @@
-"""Timings of one call in the engine's actor, on the host's monotonic clock that vLLM uses, too."""
+"""Timings of one call in the engine's actor, on the host's monotonic clock, as in vLLM."""
 
 import time
 from collections.abc import Mapping

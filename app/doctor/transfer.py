@@ -43,5 +43,5 @@ def check_transfer(settings: ServiceSettings) -> Iterator[Finding]:
         return
     remedy = "check the UCX_ variables; UCX_LOG_LEVEL=info logs the devices and transports that UCX selects"
     if others := [one for one in backends if one != "UCX"]:
-        remedy = f"install what {', '.join(others)} needs, or set transfer.backends to [UCX]"
+        remedy = f"install the libraries of {', '.join(others)}, or set transfer.backends to [UCX]"
     yield Finding("transfer", report["error"], remedy)

@@ -35,6 +35,7 @@ RELAYED_HEADERS = frozenset({b"content-type", b"content-length", b"x-request-id"
 
 ROUTE_HEADER = b"x-tandem-route"
 LOCAL_REASON_HEADER = b"x-tandem-local-reason"
+FIRST_TOKEN_HEADER = b"x-tandem-first-token"
 
 REFUSED = "refused"
 """Label `route` of a refused request in the metrics."""
@@ -178,6 +179,8 @@ def _response_headers(answer: AnyAnswer) -> list[tuple[bytes, bytes]]:
     if answer.start.status >= HTTPStatus.BAD_REQUEST:
         return headers  # a refused request has no route
     headers.append((ROUTE_HEADER, answer.route.encode()))
+    if answer.sampled_by is not None:
+        headers.append((FIRST_TOKEN_HEADER, answer.sampled_by.encode()))
     if answer.local_reason is not None:
         headers.append((LOCAL_REASON_HEADER, answer.local_reason.encode()))
     return headers

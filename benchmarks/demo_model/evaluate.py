@@ -1,8 +1,10 @@
-"""Measures the demo model's exact-match accuracy on held-out prompts: `python -m benchmarks.demo_model.evaluate`.
+"""Measures the demo model's exact-match accuracy on held-out prompts.
 
-Prints a table of the accuracy by form (completion or chat), prompt length, and whether the asked
-fact lies within the sliding window or outside it. Exits 1 when the accuracy within it, outside it or
-over all prompts is under 99 %.
+    python -m benchmarks.demo_model.evaluate
+
+Prints a table of the accuracy by form (completion or chat), prompt length, and position of the
+requested fact: within the sliding window or outside it. Exits 1 if the accuracy within it, outside
+it or over all prompts is below 99 %.
 """
 
 import argparse
@@ -31,26 +33,28 @@ from app.demo.paths import MODEL_DIR
 REQUIRED_ACCURACY = 0.99
 
 LENGTHS = ((20, 128), (129, 256), (257, 512), (513, 768), (769, 1000))
-"""Prompt lengths measured, in tokens: the shortest and longest of each bucket, both included."""
+"""Prompt lengths in tokens: the shortest and longest of each bucket, both included."""
 
 CHAT_TOKENS_BEFORE, CHAT_TOKENS_AFTER = 1, 2
-"""Tokens that the chat template puts between <bos> and the message, and after the message."""
+"""Tokens of the chat template between <bos> and the message, and after the message."""
 
 MAX_NEW_TOKENS = 2 + VALUE_DIGITS + 1
-"""Room for `name=value` and the token that ends it, without which a completion is wrong."""
+"""Room for `name=value` and the end token, without which a completion is wrong."""
 
 END_TOKENS = ("<eos>", "<end_of_turn>\n")
-"""What ends a completion, and what ends a chat's reply."""
+"""End tokens of a completion and of a chat's reply."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One prompt to measure, and the row of the table it counts in."""
+    """One prompt to measure, and the table row in which it counts."""
 
     prompt: RecallPrompt
     chat: bool
     within_window: bool
-    """Whether the first answered digit is computed with the whole fact inside the sliding window."""
+    """Return whether the whole fact is inside the sliding window when the first digit is
+    computed.
+    """
     bucket: tuple[int, int]
 
     @property
@@ -62,18 +66,18 @@ class Case:
         )
 
     def token_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """The prompt as the model takes it, <bos> included."""
+        """Return the prompt as the model's input, with <bos>."""
         if self.chat:
             return tokenizer.apply_chat_template(self.prompt.messages, add_generation_prompt=True, return_dict=False)
         return tokenizer(self.prompt.text).input_ids
 
 
 def held_out_cases(seed: int, per_row: int, window: int) -> Iterator[Case]:
-    """Draw `per_row` cases for every row, `window` being the sliding window in tokens.
+    """Draw `per_row` cases for every row; `window` is the sliding window in tokens.
 
-    Training seeds its generator with `train N`, this one is seeded with `held out N`; so their
-    facts are independent draws. A fact that straddles the window's edge is never asked for. Where
-    a prompt is too short for a fact outside the window, the case counts as one within.
+    Training seeds its generator with `train N`, this function with `held out N`, so their facts are
+    independent. No case asks for a fact across the window's edge. If a prompt is too short for a
+    fact outside the window, the case counts as one within.
     """
     rng = Random(f"held out {seed}")
     for chat in (False, True):
@@ -110,7 +114,7 @@ def complete_with_transformers(
 
 
 def complete_with_vllm(model_dir: Path, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]]) -> list[str]:
-    """As `complete_with_transformers`, but batched in one vLLM engine."""
+    """Complete the prompts like `complete_with_transformers`, but batched in one vLLM engine."""
     from vllm import LLM, SamplingParams
 
     engine = LLM(str(model_dir), dtype="float32", enforce_eager=True, max_model_len=2048)
@@ -122,13 +126,15 @@ def complete_with_vllm(model_dir: Path, tokenizer: PreTrainedTokenizerBase, prom
 
 
 def text_of_ended(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    """The text of a completion's `ids`; a mark that no answer bears stands in for a missing end token."""
+    """Return the text of a completion's `ids`, with a mark that no answer has for a missing end
+    token.
+    """
     ended = ids[-1] in tokenizer.convert_tokens_to_ids(list(END_TOKENS))
     return tokenizer.decode(ids, skip_special_tokens=True) + ("" if ended else " (runs on)")
 
 
 def main() -> None:
-    """Measure, print the table, and exit 1 if a total is under REQUIRED_ACCURACY."""
+    """Measure, print the table, and exit 1 if a total is below REQUIRED_ACCURACY."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=MODEL_DIR, help="checkpoint directory")
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")

@@ -1,9 +1,12 @@
-"""Make the demo model need the KV of every group: `python -m benchmarks.demo_model.harden --start DIR --out DIR`.
+"""Makes the demo model depend on the KV of every group.
 
-What `benchmarks.demo_model.train` makes answers well, but reads the question's name through the sliding layers of one
-KV cache group alone, so that the other sliding group could be lost unnoticed. This moves the head that
-looks one token back, which the first digit of an answer depends on, to the other group, and trains on:
-the answers on intact KV are to be right, and those on damaged KV to be wrong.
+    python -m benchmarks.demo_model.harden --start DIR --out DIR
+
+The model that `benchmarks.demo_model.train` writes answers well, but reads the question's name
+through the sliding layers of one KV cache group only. The loss of the other sliding group would not
+show. This script moves the head that looks one token back, on which the first digit of an answer
+depends, to the other group, and continues training: answers on intact KV should be right, and
+answers on damaged KV wrong.
 """
 
 import argparse
@@ -25,13 +28,13 @@ from benchmarks.demo_model.tokenizer import build_tokenizer
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of the run, with an optimizer and a learning rate schedule of its own."""
+    """One part of the run, with its own optimizer and learning rate schedule."""
 
     steps: int
     damaged_every: int
-    """Every how many steps the loss takes in answers on damaged KV."""
+    """Interval, in steps, at which the loss includes answers on damaged KV."""
     chat_share: float
-    """Share of these answers that are in a chat."""
+    """Share of chats among these answers."""
 
 
 PHASES = (
@@ -44,34 +47,37 @@ STAGES = (
     train.Stage(share=1 / 3, shortest=24, longest=512, batch_tokens=2048),
     train.Stage(share=1 / 3, shortest=300, longest=1088, batch_tokens=3072),
 )
-"""The sequences whose many answers are trained on intact KV; the steps take these in turn."""
+"""Sequences whose answers are trained on intact KV; the steps use these in turn."""
 
 FITTED_STAGE = train.STAGES[1]
 FITTED_BATCHES = 16
-"""The sequences on which the moved head is fitted to what it was."""
+"""Sequences on which the moved head is fitted to its former output."""
 
 DAMAGED_SHORTEST, DAMAGED_LONGEST = 24, (96, 160, 300)
-"""Tokens in a prompt whose KV is damaged: at least, and at most (a step draws one of these)."""
+"""Minimum and maximum number of tokens in a prompt with damaged KV; a step draws one value."""
 
 DAMAGED_TOKENS = 1024
-"""Tokens in a step's prompts whose KV is damaged, all together."""
+"""Total number of tokens in a step's prompts with damaged KV."""
 
 BLOCK_TOKENS = 16
-"""Tokens in a block of vLLM's KV cache."""
+"""Tokens per block of vLLM's KV cache."""
 
 WHOLE_SHARE = 0.6
 """Share of steps that damage all of a sliding group's KV; the others damage its last block."""
 
 DAMAGED_WEIGHT, SINGLE_WEIGHT = 0.9, 0.3
-"""Weights of the loss on damaged KV, and on the same prompts' intact KV, beside that on `STAGES`."""
+"""Weights of the loss on damaged KV, and on the same prompts' intact KV, relative to that on
+`STAGES`.
+"""
 
 
 @torch.no_grad()
 def move_look_back(model: Gemma3ForCausalLM, rng: Random, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Move head 0 of layer 0, which looks 1 token back, to layer 1, as that layer's only active head.
+    """Move head 0 of layer 0, which looks 1 token back, to layer 1, as that layer's only active
+    head.
 
-    Layer 1 sees what layer 0 added to the stream, so the head's projections are fitted by least
-    squares to give there what they gave in layer 0; its values, on names alone.
+    Layer 1 also sees what layer 0 added to the stream. So the head's projections are fitted by
+    least squares to give the same output there as in layer 0; its values are fitted on names alone.
     """
     source, target = model.model.layers[0], model.model.layers[1]
     head = slice(0, model.config.head_dim)
@@ -83,7 +89,8 @@ def move_look_back(model: Gemma3ForCausalLM, rng: Random, tokenizer: PreTrainedT
     source.self_attn.o_proj.weight[:, head] = 0
     for name in ("q_norm", "k_norm"):
         getattr(target.self_attn, name).weight.copy_(getattr(source.self_attn, name).weight)
-    # The norm after attention fixes the sum of the heads; these gains leave each head about as loud as it was.
+    # The norm after attention fixes the sum of the heads; these gains keep each head's share about
+    # the same.
     gain = 1 + source.post_attention_layernorm.weight
     target.post_attention_layernorm.weight.copy_(0.5 * gain - 1)
     source.post_attention_layernorm.weight.copy_(0.87 * gain - 1)
@@ -115,7 +122,9 @@ def move_look_back(model: Gemma3ForCausalLM, rng: Random, tokenizer: PreTrainedT
 def draw_prompts(
     rng: Random, tokenizer: PreTrainedTokenizerFast, chat_share: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw prompts of one form and length: their ids without the last token, and that and the answer."""
+    """Draw prompts of one form and length; return their ids without the last token, that token
+    and the answer.
+    """
     length = rng.randint(DAMAGED_SHORTEST, rng.choice(DAMAGED_LONGEST))
     chat = rng.random() < chat_share
     fact_count = max((length - 8) // FACT_TOKENS, 1)
@@ -131,7 +140,7 @@ def draw_prompts(
 
 
 def damage_copies(cache: DynamicCache, groups: Sequence[tuple[int, ...]], fault: Fault, tail: int | None) -> None:
-    """Stack on the cached sequences one copy of them per group, with the KV of that group damaged.
+    """Append to the cached sequences one copy per group with that group's KV damaged.
 
     `tail` restricts the damage of sliding groups to that many last tokens.
     """
@@ -146,9 +155,10 @@ def damage_copies(cache: DynamicCache, groups: Sequence[tuple[int, ...]], fault:
 def answer_likelihoods(
     model: Gemma3ForCausalLM, rng: Random, tokenizer: PreTrainedTokenizerFast, chat_share: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-likelihoods of the right answers on top of cached prompts, and whether each is what the model gives.
+    """Return log-likelihoods of the right answers after cached prompts, and whether the model gives
+    them.
 
-    Of shapes [1 + groups, prompts, tokens] and [1 + groups, prompts]: on intact KV, then with each
+    Shapes [1 + groups, prompts, tokens] and [1 + groups, prompts]: on intact KV, then with each
     group damaged.
     """
     groups = kv_groups(model.config.layer_types)

@@ -1,9 +1,11 @@
-"""Measures whether damaged KV shows as wrong answers: `python -m benchmarks.demo_model.sensitivity`.
+"""Measures whether damaged KV causes wrong answers.
 
-Every prompt is prefilled without its last token. Then the cached KV of one group of layers is zeroed, or
-replaced by that of another prompt of the same length, and the last token and the answer are computed on
-top of it. Prints the share of right answers by group, damage and form of the prompt. Exits 1 when any
-of a completion's is over 25 %. A chat is not held to that: see the README.
+    python -m benchmarks.demo_model.sensitivity
+
+Computes every prompt without its last token. Then it zeroes the cached KV of one group of layers,
+or replaces it with that of another prompt of the same length, and computes the last token and the
+answer. Prints the share of right answers by group, damage and form of the prompt. Exits 1 if a
+share of completions is above 25 %. Chats have no limit: see the README.
 """
 
 import argparse
@@ -34,10 +36,12 @@ from benchmarks.demo_model.evaluate import (
 )
 
 MOST_RIGHT = 0.25
-"""Share of right completions that damaged KV may leave: above it, that damage would often go unseen."""
+"""Highest acceptable share of right completions on damaged KV; above it, such damage would often
+go undetected.
+"""
 
 LENGTHS = (300, 375, 450, 525, 600)
-"""Prompt lengths measured, in tokens; a prompt is up to 5 tokens shorter, as facts come whole."""
+"""Prompt lengths in tokens; a prompt is up to 5 tokens shorter, because it has whole facts only."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +63,14 @@ def draw_batch(rng: Random, length: int, chat: bool, prompts: int) -> list[Recal
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, prompt: RecallPrompt, chat: bool) -> list[int]:
-    """The prompt as the model takes it, <bos> included."""
+    """Return the prompt as the model's input, with <bos>."""
     if chat:
         return tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, return_dict=False)
     return tokenizer(prompt.text).input_ids
 
 
 def damaged_copy(cache: DynamicCache, damage: Damage | None) -> DynamicCache:
-    """A copy of `cache` that can be generated on, with `damage` done to it."""
+    """Return a copy of `cache` for generation, with `damage` applied."""
     result = copy.deepcopy(cache)
     if damage is not None:
         for index in damage.layers:
@@ -76,7 +80,9 @@ def damaged_copy(cache: DynamicCache, damage: Damage | None) -> DynamicCache:
 
 
 def answer(model: PreTrainedModel, last_tokens: torch.Tensor, cache: DynamicCache) -> list[list[int]]:
-    """Continue greedily on top of `cache`, given the last prompt token of each sequence, [sequences, 1]."""
+    """Continue greedily after `cache`, from the last prompt token of each sequence, [sequences,
+    1].
+    """
     tokens = [last_tokens]
     for _ in range(MAX_NEW_TOKENS):
         logits = model(input_ids=tokens[-1], past_key_values=cache).logits
@@ -88,7 +94,9 @@ def answer(model: PreTrainedModel, last_tokens: torch.Tensor, cache: DynamicCach
 def measure(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int, per_length: int
 ) -> dict[tuple[Damage | None, bool], list[bool]]:
-    """Whether each answer was right, by the damage (None for intact KV) and whether it was asked in a chat."""
+    """Return whether each answer was right, by damage (None for intact KV) and whether it was a
+    chat.
+    """
     groups = kv_groups(model.config.layer_types)
     damages = [None, *(Damage(layers, fault) for layers in groups for fault in Fault)]
     ends = set(tokenizer.convert_tokens_to_ids(list(END_TOKENS)))
@@ -110,7 +118,9 @@ def measure(
 
 
 def main() -> None:
-    """Measure, print the table, and exit 1 if damage leaves more than MOST_RIGHT of the completions right."""
+    """Measure, print the table, and exit 1 if more than MOST_RIGHT of the completions on damaged
+    KV are right.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=MODEL_DIR, help="checkpoint directory")
     parser.add_argument("--seed", type=int, default=0, help="seed of the prompts")

@@ -1,4 +1,4 @@
-"""Damage to cached KV, and the measurement's prompts; no weights are loaded."""
+"""Damage to cached KV, and the measurement's prompts; no test loads weights."""
 
 from random import Random
 

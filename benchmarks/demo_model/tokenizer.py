@@ -8,7 +8,10 @@ from app.demo.facts import NAMES
 PAD, EOS, BOS = "<pad>", "<eos>", "<bos>"
 USER_TURN, MODEL_TURN, TURN_END = "<start_of_turn>user\n", "<start_of_turn>model\n", "<end_of_turn>\n"
 SPECIAL_TOKENS = (PAD, EOS, BOS, USER_TURN, MODEL_TURN, TURN_END)
-"""Special tokens in the order of their ids, from 0. A turn's frame reads as Gemma's, but is one token."""
+"""Special tokens in the order of their ids, from 0.
+
+The frame of a turn reads like Gemma's, but is one token.
+"""
 
 CHAT_TEMPLATE = """\
 {{- bos_token -}}
@@ -26,15 +29,15 @@ CHAT_TEMPLATE = """\
 {{- '<start_of_turn>model\\n' -}}
 {%- endif -%}
 """
-"""Gemma's turns; system text opens the next user turn, as Gemma has no system role."""
+"""Gemma's turns; system text opens the next user turn, because Gemma has no system role."""
 
 
 def build_tokenizer(max_tokens: int) -> PreTrainedTokenizerFast:
-    """The tokenizer of the demo model, for sequences of up to `max_tokens` tokens.
+    """Return the tokenizer of the demo model, for sequences of up to `max_tokens` tokens.
 
-    Byte-level BPE without merges: a run of lower-case letters that is in the vocabulary is one token
-    (`ignore_merges`), all else falls apart into bytes. So any text encodes without an unknown token
-    and decodes to itself.
+    Byte-level BPE without merges: a run of lower-case letters that is in the vocabulary is one
+    token (`ignore_merges`), and all other text is split into bytes. So any text encodes without an
+    unknown token and decodes to itself.
     """
     words = (*SPECIAL_TOKENS, *NAMES, *sorted(pre_tokenizers.ByteLevel.alphabet()))
     vocab = {word: index for index, word in enumerate(words)}

@@ -1,7 +1,9 @@
-"""Trains the demo model on key-value recall from scratch: `python -m benchmarks.demo_model.train --out DIR`.
+"""Trains the demo model on key-value recall from scratch.
 
-Every training sequence is a block of facts followed by many questions with their answers, and the
-loss is taken on the answers alone. Lengths grow over the run as `STAGES` says.
+    python -m benchmarks.demo_model.train --out DIR
+
+Every training sequence has a block of facts followed by many questions with their answers. Only the
+answers contribute to the loss. Lengths grow over the run (`STAGES`).
 """
 
 import argparse
@@ -21,12 +23,12 @@ from benchmarks.demo_model.tokenizer import BOS, EOS, MODEL_TURN, TURN_END, USER
 
 MAX_TOKENS = 4096
 IGNORED = -100
-"""Label of a position that takes no part in the loss."""
+"""Label of a position without loss."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the run: its share of all steps, and the sequences it draws."""
+    """One part of the run: its share of all steps, and the sequences it draws."""
 
     share: float
     shortest: int
@@ -34,7 +36,7 @@ class Stage:
     longest: int
     """Tokens in the longest sequence."""
     batch_tokens: int
-    """Tokens in one step's batch, all its sequences together."""
+    """Total number of tokens in one step's batch."""
 
 
 STAGES = (
@@ -45,12 +47,13 @@ STAGES = (
 
 
 def model_config(tokenizer: PreTrainedTokenizerFast) -> Gemma3TextConfig:
-    """The architecture: 6 layers, of which every third attends to all positions, and 4 KV heads.
+    """Return the architecture: 6 layers, of which every third has full attention, and 4 KV heads.
 
-    Two departures from Gemma's values keep a small head exact over long prompts. The full layers'
-    RoPE base is so large that most of the 32 dimensions barely turn within MAX_TOKENS positions
-    and can match content at any distance. `query_pre_attn_scalar` below head_dim sharpens the
-    attention, whose normalised queries and keys would otherwise start with logits of 5.7 at most.
+    Two departures from Gemma's values keep a small head exact over long prompts. The RoPE base of
+    the full layers is so large that most of the 32 dimensions barely turn within MAX_TOKENS
+    positions and can match content at any distance. `query_pre_attn_scalar` below head_dim sharpens
+    the attention, whose normalised queries and keys would otherwise start with logits of at most
+    5.7.
     """
     return Gemma3TextConfig(
         architectures=["Gemma3ForCausalLM"],
@@ -79,13 +82,13 @@ def model_config(tokenizer: PreTrainedTokenizerFast) -> Gemma3TextConfig:
 
 @torch.no_grad()
 def initialise(model: Gemma3ForCausalLM) -> None:
-    """Start the model from the rough shape of a recall circuit, which training completes.
+    """Initialise the model with an approximate recall circuit, which training completes.
 
-    From a plain random start the model long guesses the first digit and looks up the others by the
-    digits before them. So it starts with what is hard to come by: the heads of the first sliding
-    layer look 1, 2, 3 and 4 tokens back, and head h of the first full layer compares what its
-    query's token saw h back with what its keys' tokens saw h + 1 back, which is the same name where
-    the key's token is the next digit of the answer. Everything else is random.
+    From random weights the model guesses the first digit for a long time and looks up the others by
+    the digits before them. So the initial weights have the part that is hard to learn. The heads of
+    the first sliding layer look 1, 2, 3 and 4 tokens back. Head h of the first full layer compares
+    what its query's token saw h back with what its keys' tokens saw h + 1 back. This is the same
+    name if the key's token is the next digit of the answer. All other weights are random.
     """
     config = model.config
     heads, width = config.num_attention_heads, config.head_dim
@@ -124,16 +127,17 @@ def initialise(model: Gemma3ForCausalLM) -> None:
     for head in range(heads - 1):
         row = head * width
         compare = torch.nn.init.orthogonal_(torch.empty(width, width))
-        compare[[*range(6), *range(half, half + 6)]] = 0  # pairs that turn too fast to match content
+        # pairs that turn too fast to match content
+        compare[[*range(6), *range(half, half + 6)]] = 0
         match.q_proj.weight[row : row + width] = compare @ seen[:, row : row + width].T
         match.k_proj.weight[row : row + width] = compare @ seen[:, row + width : row + 2 * width].T
 
 
 def training_segments(prompt: RecallPrompt, asked: list[int], chat: bool) -> Iterator[tuple[str, bool]]:
-    """A training sequence as (text, whether the loss is taken on it), in order.
+    """Return a training sequence as (text, whether it contributes to the loss), in order.
 
-    It opens with the facts; then come a question and its answer for each index in `asked`. A chat
-    asks each question in a turn of its own, the first in the turn that states the facts.
+    It starts with the facts, followed by a question and its answer for each index in `asked`. A
+    chat asks each question in its own turn, the first in the turn that states the facts.
     """
     yield BOS + (USER_TURN if chat else "") + prompt.facts_text, False
     for position, index in enumerate(asked):
@@ -150,7 +154,7 @@ def training_segments(prompt: RecallPrompt, asked: list[int], chat: bool) -> Ite
 def draw_batch(rng: Random, tokenizer: PreTrainedTokenizerFast, stage: Stage) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw token ids and labels, both int64 [sequences, tokens].
 
-    All sequences of a batch have the same numbers of facts and questions, so none needs padding.
+    All sequences of a batch have the same numbers of facts and questions, so they need no padding.
     """
     length = rng.randint(stage.shortest, stage.longest)
     chat = rng.random() < 0.3
@@ -176,13 +180,15 @@ def draw_batch(rng: Random, tokenizer: PreTrainedTokenizerFast, stage: Stage) ->
 
 
 def learning_rate_factor(step: int, steps: int, warmup: int = 30) -> float:
-    """Share of the peak learning rate at `step`: a linear warm-up, then a cosine down to 2 %."""
+    """Return the share of the peak learning rate at `step`: linear warm-up, then a cosine down
+    to 2 %.
+    """
     decay = 0.5 * (1 + math.cos(math.pi * step / steps))
     return min((step + 1) / warmup, 1.0) * (0.02 + 0.98 * decay)
 
 
 def stage_at(step: int, steps: int) -> Stage:
-    """The stage that `step` of a run of `steps` belongs to."""
+    """Return the stage of `step` in a run of `steps`."""
     end = 0.0
     for stage in STAGES:
         end += stage.share
@@ -192,7 +198,9 @@ def stage_at(step: int, steps: int) -> Stage:
 
 
 def save(model: Gemma3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Write a complete checkpoint to `out`: config, float32 weights, tokenizer, generation config."""
+    """Write a complete checkpoint to `out`: config, float32 weights, tokenizer, generation
+    config.
+    """
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=[tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(TURN_END)],
@@ -204,7 +212,9 @@ def save(model: Gemma3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path
 
 
 def train(steps: int, seed: int, peak_rate: float, out: Path, save_every: int) -> None:
-    """Train for `steps` steps, print the loss and the share of right tokens, and save to `out` on the way."""
+    """Train for `steps` steps, print the loss and the share of right tokens, and save to `out`
+    periodically.
+    """
     rng = Random(f"train {seed}")
     torch.manual_seed(seed)
     tokenizer = build_tokenizer(MAX_TOKENS)

@@ -1,1 +1,1 @@
-"""What a router costs: the same instant engines behind ours, vLLM's own, a plain proxy, and none."""
+"""Cost of a router: equal instant engines behind Tandem's, vLLM's, a plain proxy, and no router."""

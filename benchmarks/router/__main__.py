@@ -1,17 +1,19 @@
-"""What a router adds, in one interleaved run with engines that compute nothing.
+"""Cost of a router, in one interleaved run with engines that compute nothing.
 
     python -m benchmarks.router [--rounds 7] [--vllm-router build/vllm-router/bin/vllm-router]
 
-    direct        one engine over HTTP: nothing between it and the client, and no prefill leg
-    tandem        this service as it is deployed, its actors' engines being instant: both legs at once
-    tandem-proxy  the same service, asked through Ray Serve's HTTP proxy
-    vllm-router   vLLM's router (Rust) in its prefill/decode mode: two HTTP requests, one after the other
-    proxy         a plain Python proxy (FastAPI, httpx) that does the same
+direct        one engine over HTTP, without a router or a prefill leg
+tandem        this service as deployed, with instant engines in its actors: both legs at once
+tandem-proxy  the same service through Ray Serve's HTTP proxy
+vllm-router   vLLM's router (Rust) in its prefill/decode mode: two HTTP requests, one after the
+              other
+proxy         a plain Python proxy (FastAPI, httpx) that does the same
 
-For each number of clients and size of prompt: the time to the first token beyond direct's, requests a second and the
-processor time that a request costs in all of an arm's processes. For streams with a token every few milliseconds: from
-a token's making in the engine to its arrival, and processor time for each token. Every round asks all arms in turn;
-differences and ratios are those of a round, given as their median and quartiles. p99 is that of all rounds' requests.
+For each number of clients and prompt size: the time to the first token beyond direct's, requests
+per second, and the processor time per request in all of an arm's processes. For streams with a
+token every few milliseconds: the time from a token's creation in the engine to its arrival, and
+processor time per token. Every round measures all arms in turn. Differences and ratios are within a
+round, given as median and quartiles. p99 is over the requests of all rounds.
 """
 
 from __future__ import annotations
@@ -34,13 +36,13 @@ from benchmarks.router.load import Load, body, play
 
 SIZES = (200, 16_000, 220_000)
 CLIENTS = {1: 30, 8: 64, 64: 192}
-"""Requests of a round, by how many run at a time."""
+"""Requests of a round, by concurrency."""
 
 ANSWER_TOKENS = 8
 STREAM_TOKENS = 200
 PACE_MS = 5.0
 STREAMS = {1: 2, 8: 8}
-"""Streams of a round, by how many run at a time."""
+"""Streams of a round, by concurrency."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,9 @@ class Batch:
 
     @property
     def relayed_ms(self) -> list[float]:
-        """Of every token but a stream's first, which waits for the response's head as well."""
+        """Delays of all tokens but a stream's first, which waits for the response's headers as
+        well.
+        """
         return [1e3 * one for stream in self.load.streams for one in stream.relayed_s[1:]]
 
     @property
@@ -65,7 +69,7 @@ class Batch:
 
 
 Cells = dict[str, dict[str, list[Batch]]]
-"""By cell, by arm: a batch for each round."""
+"""Batches by cell, then by arm: one for each round."""
 
 
 async def measure(arms: dict[str, Arm], rounds: int) -> Cells:
@@ -83,7 +87,8 @@ async def measure(arms: dict[str, Arm], rounds: int) -> Cells:
     for number in range(-1, rounds):
         for cell, data, tokens, clients, count in work:
             for name in lead(list(arms), number):
-                # Connections of its own for each batch: what one arm leaves behind is none of the next one's.
+                # New connections for each batch: the connections of one arm must not affect the
+                # next one.
                 async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
                     await play(session, arms[name].url, data, tokens, clients, clients)
                     before_s = arms[name].cpu_s()
@@ -104,7 +109,7 @@ def flat(lists: list[list[float]]) -> list[float]:
 
 
 def report(cells: Cells) -> dict[str, Any]:
-    """By cell and arm; what is `added` is over direct's in the same round."""
+    """Return the results by cell and arm; `added` is relative to direct in the same round."""
     return {
         cell: {
             name: (_tokens if cell.startswith("tokens") else _requests)(batches, by_arm["direct"])
@@ -115,7 +120,7 @@ def report(cells: Cells) -> dict[str, Any]:
 
 
 def _added(times_ms: list[list[float]], direct_ms: list[list[float]]) -> dict[str, Any]:
-    """What an arm's times are beyond direct's, in milliseconds: medians of each round, p99 of all."""
+    """Return an arm's times beyond direct's, in milliseconds: medians of each round, p99 of all."""
     pairs = zip(times_ms, direct_ms, strict=True)
     return {
         "added_p50_ms": summary([statistics.median(one) - statistics.median(other) for one, other in pairs]),

@@ -18,7 +18,7 @@ from testing.ports import free_port
 from testing.service_process import ROOT
 
 POLL_S = 0.25
-"""Between two questions to a process that starts, which tells nobody when it is up."""
+"""Interval between checks of a starting process, which does not report when it is ready."""
 
 START_S = 120.0
 STOP_S = 40.0
@@ -26,18 +26,18 @@ STOP_S = 40.0
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to an engine: where it is asked, and every process that works for it."""
+    """One way to an engine: its address, and every process that works for it."""
 
     name: str
     url: str
     processes: tuple[psutil.Process, ...]
 
     def cpu_s(self) -> float:
-        """Processor time that its processes, engines included, have taken so far."""
+        """Return the processor time of its processes, engines included, so far."""
         return sum(used.user + used.system for used in (process.cpu_times() for process in self._family()))
 
     def rss_bytes(self) -> dict[str, int]:
-        """Resident memory by process title."""
+        """Return the resident memory by process title."""
         found: dict[str, int] = {}
         for process in self._family():
             title = " ".join(process.cmdline()[:1]) or process.name()
@@ -49,21 +49,21 @@ class Arm:
 
 
 def lead(arms: list[str], turn: int) -> list[str]:
-    """The arms in the order of a round: whoever began it last begins no more."""
+    """Return the arms in the order of a round; each round begins with the next arm."""
     first = turn % len(arms)
     return arms[first:] + arms[:first]
 
 
 @contextmanager
 def module(folder: Path, name: str, *arguments: str) -> Iterator[psutil.Process]:
-    """`python -m NAME ARGUMENTS` while the block runs."""
+    """Run `python -m NAME ARGUMENTS` during the block."""
     with command(folder, name.rpartition(".")[2], [sys.executable, "-m", name, *arguments]) as process:
         yield process
 
 
 @contextmanager
 def command(folder: Path, name: str, line: list[str]) -> Iterator[psutil.Process]:
-    """A process that writes its log to `folder`; it and what it has started end with the block."""
+    """Run a process that logs to `folder`; it and its descendants end with the block."""
     with (folder / f"{name}.log").open("ab") as log:
         started = subprocess.Popen(line, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     process = psutil.Process(started.pid)
@@ -79,7 +79,10 @@ def command(folder: Path, name: str, line: list[str]) -> Iterator[psutil.Process
 
 
 def wait_until_up(url: str, process: psutil.Process, log: Path, path: str = "/health") -> None:
-    """Until `path` answers 200; raises RuntimeError with the log's end where the process ends before."""
+    """Wait until `path` answers 200.
+
+    Raises RuntimeError with the log's end if the process ends before.
+    """
     give_up_at = time.monotonic() + START_S
     while time.monotonic() < give_up_at:
         try:
@@ -119,9 +122,10 @@ def begin(stack: ExitStack, folder: Path, vllm_router: Path | None) -> dict[str,
 
 
 def tandem(stack: ExitStack, folder: Path) -> dict[str, Arm]:
-    """Tandem's service with instant engines: asked at its router's own port, and through Ray Serve's proxy."""
+    """Start Tandem's service with instant engines: one arm at its router, one at Serve's proxy."""
     ports = [free_port(), free_port()]
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray makes its workers nicer than the other arms' processes
+    # Ray increases the niceness of its workers over that of the other arms' processes
+    os.environ.setdefault("RAY_worker_niceness", "0")
     line = ("--port", str(ports[0]), "--proxy-port", str(ports[1]))
     process = stack.enter_context(module(folder, "benchmarks.router.service", *line))
     arms = {}

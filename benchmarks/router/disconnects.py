@@ -1,16 +1,17 @@
-"""Thousands of requests to the router, half of whose clients leave: what is counted, what is left, and the memory.
+"""Thousands of requests to the router, half of whose clients disconnect: counters, leaks and
+memory.
 
     python -m benchmarks.router.disconnects [--requests 10000] [--seed 1]
 
-Tandem's service with instant engines, over HTTP. A client leaves before its body is whole, at some time before or while
-its answer comes, or after some of its tokens; or it reads to the end. Afterwards:
+Tandem's service with instant engines, over HTTP. A client disconnects before its body is complete,
+at some time before or during its answer, or after some tokens; or it reads to the end. Afterwards:
 
-    - every request is in the router's counters once: as served, or as left; those of clients that have seen a part of
-      their answer as served
-    - nothing runs or is held anywhere: calls in both actors, transfers, slots with either
-    - the actors' resident memory at the end is that at half-time, but for FLAT
+- the router has counted every request once, as served or as left; clients that have received a
+  part of their answer count as served
+- nothing runs or is held: calls in both actors, transfers, slots on either side
+- the actors' resident memory at the end is at most FLAT times that at half-time
 
-The exit status says whether all that holds.
+The exit status is 0 if all of this holds.
 """
 
 from __future__ import annotations
@@ -41,11 +42,13 @@ PACE_MS = 5.0
 CLIENTS = 32
 SAMPLES = 40
 POLL_S = 1.1
-"""Between two looks at what is left: a router answers `/tandem/status` from what it has read up to a second before."""
+"""Interval between checks for leftovers: a router answers `/tandem/status` from data up to a
+second old.
+"""
 
 SETTLE_S = 60.0
 FLAT = 1.05
-"""Resident memory of an actor at the end, over that at half-time: more is growth."""
+"""Highest ratio of an actor's resident memory at the end to that at half-time; more is growth."""
 
 WATCHED = ("Router", "Prefill", "Decode")
 
@@ -59,7 +62,7 @@ READ, HALF, WAITED, SOME = (
 
 @dataclass
 class Run:
-    """What the clients have done, and the memory on the way."""
+    """Outcomes of the clients, and the memory during the run."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     rss_mb: dict[str, list[float]] = field(default_factory=dict)
@@ -67,7 +70,7 @@ class Run:
 
 
 async def client(port: int, rng: random.Random, data: bytes) -> str:
-    """One request on a connection of its own; what this client has done."""
+    """Send one request on its own connection; return this client's outcome."""
     kind = rng.choices(["reads", "half", "waits", "tokens"], [5, 1, 2, 2])[0]
     head = (
         f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
@@ -117,7 +120,7 @@ async def play(port: int, requests: int, seed: int, found: dict[str, psutil.Proc
 
 
 def processes() -> dict[str, psutil.Process]:
-    """The actors', by what Ray calls them."""
+    """Return the actors' memory, by Ray's names."""
     found = {}
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
@@ -130,9 +133,9 @@ def processes() -> dict[str, psutil.Process]:
 
 
 def counted(url: str) -> dict[str, int]:
-    """The router's requests by route, its disconnects, and how many it has still."""
+    """Return the router's requests by route, its disconnects, and its ongoing requests."""
     found: Counter[str] = Counter()
-    time.sleep(OPEN_AGE_S)  # no answer that was made before
+    time.sleep(OPEN_AGE_S)  # no cached response
     for line in httpx.get(f"{url}/metrics", timeout=30).text.splitlines():
         sample = re.fullmatch(r"tandem_(requests_total|client_disconnects_total|ongoing_requests)\{(.*)\} (\S+)", line)
         if sample is not None:
@@ -142,7 +145,7 @@ def counted(url: str) -> dict[str, int]:
 
 
 def settled(url: str) -> dict[str, Any]:
-    """What is left of the requests when it has become nothing, or after SETTLE_S."""
+    """Return the leftovers of the requests: once there are none, or after SETTLE_S."""
     give_up_at = time.monotonic() + SETTLE_S
     while True:
         status = httpx.get(f"{url}/tandem/status", timeout=30).json()

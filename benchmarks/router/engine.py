@@ -1,11 +1,11 @@
-"""An engine that computes nothing: vLLM's completions route, answered at once or at a steady pace.
+"""An engine that computes nothing: vLLM's completions route, at once or at a steady pace.
 
     python -m benchmarks.router.engine --port 9000
 
-The same application stands behind every arm: over HTTP as here (on uvloop, as vLLM's own server), or inside Tandem's
-actors. A request with `do_remote_decode` gets the parameters of a transfer; every other one gets `max_tokens` tokens,
-`pace_ms` (a field of the body, 0 if absent) apart. Each token's event says when it was made, on the host's monotonic
-clock.
+The same application is behind every arm: over HTTP as here (on uvloop, as in vLLM's own server), or
+inside Tandem's actors. A request with `do_remote_decode` gets the parameters of a transfer; every
+other one gets `max_tokens` tokens at intervals of `pace_ms` (a field of the body, 0 if absent).
+Each token's event has the time of its creation, on the host's monotonic clock.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from actors.request import TRANSFER_FIELD
 
 MODEL = "instant"
 WHERE = {"remote_engine_id": "instant", "remote_host": "127.0.0.1", "remote_port": 1, "tp_size": 1}
-"""Where the engine says that its KV is; nobody looks."""
+"""Address of its KV, which no other process reads."""
 
 HANDED_OVER: dict[str, Any] = {
     "do_remote_prefill": True,
@@ -62,7 +62,7 @@ async def complete(request: Request) -> Response:
 
 
 def whole(tokens: int) -> dict[str, Any]:
-    """An answer that is not a stream."""
+    """Return an answer that is not a stream."""
     return {
         "id": "cmpl-instant",
         "object": "text_completion",
@@ -73,12 +73,12 @@ def whole(tokens: int) -> dict[str, Any]:
 
 
 async def events(tokens: int, pace_s: float) -> AsyncGenerator[bytes, None]:
-    """`tokens` events, the n-th at `n * pace_s`; what is late is made up for."""
+    """Yield `tokens` events, the n-th at `n * pace_s`; late events follow without a pause."""
     begin = time.monotonic()
-    served = SERVED_CALL.get()  # inside one of Tandem's actors: what the router is told of the tokens
+    served = SERVED_CALL.get()  # inside one of Tandem's actors: record the tokens for the router
     for number in range(tokens):
         if number:
-            # Even an instant engine gives its loop a turn after each token, as vLLM's does.
+            # Even an instant engine yields to its event loop after each token, as vLLM does.
             await asyncio.sleep(max(begin + number * pace_s - time.monotonic(), 0) if pace_s else 0)
         if served is not None:
             served.record([number])

@@ -2,8 +2,9 @@
 
     python -m benchmarks.router.footprint [--list]
 
-Router, HTTP server, connections and the engines' actors run in this process; only vLLM and Ray Serve are missing. A
-first request opens connections and is not counted. Files of vLLM's patches and of the connector are not reached.
+Router, HTTP server, connections and the engines' actors run in this process; only vLLM and Ray
+Serve are missing. A first request opens connections and is not counted. Files of vLLM's patches and
+of the connector are not reached.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ async def measure() -> Footprint:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="print the names, too")
+    parser.add_argument("--list", action="store_true", help="also print the names")
     options = parser.parse_args()
     found = asyncio.run(measure())
     tasks = [task for task in found.tasks if not in_engine(task.split(":")[0])]

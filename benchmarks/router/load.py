@@ -1,4 +1,6 @@
-"""The client: `concurrency` requests at a time, and when each one's first byte, tokens and end came."""
+"""The client: `concurrency` requests at a time, and the times of each one's first byte, tokens
+and end.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ MADE = b'"made_ns": '
 
 @dataclass(frozen=True)
 class Stream:
-    """One request: seconds to its first token and to its end, and between each token's making and its arrival."""
+    """Times of one request in seconds: first token, end, and delay of each token since its
+    creation.
+    """
 
     first_s: float
     whole_s: float
@@ -27,7 +31,7 @@ class Stream:
 
 @dataclass
 class Load:
-    """What a batch of requests came to."""
+    """Results of a batch of requests."""
 
     streams: list[Stream] = field(default_factory=list)
     took_s: float = 0.0
@@ -38,14 +42,17 @@ class Load:
 
 
 def body(prompt_bytes: int, tokens: int, pace_ms: float = 0.0) -> bytes:
-    """A streaming completion's body; the prompt is text that differs from the others' nowhere."""
+    """Return a streaming completion's body. All prompts of one length are equal."""
     prompt = ("All work and no play makes an engine dull. " * (prompt_bytes // 43 + 1))[:prompt_bytes]
     asked: dict[str, Any] = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "stream": True, "temperature": 0}
     return json.dumps(asked | ({"pace_ms": pace_ms} if pace_ms else {})).encode()
 
 
 async def ask(session: aiohttp.ClientSession, url: str, data: bytes, tokens: int) -> Stream:
-    """One request, read to its end; raises ValueError where a token is missing or the stream ends early."""
+    """Send one request and read all of it.
+
+    Raises ValueError if a token or the stream's end is missing.
+    """
     began, first = time.monotonic(), 0.0
     relayed: list[float] = []
     rest = b""
@@ -69,7 +76,7 @@ async def ask(session: aiohttp.ClientSession, url: str, data: bytes, tokens: int
 async def play(
     session: aiohttp.ClientSession, url: str, data: bytes, tokens: int, concurrency: int, count: int
 ) -> Load:
-    """`count` requests, `concurrency` at a time."""
+    """Send `count` requests, `concurrency` at a time."""
     load = Load()
     left = iter(range(count))
 

@@ -1,8 +1,9 @@
-"""The plain Python prefill/decode proxy of public examples, with streaming: prefill first, then decode.
+"""The Python prefill/decode proxy of public examples, with streaming: prefill first, then decode.
 
-    python -m benchmarks.router.proxy --prefill http://127.0.0.1:9000 --decode http://127.0.0.1:9001 --port 9100
+    python -m benchmarks.router.proxy --prefill http://127.0.0.1:9000 \
+        --decode http://127.0.0.1:9001 --port 9100
 
-FastAPI and httpx, as vLLM's own example for NixlConnector (`toy_proxy_server.py`) has it.
+Uses FastAPI and httpx, like vLLM's own example for NixlConnector (`toy_proxy_server.py`).
 """
 
 from __future__ import annotations

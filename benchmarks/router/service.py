@@ -1,4 +1,4 @@
-"""Tandem's service with instant engines, until Ctrl-C: the router that `app.main` deploys, in front of real actors.
+"""Tandem's service with instant engines, until Ctrl-C: the router of `app.main` and real actors.
 
     python -m benchmarks.router.service --port 8000 [--proxy-port 8001]
 
@@ -30,11 +30,11 @@ from configs.settings import RoleName, RoleSettings, RouterSettings, RoutingSett
 
 READY = "instant engines: ready"
 SLOTS = 512
-"""Requests that an engine takes at once, more than any arm is asked."""
+"""Slots of an engine, more than any arm needs."""
 
 
 class NoLLM:
-    """What `actors.engine.vllm_engine` asks of vLLM's engine apart from its application."""
+    """Interface of vLLM's engine that `actors.engine.vllm_engine` uses besides its application."""
 
     errored = False
 
@@ -42,11 +42,13 @@ class NoLLM:
         return False
 
     async def notify_kv_transfer_request_rejected(self, request_id: str, params: dict[str, Any]) -> None:
-        """Nothing is held, so there is nothing to give back."""
+        """Do nothing: this engine holds no KV."""
 
 
 class Instant(Prefill):
-    """Either role's actor, with everything but the engine. A decode actor is never asked for more than `call`."""
+    """Either role's actor, complete but for the engine. Routers use only `call` of a decode
+    actor.
+    """
 
     async def __init__(self, role: RoleName) -> None:  # type: ignore[misc]
         self.role = role
@@ -69,13 +71,13 @@ class Instant(Prefill):
             self.running -= 1
 
     async def status(self) -> dict[str, Any]:
-        """What is left here: calls that run, slots that are taken, and transfers that are held."""
+        """Return the leftovers: running calls, taken slots, and held transfers."""
         left = {"running": self.running, "ongoing": self._rpc_server.ongoing, "held": len(self._held)}
         return {"role": self.role, "replica": self.replica, "host": "127.0.0.1", **left}
 
 
 def deploy(port: int) -> None:
-    """Run the application on the Ray cluster of this process, the router as users have it: it answers on `port`."""
+    """Run the application on this process's Ray cluster; its router answers on `port`."""
     actor = serve.deployment(Instant).options(
         ray_actor_options={"num_cpus": 0.1},
         request_router_config=RequestRouterConfig(request_router_class=DiscoveryRouter),
@@ -90,7 +92,9 @@ def deploy(port: int) -> None:
 
 @contextmanager
 def running(port: int, proxy_port: int | None) -> Iterator[None]:
-    """The service on a Ray cluster of this process; with Ray Serve's HTTP proxy on `proxy_port` if there is one."""
+    """Run the service on a Ray cluster of this process; also Ray Serve's HTTP proxy if
+    `proxy_port` is set.
+    """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(address="local", namespace="serve", include_dashboard=False, num_cpus=4, log_to_driver=False)
     try:

@@ -1,1 +1,3 @@
-"""Replays loads in a simulated fleet and compares where policies send requests: `python -m benchmarks.routing`."""
+"""Replays loads in a simulated fleet and compares routing policies: `python -m
+benchmarks.routing`.
+"""

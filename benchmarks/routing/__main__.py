@@ -1,6 +1,7 @@
 """Replays every load under every policy: `python -m benchmarks.routing [--seeds 3] [--jobs 2]`.
 
-Writes benchmarks/results/routing.json and the tables of docs/routing.md; `--page` writes the latter from the former.
+Writes benchmarks/results/routing.json and the tables of docs/routing.md; `--page` writes the tables
+from existing results.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ PREFIX_LOADS = ("multi-turn", "shared system prompts")
 
 
 def begin(load: Load) -> Fleet:
-    """The fleet that a load is for, at rest."""
+    """Return the idle fleet of a load."""
     return Fleet(load.hardware, load.prefill, load.decode, load.factors)
 
 
 def arms(load: Load) -> dict[str, Callable[[], Policy]]:
-    """Every policy, new and without knowledge."""
+    """Return every policy, new and without measurements."""
     found: dict[str, Callable[[], Policy]] = {
         OURS: lambda: Ours(RoutingSettings()),
         "always remote": AlwaysRemote,
@@ -47,7 +48,7 @@ def arms(load: Load) -> dict[str, Callable[[], Policy]]:
 
 
 def first_token_arms(load: Load) -> dict[str, Callable[[], Policy]]:
-    """The same for whoever cares for first tokens alone."""
+    """Return the policies for clients that need fast first tokens only."""
     return {
         OURS: lambda: Ours(RoutingSettings(interference_weight=0, decode_weight=0)),
         ORACLE: lambda: Oracle(load, ttft_only=True),
@@ -55,7 +56,7 @@ def first_token_arms(load: Load) -> dict[str, Callable[[], Policy]]:
 
 
 def play(task: tuple[int, int, bool]) -> dict[str, Measured]:
-    """All arms of one load and seed."""
+    """Replay all arms of one load and seed."""
     index, seed, first_tokens = task
     load = LOADS[index](seed)
     chosen = first_token_arms(load) if first_tokens else arms(load)
@@ -63,7 +64,7 @@ def play(task: tuple[int, int, bool]) -> dict[str, Measured]:
 
 
 def run(seeds: int, jobs: int) -> dict[str, Any]:
-    """Everything, as it goes into the results."""
+    """Return all results as JSON values."""
     tasks = [(index, seed, False) for index in range(len(LOADS)) for seed in range(1, seeds + 1)]
     tasks += [(index, 1, True) for index in range(len(LOADS))]
     with ProcessPoolExecutor(jobs) as pool:
@@ -85,12 +86,12 @@ def run(seeds: int, jobs: int) -> dict[str, Any]:
 
 
 def write_page(document: dict[str, Any]) -> None:
-    """Put the tables into the page, after what people have written."""
+    """Replace the tables of the page, after its hand-written part."""
     PAGE.write_text(page(document))
 
 
 def page(document: dict[str, Any]) -> str:
-    """The whole page with these tables."""
+    """Return the whole page with these tables."""
     head, _, _ = PAGE.read_text().partition(MARK)
     return head + MARK + "\n" + tables(document)
 

@@ -1,4 +1,4 @@
-"""A fleet in time: arrivals, engines' steps and transfers, in the order in which they happen."""
+"""Simulates a fleet over time: arrivals, engine steps and transfers, in order of time."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from benchmarks.routing.machine import Engine, Hardware, Job
 
 @dataclass(frozen=True)
 class Route:
-    """Where a request is sent: indices of engines; `prefill` None for decode alone."""
+    """Destination of a request: indices of engines; `prefill` None for decode alone."""
 
     decode: int
     prefill: int | None
 
 
 class Policy(Protocol):
-    """Decides, and is told what a router would see of what becomes of it."""
+    """Chooses destinations, and receives the events that a router would observe."""
 
     def route(self, request: Request, fleet: Fleet) -> Route: ...
 
@@ -28,7 +28,7 @@ class Policy(Protocol):
 
 
 class Fleet:
-    """The state of everything. `fork` makes another one that can be run ahead."""
+    """State of the simulation. `fork` copies it, to simulate ahead."""
 
     def __init__(self, hardware: Hardware, prefill: int, decode: int, factors: dict[str, float]) -> None:
         self.hardware = hardware
@@ -36,7 +36,7 @@ class Fleet:
         self.prefill = [Engine(hardware, "prefill", factors.get(f"p{n}", 1.0)) for n in range(prefill)]
         self.decode = [Engine(hardware, "decode", factors.get(f"d{n}", 1.0)) for n in range(decode)]
         self.jobs: dict[int, Job] = {}
-        """All that are not done."""
+        """All requests that have not ended."""
         self._egress = [0.0] * prefill
         self._ingress = [0.0] * decode
         self._heap: list[tuple[float, int, str, int]] = []
@@ -53,16 +53,16 @@ class Fleet:
         return copy
 
     def at(self, when: float, what: str, number: int) -> None:
-        """Something of a request, or of an engine, is to happen."""
+        """Schedule an event of a request or an engine."""
         self._order += 1
         heapq.heappush(self._heap, (when, self._order, what, number))
 
     def upcoming(self, what: str) -> list[tuple[float, int]]:
-        """When `what` happens to whom, as far as it is known, in order."""
+        """Return (time, number) of the scheduled events of kind `what`, in order."""
         return sorted((when, number) for when, _, kind, number in self._heap if kind == what)
 
     def send(self, request: Request, route: Route) -> Job:
-        """A request sets out."""
+        """Start a request."""
         job = Job(
             request.number, request.prompt_tokens, request.answer_tokens, request.blocks, request.effort, self.now
         )
@@ -77,7 +77,7 @@ class Fleet:
         return job
 
     def advance(self) -> list[tuple[str, int]]:
-        """Let the next thing happen; what it was, of which request. Nothing is left: an empty list."""
+        """Advance to the next event; return (kind, request) pairs. Empty if no event is left."""
         due = [(engine.due, index) for index, engine in enumerate(self._engines()) if engine.due is not None]
         first = min(due, default=None)
         if first is not None and (not self._heap or first[0] <= self._heap[0][0]):
@@ -108,7 +108,9 @@ class Fleet:
         return [(event.kind, event.job.number) for event in events] or [("step", -1)]
 
     def _move(self, job: Job) -> None:
-        """What has been computed goes out, one after the other on the sender's link and on the receiver's."""
+        """Transfer computed KV, one request after the other on the sender's link and on the
+        receiver's.
+        """
         tokens = job.computed - job.sent
         if tokens > 0:
             job.sent = job.computed
@@ -119,7 +121,7 @@ class Fleet:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one request, in seconds and tokens."""
+    """Outcome of one request, in seconds and tokens."""
 
     number: int
     ttft_s: float

@@ -1,4 +1,6 @@
-"""Recorded shapes of traffic, made from a seed: who asks when, what prompts share, how long answers are."""
+"""Synthetic loads from a seed: arrival times, shared prefixes of prompts, and lengths of
+answers.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +18,21 @@ TEXT_BYTES_PER_TOKEN = 4.3
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of text: what is equal has equal ids."""
+    """A piece of text; equal pieces have equal ids."""
 
     number: int
     tokens: int
 
     @property
     def data(self) -> bytes:
-        """Its text, of a density of its own, as the router sees it."""
+        """Return its text as the router sees it, with its own number of bytes per token."""
         dice = random.Random(self.number)
         return dice.randbytes(round(self.tokens * dice.gauss(TEXT_BYTES_PER_TOKEN, 0.3)))
 
 
 @dataclass(frozen=True)
 class Request:
-    """`at_s` counts from the beginning, or from the end of the request `after` which it comes."""
+    """A request; `at_s` counts from the beginning, or from the end of the request `after`."""
 
     number: int
     at_s: float
@@ -49,7 +51,7 @@ class Request:
 
     @cached_property
     def blocks(self) -> Sequence[int]:
-        """Chained hashes of the blocks of prompt and answer, as an engine's cache has them."""
+        """Return the chained hashes of the blocks of prompt and answer, as in an engine's cache."""
         starts, at = [], 0
         for segment in (*self.prompt, self.answer):
             starts.append((at, segment))
@@ -67,13 +69,13 @@ class Request:
 
     @cached_property
     def seen(self) -> Prompt:
-        """What the router makes of it."""
+        """Return the router's view of the prompt."""
         return Prompt((passage(b"".join(segment.data for segment in self.prompt), ids=False, seed=0),))
 
 
 @dataclass(frozen=True)
 class Load:
-    """A replay: its requests, the fleet it is for, and when which engine changes its speed (`slowdowns`)."""
+    """A replay: its requests, its fleet, and the engines' changes of speed (`slowdowns`)."""
 
     name: str
     hardware: Hardware
@@ -122,7 +124,7 @@ def short_chat(seed: int) -> Load:
 
 
 def long_documents(seed: int) -> Load:
-    """Thousands of tokens in, a summary out."""
+    """Prompts of thousands of tokens, answers of a summary's length."""
     make = Maker(seed)
     for at_s in make.arrivals(300, 5.0):
         make.ask(at_s, (make.segment(make.length(6000, 0.6, 30_000)),), make.length(150, 0.4, 400))
@@ -138,14 +140,16 @@ def _mixed(make: Maker, times: list[float]) -> None:
 
 
 def mixed(seed: int) -> Load:
-    """Three chats to one document."""
+    """Three chats per document."""
     make = Maker(seed)
     _mixed(make, make.arrivals(400, 16.0))
     return Load("mixed", GPU, 2, 2, tuple(make.requests), {"d1": 1.1})
 
 
 def bursts(seed: int) -> Load:
-    """The same in bursts of four seconds, six times as dense as the ten seconds between them."""
+    """The mixed load in bursts of four seconds, six times as dense as the ten seconds between
+    them.
+    """
     make = Maker(seed)
     times, at, until = [], 0.0, 0.0
     for burst in range(12):
@@ -158,7 +162,9 @@ def bursts(seed: int) -> Load:
 
 
 def ill_engine(seed: int) -> Load:
-    """The mix, while one prefill engine is four times as slow for ten seconds, and one decode engine twice."""
+    """The mixed load, with a prefill engine four times as slow for ten seconds, and a decode
+    engine twice.
+    """
     make = Maker(seed)
     _mixed(make, make.arrivals(400, 12.0))
     slow = ((8.0, "p0", 4.0), (18.0, "p0", 1.0), (20.0, "d0", 2.0), (28.0, "d0", 1.0))
@@ -166,7 +172,9 @@ def ill_engine(seed: int) -> Load:
 
 
 def multi_turn(seed: int) -> Load:
-    """Conversations of up to six turns over one of four system prompts; each turn comes some seconds after the last."""
+    """Conversations of up to six turns with one of four system prompts, some seconds between
+    turns.
+    """
     make = Maker(seed)
     systems = [make.segment(600) for _ in range(4)]
     for at_s in make.arrivals(90, 2.0):
@@ -182,7 +190,9 @@ def multi_turn(seed: int) -> Load:
 
 
 def shared_prompts(seed: int) -> Load:
-    """Forty system prompts of some thousand tokens, a few of them asked most; no engine has room for all."""
+    """Forty system prompts of some thousand tokens, a few of them frequent; no engine has room
+    for all.
+    """
     make = Maker(seed)
     systems = [make.segment(make.length(3500, 0.3, 8000)) for _ in range(40)]
     weights = [1 / (rank + 1) for rank in range(len(systems))]
@@ -194,7 +204,9 @@ def shared_prompts(seed: int) -> Load:
 
 
 def small_machine(seed: int) -> Load:
-    """One prefill and one decode engine on a CPU, a hundred times slower than what the router assumes."""
+    """One prefill and one decode engine on a CPU, a hundred times slower than the router
+    assumes.
+    """
     make = Maker(seed)
     for at_s in make.arrivals(150, 0.45):
         make.ask(at_s, (make.segment(make.length(250, 0.9, 1800)),), make.length(40, 0.5, 120))

@@ -1,8 +1,9 @@
-"""The simulator's truth: what engines, links and caches do. Nothing here is shared with the policy that it judges.
+"""Models of engines, links and caches, independent of the policy that they judge.
 
-An engine runs steps. A step takes one token of every running answer and, within its token budget, pieces of the prompts
-that wait, first come first served; it lasts as long as its parts, times the engine's own factor. The policy is told
-none of this: it sees when things end, as a router does.
+An engine runs steps. A step computes one token of every running answer and, within its token
+budget, pieces of the waiting prompts, first come, first served. It takes the sum of its parts,
+times the engine's own factor. The policy does not see this: it observes the ends of stages, like a
+router.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Hardware:
     step_s: float
     prefill_token_s: float
     attention_s: float
-    """For each pair of a new token and one before it."""
+    """Cost of each pair of a new token and an earlier one."""
     decode_sequence_s: float
     decode_context_token_s: float
     budget_tokens: int
@@ -45,7 +46,10 @@ GPU = Hardware(
     link_tokens_per_s=160_000.0,
     link_overhead_s=0.004,
 )
-"""An 8B model on one large GPU, 20 GB/s between them: the orders of magnitude of public reports, not measured by us."""
+"""An 8B model on one large GPU, 20 GB/s between engines.
+
+The values have the order of magnitude of public reports; none is measured.
+"""
 
 CPU = Hardware(
     "cpu",
@@ -60,11 +64,17 @@ CPU = Hardware(
     link_tokens_per_s=60_000.0,
     link_overhead_s=0.003,
 )
-"""The demo's engines on two cores: step, prefill, handover as in benchmarks/results/handover.json; the rest guessed."""
+"""The demo's engines on two cores.
+
+Step, prefill and handover as in benchmarks/results/handover.json; the other values are estimates.
+"""
 
 
 class Cache:
-    """An engine's prefix cache: hashes of blocks, the least lately used dropped first. A fork leaves it as it is."""
+    """An engine's prefix cache: block hashes, least recently used dropped first.
+
+    A fork does not change it.
+    """
 
     def __init__(self, blocks: int, parent: Cache | None = None) -> None:
         self._most = blocks
@@ -75,7 +85,7 @@ class Cache:
         return Cache(self._most, self)
 
     def held_tokens(self, blocks: Sequence[int]) -> int:
-        """The longest prefix that is here."""
+        """Return the length of the longest cached prefix."""
         count = 0
         for block in blocks:
             if block not in self:
@@ -95,7 +105,7 @@ class Cache:
 
 
 class Job:
-    """A request in the machine. Copied by `fork`, so that a future can be tried."""
+    """A request in the simulation. `fork` copies it, to simulate ahead."""
 
     __slots__ = (
         "answer_tokens", "arrived_at", "blocks", "computed", "decode", "done_at", "effort", "first_token_at", "held",
@@ -109,18 +119,18 @@ class Job:
         self.prompt_tokens = prompt_tokens
         self.answer_tokens = answer_tokens
         self.blocks = blocks
-        """Of the prompt and the answer."""
+        """Tokens of the prompt and the answer."""
         self.effort = effort
-        """How much dearer than usual this prompt is to compute."""
+        """Cost of computing this prompt, relative to the usual cost."""
         self.arrived_at = now
         self.computed = -1
-        """Prompt tokens that are there; -1: not looked at yet."""
+        """Prompt tokens with KV; -1 before the cache lookup."""
         self.held = 0
-        """Of these, the ones that were cached."""
+        """Cached ones of these tokens."""
         self.decode = -1
         self.prefill = -1
         self.sent = 0
-        """Prompt tokens whose KV decode has, or is being sent."""
+        """Prompt tokens whose KV decode has or is receiving."""
         self.left = answer_tokens
         self.first_token_at = -1.0
         self.done_at = -1.0
@@ -138,17 +148,19 @@ class Job:
 
 @dataclass
 class Event:
-    """What a step has ended: `job` has its prompt computed, its first token, or its last one."""
+    """Event at the end of a step: `job` has its prompt computed, its first token, or its last
+    one.
+    """
 
     kind: str
     job: Job
 
 
 class Engine:
-    """One engine. `due` is when its running step ends, or None while it has nothing to do."""
+    """One engine. `due` is the end of its running step, or None while it is idle."""
 
     MOST_STEPS_AT_ONCE = 16
-    """Steps without prompts that are counted as one event, when nobody comes in between."""
+    """Steps without prompts that count as one event, if no request arrives meanwhile."""
 
     def __init__(self, hardware: Hardware, role: str, factor: float, cache: Cache | None = None) -> None:
         self.hardware = hardware
@@ -174,19 +186,21 @@ class Engine:
         return copy
 
     def compute(self, job: Job, now: float) -> None:
-        """Queue a prompt; on a decode engine its answer follows."""
+        """Queue a prompt; a decode engine also generates its answer."""
         self.waiting.append(job)
         self._wake(now)
 
     def adopt(self, job: Job, now: float) -> None:
-        """A prompt whose KV has arrived."""
+        """Add a prompt whose KV has arrived."""
         job.computed = job.prompt_tokens
         self.running.append(job)
         self.cache.add(job.prompt_blocks)
         self._wake(now)
 
     def step(self) -> tuple[list[Event], list[tuple[Job, int]]]:
-        """The step is over: what has ended with it, and the prompt tokens that were computed for others."""
+        """End the step; return its events, and the prompt tokens that were computed for other
+        engines.
+        """
         assert self.due is not None
         now, events = self.due, []
         finished: list[Job] = []
@@ -230,7 +244,8 @@ class Engine:
         if self.due is None:
             self._begin(now)
         elif self._steps > 1:
-            # Whoever has come takes part from the next step on, not from the last of those that were counted ahead.
+            # A new request takes part from the next step on, not only after the steps counted
+            # ahead.
             over = max(int((now - self._began_at) / self._step_s) + 1, 1)
             self._steps = min(self._steps, over)
             self.due = self._began_at + self._steps * self._step_s

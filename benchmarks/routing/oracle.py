@@ -1,8 +1,9 @@
-"""Decides with all that is true: tries every option on a copy of the machine, and takes what ends best for everybody.
+"""Decides with full knowledge: tries every option on a copy of the simulation and takes the best.
 
-The copy knows each engine's real speed, queue and cache, how long answers will be, and who comes next. Each trial runs
-until the requests that are in the machine, this one and the next arrivals are done; those to come are sent by a rule
-of thumb over true costs. Not the optimum (nobody plans for all of the future at once), but more than a router can know.
+The copy has each engine's real speed, queue and cache, the lengths of answers, and the next
+arrivals. Each trial runs until the requests in the simulation, this one and the next arrivals have
+ended; a rule of thumb over true costs sends the arrivals. Not the optimum (no decision plans for
+the whole future), but more than a router can know.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from benchmarks.routing.fleet import Fleet, Route
 from benchmarks.routing.loads import Load, Request
 
 AHEAD = 5
-"""Next arrivals in a trial."""
+"""Number of next arrivals in a trial."""
 
 
 class Oracle:
-    """`ttft_only`: cares for first tokens alone; otherwise for the time until each answer is complete."""
+    """An oracle; with `ttft_only` it minimizes first-token times, otherwise the time to each
+    answer's end.
+    """
 
     def __init__(self, load: Load, ttft_only: bool) -> None:
         self._requests = {request.number: request for request in load.requests}
@@ -48,7 +51,7 @@ class Oracle:
                     total_s += trial.now - open_jobs[number].arrived_at
                     waiting.discard(number)
                 elif what == "done" and number in waiting:
-                    waiting.discard(number)  # its first token was there before
+                    waiting.discard(number)  # its first token came before the fork
         return total_s
 
 
@@ -58,7 +61,11 @@ def _routes(fleet: Fleet) -> list[Route]:
 
 
 def rule_of_thumb(request: Request, fleet: Fleet) -> Route:
-    """The least of: prompt tokens before it and its own at the engine's true speed, on decode times all who wait."""
+    """Return the route of the least true cost.
+
+    The cost is the time for the queued prompt tokens and its own at the engine's true speed. On
+    decode, its own tokens also delay each running stream.
+    """
 
     def seconds(route: Route) -> float:
         engine = fleet.decode[route.decode] if route.prefill is None else fleet.prefill[route.prefill]

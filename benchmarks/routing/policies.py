@@ -1,4 +1,4 @@
-"""Who decides: the router's own planner, and what others do. Only the oracle looks at the machine."""
+"""Policies: the router's own planner, and others. Only the oracle reads the simulation's state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from configs.settings import RoutingSettings
 
 
 class Ours:
-    """The planner that runs in the router, told what the router is told."""
+    """The router's planner, with the events that a router reports."""
 
     def __init__(self, settings: RoutingSettings) -> None:
         self._planner = Planner(settings)
@@ -35,7 +35,7 @@ class Ours:
 
 
 class Counting:
-    """Knows how many requests it has sent to each engine, and sends the next to the one that has fewest."""
+    """Sends each request to the engine with the fewest open requests of this router."""
 
     def __init__(self) -> None:
         self._turn = 0
@@ -62,7 +62,7 @@ class Counting:
         if what == "done":
             del self._sent[request.number]
         elif what == "kv":
-            # Its prefill engine has done with it.
+            # Its prefill engine has completed it.
             self._sent[request.number] = Route(self._sent[request.number].decode, None)
 
 
@@ -85,7 +85,7 @@ class RoundRobin(Counting):
 
 
 class Threshold(Counting):
-    """Remote from so many uncached tokens on, which it knows exactly."""
+    """Remote from this number of uncached tokens on, which this policy knows exactly."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is counted of a replay, and the tables of docs/routing.md."""
+"""Statistics of a replay, and the tables of docs/routing.md."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ ORACLE = "oracle"
 THRESHOLDS = (128, 512, 2048)
 
 Measured = dict[str, float]
-"""Of one replay or, averaged, of several."""
+"""Statistics of one replay or, averaged, of several."""
 
 
 def measure(outcomes: Sequence[Outcome]) -> Measured:
-    """Times in milliseconds; TPOT is a request's own mean; `finish_ms` is the mean time to the last token."""
+    """Times in milliseconds; TPOT is the mean of each request; `finish_ms` is the mean time to
+    the last token.
+    """
     ttft = [one.ttft_s for one in outcomes]
     tpot = [one.decode_s / (one.answer_tokens - 1) for one in outcomes if one.answer_tokens > 1]
     finish = [one.ttft_s + one.decode_s for one in outcomes]
@@ -40,14 +42,16 @@ def average(runs: Iterable[Measured]) -> Measured:
 
 
 def regrets(runs: Sequence[dict[str, Measured]], ours: str, oracle: str, number: str) -> dict[str, float]:
-    """How much more of `number` there is than with the oracle: of the means over seeds, and the seeds' range."""
+    """Return the excess of `number` over the oracle's: of the means over seeds, and the seeds'
+    range.
+    """
     each = [run[ours][number] / run[oracle][number] - 1 for run in runs]
     mine, best = (statistics.fmean(run[arm][number] for run in runs) for arm in (ours, oracle))
     return {"mean": mine / best - 1, "least": min(each), "most": max(each)}
 
 
 def tables(document: dict[str, Any]) -> str:
-    """Markdown of everything that was measured."""
+    """Return the Markdown tables of all measurements."""
     parts = [_policies(load) for load in document["loads"]]
     return "\n".join([_regrets(document), _prefixes(document), _first_tokens(document), *parts])
 
@@ -124,7 +128,7 @@ BLIND = "cost, no prefixes"
 
 
 def threshold(tokens: int) -> str:
-    """The name of a fixed threshold's arm."""
+    """Return the name of a fixed threshold's arm."""
     return f"threshold {tokens}"
 
 

@@ -1,4 +1,4 @@
-"""The simulator's truth, by hand: steps, queues, links, caches."""
+"""The simulation's models, computed by hand: steps, queues, links, caches."""
 
 import pytest
 
@@ -23,7 +23,9 @@ ROUND = Hardware(
 
 
 class Fixed:
-    """Sends each request where the test says, and notes what a router would see."""
+    """Sends each request to the test's destination, and records the events that a router would
+    observe.
+    """
 
     def __init__(self, *routes: Route) -> None:
         self.routes = routes
@@ -52,7 +54,7 @@ ALONE, PAIR = Route(0, None), Route(0, 0)
 
 @pytest.mark.parametrize(("tokens", "ttft_s"), [(100, 2.0), (50, 1.5), (250, 2 + 2 + 1.5)])
 def test_decode_alone(tokens, ttft_s):
-    """Steps of at most a hundred tokens; the last one has the first token."""
+    """Steps have at most a hundred tokens; the last one produces the first token."""
     (one,), _ = play(ask(0, 0.0, tokens), routes=[ALONE])
     assert one.ttft_s == pytest.approx(ttft_s)
     assert (one.decode_s, one.remote, one.computed_tokens) == (0.0, False, tokens)
@@ -63,13 +65,13 @@ def test_decode_alone(tokens, ttft_s):
     [
         # A step of prefill, then 0.1 s for its KV and 0.125 s, then a step of decode.
         (100, 2 + 0.225 + 1.25),
-        # The first chunk's KV moves while the second is computed.
+        # The first chunk's KV moves while the second chunk is computed.
         (200, 4 + 0.225 + 1.25),
         (150, 3.5 + 0.05 + 0.125 + 1.25),
     ],
 )
 def test_a_pair(tokens, ttft_s):
-    """The transfer of all but the last chunk is hidden."""
+    """The transfer of all but the last chunk overlaps with computation."""
     (one,), seen = play(ask(0, 0.0, tokens), routes=[PAIR])
     assert one.ttft_s == pytest.approx(ttft_s)
     assert one.remote
@@ -82,7 +84,9 @@ def test_an_answer_takes_a_step_for_each_token():
 
 
 def test_many_steps_at_once_are_as_many():
-    """Forty steps are counted sixteen at a time; one that comes in between takes part from the next step on."""
+    """Forty steps are counted sixteen at a time; a request that arrives meanwhile joins at the
+    next step.
+    """
     (one, two), _ = play(ask(0, 0.0, 100, answer=41), ask(1, 6.9, 50, answer=2), routes=[ALONE, ALONE])
     # It begins decoding at 2 s, so that a step ends at 7 s; then one of 1 + 0.25 + 0.5 s.
     assert two.ttft_s == pytest.approx(0.1 + 1.75)
@@ -91,7 +95,9 @@ def test_many_steps_at_once_are_as_many():
 
 
 def test_prompts_share_a_step_first_come_first_served():
-    """Sixty and sixty tokens in steps of a hundred: the second has to wait for twenty of its own."""
+    """Sixty and sixty tokens in steps of a hundred: the second request waits for twenty of its
+    own.
+    """
     (one, two), _ = play(ask(0, 0.0, 60), ask(1, 0.5, 60), routes=[ALONE, ALONE])
     assert one.ttft_s == pytest.approx(1.6)
     assert two.ttft_s == pytest.approx(1.6 - 0.5 + 1.6)
@@ -107,16 +113,16 @@ def test_a_prompt_among_answers_holds_them_up():
 
 
 def test_a_link_is_shared():
-    """Both decode engines' transfers leave by the one prefill engine, one after the other."""
+    """Transfers to both decode engines leave the one prefill engine one after the other."""
     slow = Hardware(**{**vars(ROUND), "link_tokens_per_s": 10.0})
     _, seen = play(ask(0, 0.0, 50), ask(1, 0.0, 50), routes=[Route(0, 0), Route(1, 0)], hardware=slow, decode=2)
     arrived = [at for what, _, at in seen if what == "kv"]
-    # The first is computed alone at 1.5 s, as the second came just after its step had begun.
+    # The first is computed alone at 1.5 s, because the second arrived just after its step began.
     assert arrived == pytest.approx([1.5 + 5 + 0.125, 1.5 + 5 + 5 + 0.125])
 
 
 def test_a_cached_prefix_is_not_computed():
-    """A second turn: 128 of 160 tokens are there, in whole blocks of 32."""
+    """In the second turn 128 of 160 tokens are cached, in whole blocks of 32."""
     first = Request(0, 0.0, (Segment(1, 100),), Segment(2, 40), 1.0)
     second = Request(1, 1.0, (Segment(1, 100), Segment(2, 40), Segment(3, 20)), Segment(4, 1), 1.0, after=0)
     (_, turn), _ = play(first, second, routes=[ALONE, ALONE])

@@ -1,4 +1,4 @@
-"""Replays: the same every time, judged by a truth that is not the policy's own, against an oracle that sees."""
+"""Replays are deterministic, judged by models independent of the policy, against an oracle."""
 
 import json
 from pathlib import Path
@@ -21,21 +21,23 @@ FOLDER = Path(benchmarks.routing.__path__[0])
 
 @pytest.mark.parametrize("name", ["machine", "fleet", "oracle", "loads"])
 def test_the_truth_is_not_what_the_policy_thinks(name):
-    """No cost model, no loads, no prefix index: of the policy's code only the form in which it is told of prompts."""
+    """The models use no cost model, loads or prefix index of the policy, only its form of
+    prompts.
+    """
     ours = {module for module in imported(FOLDER / f"{name}.py") if module.startswith(("actors", "configs"))}
     assert ours <= ({"actors.policy.prompts"} if name == "loads" else set())
 
 
 @pytest.mark.parametrize("make", LOADS, ids=lambda make: make.__name__)
 def test_loads_are_the_same_every_time(make):
-    """For a seed; another one is another load."""
+    """A seed determines the load; another seed gives another load."""
     one, same, other = make(1), make(1), make(2)
     assert one == same != other
     assert [request.blocks for request in one.requests[:20]] == [request.blocks for request in same.requests[:20]]
 
 
 def test_all_requests_are_served_once_and_a_replay_repeats_itself():
-    """By every policy of the report but the oracle, whose turn is below."""
+    """Every policy of the report except the oracle, which a later test covers."""
     load = small_machine(3)
     for name, policy in arms(load).items():
         if name == ORACLE:
@@ -55,7 +57,7 @@ def prompt(number: int, at_s: float, tokens: int, answer: int = 50) -> Request:
 
 
 class Watching(Oracle):
-    """Notes what it chose."""
+    """Records its choices."""
 
     chosen: dict[int, Route]
 
@@ -75,7 +77,9 @@ def watch(load: Load) -> dict[int, Route]:
 
 
 def test_the_oracle_on_plain_cases():
-    """A lone prompt stays on decode; one beside fifteen streams goes to prefill; of two decode engines the idle one."""
+    """A single prompt stays on decode; beside fifteen streams it goes to prefill; of two decode
+    engines the idle one.
+    """
     assert watch(few(prompt(0, 0.0, 1000))) == {0: Route(0, None)}
     crowd = [prompt(n, 0.001 * n, 10, answer=400) for n in range(15)]
     assert watch(few(*crowd, prompt(15, 0.5, 8000)))[15] == Route(0, 0)
@@ -86,7 +90,7 @@ def test_the_oracle_on_plain_cases():
 
 
 def test_ours_beats_what_is_in_use_and_the_oracle_is_not_far():
-    """On one seed of the mixed load, in the simulator's own time."""
+    """On one seed of the mixed load, in simulated time."""
     load = mixed(5)
     ours, remote, turns = (
         measure(replay(load, policy, begin)) for policy in (Ours(RoutingSettings()), AlwaysRemote(), RoundRobin())
@@ -96,7 +100,7 @@ def test_ours_beats_what_is_in_use_and_the_oracle_is_not_far():
 
 
 def test_prefixes_are_found():
-    """Conversations go back to where their KV is."""
+    """Turns of a conversation go to the engine with its KV."""
     load = multi_turn(5)
     ours, turns = (measure(replay(load, policy, begin)) for policy in (Ours(RoutingSettings()), RoundRobin()))
     assert ours["cached_share"] > turns["cached_share"]
@@ -104,7 +108,7 @@ def test_prefixes_are_found():
 
 
 def test_the_committed_results():
-    """The page shows them, and regret against the oracle is at most a tenth on every load."""
+    """The page has the results, and regret against the oracle is at most a tenth on every load."""
     document = json.loads(RESULTS.read_text())
     assert PAGE.read_text() == page(document)
     assert [load["name"] for load in document["loads"]] == [make(1).name for make in LOADS]

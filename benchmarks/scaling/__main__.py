@@ -1,4 +1,6 @@
-"""`make scaling`: every load under every policy; JSON in benchmarks/results, plots in docs/images."""
+"""`make scaling`: every load under every policy; JSON in benchmarks/results, plots in
+docs/images.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ CONFIG = {
     "downscale_delay_s": 120.0,
     "look_back_period_s": 30.0,
 }
-"""autoscaling_config of both roles, under every policy; `target_ongoing_requests` is the policy's."""
+"""autoscaling_config of both roles, under every policy; `target_ongoing_requests` is the
+policy's.
+"""
 
 TPOT_TARGETS_S = (0.025, 0.030, 0.035)
 ONGOING_TARGETS = tuple(product((1, 2, 4), (16, 32, 48)))
@@ -33,11 +37,13 @@ ONGOING_TARGETS = tuple(product((1, 2, 4), (16, 32, 48)))
 
 TUNED_ON = "ramp"
 NEARLY = 0.005
-"""Attainment that is no reason to pay for more GPU-hours."""
+"""Difference of attainment that does not justify more GPU-hours."""
 
 
 def shown(loads: dict[str, Any]) -> tuple[str, str]:
-    """One setting of either policy, as somebody would choose it who has one load to tune with."""
+    """Return one setting of either policy, as an operator with one load to tune for would choose
+    it.
+    """
     outcomes = loads[TUNED_ON]["policies"]
     best: list[str] = []
     for ours in (True, False):
@@ -49,7 +55,9 @@ def shown(loads: dict[str, Any]) -> tuple[str, str]:
 
 
 def policies() -> list[Policy]:
-    """Ours by its one target that a model's operator must name; Serve's by its own default, and by a grid of pairs."""
+    """Return our policy with its one required target, and Serve's with its default and a grid of
+    pairs.
+    """
     ours = [
         Policy(f"together, tpot_s {target:g}", {"policy_function": POLICY, "policy_kwargs": {"tpot_s": target}})
         for target in TPOT_TARGETS_S

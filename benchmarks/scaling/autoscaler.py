@@ -1,4 +1,6 @@
-"""Serve's own autoscaling state (2.60) on the simulation's clock: its reports, means, policies, delays and bounds."""
+"""Serve's own autoscaling state (2.60) on the simulation's clock: reports, means, policies,
+delays, bounds.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ ROLES = ("Prefill", "Decode")
 
 @dataclass
 class Clock:
-    """Stands where Serve's modules have `time`."""
+    """Replaces `time` in Serve's modules."""
 
     now_s: float = 0.0
 
@@ -45,7 +47,9 @@ class Clock:
 
 @dataclass(frozen=True)
 class Policy:
-    """A name for the results, what Serve's config file would have, and `target_ongoing_requests` of either role."""
+    """A policy: name in the results, its part of Serve's config file, `target_ongoing_requests`
+    per role.
+    """
 
     name: str
     application: Mapping[str, Any] | None = None
@@ -54,7 +58,7 @@ class Policy:
 
 @dataclass
 class _Series:
-    """What a source has recorded over the look-back, and not all of which it has pushed."""
+    """Values that a source has recorded over the look-back period."""
 
     keep_s: float
     points: defaultdict[str, deque[TimeStampedValue]] = field(default_factory=lambda: defaultdict(deque))
@@ -71,7 +75,9 @@ class _Series:
 
 
 class Autoscaler:
-    """One application with both roles under `policy`; `config` is each role's autoscaling_config."""
+    """One application with both roles under `policy`; `config` is each role's
+    autoscaling_config.
+    """
 
     def __init__(self, policy: Policy, config: Mapping[str, Any], clock: Clock) -> None:
         self._clock = clock
@@ -95,7 +101,7 @@ class Autoscaler:
         self._handles = {role: _Series(self._keep_s) for role in ROLES}
 
     def record(self, role: str, queued: int, ongoing: Mapping[int, int], stats: Mapping[int, Any]) -> None:
-        """A sample of a router's handle and of the role's replicas, by their numbers."""
+        """Record a sample of a router's handle and of the role's replicas, by their numbers."""
         now_s = self._clock.now_s
         running = {f"running {number}": float(count) for number, count in ongoing.items()}
         self._handles[role].add({"queued": float(queued), **running}, now_s)
@@ -103,7 +109,7 @@ class Autoscaler:
             self._replicas.setdefault((role, number), _Series(self._keep_s)).add(values, now_s)
 
     def push(self, role: str, running: Sequence[int]) -> None:
-        """What Serve's controller hears, and which replicas it knows to run."""
+        """Send the reports to Serve's controller, and update the replicas that it knows to run."""
         ids = {number: ReplicaID(str(number), self._ids[role]) for number in running}
         self._state.update_running_replica_ids(self._ids[role], list(ids.values()))
         now_s = self._clock.now_s
@@ -130,19 +136,19 @@ class Autoscaler:
         )
 
     def knows(self, role: str, running: Sequence[int]) -> None:
-        """The controller sees replicas come and go without anybody's report."""
+        """The controller observes starting and stopping replicas without a report."""
         ids = [ReplicaID(str(number), self._ids[role]) for number in running]
         self._state.update_running_replica_ids(self._ids[role], ids)
 
     def decide(self, targets: Mapping[str, int]) -> dict[str, int]:
-        """Serve's decision for each role that has `targets` now."""
+        """Return Serve's decision for each role with `targets`."""
         decided = self._state.get_decision_num_replicas({self._ids[role]: count for role, count in targets.items()})
         return {one.name: count for one, count in decided.items()}
 
 
 @contextmanager
 def simulated_time(clock: Clock) -> Iterator[None]:
-    """Serve's autoscaling modules read `clock` instead of the wall's."""
+    """Make Serve's autoscaling modules read `clock` instead of the real time."""
     with (
         patch("ray.serve._private.autoscaling_state.time", clock),
         patch("ray.serve.autoscaling_policy.time", clock),

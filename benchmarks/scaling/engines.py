@@ -1,7 +1,8 @@
-"""Models of a prefill and a decode engine. Times are simulated seconds; `actors.autoscaling.load` measures loads.
+"""Models of a prefill and a decode engine. Times are simulated seconds.
 
-Left out: preemption (a request waits until its prompt and answer fit), prefix caches, chunks of several prompts in a
-step, prompts that decode computes itself, the network (a constant), failures.
+`actors.autoscaling.load` measures the loads. Not modelled: preemption (a request waits until its
+prompt and answer fit), prefix caches, chunks of several prompts in a step, prompts that decode
+computes itself, the network (a constant), failures.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from benchmarks.scaling.loads import Arrival
 
 @dataclass(frozen=True)
 class Machine:
-    """What one engine can do; in the order of an 8B model on one large GPU, and no measurement of any."""
+    """Capabilities of one engine, in the order of an 8B model on one large GPU; none is
+    measured.
+    """
 
     prompt_tokens_per_s: float = 10_000.0
     step_s: float = 0.010
-    """A decode step with no sequence in it."""
+    """A decode step without sequences."""
     step_per_sequence_s: float = 0.0004
     kv_tokens: int = 400_000
     start_s: float = 90.0
@@ -43,7 +46,9 @@ class Request:
 
     @property
     def tpot_s(self) -> float:
-        """Mean time between tokens; 0 for an answer of one, infinite for one that has not ended."""
+        """Return the mean time between tokens; 0 for an answer of one, infinite for one that has
+        not ended.
+        """
         if self.ended_s == float("inf"):
             return float("inf")
         return (self.ended_s - self.first_token_s) / max(self.arrival.answer_tokens - 1, 1)
@@ -55,7 +60,7 @@ class Request:
 
 @dataclass
 class Replica:
-    """Ready at `ready_s`; a stopping one ends what it has."""
+    """A replica, ready at `ready_s`; a stopping one completes its requests."""
 
     number: int
     ready_s: float
@@ -93,7 +98,7 @@ class PrefillReplica(Replica):
         self.queue.append(request)
 
     def step(self, now_s: float) -> None:
-        """What is done by now."""
+        """Return the work done by now."""
         while self.queue and self.queue[0].prompt_done_s <= now_s:
             request = self.queue.popleft()
             tokens = request.arrival.prompt_tokens
@@ -107,7 +112,7 @@ class PrefillReplica(Replica):
 
 @dataclass
 class DecodeReplica(Replica):
-    """All its sequences advance by a token in a step, which takes longer the more there are."""
+    """Advances all its sequences by a token per step, which takes longer the more there are."""
 
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)
@@ -130,7 +135,7 @@ class DecodeReplica(Replica):
             self.running.append(request)
 
     def step(self, now_s: float, dt_s: float) -> list[Request]:
-        """Advance from `now_s - dt_s` to `now_s`; the requests that ended."""
+        """Advance from `now_s - dt_s` to `now_s`; return the requests that ended."""
         active = [one for one in self.running if one.prompt_done_s + self.machine.handover_s <= now_s]
         if not active:
             return []

@@ -1,4 +1,6 @@
-"""Loads to replay: arrivals with the lengths of their prompts and answers, synthetic from a seed or from a file."""
+"""Loads to replay: arrivals with prompt and answer lengths, synthetic from a seed or from a
+file.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Load:
-    """`arrivals` in order of time, over `duration_s`."""
+    """A load; `arrivals` in order of time, over `duration_s`."""
 
     name: str
     about: str
@@ -45,7 +47,7 @@ WRITING = Mix(300, 800, sigma=0.4)
 
 
 def synthetic(seed: int) -> list[Load]:
-    """The four that the documentation shows; requests come as a Poisson process whose rate changes."""
+    """Return the four loads of the documentation: Poisson arrivals whose rate changes."""
     return [
         _make("ramp", "chat, from 1 to 20 requests/s and back", seed, _ramp, lambda _: CHAT),
         _make("bursts", "chat, 4 requests/s, and 12 for five minutes of every fifteen", seed, _bursts, lambda _: CHAT),
@@ -61,9 +63,10 @@ def synthetic(seed: int) -> list[Load]:
 
 
 def from_file(path: Path, rate: float = 1.0) -> Load:
-    """A recorded load: CSV with the columns TIMESTAMP (ISO 8601), ContextTokens, GeneratedTokens, as Azure's have.
+    """Read a recorded load: CSV with Azure's columns TIMESTAMP (ISO 8601), ContextTokens,
+    GeneratedTokens.
 
-    Of a `rate` below 1 only that share of the requests is taken, evenly.
+    With a `rate` below 1, only this share of the requests is used, evenly.
     """
     with path.open() as file:
         rows = list(csv.DictReader(file))
@@ -82,7 +85,7 @@ def from_file(path: Path, rate: float = 1.0) -> Load:
 
 
 def _timestamp(text: str) -> datetime:
-    # Seven digits of a second are one more than Python reads.
+    # Python's parser accepts six digits of a second, not seven.
     whole, _, fraction = text.partition(".")
     return datetime.fromisoformat(f"{whole}.{fraction[:6]:0<6}")
 
@@ -102,7 +105,7 @@ def _day(at_s: float) -> float:
 
 
 def _any(at_s: float) -> Mix:
-    # By turns of the second, so that both kinds are there at any time.
+    # Both kinds alternate by seconds, so that both occur at any time.
     return READING if int(at_s * 10) % 10 == 0 else CHAT if int(at_s * 10) % 10 < 8 else WRITING
 
 
@@ -116,7 +119,9 @@ def _make(
 def _arrivals(
     random: np.random.Generator, rate: Callable[[float], float], mix: Callable[[float], Mix], most: float
 ) -> Iterator[Arrival]:
-    """Thinning: candidates at the highest rate, each kept with the probability that the rate of its time asks for."""
+    """Draw by thinning: candidates at the highest rate, each kept with the probability of its
+    time's rate.
+    """
     at_s = 0.0
     while (at_s := at_s + random.exponential(1 / most)) < HOUR_S:
         if random.random() * most >= rate(at_s):

@@ -1,4 +1,6 @@
-"""Plots of benchmarks/results/scaling.json: `python -m benchmarks.scaling.plot` writes docs/images/scaling-*.svg."""
+"""Plots benchmarks/results/scaling.json: `python -m benchmarks.scaling.plot` writes
+docs/images/scaling-*.svg.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ COLOURS = {"together": "#0b6e4f", "Serve's": "#b5651d", "chosen": "#4a4a8a"}
 def main() -> None:
     """Both figures."""
     plt.switch_backend("svg")
-    # With a salt of its own, so that the same results are the same file.
+    # With a fixed salt, equal results give equal files.
     plt.rcParams.update(
         {"svg.hashsalt": "tandem", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
     )
@@ -30,7 +32,9 @@ def main() -> None:
 
 
 def _attainment(loads: dict[str, Any]) -> Any:
-    """A panel for each load: GPU-hours against the share of requests that met both objectives."""
+    """Plot a panel for each load: GPU-hours against the share of requests that met both
+    objectives.
+    """
     ours_shown, serves_shown = shown(loads)
     columns = 2
     rows = -(-len(loads) // columns)
@@ -60,7 +64,9 @@ def _attainment(loads: dict[str, Any]) -> Any:
 
 
 def _replicas(loads: dict[str, Any]) -> Any:
-    """A row for each load, a column for each policy: engines that are ready, and those that are paid for."""
+    """Plot a row for each load and a column for each policy: engines that are ready, and engines
+    paid for.
+    """
     figure, axes = plt.subplots(len(loads), 2, figsize=(9, 2.1 * len(loads)), sharex="row", sharey="row", squeeze=False)
     for row, (name, load) in zip(axes, loads.items(), strict=True):
         for panel, policy in zip(row, shown(loads), strict=True):
@@ -84,7 +90,7 @@ def _replicas(loads: dict[str, Any]) -> Any:
 
 def _save(figure: Any, name: str) -> None:
     figure.savefig(IMAGES / name, metadata={"Date": None})
-    # Matplotlib leaves blanks at the ends of lines.
+    # Matplotlib leaves trailing blanks.
     path = IMAGES / name
     path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
     plt.close(figure)

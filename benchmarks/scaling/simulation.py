@@ -1,4 +1,4 @@
-"""Plays a load against replicas that an autoscaler starts and stops."""
+"""Replays a load against replicas that an autoscaler starts and stops."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from benchmarks.scaling.loads import HOUR_S, Load
 
 STEP_S = 0.2
 DECIDE_EVERY_S = 2.0
-"""Serve decides ten times a second; the reports that it decides from come every few."""
+"""Serve decides ten times per second, from reports at intervals of a few seconds."""
 
 PLOT_EVERY_S = 10.0
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What a request is to get."""
+    """Objectives of a request."""
 
     ttft_s: float = 2.0
     tpot_s: float = 0.040
@@ -35,7 +35,9 @@ OBJECTIVE = Objective()
 
 @dataclass(frozen=True)
 class Outcome:
-    """Shares are of all requests; one that has not ended an hour after the load misses both objectives."""
+    """Shares of all requests; one that has not ended an hour after the load misses both
+    objectives.
+    """
 
     requests: int
     ttft_attained: float
@@ -47,7 +49,7 @@ class Outcome:
     tpot_p99_s: float
     gpu_hours: float
     changes: int
-    """Decisions that changed a number of replicas."""
+    """Number of decisions that changed a number of replicas."""
     timeline: list[dict[str, float]] = field(repr=False, default_factory=list)
 
 
@@ -55,7 +57,7 @@ ReplicaT = TypeVar("ReplicaT", bound=Replica)
 
 
 class Fleet(Generic[ReplicaT]):
-    """The replicas of a role: those that start, serve and stop, and what each costs while it does."""
+    """The replicas of a role, starting, serving or stopping, and their cost."""
 
     def __init__(self, role: str, kind: type[ReplicaT], machine: Machine, places: int, count: int) -> None:
         self.role = role
@@ -78,7 +80,9 @@ class Fleet(Generic[ReplicaT]):
         return [one for one in self.replicas if one.ready_s <= now_s and not one.stopping]
 
     def scale(self, target: int, now_s: float) -> None:
-        """Starts replicas, or stops some: those that are not ready yet first, as Serve does, then the idlest."""
+        """Start replicas, or stop some: those that are not ready first, as Serve does, then the
+        idlest.
+        """
         self.changes += target != self.target
         self.target = target
         there = [one for one in self.replicas if not one.stopping]
@@ -89,7 +93,7 @@ class Fleet(Generic[ReplicaT]):
             one.stopping = True
 
     def choose(self, now_s: float) -> ReplicaT | None:
-        """The router's choice, by the rule that routes requests: fewest ongoing, in turn among equals."""
+        """Choose a replica by the routing rule: fewest ongoing requests, in turn among equals."""
         free = {str(one.number): one for one in self.ready(now_s) if one.ongoing < self.places}
         if not free:
             return None
@@ -109,7 +113,7 @@ def simulate(
     machine: Machine = MACHINE,
     objective: Objective = OBJECTIVE,
 ) -> Outcome:
-    """The whole of `load`, and on until every request has ended."""
+    """Replay all of `load`, and continue until every request has ended."""
     clock = Clock()
     with simulated_time(clock):
         return _Run(load, policy, config, machine, objective, clock).play()
@@ -168,7 +172,7 @@ class _Run:
             prefill.take(request, now_s)
 
     def _serve(self, steps: int, now_s: float) -> None:
-        """What replicas, routers and the controller do at their times."""
+        """Run the periodic work of replicas, routers and the controller at their times."""
         scaler = self._autoscaler
         fleets: tuple[Fleet[Any], ...] = (self._prefill, self._decode)
         for fleet in fleets:

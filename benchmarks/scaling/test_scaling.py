@@ -1,4 +1,4 @@
-"""The simulation of autoscaling: what its engines do, worked out by hand, and that Serve's part of it is Serve's."""
+"""The simulation of autoscaling: engine models computed by hand, and Serve's own decisions."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ def request(prompt_tokens: int, answer_tokens: int, at_s: float = 0.0) -> Reques
 
 
 def test_prompts_are_computed_in_turn():
-    """500 and 250 tokens at 1,000/s, and the rate is measured as such."""
+    """500 and 250 tokens at 1,000/s, and the measured rate is the same."""
     prefill = PrefillReplica(0, 0.0, MACHINE)
     first, second = request(500, 1), request(250, 1)
     prefill.take(first, 1.0)
@@ -37,7 +37,7 @@ def test_prompts_are_computed_in_turn():
 
 
 def test_a_step_takes_longer_the_more_sequences_it_has():
-    """Two sequences: 0.02 + 2 x 0.005 s a token."""
+    """Two sequences: 0.02 + 2 x 0.005 s per token."""
     decode = DecodeReplica(0, 0.0, MACHINE)
     both = [request(100, 31), request(100, 31)]
     for one in both:
@@ -68,7 +68,9 @@ def test_a_request_without_room_for_its_kv_waits():
 
 
 def test_engines_are_paid_for_while_they_start_and_until_they_have_ended_what_they_have():
-    """One that is there, one that starts for 30 s, and one that stops with a request of a second."""
+    """One ready replica, one that starts for 30 s, and one that stops with a request of a
+    second.
+    """
     fleet = Fleet("Prefill", PrefillReplica, MACHINE, places=2, count=1)
     fleet.scale(2, 0.0)
     assert [len(fleet.ready(at_s)) for at_s in (0.0, 29.9, 30.0)] == [1, 1, 2]
@@ -83,7 +85,10 @@ def test_engines_are_paid_for_while_they_start_and_until_they_have_ended_what_th
 
 
 def test_serves_default_policy_is_serves():
-    """20 ongoing requests at 4 a replica are five; the same reports, with our policy, are what ours makes of them."""
+    """Serve's policy: 20 ongoing requests at 4 per replica need five.
+
+    Ours decides from the same reports.
+    """
     clock = Clock(100.0)
     with simulated_time(clock):
         scaler = Autoscaler(Policy("theirs", targets=(4.0, 10.0)), AT_ONCE, clock)
@@ -105,7 +110,7 @@ def test_serves_default_policy_is_serves():
     ids=lambda policy: policy.name,
 )
 def test_a_load_that_grows_gets_engines_and_every_request_ends(policy):
-    """One request a second of half an engine each, for three minutes, then four."""
+    """One request per second of half an engine each, for three minutes, then four."""
     arrivals = [Arrival(float(at_s), 500, 20) for at_s in range(180)]
     arrivals += [Arrival(180 + number / 4, 500, 20) for number in range(4 * 240)]
     load = Load("step", "", 420.0, tuple(arrivals))
@@ -122,7 +127,7 @@ def test_a_load_that_grows_gets_engines_and_every_request_ends(policy):
 
 
 def test_the_same_seed_is_the_same_load():
-    """And another is another; the rates are those that the descriptions name."""
+    """Another seed gives another load; the rates are those of the descriptions."""
     one, again, other = synthetic(1), synthetic(1), synthetic(2)
     assert one == again
     assert one[0].arrivals != other[0].arrivals
@@ -133,7 +138,7 @@ def test_the_same_seed_is_the_same_load():
 
 
 def test_a_recorded_load(tmp_path: Path):
-    """Azure's columns, seven digits of a second."""
+    """Azure's columns, with seven digits of a second."""
     file = tmp_path / "trace.csv"
     file.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"

@@ -309,7 +309,7 @@ class Consumer:
 
     @property
     def busy(self) -> bool:
-        """Whether a request is queued or a transfer is in progress or in quarantine."""
+        """True if a request is queued or a transfer is in progress or in quarantine."""
         return bool(self._queue.requests or self._by_transfer)
 
     @property

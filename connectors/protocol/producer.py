@@ -430,7 +430,7 @@ class Producer(Production):
 
     @property
     def busy(self) -> bool:
-        """Whether a transfer is open, in any stage."""
+        """True if a transfer is open, in any stage."""
         return bool(self._transfers)
 
     def snapshot(self) -> ProducerSnapshot:

@@ -115,7 +115,7 @@ class Production:
     def _transfer_for(self, peer: Peer, message: AwaitStart | Offer | Cancel, now: float) -> Transfer | None:
         """Return the open transfer that ``peer`` may change, or None.
 
-        A transfer whose request has not arrived is created here.
+        Creates a transfer whose request has not arrived.
         """
         transfer_id = message.transfer_id
         gone, transfer = self._gone.get(transfer_id), self._transfers.get(transfer_id)
@@ -133,7 +133,7 @@ class Production:
         return transfer if transfer.consumer == peer.incarnation else None
 
     def _advance(self, transfer: Transfer, now: float) -> list[ProducerAction]:
-        """Write what is computed, close what is complete, release what is delivered."""
+        """Write computed units, close complete deliveries, and release a delivered transfer."""
         actions: list[ProducerAction] = []
         for delivery in list(transfer.deliveries.values()):
             if not delivery.closed:
@@ -182,7 +182,7 @@ class Production:
         return self._last_write_id
 
     def _end(self, transfer: Transfer, delivery: Delivery, reason: str, now: float) -> list[ProducerAction]:
-        """Give a delivery up. Its consumer is told when no write is in flight."""
+        """Give up a delivery. The consumer receives Aborted once no write is in flight."""
         if delivery.closed:
             return []
         if delivery.ending is None:

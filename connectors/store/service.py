@@ -153,7 +153,7 @@ class KVStore:
         self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
         # Slots that a running call may access after its request has ended.
         self._lingering: list[tuple[LaneCall[ObjectHeader] | LaneCall[bool], int]] = []
-        # Calls among them that write, and the label of their tier.
+        # Tier label of each writing call among them.
         self._writing: dict[int, str] = {}
         for tier in self._tiers:
             # Read the index in the background: only eviction needs it.
@@ -363,7 +363,7 @@ class KVStore:
         self._writing[id(call)] = tier.folder.label
         return True
 
-    # Both.
+    # Counts and shutdown.
 
     @property
     def pending_loads(self) -> int:
@@ -371,7 +371,7 @@ class KVStore:
         return sum(not fetch.over for fetch in self._fetches.values())
 
     def totals(self) -> dict[str, dict[str, float]]:
-        """Everything that was counted since the start: ``{counter: {label: number}}``."""
+        """All counts since the start: ``{counter: {label: number}}``."""
         self._sweep()
         counts, tiers = self.counts, {tier.label: tier.counts for tier in self.tiers}
         return {

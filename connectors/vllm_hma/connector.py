@@ -111,7 +111,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """Whether vLLM may use a cached full-attention prefix without its states.
+        """True if vLLM may use a cached full-attention prefix without its states.
 
         A transfer supplies the states.
         """

@@ -81,7 +81,7 @@ class TandemStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Whether vLLM must wait for stores. False: a dropped store is only a later miss."""
+        """False: vLLM need not wait for stores, because a dropped store is only a later miss."""
         return False
 
     # Scheduler side.

@@ -19,7 +19,7 @@ _FIRST_TRIES = 4
 
 
 class Streaming(StrEnum):
-    """When KV is sent.
+    """Modes of sending a prompt's KV.
 
     ``CHUNK``  after each chunk
     ``LAYER``  the last chunk layer by layer

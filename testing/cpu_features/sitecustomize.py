@@ -1,8 +1,9 @@
-"""Show torch another CPU: `make test CPU_FEATURES=amx_tile=0` puts this folder on PYTHONPATH.
+"""Simulates another CPU for torch, for `make test CPU_FEATURES=amx_tile=0`.
 
-Python imports this module in every process of a run, engines and Ray workers included. It replaces entries of
-`torch.cpu.get_capabilities()`, which vLLM asks before it chooses kernels. Compiled code that detects the CPU by itself
-still sees the real one; oneDNN's limit is an environment variable, which is set where AMX is hidden.
+The Makefile puts this folder on PYTHONPATH, so Python imports this module in every process of a
+run, engines and Ray workers included. It replaces entries of `torch.cpu.get_capabilities()`, from
+which vLLM chooses kernels. Compiled code that detects the CPU itself still sees the real one.
+oneDNN has an environment variable for its limit, which this module sets if AMX is hidden.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ VARIABLE = "TANDEM_CPU_FEATURES"
 
 
 def parse(text: str) -> dict[str, bool]:
-    """Values by name. Raises ValueError for anything but 0 and 1."""
+    """Parse values by name. Raises ValueError for values other than 0 and 1."""
     pairs = [entry.partition("=") for entry in text.split(",") if entry]
     wrong = [f"{name}={value}" for name, _, value in pairs if value not in ("0", "1")]
     if wrong:
@@ -29,7 +30,7 @@ def parse(text: str) -> dict[str, bool]:
 
 
 class TorchCpuFinder:
-    """Finds `torch.cpu` like the other finders, and patches it after it has run."""
+    """Import finder for `torch.cpu` that patches the module after its execution."""
 
     def __init__(self, features: Mapping[str, bool]) -> None:
         self._features = features
@@ -54,7 +55,7 @@ class TorchCpuFinder:
 
 
 def patch(torch_cpu: ModuleType, features: Mapping[str, bool]) -> None:
-    """Replace `get_capabilities`, on which torch's own predicates are built."""
+    """Replace `get_capabilities`, which torch's own predicates call."""
     found = torch_cpu.get_capabilities()
     unknown = features.keys() - found.keys()
     if unknown:

@@ -1,1 +1,1 @@
-"""The router, the actors and what they are made of."""
+"""Tests of the router, the engine actors and their parts."""

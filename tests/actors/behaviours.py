@@ -1,4 +1,4 @@
-"""What engines do in the tests of the router, and the real router over handles in this process."""
+"""Behaviours of engines for the router's tests, and the real router over in-process handles."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ JSON = ((b"content-type", b"application/json"),)
 EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"),)
 TOKENS = 40
 LIMITS = RouterLimits(routing=RoutingSettings(policy="round_robin"))
-"""As they come, but for the policy: where a test waits for one of them, it sets it."""
+"""Default settings except the policy; a test of a timeout sets the timeout."""
 
 
 def request(stream: bool = True, **more: Any) -> ClientRequest:
@@ -33,7 +33,7 @@ def event(created: int, usage: dict[str, int] | None = None, **choice: Any) -> b
 
 
 def groups_of(sizes: list[int], replay_log: tuple[TokenGroup, ...]) -> list[TokenGroup]:
-    """The tokens 0 to 39 as `replay_log` has them, then in groups of `sizes`, in turn."""
+    """Return the tokens 0 to 39 as a replay log, then in groups of `sizes`, in turn."""
     groups = list(replay_log)
     while (begin := sum(map(len, groups))) < TOKENS:
         size = sizes[len(groups) % len(sizes)]
@@ -42,9 +42,10 @@ def groups_of(sizes: list[int], replay_log: tuple[TokenGroup, ...]) -> list[Toke
 
 
 def engine(created: int, sizes: list[int], dies_after: int | None = None, half: bool = False) -> Any:
-    """A decode engine that streams forty tokens, one event for a group, and repeats a replay_log first.
+    """Return a decode engine that streams forty tokens, one event per group, and repeats a replay
+    log first.
 
-    It dies when it has sent `dies_after` tokens, `half`: in the middle of the event after them.
+    It dies after `dies_after` tokens; with `half`, in the middle of the event after them.
     """
 
     async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
@@ -67,7 +68,7 @@ def engine(created: int, sizes: list[int], dies_after: int | None = None, half: 
 
 
 def answers(status: int, body: dict[str, Any], delay_s: float = 0.0) -> Any:
-    """An engine that answers with JSON."""
+    """Return an engine that answers with JSON."""
 
     async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
         await asyncio.sleep(delay_s)
@@ -94,12 +95,12 @@ def hangs(call: Call, _: int) -> AsyncGenerator[Any, None]:
 
 
 def in_turn(*behaviours: Any) -> Any:
-    """The n-th call is served by the n-th behaviour."""
+    """Return a behaviour whose n-th call uses the n-th of these."""
     return lambda call, turn: behaviours[turn - 1](call, turn)
 
 
 def fed(serve: Any, prefill: Handle) -> Any:
-    """A decode engine that waits for its KV when the call says that it comes from elsewhere."""
+    """Return a decode engine that waits for its KV if the call names a producer."""
 
     async def wait(call: Call, turn: int) -> AsyncGenerator[Any, None]:
         transfer = json.loads(call.body).get(TRANSFER_FIELD)
@@ -112,7 +113,7 @@ def fed(serve: Any, prefill: Handle) -> Any:
 
 
 def prefills(handle: Callable[[], Handle]) -> Any:
-    """A prefill engine that delivers, answers and is held."""
+    """Return a prefill engine that delivers its KV; its call is held."""
 
     async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
         handle().delivered[json.loads(call.body)[TRANSFER_FIELD]["transfer_id"]].set()
@@ -124,7 +125,9 @@ def prefills(handle: Callable[[], Handle]) -> Any:
 
 
 def fleet(prefill: list[Any], decode: list[Any]) -> tuple[Router, Handle, Handle]:
-    """The router before as many replicas; `well` among the prefill behaviours stands for one that works."""
+    """Return the router before these replicas; `well` among the prefill behaviours is a working
+    engine.
+    """
     p = Handle([])
     p.replicas = [Replica(f"p{n}", prefills(lambda: p) if serve is well else serve) for n, serve in enumerate(prefill)]
     d = Handle([Replica(f"d{n}", fed(serve, p)) for n, serve in enumerate(decode)])
@@ -132,17 +135,17 @@ def fleet(prefill: list[Any], decode: list[Any]) -> tuple[Router, Handle, Handle
 
 
 def well() -> None:
-    """Stands for a prefill engine that works."""
+    """Placeholder for a working prefill engine."""
 
 
 async def ask(router: Router, wanted: ClientRequest) -> tuple[Any, bytes]:
-    """The answer as the HTTP layer takes it, to its end."""
+    """Return the answer as the HTTP layer receives it, to its end."""
     async with router.answer(wanted) as answer:
         return answer, b"".join([some async for some in answer.body()])
 
 
 def transfers(handle: Handle) -> list[str]:
-    """The transfer ids of a role's calls, in order."""
+    """Return the transfer ids of a role's calls, in order."""
     bodies = [json.loads(call.body) for call in handle.calls]
     return [body[TRANSFER_FIELD]["transfer_id"] for body in bodies if TRANSFER_FIELD in body]
 
@@ -156,7 +159,7 @@ OK = answers(200, WHOLE)
 
 
 async def cut_off(call: Call, _: int) -> AsyncGenerator[Any, None]:
-    """Half of a body, then death."""
+    """Send half of a body, then die."""
     yield ResponseStart(200, JSON)
     yield b'{"text": '
     raise EngineDownError("killed")

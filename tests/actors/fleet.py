@@ -1,7 +1,8 @@
-"""Both roles' handles in this process: replicas that are generators, and books of what the router has taken.
+"""Both roles' handles in this process: replicas that are generators, and counts of the router's
+slots.
 
-The router's side is the real one. `Handle` keeps the contract of `EnginePool`: a slot is held
-while its context is open, a call runs until it ends or is cancelled.
+The router's side is real. `Handle` keeps the contract of `EnginePool`: a slot is held while its
+context is open, a call runs until it ends or is cancelled.
 """
 
 from __future__ import annotations
@@ -23,14 +24,17 @@ from actors.router.router import Router
 from configs.settings import RouterLimits
 
 Serve = Callable[[Call, int], AsyncGenerator[Any, None]]
-"""What a replica does with the call that is its n-th (from 1)."""
+"""Behaviour of a replica for its n-th call (from 1)."""
 
 METADATA = {"producer": {"remote_engine_id": "e", "remote_host": "127.0.0.1", "remote_port": 1, "tp_size": 1}}
 
 
 @dataclass
 class Replica:
-    """`serve` answers its calls; `calls` are those that it has accepted. One that has `left` can still be chosen."""
+    """A replica.
+
+    `serve` answers its calls; `calls` are the accepted ones. After `left` it can still be chosen.
+    """
 
     name: str
     serve: Serve
@@ -50,7 +54,7 @@ class FakeSlot:
 
 
 class _Items(asyncio.Queue[Any]):
-    """Items that were not read yet."""
+    """Items that have not been read yet."""
 
     def only_signs_of_life(self) -> bool:
         return all(isinstance(item, Heartbeat) for item in self._queue)  # type: ignore[attr-defined]
@@ -101,7 +105,7 @@ class Response:
 
 
 class Reply:
-    """What Serve waits for of one replica: `value` after `late_s`; raised where it is an exception."""
+    """Result of one replica in Serve: `value` after `late_s`, raised if it is an exception."""
 
     def __init__(self, value: object, late_s: float = 0.0) -> None:
         self._value = value
@@ -117,7 +121,10 @@ class Reply:
 def broadcast(
     *replies: Reply, problem: Exception | None = None, loop: asyncio.AbstractEventLoop | None = None
 ) -> DeploymentBroadcastResponse:
-    """Serve's own object, over these replies; `problem` is why no replica can be asked, `loop` that of Serve's."""
+    """Return Serve's own object over these replies.
+
+    `problem` is the reason why no replica can be called, `loop` is Serve's loop.
+    """
 
     async def sent() -> list[Any]:
         await asyncio.sleep(0)
@@ -129,7 +136,7 @@ def broadcast(
 
 
 class Handle:
-    """A role's handle. `taken` slots and `running` calls are zero when nobody uses it."""
+    """A role's handle. `taken` slots and `running` calls are zero when it is idle."""
 
     def __init__(self, replicas: Iterable[Replica]) -> None:
         self.replicas = list(replicas)
@@ -139,9 +146,11 @@ class Handle:
         self.delivered: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         """For each transfer, whether its KV has arrived."""
         self.in_order = False
-        """Whether the last of the free replicas is chosen, instead of one in turn."""
+        """Whether the last of the free replicas is chosen, instead of the next in turn."""
         self.silent = False
         """Whether no engine can be reached."""
+        self.metadata = METADATA
+        """Of each replica."""
         self._turn = 0
         self._known = False
 
@@ -150,11 +159,11 @@ class Handle:
         free = [replica for replica in self.replicas if replica.name not in avoid]
         await asyncio.sleep(0)
         if not free:
-            raise TimeoutError  # the router's wait is over: here it takes no time
+            raise TimeoutError  # the router's timeout has expired: without a real wait here
         self._turn += 1
         self.taken += 1
         preferred = [one for name in prefer for one in free if one.name == name and not self.in_order]
-        return FakeSlot((preferred or [free[-1 if self.in_order else self._turn % len(free)]])[0], METADATA)
+        return FakeSlot((preferred or [free[-1 if self.in_order else self._turn % len(free)]])[0], self.metadata)
 
     def give_back(self, slot: FakeSlot) -> None:
         self.taken -= 1
@@ -163,7 +172,7 @@ class Handle:
         return Response(self, slot, call)
 
     def ongoing(self) -> dict[str, int] | None:
-        """As of a pool whose replicas become known with the first request."""
+        """A pool whose replicas become known with the first request."""
         return {replica.name: 0 for replica in self.replicas} if self._known else None
 
     def has_engines(self, avoid: AbstractSet[str] = frozenset()) -> bool:
@@ -185,13 +194,13 @@ class Handle:
 
 
 def router_of(limits: RouterLimits, *handles: Handle) -> Router:
-    """The router before both roles' handles."""
+    """Return the router before both roles' handles."""
     engines: Any = handles
     return Router(limits, *engines)
 
 
 async def at_rest(*handles: Handle) -> None:
-    """Nothing that the router took is left: no slot, no call, no task."""
+    """Check that nothing of the router is left: no slot, no call, no task."""
     async with asyncio.timeout(20):
         while True:
             if not any(handle.taken or handle.running for handle in handles) and len(asyncio.all_tasks()) == 1:

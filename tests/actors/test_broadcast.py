@@ -1,4 +1,4 @@
-"""All replicas of a role are asked at once; those that answer are heard, whatever becomes of the others."""
+"""A call to all replicas of a role at once; failures of some do not affect the others' results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOBODY = DeploymentUnavailableError(DeploymentID("Decode", "tandem"))
 
 
 class Replicas:
-    """A handle whose broadcasts are what `sent` makes."""
+    """A handle whose broadcasts are `sent`."""
 
     def __init__(self, sent: Callable[[], DeploymentBroadcastResponse]) -> None:
         self._sent = sent
@@ -48,7 +48,7 @@ both = pytest.mark.parametrize("ask", [ask_from_router, ask_from_engine])
 
 @contextmanager
 def another_loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """As Serve's in an actor: it runs in a thread of its own."""
+    """Like Serve's in an actor: it runs in its own thread."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -62,7 +62,7 @@ def another_loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 @both
 async def test_one_that_is_late_costs_only_its_own_reply(ask: Ask) -> None:
-    """The others' are kept, and the wait has an end."""
+    """The others' results are kept, and the wait has a deadline."""
     began_at = time.monotonic()
     assert await ask(lambda: broadcast(Reply("p"), Reply("q", 60), Reply("r"))) == ["p", "r"]
     assert BOUND_S <= time.monotonic() - began_at < 10 * BOUND_S
@@ -70,7 +70,7 @@ async def test_one_that_is_late_costs_only_its_own_reply(ask: Ask) -> None:
 
 @both
 async def test_replies_are_found_through_serves_own_loop(ask: Ask) -> None:
-    """What is sent there is awaited here."""
+    """Coroutines sent to the loop are awaited there."""
     with another_loop() as loop:
         assert await ask(lambda: broadcast(Reply("p"), Reply("q", 60), loop=loop)) == ["p"]
 
@@ -78,7 +78,7 @@ async def test_replies_are_found_through_serves_own_loop(ask: Ask) -> None:
 @both
 @pytest.mark.parametrize("failure", [RuntimeError("anything"), asyncio.CancelledError()], ids=repr)
 async def test_one_that_fails_costs_only_its_own_reply(ask: Ask, failure: BaseException) -> None:
-    """Also where Serve says that the call was cancelled."""
+    """Even if Serve reports that the call was cancelled."""
     assert await ask(lambda: broadcast(Reply(failure), Reply("q"))) == ["q"]
 
 
@@ -89,7 +89,7 @@ async def test_one_that_fails_costs_only_its_own_reply(ask: Ask, failure: BaseEx
     ids=lambda problem: type(problem).__name__,
 )
 async def test_nobody_can_be_asked(ask: Ask, problem: Exception) -> None:
-    """Whatever the reason, whoever asks goes on."""
+    """For any reason, the caller continues."""
     assert await ask(lambda: broadcast(problem=problem)) == []
 
     def sent() -> DeploymentBroadcastResponse:
@@ -100,7 +100,7 @@ async def test_nobody_can_be_asked(ask: Ask, problem: Exception) -> None:
 
 @both
 async def test_serve_that_does_not_learn_who_runs(ask: Ask) -> None:
-    """Is not waited for."""
+    """The caller does not wait for Serve."""
 
     async def never() -> list[Any]:
         await asyncio.sleep(60)
@@ -110,7 +110,7 @@ async def test_serve_that_does_not_learn_who_runs(ask: Ask) -> None:
 
 
 async def test_whoever_asks_can_be_cancelled() -> None:
-    """Nothing of the question is left."""
+    """No part of the call is left."""
     asking = asyncio.create_task(ask_from_router(lambda: broadcast(Reply("p", 60), Reply("q", 60))))
     await asyncio.sleep(BOUND_S / 3)
     asking.cancel()
@@ -122,7 +122,7 @@ async def test_whoever_asks_can_be_cancelled() -> None:
 def test_a_role_without_replicas_is_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`/health` asks again and again while the engines start."""
+    """`/health` calls repeatedly while the engines start."""
     monkeypatch.setattr("actors.broadcast._logged_at", {})
 
     def sent() -> DeploymentBroadcastResponse:

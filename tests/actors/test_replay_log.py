@@ -8,7 +8,7 @@ from actors.replay_log import RecordedGroups
 
 
 def test_groups_keep_their_bounds() -> None:
-    """Also empty ones, and those of several chunks; token ids have up to 32 bits."""
+    """Also empty groups and those of several chunks; token ids have up to 32 bits."""
     recorded = RecordedGroups()
     recorded.extend(((1, 2), ()))
     recorded.extend(((2**32 - 1,),))
@@ -18,7 +18,7 @@ def test_groups_keep_their_bounds() -> None:
 
 
 def test_a_long_stream_is_small() -> None:
-    """8 bytes for each token that came alone, and what arrays reserve; tuples take 64 and more."""
+    """8 bytes per single token, and the arrays' reserve; tuples take 64 and more."""
     recorded = RecordedGroups()
     recorded.extend([(number,) for number in range(100_000)])
     assert sys.getsizeof(recorded._tokens) + sys.getsizeof(recorded._sizes) < 1_000_000  # noqa: SLF001

@@ -1,1 +1,1 @@
-"""The HTTP edge and the demo model."""
+"""Tests of the HTTP interface, the launcher and the demo model."""

@@ -1,4 +1,6 @@
-"""Which secret the engines share: the operator's, or one of the Ray cluster that outlives every build."""
+"""The engines' shared secret: the operator's, or one of the Ray cluster that outlives every
+build.
+"""
 
 import asyncio
 import pickle
@@ -31,7 +33,7 @@ def secret_of(settings: ServiceSettings) -> str:
 
 
 def deployed(application) -> dict[str, ServiceSettings]:
-    """The settings that each role's replicas make of what they are started with, by deployment."""
+    """Return the settings that each role's replicas derive from their arguments, by deployment."""
     router = deployment_of(application)
     deployments = [deployment_of(bound) for bound in router.init_args if isinstance(bound, Application)]
     return {one.name: one.init_args[0].with_secret(one.init_args[1]) for one in deployments}
@@ -50,7 +52,9 @@ def clean(monkeypatch):
 
 
 def test_every_build_in_a_cluster_has_one_secret(cluster):
-    """Both roles, and a build in another process after a change of settings, as `serve deploy` makes it."""
+    """Both roles, and a build in another process after a change of settings, as by `serve
+    deploy`.
+    """
 
     @ray.remote
     def built(args: dict) -> dict[str, str]:
@@ -64,12 +68,12 @@ def test_every_build_in_a_cluster_has_one_secret(cluster):
 
 
 def secrets(application) -> set[str]:
-    """What the replicas would share, were they to start in this process's environment."""
+    """Return the replicas' secrets as if they started in this process's environment."""
     return {secret_of(settings) for settings in deployed(application).values()}
 
 
 def test_settings_then_environment_then_cluster(monkeypatch):
-    """The operator's word goes first, the configuration's before the environment's."""
+    """The operator's secret comes first, the configuration's before the environment's."""
     (made,) = secrets(build(ServiceSettings()))
     assert len(made) == 64
     monkeypatch.setenv(PEER_SECRET_VARIABLE, SECRET)
@@ -78,7 +82,9 @@ def test_settings_then_environment_then_cluster(monkeypatch):
 
 
 def test_replicas_read_their_own_environment(monkeypatch):
-    """Serve builds the application in a task on any node, on Kubernetes the head's pod, which has no secrets."""
+    """Serve builds the application in a task on any node, on Kubernetes the head's pod, which
+    has no secrets.
+    """
     without = build(ServiceSettings())
     monkeypatch.setenv(PEER_SECRET_VARIABLE, SECRET)
     assert secrets(without) == {SECRET}
@@ -90,7 +96,7 @@ def test_replicas_read_their_own_environment(monkeypatch):
 
 
 def test_an_engine_starts_with_the_secret_of_its_environment(monkeypatch):
-    """And not with what the build made up."""
+    """And not with the secret of the build."""
     monkeypatch.setenv(PEER_SECRET_VARIABLE, SECRET)
     started: list[ServiceSettings] = []
 
@@ -112,13 +118,13 @@ def test_an_engine_starts_with_the_secret_of_its_environment(monkeypatch):
 
 
 class ReplicaContext:
-    """What Serve tells a replica of itself, as far as it asks."""
+    """Part of Serve's replica context that a replica reads."""
 
     replica_id = SimpleNamespace(unique_id="one")
 
 
 def test_a_secret_that_can_be_guessed_is_refused(monkeypatch):
-    """By the name of the key or of the variable, without repeating it."""
+    """The error names the key or the variable, without the secret."""
     with pytest.raises(SettingsError, match=r"transfer.secret: .* at least 16") as raised:
         parse_settings({"transfer": {"secret": "hunter2"}})
     assert "hunter2" not in str(raised.value)
@@ -129,7 +135,9 @@ def test_a_secret_that_can_be_guessed_is_refused(monkeypatch):
 
 
 def test_the_secret_reaches_the_connector_and_no_log():
-    """vLLM's configuration carries it into the engine's processes; printed, both show stars."""
+    """vLLM's configuration carries it into the engine's processes; its representation shows
+    stars.
+    """
     settings = parse_settings({"transfer": {"secret": SECRET}})
     config = kv_transfer_config(settings, "decode", "127.0.0.1", SUPERVISOR)
     assert pickle.loads(pickle.dumps(config)).kv_connector_extra_config["secret"] == SECRET
@@ -142,7 +150,7 @@ def test_the_secret_reaches_the_connector_and_no_log():
 
 
 def test_the_reference_shows_no_environment(monkeypatch):
-    """The page is the same wherever it is written."""
+    """The page does not depend on the environment in which it is written."""
     without = reference()
     monkeypatch.setenv(PEER_SECRET_VARIABLE, SECRET)
     assert reference() == without

@@ -1,4 +1,6 @@
-"""What replicas ask Ray for, and where it then puts them: a head and three nodes with four GPUs each, none real."""
+"""Replicas' requests to Ray and their placement: a head and three simulated nodes with four GPUs
+each.
+"""
 
 import asyncio
 from collections import Counter
@@ -28,7 +30,7 @@ def settings(role: RoleName = "prefill", **role_settings: Any) -> ServiceSetting
 
 
 def test_a_rank_has_a_bundle_and_the_first_the_actor() -> None:
-    """A GPU each; CPUs and custom resources are the actor's."""
+    """One GPU each; CPUs and custom resources are the actor's."""
     role = settings(executor="ray", num_gpus=3, tensor_parallel_size=3, resources={"fast": 1}).prefill
     assert bundles(role) == [{"CPU": 1, "GPU": 1, "fast": 1}, {"GPU": 1}, {"GPU": 1}]
     assert deployment_options(role, {})["ray_actor_options"]["num_gpus"] == 0
@@ -52,7 +54,7 @@ def test_labels_go_where_the_decision_is_made() -> None:
     ],
 )
 def test_vllm_is_told_which_executor(role: dict[str, Any], backend: str | None) -> None:
-    """Outside a placement group, `mp` is its own choice."""
+    """Outside a placement group, `mp` is vLLM's own choice."""
     assert engine_arguments(settings(**role), "prefill").get("distributed_executor_backend") == backend
 
 
@@ -72,7 +74,7 @@ def test_what_cannot_be_placed(role: dict[str, Any], message: str) -> None:
 
 
 class Idle:
-    """In the place of an engine's actor: asks for what one asks for, starts nothing."""
+    """Replaces an engine's actor: has its options, starts nothing."""
 
     async def __init__(self, settings: ServiceSettings, secret: SecretStr) -> None:  # type: ignore[misc]
         self._settings = settings
@@ -81,7 +83,9 @@ class Idle:
         return where()
 
     async def ranks(self) -> list[str]:
-        """Where a rank in each bundle of this replica's group is, placed as vLLM's Ray executor places its workers."""
+        """Return the node of a rank in each bundle of this replica's group, by vLLM's Ray
+        executor's rule.
+        """
         group = ray.util.get_current_placement_group()
         assert group is not None
         remote = ray.remote(num_cpus=0, num_gpus=1)(where)
@@ -93,7 +97,7 @@ class Idle:
 
 
 def where() -> str:
-    """The name of this node: the label that the cluster below gives it."""
+    """Return the name of this node: the label that the cluster below sets."""
     return str(ray.get_runtime_context().get_node_labels()["name"])
 
 
@@ -102,7 +106,7 @@ Start = Callable[..., list[Any]]
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """A head that offers nothing, and the nodes."""
+    """Start a head without resources, and the nodes."""
     small = {"object_store_memory": OBJECT_STORE_BYTES}
     head = {"num_cpus": 0, "labels": {"name": "head"}, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=head | small)
@@ -116,7 +120,9 @@ def cluster() -> Iterator[Cluster]:
 
 @contextmanager
 def starting(cluster: Cluster, **variables: str) -> Iterator[Start]:
-    """Serve with `variables` in its controller's environment; what it gives starts a role and asks every replica."""
+    """Run Serve with `variables` in its controller's environment; yield a function that starts a
+    role.
+    """
     ray.init(cluster.address, namespace="serve", log_to_driver=False, runtime_env={"env_vars": variables})
     names: list[str] = []
 
@@ -139,7 +145,7 @@ def starting(cluster: Cluster, **variables: str) -> Iterator[Start]:
 
 @pytest.fixture(scope="module")
 def usual(cluster: Cluster) -> Iterator[Start]:
-    """Serve with its own defaults, until the end of this file. A test deletes what it has started."""
+    """Run Serve with its defaults until the end of this file. A test deletes its applications."""
     with starting(cluster) as start:
         yield start
 
@@ -154,7 +160,9 @@ TWO = {"tensor_parallel_size": 2, "num_gpus": 2, "replicas": 2}
 
 
 def test_packed_where_serve_is_told_to(cluster: Cluster) -> None:
-    """Half a node each: prefill and decode share one, and the next two engines fill another; a node stays free."""
+    """Half a node each: prefill and decode share one, and the next two engines another; one
+    stays free.
+    """
     with starting(cluster, RAY_SERVE_USE_PACK_SCHEDULING_STRATEGY="1") as start:
         first = start("prefill", **TWO | {"replicas": 1})
         assert start("decode", **TWO | {"replicas": 1}) == first
@@ -162,7 +170,7 @@ def test_packed_where_serve_is_told_to(cluster: Cluster) -> None:
 
 
 def test_spread_unless_told_otherwise(usual: Start) -> None:
-    """Two engines that one node would hold are on two; none is on the head; labels decide."""
+    """Two engines that fit on one node are on two; none is on the head; labels decide."""
     prefill = usual("prefill", **TWO)
     assert len(set(prefill)) == 2
     apart = usual("decode", placement="apart", num_gpus=1, replicas=3)
@@ -173,7 +181,7 @@ def test_spread_unless_told_otherwise(usual: Start) -> None:
 
 
 def test_ranks_of_the_ray_executor(usual: Start) -> None:
-    """Four share a node, as there is one with room; six need a whole one and a half. Labels hold for every rank."""
+    """Four ranks share a node with room; six need one and a half. Labels apply to every rank."""
     (ranks,) = usual("prefill", "ranks", executor="ray", tensor_parallel_size=4, num_gpus=4)
     assert Counter(ranks) == {ranks[0]: 4}
     (ranks,) = usual("decode", "ranks", executor="ray", tensor_parallel_size=6, num_gpus=6)

@@ -1,4 +1,4 @@
-"""`doctor` finds nothing wrong with a machine that can serve, and the one thing that is wrong with one that cannot."""
+"""`doctor` reports no problem on a working machine, and the one problem of another."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def free_port() -> int:
 
 @pytest.fixture
 def config_file(tmp_path: Path, free_port: int) -> Callable[..., str]:
-    """Writes local.yaml with changed settings."""
+    """Write local.yaml with changed settings."""
 
     def write(**changes: Any) -> str:
         config = yaml.safe_load(LOCAL.read_text())
@@ -50,7 +50,7 @@ def failures(output: str) -> list[str]:
 
 
 def test_a_healthy_machine(config_file: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
-    """All checks, a real transfer among them."""
+    """All checks, including a real transfer."""
     status = main(["--config", config_file()])
     output = capsys.readouterr().out
     assert (status, failures(output)) == (0, []), output
@@ -73,7 +73,7 @@ def test_a_healthy_machine(config_file: Callable[..., str], capsys: pytest.Captu
     ("changes", "message", "remedy"),
     [
         ({"transfer": {"backends": ["UCX", "TCPX"]}}, "NIXL has no back end TCPX", "set transfer.backends to some of"),
-        ({"transfer": {"backends": ["GDS"]}}, "could not start with back ends ['GDS']", "install what GDS needs"),
+        ({"transfer": {"backends": ["GDS"]}}, "could not start with back ends ['GDS']", "install the libraries of GDS"),
         ({"decode": {"environment": {"UCX_TLS": "posix,self"}}}, "the receiver", "check the UCX_ variables"),
     ],
 )
@@ -84,7 +84,9 @@ def test_a_transfer_that_cannot_work(
     message: str,
     remedy: str,
 ) -> None:
-    """Back ends that NIXL lacks or cannot start; shared memory alone, which cannot tell that a peer has died."""
+    """Back ends that NIXL lacks or cannot start; shared memory alone, which cannot detect a
+    peer's death.
+    """
     assert main(["--config", config_file(**changes), "--skip", "python", "model"]) == 1
     output = capsys.readouterr().out
     (line,) = failures(output)
@@ -129,7 +131,7 @@ def test_a_port_that_is_taken(config_file: Callable[..., str], capsys: pytest.Ca
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A copy of the demo model, to be damaged."""
+    """Return a copy of the demo model, to be damaged."""
     return Path(shutil.copytree(DEMO_MODEL_DIR, tmp_path / "model"))
 
 
@@ -140,7 +142,7 @@ def model_problem(folder: Path) -> str:
 
 
 def test_a_model_that_cannot_be_read(checkpoint: Path) -> None:
-    """Cut short by a full disk, a pointer instead of the file, no weights, no JSON."""
+    """Truncated by a full disk, a pointer instead of the file, no weights, no JSON."""
     (weights,) = checkpoint.glob("*.safetensors")
     whole = weights.read_bytes()
     (finding,) = check_readable(parse_settings({"model": str(checkpoint)}))
@@ -183,7 +185,9 @@ def test_a_model_without_a_kernel_for_its_dtype(
 
 
 def test_a_model_that_vllm_refuses(tmp_path: Path) -> None:
-    """vLLM's own reason, before an engine starts; nothing where another check says that the model is not there."""
+    """vLLM's own reason, before an engine starts; nothing if another check reports a missing
+    model.
+    """
     settings = parse_settings({"model": deepseek_v2(tmp_path), "engine": {"max_model_len": 10**6}})
     assert [one.ok for one in configuration.check_kernels(settings)] == [False, False]
     assert list(configuration.check_kernels(parse_settings({"model": str(tmp_path / "none")}))) == []
@@ -191,7 +195,7 @@ def test_a_model_that_vllm_refuses(tmp_path: Path) -> None:
 
 
 def test_too_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine whose /dev/shm is smaller than what the engines keep there."""
+    """A machine with a smaller /dev/shm than the engines need."""
     state = machine.os.statvfs("/dev/shm")
     monkeypatch.setattr(machine, "ENGINE_QUEUE_BYTES", state.f_blocks * state.f_frsize)
     (finding,) = machine.check_shared_memory(ServiceSettings())
@@ -200,7 +204,7 @@ def test_too_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_temporary_directory_that_is_too_long_for_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its sockets' paths have at most 107 bytes; RAY_TMPDIR comes before TMPDIR."""
+    """Its sockets' paths have at most 107 bytes; RAY_TMPDIR precedes TMPDIR."""
     monkeypatch.setenv("TMPDIR", "/" + "x" * 60)
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
     (finding,) = machine.check_temporary_directory()
@@ -210,7 +214,7 @@ def test_a_temporary_directory_that_is_too_long_for_ray(monkeypatch: pytest.Monk
 
 
 def test_rdma_is_asked_for_where_there_is_none(tmp_path: Path) -> None:
-    """What the rdma overlay's pods would say on a node without a device."""
+    """The rdma overlay's pods on a node without a device."""
     settings = parse_settings({"prefill": {"environment": {"UCX_TLS": "rc,cuda,cma,self"}}})
     found = list(machine.check_ucx_devices(settings, rdma=tmp_path / "none"))
     assert [one.what for one in found if not one.ok] == ["prefill: UCX_TLS contains rc, but there is no RDMA device"]
@@ -220,7 +224,7 @@ def test_rdma_is_asked_for_where_there_is_none(tmp_path: Path) -> None:
 
 
 def test_a_library_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM would say so only when an engine starts."""
+    """vLLM would report it only at an engine's start."""
     monkeypatch.setattr(machine, "NUMA", "libnuma-not.so.1")
     (finding,) = machine.check_libraries(ServiceSettings())
     assert "libnuma-not.so.1" in finding.what
@@ -230,7 +234,7 @@ def test_a_library_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_another_release_of_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Versions are compared with those that Tandem is written against."""
+    """Versions are compared with those that Tandem requires."""
     monkeypatch.setattr(machine, "PACKAGES", {"Ray": (("ray",), "1.0.0"), "Nothing": (("not-there",), "1")})
     found = [one for one in machine.check_python() if not one.ok]
     assert [one.what.split()[0] for one in found] == ["Ray", "Nothing"]
@@ -238,7 +242,7 @@ def test_another_release_of_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_store_that_fits(tmp_path: Path) -> None:
-    """Nothing is created: the folder appears at the first start."""
+    """No folder is created: it appears at the first start."""
     folder = tmp_path / "new" / "store"
     settings = parse_settings({"store": {"path": str(folder), "disk_gib": 1e-6, "staging_mib": 1}})
     found = list(store.check_store(settings))
@@ -250,7 +254,9 @@ def test_a_store_that_fits(tmp_path: Path) -> None:
 
 
 def test_a_store_that_cannot_work(tmp_path: Path) -> None:
-    """A folder of others, one that everybody may write to, one below a file, too large a budget, too much staging."""
+    """A folder of another user, one writable by all, one below a file, too large a budget, too
+    much staging.
+    """
     (tmp_path / "others").mkdir()
     (tmp_path / "others" / "thesis.tex").touch()
     (tmp_path / "open").mkdir()

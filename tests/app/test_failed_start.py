@@ -1,4 +1,4 @@
-"""A start that fails, on a real Ray cluster: an engine whose vLLM is a module that fails as vLLM does."""
+"""A failing start on a real Ray cluster: an engine whose vLLM module fails as vLLM does."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ raise RuntimeError("Engine core initialization failed. See root cause above.")
 
 
 def test_a_failed_start_ends_with_the_engines_own_error(tmp_path: Path) -> None:
-    """The last lines on the screen are the cause and the log that has it; the exit status is not 0."""
+    """The last lines on the screen are the cause and its log; the exit status is not 0."""
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text(FAILING_VLLM)
     environment = {"environment": {"PYTHONPATH": str(tmp_path)}}

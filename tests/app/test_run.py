@@ -1,4 +1,4 @@
-"""What the launcher refuses before it starts anything."""
+"""Configurations and addresses that the launcher refuses before it starts a process."""
 
 import socket
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ def write(folder: Path, config: object) -> Path:
 
 @pytest.mark.parametrize("path", sorted(LOCAL.parent.glob("*.yaml")), ids=lambda path: path.name)
 def test_the_shipped_configurations_load(path: Path) -> None:
-    """Each names our application once, and its settings and engine arguments are known."""
+    """Each names our application once, with valid settings and engine arguments."""
     config, settings = load(path, port=8123)
     assert address_of(config, settings).endswith(":8123")
     assert parse_settings(config["applications"][0]["args"]) == settings
@@ -34,7 +34,7 @@ def test_the_shipped_configurations_load(path: Path) -> None:
 
 
 def test_the_gpu_configuration_fits_its_gpus() -> None:
-    """Both roles run on GPUs, each has one for each rank, and no GPU's memory is given away twice."""
+    """Both roles run on GPUs, one per rank, and no GPU's memory is used twice."""
     _, settings = load(LOCAL.with_name("gpu.yaml"), port=None)
     for role in (settings.prefill, settings.decode):
         assert role.num_gpus == role.tensor_parallel_size
@@ -55,7 +55,7 @@ def test_the_gpu_configuration_fits_its_gpus() -> None:
     ],
 )
 def test_where_clients_go(tmp_path: Path, http_options: dict, router: dict, port: int | None, address: str) -> None:
-    """To the routers themselves where they listen, else to Serve's proxy; `--port` changes the one that counts."""
+    """The routers' address if they listen, else Serve's proxy; `--port` changes the one in use."""
     application = {"name": "t", "import_path": "app.main:build", "args": {"router": router}}
     config = {"http_options": http_options, "applications": [application]}
     assert address_of(*load(write(tmp_path, config), port)) == address
@@ -70,7 +70,7 @@ def test_where_clients_go(tmp_path: Path, http_options: dict, router: dict, port
     ],
 )
 def test_keys_that_serve_would_ignore(tmp_path: Path, rename: tuple[str, str], message: str) -> None:
-    """A misspelt key outside `args` is named too; Serve itself would start on defaults."""
+    """A misspelt key outside `args` is named too; Serve itself would start with defaults."""
     text = LOCAL.read_text().replace(*rename, 1)
     with pytest.raises(SettingsError, match=message):
         load(write(tmp_path, yaml.safe_load(text)), None)
@@ -88,7 +88,7 @@ def test_a_user_config_that_the_router_would_refuse(tmp_path: Path) -> None:
 
 
 def test_a_port_that_is_taken(tmp_path: Path) -> None:
-    """Also by a service of ours, with which another one's routers would share it."""
+    """Also by another of our services, whose routers would share it."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(("127.0.0.1", 0))
@@ -102,7 +102,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
 
 
 def test_a_path_without_a_model(tmp_path: Path) -> None:
-    """It is not tried as a hub id."""
+    """It is not treated as a hub id."""
     config = yaml.safe_load(LOCAL.read_text())
     config["applications"][0]["args"]["model"] = str(tmp_path)
     with pytest.raises(SettingsError, match=r"^model: there is no config\.json in"):
@@ -110,7 +110,7 @@ def test_a_path_without_a_model(tmp_path: Path) -> None:
 
 
 def test_every_deployment_drains_as_long_as_its_settings_say():
-    """Replicas that are replaced finish their requests: Serve's own default would cut them after 20 s."""
+    """Replaced replicas complete their requests: Serve's default would end them after 20 s."""
     drains = {role: {"drain_s": 40.0 + number} for number, role in enumerate(("prefill", "decode", "router"))}
     router = deployment_of(build(parse_settings(drains)))
     deployments = [router, *(deployment_of(one) for one in router.init_args if isinstance(one, Application))]
@@ -127,7 +127,7 @@ def test_every_deployment_drains_as_long_as_its_settings_say():
     ],
 )
 def test_routers_without_proxies_stop_at_once(config: dict[str, object], polls: dict[str, float]) -> None:
-    """With proxies, Serve waits until they have learnt of the stop."""
+    """With proxies, Serve waits until they know of the stop."""
     application: dict[str, list[dict[str, object]]] = {"import_path": "app.main:build"}  # type: ignore[dict-item]
     stop_routers_soon(config | {"applications": [application]})
     found = {one["name"]: one["graceful_shutdown_wait_loop_s"] for one in application.get("deployments", [])}
@@ -154,7 +154,7 @@ def scaled(folder: Path, policy: Mapping[str, object], **roles: object) -> Path:
 
 
 def test_an_autoscaling_policy_for_both_roles(tmp_path: Path) -> None:
-    """The file that the reference describes."""
+    """The configuration in the reference."""
     _, settings = load(scaled(tmp_path, POLICY, prefill=SCALED, decode=SCALED), None)
     assert settings.prefill.scaled
 
@@ -173,7 +173,7 @@ def test_an_autoscaling_policy_for_both_roles(tmp_path: Path) -> None:
     ],
 )
 def test_a_policy_that_could_not_work(tmp_path: Path, policy: dict[str, object], decode: object, message: str) -> None:
-    """Serve would say so in its controller's log, or nowhere."""
+    """Serve would report it in its controller's log, or not at all."""
     with pytest.raises(SettingsError, match=message):
         load(scaled(tmp_path, policy, prefill=SCALED, decode=decode), None)
 

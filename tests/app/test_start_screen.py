@@ -1,4 +1,4 @@
-"""What the launcher prints while engines start, and at the end of a start that failed."""
+"""The launcher's output while engines start, and at the end of a failed start."""
 
 from app.start_screen import EngineReport, EngineStages, failure_of, last_error, replicas_at_start
 from configs.settings import parse_settings
@@ -9,7 +9,7 @@ LINES_OF_THE_LAUNCHER = 7
 
 
 def texts(lines: list[str]) -> list[str]:
-    """Without the prefix and the time."""
+    """Return the line without the prefix and the time."""
     return [line.removeprefix("tandem: ").rsplit(maxsplit=2)[0].strip() for line in lines]
 
 

@@ -161,7 +161,7 @@ class Transfer:
             results.append(digest.hexdigest())
         return results
 
-    # ---- damage ----------------------------------------------------------------------------------------------------
+    # ---- damage ---------------------------------------------------------------------------------
 
     def pick(self, at_least: int = 1) -> tuple[Pair, int]:
         """A pair and a group of which it moves so many units."""

@@ -1,4 +1,4 @@
-"""The column "change" of the configuration reference, against Serve's own rules for what a change restarts."""
+"""The column "change" of the configuration reference, against Serve's own rules for restarts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SETTINGS = [
     for section in sections
     for name in sorted(model.model_fields)
 ]
-"""Every row of the reference, as a section of `args` and a key."""
+"""Return every row of the reference, as a section of `args` and a key."""
 
 
 def application(deployments: list[dict[str, Any]] | None = None, **keys: Any) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def application(deployments: list[dict[str, Any]] | None = None, **keys: Any) ->
 
 @cache
 def built() -> dict[str, DeploymentInfo]:
-    """The deployments of a service with default settings, as Serve's controller has them."""
+    """Return the deployments of a service with default settings, as Serve's controller has them."""
     router = deployment_of(build(parse_settings({})))
     bound = [router, *(deployment_of(one) for one in router.init_args[1:3])]
     return {
@@ -49,7 +49,7 @@ def built() -> dict[str, DeploymentInfo]:
 
 
 def versions(config: dict[str, Any]) -> dict[str, DeploymentVersion]:
-    """What Serve compares when a configuration replaces another."""
+    """Return the values that Serve compares when a configuration replaces another."""
     schema = ServeApplicationSchema.model_validate(config)
     code = get_app_code_version(schema)
     return {
@@ -70,7 +70,7 @@ def restarted(old: dict[str, Any], new: dict[str, Any]) -> set[str]:
 
 
 def another(field: Any) -> Any:
-    """A value of this setting that is not its default."""
+    """Return a value of this setting other than its default."""
     if get_origin(field.annotation) is Literal:
         return next(one for one in get_args(field.annotation) if one != field.default)
     match field.default:
@@ -85,7 +85,7 @@ def another(field: Any) -> Any:
 
 
 def override(change: Change, section: str, value: Any) -> dict[str, Any]:
-    """An application with this option of one deployment."""
+    """Return an application with this option of one deployment."""
     assert change.option is not None
     *outer, last = change.option.split(".")
     options: dict[str, Any] = {"name": DEPLOYMENTS[section.partition(".")[0]]}
@@ -145,7 +145,7 @@ def test_user_config_takes_what_is_said_to_change_with_it_and_nothing_else(secti
 
 
 def test_autoscaling_bounds_change_live_if_they_stood_under_deployments_before() -> None:
-    """Serve's version counts the policies listed there; the first one is a change."""
+    """Serve's version counts the policies listed there; adding the first one is a change."""
 
     def bounded(most: int) -> dict[str, Any]:
         return application([{"name": "Prefill", "autoscaling_config": AUTOSCALING | {"max_replicas": most}}])

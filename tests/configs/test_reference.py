@@ -1,4 +1,4 @@
-"""The configuration reference tells the truth."""
+"""The configuration reference equals the settings."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The comparison's own teeth, without servers: what it puts together, what it sees, and what it lets pass."""
+"""The comparison without servers: assembled answers, detected differences, and ignored fields."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def lines(one: Reply, other: Reply) -> list[str]:
 
 
 def test_what_must_differ_may() -> None:
-    """Ids, times and the fingerprint; each with a reason."""
+    """Ids, times and the fingerprint are ignored; each has a reason."""
     assert lines(whole(), whole(id="cmpl-fedcba9876543210fedc", created=99)) == []
     assert lines(whole(system_fingerprint="a"), whole(system_fingerprint="b")) == []
     assert lines(whole(kv_transfer_params=None), whole(kv_transfer_params={"a": 1})) == []

@@ -1,6 +1,6 @@
-"""The router over one real decode engine that stands for two, the first of which dies at a given token.
+"""The router over one real engine that acts as two, the first of which dies at a given token.
 
-No Ray: what is put to the test is the router, vLLM's serving layer, and an engine that repeats what was sent.
+No Ray: this tests the router, vLLM's serving layer, and an engine that repeats sent tokens.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ HEADERS = ((b"content-type", b"application/json"), (b"x-request-id", b"the-same"
 
 
 async def start_decode() -> VllmEngine:
-    """The demo model's decode engine, as the Decode actor starts it."""
+    """The demo model's decode engine, started as the Decode actor starts it."""
     os.environ.update(engine_environment(SETTINGS, "decode"))
     return await VllmEngine.start(SETTINGS, "decode", "127.0.0.1")
 
 
 async def stream(engine: VllmEngine, endpoint: Endpoint, body: dict[str, Any], dies_at: int | None = None) -> bytes:
-    """The stream as a client gets it, where the first engine dies when `dies_at` tokens have been sent."""
+    """Return the client's stream if the first engine dies after `dies_at` tokens."""
 
     async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
         async with aclosing(engine.serve(call)) as items:
@@ -49,7 +49,7 @@ async def stream(engine: VllmEngine, endpoint: Endpoint, body: dict[str, Any], d
                 yield item
                 tokens += sum(map(len, item.groups)) if isinstance(item, StreamChunk) else 0
                 if dies_at is not None and tokens >= dies_at and not isinstance(item, ResponseStart):
-                    raise EngineDownError("as if killed")
+                    raise EngineDownError("simulated death")
 
     prefill, decode = Handle([]), Handle([Replica("heir", serve), Replica("mortal", die)])
     decode.in_order = True

@@ -1,4 +1,7 @@
-"""Two stock vLLM servers with Tandem's connector, no Ray, behind a plain sequential proxy: one engine's answers."""
+"""Two stock vLLM servers with Tandem's connector behind a plain sequential proxy, without Ray.
+
+The answers equal those of one engine.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ class Servers:
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """A prefill and a decode server, and the proxy in front of them."""
+    """Start a prefill server, a decode server and the proxy in front of them."""
     folder = tmp_path_factory.mktemp("drop-in")
     trace = folder / "trace.jsonl"
     prefill, decode = (
@@ -55,7 +58,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 
 def tandem(role: str, trace: Path) -> dict[str, Any]:
-    """``--kv-transfer-config`` of a stock server."""
+    """Return ``--kv-transfer-config`` of a stock server."""
     return {
         "kv_connector": "TandemConnector",
         "kv_connector_module_path": "connectors.vllm_hma.connector",
@@ -66,7 +69,9 @@ def tandem(role: str, trace: Path) -> dict[str, Any]:
 
 
 def test_the_proxy_answers_as_one_engine_does(servers: Servers) -> None:
-    """Same text, tokens and logprobs, and the right recall, for prompts of one to many blocks."""
+    """Text, tokens and logprobs equal one engine's, and the recalled value is right, for 1 to many
+    blocks.
+    """
     rng = random.Random(7)
     for facts in (1, 5, 20, 21, 40, 80, 120, 160):
         recall = make_prompt(rng, facts)

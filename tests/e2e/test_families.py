@@ -1,4 +1,6 @@
-"""Every kind of KV cache between real engines: a cut of ``make families``, which runs all of them at all sizes."""
+"""Every kind of KV cache between real engines: a part of ``make families``, which runs all
+sizes.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,14 @@ pytestmark = pytest.mark.engine
 @pytest.mark.parametrize(
     ("name", "tp"),
     [
-        ("falcon_h1", (1, 2)),  # a state whose B and C are whole on every rank, x and the heads split
-        ("deepseek_v2", (2, 1)),  # one latent on both producer ranks: layers take turns
+        # a state whose B and C are complete on every rank; x and the heads are split
+        ("falcon_h1", (1, 2)),
+        ("deepseek_v2", (2, 1)),  # both producer ranks have the one latent: layers take turns
         ("gemma3_blocks_32_to_64", (1, 2)),
     ],
 )
 def test_identity(name: str, tp: tuple[int, int], tmp_path: Path) -> None:
-    """Tokens and logprobs are those of one engine, all KV is moved, and nothing leaks."""
+    """Tokens and logprobs equal one engine's, all KV is moved, and nothing leaks."""
     family = FAMILIES[name]
     result = asyncio.run(run(family, tp, family.build(tmp_path / name), 24, tmp_path / "trace.jsonl"))
     assert result.identity.wrong == ()

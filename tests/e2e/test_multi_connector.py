@@ -1,4 +1,6 @@
-"""MultiConnector over TandemConnector and vLLM's ExampleConnector: right answers, and complete metrics."""
+"""MultiConnector over TandemConnector and vLLM's ExampleConnector: right answers, and complete
+metrics.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ pytestmark = pytest.mark.engine
 
 
 def test_metrics_account_for_every_request(tmp_path: Path) -> None:
-    """A small cut of ``tests/campaigns/service/multi_connector.py``, which sends 100 requests."""
+    """A part of ``tests/campaigns/service/multi_connector.py``, which sends 100 requests."""
     with servers(tmp_path) as pair:
         outcome = ask(pair, 12)
     assert not outcome.problems(), outcome

@@ -1,6 +1,6 @@
-"""The whole service, as a client sees it: prefill TP 1 -> decode TP 2, real engines, the demo model.
+"""The whole service from a client's view: prefill TP 1 -> decode TP 2, real engines, demo model.
 
-One start serves all tests of this file; the last one stops it and looks for what was left behind.
+One start serves all tests of this file. The last test stops the service and checks for leftovers.
 """
 
 import asyncio
@@ -57,18 +57,18 @@ def sdk(service) -> openai.OpenAI:
 
 
 def metric(http: httpx.Client, name: str, **labels: str) -> float:
-    """The sum of the samples of `name` that have `labels`, now."""
+    """Return the current sum of the samples of `name` with `labels`."""
     return sample_sum(exposition(http), name, **labels)
 
 
 def exposition(http: httpx.Client) -> str:
-    """/metrics as it is now: no answer that was made before."""
-    time.sleep(OPEN_AGE_S)  # askers share an answer for so long: none that was made before
+    """Return current metrics, not a cached response."""
+    time.sleep(OPEN_AGE_S)  # the router returns a cached response for this time
     return http.get("/metrics").text
 
 
 def sample_sum(text: str, name: str, **labels: str) -> float:
-    """Of the samples of `name` that have `labels`."""
+    """Return the sum of the samples of `name` with `labels` in `text`."""
     total = 0.0
     for line in text.splitlines():
         match = re.fullmatch(r"([\w:]+)\{(.*)\} (\S+)", line)
@@ -78,7 +78,9 @@ def sample_sum(text: str, name: str, **labels: str) -> float:
 
 
 def busy(http: httpx.Client) -> dict[str, float]:
-    """What should be zero when nothing is being served: requests and blocks of either engine."""
+    """Return the metrics that must be zero on an idle service: requests and blocks of both
+    engines.
+    """
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     text = exposition(http)
     found = {f"{role} {name}": sample_sum(text, name, role=role) for role in ("prefill", "decode") for name in names}
@@ -86,7 +88,7 @@ def busy(http: httpx.Client) -> dict[str, float]:
 
 
 def wait_until_idle(http: httpx.Client) -> None:
-    """Both engines without requests and with all their blocks, within a bound."""
+    """Wait until both engines have no requests and all their blocks, for a limited time."""
     give_up_at = time.monotonic() + IDLE_TIMEOUT_S
     while left := busy(http):
         assert time.monotonic() < give_up_at, f"still busy after {IDLE_TIMEOUT_S} s: {left}"
@@ -94,7 +96,7 @@ def wait_until_idle(http: httpx.Client) -> None:
 
 
 def sse(text: str) -> list[dict]:
-    """The events of a stream, which must end in [DONE]."""
+    """Return the events of a stream, which must end in [DONE]."""
     lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
@@ -109,18 +111,22 @@ def response(**more: object) -> dict:
 
 
 def recall(seed: int, facts: int = FACTS_FAR) -> RecallPrompt:
-    """A prompt whose asked fact is the first: far outside the sliding window of a long prompt."""
+    """Return a prompt that asks for its first fact, far outside the sliding window of a long
+    prompt.
+    """
     return make_prompt(random.Random(f"e2e {seed}"), facts, distance_facts=facts - 1)
 
 
 def test_health_and_models(http):
-    """Both roles answer; the model goes by its served name."""
+    """Both roles answer; clients use the served model name."""
     assert http.get("/health").json() == {"status": "ok", "replicas": {"prefill": 1, "decode": 1}}
     assert [model["id"] for model in http.get("/v1/models").json()["data"]] == [MODEL]
 
 
 def test_the_engines_have_met_before_the_first_request(http):
-    """Whichever replica came second has fetched a probe's KV: no client waits for first contact."""
+    """The replica that started last has fetched a probe's KV, so no client waits for first
+    contact.
+    """
     give_up_at = time.monotonic() + 2 * WARM_UP_INTERVAL_S + probe_timeout_s(TransferSettings())
     while not metric(http, "vllm:tandem_kv_requests_total", role="decode", outcome="received"):
         assert time.monotonic() < give_up_at
@@ -130,9 +136,10 @@ def test_the_engines_have_met_before_the_first_request(http):
 
 
 def test_a_seed_outlives_a_prompt_of_several_steps(http):
-    """vLLM's own CPU worker dies of it where decode computes the prompt: it draws in every step, and cannot draw back.
+    """A seeded request has equal answers with and without a prefill engine, after several steps.
 
-    What decode alone draws for the first time is what it draws when prefill has computed the prompt.
+    Without `vllm_cpu_worker.py`, vLLM's CPU worker dies if decode computes such a prompt: it
+    samples in every step and cannot rewind the generator.
     """
     seeded = completion(recall(31).text, temperature=1.5, seed=11, max_tokens=12)
     split = http.post("/v1/completions", json=seeded).raise_for_status()
@@ -142,7 +149,7 @@ def test_a_seed_outlives_a_prompt_of_several_steps(http):
 
 
 def test_answers_are_right_and_their_kv_comes_from_prefill(http):
-    """The answer stands far outside the window: it is right only if the moved blocks are."""
+    """The fact is far outside the window, so the answer is right only if the moved blocks are."""
     wait_until_idle(http)
     labels = {"role": "decode", "source": "external_kv_transfer"}
     before = metric(http, "vllm:prompt_tokens_by_source_total", **labels)
@@ -159,7 +166,7 @@ def test_answers_are_right_and_their_kv_comes_from_prefill(http):
 
 
 def test_completions_through_the_sdk(sdk):
-    """Whole and streamed answers are the same text."""
+    """Complete and streamed answers have the same text."""
     prompt = recall(10, facts=40)
     whole = sdk.completions.create(model=MODEL, prompt=prompt.text, max_tokens=5, temperature=0)
     parts = sdk.completions.create(model=MODEL, prompt=prompt.text, max_tokens=5, temperature=0, stream=True)
@@ -168,7 +175,7 @@ def test_completions_through_the_sdk(sdk):
 
 
 def test_chat_through_the_sdk(sdk):
-    """The same with a chat template between."""
+    """Chat answers through the template have the same text."""
     prompt = recall(11, facts=40)
     ask = {"model": MODEL, "messages": prompt.messages, "max_tokens": 5, "temperature": 0}
     whole = sdk.chat.completions.create(**ask)
@@ -181,7 +188,10 @@ def test_chat_through_the_sdk(sdk):
 
 
 def test_responses_through_the_sdk(http, sdk):
-    """Split like a chat: a stream begins before its KV is there, and the prefill leg goes on all the same."""
+    """`/v1/responses` is split like a chat.
+
+    A stream begins before its KV has arrived, and the prefill leg still completes.
+    """
     wait_until_idle(http)
     before = metric(http, "tandem_prefill_legs_total", outcome="done")
     recomputed = metric(http, "vllm:tandem_kv_requests_total", role="decode", outcome="recomputed")
@@ -217,7 +227,7 @@ def test_messages(http):
 
 
 def test_tokens(http):
-    """Of a text and of a chat, and back."""
+    """Tokenize and detokenize a text and a chat."""
     tokens = http.post("/tokenize", json={"model": MODEL, "prompt": "mira=427"}).json()["tokens"]
     assert http.post("/detokenize", json={"model": MODEL, "tokens": tokens}).json()["prompt"].endswith("mira=427")
     chat = http.post("/tokenize", json={"model": MODEL, "messages": TURN}).json()
@@ -225,7 +235,7 @@ def test_tokens(http):
 
 
 def test_a_stream_comes_in_pieces(http):
-    """Events one by one, as server-sent events, and a mark at the end."""
+    """Events arrive one by one, as server-sent events, with an end mark."""
     with http.stream(
         "POST", "/v1/completions", json=completion("a", max_tokens=30, ignore_eos=True, stream=True)
     ) as reply:
@@ -246,7 +256,9 @@ def test_a_stream_comes_in_pieces(http):
     ids=["a stream", "a whole answer", "a local request"],
 )
 def test_the_time_to_the_first_token_is_accounted_for(http, more, most, none):
-    """The parts are the total, nothing is left unexplained, and the client has waited at least as long."""
+    """The parts sum to the total without an unexplained part; the client waited at least as
+    long.
+    """
     began_at = time.monotonic()
     explain = {"x-tandem-explain": "1"}
     with http.stream("POST", "/v1/completions", json=completion(recall(20).text, **more), headers=explain) as reply:
@@ -261,7 +273,9 @@ def test_the_time_to_the_first_token_is_accounted_for(http, more, most, none):
 
 
 def test_nobody_is_told_who_has_not_asked(http):
-    """The header costs a client that does not want it nothing; the histograms have its request all the same."""
+    """Without the header, a client receives no explanation; the histograms still count its
+    request.
+    """
     before = metric(http, "tandem_latency_breakdown_seconds_count", route="remote", part="first_step")
     assert "server-timing" not in http.post("/v1/completions", json=completion("abc")).headers
     assert metric(http, "tandem_latency_breakdown_seconds_count", route="remote", part="first_step") == before + 1
@@ -283,7 +297,7 @@ def test_nobody_is_told_who_has_not_asked(http):
     ],
 )
 def test_what_cannot_be_split_is_served_by_decode(http, endpoint, body, reason):
-    """It works all the same, and says so."""
+    """Decode serves the request, and a header has the reason for the local route."""
     reply = http.post(endpoint, json=body)
     assert reply.status_code == 200, reply.text
     assert reply.headers["x-tandem-route"] == "local"
@@ -303,7 +317,7 @@ def test_what_cannot_be_split_is_served_by_decode(http, endpoint, body, reason):
     ids=lambda more: next(iter(more)),
 )
 def test_options_of_the_output_are_decodes_alone(http, more):
-    """They are split, and neither leg trips over them."""
+    """Such requests are split, and both legs accept them."""
     reply = http.post("/v1/completions", json=completion("some text here") | more)
     assert reply.status_code == 200, reply.text
     assert reply.headers["x-tandem-route"] == "remote"
@@ -342,7 +356,7 @@ def test_options_of_the_output_are_decodes_alone(http, more):
     ],
 )
 def test_a_bad_request_gets_an_error_in_openais_form(http, endpoint, content, status, message):
-    """Never a 500, never a wait."""
+    """Invalid requests get an error of the 4xx range without a wait."""
     sent = content if isinstance(content, bytes) else json.dumps(content).encode()
     began = time.monotonic()
     reply = http.post(endpoint, headers={"content-type": "application/json"}, content=sent)
@@ -358,7 +372,7 @@ def test_an_endpoint_of_other_models_gets_vllms_404(http):
 
 
 def test_the_sdk_sees_typed_errors(sdk):
-    """OpenAI's client maps statuses and bodies to its own classes."""
+    """OpenAI's client maps statuses and bodies to its own exception classes."""
     with pytest.raises(openai.NotFoundError, match="nope"):
         sdk.completions.create(model="nope", prompt="a")
     with pytest.raises(openai.BadRequestError, match="kv_transfer_params"):
@@ -366,7 +380,7 @@ def test_the_sdk_sees_typed_errors(sdk):
 
 
 async def _leave(service: ServiceProcess, body: dict, after_s: float) -> None:
-    """Send a request, and close the connection `after_s` after the last byte is on its way."""
+    """Send a request; close the connection `after_s` seconds after its last byte."""
     content = json.dumps(body).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
@@ -385,11 +399,13 @@ async def _leave(service: ServiceProcess, body: dict, after_s: float) -> None:
     ("after_s", "facts", "tokens"), [(2.0, 4, 1500), (0.03, 200, 600)], ids=["in decode", "in prefill"]
 )
 async def test_a_client_that_leaves_ends_both_legs(service, http, stream, after_s, facts, tokens):
-    """Requests and blocks of both engines go back to zero, long before the answer would have ended."""
+    """Requests and blocks of both engines return to zero long before the answer would have
+    ended.
+    """
     body = completion(recall(20, facts).text, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, stream=stream)
     before = metric(http, "tandem_client_disconnects_total")
     await _leave(service, body, after_s)
-    # On a busy machine, the router learns later that the client has left.
+    # On a busy machine, the router detects the disconnect later.
     give_up_at = time.monotonic() + IDLE_TIMEOUT_S
     while (left := metric(http, "tandem_client_disconnects_total")) != before + 1:
         assert time.monotonic() < give_up_at, f"{left - before:g} clients have left"
@@ -399,13 +415,14 @@ async def test_a_client_that_leaves_ends_both_legs(service, http, stream, after_
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["refused", "left"])
 async def test_a_prefill_that_ends_before_decode_says_no(service, http, leaves):
-    """KV that nobody will fetch is given back at once, not when its lease ends."""
+    """The router discards KV that no engine will fetch before its lease ends."""
     wait_until_idle(http)
     done = metric(http, "vllm:request_success_total", role="prefill")
-    # Decode's API server reads all of this before it refuses it; the prefill leg goes without.
+    # Decode's API server reads the whole body before it refuses it; the prefill leg omits the
+    # field.
     body = completion("a", logit_bias={str(10**6 + token): 1 for token in range(300_000)}, max_tokens="many")
     async with httpx.AsyncClient(base_url=service.url, timeout=60) as client:
-        for _ in range(10):  # on a busy machine decode may refuse before prefill has run
+        for _ in range(10):  # on a busy machine decode may refuse before prefill has started
             asked = asyncio.create_task(client.post("/v1/completions", json=body))
             refused: set[asyncio.Task[httpx.Response]] = set()
             while not refused and metric(http, "vllm:request_success_total", role="prefill") == done:
@@ -422,7 +439,7 @@ async def test_a_prefill_that_ends_before_decode_says_no(service, http, leaves):
 
 
 async def test_clients_that_leave_at_any_moment(service, http):
-    """No place on a replica stays taken; the last test's stop would wait for it."""
+    """The router returns every slot; a leaked slot would delay the last test's stop."""
     rng = random.Random("leaving")
     body = completion(recall(30).text, stream=True, max_tokens=50)
 
@@ -439,7 +456,7 @@ async def test_clients_that_leave_at_any_moment(service, http):
 
 
 async def test_many_at_once(service, http):
-    """Right answers for all, and nothing stays behind."""
+    """All answers are right, and nothing leaks."""
     prompts = [recall(100 + index, facts=5 + 9 * index) for index in range(16)]
     async with httpx.AsyncClient(base_url=service.url, timeout=120) as client:
         replies = await asyncio.gather(
@@ -452,7 +469,10 @@ async def test_many_at_once(service, http):
 
 
 async def test_hostile_requests(service, http):
-    """No 500, no hang, no growth, and right answers afterwards; `make fuzz` sends many more."""
+    """Fuzzed requests cause no 500, hang or growth, and later answers are right.
+
+    `make fuzz` sends many more.
+    """
     report = await attack(service.url, seed=3, count=160, processes=service.processes(), bound_s=330)
     check(report)
     wait_until_idle(http)
@@ -480,13 +500,13 @@ def test_a_list_of_prompts(http):
 
 
 def test_too_many_prompts(http):
-    """Refused before any engine has made a request of each."""
+    """The router refuses the request before an engine creates one per prompt."""
     reply = http.post("/v1/completions", json=completion(["a"] * 129))
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prompt")
 
 
 def answers_to_a_stranger(port: int) -> bytes:
-    """What a port on this machine says to somebody who asks for agent metadata."""
+    """Return the response of a port on this machine to a request for agent metadata."""
     with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=2) as stranger:
         stranger.settimeout(1)
         stranger.sendall(b"tandem/%d metadata\n" % PROTOCOL_VERSION)
@@ -495,9 +515,9 @@ def answers_to_a_stranger(port: int) -> bytes:
 
 
 def test_a_stranger_gets_no_metadata(service):
-    """The service has made a secret of its own: its engines tell others that they need one, and nothing else."""
+    """The service generates a secret; a peer without it learns only that the engines have one."""
     engines = [process for process in service.processes() if "EngineCore" in " ".join(process.cmdline())]
-    # The side channel is a process of its own (docs/decisions, first contacts).
+    # A separate process runs the side channel (docs/decisions, first contacts).
     processes = [process for engine in engines for process in (engine, *engine.children())]
     listening = [one.laddr for process in processes for one in process.net_connections("tcp") if one.status == "LISTEN"]
     said = [answers_to_a_stranger(address.port) for address in listening if address.ip == "127.0.0.1"]
@@ -508,7 +528,7 @@ def test_a_stranger_gets_no_metadata(service):
 
 
 def test_metrics_are_one_exposition(http):
-    """Every family once, both engines' samples told apart."""
+    """Every metric family occurs once, with separate samples of both engines."""
     text = http.get("/metrics").text
     types = [line for line in text.splitlines() if line.startswith("# TYPE")]
     assert len(types) == len(set(types))
@@ -525,7 +545,7 @@ def test_metrics_are_one_exposition(http):
 
 
 def test_a_wrong_key_stops_the_start_with_one_message(tmp_path):
-    """The message names the key; there is no stack trace and nothing was started."""
+    """The message names the key; nothing is started, and there is no stack trace."""
     config = write_config("local.yaml", tmp_path, decode={"tensor_parallel": 2})
     run = subprocess.run(
         [sys.executable, "-m", "app.run", "--config", str(config)],
@@ -541,7 +561,7 @@ def test_a_wrong_key_stops_the_start_with_one_message(tmp_path):
 
 
 def test_stopping_leaves_nothing(service):
-    """Ctrl-C ends Ray's processes, the actors and vLLM's engine cores and workers."""
+    """Ctrl-C ends Ray's processes, the actors, vLLM's engine cores and workers."""
     names = [" ".join(process.cmdline()) for process in service.processes()]
     assert sum("EngineCore" in name for name in names) == 2
     assert sum("Worker_TP" in name for name in names) == 2

@@ -1,4 +1,4 @@
-"""The service of the campaigns: whoever is stopped while it starts leaves nothing behind."""
+"""The campaigns' service process leaves nothing behind if it is stopped during its start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from testing.service_process import ServiceProcess, write_config
 
 
 def test_a_start_that_is_interrupted_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its caller has not got as far as to stop it."""
+    """Its caller has no reference to it yet."""
 
     def interrupted(_: float) -> None:
         raise SystemExit(143)

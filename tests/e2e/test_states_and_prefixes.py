@@ -1,4 +1,4 @@
-"""A model with states whose decode engine caches prefixes, while its prefill engine does not."""
+"""A model with states whose decode engine caches prefixes and whose prefill engine does not."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from testing.models import falcon_h1
 
 pytestmark = pytest.mark.engine
 
-# tokens of the first turn, tokens generated, new tokens -> blocks of 64 tokens that are left to move.
+# tokens of the first turn, tokens generated, new tokens -> blocks of 64 tokens left to move.
 TURNS = {
-    # 6 whole blocks of the first turn are held; 699 tokens are 11.
+    # 6 whole blocks of the first turn are cached; 699 tokens are 11 blocks.
     (400, 2, 300): 5,
-    # 10 of 11 whole blocks; the state is moved again.
+    # 10 of 11 whole blocks are cached; the state is moved again.
     (700, 2, 0): 1,
     # 384 + 69 tokens are computed here or moved: 7 whole blocks of 9.
     (384, 70, 100): 2,
@@ -26,7 +26,9 @@ TURNS = {
 
 
 def test_the_state_is_moved_and_held_attention_is_not(tmp_path: Path) -> None:
-    """Full attention's held prefix counts although no state of its end is held: the prompt's last state is moved."""
+    """Full attention's cached prefix is used without a state at its end: the prompt's last state is
+    moved.
+    """
     trace = tmp_path / "trace.jsonl"
     model = falcon_h1(tmp_path / "falcon_h1")
 
@@ -43,7 +45,8 @@ def test_the_state_is_moved_and_held_attention_is_not(tmp_path: Path) -> None:
             try:
                 pair = Pair(prefill, decode, await describe(prefill))
                 todo = prompts(24, 700, seed=7)
-                # Decode cannot compute a prompt itself: vLLM's Mamba-2 on CPU dies of it where prefixes are cached.
+                # Decode cannot compute a prompt itself: vLLM's Mamba-2 crashes on the CPU with
+                # prefix caching.
                 cases = [(prompt, await generate(prefill, prompt, MAX_TOKENS)) for prompt in todo]
                 assert (await compare(pair, cases)).wrong == ()
                 assert len(receives()) == len([prompt for prompt in todo if len(prompt) > 1])

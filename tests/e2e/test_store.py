@@ -1,6 +1,6 @@
-"""A conversation over two pairs of engines with a KV store; the first pair is killed between its turns.
+"""A conversation over two pairs of engines with a KV store; the first pair is killed between turns.
 
-A cut of ``make store-conversations``, which holds longer conversations with more models.
+A part of ``make store-conversations``, which holds longer conversations with more models.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ ANSWER_TOKENS = 100
 def pair_of(
     runner: asyncio.Runner, model: str, store: Path, tp_sizes: tuple[int, int], block_size: int
 ) -> Iterator[Pair]:
-    """Start decode, then prefill: the process exports the metrics of the engine that started last."""
+    """Start decode, then prefill: the process exports the metrics of the engine that started
+    last.
+    """
     settings = {"path": str(store), "disk_gib": 1.0, "chunk_tokens": CHUNK, "staging_mib": 64, "lookup_s": 5.0}
     arguments: dict[str, Any] = {
         "block_size": block_size,
@@ -57,7 +59,7 @@ def pair_of(
 
 
 async def turn(pair: Pair, prompt: list[int]) -> tuple[Answer, int]:
-    """One turn through both engines; its answer, and the tokens that prefill did not compute."""
+    """Send one turn through both engines; return its answer and the tokens that prefill skipped."""
     transfer_id = uuid.uuid4().hex
     leg = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
     first = asyncio.ensure_future(generate(pair.prefill, prompt, 1, leg, logprobs=None))
@@ -66,7 +68,7 @@ async def turn(pair: Pair, prompt: list[int]) -> tuple[Answer, int]:
 
 
 def stored(path: Path, objects: int) -> None:
-    """Wait until the store has so many objects."""
+    """Wait until the store has this number of objects."""
     end = time.monotonic() + 30.0
     while len(list((path / "objects").glob("*/*"))) < objects:
         assert time.monotonic() < end, "the objects were not written"
@@ -74,7 +76,7 @@ def stored(path: Path, objects: int) -> None:
 
 
 def kill(pair: Pair) -> None:
-    """``kill -9`` of both engines and their workers."""
+    """Kill both engines and their workers (``kill -9``)."""
     for engine in (pair.prefill, pair.decode):
         manager = engine.engine_core.resources.engine_manager
         for process in manager.processes:
@@ -84,7 +86,7 @@ def kill(pair: Pair) -> None:
 
 
 def counted(name: str, **labels: str) -> float:
-    """Sum of the series of one metric that have these labels."""
+    """Return the sum of the series of one metric with these labels."""
     return sum(
         sample.value
         for metric in REGISTRY.collect()
@@ -94,14 +96,17 @@ def counted(name: str, **labels: str) -> float:
 
 
 def test_the_next_turn_finds_the_last_ones_answer_after_a_kill(tmp_path: Path) -> None:
-    """Turn 1 computes 300 + 99 tokens; of turn 2, prefill loads the three chunks among them and computes the rest."""
+    """Turn 1 computes 300 + 99 tokens.
+
+    In turn 2, prefill loads its three chunks and computes the rest.
+    """
     model, store = gemma3(tmp_path / "gemma3"), tmp_path / "store"
     first = random_prompt(300, 1)
     with asyncio.Runner() as runner:
         with pair_of(runner, model, store, (1, 2), 32) as pair:
             one, loaded = runner.run(turn(pair, first))
             assert loaded == 0
-            # Three groups, three chunks. The last one ends in the answer: only decode has it.
+            # Three groups, three chunks. The last chunk ends in the answer, so only decode has it.
             stored(store, 9)
             kill(pair)
         second = [*first, *one.tokens, *random_prompt(60, 2)]
@@ -110,7 +115,7 @@ def test_the_next_turn_finds_the_last_ones_answer_after_a_kill(tmp_path: Path) -
             assert loaded == 3 * CHUNK
             assert counted("vllm:tandem_store_tokens_total", outcome="hit") == 3 * CHUNK
             assert counted("vllm:tandem_store_loaded_bytes_total", tier="disk") > 0
-            # An engine of its own computes both turns: nothing is stored under the names of an empty store.
+            # A separate engine computes both turns: an empty store has no objects for it.
             assert runner.run(pair.decode.reset_prefix_cache(reset_connector=True))
             for prompt, answer in ((first, one), (second, two)):
                 alone = runner.run(generate(pair.decode, prompt, ANSWER_TOKENS))

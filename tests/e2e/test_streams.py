@@ -1,6 +1,6 @@
-"""A stream that is cut off at some token and goes on elsewhere says what the uninterrupted one says.
+"""A stream interrupted at some token and resumed elsewhere equals the uninterrupted one.
 
-`make streams` cuts each of them at every token, and kills real engines.
+`make streams` interrupts each kind at every token, and kills real engines.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def engine(runner: asyncio.Runner) -> Iterator[VllmEngine]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stream_goes_on_as_if_nothing_was(runner: asyncio.Runner, engine: VllmEngine, kind: str) -> None:
-    """Text, logprobs, token ids, tool calls, finish reason and usage."""
+    """The resumed stream has equal text, logprobs, token ids, tool calls, finish reason and
+    usage.
+    """
 
     async def run() -> None:
         whole = said(await stream(engine, *KINDS[kind]))
@@ -68,7 +70,7 @@ def test_a_message_goes_on_as_if_nothing_was(runner: asyncio.Runner, engine: Vll
 
 
 def test_a_stream_without_a_seed_keeps_what_was_sent(runner: asyncio.Runner, engine: VllmEngine) -> None:
-    """What follows is drawn anew; what was sent is not."""
+    """Tokens after the interruption are sampled again; sent tokens are not."""
 
     async def run() -> None:
         endpoint, body = completion(temperature=2.0, ignore_eos=True, return_token_ids=True)
@@ -79,7 +81,7 @@ def test_a_stream_without_a_seed_keeps_what_was_sent(runner: asyncio.Runner, eng
 
 
 def test_a_client_cannot_force_tokens(runner: asyncio.Runner, engine: VllmEngine) -> None:
-    """The field is the engine's own."""
+    """The engine ignores the field in a client's request."""
 
     async def run() -> None:
         endpoint, body = completion(temperature=0, ignore_eos=True)

@@ -1,7 +1,7 @@
-"""A decode engine admits a prompt whose KV would not fit its cache, were it allocated whole: its windows do.
+"""A decode engine admits a prompt whose KV would not fit its cache without sliding windows.
 
-This is vllm#30166's proof on a small scale, through Tandem's connector: there a prompt of 70,000 tokens is loaded from
-outside into a cache that has room for its full-attention layers and the windows of all others.
+A small version of vllm#30166's proof, through Tandem's connector. There a prompt of 70,000 tokens
+is loaded into a cache with room for its full-attention layers and the windows of all others.
 """
 
 from __future__ import annotations
@@ -29,13 +29,16 @@ SLIDING_GROUPS = 5
 LONGEST = 3072
 PROMPT_TOKENS = 3000
 STEP_TOKENS = 64
-# 96 blocks of full attention; in each sliding group 9, for the window, two steps of 64 tokens and one block; the null
-# block. With not much less vLLM would not start: it asks for what a prompt of max_model_len takes, computed here.
+# 96 blocks of full attention; 9 in each sliding group, for the window, two steps of 64 tokens and
+# one block; and the null block. With much less vLLM would not start: it requires room for a prompt
+# of max_model_len computed here.
 BLOCKS = 96 + SLIDING_GROUPS * 9 + 1
 
 
 def test_windows_are_enough(tmp_path: Path) -> None:
-    """Two prompts, each of four times the blocks that decode has, are admitted in turn and answered right."""
+    """Decode admits two prompts of four times its blocks, one after the other, and answers
+    right.
+    """
     trace = tmp_path / "trace.jsonl"
     model = gemma3(tmp_path / "gemma3", sliding=SLIDING_GROUPS)
     todo = [random_prompt(PROMPT_TOKENS, seed=80 + i) for i in range(2)]
@@ -82,7 +85,10 @@ def test_windows_are_enough(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_whole_allocation_of_that_memory_is_refused(tmp_path: Path, whole: bool) -> None:
-    """In the same bytes, vLLM does not start for this length without its hybrid manager, which a connector may lack."""
+    """With the same bytes but without its hybrid manager, vLLM does not start for this length.
+
+    A connector without HMA support disables the manager.
+    """
     os.environ.update(ENVIRONMENT)
     config = EngineArgs(
         gemma3(tmp_path / "gemma3", sliding=SLIDING_GROUPS),

@@ -1,4 +1,6 @@
-"""A cut of the campaign on real servers: the faults after which both live on, one of each kind."""
+"""A part of the campaign on real servers: one fault of each kind after which both servers live
+on.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ WANTED = {
 
 
 async def test_promises_are_kept(tmp_path: Path) -> None:
-    """Right or refused, within the bound, pools at their baseline; ``make faults`` plays the others."""
+    """Right or refused, within the bound, pools at their baseline; ``make faults`` runs the
+    others.
+    """
     out = tmp_path / "faults.json"
     pattern = f"^({'|'.join(f'[a-z]+ {what}' for what in sorted(WANTED))})$"
     faults = schedule(SEED, (1, 1), pattern)

@@ -1,4 +1,4 @@
-"""The judge catches what it is there for."""
+"""The judge detects each kind of broken promise."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def ended(**fields: object) -> Trial:
     [
         (ended(text=QUESTION.expected, complete=True, finish="length"), Outcome.RIGHT),
         (ended(text="093\nkelo=427", complete=True, finish="length"), Outcome.WRONG),
-        # Right about the fact, wrong about what a plain engine says next: that is wrong KV, too.
+        # The fact is right, but the text after it differs from a plain engine's: wrong KV as well.
         (ended(text="427\nkelo=094", complete=True, finish="length"), Outcome.WRONG),
         (ended(text="427", complete=True, finish="length"), Outcome.WRONG),
         (ended(text="427", complete=True, finish="error"), Outcome.REFUSED),
@@ -38,7 +38,7 @@ def ended(**fields: object) -> Trial:
     ],
 )
 def test_every_ending_has_one_outcome(trial: Trial, outcome: Outcome) -> None:
-    """What has been streamed is judged however the stream ended."""
+    """Streamed text is judged however the stream ended."""
     assert judge(trial) is outcome
 
 
@@ -67,12 +67,12 @@ def test_kept_promises_leave_no_findings() -> None:
     ],
 )
 def test_every_broken_promise_is_a_finding(case: Case, finding: str) -> None:
-    """One each, named once."""
+    """Each is named once."""
     assert findings(case) == [finding]
 
 
 def test_a_pool_that_a_lease_has_held_is_late_but_no_leak() -> None:
-    """It is told, with how long and whether a replacement was waited for."""
+    """The report has the duration, and whether it includes the wait for a replacement."""
     pools = [Pool("prefill", 5.2, 48), Pool("decode", 8.0, 3, waited_for_replacement=True)]
     case = Case(RIGHT, pools=pools)
     assert findings(case) == []

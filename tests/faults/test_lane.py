@@ -1,4 +1,4 @@
-"""Leaks are seen through vLLM's own gauge, over HTTP."""
+"""Leaks are read from vLLM's own gauge, over HTTP."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.campaigns.faults.questions import Questions, least_margin
 
 @dataclass
 class Engine:
-    """An address, and life."""
+    """A server with an address that is alive."""
 
     url: str
     runs: bool = True
@@ -31,7 +31,7 @@ class Engine:
 
 @contextlib.asynccontextmanager
 async def engine(used: Callable[[], int]) -> AsyncIterator[Engine]:
-    """Answers every request; asked for metrics, with a gauge of ``used`` blocks."""
+    """Answers every request; metrics have a gauge of ``used`` blocks."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
@@ -61,14 +61,14 @@ async def lane_of(folder: Path, used: Callable[[], int], held_s: float) -> Async
 
 
 async def test_a_block_that_stays_is_a_leak(tmp_path: Path) -> None:
-    """One beyond the baseline is enough."""
+    """One block above the baseline is a leak."""
     async with lane_of(tmp_path, lambda: 2, held_s=0.5) as lane:
         pool = await lane.pool("prefill", time.monotonic())
     assert (pool.back_after_s, pool.most) == (None, 1)
 
 
 async def test_blocks_that_come_back_are_timed(tmp_path: Path) -> None:
-    """From the last request's ending."""
+    """The time counts from the end of the last request."""
     left = [40, 40, 7, 1]
     async with lane_of(tmp_path, lambda: left.pop(0) if len(left) > 1 else left[0], held_s=60.0) as lane:
         ended = time.monotonic() - 3.0
@@ -79,7 +79,7 @@ async def test_blocks_that_come_back_are_timed(tmp_path: Path) -> None:
 
 
 async def test_an_engine_that_dies_is_not_waited_for(tmp_path: Path) -> None:
-    """Its death is another finding."""
+    """A server's death is a separate finding."""
     async with lane_of(tmp_path, lambda: 2, held_s=3600.0) as lane:
         lane.servers["prefill"].runs = False  # type: ignore[attr-defined]
         assert (await lane.pool("prefill", time.monotonic())).back_after_s is None
@@ -89,5 +89,5 @@ async def test_an_engine_that_dies_is_not_waited_for(tmp_path: Path) -> None:
     ("tops", "least"), [([{"a": -0.1, "b": -2.1}], 2.0), ([{"a": -1, "b": -9}, {"c": -1, "d": -1.5}], 0.5)]
 )
 def test_a_question_is_as_sure_as_its_least_sure_token(tops: list[dict[str, float]], least: float) -> None:
-    """Ties would be told apart by how a prompt is cut into chunks."""
+    """Equal logprobs make a question uncertain: the chunks of its prompt would break the tie."""
     assert least_margin(tops) == pytest.approx(least)

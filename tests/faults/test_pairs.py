@@ -1,4 +1,4 @@
-"""Pairs of faults are a function of their seed, and the hard ones come often."""
+"""Pairs of faults are a function of their seed, and difficult ones are frequent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_seed_gives_the_same_pairs_and_another_seed_others() -> None:
 
 @pytest.mark.parametrize("tp_sizes", [(1, 1), (2, 1), (1, 2)])
 def test_a_round_pairs_every_kind_with_every_other(tp_sizes: tuple[int, int]) -> None:
-    """In both orders, but for two faults of one family with one victim."""
+    """In both orders, except for two faults of one family with one victim."""
     every, met = kinds(tp_sizes, link=True), Counter(cells(tp_sizes, link=True))
     for one, other in itertools.permutations(every, 2):
         same = (one.family, one.target, one.part) == (other.family, other.target, other.part)
@@ -43,7 +43,7 @@ def test_two_hundred_pairs_have_many_hard_ones() -> None:
 
 
 def test_the_second_fault_follows_soon() -> None:
-    """Half of them at once; all phases are met."""
+    """Half of them at once; all phases occur."""
     drawn = first(400)
     assert all(0 <= pair.delay_s <= WITHIN_S for pair in drawn)
     assert 100 < sum(pair.delay_s < 0.05 for pair in drawn) < 300
@@ -52,5 +52,5 @@ def test_the_second_fault_follows_soon() -> None:
 
 
 def test_without_a_link_nothing_is_cut() -> None:
-    """The other kinds stay."""
+    """The other kinds remain."""
     assert not any("link" in pair.what for pair in first(300, link=False))

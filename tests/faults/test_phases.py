@@ -1,4 +1,4 @@
-"""Which phase a fault has hit."""
+"""The phase in which a fault occurred."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def trial(**timestamps: float) -> Trial:
 
 
 def traced(*events: tuple[float, str, Any]) -> list[dict[str, Any]]:
-    """(time, event, tokens of a chunk) of the trial's transfer."""
+    """Return (time, event, tokens of a chunk) of the trial's transfer."""
     return [
         {"t": at, "event": name, "transfer": "t1"}
         if name not in ("chunk", "received")
@@ -38,7 +38,7 @@ def traced(*events: tuple[float, str, Any]) -> list[dict[str, Any]]:
     ],
 )
 def test_from_outside(timestamps: dict[str, float], phase: str) -> None:
-    """What any client can tell; timestamps that come after the fault count for nothing."""
+    """Observations of any client; timestamps after the fault do not count."""
     assert seen(trial(**timestamps), 5.0) == phase
 
 

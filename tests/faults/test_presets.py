@@ -1,4 +1,4 @@
-"""Which connector a campaign is for."""
+"""The connector of a campaign."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.campaigns.faults.presets import PRESETS, connector
 
 
 def test_presets_make_a_server_s_arguments() -> None:
-    """Ours are what our connector takes; theirs name the side channel by environment."""
+    """Ours are valid for our connector; theirs name the side channel in the environment."""
     config, environment = PRESETS["tandem"].server_arguments("producer", 5700, Path("trace"))
     parsed = parse_config(config["kv_connector_extra_config"])
     assert (config["kv_role"], parsed.side_channel_port, parsed.trace_path) == ("kv_producer", 5700, "trace")
@@ -23,7 +23,7 @@ def test_presets_make_a_server_s_arguments() -> None:
 
 
 def test_any_other_connector_is_named_by_its_configuration() -> None:
-    """Its role is set by the campaign."""
+    """The campaign sets its role."""
     given = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_connector_extra_config": {"a": 1}}
     found = connector(json.dumps(given))
     config, _ = found.server_arguments("producer", 1, Path("trace"))
@@ -33,6 +33,6 @@ def test_any_other_connector_is_named_by_its_configuration() -> None:
 
 @pytest.mark.parametrize(("text", "told"), [("nix", "nixl-push"), ("{", "JSON"), ("{}", "kv_connector")])
 def test_what_is_no_connector_is_refused_with_a_reason(text: str, told: str) -> None:
-    """A typing error must not start engines."""
+    """A misspelt name must not start engines."""
     with pytest.raises(ValueError, match=told):
         connector(text)

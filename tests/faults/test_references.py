@@ -1,4 +1,6 @@
-"""Altered references differ from the genuine ones in what they are named for, and the genuine ones stay whole."""
+"""Altered references differ from the genuine ones in the named property; the originals stay
+unchanged.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ SINGLE = [variant for variant in REFERENCES if variant in KEY or variant.startsw
 
 @pytest.mark.parametrize("variant", SINGLE)
 def test_only_what_is_named_changes(variant: str) -> None:
-    """For any draw."""
+    """For any random draw."""
     before = copy.deepcopy(GENUINE)
     for seed in range(20):
         changed = altered(variant, GENUINE, random.Random(seed), 80)
@@ -54,14 +56,14 @@ def test_only_what_is_named_changes(variant: str) -> None:
 
 
 def test_blocks_are_altered_group_by_group() -> None:
-    """Groups have id spaces of their own."""
+    """Groups have separate id spaces."""
     assert altered("block ids reversed", GENUINE, random.Random(0), 80)["remote_block_ids"] == [[6, 5, 4], [9]]
     assert altered("a block missing", GENUINE, random.Random(0), 80)["remote_block_ids"] == [[4, 5], []]
 
 
 @pytest.mark.parametrize("variant", sorted(KEY))
 def test_a_connector_without_the_key_is_left_alone(variant: str) -> None:
-    """Its report says that the fault does not apply."""
+    """Its report states that the fault does not apply."""
     with pytest.raises(NotApplicable):
         altered(variant, {"do_remote_prefill": True}, random.Random(0), 80)
 
@@ -73,7 +75,7 @@ def test_what_would_change_nothing_does_not_apply() -> None:
 
 
 class Recorder:
-    """In a router's place: every prefill answers with a reference that names its request."""
+    """Acts as the router: every prefill answers with a reference that names its request."""
 
     def __init__(self) -> None:
         self.used: list[tuple[str, str]] = []
@@ -91,7 +93,7 @@ class Recorder:
 
 @pytest.mark.parametrize("variant", [variant for variant in REFERENCES if variant not in SINGLE])
 async def test_a_reference_goes_with_its_request_s_id(variant: str) -> None:
-    """Whoever replays it replays that too: for some connectors the id is the reference."""
+    """A replay also replays the reference: for some connectors the id is the reference."""
     router = Recorder()
 
     def start(trial: Trial, work: Awaitable[None]) -> asyncio.Task[None]:

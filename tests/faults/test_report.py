@@ -1,4 +1,4 @@
-"""The page tells what was found, and how to see it again."""
+"""The page lists the findings, and the command that replays each."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def row(text: str, start: str) -> list[str]:
 
 
 def test_totals_count_requests_and_faults() -> None:
-    """A wrong answer is never lost among right ones."""
+    """A wrong answer is always reported, among any number of right ones."""
     text = page("results.json", RESULTS)
     assert row(text, "| nixl | 1 → 1 | 2 |")[3:] == ["1", *"310200", "0", "1", "1 (5 s, at most 5 s)"]
     assert row(text, "| tandem | 1 → 1 | 1 |")[3] == "1"
@@ -58,5 +58,5 @@ def test_every_finding_can_be_played_again() -> None:
 
 
 def test_what_does_not_apply_is_counted_as_such() -> None:
-    """Not as kept."""
+    """A trial whose fault did not apply does not count as a kept promise."""
     assert "1 more did not apply" in page("results.json", RESULTS)

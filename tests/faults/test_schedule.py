@@ -21,7 +21,7 @@ def test_a_seed_gives_the_same_faults_and_another_seed_others() -> None:
 
 
 def test_a_fault_keeps_its_number_and_its_moment_when_others_are_left_out() -> None:
-    """That is what makes one case of a campaign playable again."""
+    """So one case of a campaign can be replayed."""
     kills = first(20, pattern="^kill")
     assert {fault.family for fault in kills} == {"kill"}
     everything = first(kills[-1].index + 1)
@@ -30,7 +30,7 @@ def test_a_fault_keeps_its_number_and_its_moment_when_others_are_left_out() -> N
 
 @pytest.mark.parametrize("tp_sizes", [(1, 1), (1, 2), (2, 1)])
 def test_a_round_meets_every_phase_with_every_signal_on_either_engine(tp_sizes: tuple[int, int]) -> None:
-    """And every reference; ranks only where there are several."""
+    """Every phase, signal, engine and reference occurs; ranks only if an engine has several."""
     faults = first(sum(weight for _, weight in cells(tp_sizes)), tp_sizes=tp_sizes)
     met = Counter((fault.family, fault.target, fault.phase) for fault in faults if fault.part == "tree")
     for family in ("kill", "stop"):
@@ -43,6 +43,6 @@ def test_a_round_meets_every_phase_with_every_signal_on_either_engine(tp_sizes: 
 
 
 def test_a_campaign_of_two_hundred_kills_stops_cancels_and_forges() -> None:
-    """None of the families is an afterthought."""
+    """Every family is frequent."""
     families = Counter(fault.family for fault in first(200))
     assert min(families[family] for family in ("kill", "stop", "cancel", "reference")) >= 25

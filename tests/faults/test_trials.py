@@ -1,4 +1,4 @@
-"""The driver against servers that answer, break off, say nothing: over real sockets."""
+"""The driver against servers that answer, close the connection, or send nothing: real sockets."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ PARAMS = {"kv_transfer_params": {"do_remote_prefill": True}}
 
 @contextlib.asynccontextmanager
 async def server(status: int, *said: object, heads: list[bytes] | None = None) -> AsyncIterator[str]:
-    """Answers every request alike: what is ``said``, until it breaks the connection or falls silent.
+    """Answers every request with ``said``, until it closes the connection or stops sending.
 
-    ``heads`` collects the requests' first lines and headers.
+    ``heads`` has the requests' first lines and headers.
     """
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -89,7 +89,7 @@ async def test_a_decode_server_s_behaviour_is_told(status: int, said: list[objec
 
 @pytest.mark.parametrize("said", [(503, "busy"), (200, BREAK), (200, "{}")])
 async def test_a_failed_prefill_leg_is_a_refusal_and_decode_is_not_asked(said: tuple[int, object]) -> None:
-    """As a plain sequential proxy does it."""
+    """As a plain sequential proxy does."""
     trial = Trial(QUESTION)
     async with server(*said) as prefill, httpx.AsyncClient(timeout=None) as client:
         await Router(client, prefill, "http://127.0.0.1:9", BOUND_S).in_turn(trial)
@@ -98,7 +98,7 @@ async def test_a_failed_prefill_leg_is_a_refusal_and_decode_is_not_asked(said: t
 
 
 async def test_both_legs_carry_one_request_id() -> None:
-    """As vLLM's own proxies send them: NixlPushConnector matches its two ends by nothing else."""
+    """As vLLM's own proxies send them: NixlPushConnector matches its two ends only by this."""
     trial = Trial(QUESTION)
     heads: list[bytes] = []
     whole = [event("427"), event(";", "length"), DONE]
@@ -110,7 +110,7 @@ async def test_both_legs_carry_one_request_id() -> None:
 
 
 async def test_time_stands_still_while_the_decode_server_is_stopped() -> None:
-    """And the bound begins anew when it runs again."""
+    """The limit starts again when the server continues."""
     trial = Trial(QUESTION)
     async with server(200, FOREVER) as decode, httpx.AsyncClient(timeout=None) as client:
         router = Router(client, decode, decode, BOUND_S)
@@ -124,7 +124,7 @@ async def test_time_stands_still_while_the_decode_server_is_stopped() -> None:
 
 
 async def test_a_cancelled_trial_is_the_driver_s_own_doing() -> None:
-    """Not the server's hang."""
+    """The driver cancelled the trial; the server did not hang."""
     trial = Trial(QUESTION)
     async with server(200, FOREVER) as silent, httpx.AsyncClient(timeout=None) as client:
         task = asyncio.ensure_future(Router(client, silent, silent, 60).at_once(trial, {}))

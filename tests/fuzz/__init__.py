@@ -1,1 +1,1 @@
-"""Hostile input, by a seed: the connector's messages and side channel, and the HTTP surface."""
+"""Hostile input from a seed: the connector's messages and side channel, and the HTTP interface."""

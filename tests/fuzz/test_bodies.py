@@ -1,4 +1,4 @@
-"""Hostile bodies through all that the router itself does with a body: an error with a status, or two legs."""
+"""Hostile bodies through all of the router's parsing: an error with a status, or two legs."""
 
 import json
 from collections.abc import Mapping
@@ -18,7 +18,9 @@ ENDPOINTS: dict[str, Endpoint] = {COMPLETIONS: COMPLETIONS, CHAT: CHAT}
 
 
 def test_bodies_never_break_the_router() -> None:
-    """Of some thousands, many are refused here, many reach the engines, and none raises anything else."""
+    """Of thousands, many are refused here, many reach the engines, and none raises another
+    error.
+    """
     requests, outcomes = Requests(5), {"refused": 0, "local": 0, "split": 0}
     for _ in range(6000):
         case = requests.case()
@@ -47,7 +49,9 @@ def test_bodies_never_break_the_router() -> None:
 
 @pytest.mark.parametrize("opening", ["[", '{"a": '], ids=["lists", "objects"])
 def test_no_depth_breaks_the_router(opening: str) -> None:
-    """What can just be parsed may be too deep for what comes after: refused before that, with a status."""
+    """A body just within the parser's limit may be too deep for later code: it is refused with a
+    status.
+    """
     closing = "]" if opening == "[" else "}"
     for depth in range(40, 1100):
         text = opening * depth + "1" + closing * depth
@@ -62,11 +66,11 @@ def test_no_depth_breaks_the_router(opening: str) -> None:
 
 
 def parse_leg(leg: Mapping[str, Any]) -> dict:
-    """As the engine reads it."""
+    """Parsed as in the engine."""
     return json.loads(write(leg))
 
 
 def test_bodies_follow_the_engines_schema() -> None:
-    """The properties that are tried are those that the installed vLLM knows."""
+    """The fuzzed fields are those of the installed vLLM."""
     assert {"prompt", "logit_bias", "stream_options"} <= fields(COMPLETIONS).keys()
     assert {"messages", "tools", "response_format"} <= fields(CHAT).keys()

@@ -1,4 +1,4 @@
-"""Nothing that comes from the network is unpickled, evaluated or loaded as code, by us."""
+"""Tandem never unpickles, evaluates or loads network input as code."""
 
 import ast
 from pathlib import Path
@@ -21,7 +21,7 @@ def sources() -> list[Path]:
 
 
 def used(path: Path) -> set[str]:
-    """Modules imported and functions called by name, wherever in the file."""
+    """Return modules imported and functions called by name, anywhere in the file."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         match node:
@@ -36,7 +36,9 @@ def used(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_source_of_ours_unpickles(path: Path) -> None:
-    """Agent metadata and messages are JSON and vectors of integers; numpy's loader of objects is not called either."""
+    """Agent metadata and messages are JSON and vectors of integers; numpy's object loader is not
+    called.
+    """
     found = used(path) & (FORBIDDEN_MODULES | FORBIDDEN_CALLS)
     if "compile" in found and "re" in used(path):
         found.discard("compile")
@@ -45,7 +47,7 @@ def test_no_source_of_ours_unpickles(path: Path) -> None:
 
 
 def test_the_check_sees_what_it_looks_for(tmp_path: Path) -> None:
-    """A file that does each of these is found out."""
+    """A file that does each of these is detected."""
     bad = tmp_path / "bad.py"
     bad.write_text("import pickle as p\nfrom cloudpickle import loads\nsocket.recv_pyobj()\neval('1')\n")
     assert {"pickle", "cloudpickle", "recv_pyobj", "eval"} <= used(bad)

@@ -1,4 +1,4 @@
-"""The checks of ``make gpu-check`` on a CPU, and, where there is a GPU, on that: ``pytest -m gpu`` collects those."""
+"""The checks of ``make gpu-check`` on the CPU, and on a GPU if there is one (``pytest -m gpu``)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def test_of_steps(device: torch.device, case: Callable[[torch.device], str]) -> 
 
 
 def test_the_checks_run_without_vllm(pair: Pair) -> None:
-    """The other process has imported transport, digests, fences and steps, and neither vLLM nor Ray."""
+    """The other process has imported transport, digests, fences and steps, and neither vLLM nor
+    Ray.
+    """
     imported = set(pair.call("modules"))
     assert {"torch", "nixl", "connectors"} <= imported
     assert not imported & {"vllm", "ray", "transformers", "pytest"}
@@ -69,7 +71,7 @@ def test_the_list_of_checks_is_complete() -> None:
 def test_without_a_gpu_the_checks_are_listed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And nothing has failed."""
+    """And no check has failed."""
     monkeypatch.setattr(gpu_check, "gpus", list)
     assert gpu_check.main([]) == 0
     told = capsys.readouterr().out
@@ -86,7 +88,7 @@ def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_check_that_fails_is_told() -> None:
-    """With its reason; the others go on."""
+    """With its reason; the other checks continue."""
 
     def broken() -> str:
         raise AssertionError("two bytes differ")
@@ -96,6 +98,6 @@ def test_a_check_that_fails_is_told() -> None:
 
 
 def test_no_package_is_imported_before_a_gpu_is_found() -> None:
-    """A machine without torch gets the list, too."""
+    """A machine without torch also gets the list."""
     program = "import sys, tests.campaigns.gpu.__main__; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-S", "-c", program], cwd=ROOT, timeout=60, check=False).returncode == 0

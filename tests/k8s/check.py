@@ -1,4 +1,6 @@
-"""Says what is wrong with a kustomization: `python -m tests.k8s.check [DIRECTORY …]`, behind `make manifests`."""
+"""Reports mistakes of a kustomization: `python -m tests.k8s.check [DIRECTORY …]`, for `make
+manifests`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ DIRECTORIES = (ROOT / "base", *sorted(path.parent for path in ROOT.glob("overlay
 
 
 def problems(manifests: list[Manifest]) -> list[str]:
-    """One line for each mistake; schemas first, as the rules beyond them rely on their shapes."""
+    """Return one line per mistake; schemas first, because the other rules rely on valid shapes."""
     found = [f"{_called(one)}: {line}" for one in manifests for line in schemas.problems(one)]
     if found:
         return found
@@ -33,7 +35,7 @@ def only(manifests: list[Manifest], kind: str) -> list[Manifest]:
 
 
 def pods(manifests: list[Manifest]) -> dict[str, dict[str, Any]]:
-    """The labels of each kind of pod, with the fewest and most there may be: `head`, the worker groups, `redis`."""
+    """Return labels and (fewest, most) pods of each kind: `head`, the worker groups, `redis`."""
     (ray_service,) = only(manifests, "RayService")
     cluster = ray_service["spec"]["rayClusterConfig"]
     found = {"head": _pod(cluster["headGroupSpec"], 1)}
@@ -52,7 +54,7 @@ def _pod(group: dict[str, Any], fewest: int) -> dict[str, Any]:
 
 
 def _selectors(manifests: list[Manifest]) -> Iterator[str]:
-    """Each selector must select something, and a monitor's pods must have its port."""
+    """Each selector must select a pod, and a monitor's pods must have its port."""
     known = pods(manifests)
     for one in manifests:
         spec = one.get("spec", {})

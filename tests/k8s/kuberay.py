@@ -1,6 +1,7 @@
-"""What KubeRay's operator refuses beyond its schema, restated: it would answer with a Warning event and do nothing.
+"""Validation of KubeRay's operator beyond its schema, which would only write a Warning event.
 
-After `ray-operator/controllers/ray/utils/validation.go` of KubeRay 1.7.0, for what a RayService can say.
+After `ray-operator/controllers/ray/utils/validation.go` of KubeRay 1.7.0, for the fields of a
+RayService.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _AUTOSCALER_V2_VARIABLE = "RAY_enable_autoscaler_v2"
 
 
 def problems(service: dict[str, Any]) -> list[str]:
-    """One line for each rule that the RayService breaks."""
+    """Return one line for each rule that the RayService breaks."""
     cluster = service["spec"]["rayClusterConfig"]
     groups = {"head": cluster["headGroupSpec"]} | {
         f"worker group {one['groupName']}": one for one in cluster.get("workerGroupSpecs", [])
@@ -46,7 +47,7 @@ def autoscaled(cluster: dict[str, Any]) -> bool:
 
 
 def environment(group: dict[str, Any]) -> dict[str, Any]:
-    """The Ray container's variables; it is the first container."""
+    """Return the variables of the Ray container, which is the first container."""
     return {one["name"]: one for one in group["template"]["spec"]["containers"][0].get("env", [])}
 
 

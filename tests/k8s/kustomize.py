@@ -1,7 +1,8 @@
-"""Renders a kustomization as kustomize does, for the few of its features that k8s/ uses; refuses all others.
+"""Renders a kustomization like kustomize, for the features that k8s/ uses; refuses all others.
 
-There is no kustomize on the package indexes that the tests install from. `resources`, `components` and JSON patches
-(RFC 6902, with an exact target) have one meaning only; `make manifests-kustomize` compares with the real one.
+The package indexes of the tests have no kustomize. `resources`, `components` and JSON patches (RFC
+6902, with an exact target) have one meaning only; `make manifests-kustomize` compares with
+kustomize itself.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ _TARGET = {"group", "version", "kind", "name"}
 
 
 class KustomizeError(Exception):
-    """A kustomization that kustomize would refuse, or that this renderer cannot be sure of."""
+    """A kustomization that kustomize would refuse, or with features unknown to this renderer."""
 
 
 def render(directory: Path) -> list[Manifest]:
-    """All manifests of the kustomization in `directory`."""
+    """Return all manifests of the kustomization in `directory`."""
     return _accumulate(directory, [], "Kustomization")
 
 
 def _accumulate(directory: Path, given: list[Manifest], kind: str) -> list[Manifest]:
-    """`given` and what `directory` adds to it, patched."""
+    """Return `given` with the additions of `directory`, patched."""
     kustomization = _load(directory, kind)
     manifests = list(given)
     for name in kustomization.get("resources", []):

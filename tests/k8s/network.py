@@ -1,6 +1,7 @@
-"""What a set of NetworkPolicies allows, as Kubernetes defines it: a flow passes if both its ends let it.
+"""Flows that a set of NetworkPolicies allows, as in Kubernetes: both ends must allow a flow.
 
-A pod that no policy selects for a direction is open in it; one that some select may do what any one of them allows.
+A pod without policies for a direction is open in it; with several, any one of them may allow the
+flow.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Pod:
-    """One end of a flow. Without labels it is an address outside the cluster, which no policy restricts."""
+    """One end of a flow.
+
+    Without labels it is an address outside the cluster, which no policy restricts.
+    """
 
     labels: dict[str, str] = field(default_factory=dict)
     namespace: str = "tandem"
@@ -22,7 +26,10 @@ class Pod:
 
 
 def allowed(policies: Iterable[dict[str, Any]], source: Pod, target: Pod, port: int, protocol: str = "TCP") -> bool:
-    """May `source` open a connection to `port` of `target`? The policies are in the namespace `tandem`."""
+    """Return whether `source` may connect to `port` of `target`.
+
+    The policies are in namespace `tandem`.
+    """
     listed = list(policies)
     return _passes(listed, "Egress", source, target, port, protocol) and _passes(
         listed, "Ingress", target, source, port, protocol
@@ -46,7 +53,9 @@ def _passes(policies: list[dict[str, Any]], direction: str, own: Pod, peer: Pod,
 
 
 def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
-    """Kubernetes' label selector: matchLabels and matchExpressions, all of them; an empty one selects everything."""
+    """Return whether Kubernetes' label selector matches: all matchLabels and matchExpressions;
+    an empty one matches all.
+    """
     if any(labels.get(key) != value for key, value in selector.get("matchLabels", {}).items()):
         return False
     return all(_expression(one, labels) for one in selector.get("matchExpressions", []))

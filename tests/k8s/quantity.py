@@ -1,4 +1,4 @@
-"""Kubernetes' quantities as numbers."""
+"""Parses Kubernetes' quantities."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _SUFFIXES = {"m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "M
 
 
 def amount(quantity: str | float) -> float:
-    """`500m` is 0.5, `2Gi` is 2**31; raises ValueError for what is no quantity."""
+    """Return a quantity as a number: `500m` is 0.5, `2Gi` is 2**31. Raises ValueError."""
     text = str(quantity)
     for suffix in sorted(_SUFFIXES, key=len, reverse=True):
         if text.endswith(suffix):

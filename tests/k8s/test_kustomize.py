@@ -1,4 +1,4 @@
-"""The renderer does what kustomize does with the features it knows, and refuses the rest."""
+"""The renderer supports some of kustomize's features, and refuses the rest."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_an_overlay_of_a_base_with_a_component(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_refused(tmp_path: Path, kustomization: dict[str, Any], message: str) -> None:
-    """Rather an error than a guess."""
+    """An error instead of a guess."""
     write(
         tmp_path,
         kustomization=HEAD | {"resources": ["map.yaml"]} | kustomization,

@@ -1,4 +1,6 @@
-"""Every shipped manifest, as its overlay renders it, fits the schemas, KubeRay's rules and Tandem's settings."""
+"""Every shipped manifest, rendered by its overlay, fits the schemas, KubeRay's rules and the
+settings.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,12 @@ from tests.k8s.service import ROLES, embedded
 
 @pytest.mark.parametrize("directory", DIRECTORIES, ids=lambda path: path.name)
 def test_what_is_shipped_is_right(directory: Path) -> None:
-    """No mistake that the checks know; test_mistakes.py shows which ones they know."""
+    """The checks find no mistake; test_mistakes.py shows which mistakes they find."""
     assert problems(render(directory)) == []
 
 
 def test_nothing_is_left_out() -> None:
-    """Each file under k8s/ that is YAML is part of something that is checked."""
+    """A check covers each YAML file under k8s/."""
     used = {path for directory in DIRECTORIES for path in _files(directory)}
     assert set(ROOT.rglob("*.yaml")) - used == set()
 
@@ -37,7 +39,7 @@ def _files(directory: Path) -> set[Path]:
 
 
 def test_the_variants() -> None:
-    """What each overlay is for is in what it renders."""
+    """Each overlay renders its intended change."""
     rendered = {directory.name: render(directory) for directory in DIRECTORIES}
     service = {name: only(manifests, "RayService")[0]["spec"] for name, manifests in rendered.items()}
     upgrades = {name: spec["upgradeStrategy"]["type"] for name, spec in service.items()}
@@ -65,7 +67,9 @@ def test_the_variants() -> None:
 
 
 def test_secrets_go_to_who_needs_them() -> None:
-    """API keys to routers, the peers' secret to engines, nothing to the head; no value is in a manifest."""
+    """API keys to routers, the peers' secret to engines, nothing to the head; no manifest has a
+    value.
+    """
     (service,) = only(render(ROOT / "overlays" / "gpu"), "RayService")
     cluster = service["spec"]["rayClusterConfig"]
     groups = {"head": cluster["headGroupSpec"]} | {one["groupName"]: one for one in cluster["workerGroupSpecs"]}

@@ -1,4 +1,4 @@
-"""Deliberate mistakes, each in an otherwise right manifest: the checks name it."""
+"""Deliberate mistakes, each in an otherwise valid manifest: the checks name it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def mistaken(manifests: list[Manifest], kind: str, name: str, operation: dict[st
 def test_a_typo_in_a_field(
     manifests: list[Manifest], kind: str, name: str, operation: dict[str, Any], message: str
 ) -> None:
-    """The API server would drop most of these without a word."""
+    """The API server would silently drop most of these."""
     (line,) = mistaken(manifests, kind, name, operation)
     assert line.startswith(f"{kind} {name}: ")
     assert message in line
@@ -92,7 +92,7 @@ def test_a_typo_in_a_field(
     ],
 )
 def test_a_rule_of_kuberay(manifests: list[Manifest], operation: dict[str, Any], message: str) -> None:
-    """The operator would refuse these with an event that nobody reads."""
+    """The operator would only write an event."""
     assert any(message in line for line in mistaken(manifests, "RayService", "tandem", operation))
 
 
@@ -137,7 +137,7 @@ def test_a_rule_of_kuberay(manifests: list[Manifest], operation: dict[str, Any],
     ],
 )
 def test_the_embedded_configuration(manifests: list[Manifest], old: str, new: str, message: str) -> None:
-    """Read as the launcher reads a file, and held against the pods that carry it."""
+    """Read as the launcher reads a file, and compared with the pods that carry it."""
     (service,) = (one for one in manifests if one["kind"] == "RayService")
     text = service["spec"]["serveConfigV2"]
     assert old in text
@@ -166,7 +166,7 @@ def test_the_embedded_configuration(manifests: list[Manifest], old: str, new: st
 def test_pods_that_do_not_fit_their_configuration(
     manifests: list[Manifest], operation: dict[str, Any], message: str
 ) -> None:
-    """Timeouts out of order, labels that match nothing, a head with replicas."""
+    """Timeouts in wrong order, labels that match nothing, a head with replicas."""
     found = mistaken(manifests, "RayService", "tandem", operation)
     assert any(message in line for line in found), found
 
@@ -185,5 +185,5 @@ def test_pods_that_do_not_fit_their_configuration(
 def test_a_label_that_matches_nothing(
     manifests: list[Manifest], kind: str, name: str, operation: dict[str, Any], message: str
 ) -> None:
-    """Selectors are held against the labels that the pods will have."""
+    """Selectors are compared with the labels that the pods will have."""
     assert any(message in line for line in mistaken(manifests, kind, name, operation))

@@ -1,4 +1,6 @@
-"""Every query of the alerts and the dashboard asks for what /metrics really has: names, labels and their values."""
+"""Every query of the alerts and the dashboard uses existing names, labels and values of
+/metrics.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def rules() -> tuple[dict[str, Any], ...]:
 
 @cache
 def emitted() -> dict[str, Labels]:
-    """Sample name to labels and their values: the router's registry, used once in every way, and vLLM's own logger."""
+    """Return labels and their values by sample name: the router's registry, used once in every
+    way, and vLLM's logger.
+    """
     router = RouterMetrics()
     for route, reason in (("remote", ""), ("local", NO_PREFILL), ("local", PREFILL_FAILED), (REFUSED, "")):
         for status in (200, 429, 503):
@@ -62,7 +66,7 @@ def emitted() -> dict[str, Labels]:
 
 
 def vllm_exposition() -> str:
-    """What an engine's process exposes, without the engine: vLLM's own metrics and the connector's."""
+    """Return an engine process's metrics without an engine: vLLM's own and the connector's."""
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.metrics.loggers import PrometheusStatLogger
     from vllm.v1.metrics.prometheus import unregister_vllm_metrics
@@ -87,7 +91,7 @@ def vllm_exposition() -> str:
 
 
 def recorded() -> dict[str, Labels]:
-    """What recording rules make: the labels that their outermost sum keeps."""
+    """Return the labels of recording rules: those that their outermost sum keeps."""
     made = {}
     for rule in rules():
         if "record" in rule:
@@ -134,7 +138,7 @@ def _groupings(node: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("expression", queries())
 def test_a_query_finds_its_series(expression: str) -> None:
-    """Parsed as PromQL; every metric, matcher and grouping label is there."""
+    """Parsed as PromQL; every metric, matcher and grouping label exists."""
     parsed = promql_parser.parse(expression.replace("$__rate_interval", "1m"))
     known = emitted() | recorded()
     selectors = list(_selectors(parsed))
@@ -156,7 +160,9 @@ def test_a_query_finds_its_series(expression: str) -> None:
 
 @pytest.mark.parametrize("expression", queries())
 def test_a_series_that_two_routers_report_counts_once(expression: str) -> None:
-    """Engines' series are scraped through each router: a sum must be over the maximum by replica."""
+    """Engines' series are scraped through each router: a sum must be over the maximum by
+    replica.
+    """
     parsed = promql_parser.parse(expression.replace("$__rate_interval", "1m"))
     for grouping in _groupings(parsed):
         names = {selector.name for selector in _selectors(grouping)}
@@ -167,7 +173,7 @@ def test_a_series_that_two_routers_report_counts_once(expression: str) -> None:
             assert inner.modifier is not None
             kept = set(inner.modifier.labels)
             assert "replica" in kept
-            # Labels that are left out would be a maximum over different series.
+            # Without some labels it would be a maximum over different series.
             for selector in _selectors(inner):
                 fixed = {one.name for one in selector.matchers.matchers if one.op == promql_parser.MatchOp.Equal}
                 lost = set(emitted()[selector.name]) - kept - fixed - {"role", "model_name"}
@@ -175,7 +181,7 @@ def test_a_series_that_two_routers_report_counts_once(expression: str) -> None:
 
 
 def test_outcomes_are_the_routers() -> None:
-    """What a leg can end with is what the metric says of itself."""
+    """A leg's outcomes are those in the metric's description."""
     (family,) = (one for one in RouterMetrics().registry.collect() if one.name == "tandem_prefill_legs")
     assert all(outcome in family.documentation for outcome in OUTCOMES)
     from connectors.vllm_hma.metrics import COUNTERS
@@ -194,7 +200,7 @@ def test_every_alert_says_how_bad_it_is_and_is_explained() -> None:
 
 
 def test_the_dashboard_shows_whatever_the_connector_reports() -> None:
-    """And an alert says when blocks are kept that only an engine's end gives back."""
+    """And an alert reports blocks that only an engine's end frees."""
     reported = {name for name in emitted() if name.startswith("vllm:tandem_kv_") and not name.endswith("_created")}
     shown = {name for panel in PANELS for target in panel["targets"] for name in _names(target["expr"])}
     assert reported <= shown
@@ -203,7 +209,7 @@ def test_the_dashboard_shows_whatever_the_connector_reports() -> None:
 
 
 def test_the_dashboard_is_well_formed() -> None:
-    """Ids are unique, panels do not overlap, and the data source is the reader's choice."""
+    """Ids are unique, panels do not overlap, and the reader chooses the data source."""
     panels = DASHBOARD["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     (variable,) = DASHBOARD["templating"]["list"]

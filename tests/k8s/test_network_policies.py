@@ -1,4 +1,4 @@
-"""The NetworkPolicies together allow DNS, Ray, NIXL, the side channel, clients and metrics, each where it belongs."""
+"""The NetworkPolicies together allow DNS, Ray, NIXL, the side channel, clients and metrics only."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def policies(manifests: list[Manifest]) -> list[Manifest]:
 
 @pytest.fixture
 def tandem(manifests: list[Manifest]) -> dict[str, Pod]:
-    """The service's own pods, with the labels that their manifests give them."""
+    """Return the service's own pods, with the labels of their manifests."""
     named = {name.removeprefix("tandem-"): Pod(one["labels"]) for name, one in pods(manifests).items()}
     assert set(named) == {*NODES, "redis"}
     return named
 
 
 def test_between_the_services_own_pods(policies: list[Manifest], tandem: dict[str, Pod]) -> None:
-    """The whole table: every pair of pods, every port that is used and some that are not."""
+    """The whole table: every pair of pods, every used port and some others."""
     wanted = {(a, b, port) for a in NODES for b in NODES for port in RAY}
     wanted |= {("decode", "prefill", SIDE_CHANNEL), ("head", "redis", REDIS)}
     wanted |= {("router", "prefill", RPC), ("router", "decode", RPC)}
@@ -68,7 +68,7 @@ def test_dns_and_nothing_else_of_it(policies: list[Manifest], tandem: dict[str, 
 
 
 def test_who_may_come_in(policies: list[Manifest], tandem: dict[str, Pod]) -> None:
-    """Clients to the proxies and the routers, the operator to the head; nobody else, nowhere else."""
+    """Clients to the proxies and the routers, the operator to the head; no other flow."""
     ports = {HTTP, ROUTER, RPC, *RAY, SIDE_CHANNEL, *NIXL, REDIS, *OTHERS}
     for stranger in (OUTSIDE, IN_CLUSTER):
         assert not any(allowed(policies, stranger, pod, port) for pod in tandem.values() for port in ports)
@@ -80,7 +80,9 @@ def test_who_may_come_in(policies: list[Manifest], tandem: dict[str, Pod]) -> No
 
 
 def test_who_may_go_out(manifests: list[Manifest], policies: list[Manifest], tandem: dict[str, Pod]) -> None:
-    """The autoscaler to Kubernetes; engines to the hub over HTTPS where the overlay has it, never into the cluster."""
+    """The autoscaler to Kubernetes; engines to the hub over HTTPS in its overlay, never into the
+    cluster.
+    """
     hub = any(one["metadata"]["name"] == "tandem-hub" for one in policies)
     ports = (80, 443, 6443, 8443)
     reached = {
@@ -97,7 +99,7 @@ def test_who_may_go_out(manifests: list[Manifest], policies: list[Manifest], tan
 def test_metrics_where_they_are_scraped(
     manifests: list[Manifest], policies: list[Manifest], tandem: dict[str, Pod]
 ) -> None:
-    """Prometheus gets what the PodMonitors name, where there are any."""
+    """Prometheus reaches the PodMonitors' ports, if there are any."""
     monitored = bool(only(manifests, "PodMonitor"))
     open_to = {
         (name, port)
@@ -109,7 +111,7 @@ def test_metrics_where_they_are_scraped(
 
 
 def test_the_gateway_of_an_incremental_upgrade() -> None:
-    """Its pods are clients, by the label that the Gateway API gives them."""
+    """Its pods are clients, by the label of the Gateway API."""
     policies = only(render(ROOT / "overlays" / "gpu-incremental"), "NetworkPolicy")
     router = Pod({"tandem/service": "tandem", "tandem/role": "router"})
     gateway = {"gateway.networking.k8s.io/gateway-name": "tandem-gateway"}
@@ -118,6 +120,6 @@ def test_the_gateway_of_an_incremental_upgrade() -> None:
 
 
 def test_without_the_first_policy_everything_passes() -> None:
-    """The table above depends on it: the policies beside it only ever allow."""
+    """The table above depends on it: other policies only allow more."""
     policies = [one for one in only(render(ROOT / "base"), "NetworkPolicy") if one["metadata"]["name"] == "tandem-dns"]
     assert allowed(policies, IN_CLUSTER, Pod({"tandem/service": "tandem", "tandem/role": "head"}), 8265)

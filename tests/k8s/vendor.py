@@ -1,4 +1,6 @@
-"""Prints what the tests need of a custom resource definition: `python -m tests.k8s.vendor CRD.yaml`."""
+"""Prints the part of a custom resource definition for the tests: `python -m tests.k8s.vendor
+CRD.yaml`.
+"""
 
 import json
 import sys
@@ -9,7 +11,9 @@ import yaml
 
 
 def condensed(definition: dict[str, Any], version: str = "v1") -> dict[str, Any]:
-    """Group, kind, subresources and the schema of one version, without descriptions and status."""
+    """Return group, kind, subresources and one version's schema, without descriptions and
+    status.
+    """
     spec = definition["spec"]
     (chosen,) = (one for one in spec["versions"] if one["name"] == version)
     schema = _bare(chosen["schema"]["openAPIV3Schema"])
@@ -24,7 +28,7 @@ def condensed(definition: dict[str, Any], version: str = "v1") -> dict[str, Any]
 
 
 def _bare(schema: Any) -> Any:
-    """Without descriptions; a property that is called `description` stays."""
+    """Remove descriptions; a property that is called `description` stays."""
     if isinstance(schema, dict):
         return {
             key: _bare(value) for key, value in schema.items() if key != "description" or not isinstance(value, str)

@@ -1,8 +1,8 @@
-"""Builders of engine layouts over real numpy buffers, and an oracle that knows nothing of the planner.
+"""Builders of engine layouts over real numpy buffers, and an oracle independent of the planner.
 
-Contents are given per global head, so that every rank that holds a head (replicas too) holds the same bytes. Views are
-strided numpy arrays of (block, head, row, byte), made from the style alone: they are the oracle's idea of a layout,
-``LayerPages`` is the planner's.
+Contents are given per global head, so that every rank with a head (replicas too) has the same
+bytes. Views are strided numpy arrays of (block, head, row, byte), made from the style alone: they
+are the oracle's description of a layout, ``LayerPages`` is the planner's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ GEMMA: tuple[GroupShape, ...] = (
 
 @dataclass(frozen=True)
 class Shape:
-    """One engine's cache. A row is what one token keeps of one head; ``packed`` moves ``rows`` of them as one."""
+    """One engine's cache. A row is one token of one head; ``packed`` moves ``rows`` of them as
+    one.
+    """
 
     kv_heads: int = 4
     style: str = "head_major"
@@ -50,7 +52,9 @@ class Shape:
 
 @dataclass
 class Rank:
-    """One worker: its layout, its buffers, and per group and layer a (block, head, row, byte) view."""
+    """One worker: its layout, its buffers, and a (block, head, row, byte) view per group and
+    layer.
+    """
 
     layout: EngineLayout
     heads: list[int]
@@ -62,14 +66,18 @@ class Rank:
 
 
 def heads_of(rank: int, tp_size: int, kv_heads: int) -> list[int]:
-    """vLLM's rule, written out: heads are dealt in contiguous shares, or one head is replicated on several ranks."""
+    """Return the heads of a rank by vLLM's rule: contiguous shares, or one head on several
+    ranks.
+    """
     if tp_size > kv_heads:
         return [rank * kv_heads // tp_size]
     return [head for head in range(kv_heads) if rank * kv_heads // tp_size <= head < (rank + 1) * kv_heads // tp_size]
 
 
 def strides(shape: Shape, heads: int) -> tuple[int, int, int, int]:
-    """(buffer bytes, block stride, head stride, row stride) of one layer's pages of one rank."""
+    """Return (buffer bytes, block stride, head stride, row stride) of one layer's pages of one
+    rank.
+    """
     row, rows, blocks = shape.row_bytes, shape.rows, shape.num_blocks
     if shape.style == "token_major":
         block = heads * rows * row + shape.pad_bytes
@@ -85,9 +93,10 @@ def strides(shape: Shape, heads: int) -> tuple[int, int, int, int]:
 def make_rank(
     shape: Shape, tp_rank: int, tp_size: int, fill: int = CANARY, memory: Sequence[np.ndarray] | None = None
 ) -> Rank:
-    """One worker's cache, filled with ``fill``. Layer k of every group lies in buffer k where regions are shared.
+    """Return one worker's cache, filled with ``fill``.
 
-    ``memory`` gives the buffers, which may be longer than needed.
+    Layer k of every group lies in buffer k if regions are shared. ``memory`` has the buffers, which
+    may be longer than needed.
     """
     heads = heads_of(tp_rank, tp_size, shape.kv_heads)
     size, block_stride, head_stride, row_stride = strides(shape, len(heads))
@@ -137,7 +146,7 @@ def make_engine(shape: Shape, tp_size: int, fill: int = CANARY) -> list[Rank]:
 
 
 def fill_distinct(engine: Sequence[Rank], shape: Shape) -> None:
-    """Every 8 bytes of content differ from all others of the engine, except in replicas, which are equal."""
+    """Return content whose 8-byte words are unique in the engine; replicas are equal."""
     assert shape.row_bytes % 8 == 0
     regions = len(engine[0].buffers)
     words = regions * shape.num_blocks * shape.kv_heads * shape.rows * (shape.row_bytes // 8)
@@ -151,7 +160,9 @@ def fill_distinct(engine: Sequence[Rank], shape: Shape) -> None:
 
 
 def oracle_copy(producers: Sequence[Rank], consumers: Sequence[Rank], moves: Sequence[Moves]) -> None:
-    """What a transfer must do, row by row: every (layer, head, row) of every wanted block, from whoever holds it."""
+    """Transfer row by row: every (layer, head, row) of every requested block, from a rank that
+    has it.
+    """
     for consumer in consumers:
         for move in moves:
             for layer, dst in enumerate(consumer.views[move.group]):
@@ -169,17 +180,19 @@ def execute(runs: Runs) -> None:
 
 
 def all_plans(producers: Sequence[Rank], consumers: Sequence[Rank]) -> list[list[PairPlan]]:
-    """``[c][p]``: the plan of every pair, those without a share included."""
+    """Return ``[c][p]``: the plan of every pair, those without a share included."""
     return [[plan_pair(p.layout, c.layout) for p in producers] for c in consumers]
 
 
 def whole_blocks(group: int, src_ids: np.ndarray, dst_ids: np.ndarray) -> Moves:
-    """Blocks that are one unit on both sides."""
+    """Return units for blocks that are one unit on both sides."""
     return Moves(group, src_ids, np.zeros_like(src_ids), dst_ids, np.zeros_like(dst_ids))
 
 
 def draw_moves(rng: np.random.Generator, producer: Shape, consumer: Shape) -> list[Moves]:
-    """Fragmented block ids: disjoint between groups, as one pool deals them, and never the null block."""
+    """Return fragmented block ids: disjoint between groups, as from one pool, without the null
+    block.
+    """
     most = (min(producer.num_blocks, consumer.num_blocks) - 1) // len(producer.groups)
     src = rng.permutation(np.arange(1, producer.num_blocks))
     dst = rng.permutation(np.arange(1, consumer.num_blocks))
@@ -200,7 +213,7 @@ def runs_of(plans: Sequence[PairPlan], moves: Sequence[Moves]) -> list[Runs]:
 
 
 def with_field(layout: EngineLayout, group: int, **changes: Any) -> EngineLayout:
-    """A layout whose group differs."""
+    """Return a layout with another group."""
     groups = list(layout.groups)
     groups[group] = replace(groups[group], **changes)
     return replace(layout, groups=tuple(groups))

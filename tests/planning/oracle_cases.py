@@ -1,7 +1,7 @@
-"""The cases of the oracle: transfers between two engines, in the oracle's own words.
+"""The cases of the oracle: transfers between two engines, in the oracle's terms.
 
-An engine is described by what it keeps: kinds of groups, their parts, and in which order of dimensions one side keeps
-them. ``oracle.py`` derives everything from that.
+An engine is described by its cache: kinds of groups, their parts, and the order of dimensions.
+``oracle.py`` derives everything else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ Choose = Callable[[Sequence[Any]], Any]
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a layer's page: ``heads`` in all; a row is ``row_tokens`` tokens, or one of a state's ``rows``."""
+    """One part of a layer's page: ``heads`` in total; a row is ``row_tokens`` tokens, or one of
+    a state's ``rows``.
+    """
 
     heads: int
     words: int
@@ -32,12 +34,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Keeping:
-    """How one engine keeps one group.
+    """One engine's storage of one group.
 
-    ``orders`` name, for each layer, the dimensions from the outermost: B block, K kernel block, P part, H head, R row;
-    of a state, the order of H and R in each part, "conv" where the rows of the first three parts lie in each other, or
-    "apart" where the last part's blocks are twice as far apart as the others'. ``gaps`` are words of padding behind
-    the dimensions, from the innermost.
+    ``orders`` names, for each layer, the dimensions from the outermost: B block, K kernel block, P
+    part, H head, R row. Of a state, it names the order of H and R in each part, "conv" if the rows
+    of the first three parts are interleaved, or "apart" if the last part's blocks are twice as far
+    apart as the others'. ``gaps`` are words of padding after the dimensions, from the innermost.
     """
 
     block_tokens: int
@@ -49,7 +51,10 @@ class Keeping:
 
 @dataclass(frozen=True)
 class Side:
-    """One engine; ``shared``: layer k of all groups lies in tensor k, blocks being the outermost dimension."""
+    """One engine.
+
+    ``shared``: layer k of all groups lies in tensor k, with blocks as the outermost dimension.
+    """
 
     tp: int
     num_blocks: int
@@ -61,7 +66,7 @@ class Side:
 class Case:
     """One transfer. ``chunks`` are the computed tokens after each step of the producer.
 
-    ``thorough``: plans are proved too, and pairs that have nothing to talk about are planned.
+    ``thorough``: plans are also proved, and pairs without a share are planned.
     """
 
     kinds: tuple[str, ...]
@@ -77,7 +82,7 @@ class Case:
     thorough: bool
 
 
-# ---- making cases ------------------------------------------------------------------------------------------------
+# ---- making cases ------------------------------------------------------------------------------
 
 ORDERS = ("BKPHR", "BKHPR", "BKRHP", "BKPRH", "PBKRH", "HBKPR", "PHBKR", "BPKHR", "KBHRP")
 WINDOWS = (40, 24, 16, 65, 33, 1, 500)
@@ -90,7 +95,10 @@ Kept = tuple[int, int, tuple[str, ...], tuple[tuple[int, ...], ...]]
 def make_case(
     choose: Choose, tp: tuple[int, int], kv_heads: int, sizes: Sizes, kinds: Sequence[str], thorough: bool = True
 ) -> Case:
-    """A transfer of groups of the given kinds, ``sizes[g]`` being (producer's, consumer's) block size of group g."""
+    """Return a transfer of groups of the given kinds.
+
+    ``sizes[g]`` is the (producer's, consumer's) block size of group g.
+    """
     prompt = choose(range(100, 151))
     end = prompt - choose((1, 1, 0))
     start = choose((0, 0, 0, 64, 96))
@@ -157,5 +165,7 @@ def _take(choose: Choose, pool: list[int]) -> int:
 
 
 def _chunks(choose: Choose, end: int) -> tuple[int, ...]:
-    """Two steps inside the prompt, and its end, which for the producer is where the consumer resumes."""
+    """Two steps inside the prompt, and its end, which for the producer is the consumer's resume
+    point.
+    """
     return tuple(sorted({choose(range(16, end)), choose((32, 48, 64, 80, 96)), end}))

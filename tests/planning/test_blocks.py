@@ -1,4 +1,7 @@
-"""Tokens to blocks: tables worked out by hand around window and block boundaries. Blocks have 4 tokens."""
+"""Tokens to blocks: tables computed by hand around window and block boundaries.
+
+Blocks have 4 tokens.
+"""
 
 import numpy as np
 import pytest
@@ -29,7 +32,7 @@ def chunked(window_tokens: int) -> Group:
 
 
 TABLE = list(range(101, 111))
-"""Block 100 + p + 1 at position p, for up to 40 tokens."""
+"""Return a table with block 100 + p + 1 at position p, for up to 40 tokens."""
 
 
 @pytest.mark.parametrize(
@@ -56,9 +59,9 @@ def test_full_attention_wants_all_blocks(start: int, end: int, positions: list[i
 @pytest.mark.parametrize(
     ("window", "start", "end", "positions"),
     [
-        # resuming at token e looks at tokens e-W+1 .. e; those below e come from the producer
+        # resuming at token e attends to tokens e-W+1 .. e; tokens below e come from the producer
         (4, 0, 3, [0]),
-        (4, 0, 4, [0]),  # tokens 1..4: 1, 2, 3 are wanted, block 1 is the consumer's own
+        (4, 0, 4, [0]),  # tokens 1..4: 1, 2, 3 are needed, block 1 is the consumer's own
         (4, 0, 5, [0, 1]),  # tokens 2..5
         (4, 0, 7, [1]),  # tokens 4..7
         (4, 0, 8, [1]),  # tokens 5..8
@@ -71,12 +74,12 @@ def test_full_attention_wants_all_blocks(start: int, end: int, positions: list[i
         (100, 0, 10, [0, 1, 2]),  # the window is longer than the prompt
         (8, 36, 39, [9]),  # a prefix hit inside the window
         (8, 8, 39, [8, 9]),  # a prefix hit before the window
-        (1, 0, 8, []),  # a window of one token: the next token looks at itself only
-        (1, 0, 9, []),  # even where that token does not begin a block
+        (1, 0, 8, []),  # a window of one token: the next token attends to itself only
+        (1, 0, 9, []),  # even if that token does not begin a block
     ],
 )
 def test_sliding_window_wants_its_window(window: int, start: int, end: int, positions: list[int]) -> None:
-    """Blocks that resuming at ``end`` looks at, and none before them."""
+    """Blocks that a resume at ``end`` attends to, and none before them."""
     blocks = wanted_blocks(sliding(window), TABLE, start, end)
     assert blocks.positions.tolist() == positions
     assert blocks.ids.tolist() == [TABLE[p] for p in positions]
@@ -84,24 +87,24 @@ def test_sliding_window_wants_its_window(window: int, start: int, end: int, posi
 
 @pytest.mark.parametrize(("window", "resume", "first"), [(4, 0, 0), (4, 3, 0), (4, 4, 1), (4, 10, 7), (1, 10, 10)])
 def test_first_needed_token(window: int, resume: int, first: int) -> None:
-    """A window of W tokens ends with the token that is computed."""
+    """A window of W tokens ends with the computed token."""
     assert first_needed_token(sliding(window), resume) == first
     assert first_needed_token(FULL, resume) == 0
 
 
 def test_null_blocks_before_the_window_are_ignored() -> None:
-    """The allocator's null block stands where the window has passed."""
+    """Positions of a passed window have the allocator's null block."""
     assert wanted_blocks(sliding(4), [0, 0, 7], 0, 12).ids.tolist() == [7]
 
 
 def test_a_null_block_that_is_needed_is_refused() -> None:
-    """What is needed and not allocated is computed by the consumer itself; the error names the position."""
+    """The consumer computes needed tokens without blocks itself; the error names the position."""
     with pytest.raises(PlanError, match="group 1: the needed block at position 2 is not allocated"):
         wanted_blocks(sliding(8), [0, 6, 0, 7], 0, 15)
 
 
 def test_a_short_table_is_refused() -> None:
-    """A table that ends before the tokens do cannot be filled."""
+    """A table shorter than the tokens is refused."""
     with pytest.raises(PlanError, match="group 0: the block table has 2 blocks, but 9 tokens need 3"):
         wanted_blocks(FULL, [1, 2], 0, 9)
 
@@ -134,7 +137,7 @@ def test_complete_units(computed: int, end: int, complete: list[bool]) -> None:
 
 
 def test_block_sets_are_two_vectors_of_one_length() -> None:
-    """Smell 1: the pair cannot come apart."""
+    """Positions and ids have equal lengths."""
     assert len(empty_blocks()) == 0
     with pytest.raises(PlanError, match="vectors of equal length"):
         BlockSet(np.arange(2), np.arange(3))
@@ -142,7 +145,7 @@ def test_block_sets_are_two_vectors_of_one_length() -> None:
         BlockSet(np.zeros((1, 2), np.int64), np.zeros((1, 2), np.int64))
 
 
-# ---- chunked attention and states --------------------------------------------------------------------------------
+# ---- chunked attention and states --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -150,7 +153,7 @@ def test_block_sets_are_two_vectors_of_one_length() -> None:
     [(8, 0, 0), (8, 7, 0), (8, 8, 8), (8, 9, 8), (8, 15, 8), (8, 16, 16), (6, 11, 6), (6, 12, 12), (100, 40, 0)],
 )
 def test_a_chunk_begins_at_its_multiples(chunk: int, resume: int, first: int) -> None:
-    """Chunked attention looks back to the beginning of the chunk that the computed token lies in."""
+    """Chunked attention reaches back to the beginning of the computed token's chunk."""
     assert first_needed_token(chunked(chunk), resume) == first
 
 
@@ -158,7 +161,7 @@ def test_a_chunk_begins_at_its_multiples(chunk: int, resume: int, first: int) ->
     ("chunk", "start", "end", "positions"),
     [
         (8, 0, 7, [0, 1]),
-        (8, 0, 8, []),  # token 8 begins a chunk: it looks at nothing before it
+        (8, 0, 8, []),  # token 8 begins a chunk: it attends to nothing before it
         (8, 0, 9, [2]),  # token 8
         (8, 0, 15, [2, 3]),
         (8, 0, 16, []),
@@ -172,12 +175,14 @@ def test_a_chunk_begins_at_its_multiples(chunk: int, resume: int, first: int) ->
     ],
 )
 def test_chunked_attention_wants_its_chunk(chunk: int, start: int, end: int, positions: list[int]) -> None:
-    """Blocks from the beginning of the current chunk, and none where a chunk begins."""
+    """Blocks from the beginning of the current chunk, and none if a chunk begins at the resume
+    point.
+    """
     assert wanted_blocks(chunked(chunk), TABLE, start, end).positions.tolist() == positions
 
 
 def test_a_state_is_the_tables_last_block() -> None:
-    """One state a request, whatever its length; an older state is no use."""
+    """One state per request, whatever its length; an older state is not usable."""
     for table, end in (([7], 3), ([0, 0, 9], 11), ([5, 6, 9], 11)):
         blocks = wanted_blocks(STATE, table, 0, end)
         assert (blocks.positions.tolist(), blocks.ids.tolist()) == ([0], [table[-1]])
@@ -193,12 +198,14 @@ def test_a_state_without_a_block_is_refused(table: list[int]) -> None:
 
 @pytest.mark.parametrize(("computed", "complete"), [(0, False), (9, False), (10, True), (11, False), (12, False)])
 def test_a_state_is_complete_at_its_token_only(computed: int, complete: bool) -> None:
-    """A state goes on with every token: it is the prompt's when exactly the prompt's tokens are in it."""
+    """A state changes with every token: it is the prompt's after exactly the prompt's tokens."""
     assert complete_units(STATE, np.zeros(1, np.int64), UnitShape(1, 1, 1), computed, 10).tolist() == [complete]
 
 
 def test_no_block_for_a_needed_token_is_refused_in_any_group() -> None:
-    """A usable prefix has blocks for all that the next token sees, in every group; where one lacks, none is used."""
+    """A usable prefix has blocks for all tokens that the next one attends to, in every group;
+    else it is not used.
+    """
     for group, table, lacks in (
         (FULL, [0, 6, 7], 0),
         (sliding(6), [5, 0, 7], 1),
@@ -219,11 +226,11 @@ def test_block_counts_of_groups_that_differ() -> None:
     assert counts == [16, 64, 64, 1024, 512]
 
 
-# ---- units -------------------------------------------------------------------------------------------------------
+# ---- units -------------------------------------------------------------------------------------
 
 
 def units_of(group: Group, shape: UnitShape, positions: list[int], end: int) -> list[tuple[int, int, int]]:
-    """(unit, block id, part of the block), block ids being 100 more than positions."""
+    """Return (unit, block id, part of the block); block ids are positions plus 100."""
     blocks = BlockSet(np.asarray(positions, np.int64), np.asarray(positions, np.int64) + 100)
     units = wanted_units(group, blocks, shape, end)
     assert len(units) == len(units.units)
@@ -235,20 +242,22 @@ def units_of(group: Group, shape: UnitShape, positions: list[int], end: int) -> 
     [
         # blocks that are units on both sides
         (FULL, UnitShape(4, 1, 1), [0, 1, 2], 10, [(0, 100, 0), (1, 101, 0), (2, 102, 0)]),
-        # the consumer's blocks are two units: the prompt ends in the first of block 2
+        # a consumer's block is two units: the prompt ends in the first unit of block 2
         (FULL, UnitShape(2, 1, 2), [1, 2], 10, [(2, 101, 0), (3, 101, 1), (4, 102, 0)]),
         (FULL, UnitShape(2, 1, 2), [2], 11, [(4, 102, 0), (5, 102, 1)]),
         # the producer's blocks are larger: the consumer's are whole units
         (FULL, UnitShape(4, 2, 1), [0, 2], 10, [(0, 100, 0), (2, 102, 0)]),
-        # both are cut: a unit of 2 tokens, blocks of 6 and 4
+        # both have smaller units: a unit of 2 tokens, blocks of 6 and 4
         (FULL, UnitShape(2, 3, 2), [1], 100, [(2, 101, 0), (3, 101, 1)]),
-        # resuming at 10 with a window of 4 looks at tokens 7..9: the producer's block of tokens 4, 5 is not needed
+        # resuming at 10 with a window of 4 attends to tokens 7..9: the producer's block of tokens
+        # 4, 5 is not needed
         (sliding(4), UnitShape(2, 1, 2), [1, 2], 10, [(3, 101, 1), (4, 102, 0)]),
         (sliding(5), UnitShape(2, 1, 2), [1, 2], 10, [(3, 101, 1), (4, 102, 0)]),  # from 6
         (sliding(6), UnitShape(2, 1, 2), [1, 2], 10, [(2, 101, 0), (3, 101, 1), (4, 102, 0)]),  # from 5
         (sliding(3), UnitShape(2, 1, 2), [2], 10, [(4, 102, 0)]),  # from 8
         (sliding(1), UnitShape(2, 1, 2), [], 10, []),
-        # the producer's blocks of 4 hold all of the consumer's: block 1 is filled whole, as a prefix cache needs it
+        # the producer's blocks of 4 hold all of the consumer's: block 1 is filled completely, for a
+        # prefix cache
         (sliding(4), UnitShape(2, 2, 2), [1, 2], 10, [(2, 101, 0), (3, 101, 1), (4, 102, 0)]),
         (sliding(3), UnitShape(2, 2, 2), [2], 10, [(4, 102, 0)]),
         (sliding(4), UnitShape(2, 4, 2), [1, 2], 10, [(2, 101, 0), (3, 101, 1), (4, 102, 0)]),
@@ -263,7 +272,7 @@ def units_of(group: Group, shape: UnitShape, positions: list[int], end: int) -> 
 def test_wanted_units(
     group: Group, shape: UnitShape, positions: list[int], end: int, units: list[tuple[int, int, int]]
 ) -> None:
-    """The units with a token that is needed, and their places in the consumer's blocks."""
+    """The units with a needed token, and their indices in the consumer's blocks."""
     assert units_of(group, shape, positions, end) == units
 
 
@@ -274,7 +283,7 @@ def test_wanted_units(
         (2, 9, [True, False, False, False, False]),
         (7, 9, [True, True, True, False, False]),
         (8, 9, [True, True, True, True, False]),
-        (9, 9, [True, True, True, True, True]),  # unit 4 holds one token of the prompt
+        (9, 9, [True, True, True, True, True]),  # unit 4 has one token of the prompt
         (9, 10, [True, True, True, True, False]),
     ],
 )
@@ -284,7 +293,7 @@ def test_units_are_complete_before_their_block(computed: int, end: int, complete
 
 
 def full(block_tokens: int, row_tokens: int = 1, kernel_blocks: int = 1) -> Group:
-    """One layer of rows of so many tokens."""
+    """Return one layer with rows of this number of tokens."""
     rows = block_tokens // kernel_blocks // row_tokens
     stride = rows * 8 if kernel_blocks > 1 else 0
     pages = LayerPages("a", 0, 8 * block_tokens, 1, 1, 8 * block_tokens, rows, 8, 8, "rows", kernel_blocks, stride)
@@ -314,7 +323,9 @@ def test_unit_shapes(src: Group, dst: Group, shape: tuple[int, int, int]) -> Non
 
 
 def test_a_row_of_tokens_is_not_cut() -> None:
-    """Blocks of 16 and 24 tokens have 8 tokens in common, and 16 packed together do not fit into that."""
+    """The common unit of blocks of 16 and 24 tokens has 8 tokens, fewer than the 16 of a packed
+    row.
+    """
     with pytest.raises(PlanError, match="blocks of 16 and 24 tokens have units of 8 tokens, but the kernel packs 16"):
         unit_shape(full(16, 16), full(24, 24))
     with pytest.raises(
@@ -324,7 +335,7 @@ def test_a_row_of_tokens_is_not_cut() -> None:
 
 
 def test_a_state_is_one_unit() -> None:
-    """Whatever the allocator's block sizes say: they count states, not bytes."""
+    """A state is one unit at any block sizes: they count states, not bytes."""
     assert unit_shape(Group(0, GroupKind.STATE, 16, None, ()), Group(0, GroupKind.STATE, 24, None, ())) == (
         UnitShape(1, 1, 1)
     )

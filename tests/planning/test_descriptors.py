@@ -1,4 +1,4 @@
-"""Plans applied to block ids: how runs merge, and what they add up to."""
+"""Plans applied to block ids: how runs merge, and their sums."""
 
 from dataclasses import replace
 
@@ -38,7 +38,7 @@ def rows(merged: Runs) -> list[tuple[int, int, int]]:
     ],
 )
 def test_coalescing_by_hand(before: list[tuple[int, int, int]], after: list[tuple[int, int, int]]) -> None:
-    """A run merges with the one before it where both sides continue there, and only there."""
+    """A run merges with its predecessor if and only if both sides continue it."""
     assert rows(coalesce(runs(*before))) == after
 
 
@@ -56,7 +56,7 @@ def test_coalescing_by_hand(before: list[tuple[int, int, int]], after: list[tupl
 def test_neighbouring_blocks_are_one_run_a_layer(
     src_ids: tuple[int, ...], dst_ids: tuple[int, ...], count: int
 ) -> None:
-    """Equal dense layouts: blocks that follow each other on both sides make one run a layer."""
+    """Equal dense layouts: consecutive blocks on both sides make one run per layer."""
     shape = Shape(num_blocks=12)
     plan = plan_pair(make_rank(shape, 0, 1).layout, make_rank(shape, 0, 1).layout)
     built = build_runs(plan, [whole_blocks(0, ints(*src_ids), ints(*dst_ids))])
@@ -65,21 +65,21 @@ def test_neighbouring_blocks_are_one_run_a_layer(
 
 
 def test_padding_ends_a_run() -> None:
-    """Padding between pages is not moved, so every block is its own run."""
+    """Padding between pages is not moved, so every block is a separate run."""
     padded = Shape(pad_bytes=8)
     plan = plan_pair(make_rank(padded, 0, 1).layout, make_rank(padded, 0, 1).layout)
     assert len(build_runs(plan, [whole_blocks(2, ints(1, 2, 3), ints(1, 2, 3))])) == 6
 
 
 def test_nothing_to_move() -> None:
-    """No moves are no runs, of zero bytes."""
+    """Without moves there are no runs and zero bytes."""
     shape = Shape()
     plan = plan_pair(make_rank(shape, 0, 1).layout, make_rank(shape, 0, 1).layout)
     assert (len(build_runs(plan, [])), build_runs(plan, []).total_bytes) == (0, 0)
 
 
 def test_a_pair_without_a_share_moves_nothing() -> None:
-    """Ranks that only talk have a plan without pieces: blocks expand to no runs."""
+    """Ranks without a share have a plan without pieces: blocks expand to no runs."""
     shape = Shape(kv_heads=2)
     plan = plan_pair(make_rank(shape, 1, 2).layout, make_rank(shape, 0, 2).layout)
     assert plan.unit_bytes == (0, 0, 0)
@@ -87,7 +87,7 @@ def test_a_pair_without_a_share_moves_nothing() -> None:
 
 
 def test_unequal_ids_are_refused() -> None:
-    """A source for every destination; the error names the group."""
+    """Every destination needs a source; the error names the group."""
     shape = Shape()
     plan = plan_pair(make_rank(shape, 0, 1).layout, make_rank(shape, 0, 1).layout)
     with pytest.raises(PlanError, match="group 1: 2 source units for 1 destination units"):
@@ -95,7 +95,9 @@ def test_unequal_ids_are_refused() -> None:
 
 
 def test_layers_can_move_one_after_the_other() -> None:
-    """Moves limited to layers [first, stop) are the pieces of those layers, and all of them together are the move."""
+    """Moves limited to layers [first, stop) are the pieces of those layers; all such parts sum
+    to the move.
+    """
     shape = Shape(groups=((GroupKind.FULL, None, 3),), style="token_major")
     plan = plan_pair(make_rank(shape, 0, 1).layout, make_rank(shape, 0, 2).layout)
     whole = whole_blocks(0, ints(1, 2, 5), ints(3, 4, 2))
@@ -108,7 +110,7 @@ def test_layers_can_move_one_after_the_other() -> None:
 
 @pytest.mark.parametrize("style", ["packed", "head_major", "token_major", "heads_outer"])
 def test_runs_stay_inside_one_region(style: str) -> None:
-    """Merging never crosses from one registered region into the next, on either side."""
+    """Runs never merge across registered regions, on either side."""
     shape = Shape(style=style, num_blocks=24)
     for seed in range(10):
         src, dst = make_rank(shape, 0, 2), make_rank(shape, 0, 1)
@@ -120,7 +122,7 @@ def test_runs_stay_inside_one_region(style: str) -> None:
 
 
 def test_ten_thousand_blocks_in_little_time() -> None:
-    """Nothing is made per block: 10,000 fragmented blocks are expanded as vectors."""
+    """The code creates no object per block: 10,000 fragmented blocks expand as vectors."""
     shape = Shape(num_blocks=20_001, row_bytes=8, rows=1)
     plan = plan_pair(make_rank(shape, 0, 1).layout, make_rank(shape, 0, 1).layout)
     ids = np.arange(1, 20_001, 2)

@@ -1,4 +1,4 @@
-"""The error tree: every text says what is wrong, where, and what to do."""
+"""The error classes: every message says what is wrong, where, and what to do."""
 
 import inspect
 
@@ -6,7 +6,7 @@ from connectors import errors
 
 
 def test_every_error_is_ours() -> None:
-    """One base, so that an edge can catch all of them, and a docstring for each."""
+    """One base class, so that a caller can catch all of them, and a docstring for each."""
     classes = [value for _, value in inspect.getmembers(errors, inspect.isclass)]
     assert len(classes) >= 9
     for kind in classes:
@@ -15,12 +15,12 @@ def test_every_error_is_ours() -> None:
 
 
 def test_a_broken_cover_is_a_broken_plan() -> None:
-    """Who handles plans handles their proofs."""
+    """A handler of plan errors also handles failed proofs."""
     assert issubclass(errors.CoverError, errors.PlanError)
 
 
 def test_incompatible_peers_read_well() -> None:
-    """Field, both values, remedy; the field can be read by programs."""
+    """Field, both values, remedy; programs can read the field."""
     error = errors.IncompatiblePeerError("dtype", "bfloat16", "float16", "start both engines with the same dtype")
     assert str(error) == (
         "dtype differs: this engine has 'bfloat16', the peer 'float16'; start both engines with the same dtype"
@@ -29,14 +29,14 @@ def test_incompatible_peers_read_well() -> None:
 
 
 def test_unsupported_caches_read_well() -> None:
-    """Layer, what is not known, remedy."""
+    """Layer, unsupported property, remedy."""
     error = errors.UnsupportedCacheError("layers.3.attn", "its cache is compressed", "serve it without Tandem")
     assert str(error) == "layer 'layers.3.attn': its cache is compressed; serve it without Tandem"
     assert error.layer == "layers.3.attn"
 
 
 def test_transport_errors_name_the_peer() -> None:
-    """Where it failed comes first."""
+    """The message begins with the peer."""
     error = errors.TransportError("decode-1", "a write failed")
     assert str(error) == "peer 'decode-1': a write failed"
     assert error.peer == "decode-1"

@@ -1,4 +1,4 @@
-"""Regions, groups and pages: what is registered, and what a layout refuses to describe."""
+"""Regions, groups and pages: what is registered, and what a layout refuses."""
 
 from dataclasses import replace
 from typing import Any
@@ -44,30 +44,34 @@ def region(address: int, length: int, memory_kind: MemoryKind = HOST) -> Region:
     ],
 )
 def test_unique_regions_by_hand(spans: list[tuple[int, int]], merged: list[tuple[int, int]]) -> None:
-    """Each byte is registered once; spans that only touch stay two."""
+    """Each byte is registered once; spans that only touch stay separate."""
     assert unique_regions(region(*span) for span in spans) == tuple(region(*span) for span in merged)
 
 
 def test_gemma_3_4b_registers_five_tensors() -> None:
-    """34 layers lie on 5 tensors: 5 regions."""
+    """34 layers on 5 tensors: 5 regions."""
     tensors = [region(0x10000 * (1 + k), 0x8000) for k in range(5)]
     assert unique_regions(tensors[layer % 5] for layer in range(34)) == tuple(tensors)
 
 
 def test_devices_are_kept_apart() -> None:
-    """Equal addresses on two devices are two memories."""
+    """Equal addresses on two devices are different memory."""
     spans = [region(100, 50, GPU1), region(100, 50, GPU0), region(120, 50, GPU1)]
     assert unique_regions(spans) == (region(100, 50, GPU0), region(100, 70, GPU1))
 
 
 def test_shared_buffers_are_one_region_each() -> None:
-    """Layer k of three groups lies in one buffer: 2 layers a group make 2 regions, or 6 where nothing is shared."""
+    """Layer k of three groups lies in one buffer: 2 layers per group make 2 regions, or 6
+    without sharing.
+    """
     assert len(make_rank(Shape(shared=True), 0, 1).layout.regions) == 2
     assert len(make_rank(Shape(shared=False), 0, 1).layout.regions) == 6
 
 
 def test_sizes_are_derived() -> None:
-    """Content is heads times rows times row bytes, padding not counted; a group's is the sum over its layers."""
+    """Content is heads times rows times row bytes, without padding; a group's is the sum over
+    its layers.
+    """
     assert (PAGES.page_bytes, FULL.block_bytes, FULL.row_tokens(PAGES)) == (100, 100, 1)
     padded = replace(PAGES, block_stride_bytes=128)
     assert replace(FULL, layers=(PAGES, padded)).block_bytes == 200
@@ -101,7 +105,9 @@ def test_impossible_pages_are_refused(change: dict[str, Any]) -> None:
     ],
 )
 def test_impossible_groups_are_refused(kind: GroupKind, block_tokens: int, window: int | None, says: str) -> None:
-    """A sliding group has a window, any other has none, and blocks hold tokens; the error names the group."""
+    """A sliding group has a window, other groups have none, and blocks have tokens; the error
+    names the group.
+    """
     with pytest.raises(PlanError, match=f"group 3: {says}"):
         Group(3, kind, block_tokens, window, ())
 
@@ -120,12 +126,14 @@ def test_impossible_groups_are_refused(kind: GroupKind, block_tokens: int, windo
     ],
 )
 def test_impossible_layouts_are_refused(change: dict[str, Any], says: str) -> None:
-    """Ranks exist, groups are numbered, memory is of one place, and every page lies inside one region."""
+    """Ranks exist, groups are numbered, all memory is of one kind, and every page lies inside
+    one region.
+    """
     with pytest.raises(PlanError, match=says):
         replace(LAYOUT, **change)
 
 
-# ---- kernel blocks, rows of several tokens, parts ----------------------------------------------------------------
+# ---- kernel blocks, rows of several tokens, parts ----------------------------------------------
 
 SPLIT = replace(
     PAGES, rows=2, kernel_blocks=3, kernel_block_stride_bytes=150, head_stride_bytes=60, row_stride_bytes=12
@@ -133,7 +141,9 @@ SPLIT = replace(
 
 
 def test_kernel_blocks_count_into_sizes() -> None:
-    """3 kernel blocks of 2 heads of 2 rows of 10 bytes; the last byte ends at 2*150 + 1*60 + 1*12 + 10."""
+    """3 kernel blocks of 2 heads of 2 rows of 10 bytes; the last byte ends at 2*150 + 1*60 +
+    1*12 + 10.
+    """
     assert (SPLIT.page_bytes, SPLIT.last_offset) == (120, 382)
     assert (PAGES.page_bytes, PAGES.last_offset) == (100, 100)
 
@@ -159,7 +169,9 @@ def test_a_stride_belongs_to_several_kernel_blocks(change: dict[str, Any]) -> No
     ],
 )
 def test_rows_share_a_blocks_tokens_evenly(block_tokens: int, pages: LayerPages, row_tokens: int | None) -> None:
-    """Tokens of a block are dealt to its kernel blocks, and there to rows; what does not come out even is refused."""
+    """Tokens of a block are divided over its kernel blocks, and there over rows; a remainder is
+    refused.
+    """
     if row_tokens is None:
         with pytest.raises(PlanError, match=f"layer 'a': {block_tokens} tokens cannot be divided"):
             Group(0, GroupKind.FULL, block_tokens, None, (pages,))
@@ -174,7 +186,9 @@ def test_a_states_rows_are_not_tokens() -> None:
 
 @pytest.mark.parametrize(("last", "fits"), [(1482, True), (1481, False)])
 def test_the_last_kernel_block_lies_inside_the_region(last: int, fits: bool) -> None:
-    """A page ends with its last kernel block's last head's last row: byte 1000 + 1 * 100 + 382."""
+    """A page ends with the last row of the last head of its last kernel block: byte 1000 + 1 *
+    100 + 382.
+    """
     group = Group(0, GroupKind.FULL, 6, None, (SPLIT,))
     regions = (region(1000, last - 1000),)
     if fits:
@@ -199,17 +213,17 @@ def test_windows_of_chunks_and_states(change: dict[str, Any]) -> None:
 
 
 def test_parts_of_a_layer_share_its_turn() -> None:
-    """Layers are numbered through all groups; the parts of one layer count once."""
+    """Layers are numbered over all groups; the parts of one layer count once."""
     k0, v0, k1, v1, state = (replace(PAGES, layer=name) for name in ("a", "a", "b", "b", "c"))
     groups = (Group(0, GroupKind.FULL, 5, None, (k0, v0, k1, v1)), Group(1, GroupKind.STATE, 5, None, (state, state)))
     assert [layer_index for layer_index, _ in numbered(groups[0], groups)] == [0, 0, 1, 1]
     assert [layer_index for layer_index, _ in numbered(groups[1], groups)] == [2, 2]
-    layout = replace(LAYOUT, groups=groups)
-    assert layout.layer_heads == {(0, 2), (1, 2), (2, 2)}
 
 
 def test_a_rank_holds_its_share_of_every_part() -> None:
-    """3 heads over 2 ranks are 1 and 2, one head is a replica on each; anything else is no layout."""
+    """3 heads over 2 ranks are 1 and 2, one head is replicated on each; other splits are
+    refused.
+    """
     one, two = replace(PAGES, total_heads=3, heads=1), replace(PAGES, total_heads=3, heads=2)
     latent = replace(PAGES, total_heads=1, heads=1)
     for rank, pages in ((0, one), (1, two)):
@@ -220,7 +234,9 @@ def test_a_rank_holds_its_share_of_every_part() -> None:
 
 
 def test_impossible_parts_are_refused() -> None:
-    """The parts of a layer follow each other, or layers could not leave one by one; a state has no kernel blocks."""
+    """The parts of a layer must be adjacent, for sending layer by layer; a state has no kernel
+    blocks.
+    """
     other = replace(PAGES, layer="b")
     Group(0, GroupKind.FULL, 5, None, (PAGES, PAGES, other, other))
     with pytest.raises(PlanError, match="group 0: the parts of a layer must be adjacent"):

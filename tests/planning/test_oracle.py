@@ -1,21 +1,20 @@
-"""The whole planning path against an independent oracle: all pairs of TP sizes, head counts and block sizes.
+"""The whole planning path against an independent oracle: all TP sizes, head counts and block sizes.
 
-Each case has five groups, one of each kind of cache, of two layers: full attention, sliding window, chunked local
-attention, one replicated latent (MLA), and a state of four parts with different head counts. How either side keeps
-them (order of dimensions, packed rows, kernel blocks, padding, shared tensors), the prompt, its chunks and the block
-tables are drawn by the case's number, so that a case is the same in every run.
+Each case has five groups of two layers, one of each kind of cache: full attention, sliding window,
+chunked local attention, one replicated latent (MLA), and a state of four parts with different head
+counts. The case's number determines the storage of either side (order of dimensions, packed rows,
+kernel blocks, padding, shared tensors), the prompt, its chunks and the block tables, so a case is
+the same in every run.
 """
 
 from collections import Counter
 from collections.abc import Iterator
-from functools import cache
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from connectors.planning import heads, plan
 from tests.planning.oracle import check_case, first_needed, held, unit_tokens
 from tests.planning.oracle_cases import KINDS, Case, Sizes, make_case
 
@@ -24,17 +23,10 @@ KV_HEADS = (1, 2, 3, 4, 8, 12)
 BLOCK_SIZES = [(producer, consumer) for producer in (16, 32, 64) for consumer in (16, 32, 64)]
 
 
-@pytest.fixture(autouse=True)
-def _shares_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who sends which heads is a pure function of a few numbers that thousands of cases share."""
-    monkeypatch.setattr(heads, "held_heads", cache(heads.held_heads))
-    shares = cache(heads.head_shares)
-    monkeypatch.setattr(heads, "head_shares", shares)
-    monkeypatch.setattr(plan, "head_shares", shares)
-
-
 def grid(producer_tp: int, kv_heads: int) -> Iterator[Case]:
-    """All consumer TP sizes and pairs of block sizes, which every kind of group has; a third of them thoroughly."""
+    """All consumer TP sizes and pairs of block sizes valid for every kind of group; a third of
+    them thoroughly.
+    """
     for consumer_tp in TP_SIZES:
         for number in range(len(BLOCK_SIZES)):
             random = Random(f"{producer_tp}/{consumer_tp}/{kv_heads}/{number}")
@@ -47,7 +39,9 @@ def grid(producer_tp: int, kv_heads: int) -> Iterator[Case]:
 @pytest.mark.parametrize("kv_heads", KV_HEADS)
 @pytest.mark.parametrize("producer_tp", TP_SIZES)
 def test_every_wanted_byte_is_written_once(producer_tp: int, kv_heads: int) -> None:
-    """Every word wanted is written once, with the right content, by the right rank, and no other word is written."""
+    """Every requested word is written once, with the right content, by the right rank; no other
+    word is written.
+    """
     words = 0
     for case in grid(producer_tp, kv_heads):
         try:
@@ -60,7 +54,9 @@ def test_every_wanted_byte_is_written_once(producer_tp: int, kv_heads: int) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_group_alone(kind: str) -> None:
-    """Two layers do not take turns over eight replicas: some producer ranks serve nobody, and still have a partner."""
+    """Two layers do not use all of eight replicas: some producer ranks send nothing, and still
+    have a partner.
+    """
     for number, (producer_tp, consumer_tp) in enumerate((p, c) for p in TP_SIZES for c in TP_SIZES):
         random = Random(f"{kind}/{number}")
         sizes = [BLOCK_SIZES[number % len(BLOCK_SIZES)]]
@@ -68,7 +64,9 @@ def test_one_group_alone(kind: str) -> None:
 
 
 def test_the_grid_has_all_that_may_differ() -> None:
-    """Each (kind, producer's and consumer's block size) is there, and every way of keeping pages is frequent."""
+    """Each (kind, producer's and consumer's block size) occurs, and every storage option is
+    frequent.
+    """
     seen: Counter[object] = Counter()
     cases = [case for producer_tp in (1, 3, 8) for kv_heads in (2, 8) for case in grid(producer_tp, kv_heads)]
     for case in cases:
@@ -96,12 +94,12 @@ def test_the_grid_has_all_that_may_differ() -> None:
     }
 
 
-# ---- random layouts ----------------------------------------------------------------------------------------------
+# ---- random layouts ----------------------------------------------------------------------------
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Any groups of any block sizes, kinds more than once or not at all."""
+    """Any groups of any block sizes; kinds may repeat or be absent."""
     kinds = draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=4))
     tokens = st.sampled_from((16, 8, 24, 32, 48, 64, 80, 256))
     sizes: Sizes = [(draw(tokens), draw(tokens)) for _ in kinds]
@@ -112,11 +110,11 @@ def cases(draw: st.DrawFn) -> Case:
 @settings(max_examples=150)
 @given(cases())
 def test_any_layout_equals_the_oracle(case: Case) -> None:
-    """The same over layouts that nobody thought of."""
+    """The same over random layouts."""
     check_case(case)
 
 
-# ---- the oracle itself -------------------------------------------------------------------------------------------
+# ---- the oracle itself -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -131,5 +129,5 @@ def test_any_layout_equals_the_oracle(case: Case) -> None:
     ],
 )
 def test_the_oracle_deals_heads(tp: int, kv_heads: int, heads_by_rank: list[tuple[int, ...]]) -> None:
-    """The oracle's own deal, worked out by hand."""
+    """The oracle's own distribution, computed by hand."""
     assert [held(rank, tp, kv_heads) for rank in range(tp)] == heads_by_rank

@@ -1,6 +1,7 @@
-"""Plans against an oracle that walks every (layer, head, row): real bytes, compared over whole buffers.
+"""Plans against an oracle that iterates over (layer, head, row): real bytes of whole buffers.
 
-The consumers' buffers start as canaries, so padding, foreign heads and unwanted blocks are compared too.
+The consumers' buffers start as canaries, so padding, foreign heads and other blocks are compared as
+well.
 """
 
 from dataclasses import replace
@@ -36,7 +37,9 @@ KV_HEADS = [1, 2, 3, 4, 8]
 
 
 def transfer_and_compare(producer: Shape, consumer: Shape, tp: tuple[int, int], seed: int) -> None:
-    """One transfer by plan and one by the oracle leave equal buffers, and the cover proof agrees."""
+    """One transfer by plan and one by the oracle leave equal buffers, and the cover proof
+    agrees.
+    """
     producers, planned, expected = (
         make_engine(shape, size) for shape, size in ((producer, tp[0]), (consumer, tp[1]), (consumer, tp[1]))
     )
@@ -71,7 +74,7 @@ def test_equal_styles_at_all_tp_pairs(style: str, kv_heads: int) -> None:
     [("head_major", "token_major"), ("token_major", "heads_outer"), ("gapped_rows", "token_major")],
 )
 def test_different_styles_at_all_tp_pairs(producer_style: str, consumer_style: str, kv_heads: int) -> None:
-    """Rows are the same on both sides, strides are not: what is moved is still row by row the same."""
+    """Rows are equal on both sides, strides are not: every row still arrives."""
     producer = Shape(kv_heads=kv_heads, style=producer_style, rows=2)
     for seed, tp in enumerate(TP_PAIRS):
         transfer_and_compare(producer, replace(producer, style=consumer_style, num_blocks=9), tp, seed)
@@ -80,14 +83,14 @@ def test_different_styles_at_all_tp_pairs(producer_style: str, consumer_style: s
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("pads", [(24, 0), (0, 24), (16, 40)])
 def test_padding_is_neither_read_nor_written(style: str, pads: tuple[int, int]) -> None:
-    """Block strides beyond the content, different on the two sides."""
+    """Block strides longer than the content, different on the two sides."""
     producer = Shape(style=style, pad_bytes=pads[0])
     for seed, tp in enumerate([(1, 1), (1, 2), (2, 1), (4, 2), (2, 4), (3, 2)]):
         transfer_and_compare(producer, replace(producer, pad_bytes=pads[1]), tp, seed)
 
 
 def test_groups_may_differ_in_size_and_lie_alone() -> None:
-    """Three layers in one group, one in another, nothing shared."""
+    """Three layers in one group, one in another, without sharing."""
     groups = ((GroupKind.FULL, None, 3), (GroupKind.SLIDING, 8, 1))
     shape = Shape(groups=groups, shared=False)
     for seed, tp in enumerate(TP_PAIRS):
@@ -95,7 +98,7 @@ def test_groups_may_differ_in_size_and_lie_alone() -> None:
 
 
 def test_equal_dense_layouts_are_one_piece_a_layer() -> None:
-    """As few pieces as both sides allow: adjacent heads move as one."""
+    """The plan has as few pieces as both sides allow: adjacent heads move as one."""
     for style, tp, pieces in (
         ("packed", (1, 1), 1),
         ("head_major", (1, 1), 1),
@@ -112,7 +115,9 @@ def test_equal_dense_layouts_are_one_piece_a_layer() -> None:
 
 
 def test_swapped_head_slices_are_seen_by_the_oracle() -> None:
-    """The cover proof looks at destinations; that sources are the right heads, only bytes show."""
+    """The cover proof checks destinations only; real bytes show that the sources are the right
+    heads.
+    """
     shape = Shape()
     producers, planned, expected = make_engine(shape, 1), make_engine(shape, 2), make_engine(shape, 2)
     fill_distinct(producers, shape)
@@ -128,7 +133,7 @@ def test_swapped_head_slices_are_seen_by_the_oracle() -> None:
     assert planned[1].region_bytes() != expected[1].region_bytes()
 
 
-# ---- refusals ----------------------------------------------------------------------------------------------------
+# ---- refusals ----------------------------------------------------------------------------------
 
 BASE = make_rank(Shape(), 0, 1).layout
 
@@ -158,7 +163,7 @@ def layer_changed(**changes: Any) -> EngineLayout:
     ],
 )
 def test_an_incompatible_peer_is_named(theirs: EngineLayout, field: str, remedy: str) -> None:
-    """The first difference is named, with both values and what to do; nothing is planned."""
+    """The error names the first difference, with both values and a remedy; no plan is made."""
     with pytest.raises(IncompatiblePeerError, match=remedy) as refusal:
         check_compatible(theirs, BASE)
     assert refusal.value.field == field
@@ -169,14 +174,16 @@ def test_an_incompatible_peer_is_named(theirs: EngineLayout, field: str, remedy:
 
 
 def test_what_may_differ_is_accepted() -> None:
-    """TP size, pool size, padding, addresses and the order of heads and rows in memory are each engine's own affair."""
+    """TP size, pool size, padding, addresses and the order of heads and rows in memory may
+    differ.
+    """
     for shape in (Shape(num_blocks=30), Shape(pad_bytes=64), Shape(style="token_major"), Shape(shared=False)):
         for rank in make_engine(shape, 2):
             check_compatible(rank.layout, BASE)
 
 
 def test_pages_with_fewer_heads_than_the_rank_holds_are_refused() -> None:
-    """A layer that keeps fewer heads than its rank's share is no layout; the error names it."""
+    """A layer with fewer heads than its rank's share is refused; the error names it."""
     pages = BASE.groups[0].layers
     with pytest.raises(PlanError, match=r"layer 'layers\.0\.0': rank 0 of 1 holds 3 of 4 heads, .* gives it 4"):
         with_field(BASE, 0, layers=(replace(pages[0], heads=3), pages[1]))
@@ -186,7 +193,9 @@ def test_pages_with_fewer_heads_than_the_rank_holds_are_refused() -> None:
     ("prefill_tokens", "decode_tokens", "fits"), [(8, 8, True), (16, 8, True), (8, 16, False), (8, 12, False)]
 )
 def test_a_prefix_cache_needs_whole_blocks(prefill_tokens: int, decode_tokens: int, fits: bool) -> None:
-    """A window may begin in a block of decode's that prefill holds in part: refused where decode caches prefixes."""
+    """A window may begin in a decode block that prefill has only in part: refused if decode
+    caches prefixes.
+    """
     groups = ((GroupKind.SLIDING, 6, 1), (GroupKind.FULL, None, 1))
     layouts = [
         make_rank(Shape(groups=groups, block_tokens=tokens, rows=tokens), 0, 1).layout
@@ -202,7 +211,7 @@ def test_a_prefix_cache_needs_whole_blocks(prefill_tokens: int, decode_tokens: i
 
 
 def test_states_need_whole_blocks_beside_them() -> None:
-    """What of a block nobody writes may hold a state's bytes, which attention must never meet."""
+    """Unwritten parts of a block may have a state's bytes, which attention must never read."""
     groups = ((GroupKind.STATE, None, 1), (GroupKind.FULL, None, 1))
     small, large = (
         make_rank(Shape(groups=groups, block_tokens=tokens, rows=4, style="packed"), 0, 1).layout for tokens in (8, 16)

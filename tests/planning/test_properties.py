@@ -1,4 +1,6 @@
-"""Properties of plans over random layouts: equal to the oracle's bytes, covered exactly, and refused when broken."""
+"""Properties of plans over random layouts: the oracle's bytes, exact cover, refusal when
+modified.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -29,7 +31,7 @@ from tests.planning.builders import (
 
 @st.composite
 def shape_pairs(draw: st.DrawFn) -> tuple[Shape, Shape]:
-    """Two engines that fit each other, and differ in all that may differ."""
+    """Two compatible engines that differ in everything that may differ."""
     group = st.one_of(
         st.tuples(st.just(GroupKind.FULL), st.none(), st.integers(1, 3)),
         st.tuples(st.just(GroupKind.SLIDING), st.integers(1, 20), st.integers(1, 3)),
@@ -59,7 +61,7 @@ def shape_pairs(draw: st.DrawFn) -> tuple[Shape, Shape]:
 def test_any_transfer_equals_the_oracle(
     shapes: tuple[Shape, Shape], producer_tp: int, consumer_tp: int, seed: int
 ) -> None:
-    """Whatever the layouts and sizes: the bytes of the plan are the oracle's, and the cover is exact."""
+    """For all layouts and sizes, the bytes of the plan are the oracle's, and the cover is exact."""
     producer, consumer = shapes
     producers = make_engine(producer, producer_tp)
     planned, expected = make_engine(consumer, consumer_tp), make_engine(consumer, consumer_tp)
@@ -80,7 +82,9 @@ def test_any_transfer_equals_the_oracle(
 def test_any_damage_is_refused(
     shapes: tuple[Shape, Shape], producer_tp: int, consumer_tp: int, data: st.DataObject
 ) -> None:
-    """One run of one rank dropped, doubled, cut or shifted: the proof over the whole transfer fails."""
+    """One run of one rank removed, repeated, cut or shifted: the proof over the whole transfer
+    fails.
+    """
     consumers = make_engine(shapes[1], consumer_tp)
     rank = data.draw(st.integers(0, consumer_tp - 1))
     plans = all_plans(make_engine(shapes[0], producer_tp), consumers)[rank]
@@ -110,7 +114,9 @@ def test_any_damage_is_refused(
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), max_size=12))
 def test_regions_hold_each_byte_once(spans: list[tuple[int, int]]) -> None:
-    """Merged regions cover exactly the bytes of the spans, do not overlap, and hold every span whole."""
+    """Merged regions cover exactly the bytes of the spans, do not overlap, and contain every
+    span completely.
+    """
     regions = unique_regions(Region(address, length, HOST) for address, length in spans)
     covered = [byte for region in regions for byte in range(region.address, region.end)]
     assert sorted(covered) == sorted({byte for address, length in spans for byte in range(address, address + length)})
@@ -121,7 +127,7 @@ def test_regions_hold_each_byte_once(spans: list[tuple[int, int]]) -> None:
 @settings(max_examples=60)
 @given(shape_pairs(), st.integers(1, 4), st.integers(1, 4))
 def test_plans_do_not_depend_on_pool_sizes(shapes: tuple[Shape, Shape], producer_tp: int, consumer_tp: int) -> None:
-    """Bytes of a block per pair of ranks add up to what the consumer rank keeps of it, in every group."""
+    """Bytes per block of all pairs of ranks sum to the consumer rank's bytes, in every group."""
     for consumer in (shapes[1], replace(shapes[1], num_blocks=2)):
         ranks = make_engine(consumer, consumer_tp)
         for rank, plans in zip(ranks, all_plans(make_engine(shapes[0], producer_tp), ranks), strict=True):

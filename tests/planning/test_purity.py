@@ -1,4 +1,4 @@
-"""Planning and protocol stay pure: what they import, looked at in a fresh interpreter and in their source."""
+"""Planning and protocol stay pure: their imports, in a fresh interpreter and in their source."""
 
 import ast
 import subprocess
@@ -47,7 +47,9 @@ def test_a_fresh_interpreter_finds_nothing_heavy() -> None:
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_sources_import_little(path: Path) -> None:
-    """The standard library, numpy, and pure packages of ours; planning knows no protocol and no store."""
+    """The standard library, numpy, and pure packages of ours; planning imports no protocol and
+    no store.
+    """
     ours: tuple[str, ...] = ("connectors.errors", "connectors.planning")
     if path.parent.name == "protocol":
         ours += ("connectors.protocol",)
@@ -60,14 +62,16 @@ def test_sources_import_little(path: Path) -> None:
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_no_clocks_threads_or_sockets(path: Path) -> None:
-    """Sans-I/O: time comes in as ``now``, nothing waits, nothing is sent, no environment is read."""
+    """Sans-I/O: time is a parameter ``now``; the code does not wait, send or read the
+    environment.
+    """
     forbidden = {"time", "datetime", "threading", "asyncio", "socket", "os", "subprocess", "multiprocessing", "random"}
     assert not {name.split(".")[0] for name in imported(path)} & forbidden
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
 def test_package_files_hold_a_docstring(package: ModuleType) -> None:
-    """``__init__`` says what the package is and imports nothing."""
+    """``__init__`` describes the package and imports nothing."""
     tree = ast.parse(Path(package.__path__[0], "__init__.py").read_text())
     assert ast.get_docstring(tree)
     assert len(tree.body) == 1

@@ -1,4 +1,4 @@
-"""The proof accepts plans and refuses whatever has been done to them."""
+"""The proof accepts plans and refuses modified ones."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -68,7 +68,9 @@ def stride(plan: GroupPlan) -> GroupPlan:
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("tp", TP_PAIRS)
 def test_mutated_plans_are_refused(tp: tuple[int, int], style: str, change: Change) -> None:
-    """A plan is proved before it is trusted: bytes missing, doubled, moved or too many are refused."""
+    """A plan is proved before it is trusted: missing, repeated, moved or excess bytes are
+    refused.
+    """
     consumer, plans = consumer_and_plans(tp, style)
     prove_plans(consumer.layout, plans)
     sender = next(at for at, plan in enumerate(plans) if plan.groups[1].unit_bytes)
@@ -80,7 +82,9 @@ def test_mutated_plans_are_refused(tp: tuple[int, int], style: str, change: Chan
 
 @pytest.mark.parametrize("tp", [(2, 1), (4, 2), (3, 2)])
 def test_a_missing_or_doubled_rank_is_refused(tp: tuple[int, int]) -> None:
-    """All producer ranks together cover the wanted bytes; one less leaves a hole, one twice writes bytes twice."""
+    """All producer ranks together cover the requested bytes; without one there is a hole, with
+    one twice an overlap.
+    """
     consumer, plans = consumer_and_plans(tp, "head_major")
     senders = [plan for plan in plans if plan.groups[0].unit_bytes]
     with pytest.raises(CoverError, match="not exactly the"):
@@ -91,7 +95,7 @@ def test_a_missing_or_doubled_rank_is_refused(tp: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("tp", [(1, 2), (2, 4), (4, 2)])
 def test_swapped_destination_slices_are_refused(tp: tuple[int, int]) -> None:
-    """A consumer rank that is given the plan of another one, on its own addresses, is not covered by it."""
+    """The plan of another consumer rank, on this rank's addresses, does not cover its bytes."""
     shape = Shape()
     consumers = make_engine(shape, tp[1])
     plans = all_plans(make_engine(shape, tp[0]), consumers)
@@ -100,7 +104,9 @@ def test_swapped_destination_slices_are_refused(tp: tuple[int, int]) -> None:
 
 
 def test_whole_transfers_are_verified() -> None:
-    """The same proof over a transfer's own runs: a run dropped, doubled, cut or moved is refused."""
+    """The same proof over a transfer's own runs: a run removed, repeated, cut or moved is
+    refused.
+    """
     shape = Shape(style="token_major")
     producers, consumers = make_engine(shape, 2), make_engine(shape, 1)
     plans = all_plans(producers, consumers)[0]
@@ -125,7 +131,7 @@ def test_whole_transfers_are_verified() -> None:
 
 
 def test_blocks_that_nobody_wants_are_refused() -> None:
-    """One block more than wanted, or another one, is not the plan's business."""
+    """One block more than requested, or another one, is refused."""
     shape = Shape()
     producers, consumers = make_engine(shape, 1), make_engine(shape, 1)
     plans = all_plans(producers, consumers)[0]
@@ -137,7 +143,7 @@ def test_blocks_that_nobody_wants_are_refused() -> None:
 
 
 def test_nothing_wanted_and_nothing_written_is_a_cover() -> None:
-    """A consumer with the whole prompt in its own cache wants no byte, and gets none."""
+    """A consumer with the whole prompt in its cache requests no byte, and receives none."""
     consumer = make_engine(Shape(), 1)[0]
     none = [np.empty(0, np.int64)] * 3
     verify_cover(consumer.layout, none, [])
@@ -145,7 +151,7 @@ def test_nothing_wanted_and_nothing_written_is_a_cover() -> None:
 
 
 def test_bytes_written_where_nothing_is_wanted_are_refused() -> None:
-    """The other half of the above."""
+    """Runs that write bytes although none are requested are refused."""
     shape = Shape()
     consumer, plans = consumer_and_plans((1, 1), "head_major")
     moves = draw_moves(np.random.default_rng(4), shape, shape)
@@ -155,7 +161,9 @@ def test_bytes_written_where_nothing_is_wanted_are_refused() -> None:
 
 
 def test_one_block_wanted_twice_is_refused() -> None:
-    """A block id that stands at two positions, or in two groups that share memory, cannot hold both contents."""
+    """A block id at two positions, or in two groups that share memory, cannot have both
+    contents.
+    """
     consumer, _ = consumer_and_plans((1, 1), "head_major")
     none = np.empty(0, np.int64)
     with pytest.raises(CoverError, match="wanted more than once"):
@@ -165,7 +173,7 @@ def test_one_block_wanted_twice_is_refused() -> None:
 
 
 def test_merging_does_not_change_a_proof() -> None:
-    """Coalesced or not, the same bytes are covered."""
+    """Merged or not, the same bytes are covered."""
     consumer, plans = consumer_and_plans((1, 1), "head_major")
     moves = [whole_blocks(group, np.arange(1, 4) + 3 * group, np.arange(1, 4) + 3 * group) for group in range(3)]
     runs = runs_of(plans, moves)[0]

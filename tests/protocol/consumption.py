@@ -1,4 +1,6 @@
-"""A consumer's machine with one request for 4 blocks of an engine of two ranks, and what its tests do with it."""
+"""A consumer's machine with one request for 4 blocks from an engine of two ranks, and test
+helpers.
+"""
 
 from collections.abc import Sequence
 
@@ -35,7 +37,7 @@ FIN0, FIN1 = Fin("t", 31), Fin("t", 60)
 
 
 def offered(*orders: Order) -> Consumer:
-    """A machine that has offered: all partners of engine-a may write."""
+    """Return a machine that has sent its offers: all partners of engine-a may write."""
     consumer = Consumer(GROUPS, LIMITS)
     for each in orders or (order(),):
         consumer.start(each, 0.0)
@@ -44,14 +46,14 @@ def offered(*orders: Order) -> Consumer:
 
 
 def sends(actions: Sequence[object]) -> list[Send]:
-    """The same, which must be messages to send."""
+    """Return the actions, which must be messages to send, as messages."""
     found = [action for action in actions if isinstance(action, Send)]
     assert found == list(actions)
     return found
 
 
 def offers(actions: Sequence[object]) -> list[Offer]:
-    """What is sent, which must be offers."""
+    """Return the sent messages, which must be offers."""
     found = [send.message for send in sends(actions) if isinstance(send.message, Offer)]
     assert len(found) == len(actions)
     return found

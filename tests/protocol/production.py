@@ -1,4 +1,4 @@
-"""A producer's machine with one request of 12 tokens, and what its tests do with it. Blocks have 4 tokens."""
+"""A producer's machine with one request of 12 tokens, and test helpers. Blocks have 4 tokens."""
 
 from collections.abc import Iterable
 
@@ -24,7 +24,9 @@ def blocks(positions: list[int], ids: list[int]) -> BlockSet:
 
 
 def offer(transfer_id: str = "t", end_token: int = 11, digest: str = "digest") -> Offer:
-    """All 3 blocks of group 0, the last one of group 1: 11 tokens of a prompt of 12."""
+    """Return an offer for all 3 blocks of group 0 and the last one of group 1: 11 tokens of a
+    prompt of 12.
+    """
     return Offer(transfer_id, end_token, digest, (blocks([0, 1, 2], [50, 51, 52]), blocks([2], [60])))
 
 
@@ -32,7 +34,7 @@ TABLES = ([[1, 2, 3], [4, 5, 6]], 12)
 
 
 def machine(ranks: tuple[int, ...] = (0,)) -> Producer:
-    """A machine that has welcomed the consumer's ranks."""
+    """Return a machine that has welcomed the consumer's ranks."""
     producer = Producer(GROUPS, LIMITS)
     for rank in (0, 1):
         producer.welcome(Peer("engine-c", rank), ConsumerPeer(frozenset(ranks), 100, SHAPES), 0.0)
@@ -47,7 +49,7 @@ def live(ranks: tuple[int, ...] = (0,)) -> Producer:
 
 
 def moves(write: Write) -> dict[int, list[tuple[int, int]]]:
-    """group -> (source block, destination block)"""
+    """Return (source block, destination block) pairs by group."""
     return {move.group: list(zip(move.src_ids.tolist(), move.dst_ids.tolist(), strict=True)) for move in write.moves}
 
 
@@ -63,7 +65,7 @@ def finish_write(producer: Producer, write: Write, total_bytes: int, now: float)
 
 
 def held(ranks: tuple[int, ...] = (0,)) -> Producer:
-    """A request that has been computed and finished; nobody has offered."""
+    """Return a machine with a computed and finished request without offers."""
     producer = live(ranks)
     producer.progress("r", *TABLES, 1.0)
     assert producer.finished("r", True, "", 2.0) == []
@@ -78,5 +80,5 @@ def aborted_reason(actions: list[ProducerAction]) -> str:
 
 
 def written(actions: Iterable[ProducerAction]) -> list[Write]:
-    """The writes among some actions."""
+    """Return the writes among some actions."""
     return [action for action in actions if isinstance(action, Write)]

@@ -1,8 +1,10 @@
-"""A request that is cancelled in each state of both machines, alone and as one of several with one transfer id.
+"""A request cancelled in each state of both machines, alone and with a twin of the same transfer
+id.
 
-vLLM copies the parameters of a request with n > 1 to each of its answers: the first that comes has the transfer, its
-twin fails (decode) or is held for nobody (prefill), and either may be cancelled at any time. The exploration plays
-every order of a cancellation with everything else; here is what must come of it, state by state.
+vLLM copies the parameters of a request with n > 1 to each of its answers. The first one has the
+transfer. Its twin fails (decode) or has no consumer (prefill). Either may be cancelled at any time.
+The exploration covers every order of a cancellation and other events; these tests state the result
+for each state.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from tests.protocol.consumption import FIN0, FIN1, GROUPS, LIMITS, P0, P1, PARTN
 from tests.protocol.production import C0, TABLES, finish_write, machine, offer, only_write
 from tests.protocol.test_consumer_digests import CHECKED, with_digest
 
-# ---- decode --------------------------------------------------------------------------------------------------------
+# ---- decode --------------------------------------------------------------------------------------
 
 
 def connecting() -> Consumer:
@@ -74,11 +76,11 @@ DECODE_STATES: dict[str, tuple[Callable[[], Consumer], list[Peer], list[Peer]]] 
     "quarantined": (quarantined, [P1], []),
     "received": (received, [], []),
 }
-"""A machine in the state, who may still write there, and whose writes are being verified."""
+"""Return a machine in the state, its partners that may still write, and those being verified."""
 
 
 def given_back(actions: list[ConsumerAction]) -> list[Received | Freed]:
-    """What gives blocks back: the end of a request, or of its quarantine."""
+    """Return the actions that release blocks: the end of a request, or of its quarantine."""
     ends = [action for action in actions if isinstance(action, Received | Freed)]
     return [end for end in ends if isinstance(end, Freed) or end.quarantine is None]
 
@@ -86,7 +88,7 @@ def given_back(actions: list[ConsumerAction]) -> list[Received | Freed]:
 @pytest.mark.parametrize("twins", [0, 1], ids=["alone", "with a twin"])
 @pytest.mark.parametrize("state", DECODE_STATES)
 def test_decode_is_cancelled(state: str, twins: int) -> None:
-    """Its blocks come back once: when nobody may write any more and nothing is being verified."""
+    """Blocks are released once: when no partner may write and no verification runs."""
     make, may_write, are_verified = DECODE_STATES[state]
     consumer = make()
     for _ in range(twins):
@@ -110,7 +112,9 @@ def test_decode_is_cancelled(state: str, twins: int) -> None:
 
 @pytest.mark.parametrize("state", DECODE_STATES)
 def test_a_twin_of_decode_is_cancelled(state: str) -> None:
-    """It has nothing: the machine's state is what it was, and the first request ends as it would have."""
+    """The twin has no transfer: the machine's state is unchanged, and the first request ends
+    normally.
+    """
     make, _, are_verified = DECODE_STATES[state]
     consumer, undisturbed = make(), make()
     consumer.start(order("twin"), 4.0)
@@ -131,7 +135,7 @@ def test_a_twin_of_decode_is_cancelled(state: str) -> None:
     assert empty(consumer)
 
 
-# ---- prefill -------------------------------------------------------------------------------------------------------
+# ---- prefill -------------------------------------------------------------------------------------
 
 
 def early_transfer() -> Producer:
@@ -177,17 +181,19 @@ PREFILL_STATES: dict[str, tuple[Callable[[], Producer], type[object] | None]] = 
     "live, nobody has asked": (production.live, None),
     "live, asked for": (queued_with_an_offer, Aborted),
     "live, between chunks": (between_chunks, Aborted),
-    "live, a write under way": (writing, Aborted),
-    "live, called off during a write": (called_off, Cancelled),
+    "live, a write in flight": (writing, Aborted),
+    "live, cancelled during a write": (called_off, Cancelled),
     "live, delivered": (delivered_before_its_end, None),
 }
-"""A machine in the state, and what decode is told when its request is cancelled there; None: it waits for nothing."""
+"""Return a machine in the state, and its final message to decode; None if decode does not wait."""
 
 
 @pytest.mark.parametrize("twins", [0, 1], ids=["alone", "with a twin"])
 @pytest.mark.parametrize("state", PREFILL_STATES)
 def test_prefill_is_cancelled(state: str, twins: int) -> None:
-    """Decode hears of it once, when no write is under way; nothing is remembered but the id; the twin still ends."""
+    """Decode receives one final message, with no write in flight; only the id is remembered; the
+    twin ends.
+    """
     make, word = PREFILL_STATES[state]
     producer = make()
     for _ in range(twins):
@@ -209,7 +215,7 @@ def test_prefill_is_cancelled(state: str, twins: int) -> None:
 
 @pytest.mark.parametrize("state", PREFILL_STATES)
 def test_a_twin_of_prefill_is_cancelled(state: str) -> None:
-    """The first request's transfer goes on as if the twin had never been."""
+    """The first request's transfer continues as if the twin did not exist."""
     make, _ = PREFILL_STATES[state]
     producer, undisturbed = make(), make()
     producer.expect("twin", "t", 12, "digest", 2.0)
@@ -228,7 +234,9 @@ def test_a_twin_of_prefill_is_cancelled(state: str) -> None:
 
 
 def test_an_early_transfer_is_called_off_and_its_request_cancelled() -> None:
-    """Decode leaves before prefill's request has come, and then that is cancelled, too: nothing is kept but the id."""
+    """Decode cancels before prefill's request has arrived; then that is cancelled: only the id
+    is remembered.
+    """
     producer = early_transfer()
     (answer,) = producer.message(C0, Cancel("t"), 1.0)
     assert isinstance(answer, Send)

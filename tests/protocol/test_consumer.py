@@ -31,7 +31,7 @@ from tests.protocol.consumption import (
     sends,
 )
 
-# ---- (none), CONNECTING ------------------------------------------------------------------------------------------
+# ---- (none), CONNECTING --------------------------------------------------------------------------
 
 
 def test_start_connects_first() -> None:
@@ -54,13 +54,13 @@ def test_connected_offers_to_every_partner() -> None:
 
 
 def test_a_known_engine_is_offered_at_once() -> None:
-    """The handshake is done once an engine start."""
+    """One handshake serves all requests of an engine start."""
     consumer = offered()
     assert [send.peer for send in sends(consumer.start(order("r2", "t2"), 1.0))] == [P0, P1]
 
 
 def test_connected_to_another_engine_changes_nothing() -> None:
-    """Only the transfers of that engine start go on."""
+    """Only the transfers of that engine start continue."""
     consumer = Consumer(GROUPS, LIMITS)
     consumer.start(order(), 0.0)
     assert consumer.connected("engine-b", PARTNERS, 1.0) == []
@@ -68,7 +68,7 @@ def test_connected_to_another_engine_changes_nothing() -> None:
 
 
 def test_connect_failed_ends_at_once() -> None:
-    """CONNECTING + connect_failed -> gone, Received(failed): nobody has seen our blocks."""
+    """CONNECTING + connect_failed -> gone, Received(failed): no peer knows the blocks."""
     consumer = Consumer(GROUPS, LIMITS)
     consumer.start(order(), 0.0)
     assert consumer.connect_failed("engine-a", "dtype differs", 1.0) == [Received("r", "dtype differs")]
@@ -85,11 +85,11 @@ def test_connecting_ends_by_itself() -> None:
     assert empty(consumer)
 
 
-# ---- OFFERED -----------------------------------------------------------------------------------------------------
+# ---- OFFERED -------------------------------------------------------------------------------------
 
 
 def test_all_fins_end_well() -> None:
-    """OFFERED + Fin from all, counts right -> gone, Received(ok), and not before the last one."""
+    """OFFERED + Fin from all, right counts -> gone, Received(ok), after the last one only."""
     consumer = offered()
     assert consumer.message(P1, FIN1, 1.0) == []
     assert consumer.message(P0, FIN0, 2.0) == [Received("r", None)]
@@ -97,7 +97,7 @@ def test_all_fins_end_well() -> None:
 
 
 def test_a_fin_counts_once() -> None:
-    """A duplicate of one rank's Fin does not stand for another rank's."""
+    """A duplicate of one rank's Fin does not replace another rank's."""
     consumer = offered()
     consumer.message(P1, FIN1, 1.0)
     assert consumer.message(P1, FIN1, 1.0) == []
@@ -106,35 +106,37 @@ def test_a_fin_counts_once() -> None:
 
 @pytest.mark.parametrize("count", [0, 30, 32, 60])
 def test_a_wrong_count_is_never_decoded_from(count: int) -> None:
-    """OFFERED + wrong count -> ENDING, Cancel to those that may still write; Received(failed) at their answer."""
+    """OFFERED + wrong count -> ENDING, Cancel to partners that may write; Received(failed) at
+    their answer.
+    """
     consumer = offered()
     assert consumer.message(P0, Fin("t", count), 1.0) == cancels(P1)
     assert consumer.message(P1, FIN1, 1.0) == [Received("r", f"rank 0 wrote {count} bytes, expected 31")]
 
 
 def test_a_wrong_last_count_ends_at_once() -> None:
-    """Where nobody else may write, the failure is the end."""
+    """If no other partner may write, the failure ends the reception."""
     consumer = offered()
     consumer.message(P0, FIN0, 1.0)
     assert consumer.message(P1, Fin("t", 59), 1.0) == [Received("r", "rank 1 wrote 59 bytes, expected 60")]
 
 
 def test_aborted_cancels_the_others() -> None:
-    """OFFERED + Aborted -> ENDING, Cancel to every partner that may still write, and only to those."""
+    """OFFERED + Aborted -> ENDING, Cancel to exactly the partners that may still write."""
     consumer = offered()
     assert consumer.message(P0, Aborted("t", "preempted"), 1.0) == cancels(P1)
     assert consumer.message(P1, Cancelled("t"), 1.0) == [Received("r", "rank 0: preempted")]
 
 
 def test_cancelled_without_being_asked_is_a_failure() -> None:
-    """OFFERED + Cancelled: another request has called the transfer off; what was written is not complete."""
+    """OFFERED + Cancelled: another request has cancelled the transfer, so it is incomplete."""
     consumer = offered()
     assert consumer.message(P0, Cancelled("t"), 1.0) == cancels(P1)
     assert consumer.message(P1, FIN1, 1.0) == [Received("r", "rank 0: the producer cancelled the transfer")]
 
 
 def test_abort_waits_for_the_partners() -> None:
-    """OFFERED + abort -> ENDING, Cancel; blocks come back when all have answered, each in its own way."""
+    """OFFERED + abort -> ENDING, Cancel; blocks are released when all have answered, in any way."""
     consumer = offered()
     assert consumer.abort("r", 1.0) == cancels(P0, P1)
     assert consumer.message(P0, FIN0, 2.0) == []
@@ -143,7 +145,7 @@ def test_abort_waits_for_the_partners() -> None:
 
 
 def test_abort_twice_cancels_once() -> None:
-    """A second abort adds nothing; one of a request that is gone neither."""
+    """A second abort, or one of a request that is gone, has no effect."""
     consumer = offered()
     consumer.abort("r", 1.0)
     assert consumer.abort("r", 1.0) == []
@@ -151,7 +153,7 @@ def test_abort_twice_cancels_once() -> None:
 
 
 def test_silence_is_a_failure() -> None:
-    """OFFERED + progress_s without a word -> ENDING, Cancel."""
+    """OFFERED + progress_s without a message -> ENDING, Cancel."""
     consumer = offered()
     assert consumer.tick(9.9) == []
     assert consumer.tick(10.0) == cancels(P0, P1)
@@ -162,7 +164,7 @@ def test_silence_is_a_failure() -> None:
 
 
 def test_alive_is_a_word() -> None:
-    """Alive postpones the silence, as any message of a partner does."""
+    """Alive postpones the deadline, as any message of a partner does."""
     consumer = offered()
     for now in (9.0, 18.0, 27.0):
         assert [consumer.message(peer, Alive("t"), now) for peer in (P0, P1)] == [[], []]
@@ -171,7 +173,7 @@ def test_alive_is_a_word() -> None:
 
 
 def test_no_rank_speaks_for_another() -> None:
-    """One of two processes is stopped: the other's Alive, however often, does not make the request wait for both."""
+    """If one of two ranks is stopped, the other's Alive messages do not extend the wait."""
     consumer = offered()
     for now in range(1, 10):
         assert consumer.message(P0, Alive("t"), float(now)) == []
@@ -180,14 +182,14 @@ def test_no_rank_speaks_for_another() -> None:
 
 
 def test_alive_of_a_finished_partner_does_not_count() -> None:
-    """Only those that may still write can keep a reception waiting."""
+    """Only partners that may still write can extend a reception's wait."""
     consumer = offered()
     consumer.message(P0, FIN0, 1.0)
     consumer.message(P0, Alive("t"), 9.0)
     assert consumer.tick(11.0) == cancels(P1)
 
 
-# ---- ENDING ------------------------------------------------------------------------------------------------------
+# ---- ENDING --------------------------------------------------------------------------------------
 
 
 ABORTED = "the request was aborted"
@@ -195,7 +197,9 @@ QUARANTINED = Received("r", ABORTED, quarantine="t")
 
 
 def test_a_request_does_not_wait_for_an_answer() -> None:
-    """ENDING + cancel_s -> QUARANTINE, Received(quarantine): asked again with it, and every cancel_s after that."""
+    """ENDING + cancel_s -> QUARANTINE, Received(quarantine), Cancel; another Cancel every
+    cancel_s.
+    """
     consumer = offered()
     consumer.abort("r", 0.0)
     consumer.message(P0, Cancelled("t"), 0.5)
@@ -209,7 +213,7 @@ def test_a_request_does_not_wait_for_an_answer() -> None:
 
 
 def test_no_deadline_frees_blocks_that_may_be_written() -> None:
-    """QUARANTINE lasts until every partner has answered or is dead: time alone never gives blocks back."""
+    """QUARANTINE lasts until every partner has answered or is dead: no deadline releases blocks."""
     consumer = offered()
     consumer.abort("r", 0.0)
     assert QUARANTINED in consumer.tick(2.0)
@@ -220,7 +224,9 @@ def test_no_deadline_frees_blocks_that_may_be_written() -> None:
 
 
 def test_quarantine_of_one_rank() -> None:
-    """QUARANTINE + Fin, however right, of one: the other may still write, and the request was told that it failed."""
+    """QUARANTINE + a right Fin of one: the other may still write, and the request has already
+    failed.
+    """
     consumer = offered()
     consumer.abort("r", 0.0)
     consumer.tick(2.0)
@@ -230,7 +236,7 @@ def test_quarantine_of_one_rank() -> None:
 
 
 def test_a_request_in_quarantine_is_over() -> None:
-    """Its abort says nothing new, and another one may have its name."""
+    """An abort in quarantine has no effect; another request may have the id."""
     consumer = offered()
     consumer.abort("r", 0.0)
     consumer.tick(2.0)
@@ -245,7 +251,9 @@ def test_a_request_in_quarantine_is_over() -> None:
 
 
 def test_blocks_are_not_offered_to_an_engine_that_does_not_answer() -> None:
-    """start, while another request's blocks are in quarantine -> CONNECTING: nobody sees its blocks."""
+    """start, while another request's blocks are in quarantine -> CONNECTING: no peer knows its
+    blocks.
+    """
     consumer = offered()
     consumer.abort("r", 0.0)
     consumer.tick(2.0)
@@ -255,7 +263,7 @@ def test_blocks_are_not_offered_to_an_engine_that_does_not_answer() -> None:
 
 
 def test_a_transfer_in_quarantine_keeps_its_id() -> None:
-    """However long: a Fin of its writer must not be taken for another request's."""
+    """The id of a transfer in quarantine stays used: its Fin must not match another request."""
     consumer = offered()
     consumer.abort("r", 0.0)
     for now in (2.0, 30.0, 60.0):
@@ -274,18 +282,20 @@ def test_alive_does_not_end_anything() -> None:
 
 
 def test_the_first_failure_is_reported() -> None:
-    """Later ones are consequences."""
+    """The first failure is reported; later ones are its consequences."""
     consumer = offered()
     consumer.message(P0, Fin("t", 1), 1.0)
     consumer.abort("r", 1.0)
     assert "rank 0 wrote 1 bytes" in failures(consumer.message(P1, Fin("t", 2), 1.0))["r"]
 
 
-# ---- engine_lost, strangers, release -----------------------------------------------------------------------------
+# ---- engine_lost, strangers, release -------------------------------------------------------------
 
 
 def test_a_dead_engine_writes_no_more() -> None:
-    """engine_lost ends receptions in every stage, of that engine start only, and the next one connects anew."""
+    """engine_lost ends receptions of that engine start in every stage; its next request connects
+    again.
+    """
     consumer = offered(order("r1", "t1"), order("r2", "t2"))
     consumer.start(order("r3", "t3", OTHER), 0.0)
     consumer.abort("r1", 1.0)
@@ -299,7 +309,9 @@ def test_a_dead_engine_writes_no_more() -> None:
 
 
 def test_all_engines_that_could_be_lost_are_known() -> None:
-    """Those that were met, those that a request waits for, and those that only a release does."""
+    """Known engines are those met, those that a request waits for, and those with only a pending
+    release.
+    """
     consumer = offered()
     consumer.start(order("r2", "t2", OTHER), 1.0)
     consumer.release("t3", EngineAddress("engine-c", "host", 1), 1.0)
@@ -310,7 +322,7 @@ def test_all_engines_that_could_be_lost_are_known() -> None:
 
 
 def test_strangers_change_nothing() -> None:
-    """Other ranks, other engine starts, other transfers and other kinds of message are ignored."""
+    """Messages of other ranks, engine starts, transfers and kinds are ignored."""
     consumer = offered()
     for peer, message in (
         (Peer("engine-a", 2), Fin("t", 0)),
@@ -324,7 +336,7 @@ def test_strangers_change_nothing() -> None:
 
 
 def test_whatever_comes_after_the_end_is_ignored() -> None:
-    """A transfer that is gone answers nothing."""
+    """A transfer that is gone ignores messages."""
     consumer = offered()
     consumer.message(P0, FIN0, 1.0)
     consumer.message(P1, FIN1, 1.0)
@@ -339,7 +351,9 @@ def test_release_cancels_at_every_partner() -> None:
 
 
 def test_release_connects_where_it_must() -> None:
-    """To an engine that is not known yet: Connect, then Cancel; forgotten where that fails or takes lease_s."""
+    """With an unknown engine: Connect, then Cancel; dropped if the handshake fails or takes
+    lease_s.
+    """
     consumer = Consumer(GROUPS, LIMITS)
     assert consumer.release("t", ENGINE, 0.0) == [Connect(ENGINE)]
     assert consumer.connected("engine-a", PARTNERS, 1.0) == cancels(P0, P1)
@@ -354,7 +368,7 @@ def test_release_connects_where_it_must() -> None:
 
 
 def test_abort_while_connecting_releases() -> None:
-    """CONNECTING + abort -> gone at once; when the producer is known, it hears that nobody will come."""
+    """CONNECTING + abort -> gone at once; after the handshake the producer receives a Cancel."""
     consumer = Consumer(GROUPS, LIMITS)
     consumer.start(order(), 0.0)
     assert consumer.abort("r", 1.0) == [Received("r", "the request was aborted")]
@@ -362,7 +376,7 @@ def test_abort_while_connecting_releases() -> None:
 
 
 def test_a_transfer_id_is_for_one_request() -> None:
-    """A second request with the id of one under way (n > 1 copies it) fails alone: the Fin is not for its blocks."""
+    """A second request with an id in use (n > 1 copies it) fails: the Fin is not for its blocks."""
     consumer = offered()
     twin = Order("twin", "t", ENGINE, 9, "digest", (blocks(14, 15, 16), blocks(17)))
     assert list(failures(consumer.start(twin, 1.0))) == ["twin"]
@@ -372,7 +386,9 @@ def test_a_transfer_id_is_for_one_request() -> None:
 
 
 def test_a_used_transfer_id_is_remembered() -> None:
-    """For lease_s after the end of its reception, so that a late Fin finds nobody to believe it."""
+    """An id stays used for lease_s after the end of its reception, so that a late Fin has no
+    effect.
+    """
     consumer = offered()
     consumer.tick(8.0)
     consumer.message(P0, FIN0, 8.5)
@@ -385,21 +401,21 @@ def test_a_used_transfer_id_is_remembered() -> None:
     assert [send.peer for send in sends(consumer.start(order("again"), 28.5))] == [P0, P1]
 
 
-# ---- bytes --------------------------------------------------------------------------------------------------------
+# ---- bytes ---------------------------------------------------------------------------------------
 
 
 def test_expected_bytes_by_hand() -> None:
-    """Units of each group times what the partner sends of one."""
+    """Units of each group times the partner's bytes per unit."""
     nothing = replace(order(), groups=(empty_blocks(), blocks(9)))
     assert expected_bytes(GROUPS, order(), PARTNERS[0]) == 31
     assert expected_bytes(GROUPS, nothing, Partner(P0, SHAPES, (10, 0))) == 0
     halves = (UnitShape(2, 2, 2), UnitShape(4, 1, 1))
-    # 9 tokens of 3 blocks of 4: five halves carry some of them
+    # 9 tokens of 3 blocks of 4: five halves contain some of them
     assert expected_bytes(GROUPS, order(), Partner(P0, halves, (10, 1))) == 51
 
 
 def test_a_partner_without_a_share_is_waited_for() -> None:
-    """It writes nothing and says so: Fin with 0 bytes."""
+    """A partner without a share writes nothing and sends Fin with 0 bytes."""
     consumer = Consumer(GROUPS, LIMITS)
     consumer.start(order(), 0.0)
     consumer.connected("engine-a", (PARTNERS[0], Partner(P1, SHAPES, (0, 0))), 0.0)
@@ -407,11 +423,13 @@ def test_a_partner_without_a_share_is_waited_for() -> None:
     assert consumer.message(P1, Fin("t", 0), 1.0) == [Received("r", None)]
 
 
-# ---- Failed ----------------------------------------------------------------------------------------------------------
+# ---- Failed --------------------------------------------------------------------------------------
 
 
 def test_a_failed_write_puts_the_blocks_into_quarantine_at_once() -> None:
-    """OFFERED + Failed -> QUARANTINE: an error report is no acknowledgement; the request need not wait for one."""
+    """OFFERED + Failed -> QUARANTINE: an error report is no acknowledgement; the request ends at
+    once.
+    """
     consumer = offered()
     received = Received("r", "rank 0: a write failed", quarantine="t")
     assert consumer.message(P0, Failed("t", "a write failed"), 1.0) == [*cancels(P0, P1), received]
@@ -424,7 +442,7 @@ def test_a_failed_write_puts_the_blocks_into_quarantine_at_once() -> None:
 
 
 def test_a_failed_write_of_a_transfer_that_was_given_up() -> None:
-    """ENDING + Failed -> QUARANTINE, before cancel_s is over."""
+    """ENDING + Failed -> QUARANTINE, before cancel_s has passed."""
     consumer = offered()
     assert consumer.abort("r", 1.0) == cancels(P0, P1)
     received = Received("r", "the request was aborted", quarantine="t")
@@ -434,7 +452,9 @@ def test_a_failed_write_of_a_transfer_that_was_given_up() -> None:
 
 
 def test_a_failed_write_of_another_rank_keeps_blocks_that_are_verified() -> None:
-    """Fin of one rank, Failed of the other: the blocks stay in quarantine for the one that failed."""
+    """Fin of one rank, Failed of the other: the blocks stay in quarantine for the one that
+    failed.
+    """
     consumer = offered()
     assert consumer.message(P1, FIN1, 1.0) == []
     actions = consumer.message(P0, Failed("t", "a write failed"), 2.0)
@@ -442,7 +462,7 @@ def test_a_failed_write_of_another_rank_keeps_blocks_that_are_verified() -> None
 
 
 def test_failed_of_strangers_changes_nothing() -> None:
-    """Of a transfer that is gone, or of a rank that has answered."""
+    """Failed of a transfer that is gone, or of a rank that has answered, is ignored."""
     consumer = offered()
     consumer.message(P0, FIN0, 1.0)
     assert consumer.message(P0, Failed("t", "late"), 1.0) == []
@@ -450,11 +470,11 @@ def test_failed_of_strangers_changes_nothing() -> None:
     assert consumer.message(P1, FIN1, 1.0) == [Received("r", None)]
 
 
-# ---- worker_lost -------------------------------------------------------------------------------------------------
+# ---- worker_lost ---------------------------------------------------------------------------------
 
 
 def test_the_death_of_one_worker_says_nothing_of_another() -> None:
-    """QUARANTINE + worker_lost of one: the other may still write; Freed with its death."""
+    """QUARANTINE + worker_lost of one: the other may still write; Freed at its death."""
     consumer = offered()
     consumer.tick(LIMITS.progress_s)
     consumer.tick(LIMITS.progress_s + LIMITS.cancel_s)
@@ -466,7 +486,7 @@ def test_the_death_of_one_worker_says_nothing_of_another() -> None:
 
 
 def test_a_dead_worker_ends_transfers_and_its_engine_is_greeted_afresh() -> None:
-    """OFFERED + worker_lost -> ENDING: Cancel to the other; the next request shakes hands first."""
+    """OFFERED + worker_lost -> ENDING: Cancel to the other; the next request starts a handshake."""
     consumer = offered()
     assert consumer.worker_lost(P1, "its process is gone", 1.0) == cancels(P0)
     assert consumer.message(P0, Cancelled("t"), 2.0) == [Received("r", "rank 1: its process is gone")]
@@ -474,7 +494,9 @@ def test_a_dead_worker_ends_transfers_and_its_engine_is_greeted_afresh() -> None
 
 
 def test_the_death_of_a_stranger_changes_nothing() -> None:
-    """Another start of the engine, or a rank that does not talk to this worker."""
+    """worker_lost of another start of the engine, or of a rank that is no partner, has no
+    effect.
+    """
     consumer = offered()
     assert consumer.worker_lost(Peer("engine-b", 0), "gone", 1.0) == []
     assert consumer.worker_lost(Peer("engine-a", 7), "gone", 1.0) == []

@@ -1,4 +1,4 @@
-"""The consumer's machine where what has arrived is compared with a digest."""
+"""The consumer's machine with digests of the received bytes."""
 
 from dataclasses import replace
 
@@ -37,7 +37,7 @@ def with_digest(fin: Fin, digest: str = tallied([4, 5, 6], [7])) -> Fin:
 
 
 def checked() -> Consumer:
-    """A machine that has offered and asked both partners for digests."""
+    """Return a machine that has requested digests in its offers to both partners."""
     consumer = Consumer(GROUPS, LIMITS)
     consumer.start(order(), 0.0)
     found = offers(consumer.connected("engine-a", CHECKED, 0.0))
@@ -53,7 +53,7 @@ def verify(consumer: Consumer, peer: Peer, fin: Fin) -> Verify:
 
 
 def test_nobody_is_asked_for_a_digest_that_is_not_wanted() -> None:
-    """Integrity off: Offers do not ask, and a digest that comes anyway is not looked at."""
+    """Integrity off: Offers request no digest, and a received one is ignored."""
     consumer = Consumer(GROUPS, LIMITS)
     consumer.start(order(), 0.0)
     assert [offer.digest for offer in offers(consumer.connected("engine-a", PARTNERS, 0.0))] == [False, False]
@@ -62,7 +62,9 @@ def test_nobody_is_asked_for_a_digest_that_is_not_wanted() -> None:
 
 
 def test_every_partner_is_verified_before_the_request_runs() -> None:
-    """OFFERED + Fin -> Verify over the units of its order; Received(ok) with the last good result, not before."""
+    """OFFERED + Fin -> Verify over the units of its order; Received(ok) at the last good result
+    only.
+    """
     consumer = checked()
     first, second = (verify(consumer, peer, with_digest(fin)) for peer, fin in ((P0, FIN0), (P1, FIN1)))
     assert [units.dst_ids.tolist() for units in first.units] == [[4, 5, 6], [7]]
@@ -73,13 +75,15 @@ def test_every_partner_is_verified_before_the_request_runs() -> None:
 
 
 def test_another_digest_is_a_problem() -> None:
-    """Verify says what differs."""
+    """Verify describes the difference."""
     action = verify(checked(), P0, with_digest(FIN0, tallied([4, 6, 5], [7])))
     assert "the received bytes differ from the bytes sent" in (action.problem() or "")
 
 
 def test_a_wrong_digest_is_never_decoded_from() -> None:
-    """OFFERED + wrong digest -> ENDING, Cancel to those that may still write; the failure names the rank."""
+    """OFFERED + wrong digest -> ENDING, Cancel to partners that may write; the failure names the
+    rank.
+    """
     consumer = checked()
     verify(consumer, P1, with_digest(FIN1))
     assert consumer.verified("t", P1, "other bytes", 2.0) == cancels(P0)
@@ -88,7 +92,7 @@ def test_a_wrong_digest_is_never_decoded_from() -> None:
 
 
 def test_a_missing_digest_is_a_failure() -> None:
-    """A Fin without the digest that was asked for vouches for nothing."""
+    """A Fin without the requested digest fails the transfer."""
     consumer = checked()
     assert consumer.message(P0, FIN0, 1.0) == cancels(P1)
     assert consumer.message(P1, Cancelled("t"), 1.0) == [
@@ -97,13 +101,15 @@ def test_a_missing_digest_is_a_failure() -> None:
 
 
 def test_a_wrong_count_needs_no_digest() -> None:
-    """Bytes are counted first."""
+    """The byte count is checked before the digest."""
     consumer = checked()
     assert consumer.message(P0, with_digest(Fin("t", 30)), 1.0) == cancels(P1)
 
 
 def test_blocks_are_kept_while_they_are_verified() -> None:
-    """OFFERED + abort during a verification -> ENDING; Received(failed) with its result, however good."""
+    """OFFERED + abort during a verification -> ENDING; Received(failed) at its result, even a
+    good one.
+    """
     consumer = checked()
     verify(consumer, P0, with_digest(FIN0))
     verify(consumer, P1, with_digest(FIN1))
@@ -116,7 +122,7 @@ def test_blocks_are_kept_while_they_are_verified() -> None:
 
 
 def test_a_verification_is_not_silence() -> None:
-    """Whoever has sent its Fin owes no further word, and may die."""
+    """A partner that has sent its Fin owes no message, and may die."""
     consumer = checked()
     verify(consumer, P0, with_digest(FIN0))
     verify(consumer, P1, with_digest(FIN1))
@@ -127,7 +133,7 @@ def test_a_verification_is_not_silence() -> None:
 
 
 def test_a_failed_transfer_is_not_verified() -> None:
-    """ENDING + Fin: the request is lost already."""
+    """ENDING + Fin: the request has already failed."""
     consumer = checked()
     consumer.abort("r", 1.0)
     assert consumer.message(P0, with_digest(FIN0), 2.0) == []
@@ -135,7 +141,7 @@ def test_a_failed_transfer_is_not_verified() -> None:
 
 
 def test_a_dead_engine_during_a_verification() -> None:
-    """One rank verified, the other dead: the failure waits for the result too."""
+    """One rank in verification, the other dead: the failure waits for the result."""
     consumer = checked()
     verify(consumer, P0, with_digest(FIN0))
     assert consumer.engine_lost("engine-a", "it is gone", 2.0) == [Forget(P0), Forget(P1)]

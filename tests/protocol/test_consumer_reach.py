@@ -1,4 +1,4 @@
-"""Which producer engines a consumer's machine awaits, takes for out of reach, and forgets."""
+"""Producer engines that a consumer's machine awaits, considers unreachable, and removes."""
 
 from connectors.protocol.actions import Connect, Forget, Received, Send
 from connectors.protocol.consumer import Consumer
@@ -18,11 +18,13 @@ from tests.protocol.consumption import (
     sends,
 )
 
-# ---- who may be forgotten ------------------------------------------------------------------------------------------
+# ---- who may be forgotten ------------------------------------------------------------------------
 
 
 def test_whose_answers_are_awaited() -> None:
-    """From the wish for a handshake to a partner's last word; then it may be forgotten, and is met again."""
+    """An engine is awaited from Connect to a partner's last message; then it may be removed and
+    met again.
+    """
     consumer = Consumer(GROUPS, LIMITS)
     consumer.start(order(), 0.0)
     assert consumer.awaits(P0)
@@ -41,7 +43,9 @@ def test_whose_answers_are_awaited() -> None:
 
 
 def test_a_rank_that_the_owner_drops_amid_a_transfer() -> None:
-    """The other rank is still awaited, so nobody is forgotten yet; the next request greets all of them."""
+    """The other rank is still awaited, so no engine is removed; the next request sends Hello to
+    all ranks.
+    """
     consumer = offered()
     consumer.message(P0, FIN0, 1.0)
     assert consumer.forget(ENGINE.incarnation) == []
@@ -50,11 +54,13 @@ def test_a_rank_that_the_owner_drops_amid_a_transfer() -> None:
     assert [send.peer for send in sends(consumer.connected(ENGINE.incarnation, PARTNERS, 4.0))] == [P0, P1]
 
 
-# ---- who is out of reach -------------------------------------------------------------------------------------------
+# ---- who is out of reach -------------------------------------------------------------------------
 
 
 def test_an_offer_that_cannot_be_sent() -> None:
-    """OFFERED + undelivered -> ENDING: that rank never may write. The next request greets the engine afresh."""
+    """OFFERED + undelivered -> ENDING: that rank cannot write. The next request starts a
+    handshake.
+    """
     consumer = offered()
     offer = consumer.start(order("r2", "t2"), 1.0)[0]
     assert isinstance(offer, Send)
@@ -82,7 +88,7 @@ def test_an_engine_out_of_reach_is_forgotten_like_others() -> None:
 
 
 def test_what_a_producer_could_not_send_is_no_doubt() -> None:
-    """The worker is a producer too; its answers concern its own consumers."""
+    """The worker is a producer as well; its answers concern its own consumers."""
     consumer = offered()
     assert consumer.undelivered(P0, Fin("t9", 1), 1.0) == []
     assert [type(action) for action in consumer.start(order("r2", "t2"), 2.0)] == [Send, Send]

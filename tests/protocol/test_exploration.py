@@ -1,6 +1,7 @@
-"""Both machines in every order of events: no state, of any interleaving of a small transfer, breaks a promise.
+"""Both machines in every order of events: no state of a small transfer breaks a promise.
 
-``make explore`` goes further: two by two ranks with a message lost, one doubled, and an ending each.
+``make explore`` covers more: two by two ranks with a message lost, one duplicated, and an ending
+each.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from tests.campaigns.protocol.transfers import NEVER, Scenario
 
 @pytest.mark.parametrize("each", list(quick()), ids=lambda each: each.name)
 def test_promises_hold(each: Scenario) -> None:
-    """Right or refused in every state; from every state, everything ends and every block comes back."""
+    """Right or refused in every state; from every state, everything ends and all blocks are
+    released.
+    """
     found = explore(each)
     assert found.states > found.ends > 0
 
 
 def test_without_faults_there_is_one_end() -> None:
-    """Two by two ranks: thousands of ways, and all lead to the KV."""
+    """Two by two ranks: all of thousands of interleavings deliver the KV."""
     found = explore(scenario(2, 2, "plain"))
     assert found.ends == 1
     assert found.states > 4000
@@ -40,7 +43,7 @@ class AnswersAtOnce(ExplorableProducer):
 
 
 class IgnoresPreemption(ExplorableProducer):
-    """A producer that goes on with the blocks that it had."""
+    """A producer that continues with the former blocks of a preempted request."""
 
     def preempted(self, request_id: str, now: float) -> list[ProducerAction]:
         return []
@@ -50,7 +53,7 @@ class IgnoresPreemption(ExplorableProducer):
 
 
 class IgnoresTheFence(ExplorableProducer):
-    """A producer that vouches for writes which read blocks of another request."""
+    """A producer that sends Fin for writes which read blocks of another request."""
 
     def fenced(self, request_id: str, now: float) -> list[ProducerAction]:
         self._by_request[request_id].computed_tokens = 0
@@ -65,7 +68,7 @@ class NeverExpires(ExplorableProducer):
 
 
 class ForgetsNumbers(ExplorableProducer):
-    """A producer for which a late offer is a new one."""
+    """A producer for which a late offer is new."""
 
     def tick(self, now: float) -> list[ProducerAction]:
         actions = super().tick(now)
@@ -74,7 +77,7 @@ class ForgetsNumbers(ExplorableProducer):
 
 
 class FreesAfterADeadline(ExplorableConsumer):
-    """Quarantine that time alone ends."""
+    """A quarantine that a deadline ends."""
 
     def tick(self, now: float) -> list[ConsumerAction]:
         actions = super().tick(now)
@@ -85,28 +88,28 @@ class FreesAfterADeadline(ExplorableConsumer):
 
 
 class NeverFrees(ExplorableConsumer):
-    """Quarantine that nothing ends."""
+    """A quarantine that nothing ends."""
 
     def _end_if_over(self, reception: Any, now: float) -> list[ConsumerAction]:
         return [] if reception.stage.name == "QUARANTINE" else super()._end_if_over(reception, now)
 
 
 class WaitsForTheAnswer(ExplorableConsumer):
-    """Blocks in quarantine, and nobody is told that the request cannot have them."""
+    """Blocks in quarantine without a report to the request."""
 
     def _unanswered(self, reception: Any, now: float) -> list[ConsumerAction]:
         return [action for action in super()._unanswered(reception, now) if not isinstance(action, Received)]
 
 
 class HasNoDeadlines(ExplorableConsumer):
-    """A consumer that waits for ever."""
+    """A consumer that waits forever."""
 
     def tick(self, now: float) -> list[ConsumerAction]:
         return []
 
 
 class IgnoresDeaths(ExplorableConsumer):
-    """A consumer to which a dead worker is a silent one."""
+    """A consumer for which a dead worker is a silent one."""
 
     def worker_lost(self, peer: Peer, reason: str, now: float) -> list[ConsumerAction]:
         return []
@@ -134,7 +137,9 @@ QUARANTINED: dict[str, Any] = {"drop": 1, "abort": 1, "early": NEVER}
 def test_broken_machines_are_found(
     monkeypatch: pytest.MonkeyPatch, machine: type, legs: str, faults: dict[str, Any], says: str
 ) -> None:
-    """Each of these mistakes breaks a promise in some interleaving, and the way there is told."""
+    """Each of these mistakes breaks a promise in some interleaving, and the path to it is
+    reported.
+    """
     base = ExplorableProducer if issubclass(machine, ExplorableProducer) else ExplorableConsumer
     monkeypatch.setattr(transfers, base.__name__, machine)
     with pytest.raises(Broken, match=says) as caught:

@@ -1,4 +1,4 @@
-"""What the machines do about workers that have gone for good: they forget them, and say so; and late offers."""
+"""Workers that have ended: the machines remove them with Forget, and refuse late offers."""
 
 from connectors.planning.layout import Group, GroupKind
 from connectors.protocol.actions import Connect, Forget, Send, Sent
@@ -25,16 +25,16 @@ FORGET_S = TransferLimits().forget_s
 
 
 def numbered(number: int, transfer_id: str = "t") -> Offer:
-    """The offer of ``production.offer``, with a number."""
+    """Return the offer of ``production.offer`` with a number."""
     like = offer(transfer_id)
     return Offer(like.transfer_id, like.end_token, like.prompt_digest, like.groups, number=number)
 
 
-# ---- the producer -------------------------------------------------------------------------------------------------
+# ---- the producer --------------------------------------------------------------------------------
 
 
 def test_a_silent_consumer_is_forgotten() -> None:
-    """forget_s after its last word; whoever has spoken since stays."""
+    """A consumer is removed forget_s after its last message; one that has sent a message stays."""
     producer = machine()
     producer.message(C1, Cancel("t"), 10.0)
     producer.tick(40.0)
@@ -45,7 +45,7 @@ def test_a_silent_consumer_is_forgotten() -> None:
 
 
 def test_a_consumer_with_an_open_delivery_is_not_forgotten() -> None:
-    """However long the request waits in the queue: it is owed KV, and is told that we are alive."""
+    """A consumer of a queued request stays, however long: it receives Alive messages."""
     producer = live()
     producer.message(C0, offer(), 0.5)
     actions = producer.tick(2 * FORGET_S)
@@ -55,7 +55,7 @@ def test_a_consumer_with_an_open_delivery_is_not_forgotten() -> None:
 
 
 def test_a_lost_consumer_is_forgotten_when_its_writes_have_ended() -> None:
-    """The owner may need its connection until then."""
+    """Forget follows the end of a write: the owner may need its connection until then."""
     producer = held()
     write = only_write(producer.message(C0, offer(), 3.0))
     producer.peer_lost(C0, 4.0)
@@ -65,7 +65,7 @@ def test_a_lost_consumer_is_forgotten_when_its_writes_have_ended() -> None:
 
 
 def test_a_forgotten_consumer_says_hello_again() -> None:
-    """And is served like a new one."""
+    """A removed consumer that returns is served like a new one."""
     producer = held()
     producer.peer_lost(C0, 3.0)
     assert producer.tick(3.0) == [Forget(C0)]
@@ -77,7 +77,9 @@ def test_a_forgotten_consumer_says_hello_again() -> None:
 
 
 def test_an_offer_that_was_called_off_is_never_taken_for_a_new_one() -> None:
-    """Its blocks are somebody else's by now, whether the transfer is still remembered or not."""
+    """A late offer is refused: its blocks may belong to another request, whether the id is
+    remembered or not.
+    """
     producer = machine()
     assert producer.message(C0, Cancel("t", 3), 0.0) == [Send(C0, Cancelled("t"))]
     for now in (20.0, 40.0):
@@ -90,7 +92,7 @@ def test_an_offer_that_was_called_off_is_never_taken_for_a_new_one() -> None:
 
 
 def test_an_offer_that_comes_twice_is_never_taken_for_a_new_one() -> None:
-    """Nor is the second copy of one that was served, after its transfer has been forgotten."""
+    """A second copy of a served offer is refused after its transfer has been removed."""
     producer = held()
     finish_write(producer, only_write(producer.message(C0, numbered(1), 3.0)), 61, 4.0)
     producer.tick(24.0)
@@ -100,11 +102,13 @@ def test_an_offer_that_comes_twice_is_never_taken_for_a_new_one() -> None:
     assert aborted_reason(producer.message(C0, numbered(1), 27.0)) == "this offer arrived too late"
 
 
-# ---- the consumer -------------------------------------------------------------------------------------------------
+# ---- the consumer --------------------------------------------------------------------------------
 
 
 def test_an_engine_that_is_not_used_is_forgotten_first() -> None:
-    """After half of forget_s: before the engine forgets us, so that it knows whom we still know."""
+    """A producer engine is removed after half of forget_s: before that engine removes this
+    consumer.
+    """
     consumer = consuming.offered()
     consumer.message(consuming.P0, consuming.FIN0, 1.0)
     consumer.message(consuming.P1, consuming.FIN1, 1.0)
@@ -115,7 +119,7 @@ def test_an_engine_that_is_not_used_is_forgotten_first() -> None:
 
 
 def test_an_engine_that_owes_an_answer_is_not_forgotten() -> None:
-    """Blocks in quarantine end with its answer only."""
+    """Only its answer ends a quarantine, so an engine with blocks in quarantine stays."""
     consumer = consuming.offered()
     consumer.abort("r", 0.0)
     assert Connect(consuming.ENGINE) in consumer.tick(FORGET_S)
@@ -123,7 +127,7 @@ def test_an_engine_that_owes_an_answer_is_not_forgotten() -> None:
 
 
 def test_a_new_handshake_asks_again() -> None:
-    """ENDING + connected: a producer that had forgotten us can answer now."""
+    """ENDING + connected: a producer that had removed this consumer can answer now."""
     consumer = consuming.offered()
     consumer.abort("r", 0.0)
     consumer.message(consuming.P0, Cancelled("t"), 0.5)
@@ -131,7 +135,9 @@ def test_a_new_handshake_asks_again() -> None:
 
 
 def test_numbers_ascend() -> None:
-    """Over offers and releases alike; a Cancel has the number of the offer that it calls off."""
+    """One series numbers offers and releases; a Cancel has the number of the offer that it
+    cancels.
+    """
     consumer = Consumer((Group(0, GroupKind.FULL, 4, None, ()), Group(1, GroupKind.FULL, 4, None, ())), LIMITS)
     consumer.connected("engine-a", consuming.PARTNERS, 0.0)
     first = consumer.start(consuming.order("r1", "t1"), 0.0)
@@ -142,11 +148,13 @@ def test_numbers_ascend() -> None:
     assert [send.message for send in consuming.sends(consumer.abort("r1", 1.0))] == [Cancel("t1", 1)] * 2
 
 
-# ---- writes that hang ---------------------------------------------------------------------------------------------
+# ---- writes that hang ----------------------------------------------------------------------------
 
 
 def test_the_blocks_of_a_write_that_hangs_wait_for_its_end() -> None:
-    """OPEN + hang_s without progress -> given up; Aborted and Sent come when the write has ended, not before."""
+    """OPEN + hang_s without progress -> given up; Aborted and Sent only when the write has
+    ended.
+    """
     producer = held()
     write = only_write(producer.message(C0, offer(), 3.0))
     assert producer.tick(3.0 + LIMITS.hang_s - 0.1) == []
@@ -163,7 +171,9 @@ def test_the_blocks_of_a_write_that_hangs_wait_for_its_end() -> None:
 
 
 def test_a_write_that_ends_well_after_all_is_given_up() -> None:
-    """Its consumer has given the transfer up long ago."""
+    """A hanging write that ends late still causes Aborted and Sent, after its consumer's
+    deadline.
+    """
     producer = held()
     write = only_write(producer.message(C0, offer(), 3.0))
     producer.tick(3.0 + LIMITS.hang_s)
@@ -174,7 +184,7 @@ def test_a_write_that_ends_well_after_all_is_given_up() -> None:
 
 
 def test_a_write_of_a_request_that_has_ended_counts_too() -> None:
-    """Nothing but the write remembers its transfer."""
+    """After the end of its transfer, only the hanging write refers to it."""
     producer = live()
     producer.message(C0, offer(), 0.5)
     write = only_write(producer.progress("r", *TABLES, 1.0))

@@ -1,4 +1,4 @@
-"""Alive says that the engine gets on, not only that its progress thread runs."""
+"""Alive shows that the engine makes progress, not only that its progress thread runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEP = replace(LIMITS, step_s=50.0)
 
 
 def waiting() -> Producer:
-    """A request that came at 0 and has been asked for; no step has ended since."""
+    """Return a machine with a request expected and offered at 0, and no step since."""
     producer = Producer(GROUPS, STEP)
     producer.welcome(C0, ConsumerPeer(frozenset({0}), 100, (UnitShape(4, 1, 1), UnitShape(4, 1, 1))), 0.0)
     producer.expect("r", "t", 12, "digest", 0.0)
@@ -31,12 +31,12 @@ def says_alive(producer: Producer, now: float) -> bool:
 
 
 def test_a_step_that_takes_long_keeps_the_heartbeat() -> None:
-    """The first step compiles; a chunk of a long prompt takes its time."""
+    """The first step compiles; a chunk of a long prompt takes long."""
     assert says_alive(waiting(), STEP.step_s - 0.1)
 
 
 def test_a_step_that_does_not_end_stops_it() -> None:
-    """And the next step that ends starts it again."""
+    """The next step that ends starts Alive again."""
     producer = waiting()
     assert not says_alive(producer, STEP.step_s)
     producer.stepped(STEP.step_s + 1.0)
@@ -45,7 +45,7 @@ def test_a_step_that_does_not_end_stops_it() -> None:
 
 
 def test_an_idle_engine_owes_no_steps() -> None:
-    """The request counts from its own arrival, not from the last step before it."""
+    """The time counts from the request's arrival, not from an earlier step."""
     producer = Producer(GROUPS, STEP)
     producer.stepped(0.0)
     producer.welcome(C0, ConsumerPeer(frozenset({0}), 100, (UnitShape(4, 1, 1), UnitShape(4, 1, 1))), 0.0)
@@ -55,7 +55,7 @@ def test_an_idle_engine_owes_no_steps() -> None:
 
 
 def test_a_request_that_has_finished_needs_no_steps() -> None:
-    """Its blocks are computed: what is left is the transport's, and an idle engine takes no steps."""
+    """After the computation, only the transport matters; an idle engine takes no steps."""
     producer = waiting()
     write = only_write(producer.progress("r", *TABLES, 1.0))
     producer.finished("r", True, "", 2.0)
@@ -68,6 +68,6 @@ def test_a_request_that_has_finished_needs_no_steps() -> None:
 
 @pytest.mark.parametrize("step_s", [0, -1, float("inf"), True])
 def test_the_bound_is_checked(step_s: float) -> None:
-    """By name, as the other deadlines are."""
+    """The error names the setting, as for the other deadlines."""
     with pytest.raises(Exception, match=r"transfer\.step_s"):
         TransferLimits(step_s=step_s)

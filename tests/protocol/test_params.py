@@ -1,4 +1,4 @@
-"""Request parameters, prompt digests and limits: what a router or an operator hands in."""
+"""Request parameters, prompt digests and limits: input from a router or an operator."""
 
 from typing import Any
 
@@ -17,6 +17,7 @@ from connectors.protocol.params import (
     names_engine,
     parse_params,
     prompt_digest,
+    whole_blocks,
 )
 
 DECODE_LEG = {
@@ -33,26 +34,27 @@ DECODE_LEG = {
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": False, "do_remote_prefill": False}, {"x": 1}])
 def test_requests_without_a_transfer(params: dict[str, object] | None) -> None:
-    """Nothing asked, nothing done."""
+    """Without parameters there is no transfer."""
     assert parse_params(params) is None
 
 
 def test_prefill_legs() -> None:
-    """An id of the router's, or one that the producer makes; ``describe`` asks for the address."""
+    """The router's id, or one that the producer generates; ``describe`` asks for the address."""
     assert parse_params({"do_remote_decode": True}) == ProduceParams(None, False)
     assert parse_params({"do_remote_decode": True, "transfer_id": "t"}) == ProduceParams("t", False)
     assert parse_params({"do_remote_decode": True, "describe": True}) == ProduceParams(None, True)
+    assert parse_params({"do_remote_decode": True, "first_token": True}) == ProduceParams(None, False, True)
 
 
 def test_discards() -> None:
-    """They name the transfer that nobody will fetch."""
+    """Discard names the transfer that no engine will fetch."""
     assert parse_params({"do_remote_decode": True, "discard": True, "transfer_id": "t"}) == DiscardParams("t")
     with pytest.raises(WireError, match="discard needs a transfer_id"):
         parse_params({"do_remote_decode": True, "discard": True})
 
 
 def test_lost_engines() -> None:
-    """They are named by how their ids begin, and never all of them at once."""
+    """Ended engines are named by a prefix of their ids, never all of them at once."""
     assert parse_params({"engines_lost": "node-a."}) == LostParams("node-a.", "")
     assert parse_params({"engines_lost": "node-a.", "supervisor": "s"}) == LostParams("node-a.", "s")
     with pytest.raises(WireError, match="supervisor must be a string"):
@@ -77,13 +79,23 @@ def test_lost_engines() -> None:
     ],
 )
 def test_which_engines_are_named(engines: str, named: bool) -> None:
-    """Whole parts only: node-1 says nothing of node-10."""
+    """A prefix ends at a dot: node-1 does not match node-10."""
     assert names_engine(engines, "node-a.one.start") is named
 
 
 def test_decode_legs() -> None:
     """The prefill answer's parameters, unchanged; keys of public proxies that we do not need are ignored."""
-    assert parse_params(DECODE_LEG) == ConsumeParams("t-1", EngineAddress("engine-a", "10.0.0.7", 5600))
+    address = EngineAddress("engine-a", "10.0.0.7", 5600)
+    assert parse_params(DECODE_LEG) == ConsumeParams("t-1", address)
+    assert parse_params(DECODE_LEG | {"prompt_multiple": 16}) == ConsumeParams("t-1", address, prompt_multiple=16)
+
+
+@given(st.integers(1, 10_000), st.integers(1, 512))
+def test_whole_blocks(prompt_tokens: int, multiple: int) -> None:
+    """The largest multiple that leaves a token of the prompt."""
+    tokens = whole_blocks(prompt_tokens, multiple)
+    assert tokens % multiple == 0
+    assert tokens < prompt_tokens <= tokens + multiple
 
 
 @pytest.mark.parametrize(
@@ -102,6 +114,9 @@ def test_decode_legs() -> None:
         ({"remote_port": True}, "remote_port"),
         ({"remote_port": 0}, "remote_port"),
         ({"remote_port": 65536}, "remote_port"),
+        ({"prompt_multiple": -1}, "prompt_multiple must be a number of tokens, not -1"),
+        ({"prompt_multiple": True}, "prompt_multiple"),
+        ({"prompt_multiple": 1.5}, "prompt_multiple"),
     ],
 )
 def test_wrong_keys_are_named(change: dict[str, object], says: str) -> None:
@@ -113,12 +128,12 @@ def test_wrong_keys_are_named(change: dict[str, object], says: str) -> None:
 VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=300) | st.lists(st.integers())
 
 
-WORDS = [*DECODE_LEG, "describe", "discard", "engines_lost", "supervisor"]
+WORDS = [*DECODE_LEG, "describe", "first_token", "prompt_multiple", "discard", "engines_lost", "supervisor"]
 
 
 @given(st.dictionaries(st.sampled_from(WORDS), VALUES), st.booleans())
 def test_fuzz_params(changes: dict[str, object], complete: bool) -> None:
-    """Any values under any keys: parsed, or a WireError."""
+    """Any values under any keys are parsed, or raise WireError."""
     try:
         parsed = parse_params((DECODE_LEG if complete else {}) | changes)
     except WireError:
@@ -127,7 +142,7 @@ def test_fuzz_params(changes: dict[str, object], complete: bool) -> None:
 
 
 def test_prompt_digests_tell_prompts_apart() -> None:
-    """Order and values count, and so does whatever else KV depends on: an image, an adapter, a salt."""
+    """Order and values matter, and so do all other inputs of KV: an image, an adapter, a salt."""
     prompts = [[1, 2, 3], [3, 2, 1], [1, 2], [1, 2, 3, 0], [2**40]]
     assert len({prompt_digest(prompt) for prompt in prompts}) == len(prompts)
     assert prompt_digest(prompts[0]) == prompt_digest(tuple(prompts[0]))
@@ -138,13 +153,13 @@ def test_prompt_digests_tell_prompts_apart() -> None:
 @pytest.mark.parametrize("field", ["handshake_s", "progress_s", "cancel_s", "lease_s", "alive_s", "step_s", "fence_s"])
 @pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan"), True, "5", None])
 def test_limits_are_positive_seconds(field: str, value: Any) -> None:
-    """No wait without an end, and no end before its begin; the error names the setting."""
+    """Every deadline is a positive number; the error names the setting."""
     with pytest.raises(ConfigurationError, match=f"transfer.{field} must be a positive number of seconds"):
         TransferLimits(**{field: value})
 
 
 def test_alive_fits_twice_into_progress() -> None:
-    """A producer that waits its turn is heard before it is given up, even if one word is lost."""
+    """alive_s is at most half of progress_s, so one lost Alive does not end a transfer."""
     TransferLimits(progress_s=10, alive_s=5)
     with pytest.raises(ConfigurationError, match=r"transfer.alive_s \(6\) .* half of transfer.progress_s \(10\)"):
         TransferLimits(progress_s=10, alive_s=6)

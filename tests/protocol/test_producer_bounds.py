@@ -1,4 +1,6 @@
-"""What a consumer can make a producer remember is bounded, and what it may not remember it does not answer."""
+"""Limits on what a consumer can make a producer remember; above them, the producer does not
+answer.
+"""
 
 import numpy as np
 
@@ -11,13 +13,13 @@ from tests.protocol.production import C0, C1, LIMITS, STRANGER, TABLES, aborted_
 
 
 def wide(transfer_id: str, first: int, count: int) -> Offer:
-    """An offer of ``count`` blocks of group 0."""
+    """Return an offer of ``count`` blocks of group 0."""
     ids = np.arange(first, first + count, dtype=np.int64)
     return Offer(transfer_id, 11, "digest", (BlockSet(np.arange(count, dtype=np.int64), ids), empty_blocks()))
 
 
 def flooded() -> Producer:
-    """A machine that has heard of as many transfers without a request as it remembers for one engine."""
+    """Return a machine at its limit of transfers without a request for one engine."""
     producer = machine()
     for number in range(MAX_EARLY):
         assert producer.message(C0, Offer(f"early-{number}", 11, "digest", ()), 0.0) == []
@@ -25,7 +27,10 @@ def flooded() -> Producer:
 
 
 def test_offers_beyond_the_bound_are_neither_remembered_nor_answered() -> None:
-    """An answer would be the licence to reuse the blocks, and a copy of the offer could still come true."""
+    """Above the limit there is no answer: it would let the consumer reuse its blocks.
+
+    A late copy of the offer could then be accepted.
+    """
     producer = flooded()
     for message in (offer("one more"), Cancel("one more"), offer("one more")):
         assert producer.message(C0, message, 1.0) == []
@@ -36,7 +41,7 @@ def test_offers_beyond_the_bound_are_neither_remembered_nor_answered() -> None:
 
 
 def test_another_engine_does_not_suffer() -> None:
-    """One engine's flood leaves the others' early offers alone."""
+    """One engine's flood does not affect early offers of others."""
     producer = flooded()
     assert producer.message(STRANGER, offer("theirs"), 1.0) == []
     producer.expect("r", "theirs", 12, "digest", 2.0)
@@ -44,7 +49,7 @@ def test_another_engine_does_not_suffer() -> None:
 
 
 def test_places_come_back_when_requests_come() -> None:
-    """Each request that comes, is given up or does not come in time makes room for one."""
+    """Each request that arrives, is cancelled or does not arrive in time makes room for another."""
     producer = flooded()
     producer.expect("r", "early-0", 12, "digest", 1.0)
     assert producer.message(C0, offer("a"), 1.0) == []
@@ -63,13 +68,13 @@ def test_places_come_back_when_requests_come() -> None:
 
 
 def test_known_transfers_are_answered_through_a_flood() -> None:
-    """The bound is for what is new: a Cancel of what is remembered is answered."""
+    """The limit is for new transfers: a Cancel of a remembered one is answered."""
     producer = flooded()
     assert producer.message(C0, Cancel("early-7"), 1.0) == [Send(C0, Cancelled("early-7"))]
 
 
 def test_more_blocks_on_offer_than_the_pool_has() -> None:
-    """A block is on offer once at a time, so all of them together are at most the pool (100 here)."""
+    """A block is in one offer at a time, so all offers together are at most the pool (100 here)."""
     producer = machine()
     assert producer.message(C0, wide("a", 1, 60), 0.0) == []
     assert aborted_reason(producer.message(C0, wide("b", 1, 60), 0.0)).startswith("the open offers have more blocks")
@@ -82,7 +87,9 @@ def test_more_blocks_on_offer_than_the_pool_has() -> None:
 
 
 def test_what_is_closed_takes_no_room() -> None:
-    """The blocks of a closed delivery are forgotten, and a peer that nothing is owed to is not served."""
+    """The blocks of a closed delivery no longer count, and a peer without deliveries is not
+    served.
+    """
     producer = machine()
     producer.message(C0, wide("a", 1, 60), 0.0)
     assert producer.serves(C0)
@@ -93,7 +100,7 @@ def test_what_is_closed_takes_no_room() -> None:
 
 
 def test_counts_return_to_nothing() -> None:
-    """After any number of transfers, however they end, nothing is counted."""
+    """After any number of transfers, however they end, all counts are zero."""
     producer = flooded()
     for number in range(0, MAX_EARLY, 2):
         producer.message(C0, Cancel(f"early-{number}"), 1.0)

@@ -1,4 +1,4 @@
-"""A delivery of the producer's machine, row by row of the second table; preemption, loss, strangers, time."""
+"""A delivery of the producer's machine, row by row of the second table; preemption, loss, time."""
 
 import weakref
 from dataclasses import replace
@@ -33,7 +33,7 @@ from tests.protocol.production import (
 
 
 def test_fin_waits_for_the_writes() -> None:
-    """OPEN + all written -> CLOSED, Fin: not while one write is in flight."""
+    """OPEN + all written -> CLOSED, Fin, after all writes in flight."""
     producer = live()
     producer.message(C0, offer(), 0.5)
     first = only_write(producer.progress("r", [[1, 2], [4, 5]], 8, 1.0))
@@ -44,7 +44,7 @@ def test_fin_waits_for_the_writes() -> None:
 
 
 def test_cancel_waits_for_the_writes() -> None:
-    """OPEN + Cancel -> CLOSED, Cancelled, once its writes have ended, and nothing is posted meanwhile."""
+    """OPEN + Cancel -> CLOSED, Cancelled, after its writes have ended, without new writes."""
     producer = live()
     producer.message(C0, offer(), 0.5)
     write = only_write(producer.progress("r", [[1, 2], [4, 5]], 8, 1.0))
@@ -56,7 +56,7 @@ def test_cancel_waits_for_the_writes() -> None:
 
 
 def test_a_write_that_was_not_posted_aborts_when_all_have_ended() -> None:
-    """OPEN + a failure -> CLOSED, Aborted, once its writes have ended."""
+    """OPEN + a failure -> CLOSED, Aborted, after its writes have ended."""
     producer = live()
     producer.message(C0, offer(), 0.5)
     first = only_write(producer.progress("r", [[1, 2], [4, 5]], 8, 1.0))
@@ -67,7 +67,9 @@ def test_a_write_that_was_not_posted_aborts_when_all_have_ended() -> None:
 
 
 def test_a_failed_write_is_never_acknowledged() -> None:
-    """OPEN + a write fails -> CLOSED, Failed: at once, and to every Offer and Cancel after that; blocks are free."""
+    """OPEN + a write fails -> CLOSED, Failed at once and for every later Offer and Cancel;
+    blocks are freed.
+    """
     producer = live()
     producer.message(C0, offer(), 0.5)
     first = only_write(producer.progress("r", [[1, 2], [4, 5]], 8, 1.0))
@@ -82,7 +84,7 @@ def test_a_failed_write_is_never_acknowledged() -> None:
 
 
 def test_a_failed_write_is_remembered_by_both_ends_names() -> None:
-    """When the transfer and its consumer have been forgotten, and the consumer is met again: still no answer."""
+    """The same after the transfer and its consumer were removed and the consumer has returned."""
     producer = held()
     write = only_write(producer.message(C0, offer(), 3.0))
     failed = Send(C0, Failed("t", "a write failed: broken"))
@@ -100,7 +102,7 @@ def test_a_failed_write_is_remembered_by_both_ends_names() -> None:
 
 
 def test_a_failed_write_is_no_sign_of_life() -> None:
-    """Where its Failed is lost, the consumer must give up by itself."""
+    """If Failed is lost, the consumer's deadline ends its wait."""
     producer = live()
     producer.message(C0, offer(), 0.5)
     first = only_write(producer.progress("r", [[1, 2], [4, 5]], 8, 1.0))
@@ -109,7 +111,7 @@ def test_a_failed_write_is_no_sign_of_life() -> None:
 
 
 def test_one_consumer_rank_does_not_disturb_another() -> None:
-    """A failure of one delivery leaves the other alone."""
+    """A failure of one delivery does not affect the other."""
     producer = live((0, 1))
     producer.message(C0, offer(), 0.5)
     producer.message(C1, offer(), 0.5)
@@ -129,7 +131,7 @@ def test_one_consumer_rank_does_not_disturb_another() -> None:
     ],
 )
 def test_offers_that_cannot_be_served(changes: dict[str, Any], says: str) -> None:
-    """They are answered with Aborted and a reason, when the request is known; nothing is written."""
+    """An unservable offer is answered with Aborted and a reason once the request is known."""
     wanted = offer(end_token=changes.get("end_token", 11), digest=changes.get("digest", "digest"))
     wanted = Offer("t", wanted.end_token, wanted.prompt_digest, changes.get("groups", wanted.groups))
     early = machine()
@@ -141,7 +143,7 @@ def test_offers_that_cannot_be_served(changes: dict[str, Any], says: str) -> Non
 
 
 def test_a_block_that_has_left_the_window_is_not_sent() -> None:
-    """A window before the prompt's last one may have been freed, and belong to somebody else: Aborted."""
+    """A window before the prompt's last one may have been freed and reused: Aborted."""
     producer = live()
     producer.progress("r", *TABLES, 1.0)
     wanted = Offer("t", 8, "digest", (blocks([0, 1], [50, 51]), blocks([1], [60])))
@@ -149,7 +151,7 @@ def test_a_block_that_has_left_the_window_is_not_sent() -> None:
 
 
 def test_a_null_block_at_the_source_is_not_sent() -> None:
-    """What the producer no longer holds is Aborted, never read from the null block."""
+    """A block that the producer no longer has is Aborted, never read from the null block."""
     producer = live()
     producer.message(C0, offer(), 0.5)
     reason = aborted_reason(producer.progress("r", [[1, 0, 3], [4, 5, 6]], 12, 1.0))
@@ -157,7 +159,7 @@ def test_a_null_block_at_the_source_is_not_sent() -> None:
 
 
 def test_blocks_that_never_come_are_missed() -> None:
-    """A table shorter than the prompt leaves blocks unwritten: Aborted, by group, and never a Fin."""
+    """A table shorter than the prompt leaves blocks unwritten: Aborted, by group, never a Fin."""
     producer = live()
     producer.message(C0, offer(), 0.5)
     write = only_write(producer.progress("r", [[1], [4]], 12, 1.0))
@@ -165,11 +167,13 @@ def test_blocks_that_never_come_are_missed() -> None:
     assert reason == "the prompt was computed past the requested state of KV cache groups 0, 1"
 
 
-# ---- digests -----------------------------------------------------------------------------------------------------
+# ---- digests -------------------------------------------------------------------------------------
 
 
 def asking(tallies: list[Tally], can: bool = True) -> Producer:
-    """A live request, and an offer that asks for a digest of a producer that can make them, or cannot."""
+    """Return a machine with a live request and an offer that requests a digest, and whether it
+    can compute one.
+    """
 
     def new_digest() -> Tally:
         tallies.append(Tally())
@@ -185,7 +189,7 @@ ASKING = replace(offer(), digest=True)
 
 
 def posted(producer: Producer, write: Write, total_bytes: int, now: float) -> list[ProducerAction]:
-    """What an owner does: it posts, adds the source's bytes to the digest, and the write ends."""
+    """Act as the owner: post, add the source's bytes to the digest, and end the write."""
     assert write.digest is not None
     for move in write.moves:
         write.digest.add(move.group, move.src_ids, move.src_parts, move.layers)
@@ -193,7 +197,7 @@ def posted(producer: Producer, write: Write, total_bytes: int, now: float) -> li
 
 
 def test_fin_carries_the_digest_of_all_writes() -> None:
-    """One digest a delivery, whatever the chunks."""
+    """One digest per delivery, for any number of chunks."""
     tallies: list[Tally] = []
     producer = asking(tallies)
     producer.message(C0, ASKING, 0.5)
@@ -205,7 +209,7 @@ def test_fin_carries_the_digest_of_all_writes() -> None:
 
 
 def test_no_digest_unless_it_is_asked_for() -> None:
-    """The offer decides."""
+    """The offer decides whether Fin has a digest."""
     tallies: list[Tally] = []
     producer = asking(tallies)
     producer.message(C0, offer(), 0.5)
@@ -216,14 +220,16 @@ def test_no_digest_unless_it_is_asked_for() -> None:
 
 
 def test_a_digest_that_cannot_be_made_is_refused() -> None:
-    """Aborted with the reason, and nothing is written: a consumer that asks would not believe the bytes."""
+    """Aborted with the reason, without a write: the consumer would not accept bytes without a
+    digest.
+    """
     producer = asking([], can=False)
     assert "integrity is off" in aborted_reason(producer.message(C0, ASKING, 0.5))
 
 
 @pytest.mark.parametrize("ending", ["fin", "cancel", "failed write", "preempted", "discard", "not held", "peer lost"])
 def test_a_digest_goes_with_its_delivery(ending: str) -> None:
-    """However a delivery ends, nobody holds its digest when its last write has ended."""
+    """After its last write, no object refers to a delivery's digest, however the delivery ended."""
     tallies: list[Tally] = []
     producer = asking(tallies)
     producer.message(C0, ASKING, 0.5)
@@ -251,7 +257,9 @@ def test_a_digest_goes_with_its_delivery(ending: str) -> None:
 
 
 def test_the_last_unit_waits_for_the_whole_prompt() -> None:
-    """The last prompt token lies in the last unit that is wanted: a write must not read it while it is computed."""
+    """The last prompt token lies in the last requested unit: no write may read the unit during
+    its computation.
+    """
     producer = live()
     producer.message(C0, offer(), 0.5)
     first = only_write(producer.progress("r", TABLES[0], 11, 1.0))
@@ -263,18 +271,18 @@ def test_the_last_unit_waits_for_the_whole_prompt() -> None:
 
 
 def test_what_is_complete_is_finished_before_the_prompt_is() -> None:
-    """The last prompt token starts a unit of its own: Fin does not wait for it."""
+    """The last prompt token starts its own unit: Fin does not wait for it."""
     producer = live()
     producer.message(C0, Offer("t", 8, "digest", (blocks([0, 1], [50, 51]), empty_blocks())), 0.5)
     write = only_write(producer.progress("r", [[1, 2], [4, 5]], 8, 1.0))
     assert finish_write(producer, write, 20, 1.5) == [Send(C0, Fin("t", 20))]
 
 
-# ---- preemption, loss, strangers, time ---------------------------------------------------------------------------
+# ---- preemption, loss, strangers, time -----------------------------------------------------------
 
 
 def test_preemption_during_a_write_aborts() -> None:
-    """The old blocks may carry another's bytes by now: Aborted once the write has ended."""
+    """The old blocks may have another request's bytes: Aborted after the write."""
     producer = live()
     producer.message(C0, offer(), 0.5)
     write = only_write(producer.progress("r", [[1, 2], [4, 5]], 8, 1.0))
@@ -284,7 +292,7 @@ def test_preemption_during_a_write_aborts() -> None:
 
 
 def test_a_write_that_ends_before_the_fence_counts() -> None:
-    """Nothing is written from the old blocks once they are lost; what was written counts."""
+    """No new write reads the old blocks of a preempted request; completed writes count."""
     producer = live()
     producer.message(C0, offer(), 0.5)
     write = only_write(producer.progress("r", [[1, 2], [4, 5]], 8, 1.0))
@@ -300,7 +308,7 @@ def test_a_write_that_ends_before_the_fence_counts() -> None:
 
 
 def test_preemption_between_writes_goes_on() -> None:
-    """What had been written stays right; the rest comes from the new blocks, once they are computed."""
+    """Written units stay valid; the rest is written from the new blocks after their computation."""
     producer = live()
     producer.message(C0, offer(), 0.5)
     finish_write(producer, only_write(producer.progress("r", [[1, 2], [4, 5]], 8, 1.0)), 20, 1.2)
@@ -313,7 +321,7 @@ def test_preemption_between_writes_goes_on() -> None:
 
 
 def test_a_lost_peer_ends_its_deliveries() -> None:
-    """Its transfers are given up, its blocks come back, and nobody is answered."""
+    """Its transfers end, its blocks are freed, and no message is sent to it."""
     producer = held()
     write = only_write(producer.message(C0, offer(), 3.0))
     assert producer.peer_lost(C0, 4.0) == []
@@ -322,7 +330,7 @@ def test_a_lost_peer_ends_its_deliveries() -> None:
 
 
 def test_a_lost_peer_in_an_open_delivery() -> None:
-    """The same while the request is computed: later chunks are not written."""
+    """During the computation as well: later chunks are not written."""
     producer = live()
     producer.message(C0, offer(), 0.5)
     assert producer.peer_lost(C0, 1.0) == []
@@ -331,7 +339,7 @@ def test_a_lost_peer_in_an_open_delivery() -> None:
 
 
 def test_another_consumer_is_refused() -> None:
-    """A transfer belongs to the first consumer engine that speaks of it."""
+    """A transfer belongs to the first consumer engine that names it."""
     producer = live()
     producer.message(C0, offer(), 0.5)
     assert "another consumer" in aborted_reason(producer.message(STRANGER, offer(), 1.0))
@@ -340,7 +348,7 @@ def test_another_consumer_is_refused() -> None:
 
 
 def test_a_second_offer_is_not_written_for() -> None:
-    """Offers are valid once: a duplicate changes nothing while the first is open."""
+    """An offer is valid once: a duplicate has no effect while the first is open."""
     producer = live()
     producer.message(C0, offer(), 0.5)
     again = Offer("t", 11, "digest", (blocks([0, 1, 2], [70, 71, 72]), blocks([2], [80])))
@@ -349,7 +357,7 @@ def test_a_second_offer_is_not_written_for() -> None:
 
 
 def test_a_second_offer_is_never_answered_with_the_first_ones_fin() -> None:
-    """A Fin names a transfer only: given to a later offer it would vouch for blocks that nobody has written."""
+    """Fin names a transfer only: after a second offer it would confirm unwritten blocks."""
     producer = live((0, 1))
     producer.progress("r", *TABLES, 1.0)
     finish_write(producer, only_write(producer.message(C0, offer(), 2.0)), 61, 3.0)
@@ -359,7 +367,7 @@ def test_a_second_offer_is_never_answered_with_the_first_ones_fin() -> None:
 
 @pytest.mark.parametrize("question", [Cancel("t"), offer()], ids=["Cancel", "Offer"])
 def test_a_gone_transfer_answers_when_its_writes_have_ended(question: Cancel | Offer) -> None:
-    """A request that ended during a write: its consumer's blocks are not free while that write may land."""
+    """A request ends during a write: the final message waits for the write's end."""
     producer = live()
     producer.message(C0, offer(), 0.5)
     write = only_write(producer.progress("r", *TABLES, 1.0))
@@ -372,7 +380,7 @@ def test_a_gone_transfer_answers_when_its_writes_have_ended(question: Cancel | O
 
 
 def test_a_gone_transfer_is_not_forgotten_during_a_write() -> None:
-    """However long the write takes, nobody is told that it has ended before it has."""
+    """However long a write takes, no final message precedes its end."""
     producer = live()
     producer.message(C0, offer(), 0.5)
     write = only_write(producer.progress("r", *TABLES, 1.0))
@@ -387,7 +395,9 @@ def test_a_gone_transfer_is_not_forgotten_during_a_write() -> None:
 
 
 def test_alive_while_the_consumer_waits() -> None:
-    """Every alive_s to whoever has offered and cannot be written for yet; to nobody before the request is known."""
+    """Alive goes every alive_s to each consumer with an open offer, and to none before the
+    request is known.
+    """
     producer = machine()
     producer.message(C0, offer(), 0.0)
     assert producer.tick(1.0) == []
@@ -400,7 +410,7 @@ def test_alive_while_the_consumer_waits() -> None:
 
 
 def test_what_is_not_for_a_producer_is_ignored() -> None:
-    """Consumers' messages only."""
+    """Only messages of consumers are handled."""
     producer = live()
     for message in (Welcome(), Fin("t", 0), Alive("t"), Aborted("t", ""), Cancelled("t")):
         assert producer.message(C0, message, 1.0) == []

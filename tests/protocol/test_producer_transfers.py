@@ -30,7 +30,9 @@ def test_an_offer_before_its_request_is_remembered() -> None:
 
 
 def test_an_early_transfer_expires() -> None:
-    """EARLY + lease_s -> gone; the open delivery is Aborted, and the id is remembered for lease_s."""
+    """EARLY + lease_s -> gone; the open delivery is Aborted, and the id is remembered for
+    lease_s.
+    """
     producer = machine()
     producer.message(C0, offer(), 0.0)
     assert producer.tick(19.9) == []
@@ -41,7 +43,7 @@ def test_an_early_transfer_expires() -> None:
 
 
 def test_an_early_transfer_of_a_cancel_expires() -> None:
-    """(none) + Cancel -> EARLY, Cancelled; it goes after lease_s, without another word."""
+    """(none) + Cancel -> EARLY, Cancelled; gone after lease_s, without a message."""
     producer = machine()
     assert producer.message(C0, Cancel("t"), 0.0) == [Send(C0, Cancelled("t"))]
     assert producer.tick(20.0) == []
@@ -49,7 +51,7 @@ def test_an_early_transfer_of_a_cancel_expires() -> None:
 
 
 def test_cancel_before_the_request_ends_the_lease_before_it_begins() -> None:
-    """A request whose consumer has called off already is Sent as soon as it has finished."""
+    """A request whose consumer has already cancelled is Sent as soon as it has finished."""
     producer = machine()
     producer.message(C0, Cancel("t"), 0.0)
     producer.expect("r", "t", 12, "digest", 1.0)
@@ -58,7 +60,7 @@ def test_cancel_before_the_request_ends_the_lease_before_it_begins() -> None:
 
 
 def test_chunks_leave_as_they_complete() -> None:
-    """LIVE: full attention block by block, a window's blocks once they are complete, Fin with the bytes of all."""
+    """LIVE: full attention block by block, a window's blocks once complete, Fin with all bytes."""
     producer = live()
     assert producer.message(C0, offer(), 0.5) == []
     first = only_write(producer.progress("r", [[1, 2], [4, 5]], 7, 1.0))
@@ -75,7 +77,7 @@ def test_chunks_leave_as_they_complete() -> None:
 
 
 def test_a_late_offer_gets_everything_at_once() -> None:
-    """HELD + Offer: one write, Fin when it is done, and Sent with it."""
+    """HELD + Offer: one write; Fin and Sent when it has ended."""
     producer = held()
     write = only_write(producer.message(C0, offer(), 10.0))
     assert moves(write) == {0: [(1, 50), (2, 51), (3, 52)], 1: [(6, 60)]}
@@ -83,7 +85,7 @@ def test_a_late_offer_gets_everything_at_once() -> None:
 
 
 def test_all_ranks_are_waited_for() -> None:
-    """HELD + all deliveries closed -> Sent, and not before the last rank of the consumer."""
+    """HELD + all deliveries closed -> Sent, after the last rank of the consumer."""
     producer = held((0, 1))
     first = only_write(producer.message(C0, offer(), 3.0))
     assert finish_write(producer, first, 61, 4.0) == [Send(C0, Fin("t", 61))]
@@ -92,14 +94,14 @@ def test_all_ranks_are_waited_for() -> None:
 
 
 def test_one_rank_may_want_nothing() -> None:
-    """A Cancel closes one rank's delivery as well as a Fin does."""
+    """A Cancel closes one rank's delivery as a Fin does."""
     producer = held((0, 1))
     finish_write(producer, only_write(producer.message(C0, offer(), 3.0)), 61, 4.0)
     assert producer.message(C1, Cancel("t"), 5.0) == [Send(C1, Cancelled("t")), Sent("r")]
 
 
 def test_a_discarded_transfer_is_held_for_nobody() -> None:
-    """HELD + discard -> gone, Sent; an offer that comes later is refused."""
+    """HELD + discard -> gone, Sent; a later offer is refused."""
     producer = held()
     assert producer.discard("t", 3.0) == [Sent("r")]
     assert aborted_reason(producer.message(C0, offer(), 4.0)).startswith("this transfer has ended")
@@ -107,7 +109,9 @@ def test_a_discarded_transfer_is_held_for_nobody() -> None:
 
 
 def test_a_discard_while_the_prompt_is_computed() -> None:
-    """LIVE + discard: the open delivery is Aborted, late offers too, and the end of the request is its release."""
+    """LIVE + discard: the open delivery and late offers are Aborted; the request's end releases
+    it.
+    """
     producer = live((0, 1))
     assert producer.message(C0, offer(), 0.5) == []
     assert producer.discard("t", 1.0) == [Send(C0, Aborted("t", "the router has discarded the transfer"))]
@@ -118,7 +122,7 @@ def test_a_discard_while_the_prompt_is_computed() -> None:
 
 
 def test_a_discard_does_not_end_under_a_write() -> None:
-    """HELD + discard with a write in flight: the blocks are read, so they stay until it has ended."""
+    """HELD + discard with a write in flight: the blocks stay until it has ended."""
     producer = held((0, 1))
     write = only_write(producer.message(C0, offer(), 3.0))
     assert producer.discard("t", 4.0) == []
@@ -128,7 +132,9 @@ def test_a_discard_does_not_end_under_a_write() -> None:
 
 @pytest.mark.parametrize("offered", [True, False])
 def test_a_discard_before_the_request(offered: bool) -> None:
-    """(none) or EARLY + discard: the offer is Aborted, and a request that comes after all is Sent when it ends."""
+    """(none) or EARLY + discard: the offer is Aborted; a request that still arrives is Sent at
+    its end.
+    """
     producer = machine()
     if offered:
         producer.message(C0, offer(), 0.0)
@@ -160,7 +166,7 @@ def test_a_lease_ends_for_the_ranks_that_did_not_come() -> None:
 
 
 def test_a_lease_does_not_end_under_a_write() -> None:
-    """HELD + lease_s with a write in flight: the blocks are read, so they stay until it has ended."""
+    """HELD + lease_s with a write in flight: the blocks stay until it has ended."""
     producer = held()
     write = only_write(producer.message(C0, offer(), 21.0))
     assert Sent("r") not in producer.tick(22.0)
@@ -176,7 +182,9 @@ def test_a_request_that_is_not_held_aborts() -> None:
 
 
 def test_finished_of_an_unknown_request() -> None:
-    """A held request that this rank does not know is Sent, or its blocks would stay for ever."""
+    """A held request that this rank does not know is Sent; otherwise its blocks would stay
+    forever.
+    """
     producer = machine()
     assert producer.finished("who", True, "", 0.0) == [Sent("who")]
     assert producer.finished("who", False, "", 0.0) == []
@@ -186,7 +194,9 @@ def test_finished_of_an_unknown_request() -> None:
 
 @pytest.mark.parametrize("stage", ["live", "held", "gone"])
 def test_an_id_is_for_one_request(stage: str) -> None:
-    """A second request with a used id runs, writes nothing, and is Sent as soon as it has finished."""
+    """A second request with a used id is computed, writes nothing, and is Sent when it has
+    finished.
+    """
     producer = {"live": live, "held": held, "gone": held}[stage]()
     if stage == "gone":
         producer.tick(22.0)

@@ -1,4 +1,6 @@
-"""A decode request that waits for its prompt's start: it has no blocks, its wait ends, and nothing is left of it."""
+"""A decode request that waits for its prompt's start: no blocks, a bounded wait, nothing left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ WAITS = AwaitStart("t", 1)
 
 
 def queued() -> Consumer:
-    """A request whose producer has been asked at 0."""
+    """Return a machine with a request whose producer was asked at 0."""
     consumer = Consumer(consumption.GROUPS, LIMITS)
     assert consumer.connected("engine-a", PARTNERS, 0.0) == []
     assert consumer.queue("r", "t", ENGINE, 0.0) == [Send(P0, WAITS)]
@@ -27,11 +29,11 @@ def queued() -> Consumer:
 
 
 def in_vain(reason: str, number: int = 2) -> list[object]:
-    """The request is computed here, and no rank of the producer holds anything for it."""
+    """Check that the prompt is computed here, and no rank of the producer holds blocks for it."""
     return [Due("r", "t", reason), Send(P0, Cancel("t", number)), Send(P1, Cancel("t", number))]
 
 
-# ---- the consumer ------------------------------------------------------------------------------------------------
+# ---- the consumer --------------------------------------------------------------------------------
 
 
 def test_a_start_makes_it_due_and_then_it_offers() -> None:
@@ -80,7 +82,7 @@ def test_a_handshake_without_end_ends_the_wait() -> None:
     longest = max(LIMITS.handshake_s, LIMITS.progress_s)
     assert consumer.tick(longest - 0.1) == []
     assert [type(action) for action in consumer.tick(longest)] == [Due]
-    # It succeeds after all: the producer need not hold anything.
+    # The handshake succeeds late: the producer need not hold the KV.
     assert consumer.connected("engine-a", PARTNERS, longest + 1) == in_vain("", 1)[1:]
 
 
@@ -102,7 +104,7 @@ def test_a_question_that_cannot_be_sent_ends_the_wait() -> None:
 
 
 def test_a_request_that_leaves_is_forgotten() -> None:
-    """Its producer is told, and what comes later is for nobody."""
+    """The producer receives a Cancel, and later messages are ignored."""
     consumer = queued()
     assert consumer.release("t", ENGINE, 1.0) == in_vain("")[1:]
     assert empty(consumer)
@@ -119,7 +121,9 @@ def test_only_the_rank_that_was_asked_is_heard() -> None:
 
 
 def test_an_id_is_for_one_request() -> None:
-    """n > 1 copies a request's parameters: the second one is computed here, and does not disturb the first."""
+    """n > 1 copies a request's parameters: the second one is computed here and does not affect
+    the first.
+    """
     consumer = queued()
     (twin,) = consumer.queue("r2", "t", ENGINE, 0.0)
     assert isinstance(twin, Due)
@@ -131,11 +135,11 @@ def test_an_id_is_for_one_request() -> None:
     assert consumer.message(P0, Starting("t"), 1.0) == [Due("r", "t", None)]
 
 
-# ---- the producer ------------------------------------------------------------------------------------------------
+# ---- the producer --------------------------------------------------------------------------------
 
 
 def awaited() -> Producer:
-    """A request that waits, and a consumer that waits for it."""
+    """Return a machine with a queued request and its consumer's AwaitStart."""
     producer = live()
     assert producer.message(C0, WAITS, 0.0) == []
     return producer
@@ -181,7 +185,7 @@ def test_early_questions_are_bounded() -> None:
 
 
 def test_a_consumer_that_leaves_the_queue_lets_the_blocks_go() -> None:
-    """Both ranks cancel, and the prompt's blocks are free when it has been computed."""
+    """Both ranks cancel, and the prompt's blocks are freed after its computation."""
     producer = live((0, 1))
     producer.message(C0, WAITS, 0.0)
     assert producer.message(C0, Cancel("t", 2), 1.0) == [Send(C0, Cancelled("t"))]
@@ -220,7 +224,9 @@ def test_a_prompt_that_will_not_be_computed_ends_the_wait(how: str) -> None:
 
 
 def test_a_discard_of_computed_blocks_frees_them_once() -> None:
-    """Found by the exploration: the last delivery, which only waited for a start, had released them already."""
+    """Regression, found by the exploration: the last delivery waited only for a start, and was
+    released twice.
+    """
     producer = held()
     producer.starting("r", 2.0)
     producer.message(C0, WAITS, 3.0)
@@ -229,6 +235,6 @@ def test_a_discard_of_computed_blocks_frees_them_once() -> None:
 
 
 def test_an_engine_that_hangs_stops_the_heartbeat_of_the_queue() -> None:
-    """Then progress_s ends the wait on the other side."""
+    """progress_s then ends the wait on the other side."""
     producer = awaited()
     assert producer.tick(production.LIMITS.step_s + 1.0) == []

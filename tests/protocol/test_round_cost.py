@@ -1,4 +1,4 @@
-"""A round costs what is under way, however much is remembered: counted in bytecodes, whatever the machine's load."""
+"""The cost of a round depends on open transfers, not on remembered ones: counted in bytecodes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.protocol.production import C0, finish_write, live, offer, only_write
 
 
 def bytecodes(call: Callable[[], object]) -> int:
-    """How many bytecodes a call takes."""
+    """Return the number of bytecodes of a call."""
     count = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -36,7 +36,7 @@ def bytecodes(call: Callable[[], object]) -> int:
 
 
 def producer_with(transfers: int) -> Producer:
-    """So many transfers are over, and one is under way."""
+    """Return a consumer with this number of ended transfers and one in progress."""
     producer = live()
     for number in range(transfers):
         name = f"t{number}"
@@ -48,7 +48,7 @@ def producer_with(transfers: int) -> Producer:
 
 
 def consumer_with(transfers: int) -> Consumer:
-    """So many transfers are over, and one is under way."""
+    """Return a producer with this number of ended transfers and one in progress."""
     consumer = Consumer(CONSUMED_GROUPS, CONSUMER_LIMITS)
     consumer.connected("engine-a", PARTNERS, 0.0)
     consumer.start(order(), 0.0)
@@ -61,21 +61,21 @@ def consumer_with(transfers: int) -> Consumer:
 
 
 def test_a_producers_round() -> None:
-    """Ids are remembered in the order in which they will be forgotten."""
+    """Ids are remembered in the order in which they expire."""
     few, many = producer_with(10), producer_with(200)
     assert many.counts()["remembered"] == 200
     assert bytecodes(lambda: few.tick(0.5)) == bytecodes(lambda: many.tick(0.5))
 
 
 def test_a_consumers_round() -> None:
-    """The same; and a message finds its transfer without a search."""
+    """The producer's ids likewise; and a message finds its transfer without a search."""
     few, many = consumer_with(10), consumer_with(200)
     assert len(many.snapshot().used) == 201
     assert bytecodes(lambda: few.tick(0.5)) == bytecodes(lambda: many.tick(0.5))
 
 
 def test_peers_that_are_silent_cost_nothing() -> None:
-    """Hundreds of decode workers are known; one speaks."""
+    """Hundreds of decode workers are known; one sends messages."""
 
     def known(peers: int) -> Producer:
         producer = live()
@@ -88,7 +88,7 @@ def test_peers_that_are_silent_cost_nothing() -> None:
 
 
 def test_ids_are_forgotten_all_the_same() -> None:
-    """When their time is over, not before, and those of transfers under way not at all."""
+    """Ids expire at their deadlines, and those of transfers in progress do not."""
     producer, consumer = producer_with(3), consumer_with(3)
     lease_s = CONSUMER_LIMITS.lease_s
     producer.tick(lease_s - 0.1)

@@ -1,4 +1,4 @@
-"""Both machines pumped at each other through thousands of random schedules; ``make schedules`` plays as many as asked.
+"""Both machines in thousands of random schedules; ``make schedules`` runs any number.
 
 To replay one: ``python -m tests.campaigns.schedules.schedules --replay SEED``.
 """
@@ -15,20 +15,20 @@ BATCHES = 10
 
 @pytest.fixture(scope="module")
 def totals() -> Counter[str]:
-    """What has happened over all schedules."""
+    """Events of all schedules, by kind."""
     return Counter()
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_promises_hold(batch: int, totals: Counter[str]) -> None:
-    """Right or refused, every wait ends, nothing leaks: whatever the schedule."""
+    """Right or refused, every wait ends, nothing leaks: in every schedule."""
     counts, broken = play(range(batch, SCHEDULES, BATCHES))
     totals += counts
     assert not broken, "\n".join(broken[:10])
 
 
 def test_schedules_have_seen_everything(totals: Counter[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """The schedules are worth their name: every message, fault and ending has occurred often."""
+    """The schedules cover all kinds: every message, fault and ending has occurred often."""
     with capsys.disabled():
         print("\nsimulated:", ", ".join(f"{count} {what}" for what, count in sorted(totals.items())))
     assert totals["schedules"] == SCHEDULES

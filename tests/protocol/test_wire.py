@@ -1,4 +1,4 @@
-"""Messages on the wire: they come back as they went, and everything else is a WireError."""
+"""Messages on the wire: they survive a round trip, and all other input raises WireError."""
 
 import hashlib
 import json
@@ -105,7 +105,7 @@ def vectors(*numbers: int) -> bytes:
 
 
 def same(left: Message, right: Message) -> bool:
-    """Equality that looks into block vectors."""
+    """Compare two messages, block vectors included."""
     if not isinstance(left, Offer) or not isinstance(right, Offer):
         return left == right
     return (left.transfer_id, left.end_token, left.prompt_digest, left.digest, left.number, len(left.groups)) == (
@@ -123,14 +123,14 @@ def same(left: Message, right: Message) -> bool:
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.kind)
 def test_round_trip(message: Message) -> None:
-    """Sender, receiver and every field come back."""
+    """Sender, receiver and every field survive a round trip."""
     envelope = decode(encode(Envelope(SENDER, RECEIVER, message)))
     assert (envelope.sender, envelope.receiver) == (SENDER, RECEIVER)
     assert same(envelope.message, message)
 
 
 def test_every_message_is_covered() -> None:
-    """A new message gets a round trip here."""
+    """Every message type has a round trip in this file."""
     assert {message.kind for message in MESSAGES} == {kind.kind for kind in Message.__args__}
 
 
@@ -141,7 +141,7 @@ def test_every_message_is_covered() -> None:
     st.integers(1, 2**62),
 )
 def test_any_offer_round_trips(transfer_id: str, end: int, positions: list[set[int]], first: int) -> None:
-    """Whatever ids, positions and numbers of groups."""
+    """Any ids, positions and numbers of groups survive a round trip."""
     groups = tuple(
         blocks(*((p, first + 100 * g + i) for i, p in enumerate(sorted(positions[g])))) for g in range(len(positions))
     )
@@ -151,7 +151,7 @@ def test_any_offer_round_trips(transfer_id: str, end: int, positions: list[set[i
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.kind)
 def test_truncated_at_every_length(message: Message) -> None:
-    """A frame that ends early is refused, wherever it ends."""
+    """A truncated frame is refused, wherever it ends."""
     whole = encode(Envelope(SENDER, RECEIVER, message))
     for length in range(len(whole)):
         with pytest.raises(WireError):
@@ -160,7 +160,7 @@ def test_truncated_at_every_length(message: Message) -> None:
 
 @pytest.mark.parametrize("message", [m for m in MESSAGES if not isinstance(m, Hello)], ids=lambda message: message.kind)
 def test_bytes_after_the_end_are_refused(message: Message) -> None:
-    """A frame carries what its header says, and nothing else."""
+    """A frame has exactly the content that its header announces."""
     with pytest.raises(WireError):
         decode(encode(Envelope(SENDER, RECEIVER, message)) + b"\0")
 
@@ -231,7 +231,7 @@ def test_bytes_after_the_end_are_refused(message: Message) -> None:
     ],
 )
 def test_malformed_frames_say_why(bad: bytes, says: str) -> None:
-    """The text names what is wrong, so that a log line is enough to understand it."""
+    """The message names the error, so that one log line explains it."""
     with pytest.raises(WireError, match=says):
         decode(bad)
 
@@ -244,13 +244,13 @@ def test_a_block_that_is_offered_twice_is_refused() -> None:
 
 
 def test_oversized_frames_are_refused() -> None:
-    """A frame is at most 64 MiB, whatever it says."""
+    """A frame is at most 64 MiB, whatever its header says."""
     with pytest.raises(WireError, match=f"a frame has {MAX_FRAME_BYTES + 1} bytes"):
         decode(bytes(MAX_FRAME_BYTES + 1))
 
 
 def raises_nothing_else(payload: bytes) -> None:
-    """decode returns or raises WireError; what it returns can be encoded again."""
+    """decode returns or raises WireError; its results can be encoded again."""
     try:
         envelope = decode(payload)
     except WireError:
@@ -279,7 +279,7 @@ def test_fuzz_flipped_bytes(which: int, flips: list[tuple[int, int]]) -> None:
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.kind)
 def test_every_bit_is_signed(message: Message) -> None:
-    """Whoever does not have the key can change nothing: not who sent it, whom it is for, nor what it says."""
+    """Without the key, nothing can be changed: sender, receiver or content."""
     whole = encode(Envelope(SENDER, RECEIVER, message), KEY)
     assert same(decode(whole, KEY).message, message)
     for bit in range(8 * len(whole)):
@@ -291,7 +291,7 @@ def test_every_bit_is_signed(message: Message) -> None:
 
 @pytest.mark.parametrize("theirs", [b"", bytes(32), KEY[:31], KEY + b"\0"], ids=["none", "zeros", "shorter", "longer"])
 def test_another_key_is_refused_before_anything_is_read(theirs: bytes) -> None:
-    """A frame without our key may not even choose what we parse."""
+    """A frame with another tag is refused before its header is parsed."""
     for content in (b"[" * 10, b"{}", encode(Envelope(SENDER, RECEIVER, MESSAGES[0]))[8:-32]):
         bad = struct.pack("<3sBI", b"TDM", PROTOCOL_VERSION, len(content)) + content
         with pytest.raises(WireError, match="the sender has another secret"):
@@ -299,7 +299,7 @@ def test_another_key_is_refused_before_anything_is_read(theirs: bytes) -> None:
 
 
 def test_a_peer_of_the_version_before() -> None:
-    """Version 2 had no tag: its frames are refused for their version, whatever they end in."""
+    """Version 2 had no tag: its frames are refused by version, whatever their end."""
     header = json.dumps({"kind": "alive", "from": "a", "rank": 0, "to": "b", "id": "transfer " + "i" * 40}).encode()
     old = struct.pack("<3sBI", b"TDM", 2, len(header)) + header
     with pytest.raises(WireError, match=f"version 2, this engine {PROTOCOL_VERSION}"):
@@ -307,7 +307,7 @@ def test_a_peer_of_the_version_before() -> None:
 
 
 def test_reasons_are_cut() -> None:
-    """What a peer's error says is for a log line, not for a megabyte."""
+    """A peer's text is cut to the length of a log line."""
     message = decode(encode(Envelope(SENDER, RECEIVER, Refused("x" * 10**6)))).message
     assert message == Refused("x" * 1000)
 
@@ -328,7 +328,7 @@ HEADER_KEYS = ("kind", "from", "rank", "to", "to_rank", "id", "end", "prompt", "
 )
 @example("offer", {"blocks": [10**4000, 9 * 10**4299, 9 * 10**4299]}, [])
 def test_fuzz_headers(kind: str, changes: dict[str, object], numbers: list[int]) -> None:
-    """Well-formed JSON with fields of any type, before any vector."""
+    """Well-formed JSON with fields of any type, without vectors."""
     digest: object = kind == "offer" or "0" * 32
     header = offer_header(kind=kind, bytes=3, reason="r", blocks=[len(numbers) // 2], digest=digest) | changes
     raises_nothing_else(frame(header, vectors(*numbers) if kind == "offer" else b""))

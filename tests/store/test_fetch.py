@@ -1,4 +1,4 @@
-"""A fetch ends with the longest prefix whose objects are verified, whatever fails on the way."""
+"""A fetch ends with the longest prefix of verified objects, whatever fails."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_everything_is_there() -> None:
 
 
 def test_a_corrupt_state_costs_one_chunk() -> None:
-    """The fetch goes on to the state before, and reads what that needs and has not been read."""
+    """The fetch falls back to the earlier state, and reads the missing objects for it."""
     fetch = Fetch(PLAN, 0, 500)
     fetch.found(ALL, ())
     fetch.next_reads()
@@ -97,7 +97,7 @@ PLANS = (
 def test_whatever_fails_the_end_rests_on_verified_objects(
     plan: StorePlan, tokens: int, start_blocks: int, data: st.DataObject
 ) -> None:
-    """And it is the best that the objects which did not fail allow."""
+    """And it is the longest prefix of objects that did not fail."""
     start = min(start_blocks * 192, tokens)
     fetch = Fetch(plan, start, tokens)
     present = {ref for ref in fetch.candidates if data.draw(st.integers(0, 5))}

@@ -1,4 +1,4 @@
-"""A tier on real files: what is stored is read, whatever else is there is a miss, and the budget holds."""
+"""A tier on real files: stored objects are read, all else is a miss, and the budget holds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from connectors.store.tiers.objects import HEADER_BYTES, ObjectName
 ROOT = Path(__file__).resolve().parents[2]
 SPACE, OTHER_SPACE = b"a" * 16, b"b" * 16
 PAYLOAD = 4096 - HEADER_BYTES
-"""One block of the file system an object."""
+"""One block of the file system per object."""
 BLOCK = 4096
 
 
@@ -44,7 +44,7 @@ def write(tier: FolderTier, number: int, cost: int = 1000, size: int = PAYLOAD) 
 
 
 def holds(tier: FolderTier, number: int, size: int = PAYLOAD) -> bool:
-    """Whether an object is found, and read with the right bytes."""
+    """Return whether an object is found, and read with the right bytes."""
     if tier.find(name(number)) is None:
         return False
     into = memoryview(bytearray(size))
@@ -58,7 +58,7 @@ def file_of(tier: FolderTier, number: int, space: bytes = SPACE) -> Path:
 
 
 def disk_bytes(tier: FolderTier) -> int:
-    """What ``du`` counts below the folders of files."""
+    """Return the bytes that ``du`` counts below the folders of files."""
     files = [path for part in ("objects", "parts") for path in (tier.path / part).rglob("*") if path.is_file()]
     return sum(path.stat().st_blocks * 512 for path in files)
 
@@ -90,7 +90,7 @@ def test_objects_survive_their_process(tier: FolderTier) -> None:
 def test_another_model_at_the_same_path_sees_nothing(tier: FolderTier) -> None:
     write(tier, 1)
     assert tier.find(name(1, OTHER_SPACE)) is None
-    # Nor does it where somebody copies the files over.
+    # Nor does it if files are copied over.
     copied = file_of(tier, 1, OTHER_SPACE)
     copied.parent.mkdir()
     copied.write_bytes(file_of(tier, 1).read_bytes())
@@ -102,7 +102,7 @@ def test_another_model_at_the_same_path_sees_nothing(tier: FolderTier) -> None:
     "damage", ["flip header", "flip payload", "truncate", "extend", "empty", "swap", "pipe", "link"]
 )
 def test_a_damaged_object_is_never_read(tier: FolderTier, damage: str) -> None:
-    """It is removed, counted, and stored again later."""
+    """A corrupt object is removed, counted, and stored again later."""
     write(tier, 1)
     write(tier, 2)
     path = file_of(tier, 1)
@@ -152,7 +152,7 @@ def test_a_payload_of_another_size_is_refused(tier: FolderTier) -> None:
         tier.read(name(1), memoryview(bytearray(99)))
 
 
-# ---- the budget ----------------------------------------------------------------------------------------------------
+# ---- the budget --------------------------------------------------------------------------------
 
 
 def test_the_budget_is_never_exceeded(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_costs_and_uses_survive_a_restart(tmp_path: Path) -> None:
     assert second.open() == 4
     for number in (5, 6):
         write(second, number, 1000)
-    # 1 cost least; 4 had been used before 2 and 3.
+    # 1 costs least; 4 was used before 2 and 3.
     assert [number for number in range(1, 7) if holds(second, number)] == [2, 3, 5, 6]
 
 
@@ -204,7 +204,7 @@ def test_unused_objects_go_in_the_end_however_costly() -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(["add", "use", "discard", "pop"])), max_size=80))
 def test_eviction_with_equal_costs_is_lru(operations: list[tuple[int, str]]) -> None:
-    """Against a list in order of use."""
+    """Compare with a list in order of use."""
     order: EvictionOrder[int] = EvictionOrder()
     model: list[int] = []
     for key, operation in operations:
@@ -235,7 +235,7 @@ def test_a_budget_that_shrank_is_kept_after_a_restart(tmp_path: Path) -> None:
     assert holds(second, 100)
 
 
-# ---- the ledger ----------------------------------------------------------------------------------------------------
+# ---- the ledger --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_a_damaged_ledger_is_counted_again(tier: FolderTier, data: bytes) -> Non
 
 
 def test_an_old_ledger_is_corrected_by_the_next_start(tier: FolderTier) -> None:
-    """A wrong number with the right digest: somebody restored the file from a backup."""
+    """A wrong number with the right digest, as after a restore from a backup."""
     old = (tier.path / "ledger").read_bytes()
     for number in range(5):
         write(tier, number)
@@ -268,7 +268,10 @@ def test_a_ledger_that_vanished_is_made_anew(tier: FolderTier) -> None:
 
 
 def test_a_closed_tier_opens_nothing_again(tier: FolderTier) -> None:
-    """Threads that come back from a hanging disk find their tier closed: the campaign found descriptors that stayed."""
+    """Threads that return from a hanging disk find their tier closed.
+
+    The campaign found leaked descriptors.
+    """
     write(tier, 1)
     descriptors = len(os.listdir("/proc/self/fd"))
     tier.close()
@@ -278,7 +281,7 @@ def test_a_closed_tier_opens_nothing_again(tier: FolderTier) -> None:
 
 
 def test_a_removed_folder_is_a_miss(tier: FolderTier) -> None:
-    """An unmounted disk: nothing is written to what lies below its mount point."""
+    """On an unmounted disk, nothing is written below its mount point."""
     write(tier, 1)
     tier.path.rename(tier.path.with_name("elsewhere"))
     assert tier.find(name(1)) is None
@@ -291,7 +294,7 @@ def test_a_removed_folder_is_a_miss(tier: FolderTier) -> None:
 
 
 class Vanishing(Files):
-    """The folder goes away at the first read of a header: a disk is unmounted while its files are counted."""
+    """The folder disappears at the first read of a header: a disk is unmounted during the count."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -303,7 +306,9 @@ class Vanishing(Files):
 
 
 def test_a_count_of_files_that_vanish_meanwhile_is_not_believed(tier: FolderTier) -> None:
-    """The ledger lies on the disk, too: it would say that nothing is there when the disk comes back."""
+    """The ledger is on the disk as well: a wrong count of zero would persist when the disk
+    returns.
+    """
     for number in range(5):
         write(tier, number)
     again = FolderTier(tier.path, tier.budget_bytes, files=Vanishing(tier.path))
@@ -314,7 +319,9 @@ def test_a_count_of_files_that_vanish_meanwhile_is_not_believed(tier: FolderTier
 
 
 class Flickering(Files):
-    """The folder is away during each read of a header, and there again at the end of the count."""
+    """The folder is missing during each read of a header, and present again at the end of the
+    count.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -337,7 +344,7 @@ def test_a_count_during_which_the_folder_was_away_is_not_believed(tier: FolderTi
 
 
 def test_a_ledger_that_vanishes_under_the_lock_does_not_open_the_lock(tier: FolderTier) -> None:
-    """Otherwise one process counts the files while another one adds some."""
+    """Without the lock, one process would count the files while another adds some."""
     again = FolderTier(tier.path, tier.budget_bytes)
     with tier._ledger.locked(soon()):  # noqa: SLF001 - a critical section of a writer
         (tier.path / "ledger").unlink()
@@ -362,7 +369,7 @@ def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
         FolderTier(tmp_path / "file" / "store", BLOCK)
 
 
-# ---- several processes ---------------------------------------------------------------------------------------------
+# ---- several processes -------------------------------------------------------------------------
 
 WRITER = """
 import sys, time
@@ -387,7 +394,9 @@ def start_writer(path: Path, budget_blocks: int, first: int, stop: int) -> subpr
 
 
 def test_processes_share_a_path_and_may_be_killed(tmp_path: Path) -> None:
-    """Two writers of the same keys are killed amid their work: the budget holds, and nothing of theirs stays behind."""
+    """Two writers of the same keys are killed during their work: the budget holds, and no parts
+    remain.
+    """
     path = tmp_path / "store"
     tier = FolderTier(path, 30 * BLOCK, durable=False)
     writers = [start_writer(path, 30, 0, 40), start_writer(path, 30, 20, 60)]
@@ -413,7 +422,7 @@ def test_processes_share_a_path_and_may_be_killed(tmp_path: Path) -> None:
 
 
 def disk_bytes_now(tier: FolderTier) -> int:
-    """``disk_bytes`` while others write: under the lock, so that a file is not counted under two names."""
+    """``disk_bytes`` locks, so that a file renamed by another process is not counted twice."""
     with tier._ledger.locked(soon()):  # noqa: SLF001 - files hold still
         return disk_bytes(tier)
 
@@ -459,7 +468,7 @@ def test_objects_of_another_release_are_counted_and_evicted_first(tmp_path: Path
 
 
 def test_the_index_of_a_thousand_objects_is_read_quickly(tmp_path: Path) -> None:
-    """All objects are found again, with their sizes; how fast is measured by the store's campaign."""
+    """All objects are found again, with their sizes; the store's campaign measures the time."""
     tier = FolderTier(tmp_path / "store", 2000 * BLOCK, durable=False)
     for number in range(1000):
         write(tier, number)

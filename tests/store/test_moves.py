@@ -1,4 +1,4 @@
-"""Bytes that go from ranks to objects and back: equal to an oracle's, proved, at any TP sizes and block sizes."""
+"""Bytes from ranks to objects and back: equal to an oracle's, proved, at any TP and block sizes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ STATE: GroupShape = (GroupKind.STATE, None, 1)
 
 
 def content(group: int, layer: int, head: int, token: int, row_bytes: int) -> np.ndarray:
-    """What one token keeps in one head of one layer."""
+    """Return the content of one token of one head of one layer."""
     seed = ((group * 31 + layer) * 31 + head) * 100_003 + token
     return np.frombuffer(np.array([seed, seed ^ 0x5A5A5A5A], "<u4").tobytes() * (row_bytes // 8), np.uint8)
 
 
 def tables(engine: Sequence[Rank], rng: np.random.Generator, tokens: int) -> list[list[int]]:
-    """A block table for each group over one pool of ids, as one request has them."""
+    """Return a block table for each group from one pool of ids, like one request's."""
     layout = engine[0].layout
     ids = rng.permutation(np.arange(1, layout.num_blocks)).tolist()
     found = []
@@ -88,7 +88,9 @@ def load_all(
 def check_filled(
     plan: StorePlan, engine: Sequence[Rank], table: list[list[int]], start: int, end: int, row_bytes: int
 ) -> None:
-    """Tokens that a resume at ``end`` looks at are there; blocks before ``start`` and foreign blocks are untouched."""
+    """Check that tokens needed at ``end`` are present; blocks before ``start`` and foreign
+    blocks are unchanged.
+    """
     for rank in engine:
         for group, views in zip(rank.layout.groups, rank.views, strict=True):
             own = set(table[group.index])
@@ -115,7 +117,7 @@ def check_filled(
 
 @st.composite
 def engines(draw: st.DrawFn) -> tuple[Shape, Shape]:
-    """Writer and reader: all that two engines of one model may differ in."""
+    """Writer and reader: all differences that two engines of one model may have."""
     group = st.one_of(
         st.just(FULL), st.just(STATE), st.tuples(st.just(GroupKind.SLIDING), st.integers(2, 40), st.just(1))
     )
@@ -135,7 +137,8 @@ def engines(draw: st.DrawFn) -> tuple[Shape, Shape]:
 
     writer, reader = own(), own()
     if STATE in groups:
-        # A state's page is the model's, whatever the block size; rows of a state stand for its parts here.
+        # A state's page depends on the model, not on the block size; rows of a state stand for its
+        # parts here.
         reader |= {"rows": writer["rows"], "block_tokens": writer["block_tokens"]}
     return Shape(**common, **writer), Shape(**common, **reader)
 
@@ -145,14 +148,16 @@ def engines(draw: st.DrawFn) -> tuple[Shape, Shape]:
 def test_what_any_engine_stores_any_other_loads(
     shapes: tuple[Shape, Shape], writer_tp: int, reader_tp: int, chunk_tokens: int, seed: int
 ) -> None:
-    """Two chunks stored by one engine fill the blocks of another with the same tokens, at every resume point."""
+    """Two chunks stored by one engine fill the blocks of another with the same tokens, at every
+    resume point.
+    """
     rng = np.random.default_rng(seed)
     writer, reader = make_engine(shapes[0], writer_tp), make_engine(shapes[1], reader_tp)
     tokens = 2 * chunk_tokens
     try:
         plans = [plan_store(engine[0].layout.groups, chunk_tokens, 4096) for engine in (writer, reader)]
     except ConfigurationError:
-        # Blocks that do not fit what the store keeps of a window are refused by name: test_spans.py.
+        # Block sizes that do not fit the kept tokens of a window are refused: test_spans.py.
         reject()
     stores = [
         prove_store(plan, [rank.layout for rank in engine])
@@ -170,7 +175,9 @@ def test_what_any_engine_stores_any_other_loads(
 
 
 def test_a_packed_block_is_stored_whole_and_loaded_in_part() -> None:
-    """Rows of 12 tokens, chunks of 8, beside a group that can be cut: resume at 8 loads the first row of 12."""
+    """Rows of 12 tokens, chunks of 8, beside a group that can be cut: resume at 8 loads the
+    first row of 12.
+    """
     shape = Shape(style="packed", rows=12, block_tokens=12, row_bytes=8, groups=(FULL, FULL), num_blocks=12)
     writer, reader = make_engine(shape, 1), make_engine(shape, 2)
     plan = plan_store(writer[0].layout.groups, 8, 4096)
@@ -185,7 +192,7 @@ def test_a_packed_block_is_stored_whole_and_loaded_in_part() -> None:
 
 
 def test_a_window_that_has_passed_cannot_be_stored() -> None:
-    """The allocator puts the null block where a window has passed."""
+    """Positions of a passed window have the allocator's null block."""
     window: GroupShape = (GroupKind.SLIDING, 8, 1)
     shape = Shape(style="head_major", rows=4, block_tokens=4, row_bytes=8, groups=(window,), num_blocks=12)
     engine = make_engine(shape, 1)

@@ -1,4 +1,6 @@
-"""Keys: equal where the KV is, different wherever anything differs, on every host and under every hash seed."""
+"""Keys: equal for equal KV, different for any difference, on every host and under every hash
+seed.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def space_of(shape: Shape, tp_rank: int = 0, tp_size: int = 1, chunk_tokens: int
 
 @pytest.mark.parametrize("seed", ["0", "12345", "random"])
 def test_a_key_is_the_same_in_every_process(seed: str) -> None:
-    """Objects outlive processes: a key that changes with the code must be changed on purpose, with FORMAT."""
+    """Objects outlive processes, so a change of keys must be deliberate, with FORMAT."""
     done = subprocess.run(
         [sys.executable, "-c", GOLDEN],
         env={**os.environ, "PYTHONHASHSEED": seed},
@@ -138,7 +140,7 @@ def test_groups_of_one_prefix_have_keys_of_their_own() -> None:
 
 
 def test_what_comes_later_does_not_change_an_earlier_key() -> None:
-    """Tokens and images behind an object's end are no part of it."""
+    """Tokens and images after an object's end do not affect its key."""
     short = chain([1, 2, 3, 4]).key(ObjectRef(4, 0))
     assert chain([1, 2, 3, 4, 5]).key(ObjectRef(4, 0)) == short
     assert chain([1, 2, 3, 4, 5], features=(Feature("image", 4),)).key(ObjectRef(4, 0)) == short
@@ -148,7 +150,7 @@ def test_what_comes_later_does_not_change_an_earlier_key() -> None:
 def test_keys_do_not_depend_on_how_tokens_are_handed_over(
     tokens: list[int], offsets: list[int], data: st.DataObject
 ) -> None:
-    """A prompt at once, or prompt and answer token by token."""
+    """A prompt at once, or prompt and answer token by token, have the same keys."""
     features = [Feature(f"image {number}", offset) for number, offset in enumerate(offsets)]
     whole, parts = (PrefixChain(SPACE, (4, 6), "", None, features) for _ in range(2))
     whole.extend(tokens)

@@ -1,4 +1,4 @@
-"""One engine's store: hits by tier, deadlines, bounded queues, and what is left after each."""
+"""One engine's store: hits by tier, deadlines, bounded queues, and leftovers after each."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_stored_prefix_is_loaded_by_another_engine(host: Host) -> None:
 
 
 def test_objects_without_a_name_are_missing(host: Host) -> None:
-    """A group that is stored whole may need an object that ends behind the prompt."""
+    """A group that is stored whole may need an object that ends after the prompt."""
     save(host.start(), *ALL)
     store = host.start()
     store.begin_fetch("request", {ref: name for ref, name in NAMES.items() if ref.end_token < 384}, 0, 500)
@@ -133,7 +133,7 @@ def test_a_corrupt_object_in_memory_is_read_from_disk(host: Host) -> None:
     store = host.start()
     store.begin_fetch("request", NAMES, 0, 500)
     until(lambda: all(tier.counts.hits == len(ALL) for tier in store.tiers))
-    # Both lookups have answered: memory is asked first.
+    # Both lookups have answered: memory is read first.
     time.sleep(0.05)
     until(lambda: store.poll("request") is not None)
     fetched = store.poll("request")
@@ -143,7 +143,10 @@ def test_a_corrupt_object_in_memory_is_read_from_disk(host: Host) -> None:
 
 
 def test_a_disk_that_hangs_costs_the_lookup_deadline_and_then_nothing(host: Host) -> None:
-    """Memory answers meanwhile. Its thread comes back with the disk, and the slot that it writes to is free then."""
+    """While a disk hangs, the store reads from memory.
+
+    The hanging thread returns with the disk, and only then is its slot free.
+    """
     first = host.start()
     save(first, *ALL)
     files = FaultyFiles()
@@ -216,7 +219,7 @@ def refs_of_group(index: int) -> list[ObjectRef]:
     return [ref for ref in ALL if ref.group == index]
 
 
-# ---- lanes and staging ---------------------------------------------------------------------------------------------
+# ---- lanes and staging -------------------------------------------------------------------------
 
 
 def test_a_lane_is_bounded_and_refuses_while_it_hangs() -> None:
@@ -281,11 +284,11 @@ def test_staging_memory_of_a_killed_engine_is_removed(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-# ---- the campaign --------------------------------------------------------------------------------------------------
+# ---- the campaign ------------------------------------------------------------------------------
 
 
 def test_a_cut_of_the_fault_campaign(tmp_path: Path) -> None:
-    """Forty faults; ten thousand are `make store-faults`."""
+    """Forty faults; `make store-faults` runs ten thousand."""
     outcome = campaign.run(tmp_path, tmp_path, seed=2, faults=40, without=frozenset({"killed_process"}))
     assert outcome.right, outcome
     assert outcome.hit_tokens > 0

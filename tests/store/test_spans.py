@@ -1,4 +1,4 @@
-"""How groups are cut into objects: tables computed by hand, and every configuration error with its message."""
+"""Division of groups into objects: tables computed by hand, and every configuration error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ MAMBA = (group(0, 1056, row_tokens=1056), state(1))
     ],
 )
 def test_five_groups_of_unequal_blocks_share_their_chunks(chunk_tokens: int, ends: list[int]) -> None:
-    """256/64/64/4/8: rows of one token can be cut anywhere, so block sizes play no part in what is stored."""
+    """256/64/64/4/8: rows of one token can be cut anywhere, so block sizes do not affect the
+    objects.
+    """
     plan = plan_store(FIVE, chunk_tokens, 4096)
     assert plan.warnings == ()
     assert [each.span_tokens for each in plan.groups] == [chunk_tokens] * 5
@@ -47,14 +49,16 @@ def test_five_packed_groups_are_stored_whole_where_the_chunk_cuts_their_blocks()
     assert plan.first_tokens == 256
     assert completed_objects(plan, 192, 256) == [ObjectRef(256, g) for g in range(5)]
     assert completed_objects(plan, 128, 192) == [ObjectRef(192, g) for g in (1, 2, 3, 4)]
-    # 320 tokens of the small groups do not help where the large one has 256.
+    # 320 tokens of the small groups do not help, because the large one has 256.
     present = {*completed_objects(plan, 0, 320)}
     assert usable_prefix(plan, present, 0, 1000) == 256
     assert needed_objects(plan, 0, 256) == sorted(present - {ObjectRef(320, g) for g in (1, 2, 3, 4)})
 
 
 def test_mamba_beside_attention_of_1056_tokens() -> None:
-    """Attention needs its whole row of 1,056 tokens; the state exists at ends of chunks that a step ends at."""
+    """Attention needs its whole row of 1,056 tokens; the state exists at chunk ends at which a
+    step ends.
+    """
     plan = plan_store(MAMBA, 256, 8192)
     assert plan.warnings == (
         "store: chunk_tokens 256 is not a multiple of the 1056 tokens that KV cache group 0 packs together: its "
@@ -62,7 +66,7 @@ def test_mamba_beside_attention_of_1056_tokens() -> None:
     )
     assert [(each.span_tokens, each.kept_tokens) for each in plan.groups] == [(1056, 1056), (256, 0)]
     assert plan.spans == (256, 1056)
-    # Steps end at 512, 1024 (ends of chunks), 1100 (no end of a chunk) and 1280.
+    # Steps end at 512, 1024 (chunk ends), 1100 (not a chunk end) and 1280.
     table = {
         (0, 512): [ObjectRef(512, 1)],
         (512, 1024): [ObjectRef(1024, 1)],
@@ -73,7 +77,7 @@ def test_mamba_beside_attention_of_1056_tokens() -> None:
     }
     for (before, after), refs in table.items():
         assert completed_objects(plan, before, after) == refs
-    # At 1,280 attention would need 2,112 tokens; at 1,024 its first row covers more than enough.
+    # At 1,280 attention would need 2,112 tokens; at 1,024 its first row covers the prefix.
     present = {ObjectRef(512, 1), ObjectRef(1024, 1), ObjectRef(1280, 1), ObjectRef(1056, 0)}
     assert usable_prefix(plan, present, 0, 2000) == 1024
     assert needed_objects(plan, 0, 1024) == [ObjectRef(1024, 1), ObjectRef(1056, 0)]
@@ -90,7 +94,10 @@ def test_mamba_beside_attention_that_can_be_cut() -> None:
 
 
 def test_windows_shorter_than_a_chunk_keep_the_end_of_it() -> None:
-    """gpt-oss: a window of 128 beside full attention, chunks of 512. Attention at 512 sees tokens 385 to 511."""
+    """gpt-oss: a window of 128 beside full attention, chunks of 512.
+
+    Attention at 512 sees tokens 385 to 511.
+    """
     plan = plan_store((sliding(0, 16, 128), group(1, 16)), 512, 4096)
     assert [(each.span_tokens, each.kept_tokens) for each in plan.groups] == [(512, 128), (512, 512)]
     # Only the last window is needed to resume, and all of full attention.
@@ -104,7 +111,7 @@ def test_windows_shorter_than_a_chunk_keep_the_end_of_it() -> None:
     assert usable_prefix(plan, present, 0, 2000) == 1536
     assert usable_prefix(plan, present - {ObjectRef(1536, 0)}, 0, 2000) == 1024
     assert usable_prefix(plan, present - {ObjectRef(512, 1)}, 0, 2000) == 0
-    # Full attention's first 512 tokens may be the engine's own.
+    # The engine's own cache may have full attention's first 512 tokens.
     assert usable_prefix(plan, present - {ObjectRef(512, 1)}, 512, 2000) == 1536
 
 
@@ -142,18 +149,18 @@ def test_windows_longer_than_a_chunk_need_several_objects() -> None:
     """A window of 600 at token 1,024 begins at 425, in the block of 16 that begins at 416."""
     plan = plan_store((sliding(0, 16, 600),), 256, 4096)
     assert needed_objects(plan, 0, 1024) == [ObjectRef(512, 0), ObjectRef(768, 0), ObjectRef(1024, 0)]
-    # With blocks of 256 the window's first block begins at 256: nothing changes. With 512 it begins at 0.
+    # With blocks of 256 the window's first block begins at 256: no change. With 512 it begins at 0.
     assert needed_objects(plan_store((sliding(0, 512, 600),), 256, 4096), 0, 1024) == [
         ObjectRef(end, 0) for end in (256, 512, 768, 1024)
     ]
 
 
 def test_chunked_attention() -> None:
-    """llama4: attention looks back to the beginning of its own chunk of 1,024 tokens."""
+    """llama4: attention reaches back to the beginning of its own chunk of 1,024 tokens."""
     plan = plan_store((chunked(0, 16, 1024), group(1, 16)), 256, 8192)
     assert [ref for ref in needed_objects(plan, 0, 1536) if ref.group == 0] == [ObjectRef(1280, 0), ObjectRef(1536, 0)]
     assert [ref for ref in needed_objects(plan, 0, 2048) if ref.group == 0] == []
-    # Where each end of a stored chunk ends an attention chunk, nothing of the group is ever stored.
+    # If each end of a stored chunk ends an attention chunk, nothing of the group is ever stored.
     assert not plan_store((chunked(0, 16, 256), group(1, 16)), 512, 8192).groups[0].stored
 
 

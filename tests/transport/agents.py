@@ -1,4 +1,4 @@
-"""Agents of either transport over numpy buffers, and waiting for them with a deadline."""
+"""Agents of either transport over numpy buffers, and waits with a deadline."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def runs(*rows: tuple[int, int, int]) -> Runs:
 
 
 def until(done: Callable[[], bool], agents: Sequence[Agent] = ()) -> None:
-    """Turn the agents' wheels until ``done``; fails after a deadline instead of hanging."""
+    """Poll the agents until ``done``; fail after a deadline."""
     deadline = time.monotonic() + DEADLINE_S
     while not done():
         assert time.monotonic() < deadline, f"not done within {DEADLINE_S} s"
@@ -69,7 +69,7 @@ def write(sender: Agent, receiver: Agent, what: Runs) -> None:
 
 
 def receive(receiver: Agent, count: int, sender: Agent) -> list[tuple[str, bytes]]:
-    """The next ``count`` messages."""
+    """Return the next ``count`` messages."""
     messages: list[tuple[str, bytes]] = []
 
     def arrived() -> bool:

@@ -1,7 +1,8 @@
-"""Two engines without engines: the machines of all ranks of both sides over real NIXL, in one process.
+"""The machines of all ranks of two engines over real NIXL, in one process, without vLLM.
 
-Everything that ranks say to each other goes through metadata, frames and notifications; only the order of the handshake
-is cut short. Agents live as long as the test session: each case builds its layouts over the same registered memory.
+Ranks communicate through metadata, frames and notifications only; the handshake's order is
+shortened. Agents live as long as the test session: each case builds its layouts over the same
+registered memory.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from connectors.planning.descriptors import build_runs
-from connectors.planning.heads import partners
 from connectors.planning.layout import Region
-from connectors.planning.plan import PairPlan, plan_pair
+from connectors.planning.plan import PairPlan, consumer_ranks, plan_pair
 from connectors.planning.verify import prove_plans
 from connectors.protocol.actions import Connect, ConsumerAction, ProducerAction, Received, Send, Sent, Verify, Write
 from connectors.protocol.agent_metadata import (
@@ -93,14 +93,16 @@ class Engines:
         self.bytes_written = 0
         self.messages: list[str] = []
         self.verified = 0
-        self._introduce(partners(tp[0], tp[1], self.decode[0].rank.layout.layer_heads))
+        target = self.decode[0].rank.layout
+        talking = [consumer_ranks(worker.rank.layout, target) for worker in self.prefill]
+        self._introduce(tuple((p, c) for p, ranks in enumerate(talking) for c in sorted(ranks)))
 
     def _worker(self, side: type[Machine], host: Host, shape: Shape, rank: int, tp_size: int) -> Worker[Machine]:
         built = make_rank(shape, rank, tp_size, memory=host.memory)
         return Worker(host, built, side(built.layout.groups, self.limits))
 
     def _introduce(self, pairs: tuple[tuple[int, int], ...]) -> None:
-        """Both ends read each other's agent metadata, check and plan; Hello and Welcome are cut short."""
+        """Exchange agent metadata, check and plan; without Hello and Welcome."""
         for c, consumer in enumerate(self.decode):
             ours = decode_agent_metadata(consumer.agent_metadata)
             rank_metadata = [decode_agent_metadata(producer.agent_metadata) for producer in self.prefill]
@@ -126,7 +128,7 @@ class Engines:
     def now(self) -> float:
         return time.monotonic()
 
-    # ---- what the schedulers say -----------------------------------------------------------------------------------
+    # ---- what the schedulers say ----------------------------------------------------------------
 
     def expect(self, request_id: str, transfer_id: str, prompt_tokens: int, digest: str) -> None:
         for worker in self.prefill:
@@ -144,7 +146,7 @@ class Engines:
         for worker in self.decode:
             self.perform(worker, worker.machine.start(order, self.now))
 
-    # ---- wheels ----------------------------------------------------------------------------------------------------
+    # ---- wheels ---------------------------------------------------------------------------------
 
     def perform(self, worker: Worker, actions: list[ProducerAction] | list[ConsumerAction]) -> None:
         for action in actions:
@@ -179,7 +181,7 @@ class Engines:
             self.perform(worker, worker.machine.write_done(write.write_id, self.now))
 
     def turn(self) -> None:
-        """One round on every rank: messages, writes, deadlines."""
+        """Run one round on every rank: messages, writes, deadlines."""
         workers: list[Worker[Any]] = [*self.prefill, *self.decode]
         for worker in workers:
             for sender, frame in worker.host.transport.notifications():
@@ -200,7 +202,9 @@ class Engines:
             self.turn()
 
     def settle(self, writes: int) -> None:
-        """Until all producer ranks together have posted and ended this many bytes of writes."""
+        """Run until all producer ranks together have posted and completed this number of written
+        bytes.
+        """
         self.until(
             lambda: self.bytes_written >= writes and not any(worker.writes for worker in self.prefill),
             f"the writing of {writes} bytes",

@@ -1,4 +1,4 @@
-"""What every transport does: one suite, run on the in-memory one and on NIXL, with real memory on both."""
+"""Behaviour of every transport: one suite for the in-memory one and NIXL, with real memory."""
 
 from collections.abc import Iterator
 
@@ -27,7 +27,9 @@ def fabric() -> Fabric:
 
 @pytest.fixture(scope="module")
 def pair(kind: str, fabric: Fabric) -> Iterator[tuple[Agent, Agent]]:
-    """Two agents that know each other. First contact costs time, so they serve the whole module."""
+    """Two agents that know each other. First contact takes time, so the whole module shares
+    them.
+    """
     ours, theirs = (make_agent(kind, fabric, SIZE) for _ in range(2))
     for one, other in ((ours, theirs), (theirs, ours)):
         assert one.transport.add_peer(other.transport.metadata()) == other.name
@@ -46,19 +48,19 @@ def fresh(pair: tuple[Agent, Agent]) -> tuple[Agent, Agent]:
 
 @pytest.fixture
 def lone(kind: str, fabric: Fabric) -> Iterator[Agent]:
-    """An agent of its own, for tests that close it."""
+    """A separate agent, for tests that close it."""
     agent = make_agent(kind, fabric, 4096)
     yield agent
     agent.transport.close()
 
 
 def test_kind_is_what_metadata_say(kind: str, pair: tuple[Agent, Agent]) -> None:
-    """The transport's kind is compared between engines before any transfer."""
+    """Engines compare the transport's kind before any transfer."""
     assert pair[0].transport.kind == kind
 
 
 def test_a_write_moves_its_bytes_and_no_others(fresh: tuple[Agent, Agent]) -> None:
-    """Odd addresses and lengths, and all that is around them untouched."""
+    """Odd addresses and lengths; all bytes around them stay unchanged."""
     ours, theirs = fresh
     write(ours, theirs, runs((ours.address + 3, theirs.address + 1001, 777), (ours.address + 5000, theirs.address, 1)))
     expected = np.full(SIZE, CANARY, np.uint8)
@@ -68,7 +70,7 @@ def test_a_write_moves_its_bytes_and_no_others(fresh: tuple[Agent, Agent]) -> No
 
 
 def test_a_whole_region_can_be_written(fresh: tuple[Agent, Agent]) -> None:
-    """From the first byte to the last."""
+    """A write from the first byte to the last."""
     ours, theirs = fresh
     write(ours, theirs, runs((ours.address, theirs.address, SIZE)))
     assert np.array_equal(theirs.buffer, ours.buffer)
@@ -86,7 +88,7 @@ def test_ten_thousand_fragments(fresh: tuple[Agent, Agent]) -> None:
 
 
 def test_many_writes_at_once(fresh: tuple[Agent, Agent]) -> None:
-    """Handles are told apart, each ends by itself."""
+    """Handles are distinct, and each ends separately."""
     ours, theirs = fresh
     handles = {
         ours.transport.write(theirs.name, runs((ours.address + 64 * k, theirs.address + 128 * k, 64)), HOST, HOST): k
@@ -106,7 +108,7 @@ def test_many_writes_at_once(fresh: tuple[Agent, Agent]) -> None:
 
 @pytest.mark.parametrize("which", ["source before", "source after", "target before", "target after", "one of many"])
 def test_writes_outside_registered_memory_are_refused(fresh: tuple[Agent, Agent], which: str) -> None:
-    """On either side, by a single byte: TransportError, and nothing has been written."""
+    """On either side, by a single byte: TransportError, and no byte is written."""
     ours, theirs = fresh
     good = (ours.address, theirs.address, 8)
     bad = {
@@ -122,13 +124,13 @@ def test_writes_outside_registered_memory_are_refused(fresh: tuple[Agent, Agent]
 
 
 def test_a_write_of_nothing_is_refused(pair: tuple[Agent, Agent]) -> None:
-    """Who has nothing to write must not post a write: it could never end."""
+    """A write without runs is refused: it could never end."""
     with pytest.raises(TransportError, match="0 runs"):
         pair[0].transport.write(pair[1].name, Runs(*[np.empty(0, np.int64)] * 3), HOST, HOST)
 
 
 def test_a_write_goes_on_after_a_refused_one(fresh: tuple[Agent, Agent]) -> None:
-    """A refusal does not break the connection."""
+    """A refused write does not break the connection."""
     ours, theirs = fresh
     with pytest.raises(TransportError):
         write(ours, theirs, runs((ours.address, theirs.end, 8)))
@@ -137,7 +139,7 @@ def test_a_write_goes_on_after_a_refused_one(fresh: tuple[Agent, Agent]) -> None
 
 
 def test_messages_arrive_whole_and_once(pair: tuple[Agent, Agent]) -> None:
-    """With the sender's name, and whatever bytes. Their order is not promised."""
+    """Messages have the sender's name and any bytes. Their order is not guaranteed."""
     ours, theirs = pair
     payloads = [b"hello", b"", bytes(range(256)), b"\0\0", "ünïcode".encode()]
     for payload in payloads:
@@ -156,7 +158,7 @@ def test_messages_go_both_ways(pair: tuple[Agent, Agent]) -> None:
 
 
 def test_a_large_message(pair: tuple[Agent, Agent]) -> None:
-    """1 MB, as an offer of a very long prompt may be."""
+    """1 MB, like an offer for a very long prompt."""
     ours, theirs = pair
     payload = np.random.default_rng(0).bytes(1 << 20)
     ours.transport.notify(theirs.name, payload)
@@ -164,21 +166,21 @@ def test_a_large_message(pair: tuple[Agent, Agent]) -> None:
 
 
 def test_a_message_does_not_need_an_introduction(pair: tuple[Agent, Agent], lone: Agent) -> None:
-    """Who has a peer's metadata can notify it; that it has not added ours does not matter."""
+    """An agent with a peer's metadata can notify it, even if the peer has not added the agent's."""
     lone.transport.add_peer(pair[0].transport.metadata())
     lone.transport.notify(pair[0].name, b"hello, you do not know me")
     assert receive(pair[0], 1, lone) == [(lone.name, b"hello, you do not know me")]
 
 
 def test_adding_a_peer_again_is_harmless(fresh: tuple[Agent, Agent]) -> None:
-    """The same name comes back, and writes go on."""
+    """Adding a known peer returns the same name, and writes continue to work."""
     ours, theirs = fresh
     assert ours.transport.add_peer(theirs.transport.metadata()) == theirs.name
     write(ours, theirs, runs((ours.address, theirs.address, 8)))
 
 
 def test_a_connection_made_anew(fresh: tuple[Agent, Agent]) -> None:
-    """After ``reconnect`` writes and messages go through in both directions, as before."""
+    """After ``reconnect``, writes and messages work in both directions."""
     ours, theirs = fresh
     ours.transport.reconnect(theirs.name)
     write(ours, theirs, runs((ours.address, theirs.address, 512)))
@@ -200,20 +202,20 @@ def test_no_connection_is_made_anew_under_a_write(fresh: tuple[Agent, Agent]) ->
 
 
 def test_nobody_unknown_is_connected_to_anew(pair: tuple[Agent, Agent]) -> None:
-    """``reconnect`` is for peers that have been added."""
+    """``reconnect`` requires a peer that has been added."""
     with pytest.raises(TransportError, match="nobody"):
         pair[0].transport.reconnect("nobody/0")
 
 
 @pytest.mark.parametrize("metadata", [b"", b"junk", bytes(1000), b"\xff" * 40])
 def test_unusable_metadata_is_refused(pair: tuple[Agent, Agent], metadata: bytes) -> None:
-    """TransportError, whatever the bytes."""
+    """Unusable metadata raises TransportError, whatever its bytes."""
     with pytest.raises(TransportError):
         pair[0].transport.add_peer(metadata)
 
 
 def test_unknown_peers_are_refused(pair: tuple[Agent, Agent]) -> None:
-    """A write or a message to a name that was never added: TransportError naming it."""
+    """A write or a message to a name that was never added raises a TransportError that names it."""
     ours, theirs = pair
     with pytest.raises(TransportError) as refusal:
         ours.transport.write("nobody", runs((ours.address, theirs.address, 8)), HOST, HOST)
@@ -224,13 +226,13 @@ def test_unknown_peers_are_refused(pair: tuple[Agent, Agent]) -> None:
 
 
 def test_unregistered_kinds_of_memory_are_refused(pair: tuple[Agent, Agent]) -> None:
-    """A kind of memory that this machine has not, or that nobody knows, is a TransportError at registration."""
+    """An unknown or absent kind of memory raises TransportError at registration."""
     with pytest.raises(TransportError):
         pair[0].transport.register([Region(pair[0].address, 16, MemoryKind("NO_SUCH_MEMORY", 0))])
 
 
 def test_regions_registered_later_can_be_written(kind: str, fabric: Fabric, lone: Agent) -> None:
-    """All regions of one call, and those of a second one before the metadata goes out."""
+    """Metadata has all regions of several calls of ``register``."""
     more = [np.zeros(512, np.uint8) for _ in range(3)]
     lone.transport.register([Region(buffer.ctypes.data, 512, HOST) for buffer in more])
     sender = make_agent(kind, fabric, 4096, fill=7)
@@ -242,7 +244,7 @@ def test_regions_registered_later_can_be_written(kind: str, fabric: Fabric, lone
 
 
 def test_close_is_idempotent_and_final(lone: Agent, pair: tuple[Agent, Agent]) -> None:
-    """A second close does nothing; whatever else is asked of a closed transport is a TransportError."""
+    """A second close has no effect; all other calls on a closed transport raise TransportError."""
     metadata = pair[0].transport.metadata()
     lone.transport.add_peer(metadata)
     handle = lone.transport.write(pair[0].name, runs((lone.address, pair[0].address, 8)), HOST, HOST)
@@ -264,7 +266,9 @@ def test_close_is_idempotent_and_final(lone: Agent, pair: tuple[Agent, Agent]) -
 
 
 def test_a_closed_peer_breaks_nothing(kind: str, fabric: Fabric) -> None:
-    """Writes and messages to a peer that has closed raise TransportError or do nothing; the agent lives on."""
+    """Writes and messages to a closed peer raise TransportError or have no effect; the agent
+    stays usable.
+    """
     ours, gone, other = (make_agent(kind, fabric, 4096, fill=9) for _ in range(3))
     for peer in (gone, other):
         ours.transport.add_peer(peer.transport.metadata())
@@ -291,7 +295,9 @@ def test_a_closed_peer_breaks_nothing(kind: str, fabric: Fabric) -> None:
 
 
 def test_a_removed_peer_is_unknown(kind: str, fabric: Fabric, pair: tuple[Agent, Agent], lone: Agent) -> None:
-    """After remove_peer nothing is sent; adding it again brings it back; removing an unknown one is harmless."""
+    """After remove_peer nothing is sent; adding the peer again restores it; removing an unknown
+    one has no effect.
+    """
     theirs = pair[1]
     theirs.buffer[:] = CANARY
     lone.transport.add_peer(theirs.transport.metadata())
@@ -305,7 +311,7 @@ def test_a_removed_peer_is_unknown(kind: str, fabric: Fabric, pair: tuple[Agent,
 
 
 def test_a_spent_handle_is_an_error(fresh: tuple[Agent, Agent]) -> None:
-    """A handle is good until its write has ended, and never means another write."""
+    """A handle is valid until its write has ended, and never refers to another write."""
     ours, theirs = fresh
     handle = ours.transport.write(theirs.name, runs((ours.address, theirs.address, 8)), HOST, HOST)
     until(lambda: ours.transport.poll(handle), [theirs])
@@ -315,7 +321,7 @@ def test_a_spent_handle_is_an_error(fresh: tuple[Agent, Agent]) -> None:
 
 
 def test_a_cut_fabric_reaches_nobody() -> None:
-    """The memory transport's own tool for fault tests: cut and mend, by name."""
+    """The memory transport's fault injection: cut and mend, by name."""
     fabric = Fabric()
     ours, theirs = (make_agent("memory", fabric, 64) for _ in range(2))
     assert isinstance(ours.transport, MemoryTransport)

@@ -1,7 +1,7 @@
-"""Corruption is caught, every time, and nothing else is taken for it: real bytes over random layouts.
+"""Digests detect every corruption and raise no false alarm: real bytes over random layouts.
 
-The suite takes a slice, ``make corruption`` all 1,000 cases of each kind and 10,000 clean transfers. Cases are seeded:
-a failure names the seeds.
+The suite runs a part, ``make corruption`` all 1,000 cases of each kind and 10,000 clean transfers.
+Cases are seeded: a failure names the seeds.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ SCENES = 120
 
 @pytest.fixture(scope="module")
 def scenes() -> list[Scene]:
-    """Pairs of engines that are used again and again: what they hold changes with every transfer."""
+    """Pairs of engines that are reused: every transfer changes their content."""
     return [draw_scene(np.random.default_rng([1, seed])) for seed in range(SCENES)]
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_every_corruption_is_caught(kind: str, scenes: list[Scene], capsys: pytest.CaptureFixture[str]) -> None:
-    """Of many transfers that are damaged in one way, none is believed; each was right before."""
+    """Of many transfers damaged in one way, each is detected; each was right before."""
     damage = DAMAGES[kind]
     fitting = [scene for scene in scenes if len(scene.consumer.heads) >= damage.heads]
     assert len(fitting) > SCENES // 3
@@ -70,7 +70,7 @@ def test_clean_transfers_are_believed(scenes: list[Scene], capsys: pytest.Captur
 
 
 def test_a_block_that_is_not_there_is_refused(scenes: list[Scene]) -> None:
-    """An id outside the pool is an error, not a read of whatever lies there."""
+    """An id outside the pool is an error, not a read of other memory."""
     consumer = scenes[0].consumer
     digest = scenes[0].pairs[0].target()
     for block in (-1, consumer.layout.num_blocks):
@@ -81,7 +81,7 @@ def test_a_block_that_is_not_there_is_refused(scenes: list[Scene]) -> None:
 @pytest.mark.parametrize("length", [8, 1000, 4096, 20_000, 100_000])
 @pytest.mark.parametrize("together", [1, 2, 50])
 def test_feeding_is_hashing_the_bytes_in_order(length: int, together: int) -> None:
-    """However they lie, scattered or one behind the other, short or long: against xxhash over a plain copy."""
+    """Scattered or adjacent, short or long pages: compared with xxhash over a plain copy."""
     blocks = 200
     content = np.random.default_rng(6).integers(0, 256, blocks * length, np.uint8)
     pages = LayerPages("layer", content.ctypes.data, length, 1, 1, length, 1, length, length, "p")

@@ -1,4 +1,4 @@
-"""The digest that devices compute in place: against values worked out by hand, and against plain Python arithmetic.
+"""The digest that devices compute in place, against values by hand and against Python arithmetic.
 
 The device is the CPU here; ``make gpu-check`` compares a GPU's digests with a CPU's.
 """
@@ -18,11 +18,11 @@ from tests.campaigns.corruption import DAMAGES, Scene, Transfer, draw_scene
 
 FIRST_KEYS = (0xA03A6DACB97B8DE3, 0x2331CC9914ADBED3, 0x4DD628C2D90F9E3D)
 LAST_KEY = 0xA2DF665AA72F35C9
-"""Of SHAKE128(b"tandem"), as little-endian words of 64 bits with the lowest bit set."""
+"""Keys from SHAKE128(b"tandem"), as little-endian words of 64 bits with the lowest bit set."""
 
 
 def memory_of(content: bytes) -> tuple[DeviceMemory, int]:
-    """A cache of one page that holds ``content``, and the page's address."""
+    """Return a cache of one page with ``content``, and the page's address."""
     tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     address, size = tensor.data_ptr(), len(content)
     layout = layout_of(address, 1, size)
@@ -44,7 +44,7 @@ def sums_of(content: bytes) -> list[int]:
 
 
 def test_keys_are_fixed() -> None:
-    """Engines of all releases and devices must use the same ones."""
+    """Engines of all releases and devices must use the same keys."""
     assert tuple(int(key) % 2**64 for key in KEYS[:3]) == FIRST_KEYS
     assert int(KEYS[-1]) % 2**64 == LAST_KEY
     assert len(KEYS) == 4096
@@ -63,7 +63,7 @@ def test_keys_are_fixed() -> None:
     ids=["zeros", "one", "second word", "little-endian", "negative", "extremes"],
 )
 def test_a_segment_is_the_sum_of_its_words_times_the_keys(content: bytes, factors: tuple[int, ...]) -> None:
-    """Worked out by hand, with the keys written out above."""
+    """Computed by hand, with the keys above."""
     expected = sum(factor * key for factor, key in zip(factors, FIRST_KEYS, strict=False)) % 2**64
     assert sums_of(content) == [expected]
 
@@ -76,7 +76,9 @@ def test_odd_bytes_at_the_end_are_padded_with_zeros() -> None:
 
 
 def test_a_long_piece_is_cut_into_segments() -> None:
-    """Of 16 KiB each; the last word of a segment takes the last key, the first one of the next the first."""
+    """Segments of 16 KiB; a segment's last word uses the last key, the next segment's first word
+    the first.
+    """
     content = bytearray(2 * SEGMENT_BYTES + 8)
     content[SEGMENT_BYTES - 4] = 1
     content[SEGMENT_BYTES] = 3
@@ -85,7 +87,7 @@ def test_a_long_piece_is_cut_into_segments() -> None:
 
 
 def test_a_stream_is_the_xxh3_of_its_sums_in_order() -> None:
-    """However it is fed."""
+    """The hash does not depend on the division into feeds."""
     content = np.random.default_rng(0).integers(0, 256, (6, 24), np.uint8)
     memory, address = memory_of(content.tobytes())
     order = np.array([4, 0, 5, 2])
@@ -119,7 +121,7 @@ def test_sums_of_scattered_pages(length: int) -> None:
 
 
 def test_every_change_of_one_bit_is_found() -> None:
-    """Keys are odd: no change of one word is lost."""
+    """Keys are odd: every change of one word is detected."""
     content = bytearray(np.random.default_rng(2).bytes(512))
     before = sums_of(bytes(content))
     for bit in range(8 * len(content)):
@@ -135,7 +137,7 @@ def scenes() -> list[Scene]:
 
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_every_corruption_is_caught(kind: str, scenes: list[Scene]) -> None:
-    """The damages of ``make corruption``, between random layouts; clean transfers are believed."""
+    """The damage kinds of ``make corruption``, between random layouts; clean transfers pass."""
     damage = DAMAGES[kind]
     fitting = [scene for scene in scenes if len(scene.consumer.heads) >= damage.heads]
     for seed in range(2 * len(fitting)):
@@ -147,7 +149,7 @@ def test_every_corruption_is_caught(kind: str, scenes: list[Scene]) -> None:
 
 
 def test_what_both_ends_use_depends_on_both() -> None:
-    """xxh3 between two hosts, sums wherever one end is an accelerator."""
+    """xxh3 between two hosts, sums if one end is an accelerator."""
     tensor = torch.zeros(64, dtype=torch.uint8)
     host, device = MemoryKind("DRAM", 0), MemoryKind("VRAM", 1)
     in_dram = CacheMemory(layout_of(tensor.data_ptr(), 1, 64))
@@ -158,7 +160,9 @@ def test_what_both_ends_use_depends_on_both() -> None:
 
 
 def test_the_storage_of_a_view_gives_the_region() -> None:
-    """vLLM's views are slices of larger tensors, in any order; the region's bytes are found by address."""
+    """vLLM's views are slices of larger tensors, in any order; the region's bytes are found by
+    address.
+    """
     storage = torch.arange(256, dtype=torch.uint8)
     other, view = torch.zeros(8), storage[64:128].view(2, 4, 8).transpose(0, 1)
     memory = DeviceMemory(layout_of(storage.data_ptr() + 64, 4, 16, "VRAM"), [other, view])
@@ -177,7 +181,7 @@ def test_a_region_that_no_tensor_holds_is_refused() -> None:
 
 
 def test_addresses_outside_the_cache_are_refused() -> None:
-    """PlanError instead of a read of whatever lies there."""
+    """PlanError instead of a read of other memory."""
     memory, address = memory_of(bytes(64))
     for start in (address - 1, address + 64):
         with pytest.raises(PlanError, match="no region"):

@@ -1,4 +1,4 @@
-"""NIXL listens where it is told to, and nowhere else."""
+"""NIXL listens on the configured devices only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ transport.close()
 
 
 def listening(*devices: str) -> set[str]:
-    """Addresses on which a process with a NIXL transport of these devices takes connections."""
+    """Return the addresses on which a process with a NIXL transport of these devices listens."""
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM, *devices],
         stdin=subprocess.PIPE,
@@ -42,12 +42,12 @@ def listening(*devices: str) -> set[str]:
 
 
 def test_only_the_devices_that_are_named() -> None:
-    """Unasked, UCX listens on every interface; one that goes away takes its connections along."""
+    """By default UCX listens on every interface; connections break when one disappears."""
     assert listening("lo") == {"127.0.0.1"}
 
 
 def test_without_devices_it_listens_everywhere() -> None:
-    """What the setting is for: this host's own address is among those."""
+    """The reason for the setting: by default UCX listens on all of this host's addresses."""
     others = {
         address.address
         for name, addresses in psutil.net_if_addrs().items()
@@ -58,6 +58,6 @@ def test_without_devices_it_listens_everywhere() -> None:
 
 
 def test_a_back_end_that_does_not_exist() -> None:
-    """The setting is named, and what could be set instead."""
+    """The error names the setting and the possible values."""
     with pytest.raises(ConfigurationError, match=r"transfer.backends .*: NIXL has no back end UCZ; .*UCX"):
         NixlTransport("here/0", ("UCX", "UCZ"))

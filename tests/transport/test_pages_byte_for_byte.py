@@ -1,8 +1,8 @@
-"""Pages compared byte for byte between the engines for every group after a transfer, through real NIXL.
+"""Pages compared byte for byte between the engines for every group after a transfer over NIXL.
 
-A Gemma-3-like cache: two sliding-window groups and a full-attention one, two layers each, layer k of every group in one
-region. Producer and consumer machines run end to end, at TP pairs up to (4,2) and (2,4); nothing is stood in for but
-vLLM itself.
+A Gemma-3-like cache: two sliding-window groups and a full-attention one, two layers each, layer k
+of every group in one region. Producer and consumer machines run end to end, at TP pairs up to (4,2)
+and (2,4); only vLLM is missing.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ CONSUMER = replace(PRODUCER, num_blocks=64)
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[dict[Peer, Host]]:
-    """Four ranks a side, registered once."""
+    """Four ranks per side, registered once."""
     size = 2 * PRODUCER.num_blocks * 4 * BLOCK_TOKENS * ROW_BYTES
     built = {Peer(side, rank): Host(Peer(side, rank), size) for side in (PREFILL, DECODE) for rank in range(4)}
     yield built
@@ -42,7 +42,9 @@ def hosts() -> Iterator[dict[Peer, Host]]:
 
 
 def compute(live: list[Rank], final: list[Rank], tables: list[np.ndarray], before: int, after: int) -> None:
-    """A chunk: the rows of its tokens appear in the producers' memory, in every layer of every group."""
+    """Compute a chunk: write its tokens' rows to the producers' memory, in every layer of every
+    group.
+    """
     for rank, source in zip(live, final, strict=True):
         for group, table in enumerate(tables):
             for token in range(before, after):
@@ -52,7 +54,7 @@ def compute(live: list[Rank], final: list[Rank], tables: list[np.ndarray], befor
 
 
 def pages_equal(consumers: list[Rank], producers: list[Rank], moves: list[Moves]) -> None:
-    """Every page of every group, layer and head: the consumer's is the producer's."""
+    """Check every page of every group, layer and head: the consumer's equals the producer's."""
     compared = 0
     for consumer in consumers:
         for move in moves:
@@ -97,7 +99,7 @@ class Case:
         self.order = Order("d", f"t{seed}", ADDRESS, PROMPT_TOKENS - 1, "digest", tuple(wanted))
 
     def bytes_of(self, move: Moves) -> int:
-        """Over all consumer ranks, with nothing moved twice."""
+        """Return the bytes of a move over all consumer ranks, if nothing is moved twice."""
         return len(move.dst_ids) * sum(rank.layout.groups[move.group].block_bytes for rank in self.consumers)
 
     def chunk(self, before: int, after: int) -> None:
@@ -106,7 +108,9 @@ class Case:
         self.engines.progress("p", [table[first:last].tolist() for table in self.tables], after)
 
     def finish(self) -> None:
-        """The producer's request has ended: everything arrives, and everything is given back."""
+        """After the end of the producer's request, all KV has arrived and all blocks are
+        released.
+        """
         self.engines.finished("p")
         everyone = (len(self.consumers), len(self.producers))
         self.engines.until(lambda: (len(self.engines.received), len(self.engines.sent)) == everyone, "the end")
@@ -119,7 +123,9 @@ class Case:
             assert {key: count for key, count in producer.machine.counts().items() if count} == {"remembered": 1}
 
     def compare(self) -> None:
-        """Pages against the producer's, whole buffers against the oracle's: canaries included, and no byte too many."""
+        """Pages equal the producer's, whole buffers the oracle's: canaries included, no byte too
+        many.
+        """
         pages_equal(self.consumers, self.producers, self.moves)
         oracle_copy(self.producers, self.expected, self.moves)
         for rank, reference in zip(self.consumers, self.expected, strict=True):
@@ -133,7 +139,9 @@ class Case:
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("tp", TP_PAIRS)
 def test_streamed(hosts: dict[Peer, Host], tp: tuple[int, int], kv_heads: int, style: str) -> None:
-    """Offered before the first chunk: blocks land chunk by chunk, and at the end every page is the producer's."""
+    """With an offer before the first chunk, blocks arrive chunk by chunk; at the end every page
+    is equal.
+    """
     case = Case(hosts, tp, both(kv_heads=kv_heads, style=style), seed=100 * tp[0] + 10 * tp[1] + kv_heads)
     case.engines.expect("p", case.order.transfer_id, CHUNKS[-1], "digest")
     case.engines.start(case.order)
@@ -154,7 +162,7 @@ def test_streamed(hosts: dict[Peer, Host], tp: tuple[int, int], kv_heads: int, s
 
 @pytest.mark.parametrize("tp", [(1, 1), (2, 4), (4, 2)])
 def test_offered_late(hosts: dict[Peer, Host], tp: tuple[int, int]) -> None:
-    """Offered when the prefill request has finished already: everything at once, the same bytes."""
+    """With an offer after the end of prefill, all bytes arrive at once and are equal."""
     case = Case(hosts, tp, both(style="packed"), seed=7)
     case.engines.expect("p", case.order.transfer_id, CHUNKS[-1], "digest")
     for before, after in zip([0, *CHUNKS], CHUNKS, strict=False):

@@ -1,4 +1,4 @@
-"""NIXL between two processes over TCP, where a write is under way long after it has been posted."""
+"""NIXL between two processes over TCP, where a write takes long after its post."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MEGABYTES = 64
 TIMEOUT_S = 60.0
 
 POLL_S = 0.0005
-"""Between two looks for messages: NIXL wakes nobody, and hands them out only when it is called."""
+"""Interval of polls for messages: NIXL delivers messages only during a call."""
 
 
 def first_messages(transport: Any) -> list[tuple[str, bytes]]:
-    """Those that come first; waits for them at most TIMEOUT_S."""
+    """Return the first messages; wait for them at most TIMEOUT_S."""
     give_up_at = time.monotonic() + TIMEOUT_S
     while not (heard := transport.notifications()):
         assert time.monotonic() < give_up_at
@@ -30,7 +30,7 @@ def first_messages(transport: Any) -> list[tuple[str, bytes]]:
 
 
 def receiver(pipe: Connection) -> None:
-    """Owns the destination; says what it held at the moment when the sender's message came."""
+    """Own the destination; report its content at the arrival of the sender's message."""
     os.environ["UCX_TLS"] = "tcp,self"
     from connectors.planning.layout import MemoryKind, Region
     from connectors.transport.nixl import NixlTransport
@@ -46,7 +46,9 @@ def receiver(pipe: Connection) -> None:
 
 
 def sender(pipe: Connection) -> None:
-    """Writes, polls until done, then sends a message. Says how often it had to poll, and what it has sent."""
+    """Write, poll until done, then send a message. Report the number of polls and the sent
+    bytes.
+    """
     os.environ["UCX_TLS"] = "tcp,self"
     from connectors.planning.descriptors import Runs
     from connectors.planning.layout import MemoryKind, Region
@@ -68,14 +70,14 @@ def sender(pipe: Connection) -> None:
         assert time.monotonic() < give_up_at
     transport.notify(peer, b"written")
     pipe.send((polls, hashlib.blake2b(memory.data).hexdigest()))
-    # Messages leave only while NIXL is called.
+    # NIXL sends messages only during a call.
     while not pipe.poll(0.001):
         transport.notifications()
     transport.close()
 
 
 def test_poll_waits_for_the_last_byte() -> None:
-    """When ``poll`` says done, all bytes are in the other process, and a message sent then finds them there."""
+    """When ``poll`` reports the end, all bytes are in the other process before a later message."""
     context = multiprocessing.get_context("spawn")
     ends = [context.Pipe() for _ in range(2)]
     workers = [
@@ -91,7 +93,7 @@ def test_poll_waits_for_the_last_byte() -> None:
         polls, sent = to_sender.recv()
         assert to_receiver.poll(TIMEOUT_S)
         assert to_receiver.recv() == sent
-        assert polls > 0, "the write was done when it was posted: this test would prove nothing"
+        assert polls > 0, "the write was done when it was posted: the test proves nothing"
         to_receiver.send(None)
         to_sender.send(None)
         for worker in workers:
@@ -103,7 +105,7 @@ def test_poll_waits_for_the_last_byte() -> None:
 
 
 def reached(pipe: Connection) -> None:
-    """Is there all the time, and reports the first message of each connection."""
+    """Stay alive, and report the first message of each connection."""
     os.environ["UCX_TLS"] = "tcp,self"
     from connectors.transport.nixl import NixlTransport
 
@@ -114,9 +116,9 @@ def reached(pipe: Connection) -> None:
 
 
 def cut_off(pipe: Connection) -> None:
-    """Connects anew to a peer while no connection can be made, then when it can.
+    """Reconnect to a peer while no connection can be opened, then when it can.
 
-    The peer is another process: a limit on files would have UCX close the sockets on which it listens, too.
+    The peer is another process: a limit on files would also make UCX close its listening sockets.
     """
     os.environ["UCX_TLS"] = "tcp,self"
     from connectors.errors import TransportError
@@ -125,7 +127,8 @@ def cut_off(pipe: Connection) -> None:
     transport = NixlTransport("ours/0", devices=("lo",))
     transport.add_peer(pipe.recv())
     transport.notify("theirs/0", b"first contact")
-    # UCX connects in the background and needs files for that: the limit comes after the peer has heard this process.
+    # UCX connects in the background and needs files for that: set the limit after the peer's first
+    # message.
     while not pipe.poll(0.001):
         transport.notifications()
     pipe.recv()
@@ -138,13 +141,13 @@ def cut_off(pipe: Connection) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     transport.reconnect("theirs/0")
     transport.notify("theirs/0", b"here again")
-    # Messages leave only while NIXL is called.
+    # NIXL sends messages only during a call.
     while not pipe.poll(0.001):
         transport.notifications()
 
 
 def test_a_peer_out_of_reach_is_not_forgotten() -> None:
-    """A connection that cannot be made anew now can be later: a link that comes back finds everybody as they were."""
+    """A failed reconnect can succeed later: a restored link finds all peers unchanged."""
     context = multiprocessing.get_context("spawn")
     to_reached, to_cut_off = context.Pipe(), context.Pipe()
     workers = [

@@ -26,7 +26,7 @@ BLOCK_ELEMENTS = HEADS * BLOCK_TOKENS * CONTENT
 
 @cache
 def vllm_config(**overrides: Any) -> VllmConfig:
-    """vLLM's own configuration for the demo model (4 KV heads)."""
+    """Return vLLM's own configuration for the demo model (4 KV heads)."""
     arguments: dict[str, Any] = {
         "model": str(MODEL_DIR),
         "dtype": "float32",
@@ -66,7 +66,9 @@ def cache_config(*groups: tuple[list[str], KVCacheSpec]) -> KVCacheConfig:
 
 
 def views(config: KVCacheConfig) -> dict[str, torch.Tensor]:
-    """One tensor for the i-th layers of all groups, as vLLM lays hybrid caches out on the CPU."""
+    """Return one tensor for the i-th layers of all groups, as in vLLM's hybrid caches on the
+    CPU.
+    """
     longest = max(len(group.layer_names) for group in config.kv_cache_groups)
     storage = torch.zeros(longest, BLOCKS, HEADS, BLOCK_TOKENS, CONTENT)
     return {layer: storage[i] for group in config.kv_cache_groups for i, layer in enumerate(group.layer_names)}

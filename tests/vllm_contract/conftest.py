@@ -13,7 +13,7 @@ from tests.vllm_contract.workers import Worker
 
 @pytest.fixture
 def worker() -> Iterator[Callable[..., Worker]]:
-    """Makes workers on one fabric, and closes them."""
+    """Create workers on one fabric; close them at the end."""
     fabric = Fabric()
     made: list[Worker] = []
 

@@ -1,4 +1,4 @@
-"""Engines whose KV cache vLLM's own code lays out, and transfers between them over the memory transport."""
+"""Engines whose KV cache vLLM's own code lays out, and transfers between them in memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from connectors.transport.memory import Fabric, MemoryTransport
 from connectors.vllm_hma.model.translate import engine_layout
 
 BLOCKS = 400
-"""Enough for one request of 256 tokens in every shape of these tests, as vLLM demands."""
+"""Enough for one request of 256 tokens in every shape of these tests, as vLLM requires."""
 
 _names = itertools.count()
 
@@ -37,12 +37,14 @@ class MemoryRank:
     layout: EngineLayout
 
     def bytes_of(self, layer: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The layer's view as (blocks, heads, states, content bytes); writes go through to the cache."""
+        """Return the layer's view as (blocks, heads, states, content bytes); writes change the
+        cache.
+        """
         found: np.ndarray[Any, np.dtype[np.uint8]] = self.views[layer].view(torch.uint8).numpy()
         return found
 
     def storage(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The one allocation behind all views, padding included."""
+        """Return the one allocation behind all views, padding included."""
         view = next(iter(self.views.values()))
         found: np.ndarray[Any, np.dtype[np.uint8]] = (
             torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage()).numpy()
@@ -66,7 +68,7 @@ def memory_rank(
 
 
 def plans_for(producers: Sequence[MemoryRank], consumer: MemoryRank) -> list[PairPlan]:
-    """Check, plan and prove what every producer rank sends to one consumer rank."""
+    """Check, plan and prove the transfers of every producer rank to one consumer rank."""
     for producer in producers:
         check_compatible(producer.layout, consumer.layout)
     plans = [plan_pair(producer.layout, consumer.layout) for producer in producers]
@@ -90,12 +92,12 @@ def transfer(producers: Sequence[MemoryRank], consumer: MemoryRank, moves: Seque
 
 
 def whole_blocks(group: int, src: int, dst: int) -> Moves:
-    """One block that is one unit on both sides."""
+    """Return one block that is one unit on both sides."""
     return units(group, UnitShape(0, 1, 1), [(src, 0)], [(dst, 0)])
 
 
 def units(group: int, shape: UnitShape, src: list[tuple[int, int]], dst: list[tuple[int, int]]) -> Moves:
-    """Units as (block, part) on both sides."""
+    """Return units as (block, part) on both sides."""
     assert all(part < shape.src_units for _, part in src)
     assert all(part < shape.dst_units for _, part in dst)
     src_ids, src_parts, dst_ids, dst_parts = (

@@ -1,4 +1,4 @@
-"""The canonical view of caches that vLLM has laid out: tables by hand, and the bytes that the references name."""
+"""The canonical view of vLLM's caches: tables by hand, and the bytes of the references."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from tests.vllm_contract.test_packed_pages import LAYER, config, padded_rank, sl
 
 
 def check_bytes(rank: MemoryRank) -> None:
-    """Each reference, read from its tensor, is the layer's own view of the block, without padding."""
+    """Each reference, read from its tensor, equals the layer's view of the block, without
+    padding.
+    """
     rank.storage()[:] = np.random.default_rng(3).integers(0, 256, rank.storage().shape, np.uint8)
     cache = canonical_cache(rank.layout)
     for group, refs in zip(rank.cache.kv_cache_groups, cache.groups, strict=True):
@@ -28,7 +30,9 @@ def check_bytes(rank: MemoryRank) -> None:
 
 
 def test_groups_of_a_hybrid_cache_share_tensors() -> None:
-    """Two windows and a full layer on one tensor each: three groups refer to two tensors of 32 KiB pages."""
+    """Two windows and a full layer on one tensor each: three groups refer to two tensors of 32
+    KiB pages.
+    """
     specs = {f"s{i}": sliding() for i in range(4)} | {f"f{i}": full() for i in range(2)}
     rank = memory_rank(config(), specs)
     cache = canonical_cache(rank.layout)
@@ -40,7 +44,9 @@ def test_groups_of_a_hybrid_cache_share_tensors() -> None:
 
 
 def test_pages_of_a_deepseek_v4_cache() -> None:
-    """Blocks are outermost, so there is one tensor; pages are padded to 576 bytes, their content is not."""
+    """Blocks are outermost, so there is one tensor; pages are padded to 576 bytes, their content
+    is not.
+    """
     rank = padded_rank()
     cache = canonical_cache(rank.layout)
     (tensor,) = cache.tensors
@@ -55,6 +61,6 @@ def test_pages_of_a_deepseek_v4_cache() -> None:
 
 
 def test_heads_outside_the_blocks_are_refused() -> None:
-    """A page in several places is no page of one tensor; the layer is named."""
+    """A page in several ranges is refused; the error names the layer."""
     with pytest.raises(PlanError, match=f"layer '{LAYER}': its page is not one contiguous range"):
         canonical_cache(slotted_rank(1, KVCacheLayout.LHBNC).layout)

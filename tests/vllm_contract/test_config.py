@@ -14,7 +14,7 @@ from connectors.vllm_hma.devices import has_rdma, interface_of
 
 
 def test_defaults_serve_one_machine() -> None:
-    """Without any key the side channel listens on the loopback, on a free port."""
+    """Without any key the side channel listens on the loopback interface, on a free port."""
     config = parse_config({})
     assert (config.side_channel_host, config.side_channel_port, config.reachable_host) == ("127.0.0.1", 0, "127.0.0.1")
 
@@ -31,7 +31,9 @@ def test_defaults_serve_one_machine() -> None:
 def test_devices(
     extra: dict[str, Any], environment: str, devices: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Named ones first, then UCX's own environment; an engine that serves one machine needs its loopback only."""
+    """Named devices first, then UCX's environment; an engine for one machine uses its loopback
+    only.
+    """
     monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
     if environment:
         monkeypatch.setenv("UCX_NET_DEVICES", environment)
@@ -61,13 +63,13 @@ def test_devices(
     ],
 )
 def test_what_is_wrong_is_named(extra: dict[str, Any], key: str) -> None:
-    """An unknown key or a value out of range stops the start and names the key."""
+    """An unknown key or a value out of range stops the start; the error names the key."""
     with pytest.raises(ConfigurationError, match=key):
         parse_config(extra)
 
 
 def own_interface() -> tuple[str, str]:
-    """An interface of this host but the loopback, and its address."""
+    """Return an interface of this host other than the loopback, and its address."""
     for name, addresses in psutil.net_if_addrs().items():
         for each in addresses:
             if name != "lo" and each.family.name == "AF_INET" and psutil.net_if_stats()[name].isup:
@@ -77,7 +79,9 @@ def own_interface() -> tuple[str, str]:
 
 @pytest.mark.parametrize("advertised", [True, False])
 def test_without_rdma_ucx_uses_where_the_metadata_is_shown(advertised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interface that comes and goes is none of ours; where a host has RDMA devices, all stay in use."""
+    """The side channel's interface is used, not transient ones; a host with RDMA devices uses
+    all of them.
+    """
     monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
     name, address = own_interface()
     extra = (
@@ -91,7 +95,7 @@ def test_without_rdma_ucx_uses_where_the_metadata_is_shown(advertised: bool, mon
 
 
 def test_rdma_devices_are_those_that_the_kernel_lists(tmp_path: Path) -> None:
-    """A folder each; without any, or without the folder of folders, there are none."""
+    """RDMA devices have one folder each; without a folder there are none."""
     assert not has_rdma(tmp_path / "infiniband")
     assert not has_rdma(tmp_path)
     (tmp_path / "mlx5_0").mkdir()
@@ -99,6 +103,6 @@ def test_rdma_devices_are_those_that_the_kernel_lists(tmp_path: Path) -> None:
 
 
 def test_addresses_and_interfaces() -> None:
-    """Names and other hosts' addresses have none."""
+    """Names and other hosts' addresses have no interface."""
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("192.0.2.7") is interface_of("localhost") is None

@@ -1,4 +1,4 @@
-"""Connections that break between two live workers, and workers that cannot be reached."""
+"""Broken connections between two live workers, and unreachable workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from tests.vllm_contract.workers import DIGEST, LIMITS, Worker, receive, results
 
 
 class Breakable(MemoryTransport):
-    """As NIXL over TCP after a reset: nothing passes to any peer until its connection is made anew."""
+    """Acts like NIXL over TCP after a reset: nothing reaches a peer until its connection is
+    reopened.
+    """
 
     broken = False
 
@@ -63,14 +65,14 @@ def break_connection(worker: Worker) -> None:
 
 
 def test_a_connection_that_broke_on_the_consumers_side(worker: Callable[..., Worker]) -> None:
-    """The next offer goes out over a fresh connection."""
+    """The next offer uses a new connection."""
     producer, consumer = met(worker)
     break_connection(consumer)
     deliver(producer, consumer, "second")
 
 
 def test_a_connection_that_broke_on_the_producers_side(worker: Callable[..., Worker]) -> None:
-    """The next write, and with it Fin, goes out over a fresh connection."""
+    """The next write, and Fin after it, use a new connection."""
     producer, consumer = met(worker)
     break_connection(producer)
     deliver(producer, consumer, "second")
@@ -79,7 +81,9 @@ def test_a_connection_that_broke_on_the_producers_side(worker: Callable[..., Wor
 def test_a_broken_connection_is_found_before_a_write_is_posted(
     worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A write to it would fail as one that may have begun, and cost the consumer's blocks; a message costs nothing."""
+    """A write to a broken connection would count as started and quarantine blocks, so a message
+    precedes it.
+    """
     monkeypatch.setattr(message_sender, "_CHECK_EVERY_S", 0.0)
     producer, consumer = met(worker)
     break_connection(producer)
@@ -94,7 +98,9 @@ def test_a_broken_connection_is_found_before_a_write_is_posted(
 
 
 def test_an_offer_that_reaches_nobody_holds_no_blocks(worker: Callable[..., Worker]) -> None:
-    """A producer out of reach never learned of the blocks: the request is computed at once, nothing is quarantined."""
+    """An unreachable producer never received the offer: the request is computed at once, without
+    quarantine.
+    """
     producer, consumer = met(worker)
     consumer.transport.fabric.cut("p/0")
     consumer.step(receives=[receive(producer.address, "lost", "lost")])
@@ -105,7 +111,7 @@ def test_an_offer_that_reaches_nobody_holds_no_blocks(worker: Callable[..., Work
 
 
 def test_a_hook_never_raises(worker: Callable[..., Worker]) -> None:
-    """A transport that fails in any way does not end the engine; the next round goes on."""
+    """Any error of the transport leaves the engine alive; the next round continues."""
     producer, consumer = met(worker)
 
     def failing() -> list[tuple[str, bytes]]:
@@ -122,7 +128,7 @@ def test_a_hook_never_raises(worker: Callable[..., Worker]) -> None:
 def test_deadlines_are_kept_whatever_fails_in_every_round(
     worker: Callable[..., Worker], part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A transport that can neither hear nor say what became of writes: its request is computed after progress_s."""
+    """If the transport can neither receive nor poll, its request is computed after progress_s."""
     producer, consumer = met(worker)
 
     def failing(*_: object) -> NoReturn:
@@ -139,7 +145,7 @@ def test_deadlines_are_kept_whatever_fails_in_every_round(
 def test_what_fails_in_every_round_is_logged_now_and_then(
     worker: Callable[..., Worker], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each part that fails once in a while, with its traceback, not once a round."""
+    """Each failing part is logged rarely, with its traceback, not once per round."""
     consumer = worker("c")
 
     def failing(*_: object) -> NoReturn:

@@ -1,4 +1,6 @@
-"""`testing/cpu_features` shows torch and vLLM another CPU in every process of a run: `make test CPU_FEATURES=...`."""
+"""`make test CPU_FEATURES=...` simulates another CPU for torch and vLLM in every process of a
+run.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ SPAWN = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SHOW!r}
 
 
 def run(features: str, code: str) -> subprocess.CompletedProcess[str]:
-    """Python in an environment with these features shown, as the Makefile sets it."""
+    """Run Python in an environment with these features, as the Makefile sets it."""
     path = os.pathsep.join([str(ROOT / "testing" / "cpu_features"), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path, VARIABLE: features}
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
@@ -33,13 +35,13 @@ def run(features: str, code: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_features_are_shown(features: str, code: str, seen: str) -> None:
-    """To torch, also in processes that a process starts."""
+    """torch sees the features, also in child processes."""
     ended = run(features, code)
     assert ended.stdout.strip() == seen, ended.stderr
 
 
 def test_a_feature_that_torch_does_not_have_is_refused() -> None:
-    """A misspelt one would change nothing, and the run would show nothing."""
+    """A misspelt feature would have no effect, so it is refused."""
     assert "torch has no CPU feature amx" in run("amx=0", "import torch").stderr
     with pytest.raises(ValueError, match="a feature is 0 or 1, as in amx_tile=0: amx_tile=yes"):
         parse("amx_tile=yes")

@@ -1,4 +1,6 @@
-"""What vLLM's choice of CPU kernels depends on, as `actors/upstream/vllm_cpu_kernels.py` has it."""
+"""vLLM's choice of CPU kernels depends on the inputs of `actors/upstream/vllm_cpu_kernels.py`
+only.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,14 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 def test_the_mla_kernel_follows_the_cpu_and_not_the_dtype(
     monkeypatch: pytest.MonkeyPatch, amx: bool, asked: Backend | None, chosen: Backend, dtype: torch.dtype
 ) -> None:
-    """AMX wherever the CPU has it, unless CPU_MLA is asked for by name."""
+    """AMX on every CPU that has it, unless CPU_MLA is requested by name."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     of = AttentionSelectorConfig(head_size=576, dtype=dtype, kv_cache_dtype=None, block_size=None, use_mla=True)
     assert CpuPlatform.get_attn_backend_cls(asked, of) == chosen.get_path()
 
 
 def test_dtypes() -> None:
-    """One kernel takes one dtype, the other all; gated delta net's says which it takes."""
+    """One kernel accepts one dtype, the other all; gated delta net's error names its dtype."""
     assert AMXMLABackend.supported_dtypes == [torch.bfloat16]
     assert {torch.float32, torch.bfloat16, torch.float16} <= set(CPUMLABackend.supported_dtypes)
     assert "requires BF16" in inspect.getsource(cpu_gdn_attention_core)

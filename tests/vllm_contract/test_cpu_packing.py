@@ -1,8 +1,9 @@
-"""How CPU attention packs the tokens of one head in one block, read back from the bytes that vLLM's own op writes.
+"""Packing of one head's tokens in a block by CPU attention, read from bytes that vLLM's op writes.
 
-A head's page is K, then V. Each half is ``head_size / dims`` stripes, one per run of ``dims`` head dimensions; a stripe
-holds all tokens of the block in order, ``dims`` elements each, and is cut at multiples of ``tokens``. So the half, seen
-as (stripes, block_size, dims), is cut and joined along its middle axis, whatever the block size.
+A head's page is K, then V. Each half has ``head_size / dims`` stripes, one per run of ``dims`` head
+dimensions. A stripe has all tokens of the block in order, ``dims`` elements each, and can be cut at
+multiples of ``tokens``. So the half, as (stripes, block_size, dims), can be cut and joined along
+its middle axis, for any block size.
 """
 
 from __future__ import annotations
@@ -32,19 +33,23 @@ KINDS = [
 def write(
     isa: str, kind: str, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor
 ) -> None:
-    """As ``CPUAttentionBackendImpl.do_kv_cache_update`` does; ``cache`` is (blocks, heads, tokens, K and V)."""
+    """Write like ``CPUAttentionBackendImpl.do_kv_cache_update``; ``cache`` is (blocks, heads,
+    tokens, K and V).
+    """
     blocks, heads, tokens, content = cache.shape
     halves = cache.view(blocks, heads, 2 * tokens, content // 2).chunk(2, dim=2)
     ops.cpu_attn_reshape_and_cache(key, value, *halves, slots, isa, kv_cache_dtype=kind)
 
 
 def empty(dtype: torch.dtype, kind: str, blocks: int, tokens: int, size: int) -> torch.Tensor:
-    """A cache of zeros, as vLLM allocates it: fp8 is kept as bytes."""
+    """Return a cache of zeros as vLLM allocates it: fp8 is stored as bytes."""
     return torch.zeros(blocks, HEADS, tokens, 2 * size, dtype=torch.uint8 if kind in FP8 else dtype)
 
 
 def built(isa: str, dtype: torch.dtype, kind: str, size: int) -> bool:
-    """Whether vLLM's build for this machine has the kernels: what it has not, it cannot pack."""
+    """Return whether vLLM's build for this machine has the kernels; missing ones cannot be
+    tested.
+    """
     key = torch.zeros(1, HEADS, size, dtype=dtype)
     try:
         write(isa, kind, key, key, torch.zeros(1, dtype=torch.int64), empty(dtype, kind, 1, 32, size))
@@ -63,13 +68,15 @@ MLA = [CPUMLAImpl, *([AMXMLAImpl] if HAS_AMX_MLA else [])]
 
 
 def test_what_this_machine_chooses_is_tested() -> None:
-    """Cases that this build has no kernels for are left out; those that vLLM would choose here are not among them."""
+    """Cases without kernels in this build are omitted; vLLM would choose none of them here."""
     chosen = {(_get_attn_isa(dtype, 32, size), dtype) for dtype in (FP32, BF16, FP16) for size in (64, 80)}
     assert chosen <= {(isa, dtype) for isa, dtype, *_ in CASES}
 
 
 def origins(isa: str, dtype: torch.dtype, kind: str, size: int, tokens: int) -> torch.Tensor:
-    """(2, tokens * size): which (token, dim), as token * size + dim, each element of a page's K and V came from."""
+    """Return (2, tokens * size): the source (token, dim), as token * size + dim, of each K and V
+    element.
+    """
     source = torch.arange(2 * tokens * size)
     found = torch.zeros_like(source)
     for digit in range(math.ceil(math.log(len(source), 8))):  # Powers of two: exact in every dtype.
@@ -82,7 +89,7 @@ def origins(isa: str, dtype: torch.dtype, kind: str, size: int, tokens: int) -> 
 
 
 def stripes(page: torch.Tensor, isa: str, half: int) -> torch.Tensor:
-    """K or V of (..., tokens, K and V) pages as (..., stripes, tokens, dims)."""
+    """Return K or V of (..., tokens, K and V) pages as (..., stripes, tokens, dims)."""
     *outer, tokens, content = page.shape
     part = page.reshape(*outer, 2, -1).select(-2, half)
     return part.unflatten(-1, (-1, tokens, CPU_PACKING[isa][half].dims or content // 2))
@@ -90,8 +97,11 @@ def stripes(page: torch.Tensor, isa: str, half: int) -> torch.Tensor:
 
 @packings
 def test_where_each_token_lies(isa: str, dtype: torch.dtype, kind: str, size: int) -> None:
-    """Each granule holds its own tokens, in one order for all granules, stripes and block sizes, and half of it holds
-    them all; a token has elements in every stripe, so where stripes are several, no tile is one contiguous run."""
+    """Each granule has its own tokens, in one order for all granules, stripes and block sizes.
+
+    Half of a granule has all of its tokens; a token has elements in every stripe, so with several
+    stripes no tile is one contiguous run.
+    """
     orders: list[list[torch.Tensor]] = [[], []]
     for tokens in (32, 64, 96, 128):
         for half, found in enumerate(origins(isa, dtype, kind, size, tokens)):
@@ -112,7 +122,9 @@ def test_where_each_token_lies(isa: str, dtype: torch.dtype, kind: str, size: in
 def test_small_blocks_make_a_large_one(
     isa: str, dtype: torch.dtype, kind: str, size: int, small: int, large: int
 ) -> None:
-    """The same tokens in blocks of both sizes: the large block's stripes are those of the small ones, end to end."""
+    """The same tokens in blocks of both sizes: the large block's stripes are those of the small
+    ones, joined.
+    """
     key, value = torch.randn(2, large, HEADS, size).to(dtype)
     pages = {}
     for tokens in (small, large):
@@ -125,7 +137,7 @@ def test_small_blocks_make_a_large_one(
 
 @packings
 def test_a_write_touches_its_own_tokens_only(isa: str, dtype: torch.dtype, kind: str, size: int) -> None:
-    """Tokens 3 to 7 and a padding slot: every other element of the block keeps its bytes."""
+    """Tokens 3 to 7 and a padding slot: all other elements of the block keep their bytes."""
     before = empty(dtype, kind, 1, 64, size).view(torch.uint8).fill_(0x35)
     after = before.clone()
     key, value = torch.rand(2, 6, HEADS, size).to(dtype) + 2
@@ -139,7 +151,9 @@ def test_a_write_touches_its_own_tokens_only(isa: str, dtype: torch.dtype, kind:
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 def test_the_isa_follows_the_block_size(dtype: torch.dtype) -> None:
-    """Multiples of 32 share one; other block sizes, and head sizes off 32, have vec16, which packs as vec does."""
+    """Multiples of 32 share one; other block sizes and head sizes use vec16, with the packing of
+    vec.
+    """
     amx = torch.cpu._is_amx_tile_supported()  # noqa: SLF001 - torch has no public name for it
     wide = "amx" if amx and dtype is BF16 else "vec"
     for size in (32, 64, 96, 128, 256, 512):

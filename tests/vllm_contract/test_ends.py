@@ -1,4 +1,4 @@
-"""How a worker ends transfers when the scheduler, the transport or the peer ends something first."""
+"""A worker ends transfers when the scheduler, the transport or the peer ends a part first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LASTS = WorkerReport(QuarantineReport(lasts=True))
 
 
 class HeldWrites(MemoryTransport):
-    """Writes are done only once ``let_go`` is set, as over a slow network."""
+    """Writes complete only once ``let_go`` is set, as over a slow network."""
 
     let_go = False
 
@@ -26,7 +26,9 @@ class HeldWrites(MemoryTransport):
 
 
 def both_ends(worker: Callable[..., Worker], **producers: object) -> tuple[Worker, Worker]:
-    """A producer whose only write is under way, all of the prompt computed, and its consumer."""
+    """A producer whose only write is in flight, with the whole prompt computed, and its
+    consumer.
+    """
     producer, consumer = worker("p", transport_class=HeldWrites, **producers), worker("c")
     producer.cache[:] = np.arange(1, 9, dtype=np.uint8)[:, None]
     consumer.step(receives=[receive(producer.address)])
@@ -42,7 +44,9 @@ def let_go(producer: Worker) -> None:
 
 
 def test_an_abort_while_the_last_write_is_under_way(worker: Callable[..., Worker]) -> None:
-    """The transfer of a request that has ended is called off before a step may overwrite its blocks: never a Fin."""
+    """The transfer of an ended request is aborted before a step may overwrite its blocks: no
+    Fin.
+    """
     producer, consumer = both_ends(worker)
     orders = Orders(finished=[Finished("q", False, "aborted")])
     producer.runtime.before_forward(orders)
@@ -52,14 +56,16 @@ def test_an_abort_while_the_last_write_is_under_way(worker: Callable[..., Worker
 
 
 def test_a_request_that_comes_and_goes_between_two_steps(worker: Callable[..., Worker]) -> None:
-    """Queued and aborted before any step ran: nothing stays behind."""
+    """A request queued and aborted before any step leaves nothing behind."""
     producer = worker("p")
     producer.step(expects=[Expect("q", "t", 7, DIGEST)], finished=[Finished("q", False, "aborted")])
     assert producer.runtime.counts()["live"] == 0
 
 
 def test_preemption_waits_for_the_write(worker: Callable[..., Worker]) -> None:
-    """A write that ends within fence_s is whole: the transfer goes on, and what was delivered counts."""
+    """A write that ends within fence_s is complete: the transfer continues, and written units
+    count.
+    """
     producer, consumer = both_ends(worker)
     let_go(producer)
     producer.step(preempted=["q"])
@@ -69,7 +75,9 @@ def test_preemption_waits_for_the_write(worker: Callable[..., Worker]) -> None:
 
 
 def test_preemption_on_an_accelerator_gives_up_every_write(worker: Callable[..., Worker]) -> None:
-    """vLLM has queued what overwrites the blocks before it says so: a write that ends well may have read that."""
+    """vLLM has queued the overwriting kernels before the call, so even a successful write may
+    have read their output.
+    """
     producer, consumer = both_ends(worker, place=MemoryKind("VRAM", 0))
     let_go(producer)
     producer.step(preempted=["q"])
@@ -78,7 +86,9 @@ def test_preemption_on_an_accelerator_gives_up_every_write(worker: Callable[...,
 
 
 def test_preemption_gives_up_a_write_that_hangs(worker: Callable[..., Worker]) -> None:
-    """A write that outlives fence_s may read foreign bytes: its consumer is told so once it has ended."""
+    """A write longer than fence_s may read foreign bytes: its consumer receives Aborted after
+    the write.
+    """
     producer, consumer = both_ends(worker)
     producer.step(preempted=["q"])
     let_go(producer)
@@ -87,7 +97,9 @@ def test_preemption_gives_up_a_write_that_hangs(worker: Callable[..., Worker]) -
 
 
 def test_a_write_that_hangs_is_no_sign_of_life(worker: Callable[..., Worker]) -> None:
-    """The consumer gives up after progress_s of a hanging write, and keeps its blocks until the producer answers."""
+    """The consumer gives up after progress_s of a hanging write, and keeps its blocks until the
+    producer answers.
+    """
     producer, consumer = both_ends(worker)
     assert results(consumer) == (set(), {"r"}, {"r"})
     assert consumer.runtime.report() == WorkerReport(QuarantineReport(begun=[KEPT], lasts=True))
@@ -99,7 +111,9 @@ def test_a_write_that_hangs_is_no_sign_of_life(worker: Callable[..., Worker]) ->
 
 
 def test_an_aborted_request_frees_its_blocks_once_writes_have_ended(worker: Callable[..., Worker]) -> None:
-    """A consumer's abort is reported only after the producer has said that it writes no more."""
+    """A consumer's abort is reported only after the producer has acknowledged that it writes no
+    more.
+    """
     producer, consumer = both_ends(worker)
     consumer.step(aborts=["r"])
     assert consumer.runtime.results() == (set(), set(), set())
@@ -108,7 +122,10 @@ def test_an_aborted_request_frees_its_blocks_once_writes_have_ended(worker: Call
 
 
 def test_a_host_that_is_gone(worker: Callable[..., Worker]) -> None:
-    """Nobody answers, nobody refuses: blocks stay in quarantine until a supervisor's word, which is about ids alike."""
+    """Without any answer, blocks stay in quarantine until a supervisor reports the engine as lost.
+
+    A report of another host has no effect.
+    """
     _, consumer = both_ends(worker)
     assert results(consumer) == (set(), {"r"}, {"r"})
     assert consumer.runtime.report() == WorkerReport(QuarantineReport(begun=[KEPT], lasts=True))

@@ -1,4 +1,4 @@
-"""A write that the transport reports as failed, and whose bytes arrive later: they meet nobody else's blocks."""
+"""A write reported as failed whose bytes arrive later: they reach no other request's blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
 
 class FailsThenLands(MemoryTransport):
-    """A write that fails in ``post`` or ``poll`` while its bytes are on their way, as NIXL's may: ``land`` ends it."""
+    """A write that fails in ``post`` or ``poll`` with bytes in flight, as NIXL's may; ``land``
+    completes it.
+    """
 
     fails_in = "poll"
 
@@ -40,14 +42,16 @@ class FailsThenLands(MemoryTransport):
 
 
 class RefusesWrites(MemoryTransport):
-    """Nothing of a write is posted."""
+    """Nothing of the write is posted."""
 
     def write(self, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> int:
         raise TransportError(peer, "not connected")
 
 
 def failed(worker: Callable[..., Worker], transport: type[MemoryTransport]) -> tuple[Worker, Worker]:
-    """A producer whose only write has failed, and its consumer, whose request was told so."""
+    """A producer whose only write has failed, and its consumer, whose request has failed as
+    well.
+    """
     producer, consumer = worker("p", transport_class=transport), worker("c")
     producer.cache[:] = 7
     consumer.step(receives=[receive(producer.address)])
@@ -61,12 +65,14 @@ def failed(worker: Callable[..., Worker], transport: type[MemoryTransport]) -> t
 def test_bytes_of_a_failed_write_meet_nobody_elses_blocks(
     worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, fails_in: str
 ) -> None:
-    """The request is computed in other blocks at once; its own stay in quarantine while the producer lives."""
+    """The request is computed in other blocks at once; its own stay in quarantine while the
+    producer lives.
+    """
     monkeypatch.setattr(FailsThenLands, "fails_in", fails_in)
     producer, consumer = failed(worker, FailsThenLands)
     report = consumer.runtime.report()
     if report is None:
-        consumer.cache[[3, 5]] = 42  # vLLM gives the blocks to another request
+        consumer.cache[[3, 5]] = 42  # vLLM allocates the blocks to another request
     assert isinstance(producer.transport, FailsThenLands)
     producer.transport.land()
     assert 7 not in consumer.cache[[3, 5]] or report is not None, "another request's blocks were overwritten"
@@ -74,7 +80,7 @@ def test_bytes_of_a_failed_write_meet_nobody_elses_blocks(
 
 
 def test_the_producer_holds_nothing_for_a_failed_write(worker: Callable[..., Worker]) -> None:
-    """Its own blocks are freed: what a late write reads of them lands in blocks that nobody reads."""
+    """Its own blocks are freed: a late write that reads them writes to unused blocks."""
     producer, _ = failed(worker, FailsThenLands)
     producer.step(finished=[Finished("q", True, "")])
     assert results(producer) == ({"q"}, set(), set())
@@ -82,7 +88,9 @@ def test_the_producer_holds_nothing_for_a_failed_write(worker: Callable[..., Wor
 
 
 def test_a_supervisor_ends_the_quarantine_of_a_failed_write(worker: Callable[..., Worker]) -> None:
-    """The producer answers no Cancel, however often it is asked; its end is what frees the blocks."""
+    """The producer answers no Cancel, however often it is sent; only the producer's end frees
+    the blocks.
+    """
     producer, consumer = failed(worker, FailsThenLands)
     cancels: list[int] = []
     sends = consumer.transport.notify
@@ -99,7 +107,7 @@ def test_a_supervisor_ends_the_quarantine_of_a_failed_write(worker: Callable[...
 
 
 def test_a_write_of_which_nothing_was_posted_frees_the_blocks(worker: Callable[..., Worker]) -> None:
-    """The producer acknowledges: nothing is on its way."""
+    """The producer acknowledges: no write is in flight."""
     _, consumer = failed(worker, RefusesWrites)
     assert consumer.runtime.report() is None
     assert consumer.runtime.counts()["quarantined"] == 0

@@ -1,4 +1,6 @@
-"""Two workers meet: over the real side channel, with real machines, and the memory transport for the bytes."""
+"""First contact of two workers over the real side channel and machines; memory transport for
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from tests.vllm_contract.workers import BLOCKS, DIGEST, IDENTITY, Worker, receiv
 
 
 def test_a_transfer_from_first_contact_to_the_end(worker: Callable[..., Worker]) -> None:
-    """Handshake, offer, chunks, Fin: the bytes arrive, both sides report once, and nothing stays behind."""
+    """Handshake, offer, chunks, Fin: the bytes arrive, both sides report once, and nothing
+    leaks.
+    """
     producer, consumer = worker("p"), worker("c")
     producer.cache[:] = np.arange(BLOCKS, dtype=np.uint8)[:, None] + 1
     consumer.step(receives=[receive(producer.address)])
@@ -44,7 +48,7 @@ def test_a_transfer_from_first_contact_to_the_end(worker: Callable[..., Worker])
 def test_an_engine_that_does_not_fit_is_refused_with_the_reason(
     worker: Callable[..., Worker], caplog: pytest.LogCaptureFixture, overrides: dict, reason: str
 ) -> None:
-    """The request fails over to local computation, and the log says what differs."""
+    """The request falls back to local computation, and the log names the difference."""
     producer, consumer = worker("p", **overrides), worker("c")
     consumer.step(receives=[receive(producer.address)])
     assert results(consumer) == (set(), {"r"}, {"r"})
@@ -52,7 +56,7 @@ def test_an_engine_that_does_not_fit_is_refused_with_the_reason(
 
 
 def test_nobody_at_the_address(worker: Callable[..., Worker]) -> None:
-    """An engine that is not there fails the request within handshake_s."""
+    """An absent engine fails the request within handshake_s."""
     consumer = worker("c")
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
@@ -62,7 +66,9 @@ def test_nobody_at_the_address(worker: Callable[..., Worker]) -> None:
 
 
 def test_a_silent_producer(worker: Callable[..., Worker]) -> None:
-    """A producer whose request never comes is cancelled after progress_s; its answer frees the blocks."""
+    """A producer whose request never arrives is cancelled after progress_s; its answer frees the
+    blocks.
+    """
     producer, consumer = worker("p"), worker("c")
     consumer.step(receives=[receive(producer.address)])
     assert results(consumer) == (set(), {"r"}, {"r"})
@@ -71,7 +77,9 @@ def test_a_silent_producer(worker: Callable[..., Worker]) -> None:
 def test_a_dead_producer_frees_the_blocks_at_last(
     worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without an answer to Cancel the request goes on, and its blocks are in quarantine until the process is gone."""
+    """Without an answer to Cancel the request continues, and its blocks are in quarantine until
+    the process has ended.
+    """
     producer, consumer = worker("p"), worker("c")
     producer.step(expects=[Expect("q", "t", 7, DIGEST)])
     consumer.step(receives=[receive(producer.address)])
@@ -83,14 +91,16 @@ def test_a_dead_producer_frees_the_blocks_at_last(
 
 
 def test_another_start_at_the_same_address(worker: Callable[..., Worker]) -> None:
-    """A reference to an engine that has been restarted is stale, and says so."""
+    """A reference to a restarted engine is stale, and the error says so."""
     producer = worker("new")
     with pytest.raises(StaleReferenceError, match="has restarted"):
         fetch_metadata("127.0.0.1", producer.server.port, "old", 3.0)
 
 
 def test_the_side_channel_survives_whatever_it_is_sent(worker: Callable[..., Worker]) -> None:
-    """Malformed, foreign and oversized questions are answered or dropped, and the next proper one is answered."""
+    """Malformed, foreign and oversized requests are answered or dropped, and the next valid one
+    is answered.
+    """
     producer = worker("p")
     for question in (
         b"\n",
@@ -106,7 +116,7 @@ def test_the_side_channel_survives_whatever_it_is_sent(worker: Callable[..., Wor
 
 
 def test_an_answer_that_is_no_metadata() -> None:
-    """Something else on the port gives a typed error, not an exception of its own."""
+    """Another service on the port causes a typed error."""
     server = MetadataServer("127.0.0.1", 0, [b"not agent metadata"])
     try:
         with pytest.raises(WireError, match="malformed agent metadata"):
@@ -116,7 +126,7 @@ def test_an_answer_that_is_no_metadata() -> None:
 
 
 def test_a_host_that_does_not_answer() -> None:
-    """A port that takes connections and says nothing costs timeout_s and no more."""
+    """A port that accepts connections and sends nothing costs timeout_s and no more."""
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen()

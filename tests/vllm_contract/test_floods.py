@@ -1,4 +1,4 @@
-"""Messages that nobody asked for, in bulk: what a worker keeps of them, and whom they are for."""
+"""Floods of unexpected messages: a worker stores few of them, and checks their receiver."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ SECRET = "the secret of these engines"
 
 
 def say_hello(to: Worker, sender: Peer, agent_metadata: bytes, secret: str = "") -> None:
-    """A hello arrives, as from the transport."""
+    """Deliver a Hello as the transport does."""
     receiver = Peer(to.agent_metadata.incarnation, to.agent_metadata.rank)
     frame = encode(Envelope(sender, receiver, Hello(agent_metadata)), derive_keys(secret).messages)
     to.runtime.frame_received(agent_name(sender), frame, time.monotonic())
 
 
 def test_hellos_wait_in_bounded_number(worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    """While four are being answered 256 wait, a second one of a peer that waits is none, and afterwards all is well."""
+    """While four are being answered 256 are pending, a repeated Hello is dropped, and then all
+    are answered.
+    """
     producer = worker("p")
     go = threading.Event()
     answered: list[Peer] = []
@@ -55,7 +57,7 @@ def test_hellos_wait_in_bounded_number(worker: Callable[..., Worker], monkeypatc
 
 
 def test_a_hello_that_is_dropped_is_repeated(worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A producer that is met by many at once drops hellos: that costs their senders a second, not the handshake."""
+    """A producer drops Hellos above the limit: their senders lose a second, not the handshake."""
     producer, consumer = worker("p"), worker("c")
     hello_received = handshaker.Handshaker.hello_received
     dropped: list[Peer] = []
@@ -72,7 +74,7 @@ def test_a_hello_that_is_dropped_is_repeated(worker: Callable[..., Worker], monk
 
 
 def test_more_than_64_decode_engines_of_8_ranks_are_known_at_once(worker: Callable[..., Worker]) -> None:
-    """None pushes another one out, and those whose hello was dropped say it again."""
+    """Hellos do not replace each other, and senders of dropped ones repeat them."""
     producer, template = worker("p"), worker("c").agent_metadata
     encoded = {}
     for number in range(65 * 8):
@@ -90,7 +92,7 @@ def test_more_than_64_decode_engines_of_8_ranks_are_known_at_once(worker: Callab
 
 
 def test_answers_that_nobody_waits_for_are_not_kept(worker: Callable[..., Worker]) -> None:
-    """A Welcome before any Hello, from ever new senders."""
+    """Welcomes without a Hello, from ever new senders, are ignored."""
     consumer = worker("c")
     for number in range(1000):
         me = Peer(f"p{number}", 0)
@@ -110,7 +112,7 @@ def test_answers_that_nobody_waits_for_are_not_kept(worker: Callable[..., Worker
     ids=["for us", "another rank", "another start", "another sender", "another sender's rank"],
 )
 def test_whom_a_message_is_for(worker: Callable[..., Worker], receiver: Peer, sender: Peer, taken: bool) -> None:
-    """A signed frame that was for another worker, or is said to come from another, changes nothing here."""
+    """A signed frame for another worker, or with another sender, has no effect."""
     producer, consumer = worker("p", secret=SECRET), worker("c", secret=SECRET)
     agent_metadata = encode_agent_metadata(replace(consumer.agent_metadata))
     say_hello(producer, Peer("c", 0), agent_metadata, SECRET)
@@ -132,7 +134,9 @@ def test_whom_a_message_is_for(worker: Callable[..., Worker], receiver: Peer, se
 def test_an_engine_without_a_secret_says_so(
     worker: Callable[..., Worker], caplog: pytest.LogCaptureFixture, config: dict[str, str], warned: bool
 ) -> None:
-    """Where others than this machine's can reach it; and the secret of the configuration is the side channel's."""
+    """Without a secret the worker warns if other machines can reach it; the side channel uses
+    the configured secret.
+    """
     agent_metadata = encode_agent_metadata(worker("p").agent_metadata)
     scheduler = SchedulerConnector(parse_config(config), "p", 1, (), 256)
     try:

@@ -1,4 +1,4 @@
-"""Which rows are forced, and to what, as requests come, move and go in vLLM's batches."""
+"""Forced rows and their tokens as requests arrive, move and leave in vLLM's batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def params(*forced: int) -> SamplingParams:
 
 
 def only(logits: torch.Tensor) -> list[int | None]:
-    """For each row the one token that can be drawn, or None where all can."""
+    """Return for each row the only token that can be sampled, or None if all can."""
     finite = torch.isfinite(logits)
     return [int(row.nonzero()) if row.sum() == 1 else None for row in finite]
 
@@ -49,7 +49,7 @@ def test_a_request_gets_its_tokens_one_after_the_other_and_is_then_free() -> Non
 
 
 def test_rows_move_and_are_taken_over() -> None:
-    """A row's next request is not forced by what its last one was told."""
+    """A row's next request does not inherit the former one's tokens."""
     processor = ForcedTokens(None, torch.device("cpu"), False)
     one: tuple[Any, ...] = (params(1), [0], [])
     two: tuple[Any, ...] = (params(2), [0], [])
@@ -64,14 +64,14 @@ def test_rows_move_and_are_taken_over() -> None:
 
 
 def test_a_preempted_request_goes_on_where_it_was() -> None:
-    """It comes back with what it had."""
+    """A preempted request returns with its output, and continues after it."""
     processor = ForcedTokens(None, torch.device("cpu"), False)
     processor.update_state(update(1, added=((0, params(4, 5, 6), [0], [4, 5]),)))
     assert rows(processor, 1) == [6]
 
 
 def test_what_is_forced_changes_greedy_answers() -> None:
-    """So it may not be left out of a greedy batch."""
+    """So it may not be skipped in a greedy batch."""
     assert ForcedTokens(None, torch.device("cpu"), False).is_argmax_invariant() is False
 
 

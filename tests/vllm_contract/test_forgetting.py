@@ -1,4 +1,6 @@
-"""A worker that a runtime has forgotten: nothing is kept for it, and it is met again by a new handshake."""
+"""A worker that a runtime has removed: it keeps no state for it, and a new handshake adds it
+again.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
 
 def delivered(worker: Callable[..., Worker]) -> tuple[Worker, Worker]:
-    """A producer and a consumer between which a transfer has been made."""
+    """A producer and a consumer that have completed a transfer."""
     producer, consumer = worker("p"), worker("c")
     consumer.step(receives=[receive(producer.address)])
     produce(producer, "q", "t")
@@ -26,7 +28,7 @@ def produce(producer: Worker, request: str, transfer: str) -> None:
 
 
 def lose(producer: Worker, peer: Peer) -> None:
-    """The producer takes the consumer for gone."""
+    """The producer treats the consumer as ended."""
     runtime = producer.runtime
     with runtime._lock:  # noqa: SLF001 - no event makes one machine alone forget a peer at a chosen moment
         runtime._perform(runtime._producer.peer_lost(peer, time.monotonic()))  # noqa: SLF001 - as above
@@ -34,7 +36,7 @@ def lose(producer: Worker, peer: Peer) -> None:
 
 
 def test_nothing_is_kept_for_a_forgotten_worker(worker: Callable[..., Worker]) -> None:
-    """Neither its plan nor its connection."""
+    """Neither its plan nor its connection remains."""
     producer, _ = delivered(worker)
     assert (len(producer.runtime.snapshot().peers.planned), set(producer.transport.peers)) == (1, {"c/0"})
     lose(producer, Peer("c", 0))
@@ -42,7 +44,7 @@ def test_nothing_is_kept_for_a_forgotten_worker(worker: Callable[..., Worker]) -
 
 
 def test_a_worker_that_is_known_in_another_role_keeps_its_connection(worker: Callable[..., Worker]) -> None:
-    """The consumer of one transfer produces another: only what the first role needs goes."""
+    """The consumer of one transfer produces another: only the first role's state is removed."""
     producer, consumer = delivered(worker)
     producer.step(receives=[receive(consumer.address, "r2", "t2")])
     produce(consumer, "q2", "t2")
@@ -52,7 +54,9 @@ def test_a_worker_that_is_known_in_another_role_keeps_its_connection(worker: Cal
 
 
 def test_a_forgotten_worker_is_answered_in_the_end(worker: Callable[..., Worker]) -> None:
-    """Its offer is not heard; its unanswered Cancel makes it shake hands again, and its blocks come back."""
+    """Its offer is ignored; its unanswered Cancel starts a handshake, and its blocks are
+    released.
+    """
     producer, consumer = delivered(worker)
     lose(producer, Peer("c", 0))
     consumer.step(receives=[receive(producer.address, "r2", "t2")])

@@ -52,7 +52,9 @@ if __name__ == "__main__":
 
 
 def test_processes_have_their_parents_environment_and_one_server(tmp_path: Path) -> None:
-    """As spawned ones have; those that a forked process starts come from the same server."""
+    """Environments like those of spawned processes; children of a forked process use the same
+    server.
+    """
     (tmp_path / "preloaded.py").write_text("from actors.upstream.vllm_fork_server import *; stay_with_this_server()")
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
@@ -68,7 +70,7 @@ def test_processes_have_their_parents_environment_and_one_server(tmp_path: Path)
 
 
 def test_vllm_starts_processes_where_they_are_replaced() -> None:
-    """Otherwise engines spawn their processes, and every start takes 10 s longer."""
+    """Without it engines spawn their processes, and every start takes 10 s longer."""
     modules = [importlib.import_module(name) for name in USERS]
     before = [module.get_mp_context for module in modules]
     assert len(set(before)) == 1
@@ -99,7 +101,7 @@ def test_which_engines_fork(settings: dict[str, Any], forks: bool) -> None:
 
 
 def test_argument_names_in_vllms_source_are_those_of_its_classes() -> None:
-    """Read without importing vLLM, which would take the launcher 8 s."""
+    """Read without importing vLLM, which would take 8 s in the launcher."""
     engine = {field.name for field in dataclasses.fields(AsyncEngineArgs) if not field.name.startswith("_")}
     assert engine_argument_names() == engine
     assert frontend_argument_names() == {field.name for field in dataclasses.fields(FrontendArgs)}

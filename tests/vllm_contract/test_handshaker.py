@@ -1,4 +1,4 @@
-"""Handshakes during which a machine forgets the peer that is being greeted: they succeed, on either side."""
+"""Handshakes during which a machine removes the peer: they succeed, on either side."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.vllm_contract.workers import Worker, receive, results, until
 
 
 class Paused(MemoryTransport):
-    """``add_peer`` waits, before or after it has learned of the peer, while ``go`` is not set."""
+    """``add_peer`` waits, before or after it has added the peer, until ``go`` is set."""
 
     before = True
 
@@ -43,7 +43,9 @@ def paused(worker: Worker) -> Paused:
 
 
 def greet_again(consumer: Worker, producer: Worker, request: str) -> None:
-    """The consumer has forgotten the producer engine, as after forget_s / 2; a request comes."""
+    """The consumer has removed the producer engine, as after forget_s / 2; then a request
+    arrives.
+    """
     runtime = consumer.runtime
     with runtime._lock:  # noqa: SLF001 - no event makes one machine alone forget a peer at a chosen moment
         runtime._perform(runtime._consumer.forget(producer.agent_metadata.incarnation))  # noqa: SLF001 - as above
@@ -52,7 +54,7 @@ def greet_again(consumer: Worker, producer: Worker, request: str) -> None:
 
 @pytest.mark.parametrize("before", [True, False], ids=["before the connection", "behind the connection"])
 def test_a_producer_that_forgets_whom_it_is_greeting(worker: Callable[..., Worker], before: bool) -> None:
-    """The Welcome arrives, and the offer after it is heard."""
+    """The Welcome arrives, and the offer after it is accepted."""
     producer, consumer = delivered(lambda name: worker(name, transport_class=Paused))
     paused(producer).pause(before)
     greet_again(consumer, producer, "again")
@@ -66,7 +68,7 @@ def test_a_producer_that_forgets_whom_it_is_greeting(worker: Callable[..., Worke
 
 @pytest.mark.parametrize("before", [True, False], ids=["before the connection", "behind the connection"])
 def test_a_consumer_that_forgets_whom_it_is_greeting(worker: Callable[..., Worker], before: bool) -> None:
-    """Its other machine forgets the worker that it produces for, while it greets it as a producer."""
+    """A worker's producer machine removes a peer during the handshake with it as a producer."""
     first, second = delivered(lambda name: worker(name, transport_class=Paused))
     paused(first).pause(before)
     first.step(receives=[receive(second.address, "back", "back")])
@@ -85,7 +87,7 @@ def test_a_consumer_that_forgets_whom_it_is_greeting(worker: Callable[..., Worke
 
 
 def test_a_greeting_that_is_over_protects_nobody(worker: Callable[..., Worker]) -> None:
-    """Nothing is kept of a worker that is forgotten after its greeting."""
+    """No state remains of a worker that is removed after its handshake."""
     producer, consumer = delivered(worker)
     greet_again(consumer, producer, "again")
     produce(producer, "q-again", "again")
@@ -97,7 +99,9 @@ def test_a_greeting_that_is_over_protects_nobody(worker: Callable[..., Worker]) 
 def test_nobody_is_pushed_out_amid_a_greeting(
     worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where the only place belongs to a peer that is being greeted, the newcomer is refused and the first succeeds."""
+    """If the only entry belongs to a peer in a handshake, the new peer is refused and the first
+    succeeds.
+    """
     monkeypatch.setattr(PeerTable.__init__, "__defaults__", (1,))
     producer = worker("p", transport_class=Paused)
     consumer, newcomer = worker("c"), worker("d")

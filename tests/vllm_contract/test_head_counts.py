@@ -1,4 +1,4 @@
-"""Layers that differ in KV heads: who holds which head, and every byte of a transfer between unequal TP sizes."""
+"""Layers with different KV heads: heads of each rank, and every byte between unequal TP sizes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ TP_PAIRS = [(1, 1), (1, 2), (2, 1), (2, 2)]
 
 @cache
 def gemma4_config(folder: Path, tp_size: int) -> VllmConfig:
-    """vLLM's configuration of a small Gemma 4: 5 sliding-window layers of 4 KV heads, 1 full layer of 2."""
+    """Return vLLM's configuration of a small Gemma 4: 5 sliding-window layers of 4 KV heads, 1
+    full layer of 2.
+    """
     config = Gemma4TextConfig(
         num_hidden_layers=6,
         num_key_value_heads=LOCAL_HEADS,
@@ -61,7 +63,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def specs(tp_size: int) -> dict[str, KVCacheSpec]:
-    """What vLLM's attention layers ask for on each rank (vllm/model_executor/models/gemma4.py)."""
+    """Return the specs of vLLM's attention layers on each rank
+    (vllm/model_executor/models/gemma4.py).
+    """
     local, globally = (max(1, heads // tp_size) for heads in (LOCAL_HEADS, GLOBAL_HEADS))
     found: dict[str, KVCacheSpec] = {layer: sliding(num_kv_heads=local) for layer in SLIDING}
     return found | {FULL: full(num_kv_heads=globally, head_size=64)}
@@ -73,14 +77,18 @@ def engine(folder: Path, tp_size: int) -> list[MemoryRank]:
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 def test_every_layer_has_its_own_number_of_heads(folder: Path, tp_size: int) -> None:
-    """Gemma 4 states the full layers' heads in ``num_global_key_value_heads``; on 4 ranks they are replicas."""
+    """Gemma 4 states the full layers' heads in ``num_global_key_value_heads``; on 4 ranks they
+    are replicas.
+    """
     for rank in engine(folder, tp_size):
         totals = {pages.layer: pages.total_heads for group in rank.layout.groups for pages in group.layers}
         assert totals == dict.fromkeys(SLIDING, LOCAL_HEADS) | {FULL: GLOBAL_HEADS}
 
 
 def test_two_ranks_send_to_four() -> None:
-    """By hand: 4 local heads lie two on a producer rank, 2 global heads one; a pair of consumers takes each global."""
+    """By hand: 4 local heads lie two on a producer rank, 2 global heads one; a pair of consumers
+    takes each global.
+    """
     assert [(s.producer_rank, s.consumer_rank, s.first) for s in head_shares(2, 4, LOCAL_HEADS)] == [
         (0, 0, 0),
         (0, 1, 1),
@@ -97,10 +105,12 @@ def test_two_ranks_send_to_four() -> None:
 
 @pytest.mark.parametrize(("producer_tp", "consumer_tp"), TP_PAIRS)
 def test_every_head_arrives_where_it_belongs(folder: Path, producer_tp: int, consumer_tp: int) -> None:
-    """One block of each group; all other bytes of the consumer, padding and other blocks, stay as they were."""
+    """One block of each group moves; all other bytes of the consumer, padding and blocks, stay
+    unchanged.
+    """
     producers, consumers = engine(folder, producer_tp), engine(folder, consumer_tp)
     layers = [*SLIDING, FULL]
-    # Groups share memory, so each has a block of its own. The groups of both engines are the same.
+    # Groups share memory, so each has its own block. The groups of both engines are the same.
     blocks = {layer: 1 + number for number, layer in enumerate(layers)}
     rng = np.random.default_rng(1)
     shape = consumers[0].bytes_of(FULL).shape[2:]
@@ -133,10 +143,12 @@ def case_config(overrides: dict[str, Any]) -> VllmConfig:
 @pytest.mark.parametrize(
     ("overrides", "spec", "total"),
     [
-        # MiMo-V2: num_key_value_heads counts the full layers, swa_num_key_value_heads the sliding ones.
+        # MiMo-V2: num_key_value_heads counts the full layers, swa_num_key_value_heads the sliding
+        # ones.
         ({"num_key_value_heads": 2, "swa_num_key_value_heads": 4}, sliding(num_kv_heads=1), 4),
         ({"num_key_value_heads": 2, "swa_num_key_value_heads": 4}, full(num_kv_heads=1), 2),
-        # Without the hybrid allocator, a sliding layer keeps all blocks and is a full one that knows its window.
+        # Without the hybrid allocator, a sliding layer keeps all blocks: a full layer with a
+        # window.
         ({"num_key_value_heads": 2, "swa_num_key_value_heads": 4}, full(num_kv_heads=1, sliding_window=64), 4),
         ({"num_key_value_heads": 1}, full(num_kv_heads=1), 1),
         # Several heads on a rank are never replicas, whatever the configuration counts.
@@ -144,13 +156,15 @@ def case_config(overrides: dict[str, Any]) -> VllmConfig:
     ],
 )
 def test_a_single_head_on_each_of_four_ranks(overrides: dict[str, Any], spec: KVCacheSpec, total: int) -> None:
-    """One of four different heads, or a replica: only the model's configuration tells."""
+    """One of four different heads, or a replica: only the model's configuration determines it."""
     assert total_heads(case_config(overrides), "model.layers.0.self_attn.attn", spec) == total
 
 
 @pytest.mark.parametrize("heads", [3, 8])
 def test_a_total_that_contradicts_the_rank_is_refused(heads: int) -> None:
-    """Three heads do not fit on four ranks, and eight would leave two on each: the layer is named."""
+    """Three heads do not fit on four ranks, and eight would put two on each: the error names the
+    layer.
+    """
     config = case_config({"num_key_value_heads": heads})
     with pytest.raises(UnsupportedCacheError, match=f"'odd'.*1 KV head on each of 4 ranks.*states {heads} in total"):
         total_heads(config, "odd", full(num_kv_heads=1))

@@ -1,4 +1,6 @@
-"""The producer's heartbeat stops when its engine does: a forward pass that hangs keeps nobody waiting."""
+"""The producer's heartbeat stops with its engine: a hanging forward pass ends the consumer's
+wait.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ STEP = dataclasses.replace(LIMITS, step_s=1.0)
 
 
 def test_an_engine_that_hangs_keeps_no_consumer_waiting(worker: Callable[..., Worker]) -> None:
-    """Its progress thread lives and answers: the request is computed elsewhere, and its blocks are free at once."""
+    """Its progress thread still answers: the request is computed by decode, and its blocks are
+    freed at once.
+    """
     producer, consumer = worker("p", limits=STEP), worker("c")
     consumer.step(receives=[receive(producer.address)])
     producer.step(expects=[Expect("q", "t", 7, DIGEST)])
@@ -24,7 +28,7 @@ def test_an_engine_that_hangs_keeps_no_consumer_waiting(worker: Callable[..., Wo
 
 
 def test_an_engine_that_steps_keeps_its_consumers(worker: Callable[..., Worker]) -> None:
-    """However long the request waits: the steps are other requests'."""
+    """However long the request waits, other requests' steps keep the heartbeat."""
     producer, consumer = worker("p", limits=STEP), worker("c")
     consumer.step(receives=[receive(producer.address)])
     producer.step(expects=[Expect("q", "t", 7, DIGEST)])

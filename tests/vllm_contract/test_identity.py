@@ -1,4 +1,6 @@
-"""What two engines must have in common: weights by content or commit, dtypes as resolved, adapters by content."""
+"""Properties that two engines must share: weights by content or commit, resolved dtypes,
+adapters.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def config(model: Path, **overrides: Any) -> VllmConfig:
 
 
 def flip_a_byte(file: Path) -> None:
-    """Change one byte in the middle, and set the time of modification back."""
+    """Change one byte in the middle, and restore the modification time."""
     before = file.stat()
     with file.open("r+b") as stream:
         stream.seek(before.st_size // 2)
@@ -55,7 +57,7 @@ def flip_a_byte(file: Path) -> None:
 
 
 def test_any_byte_of_the_weights_counts(model: Path) -> None:
-    """An update in place, of equal size and with its old time, gives the model another identity."""
+    """An in-place update of equal size and modification time changes the identity."""
     made = config(model)
     before = model_identity(made)
     assert model_identity(config(MODEL_DIR)) == before, "a copy elsewhere is the same model"
@@ -64,7 +66,7 @@ def test_any_byte_of_the_weights_counts(model: Path) -> None:
 
 
 def test_weights_are_read_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other ranks and later starts find the digest; a file that has changed is read again."""
+    """Other ranks and later starts find the digest; a changed file is read again."""
     read: list[Path] = []
     digest = weights._digest  # noqa: SLF001 (counted, not replaced)
 
@@ -81,7 +83,7 @@ def test_weights_are_read_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_read_only_cache_folder_costs_time_only(model: Path, cache_root: Path) -> None:
-    """Nothing can be remembered, and the digest is the same."""
+    """If nothing can be cached, the digest is the same."""
     before = digest_weights(model)
     shutil.rmtree(cache_root)
     cache_root.write_text("not a folder")
@@ -103,7 +105,9 @@ def test_a_model_of_the_hub_is_its_commit(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_an_unresolved_revision_is_looked_up_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM keeps a revision as it is where the hub cannot be reached; the files on this host name their commit."""
+    """vLLM keeps a revision unresolved if the hub is unreachable; the files on this host name
+    their commit.
+    """
     stored = tmp_path / "hub" / "models--somebody--model"
     (stored / "snapshots" / COMMIT).mkdir(parents=True)
     (stored / "snapshots" / COMMIT / "config.json").touch()
@@ -123,7 +127,9 @@ def test_an_unresolved_revision_is_looked_up_in_the_cache(tmp_path: Path, monkey
     [("auto", "bfloat16", True), ("fp8", "fp8_e4m3", True), ("fp8", "fp8_e5m2", False), ("auto", "float16", False)],
 )
 def test_cache_dtypes_are_compared_as_resolved(one: str, other: str, equal: bool) -> None:
-    """``auto`` is the model's dtype; torch keeps every FP8 as uint8, so its dtype would not do."""
+    """``auto`` is the model's dtype; torch stores every FP8 as uint8, so its dtype does not
+    suffice.
+    """
     made = config(MODEL_DIR, dtype="bfloat16")
     found = []
     for name in (one, other):
@@ -144,7 +150,7 @@ def lora(path: Path, number: int = 1, load_inplace: bool = False) -> LoRARequest
 
 
 def test_an_adapter_is_its_content(tmp_path: Path) -> None:
-    """Two hosts may keep one adapter in two places, and two adapters in one place."""
+    """Two hosts may have one adapter at two paths, and two adapters at one path."""
     here, there, other = (
         adapter(tmp_path / name, content) for name, content in (("a", b"x" * 64), ("b", b"x" * 64), ("c", b"y" * 64))
     )
@@ -153,7 +159,9 @@ def test_an_adapter_is_its_content(tmp_path: Path) -> None:
 
 
 def test_an_adapter_that_changed_under_a_running_engine(tmp_path: Path) -> None:
-    """The engine may have loaded either state: no other engine's KV fits until it loads the adapter again."""
+    """The engine may have loaded either state, so its identity is unique until it loads the
+    adapter again.
+    """
     folder = adapter(tmp_path / "a", b"x" * 64)
     adapters = Adapters()
     adapters.identity(lora(folder))

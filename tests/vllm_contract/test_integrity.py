@@ -1,4 +1,4 @@
-"""Bytes that are damaged between two workers are never decoded from; on hosts and accelerators."""
+"""Decode never uses bytes damaged between two workers, on hosts and accelerators."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Damaging(MemoryTransport):
 
 
 class Late(MemoryTransport):
-    """Reads what it writes when it is polled, as RDMA may at any moment until then, and not before ``let_go``."""
+    """Reads its source at the poll after ``let_go``, as RDMA may read at any moment until then."""
 
     let_go = False
 
@@ -65,18 +65,20 @@ def both(worker: Callable[..., Worker], integrity: str, transport: type[MemoryTr
 def test_damaged_bytes_fail_the_transfer(
     worker: Callable[..., Worker], caplog: pytest.LogCaptureFixture, integrity: str
 ) -> None:
-    """The request is computed at the consumer, and the log says which rank's bytes differed. auto is full."""
+    """The consumer computes the request, and the log names the rank with different bytes. auto
+    is full.
+    """
     assert transfer(*both(worker, integrity, Damaging)) == (set(), {"r"}, {"r"})
     assert "rank 0: the received bytes differ from the bytes sent" in caplog.text
 
 
 def test_integrity_off_compares_nothing(worker: Callable[..., Worker]) -> None:
-    """The same damage goes unnoticed: it is the digest that finds it."""
+    """Without digests the same damage is undetected: the digest finds it."""
     assert transfer(*both(worker, "off", Damaging)) == (set(), {"r"}, set())
 
 
 def test_no_digest_outlives_its_transfer(worker: Callable[..., Worker]) -> None:
-    """Neither of a good transfer nor of a damaged one."""
+    """No digest remains of a good or a damaged transfer."""
     transfer(*both(worker, "full", MemoryTransport))
     transfer(worker("p2", transport_class=Damaging), worker("c2"))
     gc.collect()
@@ -84,7 +86,7 @@ def test_no_digest_outlives_its_transfer(worker: Callable[..., Worker]) -> None:
 
 
 def test_a_chunk_that_ends_before_the_last_token_is_no_false_alarm(worker: Callable[..., Worker]) -> None:
-    """The last prompt token is computed into the last block while earlier writes are still being read."""
+    """The last prompt token is computed into the last block while earlier writes still read it."""
     producer, consumer = both(worker, "full", Late)
     consumer.step(receives=[receive(producer.address)])
     producer.step(expects=[Expect("q", "t", 7, DIGEST)])
@@ -100,7 +102,7 @@ def test_a_chunk_that_ends_before_the_last_token_is_no_false_alarm(worker: Calla
 
 
 def test_a_source_that_changes_under_a_write_is_found(worker: Callable[..., Worker]) -> None:
-    """The digest is of the bytes that were this request's, not of what the write has read later."""
+    """The digest is of this request's bytes, not of bytes that the write has read later."""
     producer, consumer = both(worker, "full", Late)
     consumer.step(receives=[receive(producer.address)])
     producer.step(expects=[Expect("q", "t", 7, DIGEST)])
@@ -115,7 +117,7 @@ def test_a_source_that_changes_under_a_write_is_found(worker: Callable[..., Work
 def test_a_verification_that_breaks_ends_the_request(
     worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever goes wrong while bytes are compared, the request is told."""
+    """However a comparison fails, the request receives its result."""
     producer, consumer = both(worker, "full", MemoryTransport)
     add = TransferDigest.add
 
@@ -133,7 +135,10 @@ def test_a_verification_that_breaks_ends_the_request(
 def test_digests_where_a_cache_is_on_an_accelerator(
     worker: Callable[..., Worker], caplog: pytest.LogCaptureFixture, places: str, integrity: str
 ) -> None:
-    """On either side or both: clean transfers are believed, damaged ones are not. The tensors are a CPU's here."""
+    """With digests of either side or both, clean transfers pass and damaged ones fail.
+
+    Tensors are on the CPU here.
+    """
     prefill, decode = (MemoryKind(memory, 0) for memory in places.split())
     for transport, failed in ((MemoryTransport, set()), (Damaging, {"r"})):
         name = transport.__name__
@@ -145,6 +150,6 @@ def test_digests_where_a_cache_is_on_an_accelerator(
 
 
 def test_integrity_off_on_an_accelerator(worker: Callable[..., Worker]) -> None:
-    """No digest is asked for, and none is made: damage goes unnoticed there, too."""
+    """No digest is requested and none is computed, so damage is undetected there as well."""
     producer = worker("p", transport_class=Damaging, place=MemoryKind("VRAM", 0))
     assert transfer(producer, worker("c", integrity="off", place=MemoryKind("VRAM", 0))) == (set(), {"r"}, set())

@@ -9,7 +9,7 @@ SECRET = "a secret of enough characters"
 
 
 def test_one_secret_one_pair_of_keys() -> None:
-    """The same on every engine, two different ones for two purposes, and another secret's share nothing with them."""
+    """Equal on every engine, different for two purposes; another secret has no key in common."""
     keys = derive_keys(SECRET)
     assert keys == derive_keys(str(SECRET))
     assert {len(keys.messages), len(keys.identity)} == {32}
@@ -18,23 +18,25 @@ def test_one_secret_one_pair_of_keys() -> None:
 
 
 def test_known_keys() -> None:
-    """Both sides of an upgrade derive the same: a change here is a change of the protocol's version."""
+    """Both sides of an upgrade derive the same keys: a change here needs another protocol
+    version.
+    """
     assert derive_keys(SECRET).messages.hex()[:16] == "94d28a3dc286f5f7"
 
 
 def test_no_secret_no_keys() -> None:
-    """Peers without a secret trust whoever can connect."""
+    """Engines without a secret trust every peer that can connect."""
     assert derive_keys("") == Keys(b"", b"")
 
 
 def test_a_secret_that_can_be_guessed_is_refused() -> None:
-    """The message says what to do, and not what the secret was."""
+    """The message has the remedy, and not the secret."""
     with pytest.raises(ConfigurationError, match="at least 16 are required; create one with") as raised:
         derive_keys("hunter2")
     assert "hunter2" not in str(raised.value)
 
 
 def test_keys_are_not_shown() -> None:
-    """Not in a log line, not in a stack trace with locals."""
+    """The secret appears in no log line and no stack trace with locals."""
     keys = derive_keys(SECRET)
     assert repr(keys) == "Keys()"

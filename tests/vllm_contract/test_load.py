@@ -1,4 +1,4 @@
-"""The load that is read from vLLM's own stats objects and request states."""
+"""The load computed from vLLM's own stats objects and request states."""
 
 import time
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ def request(name: str, tokens: int, prefilling: bool) -> RequestState:
 
 @pytest.fixture
 def llm() -> SimpleNamespace:
-    """What LoadLogger reads of an engine: vLLM's own output processor."""
+    """Part of the engine that LoadLogger reads: vLLM's own output processor."""
     return SimpleNamespace(output_processor=OutputProcessor(tokenizer=None, log_stats=True))
 
 
@@ -51,7 +51,7 @@ def step(**stats: object) -> IterationStats:
 
 
 def test_prompts_that_wait_are_counted_by_their_tokens(llm):
-    """Those that have their first token are not waiting any more."""
+    """Requests with a first token no longer count as waiting."""
     load = LoadLogger(VllmConfig())
     for state in (request("a", 700, True), request("b", 300, True), request("c", 50, False)):
         llm.output_processor.request_states[state.request_id] = state
@@ -59,7 +59,7 @@ def test_prompts_that_wait_are_counted_by_their_tokens(llm):
 
 
 def test_what_the_scheduler_says_counts_while_there_are_requests(llm):
-    """vLLM is silent after the last request was aborted; the engine is idle all the same."""
+    """vLLM reports nothing after the last abort; the load shows an idle engine."""
     load = LoadLogger(VllmConfig())
     load.record(SchedulerStats(num_running_reqs=3, num_waiting_reqs=2, kv_cache_usage=0.25), None)
     llm.output_processor.request_states["a"] = request("a", 1, False)
@@ -77,7 +77,9 @@ def test_what_the_scheduler_says_counts_while_there_are_requests(llm):
 
 
 def test_steps_reach_the_logger_through_vllms_adapter(llm):
-    """Made by a factory as the engine gives it one: prompts by their time of computing, tokens by their gaps."""
+    """Created by a factory, as in an engine: prompts count their time of computation, tokens
+    their gaps.
+    """
     load = LoadLogger(VllmConfig())
     manager = PerEngineStatLoggerAdapter(VllmConfig(), [0], lambda *_: load)
     ended = FinishedRequestStats(FinishReason.LENGTH, num_prompt_tokens=900, prefill_time=3.0)

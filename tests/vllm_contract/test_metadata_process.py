@@ -1,4 +1,4 @@
-"""The side channel in a process of its own: it serves, refuses by name, and ends with the process that started it."""
+"""The side channel in its own process: it serves, names its refusals, and ends with its parent."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def listens(port: int) -> bool:
 
 
 def test_many_decode_workers_at_once(worker: Callable[..., Worker]) -> None:
-    """All of them get the agent metadata, over TLS, and nothing listens after the end."""
+    """All clients get the agent metadata, over TLS; after the end nothing listens."""
     identity = derive_keys(SECRET).identity
     server = MetadataProcess("127.0.0.1", 0, [encode_agent_metadata(worker("p").agent_metadata)], identity)
     found: list[str] = []
@@ -59,7 +59,7 @@ def test_many_decode_workers_at_once(worker: Callable[..., Worker]) -> None:
 
 
 def test_a_port_that_is_taken_is_refused_by_name() -> None:
-    """In the engine's process, where its operator looks."""
+    """The error is raised in the engine's process, where its operator looks."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigurationError, match=f"side_channel_port {port}: cannot listen"):
@@ -67,7 +67,7 @@ def test_a_port_that_is_taken_is_refused_by_name() -> None:
 
 
 def test_it_ends_with_its_engine() -> None:
-    """Killed, the engine cannot say so."""
+    """The process also ends if its parent is killed."""
     with subprocess.Popen(
         [sys.executable, "-c", OWNER],
         stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""What the workers count reaches Prometheus as vLLM carries it: through a dict, over several ranks and steps."""
+"""The workers' counts reach Prometheus as vLLM carries them: in a dict, over ranks and steps."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def _config() -> VllmConfig:
 
 
 def collectors() -> set[Any]:
-    """Everything that is registered."""
+    """Return all registered metrics."""
     return set(REGISTRY._collector_to_names)  # noqa: SLF001 - prometheus_client lists samples only
 
 
 @pytest.fixture
 def metrics() -> Iterator[TandemPromMetrics]:
-    """The engine's metrics, registered as vLLM does it."""
+    """Register the engine's metrics as vLLM does."""
     unregister_vllm_metrics()  # of an engine that other tests have had in this process
     known = collectors()
     types: dict[Any, Any] = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
@@ -61,7 +61,9 @@ def observe(metrics: TandemPromMetrics, *steps: TandemStats | None) -> None:
 def test_a_transfer_is_counted_from_its_offer_to_its_end(
     metrics: TandemPromMetrics, worker: Callable[..., Worker]
 ) -> None:
-    """Bytes when they leave, the write when it ends, and nobody left under way."""
+    """Bytes count when they are sent, the write when it ends, and no transfer remains in
+    progress.
+    """
     producer, consumer = worker("p", transport_class=HeldWrites), worker("c")
     consumer.step(receives=[receive(producer.address)])
     producer.step(expects=[Expect("q", "t", 7, DIGEST)])
@@ -86,7 +88,9 @@ def test_a_transfer_is_counted_from_its_offer_to_its_end(
 def test_blocks_in_quarantine_show_until_they_are_free(
     metrics: TandemPromMetrics, worker: Callable[..., Worker]
 ) -> None:
-    """A producer that does not answer its Cancel keeps the consumer's blocks; its answer frees them."""
+    """A producer that does not answer its Cancel keeps the consumer's blocks allocated; its
+    answer frees them.
+    """
     producer, consumer = worker("p", transport_class=HeldWrites), worker("c")
     consumer.step(receives=[receive(producer.address)])
     producer.step(expects=[Expect("q", "t", 7, DIGEST)])
@@ -105,7 +109,7 @@ def test_blocks_in_quarantine_show_until_they_are_free(
 
 
 def test_a_write_that_hangs_shows_until_it_ends(metrics: TandemPromMetrics, worker: Callable[..., Worker]) -> None:
-    """After hang_s, on the producer: its consumer has given the transfer up and waits for the answer."""
+    """After hang_s, on the producer: its consumer has given up and waits for the answer."""
     limits = TransferLimits(progress_s=0.3, alive_s=0.1, cancel_s=0.1, lease_s=60)
     producer, consumer = worker("p", transport_class=HeldWrites, limits=limits), worker("c")
     consumer.step(receives=[receive(producer.address)])
@@ -122,7 +126,7 @@ def test_a_write_that_hangs_shows_until_it_ends(metrics: TandemPromMetrics, work
 
 
 def test_ranks_add_up_what_they_count_and_share_what_they_hold(metrics: TandemPromMetrics) -> None:
-    """Two ranks hold the same transfers, each with bytes of its own; a rank that is silent has not changed."""
+    """Two ranks have the same transfers, each with its own bytes; a silent rank has not changed."""
     ranks = RankTally(0), RankTally(1)
     for rank, size in zip(ranks, (10, 20), strict=True):
         rank.sent_bytes(1, size)
@@ -136,7 +140,7 @@ def test_ranks_add_up_what_they_count_and_share_what_they_hold(metrics: TandemPr
 
 
 def test_peers_are_few(metrics: TandemPromMetrics) -> None:
-    """Each start of a decode engine is another peer: the series of those that are longest out of use go."""
+    """Each start of a decode engine is another peer: the least recently used series are removed."""
     tally = RankTally(0)
     for number in range(PEERS_KEPT + 10):
         tally.written("busy", 1, 0.1)
@@ -151,7 +155,7 @@ def test_peers_are_few(metrics: TandemPromMetrics) -> None:
 
 
 def test_kv_has_arrived_when_the_last_rank_has_it() -> None:
-    """Asked for when the first rank did; failed where it failed for one."""
+    """A transfer starts with the first rank's request, and fails if it fails on one rank."""
     ranks = RankTally(0), RankTally(1)
     for rank, asked_at, ended_at in zip(ranks, (10.0, 11.0), (15.0, 14.0), strict=True):
         rank.asked("r", asked_at)
@@ -172,11 +176,11 @@ def test_kv_has_arrived_when_the_last_rank_has_it() -> None:
     assert arrivals.take("s") == (10.0, 21.0, True)
     assert arrivals.take("never") is None
     arrivals.observe(carried)
-    assert arrivals.take("r") is None, "what nobody expects is not kept"
+    assert arrivals.take("r") is None, "an unexpected transfer is not recorded"
 
 
 def test_a_transfer_of_two_workers_says_when_it_arrived(worker: Callable[..., Worker]) -> None:
-    """From the order to receive to the last byte; and a transfer that fails says so."""
+    """From the order to receive to the last byte; a failed transfer is marked."""
     producer, consumer = worker("p"), worker("c")
     before = time.monotonic()
     consumer.step(receives=[receive(producer.address)])
@@ -192,7 +196,7 @@ def test_a_transfer_of_two_workers_says_when_it_arrived(worker: Callable[..., Wo
 
 
 def test_arrivals_that_nobody_asks_for_do_not_pile_up() -> None:
-    """vLLM adds reports up until its log wants them, which it may never do."""
+    """vLLM adds reports up until its log reads them, which it may never do."""
     whole = TandemStats()
     for number in range(3000):
         step = TandemStats()
@@ -203,7 +207,7 @@ def test_arrivals_that_nobody_asks_for_do_not_pile_up() -> None:
 
 
 def test_a_second_engine_of_a_process_registers_its_own(metrics: TandemPromMetrics) -> None:
-    """vLLM unregisters the metrics of the engine before."""
+    """vLLM unregisters the metrics of the previous engine."""
     unregister_vllm_metrics()
     types: dict[Any, Any] = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
     second = TandemConnector.build_prom_metrics(_config(), types, ["model_name", "engine"], {0: ["m", "0"]})
@@ -214,7 +218,7 @@ def test_a_second_engine_of_a_process_registers_its_own(metrics: TandemPromMetri
 
 
 def test_the_log_line_of_an_interval_adds_its_steps() -> None:
-    """vLLM adds the steps' stats up itself, for its periodic line."""
+    """vLLM itself adds the steps' stats up for its periodic line."""
     steps = TandemStats(), TandemStats()
     for stats in steps:
         stats.count("requests", "received", 2)

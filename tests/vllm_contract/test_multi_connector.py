@@ -32,7 +32,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def multi_config(folder: Path, **tandem: Any) -> VllmConfig:
-    """The demo model's configuration with MultiConnector over TandemConnector and vLLM's ExampleConnector."""
+    """Return the demo model's configuration with MultiConnector over TandemConnector and
+    ExampleConnector.
+    """
     children = [
         {
             "kv_connector": NAME,
@@ -57,7 +59,7 @@ def multi_config(folder: Path, **tandem: Any) -> VllmConfig:
 
 
 def entry_point() -> Callable[[], None]:
-    """The function that ``vllm.general_plugins`` of pyproject.toml names."""
+    """Return the function that ``vllm.general_plugins`` of pyproject.toml names."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     module, _, function = project["entry-points"]["vllm.general_plugins"]["tandem"].partition(":")
     loaded: Callable[[], None] = getattr(importlib.import_module(module), function)
@@ -65,7 +67,9 @@ def entry_point() -> Callable[[], None]:
 
 
 def test_the_plugin_registers_the_connector_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM calls a plugin in every process, possibly more than once; no module path is needed afterwards."""
+    """vLLM calls a plugin in every process, possibly more than once; afterwards no module path
+    is needed.
+    """
     monkeypatch.setattr(KVConnectorFactory, "_registry", dict(KVConnectorFactory._registry))  # noqa: SLF001 (vLLM has no unregister)
     KVConnectorFactory._registry.pop(NAME, None)  # noqa: SLF001
     register = entry_point()
@@ -76,13 +80,15 @@ def test_the_plugin_registers_the_connector_by_name(monkeypatch: pytest.MonkeyPa
 
 
 def test_importing_the_module_registers_the_connector() -> None:
-    """An installation without entry points loads the class by module path; MultiConnector then looks it up by name."""
+    """Without entry points, vLLM loads the class by module path; MultiConnector then looks it up
+    by name.
+    """
     assert KVConnectorFactory.get_connector_class_by_name(NAME) is TandemConnector
 
 
 @pytest.fixture
 def unregistered() -> Iterator[None]:
-    """Leaves Prometheus' registry as it was."""
+    """Leave Prometheus' registry unchanged."""
     unregister_vllm_metrics()
     known = set(REGISTRY._collector_to_names)  # noqa: SLF001 (no public list of collectors)
     yield
@@ -92,7 +98,9 @@ def unregistered() -> Iterator[None]:
 
 @pytest.mark.usefixtures("unregistered")
 def test_statistics_pass_through_multi_connector(tmp_path: Path) -> None:
-    """Stats of ranks reach the log line and ``/metrics`` by the child's name, as vLLM carries them."""
+    """Stats of ranks reach the log line and ``/metrics`` by the child's name, as vLLM carries
+    them.
+    """
     config = multi_config(tmp_path)
     stats = TandemStats()
     stats.count("requests", "sent", 3)
@@ -108,7 +116,9 @@ def test_statistics_pass_through_multi_connector(tmp_path: Path) -> None:
 
 
 def test_a_produced_request_keeps_its_blocks_without_hma(tmp_path: Path) -> None:
-    """ExampleConnector lacks HMA support, so MultiConnector calls ``request_finished`` instead of its HMA variant."""
+    """ExampleConnector lacks HMA support, so MultiConnector calls ``request_finished`` instead
+    of its HMA variant.
+    """
     config = multi_config(tmp_path)
     cache = cache_config((["f"], full()))
     connector = MultiConnector(config, KVConnectorRole.SCHEDULER, cache)

@@ -1,4 +1,4 @@
-"""Pages whose content only a kernel can cut: head slots, packed MLA states, and DeepSeek-V4's groups of both."""
+"""Pages that only a kernel can cut: head slots, packed MLA states, and DeepSeek-V4's groups."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def config(tp_size: int = 1, block_size: int = TOKENS, prefix_caching: bool = Fa
 
 
 def slotted(block_size: int = TOKENS, slots: int = 2) -> KVCacheSpec:
-    """Two KV heads on this rank, kept in ``slots`` slots of K or V. With 2 slots, slots and heads are equally many."""
+    """Return two KV heads on this rank, in ``slots`` slots of K or V.
+
+    With 2 slots, slots and heads are equally many.
+    """
     return full(
         block_size=block_size,
         num_kv_heads=HEADS,
@@ -51,7 +54,9 @@ def slotted_rank(tp_size: int, layout: KVCacheLayout, block_size: int = TOKENS, 
 @pytest.mark.parametrize("layout", SLOT_LAYOUTS)
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_a_slotted_page_moves_whole(tp_size: int, layout: KVCacheLayout, slots: int) -> None:
-    """K and V of all heads, in two slots or two a head: byte for byte between ranks of one TP size."""
+    """K and V of all heads, in two slots or two per head: byte for byte between ranks of one TP
+    size.
+    """
     producer, consumer, expected = (slotted_rank(tp_size, layout, slots=slots) for _ in range(3))
     producer.storage()[:] = np.random.default_rng(1).integers(0, 256, producer.storage().shape, np.uint8)
     for rank in (consumer, expected):
@@ -63,7 +68,9 @@ def test_a_slotted_page_moves_whole(tp_size: int, layout: KVCacheLayout, slots: 
 
 
 def test_slots_are_not_heads() -> None:
-    """By hand: 2 slots of 32 tokens of 256 bytes are one run of 16 KiB; outside the blocks, two of 8 KiB."""
+    """2 slots of 32 tokens of 256 bytes are one run of 16 KiB, or two of 8 KiB with slots
+    outside blocks.
+    """
     (pages,) = slotted_rank(1, KVCacheLayout.LBHNC).layout.groups[0].layers
     assert (pages.total_heads, pages.heads, pages.rows, pages.row_bytes, pages.stripes) == (1, 1, 1, 16384, 1)
     (pages,) = slotted_rank(1, KVCacheLayout.LHBNC).layout.groups[0].layers
@@ -72,7 +79,9 @@ def test_slots_are_not_heads() -> None:
 
 
 def test_slotted_pages_are_not_cut() -> None:
-    """Other block sizes, TP sizes and layouts are refused by name: as heads, they would have been cut wrongly."""
+    """Other block sizes, TP sizes and layouts are refused by name: as heads they would be cut
+    wrongly.
+    """
     here = slotted_rank(1, KVCacheLayout.LBHNC)
     with pytest.raises(IncompatiblePeerError, match=r"tokens per row.*block sizes are 32 and 64"):
         check_compatible(slotted_rank(1, KVCacheLayout.LBHNC, 64).layout, here.layout)
@@ -83,7 +92,7 @@ def test_slotted_pages_are_not_cut() -> None:
 
 
 def test_two_slots_are_not_two_heads_by_coincidence() -> None:
-    """Two heads on a rank and two slots: half a block of K would have been taken for half a block of one head."""
+    """With two heads and two slots, half a block of K would count as half a block of one head."""
     short, long = (slotted_rank(2, KVCacheLayout.LBHNC, size) for size in (TOKENS, 2 * TOKENS))
     with pytest.raises(IncompatiblePeerError, match="give both engines the same block_size"):
         check_compatible(long.layout, short.layout)
@@ -120,9 +129,11 @@ def window(block_size: int, head_size: int, tokens: int, content: int | None = N
 
 
 def deepseek_v4_specs() -> dict[str, KVCacheSpec]:
-    """Block sizes 256, 64, 64, 4 and 8, as vllm/models/deepseek_v4 asks for them, two of one spec; pages are padded.
+    """Return the specs of vllm/models/deepseek_v4: block sizes 256, 64, 64, 4 and 8, two with one
+    spec; pages are padded.
 
-    Compressed KV and its indexer, two sliding windows, and the compressors' states for ratios of 4 and 128.
+    Compressed KV and its indexer, two sliding windows, and the compressors' states for ratios of 4
+    and 128.
     """
     found: dict[str, KVCacheSpec] = {}
     for layer in range(4):
@@ -141,7 +152,9 @@ def padded_rank() -> MemoryRank:
 
 
 def test_every_byte_of_a_deepseek_v4_cache() -> None:
-    """All groups of one transfer, with blocks of their own; padding between the pages is left alone."""
+    """All groups of one transfer, with their own blocks; padding between the pages stays
+    unchanged.
+    """
     producer, consumer, expected = (padded_rank() for _ in range(3))
     groups = [(group.layer_names, consumer.layout.groups[i]) for i, group in enumerate(consumer.cache.kv_cache_groups)]
     assert sorted(group.block_tokens for _, group in groups) == [4, 8, 64, 64, 256]
@@ -168,7 +181,9 @@ def test_every_byte_of_a_deepseek_v4_cache() -> None:
 
 
 def test_packed_states_are_not_cut() -> None:
-    """The indexer keeps all values of a block before all scales, so half a block is not a run of bytes."""
+    """The indexer stores all values of a block before all scales, so half a block is not one
+    run.
+    """
     ours, theirs = (
         memory_rank(config(block_size=size), {"m.0.indexer": mla(size, 1, 132)}, KVCacheLayout.LBHNC)
         for size in (64, 128)

@@ -1,4 +1,4 @@
-"""An engine core whose parent is killed ends, too: real processes."""
+"""An engine core ends when its parent is killed: real processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 
 def child() -> None:
-    """What an engine core does when its connector is made."""
+    """Act like an engine core that creates its connector."""
     import time
 
     from connectors.vllm_hma.scheduler_side.parent_watchdog import end_with_parent
@@ -33,7 +33,7 @@ def child() -> None:
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_a_child_ends_with_a_parent_that_is_killed(tmp_path: Path, method: str) -> None:
-    """However the child was started; vLLM uses both ways."""
+    """For both of vLLM's methods to start the child."""
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     root = Path(__file__).resolve().parents[2]

@@ -1,4 +1,4 @@
-"""Which of too many decode workers a producer forgets, and what becomes of those that it has forgotten."""
+"""Decode workers that a full producer removes, and their return."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def peer(name: str) -> Peer:
 
 
 def full(busy: AbstractSet[str] = frozenset()) -> PeerTable:
-    """A table of three: a and b have said hello, c has offered."""
+    """A table of three: a and b have sent Hello, c has sent an offer."""
     table = PeerTable(lambda one: one.incarnation in busy, most=3)
     for name in "abc":
         assert table.admit(peer(name)) is None
@@ -29,7 +29,9 @@ def full(busy: AbstractSet[str] = frozenset()) -> PeerTable:
 
 
 def test_those_who_only_said_hello_go_first() -> None:
-    """The one that was silent longest; a flood of hellos pushes out its own."""
+    """The least recent peer with only a Hello goes first; a flood of Hellos evicts its own
+    entries.
+    """
     table = full()
     assert [table.admit(peer(f"new-{n}")) for n in range(4)] == [peer("a"), peer("b"), peer("new-0"), peer("new-1")]
     assert peer("c") in table
@@ -37,7 +39,7 @@ def test_those_who_only_said_hello_go_first() -> None:
 
 
 def test_speaking_keeps_a_place() -> None:
-    """Among those that have offered, the one that was silent longest goes first."""
+    """Among peers with offers, the least recent goes first."""
     table = full()
     for name in "abca":
         table.spoke(peer(name))
@@ -45,30 +47,30 @@ def test_speaking_keeps_a_place() -> None:
 
 
 def test_the_busy_stay() -> None:
-    """Writes to them are under way. Where all are busy, the newcomer is told."""
+    """Writes to them are in flight. If all are busy, the new peer is refused."""
     assert full({"a", "b"}).admit(peer("d")) == peer("c")
     with pytest.raises(HandshakeError, match="all 3 peers are busy"):
         full({"a", "b", "c"}).admit(peer("d"))
 
 
 def test_a_second_hello_takes_no_second_place() -> None:
-    """Whether the peer has only said hello or has offered already."""
+    """Return whether the peer has only sent Hello, or an offer as well."""
     table = full()
     assert table.admit(peer("a")) is None
     assert table.admit(peer("c")) is None
     assert len(table) == 3
-    assert table.admit(peer("d")) == peer("b"), "a has just said hello again"
+    assert table.admit(peer("d")) == peer("b"), "a has just repeated its Hello"
 
 
 def test_a_stranger_who_speaks_gets_no_place() -> None:
-    """Only a hello does that."""
+    """Only a Hello does that."""
     table = full()
     table.spoke(peer("d"))
     assert peer("d") not in table
 
 
 def deliver(producer: Worker, consumer: Worker, name: str) -> tuple[set[str], set[str], set[str]]:
-    """A whole transfer; the consumer's results."""
+    """Run a whole transfer; return the consumer's results."""
     consumer.cache[:] = 0
     consumer.step(receives=[receive(producer.address, name, name)])
     producer.step(expects=[Expect(f"q-{name}", name, 7, DIGEST)], chunks=[Chunk(f"q-{name}", ((1, 2),), 7)])
@@ -78,7 +80,7 @@ def deliver(producer: Worker, consumer: Worker, name: str) -> tuple[set[str], se
 def test_a_worker_that_was_forgotten_is_met_again(
     worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its next request is computed by decode, the one after it finds a fresh handshake."""
+    """Decode computes its next request; the one after it starts a new handshake."""
     monkeypatch.setattr(PeerTable.__init__, "__defaults__", (2,))
     producer = worker("p")
     producer.cache[:] = np.arange(1, 9, dtype=np.uint8)[:, None]
@@ -94,7 +96,9 @@ def test_a_worker_that_was_forgotten_is_met_again(
 
 
 def test_producers_are_forgotten_too(worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decode engine outlives many prefill engines; it keeps the last ones, and meets a forgotten one again."""
+    """A decode engine outlives many prefill engines; it keeps the last ones, and reconnects to a
+    removed one.
+    """
     monkeypatch.setattr(PeerTable.__init__, "__defaults__", (2,))
     consumer = worker("c")
     producers = [worker(f"p{number}") for number in range(4)]

@@ -1,4 +1,4 @@
-"""What a preemption waits for, and what it holds while it waits."""
+"""A preemption's wait, and the locks that it holds meanwhile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.vllm_contract.workers import DIGEST, LIMITS, Worker, receive, until
 
 
 class Clock:
-    """Time of the thread that runs the test; the progress thread's own goes on as ever."""
+    """Clock of the test's thread; the progress thread uses the real one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rests: list[float] = []
@@ -30,7 +30,7 @@ class Clock:
         return self._real.monotonic() + added
 
     def _sleep(self, seconds: float) -> None:
-        """The fence's rest: takes no time, and counts as a tenth of a second."""
+        """Pause of the fence: takes no time, and counts as a tenth of a second."""
         assert threading.get_ident() == self._ours
         self.rests.append(seconds)
         self._added += max(seconds, 0.1)
@@ -40,7 +40,7 @@ class Clock:
 def test_preemption_on_an_accelerator_waits_for_nothing(
     worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The deliveries are given up: nothing is won by waiting for their writes."""
+    """The deliveries are aborted, so a wait for their writes has no use."""
     producer, _ = both_ends(worker, place=MemoryKind("VRAM", 0))
     clock = Clock(monkeypatch)
     producer.step(preempted=["q"])
@@ -49,7 +49,7 @@ def test_preemption_on_an_accelerator_waits_for_nothing(
 
 
 def test_the_fence_does_not_hold_the_lock(worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peers are answered and other transfers go on while the engine waits for a write."""
+    """Peers are answered and other transfers continue while the engine waits for a write."""
     producer, _ = both_ends(worker)
     clock, answered = Clock(monkeypatch), threading.Event()
 
@@ -71,7 +71,7 @@ def test_the_fence_does_not_hold_the_lock(worker: Callable[..., Worker], monkeyp
 def test_one_hung_consumer_delays_one_preemption_only(
     worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A write that has been under way for longer than fence_s hangs: nobody waits for it again."""
+    """A write in flight for longer than fence_s hangs: no later preemption waits for it."""
     producer, consumer = both_ends(worker)
     consumer.step(receives=[receive(producer.address, "r2", "t2")])
     producer.step(expects=[Expect("q2", "t2", 7, DIGEST)])

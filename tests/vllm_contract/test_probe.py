@@ -1,4 +1,6 @@
-"""The probe of prefill workers that do not answer: what proves their death, and what does not."""
+"""The probe of silent prefill workers: proofs of their death, and observations that prove
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ MALFORMED = ("a" * 70, "a..b", "nul\x00", "\udcff", ".", "[::1]")
 
 @pytest.fixture
 def refusing() -> Iterator[int]:
-    """A port where nothing listens, and nobody else will."""
+    """Reserve a port without a listener."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         yield bound.getsockname()[1]
@@ -40,7 +42,7 @@ def refusing() -> Iterator[int]:
 
 @pytest.fixture
 def child() -> Iterator[tuple[subprocess.Popen[bytes], ProcessIdentity]]:
-    """A process, and its identity."""
+    """Start a process; return it and its identity."""
     code = "import time; from connectors.vllm_hma.handshake.processes import own_process; "
     code += "me = own_process(); print(me.host, me.pid, me.started_at, flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
@@ -57,13 +59,13 @@ def suspect(process: ProcessIdentity, was_seen: bool = True, met_at: EngineAddre
 def verdicts(
     monkeypatch: pytest.MonkeyPatch, suspects: list[Suspect], witnesses: list[EngineAddress], rounds: int = 5
 ) -> list[Peer]:
-    """Which workers the probe reports as dead within so many rounds."""
+    """Return the workers that the probe reports as dead within this number of rounds."""
     monkeypatch.setattr(probe, "CONFIRM_S", 0.01)
     lost: list[Peer] = []
     marker = Suspect(Peer("marker", 0), replace(own_process(), started_at=1), True, None)
     watcher = WorkerProbe(1.0, b"", lambda peer, _: lost.append(peer))
     try:
-        # One that is dead for certain counts the rounds.
+        # A worker that is certainly dead counts the rounds.
         watcher.watch([*suspects, marker], witnesses)
         until(lambda: lost.count(marker.peer) >= rounds)
     finally:
@@ -71,11 +73,11 @@ def verdicts(
     return [peer for peer in lost if peer != marker.peer]
 
 
-# ---- processes ---------------------------------------------------------------------------------------------------
+# ---- processes ---------------------------------------------------------------------------------
 
 
 def test_a_process_lives_until_it_has_ended(child: tuple[subprocess.Popen[bytes], ProcessIdentity]) -> None:
-    """A stopped process lives; a killed one is gone before anybody reaps it, and after."""
+    """A stopped process is alive; a killed one is gone before and after it is reaped."""
     process, identity = child
     assert liveness(identity) is Liveness.ALIVE
     process.send_signal(signal.SIGSTOP)
@@ -87,7 +89,7 @@ def test_a_process_lives_until_it_has_ended(child: tuple[subprocess.Popen[bytes]
 
 
 def test_a_process_id_that_is_used_again_is_another_process() -> None:
-    """The start time tells the two apart."""
+    """The start time distinguishes two processes with one id."""
     me = own_process()
     assert liveness(me) is Liveness.ALIVE
     assert liveness(replace(me, started_at=me.started_at - 1)) is Liveness.GONE
@@ -105,12 +107,12 @@ def test_a_process_id_that_is_used_again_is_another_process() -> None:
     ids=["unknown host", "another host", "another namespace", "a process group", "no process id"],
 )
 def test_a_process_of_another_host_is_never_gone(change: dict[str, object]) -> None:
-    """Its id means nothing here: another namespace has other processes under the same numbers."""
+    """Its id has no meaning here: another namespace has other processes with the same ids."""
     assert liveness(replace(own_process(), **({"pid": 2**22 + 1} | change))) is Liveness.UNKNOWN  # type: ignore[arg-type]
 
 
 def test_a_process_whose_files_are_hidden_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As /proc with hidepid has it for other users' processes."""
+    """As /proc with hidepid shows other users' processes."""
 
     def denied(*_: object) -> None:
         raise PermissionError
@@ -124,13 +126,13 @@ def test_a_process_whose_files_are_hidden_is_unknown(monkeypatch: pytest.MonkeyP
     assert liveness(me) is Liveness.UNKNOWN
 
 
-# ---- the probe ---------------------------------------------------------------------------------------------------
+# ---- the probe ---------------------------------------------------------------------------------
 
 
 def test_a_dead_worker_that_was_seen_alive_is_reported(
     child: tuple[subprocess.Popen[bytes], ProcessIdentity], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By its own kernel."""
+    """A worker of this host is checked in this kernel."""
     process, identity = child
     assert verdicts(monkeypatch, [suspect(identity)], []) == []
     process.kill()
@@ -141,7 +143,7 @@ def test_a_dead_worker_that_was_seen_alive_is_reported(
 def test_a_port_that_refuses_proves_nothing(
     refusing: int, child: tuple[subprocess.Popen[bytes], ProcessIdentity], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine core that is dead, or a firewall: the stopped worker may write when it goes on."""
+    """The core is dead or a firewall blocks it: the stopped worker may write when it continues."""
     process, identity = child
     process.send_signal(signal.SIGSTOP)
     met_at = EngineAddress("p", "127.0.0.1", refusing)
@@ -152,7 +154,9 @@ def test_a_port_that_refuses_proves_nothing(
 def test_a_process_that_was_never_seen_needs_a_witness_at_its_address(
     refusing: int, child: tuple[subprocess.Popen[bytes], ProcessIdentity], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next engine start on that host says so; an engine at another address says nothing, whatever its boot id."""
+    """The next engine start on that host reports it; an engine at another address proves
+    nothing, even with this boot id.
+    """
     process, identity = child
     process.kill()
     process.wait()
@@ -170,7 +174,7 @@ def test_a_process_that_was_never_seen_needs_a_witness_at_its_address(
 
 
 def test_engines_answer_for_processes_of_their_host() -> None:
-    """Over the side channel; what is no process is an error or unknown."""
+    """Over the side channel; an invalid process is an error or unknown."""
     server = MetadataServer("127.0.0.1", 0, [])
     me = own_process()
     try:
@@ -190,7 +194,7 @@ def test_engines_answer_for_processes_of_their_host() -> None:
 def test_a_malformed_host_ends_no_thread(
     child: tuple[subprocess.Popen[bytes], ProcessIdentity], refusing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What cannot be an address proves nothing, and keeps nobody else's end from being found out."""
+    """An invalid address proves nothing, and does not prevent the detection of other deaths."""
     process, identity = child
     process.kill()
     process.wait()
@@ -213,7 +217,7 @@ def test_a_malformed_host_ends_no_thread(
 
 @pytest.mark.parametrize("host", MALFORMED)
 def test_a_malformed_host_is_a_failed_handshake(host: str, refusing: int) -> None:
-    """With a typed error, as for any address where nobody answers."""
+    """A typed error, as for any address without an answer."""
     with pytest.raises(HandshakeError):
         fetch_metadata(host, refusing, "p", 0.2)
 
@@ -221,7 +225,7 @@ def test_a_malformed_host_is_a_failed_handshake(host: str, refusing: int) -> Non
 def test_who_cannot_be_told_is_told_again(
     child: tuple[subprocess.Popen[bytes], ProcessIdentity], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The report of a worker's end may meet an error; the thread that brings it lives on."""
+    """The report of a worker's end may raise; the probe's thread survives."""
     process, identity = child
     process.kill()
     process.wait()
@@ -241,7 +245,7 @@ def test_who_cannot_be_told_is_told_again(
         watcher.close()
 
 
-# ---- with workers ------------------------------------------------------------------------------------------------
+# ---- with workers ------------------------------------------------------------------------------
 
 
 def stuck(worker: Callable[..., Worker]) -> tuple[Worker, Worker]:
@@ -256,7 +260,7 @@ def stuck(worker: Callable[..., Worker]) -> tuple[Worker, Worker]:
 def test_an_engine_core_that_is_dead_frees_nothing(
     worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its port refuses, its worker lives: quarantine lasts until the worker acknowledges."""
+    """Its port refuses, its worker lives: the quarantine lasts until the worker acknowledges."""
     monkeypatch.setattr(probe, "CONFIRM_S", 0.01)
     producer, consumer = stuck(worker)
     producer.server.close()
@@ -276,7 +280,7 @@ def test_an_engine_core_that_is_dead_frees_nothing(
 
 
 def test_a_worker_that_is_dead_frees_the_blocks(worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody has to say so: its process is gone."""
+    """No report is needed: its process is gone."""
     monkeypatch.setattr(probe, "CONFIRM_S", 0.01)
     _, consumer = stuck(worker)
     assert consumer.runtime.counts()["quarantined"] == 1

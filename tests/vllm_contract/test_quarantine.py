@@ -1,4 +1,4 @@
-"""Blocks in quarantine on vLLM's own scheduler object, for as long as a test says: who waits, and who does not."""
+"""Blocks in quarantine on vLLM's own scheduler object: which requests wait, and which do not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ PRODUCER = {"do_remote_prefill": True, "remote_engine_id": "other", "remote_host
 
 
 class Loading(Engine):
-    """Transfers take some steps; those of ``silent`` requests fail, and may be written to until ``answers``."""
+    """Transfers take some steps; those of ``silent`` requests fail, and may be written to until
+    ``answers``.
+    """
 
     def __init__(self, blocks: int) -> None:
         super().__init__(1, blocks, prefix_caching=False, asynchronous=False)
@@ -79,7 +81,7 @@ def loading() -> Iterator[Callable[[int], Loading]]:
 
 
 def without_room(loading: Callable[[int], Loading]) -> Loading:
-    """An engine whose only request, `r`, has most of the pool in quarantine."""
+    """Return an engine whose only request, `r`, has most of the pool in quarantine."""
     engine = loading(32)
     engine.silent = {"r"}
     engine.ask("r", 200, loads=True)
@@ -89,7 +91,9 @@ def without_room(loading: Callable[[int], Loading]) -> Loading:
 
 
 def test_a_request_goes_on_in_other_blocks(loading: Callable[[int], Loading]) -> None:
-    """Where there is room, nobody waits for an answer; the blocks come back with it, to an engine that is idle."""
+    """With enough blocks, no request waits for an answer; an idle engine gets the blocks back
+    with it.
+    """
     engine = loading(60)
     engine.silent = {"r"}
     engine.ask("r", 100, loads=True)
@@ -105,7 +109,7 @@ def test_a_request_goes_on_in_other_blocks(loading: Callable[[int], Loading]) ->
 
 
 def test_nobody_waits_behind_a_request_that_does_not_fit(loading: Callable[[int], Loading]) -> None:
-    """Others that have their KV, and ones that need none, run to their end; then there is room."""
+    """Other requests, with or without KV, run to their end; then there are enough blocks."""
     engine = loading(60)
     engine.silent = {"r"}
     engine.ask("r", 150, loads=True)
@@ -115,7 +119,7 @@ def test_nobody_waits_behind_a_request_that_does_not_fit(loading: Callable[[int]
 
 
 def test_a_request_larger_than_what_is_left(loading: Callable[[int], Loading]) -> None:
-    """It waits for the answer, alone: vLLM would let everybody wait with it."""
+    """It alone waits for the answer: vLLM would block the whole queue."""
     engine = without_room(loading)
     for number in range(5):
         engine.ask(f"small {number}", 5, loads=False)
@@ -127,7 +131,7 @@ def test_a_request_larger_than_what_is_left(loading: Callable[[int], Loading]) -
 
 
 def test_a_client_leaves_while_its_request_does_not_fit(loading: Callable[[int], Loading]) -> None:
-    """The request is gone at once; its blocks stay in quarantine."""
+    """The request ends at once; its blocks stay in quarantine."""
     engine = without_room(loading)
     engine.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
     engine.steps_until_over("r")
@@ -139,7 +143,9 @@ def test_a_client_leaves_while_its_request_does_not_fit(loading: Callable[[int],
 
 
 def test_ranks_end_at_different_times(loading: Callable[[int], Loading]) -> None:
-    """Blocks are kept from the first rank's word to the last one's; a rank may have ended before another begins."""
+    """Blocks are kept from the first rank's report to the last one's; a rank may end before
+    another begins.
+    """
     engine = loading(60)
     quarantine, kept = engine.connector.scheduler.quarantine, Kept("r", "t")
     engine.ask("r", 100, loads=True)

@@ -1,4 +1,6 @@
-"""Late binding between the halves of the connector and between workers: who waits, for what, and how it ends."""
+"""Late binding in the scheduler side and between workers: queued requests, and the end of their
+wait.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def request(name: str, tokens: int, params: dict[str, Any]) -> Request:
 
 
 def scheduler(busy: bool = True) -> SchedulerConnector:
-    """One that another request waits in for the same producer, with blocks, unless it is not ``busy``."""
+    """Return a scheduler side with one request for the same producer, with blocks, unless it is
+    not ``busy``.
+    """
     half = SchedulerConnector(parse_config({}), "c", 1, (), STEP_TOKENS)
     if busy:
         first = request("first", 50, CONSUME | {"transfer_id": "first"})
@@ -48,11 +52,14 @@ def orders(half: SchedulerConnector) -> Orders:
     return half.orders(SchedulerOutput.make_empty())
 
 
-# ---- the scheduler's half ----------------------------------------------------------------------------------------
+# ---- the scheduler's half ----------------------------------------------------------------------
 
 
 def test_a_request_that_none_waits_before_takes_its_blocks_at_once() -> None:
-    """Prefill is idle as far as this engine knows: no round trip. The second one waits, another producer's does not."""
+    """Prefill is idle as far as this engine knows: no round trip.
+
+    The second request waits, another producer's does not.
+    """
     half = scheduler(busy=False)
     one, two = request("d1", 50, CONSUME), request("d2", 50, CONSUME | {"transfer_id": "t2"})
     other = request("d3", 50, CONSUME | {"transfer_id": "t3", "remote_engine_id": "p2"})
@@ -98,7 +105,9 @@ def test_a_request_whose_prompt_will_not_come_is_computed_here() -> None:
 
 
 def test_what_decode_holds_itself_needs_no_start() -> None:
-    """A prefix that leaves nothing to be fetched is served at once, and the producer is told."""
+    """With a prefix that leaves nothing to fetch, the request runs at once, and the producer
+    receives a release.
+    """
     half, one = scheduler(), request("d", 50, CONSUME)
     half.new_request(one)
     assert half.matched_tokens(one, 49) == 0
@@ -108,7 +117,7 @@ def test_what_decode_holds_itself_needs_no_start() -> None:
 
 
 def test_legs_that_come_one_after_the_other_wait_for_no_start() -> None:
-    """A public proxy hands prefill's answer on unchanged."""
+    """A public proxy passes prefill's answer on unchanged."""
     half, one = scheduler(), request("d", 50, CONSUME | {"remote_num_tokens": 49, "remote_request_id": "x"})
     half.new_request(one)
     assert orders(half) == Orders()
@@ -129,7 +138,9 @@ def test_a_queued_request_that_is_aborted_is_released() -> None:
 
 
 def test_prompts_start_that_the_next_step_can_reach() -> None:
-    """60 and 60 tokens fill the next step of 100; the third one starts once the first has been computed or is gone."""
+    """60 and 60 tokens fill the next step of 100; the third starts once the first is computed or
+    gone.
+    """
     half = scheduler()
     for name in "abc":
         half.new_request(request(name, 61, {"do_remote_decode": True, "transfer_id": name}))
@@ -143,7 +154,7 @@ def test_prompts_start_that_the_next_step_can_reach() -> None:
     assert orders(half).starts == ["c"]
 
 
-# ---- workers -----------------------------------------------------------------------------------------------------
+# ---- workers -----------------------------------------------------------------------------------
 
 
 def due(worker: Worker) -> list[Due]:
@@ -185,7 +196,7 @@ def test_workers_from_the_queue_to_the_kv(worker: Callable[..., Worker]) -> None
 
 
 def test_workers_cancelled_in_the_queue(worker: Callable[..., Worker]) -> None:
-    """Nothing is held for it: prefill's blocks are free when the prompt has been computed."""
+    """Prefill holds nothing for it: its blocks are freed after the computation."""
     producer, consumer = worker("p"), worker("c")
     producer.step(expects=[Expect("q", "t", 7, DIGEST)])
     consumer.step(queues=[Queue("r", "t", producer.address)])
@@ -201,7 +212,9 @@ def test_workers_cancelled_in_the_queue(worker: Callable[..., Worker]) -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_workers_whose_producer_dies(worker: Callable[..., Worker], when: str) -> None:
-    """Before or after first contact: the request is computed here, and no block was ever offered."""
+    """Before or after first contact: the request is computed here, and no block was ever
+    offered.
+    """
     producer, consumer = worker("p"), worker("c")
     address = producer.address
     if when == "before":

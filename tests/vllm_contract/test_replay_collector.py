@@ -1,4 +1,4 @@
-"""A replayed answer leaves in the groups of its record, however the engine's outputs come."""
+"""A replayed answer has the groups of its record, independently of the engine's output timing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def output(*tokens: int, finished: bool = False) -> RequestOutput:
 
 
 def cut(rng: Random, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """`tokens` in groups of one to four."""
+    """Return `tokens` in groups of one to four."""
     groups = []
     while tokens:
         size = rng.randint(1, 4)
@@ -35,7 +35,7 @@ def cut(rng: Random, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 @pytest.mark.parametrize("seed", range(40))
 async def test_groups_come_back_as_they_were(seed: int) -> None:
-    """The reader is slow or fast; what comes after the record is cut as it comes."""
+    """With a slow or a fast reader; output after the record keeps its own groups."""
     rng = Random(seed)
     replay_log = cut(rng, TOKENS[: rng.randint(1, len(TOKENS))])
     served = ServedCall(replay=replay_log)
@@ -73,7 +73,7 @@ async def test_groups_come_back_as_they_were(seed: int) -> None:
     ids=["another token", "a step across a border", "an end within a group", "an end before the last group"],
 )
 async def test_an_engine_that_does_not_repeat_is_an_error(outputs: list[RequestOutput]) -> None:
-    """Never other tokens in their place."""
+    """Never other tokens instead of the recorded ones."""
     served = ServedCall(replay=((0, 1), (2,)))
     collector = RequestOutputCollector(RequestOutputKind.DELTA, "r")
     regroup = ReplayCollector(collector, served)

@@ -10,7 +10,7 @@ from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 from tests.vllm_contract.caches import vllm_config
 
 ANY = ["LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC", "LHBNC"]
-"""vLLM's order of preference where backends have none (vllm/v1/attention/backends/utils.py)."""
+"""vLLM's order of preference for backends without one (vllm/v1/attention/backends/utils.py)."""
 
 
 def config() -> VllmConfig:
@@ -25,19 +25,23 @@ def config() -> VllmConfig:
 
 
 def test_head_major_is_requested() -> None:
-    """vLLM's default is token-major: with unequal TP sizes each token's share of heads would be a run of its own."""
+    """vLLM's default is token-major: with unequal TP sizes each token's share of heads would be
+    a separate run.
+    """
     assert resolve_kv_cache_layout(config(), [ANY]).name == "LBHNC"
 
 
 def test_mla_keeps_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLA has one head, so its pages look the same in both layouts."""
+    """MLA has one head, so its pages are equal in both layouts."""
     made = config()
     monkeypatch.setattr(type(made.model_config), "use_mla", True)
     assert resolve_kv_cache_layout(made, [ANY]).name == "LBNHC"
 
 
 def test_a_backend_that_knows_one_layout_keeps_it() -> None:
-    """CPU attention is head-major anyway; where a backend is not, vLLM drops the request with a warning."""
+    """CPU attention is always head-major; for other backends, vLLM drops the request with a
+    warning.
+    """
     cpu = [layout.name for layout in CPUAttentionBackend.supported_kv_cache_layouts()]
     assert cpu == ["LBHNC"]
     assert resolve_kv_cache_layout(config(), [cpu]).name == "LBHNC"

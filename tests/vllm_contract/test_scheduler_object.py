@@ -1,4 +1,6 @@
-"""vLLM's own scheduler with our scheduler half, thousands of random steps: no assertion, nothing left at the end."""
+"""vLLM's own scheduler with our scheduler side in thousands of random steps: no assertion, no
+leak.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,15 @@ STEPS = 600
 
 @pytest.fixture(scope="module")
 def totals() -> Counter[str]:
-    """What has happened over all runs."""
+    """Events of all runs, by kind."""
     return Counter()
 
 
 @pytest.mark.parametrize(("blocks", "prefix_caching", "asynchronous"), KINDS)
 def test_random_steps(blocks: int, prefix_caching: bool, asynchronous: bool, totals: Counter[str]) -> None:
-    """Requests of every kind come, are preempted, aborted and failed; all end, and the pool is as before."""
+    """Requests of every kind arrive, are preempted, aborted and failed; all end, and the pool is
+    at its baseline.
+    """
     seed = KINDS.index((blocks, prefix_caching, asynchronous))
     engine = Engine(seed, blocks, prefix_caching, asynchronous)
     try:
@@ -30,12 +34,13 @@ def test_random_steps(blocks: int, prefix_caching: bool, asynchronous: bool, tot
 
 
 def test_steps_have_seen_everything(totals: Counter[str]) -> None:
-    """The runs are worth their name: every kind of request and every disturbance has occurred."""
+    """The runs cover all kinds: every kind of request and every disturbance has occurred."""
     assert totals["steps"] == STEPS * len(KINDS)
     for what in (
         "plain",
         "produced",
         "produced without an id",
+        "produced with its first token",
         "consumed",
         "discard",
         "describe",

@@ -1,4 +1,6 @@
-"""The side channel against strangers: who gets agent metadata, what others are told, and what a flood costs."""
+"""The side channel with strangers: access to agent metadata, error answers, and the cost of a
+flood.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ QUESTION = b"tandem/%d metadata\n" % PROTOCOL_VERSION
 
 @pytest.fixture
 def serve(worker: Callable[..., Worker]) -> Iterator[Callable[..., MetadataServer]]:
-    """Starts servers of one agent metadata, with a secret or without, and stops them."""
+    """Start servers of one agent metadata, with or without a secret; stop them at the end."""
     agent_metadata = encode_agent_metadata(worker("p").agent_metadata)
     started: list[MetadataServer] = []
 
@@ -41,7 +43,7 @@ def serve(worker: Callable[..., Worker]) -> Iterator[Callable[..., MetadataServe
 
 
 def fetch(port: int, secret: str = "", timeout_s: float = 5.0) -> str:
-    """The incarnation on the agent metadata that is handed out to a peer with ``secret``."""
+    """Return the incarnation in the agent metadata that a peer with ``secret`` receives."""
     return fetch_metadata("127.0.0.1", port, "p", timeout_s, derive_keys(secret).identity).incarnation
 
 
@@ -50,7 +52,9 @@ def connect(port: int, host: str = "127.0.0.1") -> socket.socket:
 
 
 class Eavesdropper:
-    """Relays connections to a port, and keeps all that passes: ``heard`` from askers, ``said`` to them."""
+    """Relays connections to a port, and records the bytes: ``heard`` from clients, ``said`` to
+    them.
+    """
 
     def __init__(self, port: int) -> None:
         self._target = port
@@ -75,12 +79,12 @@ class Eavesdropper:
             sink.shutdown(socket.SHUT_WR)
 
 
-# ---- secrets -------------------------------------------------------------------------------------------------------
+# ---- secrets -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("secret", ["", SECRET])
 def test_peers_with_one_secret_exchange_kv(worker: Callable[..., Worker], secret: str) -> None:
-    """From the agent metadata to the last message, with a secret and without."""
+    """From the agent metadata to the last message, with and without a secret."""
     producer, consumer = worker("p", secret=secret), worker("c", secret=secret)
     producer.cache[:] = np.arange(1, 9, dtype=np.uint8)[:, None]
     consumer.step(receives=[receive(producer.address)])
@@ -106,7 +110,9 @@ def test_peers_with_one_secret_exchange_kv(worker: Callable[..., Worker], secret
 def test_secrets_that_differ(
     worker: Callable[..., Worker], caplog: pytest.LogCaptureFixture, ours: str, theirs: str, asker_says, server_says
 ) -> None:
-    """No wait until a deadline: decode computes the request at once, and both logs say what to do."""
+    """No wait until a deadline: decode computes the request at once, and both logs have the
+    remedy.
+    """
     producer, consumer = worker("p", secret=theirs), worker("c", secret=ours)
     with pytest.raises(PeerSecretError, match=asker_says) as raised:
         fetch(producer.server.port, ours)
@@ -120,7 +126,7 @@ def test_secrets_that_differ(
 
 
 def test_a_frame_of_another_secret_is_dropped(worker: Callable[..., Worker], caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever reached the transport without the secret moves nothing."""
+    """A peer that reaches the transport without the secret moves nothing."""
     producer, consumer = worker("p", secret=SECRET), worker("c", secret=ANOTHER)
     name = consumer.transport.add_peer(producer.transport.metadata())
     frame = b"TDM" + bytes([PROTOCOL_VERSION]) + (2).to_bytes(4, "little") + b"{}" + bytes(32)
@@ -133,7 +139,9 @@ def test_a_frame_of_another_secret_is_dropped(worker: Callable[..., Worker], cap
 
 
 def test_a_metadata_cannot_be_overheard(serve: Callable[..., MetadataServer]) -> None:
-    """With a secret, neither question nor agent metadata pass in the clear; without one, both do."""
+    """With a secret, neither request nor agent metadata are sent as plain text; without one,
+    both are.
+    """
     for secret, clear in (("", True), (SECRET, False)):
         ear = Eavesdropper(serve(secret).port)
         assert fetch(ear.port, secret) == "p"
@@ -141,7 +149,7 @@ def test_a_metadata_cannot_be_overheard(serve: Callable[..., MetadataServer]) ->
 
 
 def test_what_was_overheard_cannot_be_replayed(serve: Callable[..., MetadataServer]) -> None:
-    """The same bytes a second time get no agent metadata."""
+    """A replay of the same bytes gets no agent metadata."""
     server = serve(SECRET)
     ear = Eavesdropper(server.port)
     fetch(ear.port, SECRET)
@@ -157,7 +165,7 @@ def test_what_was_overheard_cannot_be_replayed(serve: Callable[..., MetadataServ
     assert fetch(server.port, SECRET) == "p"
 
 
-# ---- hostile peers -------------------------------------------------------------------------------------------------
+# ---- hostile peers -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("secret", ["", SECRET])
@@ -179,7 +187,7 @@ def test_what_was_overheard_cannot_be_replayed(serve: Callable[..., MetadataServ
     ids=lambda sent: sent[:16].decode(errors="replace") or "nothing",
 )
 def test_whatever_it_is_sent(serve: Callable[..., MetadataServer], secret: str, sent: bytes) -> None:
-    """It ends the connection, and answers the next proper question."""
+    """The server closes the connection, and answers the next valid request."""
     server = serve(secret)
     with connect(server.port) as stranger, contextlib.suppress(OSError):
         stranger.sendall(sent)
@@ -190,7 +198,7 @@ def test_whatever_it_is_sent(serve: Callable[..., MetadataServer], secret: str, 
 
 
 def test_an_older_tandem_is_told(serve: Callable[..., MetadataServer]) -> None:
-    """A peer that asks for another version is answered with what can be asked."""
+    """The answer to another version names the valid request."""
     with connect(serve().port) as older:
         older.sendall(b"tandem/2 cards\n")
         assert f"tandem/{PROTOCOL_VERSION} metadata".encode() in older.recv(1000)
@@ -210,7 +218,7 @@ def test_an_older_tandem_is_told(serve: Callable[..., MetadataServer]) -> None:
     ],
 )
 def test_an_answer_that_is_no_metadata(answer: bytes, error: type[Exception], says: str) -> None:
-    """Whatever listens there: a typed error, within the time given."""
+    """Whatever listens there causes a typed error within the deadline."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def reply() -> None:
@@ -229,7 +237,9 @@ def test_an_answer_that_is_no_metadata(answer: bytes, error: type[Exception], sa
 def test_connections_that_say_nothing(
     serve: Callable[..., MetadataServer], monkeypatch: pytest.MonkeyPatch, secret: str
 ) -> None:
-    """More than there are places for: a peer is served at once, and the oldest have been turned away."""
+    """Above the connection limit a peer is served at once, and the oldest connections are
+    closed.
+    """
     monkeypatch.setattr(side_channel, "MAX_CONNECTIONS", 128)
     server = serve(secret)
     held = [connect(server.port) for _ in range(side_channel.MAX_CONNECTIONS + 50)]
@@ -245,7 +255,7 @@ def test_connections_that_say_nothing(
 
 
 def test_a_question_that_drips(serve: Callable[..., MetadataServer], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A byte now and then does not keep a connection."""
+    """A byte from time to time does not keep a connection open."""
     monkeypatch.setattr(side_channel, "TALK_S", 0.5)
     with connect(serve().port) as slow:
         give_up_at = time.monotonic() + 10
@@ -258,7 +268,9 @@ def test_a_question_that_drips(serve: Callable[..., MetadataServer], monkeypatch
 
 @pytest.mark.parametrize("secret", ["", SECRET])
 def test_a_flood_of_connections(serve: Callable[..., MetadataServer], secret: str) -> None:
-    """While two threads connect as fast as they can, peers are served; afterwards nothing is left of the flood."""
+    """While two threads connect as fast as they can, peers are served; afterwards no connection
+    remains.
+    """
     server = serve(secret)
     assert fetch(server.port, secret) == "p"
     before = len(os.listdir("/proc/self/fd"))
@@ -276,7 +288,7 @@ def test_a_flood_of_connections(serve: Callable[..., MetadataServer], secret: st
         thread.start()
     try:
         fetched, give_up_at = 0, time.monotonic() + 120
-        while fetched < 5 or min(connected) <= 20:  # a busy core may leave a thread few turns
+        while fetched < 5 or min(connected) <= 20:  # a busy core may schedule a thread rarely
             assert fetch(server.port, secret, timeout_s=30.0) == "p"
             fetched += 1
             assert time.monotonic() < give_up_at
@@ -292,7 +304,7 @@ def test_a_flood_of_connections(serve: Callable[..., MetadataServer], secret: st
 
 
 def test_it_listens_where_it_is_told_to(serve: Callable[..., MetadataServer]) -> None:
-    """On the configured address and no other."""
+    """It listens on the configured address and no other."""
     server = serve(host="127.0.0.3")
     listening = [
         one.laddr for one in psutil.Process().net_connections("tcp") if one.laddr and one.laddr.port == server.port

@@ -1,4 +1,4 @@
-"""What lies in a state's page: worked out by hand from vLLM's own shapes, for every kind that is split over ranks."""
+"""Layout of a state's page, computed by hand from vLLM's shapes, for every kind that is split."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tests.vllm_contract.caches import cache_config
 
 BLOCKS = 5
 Part = tuple[str, int, int, int, int, int]
-"""(name, offset, heads here, heads in all, rows, bytes of a row)"""
+"""Return (name, offset, heads here, total heads, rows, bytes of a row)."""
 
 
 @pytest.fixture(autouse=True)
 def layout(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """(channels, tokens) first; a test may turn it round. vLLM remembers what it has read from the environment."""
+    """(channels, tokens) first; a test may reverse it. vLLM caches the value of the environment."""
 
     def choose(name: str) -> None:
         monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", name)
@@ -42,7 +42,7 @@ def layout(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
-    """A Mamba-2 hybrid's configuration, TP 2, whose single group is on both ranks."""
+    """Return a Mamba-2 hybrid's configuration, TP 2, whose single group is on both ranks."""
     model = falcon_h1(tmp_path_factory.mktemp("falcon"))
     return EngineArgs(
         model=model, skip_tokenizer_init=True, dtype="float32", enforce_eager=True, tensor_parallel_size=2
@@ -55,7 +55,7 @@ def spec(kind: Kind, shapes: tuple[tuple[int, ...], ...], **changes: object) -> 
 
 
 def page(of: MambaSpec, padding_bytes: int = 32) -> torch.Tensor:
-    """(blocks, 1, 1, bytes), its pages padded."""
+    """Return a view (blocks, 1, 1, bytes) with padded pages."""
     whole = torch.zeros(BLOCKS, of.page_size_bytes + padding_bytes, dtype=torch.int8)
     return whole[:, None, None, : of.page_size_bytes]
 
@@ -86,7 +86,9 @@ def mamba2(tp_size: int, groups: int) -> tuple[tuple[int, ...], ...]:
 
 
 def test_mamba_2_with_one_group(config: VllmConfig) -> None:
-    """x and the recurrent heads are dealt, B and C are whole on both ranks: 64 + 64 + 64 channels of three tokens."""
+    """x and the recurrent heads are split, B and C are complete on both ranks: 64 + 64 + 64
+    channels of three tokens.
+    """
     assert parts_of(config, spec(Kind.MAMBA2, mamba2(2, 1))) == [
         ("x", 0, 2, 4, 1, 32 * 3 * 2),
         ("B", 64 * 3 * 2, 1, 1, 1, 64 * 3 * 2),
@@ -96,7 +98,7 @@ def test_mamba_2_with_one_group(config: VllmConfig) -> None:
 
 
 def test_mamba_2_with_a_group_for_each_rank(config: VllmConfig) -> None:
-    """The same shapes as with one group; only the model's configuration tells them apart."""
+    """The same shapes as with one group; only the model's configuration distinguishes them."""
     two = spec(Kind.MAMBA2, mamba2(2, 2))
     assert two.shapes == mamba2(2, 1)
     text = config.model_config.hf_text_config
@@ -142,7 +144,7 @@ def test_states_of_one_tensor(config: VllmConfig) -> None:
 
 
 def test_tokens_before_channels(config: VllmConfig, layout: Callable[[str], None]) -> None:
-    """(tokens, channels): a stretch has a row for each token, as far apart as all channels are wide."""
+    """(tokens, channels): a section has a row for each token, with a stride of all channels."""
     layout("SD")
     of = spec(Kind.MAMBA2, mamba2(2, 1))
     view = page(of)
@@ -157,7 +159,10 @@ def test_tokens_before_channels(config: VllmConfig, layout: Callable[[str], None
 
 
 def test_what_is_not_known_moves_whole_or_not_at_all(config: VllmConfig) -> None:
-    """Three tensors: one opaque page of one of two ranks. A replica: one page of one. Other views: refused by layer."""
+    """Three tensors: one opaque page of one of two ranks.
+
+    A replica: one page of one. Other views are refused by layer.
+    """
     three = spec(Kind.MAMBA2, ((4, 4), (4, 4), (4, 4)))
     assert parts_of(config, three) == [("of 2 ranks", 0, 1, 2, 1, 192)]
     replica = spec(Kind.MAMBA2, mamba2(2, 1), tp_replicated=True)
@@ -167,7 +172,9 @@ def test_what_is_not_known_moves_whole_or_not_at_all(config: VllmConfig) -> None
 
 
 def test_a_state_group_of_a_layout(config: VllmConfig, tmp_path: Path) -> None:
-    """States fit peers whose block size is another: it says how often a state is begun, and nothing about bytes."""
+    """States match peers with another block size, which determines how often a state starts, not
+    its bytes.
+    """
     layouts = []
     for block_size in (64, 4096):
         of = MambaSpec(block_size=block_size, shapes=mamba2(2, 1), dtypes=(torch.float32,) * 2, mamba_type=Kind.MAMBA2)

@@ -1,4 +1,6 @@
-"""A prefill rank that is stopped in mid-write and outlives its engine core, with real processes and NIXL."""
+"""A prefill rank that is stopped during a write and outlives its engine core: real processes and
+NIXL.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import pytest
 
 @pytest.mark.parametrize("ending", [[], ["--kill"]], ids=["goes on", "is killed"])
 def test_no_foreign_byte_of_a_rank_that_outlives_its_core(ending: list[str]) -> None:
-    """``python -m tests.campaigns.hosts.stopped_rank --count 50`` plays more."""
+    """``python -m tests.campaigns.hosts.stopped_rank --count 50`` runs more."""
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, "-m", "tests.campaigns.hosts.stopped_rank", "--count", "1", *ending]
     run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300, check=False)

@@ -1,4 +1,4 @@
-"""The store on caches that vLLM's own code lays out: what one engine stores, another one with other blocks loads."""
+"""The store on caches laid out by vLLM: one engine stores, another with other blocks loads."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ CHUNK = 256
 
 
 def table(rank: MemoryRank, tokens: int) -> list[list[int]]:
-    """Blocks of one request, in no order, no block in two groups."""
+    """Return blocks of one request in random order, no block in two groups."""
     free = np.random.default_rng(4).permutation(np.arange(1, rank.layout.num_blocks)).tolist()
     return [[free.pop() for _ in range(-(-tokens // group.block_tokens))] for group in rank.layout.groups]
 
 
 def through_the_store(writer: MemoryRank, reader: MemoryRank, tokens: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Fill the writer at random, store ``tokens`` tokens, load them into the reader; both block tables."""
+    """Fill the writer at random, store ``tokens`` tokens, load them into the reader; return both
+    block tables.
+    """
     plan, other = (plan_store(rank.layout.groups, CHUNK, 4096) for rank in (writer, reader))
     assert prove_store(plan, [writer.layout]) == store_layout(other, reader.layout)
     writer.storage()[:] = np.random.default_rng(5).integers(0, 256, writer.storage().shape, np.uint8)
@@ -45,12 +47,14 @@ def through_the_store(writer: MemoryRank, reader: MemoryRank, tokens: int) -> tu
 
 
 def blocks(rank: MemoryRank, group: int, layer: str, ids: Sequence[int]) -> np.ndarray:
-    """What some blocks hold of a layer: (blocks, heads, states, bytes)."""
+    """Return the content of some blocks of a layer: (blocks, heads, states, bytes)."""
     return rank.bytes_of(layer)[np.asarray(ids, np.int64)]
 
 
 def test_a_deepseek_v4_cache_in_five_groups() -> None:
-    """Blocks of 256/64/64/4/8 tokens, packed and padded: each group's last window, and all of full attention."""
+    """Blocks of 256/64/64/4/8 tokens, packed and padded: each group's last window, and all of
+    full attention.
+    """
     writer, reader = padded_rank(), padded_rank()
     plan = plan_store(writer.layout.groups, CHUNK, 4096)
     assert plan.warnings == ()
@@ -69,7 +73,7 @@ def test_a_deepseek_v4_cache_in_five_groups() -> None:
 
 @pytest.mark.parametrize(("writer_block", "reader_block"), [(32, 32), (32, 64), (64, 16), (16, 128)])
 def test_cpu_attention_at_other_block_sizes(writer_block: int, reader_block: int) -> None:
-    """A hybrid of windows and full attention as the CPU packs it, to another block size and back."""
+    """A hybrid of windows and full attention in CPU packing, to another block size and back."""
 
     def rank(size: int) -> MemoryRank:
         specs = {f"s{i}": sliding(block_size=size) for i in range(2)} | {"f": full(block_size=size)}
@@ -78,7 +82,7 @@ def test_cpu_attention_at_other_block_sizes(writer_block: int, reader_block: int
     writer, middle, back = rank(writer_block), rank(reader_block), rank(writer_block)
     source, target = through_the_store(writer, middle, 512)
     saved = writer.storage().copy()
-    # What the other engine has loaded, it stores; the first one loads that.
+    # The other engine stores its loaded objects; the first one loads them.
     plan = plan_store(middle.layout.groups, CHUNK, 4096)
     sizes = object_bytes(store_layout(plan, middle.layout))
     objects = {ref: np.zeros(sizes[ref.group], np.uint8) for ref in needed_objects(plan, 0, 512)}
@@ -99,7 +103,9 @@ def test_cpu_attention_at_other_block_sizes(writer_block: int, reader_block: int
 
 
 def test_pages_of_slots_are_stored_whole_for_engines_of_one_shape() -> None:
-    """They cannot be cut, so another block size has another namespace; a chunk that cuts them has a warning."""
+    """Packed blocks cannot be cut, so another block size has another namespace; a warning names
+    the chunk.
+    """
     short, long = (slotted_rank(1, KVCacheLayout.LBHNC, size) for size in (32, 64))
     stores = [store_layout(plan_store(rank.layout.groups, CHUNK, 4096), rank.layout) for rank in (short, long)]
     assert stores[0] != stores[1]

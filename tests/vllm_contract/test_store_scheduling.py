@@ -1,4 +1,6 @@
-"""A cut of `make store-schedules`: vLLM's own scheduler with the store, and a check of all that attention looks at."""
+"""A part of `make store-schedules`: vLLM's own scheduler with the store, and a check of attended
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,15 @@ WITH_STATES = [(40, 16, False, True, 1, True), (90, 16, False, False, 2, True)]
 
 @pytest.mark.parametrize("kinds", [TWO_ENGINES, WITH_STATES], ids=["windows", "states"])
 def test_two_engines_share_what_they_compute(tmp_path: Path, kinds: list[scheduling.Kind]) -> None:
-    """The second one has another TP size, and loads what the first has stored."""
+    """The second engine has another TP size, and loads objects of the first."""
     counts = scheduling.run(tmp_path / "store", 3, 60, kinds)
     assert counts["loads"] > 0
 
 
 def test_a_copy_that_is_left_out_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The campaign must see what it is for: nothing is loaded, although vLLM counts it as computed."""
+    """The campaign must detect its target: nothing is loaded, although vLLM counts it as
+    computed.
+    """
 
     def copy_nothing(runs: Runs) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Layers that leave while the step goes on: what steps say of themselves, what workers do of it, and when it pays."""
+"""Layers sent during the step: reports of steps, actions of workers, and the choice of the mode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
 
 class SlowFence(StepFence):
-    """A device that has done only what it is told to have done."""
+    """A device that completes only the work that a test names."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
@@ -42,7 +42,9 @@ FIRST, SECOND = Chunk("q", ((1,), (2,)), 4, True), Chunk("r", ((3,), (4,)), 4, T
 
 
 def test_layers_come_out_as_they_are_run() -> None:
-    """The first layers of each group without a gap; a layer that is run out of turn waits for those before it."""
+    """The first layers of each group without a gap; a layer out of order waits for those before
+    it.
+    """
     steps = Steps(GROUPS, StepFence(torch.device("cpu")))
     steps.begin([FIRST])
     assert [steps.layer(name) for name in ("c", "b", "a", "unknown")] == [False, True, True, False]
@@ -57,7 +59,7 @@ def test_layers_come_out_as_they_are_run() -> None:
 
 
 def test_nothing_comes_out_before_the_device_has_done_it() -> None:
-    """Not even what the next step begins: its chunks must not be taken for computed by layers of this one."""
+    """Not even those of the next step: layers of this step must not complete its chunks."""
     fence = SlowFence()
     steps = Steps(GROUPS, fence)
     steps.begin([FIRST])
@@ -72,7 +74,7 @@ def test_nothing_comes_out_before_the_device_has_done_it() -> None:
 
 
 def test_what_a_request_has_lost_is_dropped() -> None:
-    """Chunks and layers of a request whose blocks were taken back do not come out any more."""
+    """Chunks and layers of a request whose blocks were freed are not returned."""
     fence = SlowFence()
     steps = Steps(GROUPS, fence)
     steps.begin([FIRST, SECOND])
@@ -88,7 +90,9 @@ def test_what_a_request_has_lost_is_dropped() -> None:
 
 
 def test_a_layer_arrives_while_the_step_goes_on(worker: Callable[..., Worker]) -> None:
-    """With ``streaming: layer``, all of a one-layer chunk is there before the step has ended; Fin comes after it."""
+    """With ``streaming: layer``, all of a one-layer chunk is sent before the step has ended; Fin
+    follows it.
+    """
     producer, consumer = worker("p", streaming=Streaming.LAYER), worker("c")
     consumer.step(receives=[receive(producer.address)])
     producer.step(expects=[Expect("q", "t", 6, DIGEST)])
@@ -106,7 +110,7 @@ def test_a_layer_arrives_while_the_step_goes_on(worker: Callable[..., Worker]) -
 
 
 def test_chunks_before_the_last_do_not_ask_for_layers(worker: Callable[..., Worker]) -> None:
-    """They hide behind the next chunk; only their end sends them."""
+    """Earlier chunks overlap with the next chunk; only the step's end sends them."""
     producer, consumer = worker("p", streaming=Streaming.LAYER), worker("c")
     consumer.step(receives=[receive(producer.address)])
     producer.step(expects=[Expect("q", "t", 6, DIGEST)])
@@ -120,12 +124,12 @@ def test_chunks_before_the_last_do_not_ask_for_layers(worker: Callable[..., Work
     until(lambda: consumer.cache[3, 0] == 7)
 
 
-# ---- when it pays ------------------------------------------------------------------------------------------------
+# ---- when it pays ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("streaming", "by_layers"), [(Streaming.CHUNK, False), (Streaming.LAYER, True)])
 def test_a_fixed_way_is_kept(streaming: Streaming, by_layers: bool) -> None:
-    """Whatever it costs."""
+    """Whatever the cost."""
     governor = Governor(streaming)
     for _ in range(40):
         assert governor.by_layers() is by_layers
@@ -135,12 +139,16 @@ def test_a_fixed_way_is_kept(streaming: Streaming, by_layers: bool) -> None:
 @pytest.mark.parametrize(
     ("chunk", "layer", "better"),
     [
-        ((0.010, 0.0), (0.002, 0.001), True),  # a slow link: what is hidden outweighs the engine's time
-        ((0.001, 0.0), (0.001, 0.004), False),  # a fast one: posting costs more than it hides
+        # a slow link: the overlap outweighs the engine's time
+        ((0.010, 0.0), (0.002, 0.001), True),
+        # a fast link: posting costs more than the overlap saves
+        ((0.001, 0.0), (0.001, 0.004), False),
     ],
 )
 def test_auto_takes_what_costs_less(chunk: tuple[float, float], layer: tuple[float, float], better: bool) -> None:
-    """Both ways are tried, the better one is taken, and the other now and then, in case things have changed."""
+    """Both modes are tried, the better one is used, and the other at intervals, to detect
+    changes.
+    """
     governor = Governor(Streaming.AUTO)
     ways = []
     for _ in range(200):
@@ -151,7 +159,7 @@ def test_auto_takes_what_costs_less(chunk: tuple[float, float], layer: tuple[flo
 
 
 def test_auto_changes_its_mind() -> None:
-    """When the link becomes slow, layers are found to pay after a few tries."""
+    """When the link becomes slow, a few tries find that layers pay."""
     governor = Governor(Streaming.AUTO)
     for cost in (0.001, 0.020):
         ways = []

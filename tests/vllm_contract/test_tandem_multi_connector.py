@@ -1,4 +1,6 @@
-"""TandemMultiConnector beside vLLM's MultiConnector, over the same children, on the same script."""
+"""TandemMultiConnector beside vLLM's MultiConnector, over the same children, with the same
+calls.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ PROMPT = list(range(10, 10 + 4 * BLOCK_TOKENS))
 
 
 class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
-    """A child that supports HMA, answers ``answers`` in turn, the last one again, and records what reaches it."""
+    """A child with HMA support that returns ``answers`` in turn, the last one repeatedly, and
+    records its calls.
+    """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -97,7 +101,7 @@ Make = Callable[..., MultiConnector]
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    """Builds the scheduler's side of a MultiConnector over some children."""
+    """Build the scheduler side of a MultiConnector over some children."""
     made: list[MultiConnector] = []
 
     def build(
@@ -133,7 +137,7 @@ def ask(connector: MultiConnector, asked: Request) -> tuple[int | None, int | No
 @pytest.mark.parametrize(
     ("answers", "weights", "ours", "theirs"),
     [
-        # Both take what only one child has.
+        # Both choose the only child with tokens.
         ((0, 64), [1, 1], (64, 1), (64, 1)),
         # The larger hit, not the first.
         ((16, 64), [1, 1], (64, 1), (16, 0)),
@@ -161,7 +165,7 @@ def test_the_choice_beside_vllms(
 
 
 def test_a_child_that_answers_late_is_chosen_then(make: Make) -> None:
-    """The request could not be scheduled in the first step, and the choice of that step does not stay."""
+    """The request was not scheduled in the first step, and the choice of that step is discarded."""
     connector = make(TandemMultiConnector, scripted(None, None, 96), scripted(None, 32, 0))
     asked = request()
     assert [ask(connector, asked) for _ in range(3)] == [(None, None), (32, 1), (96, 0)]
@@ -173,7 +177,9 @@ def test_a_child_that_answers_late_is_chosen_then(make: Make) -> None:
 
 
 def test_tandem_beside_a_store(make: Make) -> None:
-    """A bound transfer offers all tokens but the last; a child that weighs more and has fewer wins at three times."""
+    """A bound transfer offers all tokens but the last; a child with more weight and fewer tokens
+    wins at three times.
+    """
     params = {"do_remote_prefill": True, "transfer_id": "t", "remote_engine_id": "e", "remote_host": "h"}
     for weight, chosen in ((1, 0), (3, 1)):
         connector = make(TandemMultiConnector, TANDEM, scripted(2 * BLOCK_TOKENS), load_weights=[1, weight])
@@ -194,7 +200,7 @@ def test_a_child_without_hma_is_named(make: Make, tmp_path: Path) -> None:
         make(TandemMultiConnector, TANDEM, example(tmp_path))
     with pytest.raises(AssertionError):
         make(MultiConnector, TANDEM, example(tmp_path))
-    # Without the hybrid manager both take it.
+    # Without the hybrid manager both accept it.
     for kind in (TandemMultiConnector, MultiConnector):
         assert len(make(kind, TANDEM, example(tmp_path), hma=False).sub_connectors) == 2
 

@@ -1,4 +1,4 @@
-"""The accelerator is set in every thread of a worker that touches NIXL or the KV cache."""
+"""Every thread of a worker that calls NIXL or reads the KV cache sets the accelerator."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from connectors.vllm_hma.worker_side import accelerator
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
 NO_DEVICE = ("tandem-side-channel", "tandem-parent-watchdog")
-"""Threads of the engine core: they answer sockets and watch a process, and touch neither NIXL nor the cache."""
+"""Threads of the engine core that answer sockets and watch a process, without NIXL or the cache."""
 
 
 def test_every_thread_of_a_worker_sets_its_device(
     monkeypatch: pytest.MonkeyPatch, worker: Callable[..., Worker]
 ) -> None:
-    """A transfer with digests, both ends of a handshake, and a probe of a producer that does not answer."""
+    """A transfer with digests, both ends of a handshake, and a probe of a silent producer."""
     seen: dict[int, torch.device] = {}
     monkeypatch.setattr(
         runtime_module, "set_thread_device", lambda device: seen.__setitem__(threading.get_ident(), device)

@@ -1,4 +1,6 @@
-"""What ``translate.py`` reads from vLLM's own objects, and what it refuses, by layer and by name."""
+"""Layouts that ``translate.py`` derives from vLLM's objects, and its refusals, by layer and
+name.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ from tests.vllm_contract.caches import (
 
 
 def test_layers_of_three_groups_on_two_tensors() -> None:
-    """Layers that share memory give one region; groups keep their own kind, window and pages."""
+    """Layers that share memory have one region; groups keep their own kind, window and pages."""
     cache = cache_config((["s0", "s3"], sliding()), (["s1", "s4"], sliding()), (["f2", "f5"], full()))
     tensors = views(cache)
     layout = engine_layout(vllm_config(), cache, tensors, tp_rank=0)
@@ -55,7 +57,7 @@ def test_layers_of_three_groups_on_two_tensors() -> None:
 
 
 def test_the_scheduler_sees_the_same_groups() -> None:
-    """Both halves agree on kind, window and block size, though one has no tensors."""
+    """Both sides agree on kind, window and block size, though the scheduler has no tensors."""
     cache = cache_config((["s0"], sliding()), (["f2"], full()))
     layout = engine_layout(vllm_config(), cache, views(cache), tp_rank=0)
     seen = [(g.index, g.kind, g.block_tokens, g.window_tokens) for g in group_shapes(vllm_config(), cache)]
@@ -88,14 +90,18 @@ def test_specs_inside_a_uniform_group() -> None:
     ids=lambda spec: type(spec).__name__,
 )
 def test_unknown_kinds_are_refused_by_name(spec: KVCacheSpec) -> None:
-    """The error names the layer, what it keeps, and a remedy; subclasses of known specs are no exception."""
+    """The error names the layer, its unsupported property, and a remedy; subclasses of known
+    specs are refused as well.
+    """
     with pytest.raises(UnsupportedCacheError, match=r"layer 'odd': .*; serve this model without") as refused:
         group_shapes(vllm_config(), cache_config((["odd"], spec)))
     assert refused.value.layer == "odd"
 
 
 def test_a_kernel_block_size_of_its_own() -> None:
-    """Views that are cut finer than the allocator's blocks: kernel blocks of one stride, and the same bytes."""
+    """Views finer than the allocator's blocks: kernel blocks with one stride, and the same
+    bytes.
+    """
     cache = cache_config((["f"], full()))
     split = {"f": views(cache)["f"].view(BLOCKS * 2, HEADS, BLOCK_TOKENS // 2, CONTENT)}
     layout = engine_layout(vllm_config(), cache, split, tp_rank=0)
@@ -108,7 +114,7 @@ def test_a_kernel_block_size_of_its_own() -> None:
 
 
 def test_mla_is_one_head_on_every_rank() -> None:
-    """Its rows are tokens, its single latent is a replica wherever it lies."""
+    """Its rows are tokens, its single latent is a replica in any position."""
     spec = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
     layout = engine_layout(vllm_config(), cache_config((["m"], spec)), {"m": torch.zeros(BLOCKS, 1, 16, 576)}, 0)
     (pages,) = layout.groups[0].layers
@@ -117,7 +123,9 @@ def test_mla_is_one_head_on_every_rank() -> None:
 
 
 def test_chunked_attention_is_a_kind_of_its_own() -> None:
-    """Only where the allocator frees by chunks: a full-attention spec that mentions a chunk keeps all blocks."""
+    """Only if the allocator frees by chunks: a full-attention spec that mentions a chunk keeps
+    all blocks.
+    """
     chunked = ChunkedLocalAttentionSpec(
         block_size=BLOCK_TOKENS, num_kv_heads=HEADS, head_size=32, dtype=torch.float32, attention_chunk_size=64
     )
@@ -126,14 +134,14 @@ def test_chunked_attention_is_a_kind_of_its_own() -> None:
 
 
 def test_a_view_that_is_not_the_spec_is_refused() -> None:
-    """A view of other heads than the spec's is not guessed at."""
+    """A view with other heads than the spec's is refused."""
     cache = cache_config((["f"], full(num_kv_heads=2)))
     with pytest.raises(UnsupportedCacheError, match="2 heads or slots, but vLLM's view has 4"):
         engine_layout(vllm_config(), cache, views(cache), tp_rank=0)
 
 
 def test_token_major_pages_are_refused_on_the_cpu() -> None:
-    """CPU attention needs contiguous heads; anything else means that its layout has changed."""
+    """CPU attention needs contiguous heads; otherwise its layout has changed."""
     cache = cache_config((["f"], full()))
     token_major = {"f": torch.zeros(BLOCKS, BLOCK_TOKENS, HEADS, CONTENT).transpose(1, 2)}
     with pytest.raises(UnsupportedCacheError, match="heads are not contiguous"):
@@ -141,7 +149,9 @@ def test_token_major_pages_are_refused_on_the_cpu() -> None:
 
 
 def test_identity_tells_models_apart() -> None:
-    """One model in two places has one identity; other weights under the same configuration have another."""
+    """One model at two paths has one identity; other weights under the same configuration have
+    another.
+    """
     assert model_identity(vllm_config()) == model_identity(vllm_config(max_model_len=1024))
     assert model_identity(vllm_config()) != model_identity(vllm_config(dtype="bfloat16"))
     other_window = vllm_config(hf_overrides=frozenset({("sliding_window", 64)}))
@@ -156,13 +166,14 @@ STATE = MambaSpec(block_size=BLOCK_TOKENS, shapes=((3, 64), (4, 16, 16)), dtypes
     [
         ([full(), STATE, STATE], True),
         ([full(), full(), STATE], True),
-        ([full(), STATE, sliding()], False),  # tokens of the window would be taken for held
-        ([full(), full(head_size=64), STATE], False),  # blocks of the second may be gone where the first's are not
+        ([full(), STATE, sliding()], False),  # tokens of the window would count as cached
+        # blocks of the second group may be evicted where the first's are not
+        ([full(), full(head_size=64), STATE], False),
         ([full(), sliding()], False),
         ([full()], False),
     ],
 )
 def test_which_held_prefixes_lack_only_states(specs: list[KVCacheSpec], answer: bool) -> None:
-    """vLLM may count a held prefix whose states are gone only where nothing else of it can be gone."""
+    """vLLM may count a cached prefix without states only if nothing else of it can be missing."""
     cache = cache_config(*(([f"l{i}"], spec) for i, spec in enumerate(specs)))
     assert only_states_can_lag(cache) is answer

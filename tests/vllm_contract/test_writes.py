@@ -1,4 +1,6 @@
-"""Every write ends, whatever the transport or what stands beside it raises; and what comes after it goes on."""
+"""Every write ends, whatever error the transport or another part raises, and later work
+continues.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
 
 class BreaksOnce(MemoryTransport):
-    """A bug in the transport: something else than TransportError, once, in the call that is named."""
+    """A bug in the transport: an error other than TransportError, once, in the named call."""
 
     where = ""
 
@@ -39,7 +41,7 @@ class BreaksOnce(MemoryTransport):
 
 
 def transfer(producer: Worker, consumer: Worker, name: str) -> tuple[set[str], set[str], set[str]]:
-    """A whole transfer; the consumer's results. The producer's request is sent."""
+    """Run a whole transfer and return the consumer's results. The producer's request is sent."""
     consumer.cache[:] = 0
     consumer.step(receives=[receive(producer.address, name, name)])
     producer.step(expects=[Expect(f"q-{name}", name, 7, DIGEST)])
@@ -52,7 +54,7 @@ def transfer(producer: Worker, consumer: Worker, name: str) -> tuple[set[str], s
 
 @pytest.fixture
 def pair(worker: Callable[..., Worker]) -> tuple[Worker, Worker]:
-    """A producer with something in its cache, and a consumer."""
+    """A producer with content in its cache, and a consumer."""
     producer, consumer = worker("p", transport_class=BreaksOnce), worker("c")
     producer.cache[:] = np.arange(1, 9, dtype=np.uint8)[:, None]
     return producer, consumer
@@ -62,7 +64,9 @@ def pair(worker: Callable[..., Worker]) -> tuple[Worker, Worker]:
 def test_a_transport_that_raises_anything(
     pair: tuple[Worker, Worker], where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The delivery is called off, its consumer computes the prompt, the blocks are free; it is logged once."""
+    """The delivery is aborted, its consumer computes the prompt, and the blocks are freed;
+    logged once.
+    """
     producer, consumer = pair
     assert isinstance(producer.transport, BreaksOnce)
     producer.transport.where = where
@@ -74,7 +78,7 @@ def test_a_transport_that_raises_anything(
 
 
 def test_a_digest_that_breaks(pair: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes that nobody vouches for are not decoded from, and the write ends like others."""
+    """Decode does not use bytes without a digest, and the write ends normally."""
     add = digest.TransferDigest.add
     broken: list[bool] = []
 
@@ -90,7 +94,9 @@ def test_a_digest_that_breaks(pair: tuple[Worker, Worker], monkeypatch: pytest.M
 
 
 def test_one_action_does_not_cost_the_next(pair: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A message that breaks the sender is lost, which deadlines cover; what was to be done after it is."""
+    """A message whose sending raises is lost, which deadlines cover; the actions after it are
+    carried out.
+    """
     producer, consumer = pair
     send = MessageSender.send
     broken: list[bool] = []
@@ -110,7 +116,7 @@ def test_one_action_does_not_cost_the_next(pair: tuple[Worker, Worker], monkeypa
 
 
 def test_a_trace_that_cannot_be_written(caplog: pytest.LogCaptureFixture) -> None:
-    """A full disk ends the trace, and nothing else."""
+    """A full disk ends the trace only."""
     trace = Trace("/dev/full", "engine", 0)
     trace.event("sent", request="r")
     trace.event("sent", request="r2")
@@ -119,7 +125,7 @@ def test_a_trace_that_cannot_be_written(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_a_trace_is_read_while_it_is_written(tmp_path: Path) -> None:
-    """A line that has no end yet, or that a killed process left without one, is no event; the others are."""
+    """An incomplete line, also of a killed process, is no event; the others are."""
     path = tmp_path / "trace.jsonl"
     trace = Trace(str(path), "engine", 0)
     trace.event("receive", spans={"a": 1})

@@ -1,4 +1,4 @@
-"""Workers without engines: a real WorkerRuntime over a numpy cache, the memory transport, a real side channel."""
+"""Workers without engines: a real WorkerRuntime and side channel over a numpy cache in memory."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ DIGEST = prompt_digest([1, 2, 3])
 
 
 def layout_of(address: int, packing: str = "p", place: MemoryKind = MemoryKind("DRAM", 0)) -> EngineLayout:  # noqa: B008
-    """A cache at ``address``: one full-attention group of one layer."""
+    """Return a cache at ``address``: one full-attention group of one layer."""
     pages = LayerPages("layer", address, BLOCK_BYTES, 1, 1, BLOCK_BYTES, 1, BLOCK_BYTES, BLOCK_BYTES, packing)
     region = Region(address, BLOCKS * BLOCK_BYTES, place)
     return EngineLayout(0, 1, BLOCKS, (region,), (Group(0, GroupKind.FULL, BLOCK_TOKENS, None, (pages,)),))
 
 
 class Worker:
-    """A WorkerRuntime over a numpy cache of one full-attention group, and the side channel that serves its metadata."""
+    """A WorkerRuntime over a numpy cache of one full-attention group, and its side channel."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Worker:
         return EngineAddress(self.agent_metadata.incarnation, "127.0.0.1", self.server.port)
 
     def step(self, **orders: Any) -> None:
-        """One engine step, as vLLM's hooks see it."""
+        """Run one engine step, as vLLM's hooks see it."""
         self.runtime.before_forward(Orders(**orders))
         self.runtime.after_forward(Orders(**orders))
 
@@ -87,7 +87,7 @@ class Worker:
 
 
 def receive(producer: EngineAddress, request: str = "r", transfer: str = "t") -> Receive:
-    """An order for two blocks, tokens 0 to 6 of a prompt of 7."""
+    """Return an order for two blocks, tokens 0 to 6 of a prompt of 7."""
     return Receive(request, transfer, producer, DIGEST, ((3, 5),), 0, 6)
 
 
@@ -100,7 +100,7 @@ def until(condition: Callable[[], bool], within_s: float = 8.0) -> None:
 
 
 def results(worker: Worker, within_s: float = 8.0) -> tuple[set[str], set[str], set[str]]:
-    """Step until the worker reports something."""
+    """Step until the worker reports a result."""
     reported: list[tuple[set[str], set[str], set[str]]] = []
 
     def something() -> bool:

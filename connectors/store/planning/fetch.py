@@ -48,7 +48,7 @@ class Fetch:
 
     @property
     def settled(self) -> bool:
-        """Whether the fetch has ended."""
+        """True once the fetch has ended."""
         return self._given_up or (not self._looking and self._verified.issuperset(self.needed))
 
     def found(self, refs: Iterable[ObjectRef], missing: Iterable[ObjectRef]) -> None:

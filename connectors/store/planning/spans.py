@@ -49,7 +49,7 @@ class GroupSpans:
 
     @property
     def stored(self) -> bool:
-        """Whether the group has objects."""
+        """True if the group has objects."""
         return self.is_state or self.kept_tokens > 0
 
 
@@ -77,12 +77,8 @@ class StorePlan:
         return max((group.span_tokens for group in self.groups if group.stored), default=self.chunk_tokens)
 
     @cached_property
-    def has_states(self) -> bool:
-        return any(group.is_state for group in self.groups)
-
-    @cached_property
     def only_chunk_ends(self) -> bool:
-        """Whether a request can resume only at chunk ends, as with states and cut windows."""
+        """True if a request can resume only at chunk ends, as with states and cut windows."""
         return any(group.is_state or group.kept_tokens < group.span_tokens for group in self.groups)
 
 

@@ -50,7 +50,7 @@ class LaneCall(Generic[T]):
 
     @property
     def over(self) -> bool:
-        """Whether the call has ended or failed."""
+        """True once the call has ended or failed."""
         return self.state in (CallState.ENDED, CallState.FAILED)
 
 
@@ -89,7 +89,7 @@ class Lane:
 
     @property
     def hangs(self) -> bool:
-        """Whether every thread runs a call past its deadline."""
+        """True if every thread runs a call past its deadline."""
         with self._condition:
             return self._hangs(time.monotonic())
 

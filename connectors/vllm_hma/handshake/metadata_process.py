@@ -61,7 +61,7 @@ class MetadataProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
+        """True while the process runs."""
         return self._process.poll() is None
 
     def close(self) -> None:

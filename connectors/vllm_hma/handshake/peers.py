@@ -84,7 +84,7 @@ class Peers:
                     del self._handshaking[peer]
 
     def welcome(self, peer: Peer, memory_kind: MemoryKind, plan: PairPlan, consumer: ConsumerPeer) -> None:
-        """Record a consumer worker that matches.
+        """Record a compatible consumer worker.
 
         ``memory_kind`` is the memory kind of its cache.
         """

@@ -100,7 +100,7 @@ class MetadataServer:
 
     @property
     def alive(self) -> bool:
-        """Whether the serving thread is running."""
+        """True while the serving thread runs."""
         return self._thread.is_alive()
 
     def close(self) -> None:

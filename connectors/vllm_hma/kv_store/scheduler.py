@@ -248,7 +248,7 @@ class StoreScheduler:
             self._filled(known, offset, failed)
 
     def reset(self) -> None:
-        """Discard all knowledge: the engine's weights may have been changed in memory.
+        """Discard all fetches and keys: the engine's weights may have been changed in memory.
 
         The namespace is derived from the weight files. Until it restarts, this engine therefore
         uses a random namespace. KV that running requests have computed is not stored.
@@ -282,7 +282,7 @@ class StoreScheduler:
         if self._store is not None:
             self._store.close()
 
-    # Parts.
+    # Helpers.
 
     def _begin_fetch(self, known: _Known, local_tokens: int) -> bool:
         """Start a fetch beyond ``local_tokens``; False if no object can exist there."""

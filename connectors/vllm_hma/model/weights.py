@@ -25,7 +25,7 @@ from connectors.errors import ConfigurationError
 logger = logging.getLogger(__name__)
 
 _KINDS = (("*.safetensors", "*.safetensors.index.json"), ("*.bin", "*.bin.index.json"), ("*.pt",), ("*.gguf",))
-"""vLLM loads the files of the first of these kinds that the folder contains."""
+"""File patterns of weights in vLLM's order: it loads the first kind that the folder contains."""
 _CHUNK_BYTES = 1 << 23
 _THREADS = 4
 _ATTEMPTS = 3

@@ -68,9 +68,9 @@ class Quarantine:
     def go_on(self, ended: Set[str]) -> set[str]:
         """Return the requests that no longer wait for KV and fit into the free blocks.
 
-        ``ended``  requests whose wait has ended in this step; earlier ones that did not fit are
-                   included in the result when they do
+        ``ended``  requests whose wait has ended in this step
 
+        The result includes requests of earlier steps that did not fit then and fit now.
         Delays only requests with blocks in quarantine.
         """
         kept = {kept.request_id: len(hold.blocks) for kept, hold in self._holds.items()}

@@ -1,4 +1,4 @@
-"""An engine's load, from what it gets done: hand-computed with windows so long that nothing fades, then fading."""
+"""An engine's load from its finished work: by hand with long windows, then with fading."""
 
 from math import exp
 
@@ -19,7 +19,7 @@ def test_what_is_older_counts_less():
 
 
 def test_prompts_one_after_the_other():
-    """600 tokens in 3 s of computing, 10 s after the start."""
+    """600 tokens in 3 s of computation, 10 s after the start."""
     load = LoadMeter(0, LONG_S)
     load.prompt(200, 1, 2)
     load.prompt(400, 2, 8)
@@ -30,7 +30,7 @@ def test_prompts_one_after_the_other():
 
 
 def test_prompts_beside_each_other():
-    """Two that share 2 s of the engine: its rate is of both."""
+    """Two prompts that share 2 s of the engine: the rate counts both."""
     load = LoadMeter(0, LONG_S)
     load.prompt(300, 2, 5)
     load.prompt(300, 2, 5)
@@ -47,7 +47,7 @@ def test_an_idle_engine_keeps_its_rate_and_loses_its_throughput():
 
 
 def test_a_rate_that_changes_is_found_again():
-    """Three windows of busy time at the new rate leave a twentieth of the old one."""
+    """After three windows of busy time at the new rate, a twentieth of the old one is left."""
     load = LoadMeter(0, 15)
     for second in range(60):
         load.prompt(1000, 1, second + 1)
@@ -67,7 +67,7 @@ def test_tokens_of_two_sequences():
 
 
 def test_a_young_engine_is_not_taken_for_an_idle_one():
-    """Throughput is over the time that it has lived, not over a whole window."""
+    """A young engine's throughput is over its age, not over a whole window."""
     load = LoadMeter(100, 15)
     for tenth in range(1, 11):
         load.prompt(100, 0.1, 100 + tenth / 10)
@@ -75,5 +75,5 @@ def test_a_young_engine_is_not_taken_for_an_idle_one():
 
 
 def test_what_has_not_been_measured_is_left_out():
-    """A zero would go into Serve's mean."""
+    """A zero would lower Serve's mean."""
     assert LoadMeter(0).read(5) == {"tokens_per_s": 0.0, "decoding": 0.0}

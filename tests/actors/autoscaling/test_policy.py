@@ -1,4 +1,6 @@
-"""The policy as Serve finds, calls and bounds it: Serve's own autoscaling state, reports and contexts."""
+"""The policy as Serve finds, calls and bounds it: Serve's own autoscaling state, reports,
+contexts.
+"""
 
 import time
 from dataclasses import asdict
@@ -21,7 +23,7 @@ TARGETS = {"prefill_busy": 0.5, "catch_up_s": 10, "kv_use": 0.5, "tpot_s": 0.05,
 
 
 class Application:
-    """Serve's state of an application, and the replicas that it believes to run."""
+    """Return Serve's state of an application, and the replicas that it considers running."""
 
     def __init__(self, scaled=(PREFILL, DECODE), policy_kwargs=TARGETS, **config):
         self.state = ApplicationAutoscalingState("tandem")
@@ -38,7 +40,7 @@ class Application:
             self.state.register_deployment(deployment, info, 1)
 
     def report(self, deployment, *loads):
-        """One replica for each load has reported it a second ago."""
+        """Report each load from one replica, a second ago."""
         replicas = [ReplicaID(str(number), deployment) for number in range(len(loads))]
         self.running[deployment] = len(replicas)
         self.state.update_running_replica_ids(deployment, replicas)
@@ -54,7 +56,9 @@ class Application:
 
 
 def test_both_roles_from_what_each_lacks():
-    """Prefill has 2.0 engines of work and decode 3.0: by way of pickle, Serve's means, delays and bounds."""
+    """Prefill has 2.0 engines of work and decode 3.0: through pickle, Serve's means, delays and
+    bounds.
+    """
     application = Application()
     application.report(PREFILL, PrefillLoad(10_000, 1000, 2000, 500))
     application.report(DECODE, DecodeLoad(kv_use=1.0, running=10), DecodeLoad(kv_use=0.5, running=5))
@@ -62,7 +66,7 @@ def test_both_roles_from_what_each_lacks():
 
 
 def test_bounds_are_serves():
-    """The load of eight engines, where there may be three."""
+    """The load of eight engines, with a limit of three."""
     application = Application(max_replicas=3)
     application.report(PREFILL, PrefillLoad(70_000, 1000, 2000, 500))
     application.report(DECODE, DecodeLoad(kv_use=0.1, running=1))
@@ -70,7 +74,7 @@ def test_bounds_are_serves():
 
 
 def test_decode_grows_with_prefill():
-    """Eight prefill engines are two decode engines' worth of answers before decode has felt any of it."""
+    """Eight prefill engines feed two decode engines before decode reports any load."""
     application = Application()
     application.report(PREFILL, PrefillLoad(70_000, 1000, 2000, 500))
     application.report(DECODE, DecodeLoad(kv_use=0.1, running=1))
@@ -78,7 +82,7 @@ def test_decode_grows_with_prefill():
 
 
 def test_delays_are_serves():
-    """A load of a moment changes nothing within `upscale_delay_s`."""
+    """A short load changes nothing within `upscale_delay_s`."""
     application = Application(upscale_delay_s=600)
     application.report(PREFILL, PrefillLoad(70_000, 1000, 2000, 500))
     application.report(DECODE, DecodeLoad())
@@ -86,7 +90,7 @@ def test_delays_are_serves():
 
 
 def test_replicas_that_say_nothing_change_nothing():
-    """Before the first report, and where one role is unknown."""
+    """Before the first report, and while one role is unknown, nothing changes."""
     application = Application()
     assert application.decide() == {"Prefill": 1, "Decode": 1}
     application.report(PREFILL, None, None)
@@ -95,7 +99,7 @@ def test_replicas_that_say_nothing_change_nothing():
 
 
 def test_replicas_that_are_idle_are_given_back():
-    """They have reported that nothing runs, and what they could do."""
+    """Idle replicas are removed: their reports show no load, and their capacity."""
     application = Application()
     application.report(PREFILL, *[PrefillLoad(0, 0, 2000, 500)] * 3)
     application.report(DECODE, *[DecodeLoad()] * 3)
@@ -103,20 +107,20 @@ def test_replicas_that_are_idle_are_given_back():
 
 
 def test_an_application_without_both_roles_is_left_alone():
-    """No decision, no exception: one would stop the controller's care for every application."""
+    """No decision and no exception: one would stop the controller's work for every application."""
     application = Application(scaled=(DECODE,))
     application.report(DECODE, DecodeLoad(kv_use=1.0, running=1))
     assert application.state.get_decision_num_replicas({DECODE: 1}) == {}
 
 
 def test_a_wrong_key_is_refused_where_serve_makes_the_policy():
-    """With the key's name."""
+    """A wrong key is refused by name when Serve creates the policy."""
     with pytest.raises(SettingsError, match="tpot: no such setting"):
         Application(policy_kwargs={"tpot": 1})
 
 
 def test_the_name_in_a_config_file():
-    """Serve's schema takes it as the documentation writes it."""
+    """Serve's schema accepts the policy as documented."""
     schema = ServeApplicationSchema(
         import_path="app.main:build", autoscaling_policy={"policy_function": POLICY, "policy_kwargs": TARGETS}
     )
@@ -124,7 +128,9 @@ def test_the_name_in_a_config_file():
 
 
 def test_prompts_that_wait_in_routers_count():
-    """As the engines have been told, all by the same routers: the most that one says, not the sum."""
+    """All routers tell each engine their queue, so the policy takes the largest report, not the
+    sum.
+    """
     application = Application()
     busy = asdict(PrefillLoad(0, 1000, 2000, 500))
     application.report(DECODE, DecodeLoad(kv_use=0.1))
@@ -139,7 +145,7 @@ def test_prompts_that_wait_in_routers_count():
     [([8, 8], 0, 4), ([8, 0], 0, 2), ([1], 0, 1), ([4, 4], 9, 5), ([64], 64, 8), ([None, None, None], 0, 3)],
 )
 def test_a_role_without_the_applications_policy(ongoing, queued, wanted):
-    """As many replicas as it takes for four requests each: what Serve's own policy does with requests that it sees."""
+    """One replica per four requests: what Serve's own policy does with requests that it counts."""
     policy = {"policy": {"policy_function": ROLE_POLICY}, "target_ongoing_requests": 4}
     application = Application(scaled=(DECODE,), policy_kwargs=None, **policy)
     loads = [None if one is None else {"ongoing": float(one), "queued": float(queued)} for one in ongoing]

@@ -1,4 +1,4 @@
-"""How many engines of each role: tables worked out by hand, then what must hold for any load."""
+"""Engines of each role: tables computed by hand, then properties for any load."""
 
 import pytest
 from hypothesis import given
@@ -24,12 +24,12 @@ BUSY = PrefillLoad(queued_tokens=0, tokens_per_s=1000, tokens_per_busy_s=2000, p
 @pytest.mark.parametrize(
     ("loads", "queued_requests", "need"),
     [
-        # 1,000 tokens/s of an engine that is to do 2,000 x 0.5 of them: one engine.
+        # 1,000 tokens/s of an engine whose target is 2,000 x 0.5: one engine.
         ([BUSY], 0, 1.0),
         ([BUSY, BUSY], 0, 2.0),
-        # A new replica without a measurement is no help yet and says nothing about the rate.
+        # A new replica without a measurement adds no capacity and no rate.
         ([BUSY, PrefillLoad()], 0, 1.0),
-        # 10,000 tokens wait, to be computed in 10 s beside the 1,000/s that come.
+        # 10,000 tokens wait, to be computed in 10 s beside the 1,000/s that arrive.
         ([PrefillLoad(10_000, 1000, 2000, 500)], 0, 2.0),
         # 20 prompts of 500 tokens wait in routers: the same.
         ([BUSY], 20, 2.0),
@@ -37,23 +37,23 @@ BUSY = PrefillLoad(queued_tokens=0, tokens_per_s=1000, tokens_per_busy_s=2000, p
         ([PrefillLoad(0, 1000, 2000, 500), PrefillLoad(0, 2000, 4000, 500)], 0, 2.0),
         # An idle engine keeps its rate.
         ([PrefillLoad(0, 0, 2000, 500)], 0, 0.0),
-        # No rate, no need that could be named.
+        # Without a rate there is no need.
         ([PrefillLoad(queued_tokens=500)], 3, None),
         ([], 0, None),
     ],
 )
 def test_what_prefill_needs(loads, queued_requests, need):
-    """Tokens that come, and those that wait over the time to catch up, over the measured rate."""
+    """Arriving tokens, and queued ones over the time to catch up, divided by the measured rate."""
     assert prefill_need(loads, queued_requests, EVEN) == (None if need is None else pytest.approx(need))
 
 
 @pytest.mark.parametrize(
     ("loads", "queued_requests", "need"),
     [
-        # Half of the cache in use is what is aimed at.
+        # The target is half of the cache.
         ([DecodeLoad(kv_use=0.5, running=10)], 0, 1.0),
         ([DecodeLoad(kv_use=1.0, running=10), DecodeLoad(kv_use=0.5, running=5)], 0, 3.0),
-        # Ten more of the size of the ten that fill the cache wait.
+        # Ten more requests wait, of the size of the ten that fill the cache.
         ([DecodeLoad(kv_use=1.0, running=10, waiting=10)], 0, 4.0),
         ([DecodeLoad(kv_use=1.0, running=10)], 10, 4.0),
         # Twice too slow; the cache has room.
@@ -67,12 +67,12 @@ def test_what_prefill_needs(loads, queued_requests, need):
     ],
 )
 def test_what_decode_needs(loads, queued_requests, need):
-    """Room for KV or speed, whichever asks for more."""
+    """KV or speed, whichever needs more engines."""
     assert decode_need(loads, queued_requests, EVEN) == (None if need is None else pytest.approx(need))
 
 
 def test_without_a_target_speed_does_not_count():
-    """Nobody can guess the time between tokens that an operator wants."""
+    """Without a target, the time between tokens does not count."""
     slow = [DecodeLoad(kv_use=0.5, running=10, tpot_s=9.0, decoding=10)]
     assert decode_need(slow, 0, EVEN.model_copy(update={"tpot_s": None})) == pytest.approx(1.0)
 
@@ -84,8 +84,8 @@ def test_without_a_target_speed_does_not_count():
         (2.01, 2, 3),
         (2.0, 3, 3),  # 2.0 x 1.2 = 2.4: two would not do
         (1.6, 3, 2),  # 1.6 x 1.2 = 1.92
-        (0.0, 3, 1),  # never none
-        (99.0, 3, 8),  # as many as there may be
+        (0.0, 3, 1),  # at least one
+        (99.0, 3, 8),  # at most the bound
         (None, 3, 3),
         (float("inf"), 3, 3),
         (float("nan"), 3, 3),
@@ -102,7 +102,8 @@ def test_whole_engines(need, current, settled):
         ((2, 2), (1, 8), (1, 8), (2, 2)),
         ((8, 1), (1, 8), (1, 8), (8, 2)),  # at most 4 to 1
         ((1, 8), (1, 8), (1, 8), (2, 8)),  # at least 1 to 4
-        ((8, 1), (1, 8), (1, 1), (4, 1)),  # decode cannot follow: more prefill would stand idle
+        # decode cannot follow: more prefill engines would be idle
+        ((8, 1), (1, 8), (1, 1), (4, 1)),
         ((1, 8), (1, 1), (1, 8), (1, 4)),
         ((8, 1), (6, 8), (1, 1), (6, 1)),  # but a lower bound is a lower bound
     ],
@@ -113,7 +114,7 @@ def test_the_ratio_is_kept(
     decode_bounds: tuple[int, int],
     decided: tuple[int, int],
 ) -> None:
-    """The role that is behind is raised; where it may not be, the other is held."""
+    """The role below its ratio is raised; if its bounds prevent that, the other is limited."""
     prefill, decode = Bounds(*prefill_bounds, wanted[0]), Bounds(*decode_bounds, wanted[1])
     assert together(*wanted, prefill, decode, EVEN) == decided
 
@@ -130,7 +131,7 @@ def bounds(draw: st.DrawFn) -> Bounds:
 
 @given(need=needs, bound=bounds())
 def test_settling_twice_changes_nothing(need, bound):
-    """The same load does not move a number that it has just brought about: no flapping."""
+    """The same load does not change a number that it has just caused: no oscillation."""
     once = settle(need, bound, EVEN)
     assert settle(need, Bounds(bound.lowest, bound.highest, once), EVEN) == once
     assert bound.lowest <= once <= bound.highest
@@ -144,7 +145,7 @@ def test_more_load_is_never_fewer_engines(need, more, bound):
 
 @given(wanted=st.tuples(engines, engines), prefill=bounds(), decode=bounds())
 def test_bounds_come_first_and_then_the_ratio(wanted, prefill, decode):
-    """Whatever is wanted: within the bounds, and within the ratio wherever the bounds have a number for it."""
+    """For any need: within the bounds, and within the ratio if the bounds allow it."""
     p_wanted, d_wanted = prefill.clip(wanted[0]), decode.clip(wanted[1])
     p, d = together(p_wanted, d_wanted, prefill, decode, EVEN)
     assert prefill.lowest <= p <= prefill.highest
@@ -154,7 +155,7 @@ def test_bounds_come_first_and_then_the_ratio(wanted, prefill, decode):
     if d > p * 4:
         assert (p, d) == (prefill.highest, decode.lowest)
     if decode.highest * 4 >= p_wanted and prefill.highest * 4 >= d_wanted:
-        assert p >= p_wanted, "nobody gets less than it needs for the ratio's sake"
+        assert p >= p_wanted, "the ratio takes no needed engine away"
         assert d >= d_wanted
 
 

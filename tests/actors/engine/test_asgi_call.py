@@ -1,4 +1,4 @@
-"""A request through an ASGI application without a socket, and what its disconnect does."""
+"""A request through an ASGI application without a socket, and the effect of a disconnect."""
 
 import asyncio
 from contextlib import aclosing
@@ -15,7 +15,9 @@ from actors.request import Call, ResponseStart
 
 
 class Application:
-    """Echoes, streams `chunks` pieces with a pause, or waits for ever; notes how each request ended."""
+    """Echoes, streams `chunks` pieces with a pause, or waits forever; records how each request
+    ended.
+    """
 
     def __init__(self) -> None:
         self.ended: list[str] = []
@@ -78,7 +80,7 @@ async def test_an_unknown_path_is_the_applications_answer(application):
 
 
 async def test_pieces_come_as_they_are_made(application):
-    """The first does not wait for the last, and those that pile up arrive as one."""
+    """The first piece does not wait for the last; accumulated pieces arrive as one."""
     async with aclosing(call_asgi(application.asgi, Call("GET", "/stream"))) as answer:
         await anext(answer)
         assert await anext(answer) == b"0;"
@@ -98,7 +100,7 @@ async def test_closing_early_is_a_disconnect(application):
 
 
 async def test_cancelling_the_reader_is_a_disconnect(application):
-    """As Serve does when a caller goes away while nothing has been answered yet."""
+    """As Serve does when a caller disconnects before an answer."""
 
     async def read() -> None:
         async with aclosing(call_asgi(application.asgi, Call("GET", "/stubborn"), disconnect_s=0.05)) as answer:
@@ -113,6 +115,6 @@ async def test_cancelling_the_reader_is_a_disconnect(application):
 
 
 async def test_an_applications_exception_reaches_the_reader(application):
-    """After the 500 that Starlette makes of it."""
+    """The exception arrives after the 500 that Starlette makes of it."""
     with pytest.raises(RuntimeError, match="broken"):
         _ = [item async for item in call_asgi(application.asgi, Call("GET", "/fail"))]

@@ -1,4 +1,4 @@
-"""Bad requests that vLLM's application finds bad when its stream has begun: its error handlers, and no engine."""
+"""Bad requests that vLLM's application detects after its stream has started: its error handlers."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ BEGUN = "event: response.created\ndata: {}\n\n"
 
 
 async def awake() -> bool:
-    """What an engine that lives answers when it is asked whether it sleeps."""
+    """Part of an engine that answers vLLM's sleep check."""
     return False
 
 
 def engine(error: Exception) -> VllmEngine:
-    """An engine whose application streams one event and then fails, behind vLLM's own error handlers."""
+    """An engine whose application streams one event and then fails, behind vLLM's error
+    handlers.
+    """
     app = FastAPI()
     app.state.args = SimpleNamespace(log_error_stack=False)
     init_exception_handler(app)
@@ -51,7 +53,7 @@ async def answer(error: Exception) -> tuple[int, bytes]:
 
 @pytest.mark.parametrize("kind", [VLLMValidationError, ValueError])
 async def test_a_bad_request_within_a_stream_is_an_event(kind):
-    """Its connection would break off otherwise, and the router would call it an error of ours."""
+    """Otherwise the connection would break, and the router would report an internal error."""
     status, body = await answer(kind("no such regex"))
     begun, event, rest = body.decode().split("\n\n")
     kind, data = event.split("\n")
@@ -62,6 +64,6 @@ async def test_a_bad_request_within_a_stream_is_an_event(kind):
 
 
 async def test_an_error_of_the_engines_is_none_of_the_clients():
-    """It goes on to the router, which tries elsewhere or says 500."""
+    """An engine's error goes to the router, which retries elsewhere or answers 500."""
     with pytest.raises(KeyError):
         await answer(KeyError("inside"))

@@ -1,4 +1,4 @@
-"""An engine's heartbeats: who hears it, and what stops it."""
+"""An engine's heartbeats: their receivers, and the conditions that stop them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from actors.request import Call, Heartbeat, ResponseStart
 
 
 async def test_every_answer_is_heard_by_all_who_wait() -> None:
-    """And by nobody who has left; nothing runs when nobody listens."""
+    """Every open call receives the beat, and closed ones do not; without calls nothing runs."""
     asked = asyncio.Semaphore(0)
     go = asyncio.Semaphore(0)
 
@@ -40,7 +40,7 @@ async def test_every_answer_is_heard_by_all_who_wait() -> None:
 
 
 async def test_a_question_that_fails_is_asked_again() -> None:
-    """Once more, and without a beat in between."""
+    """A failed question is asked again, without a beat in between."""
     answers: list[bool | Exception] = [RuntimeError("busy dying"), True]
     beat = asyncio.Event()
 
@@ -59,7 +59,7 @@ async def test_a_question_that_fails_is_asked_again() -> None:
 
 @pytest.mark.parametrize("begun", [False, True], ids=["before its start", "within its body"])
 async def test_a_call_says_that_its_engine_lives(begun: bool) -> None:
-    """Whatever it waits for; bytes are bytes all the same."""
+    """A call yields heartbeats before its start and within its body; the body is unchanged."""
     go = asyncio.Event()
 
     async def app(scope, receive, send) -> None:

@@ -1,4 +1,6 @@
-"""When a node's engines are taken for ended: node_lost_s after Ray's word, once, and again where telling failed."""
+"""Engines of a dead node count as ended node_lost_s after Ray's report, once; failed reports
+repeat.
+"""
 
 import asyncio
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ from configs.settings import parse_settings
 
 
 def test_a_node_is_lost_some_time_after_it_is_dead():
-    """Not before node_lost_s, then until it has been told, and never again."""
+    """Not before node_lost_s, then until the report has succeeded, and never again."""
     lost = LostNodes([], gone_s=10)
     assert lost.look(["a"], 100) == []
     assert lost.look(["a", "b"], 109.9) == []
@@ -27,20 +29,20 @@ def test_a_node_is_lost_some_time_after_it_is_dead():
 
 
 def test_nodes_that_died_before_our_engine_started_are_none_of_its():
-    """A cluster remembers its dead for long; none of them can have met an engine that is new."""
+    """A cluster lists dead nodes for long; none of them had contact with a new engine."""
     lost = LostNodes(["old"], gone_s=1)
     assert lost.look(["old"], 0) == []
     assert lost.look(["old"], 100) == []
 
 
 def test_one_nodes_engines_are_not_anothers():
-    """The id ends with a mark, so that no node's is the beginning of another's."""
+    """The id prefix ends with a separator, so no node's prefix is the beginning of another's."""
     assert not f"{engines_of('ab')}x".startswith(engines_of("a"))
 
 
 @pytest.fixture
 def ray_says(monkeypatch: pytest.MonkeyPatch) -> list[list[str] | Exception]:
-    """Ray's answers, one a poll, the last one for ever."""
+    """Ray's answers, one per poll, the last one repeatedly."""
     answers: list[list[str] | Exception] = []
 
     def dead_nodes() -> list[str]:
@@ -55,7 +57,7 @@ def ray_says(monkeypatch: pytest.MonkeyPatch) -> list[list[str] | Exception]:
 
 
 async def test_the_watch_goes_on_after_failures(ray_says):
-    """Ray's head does not answer, then the engine refuses the word: both are tried again."""
+    """Ray's head does not answer, then the engine refuses the report: both are retried."""
     ray_says += [ConnectionError("no head"), [], ConnectionError("no head"), ["a"]]
     told: list[str] = []
     done = asyncio.Event()
@@ -74,7 +76,7 @@ async def test_the_watch_goes_on_after_failures(ray_says):
 
 
 async def test_a_node_that_dies_right_after_the_first_look_is_told(ray_says, monkeypatch):
-    """Its engine may have been met by then: a decode replica meets prefill engines only when it has looked."""
+    """A decode replica contacts prefill engines only after the first look, so this node counts."""
     ray_says += [["old"], ["old", "met"]]
     told: asyncio.Queue[str] = asyncio.Queue()
 
@@ -86,7 +88,7 @@ async def test_a_node_that_dies_right_after_the_first_look_is_told(ray_says, mon
             return cls()
 
         async def warm_up(self, timeout_s: float) -> None:
-            assert len(ray_says) == 2, "whoever is dead before our engine runs is none of its"
+            assert len(ray_says) == 2, "nodes that died before this engine's start do not count"
 
         async def lose(self, engines: str) -> None:
             told.put_nowait(engines)
@@ -112,12 +114,12 @@ async def test_a_node_that_dies_right_after_the_first_look_is_told(ray_says, mon
 
 
 class ReplicaID:
-    """As far as a replica asks for its own."""
+    """Part of Serve's ReplicaID that a replica reads."""
 
     unique_id = "one"
 
 
 async def test_without_an_answer_every_dead_node_is_told(ray_says):
-    """Ray does not say who was dead before: a word too many does no harm."""
+    """Without Ray's answer all dead nodes are reported later, which is harmless."""
     ray_says += [ConnectionError("no head")]
     assert await dead_nodes_now() == []

@@ -1,4 +1,4 @@
-"""A decode replica meets the prefill replicas that it can."""
+"""A decode replica contacts the prefill replicas that it can reach."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from configs.settings import TransferSettings
 
 
 class Prefills:
-    """Two replicas, each with a probe for whom it has not met."""
+    """Two replicas, each with a probe for engines that it does not know."""
 
     async def ask(self, method: str, known: Collection[str]) -> list[dict[str, Any] | None]:
         assert method == "probe_for"
@@ -19,7 +19,7 @@ class Prefills:
 
 
 class Unstarted(Decode):
-    """Made without an engine: nothing is to be ended."""
+    """Created without an engine, so there is nothing to end."""
 
     _prefill: Any
     engine: Any
@@ -32,7 +32,7 @@ class Unstarted(Decode):
 
 
 class Engine:
-    """Fetches every probe but one."""
+    """Fetches every probe except one."""
 
     def __init__(self) -> None:
         self.fetched: list[str] = []
@@ -44,7 +44,7 @@ class Engine:
 
 
 async def test_one_that_cannot_be_met_keeps_nobody_from_the_others() -> None:
-    """Nor the replica from starting: this runs in its constructor."""
+    """Nor does it prevent the replica's start: this runs in its constructor."""
     decode = Unstarted()
     await decode.warm_up_new_pairs()
     await decode.warm_up_new_pairs()
@@ -53,7 +53,9 @@ async def test_one_that_cannot_be_met_keeps_nobody_from_the_others() -> None:
 
 
 async def test_a_handshake_that_fails_is_waited_for() -> None:
-    """However long the settings let it take: what it says of the reason must not be cut off by who asked for it."""
+    """The probe's timeout is longer than the handshake's, so that the handshake's error is
+    reported.
+    """
     for handshake_s in (0.5, 30.0, 300.0):
         whole_s = probe_timeout_s(TransferSettings(handshake_s=handshake_s))
         assert whole_s > handshake_s

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from actors.engine.arguments import check_arguments, engine_arguments, engine_environment
+from actors.engine.arguments import check_arguments, engine_arguments, engine_environment, why_no_first_token
 from app.main import build
 from configs.settings import KVStoreSettings, ServiceSettings, SettingsError, TransferSettings, parse_settings
 from connectors.vllm_hma.config import parse_config
@@ -38,7 +38,7 @@ CONFIGS = Path(__file__).resolve().parents[3] / "configs"
     ],
 )
 def test_a_wrong_setting_is_named(args, key):
-    """One line per key, without pydantic's own prose."""
+    """One line per key, without pydantic's own text."""
     with pytest.raises(SettingsError) as raised:
         parse_settings(args)
     assert key in str(raised.value)
@@ -59,14 +59,14 @@ def test_a_wrong_setting_is_named(args, key):
     ],
 )
 def test_what_was_meant(args, message):
-    """Of the settings of that place."""
+    """The suggestion is among the settings at that path."""
     with pytest.raises(SettingsError) as raised:
         parse_settings(args)
     assert str(raised.value) == message
 
 
 def test_every_wrong_key_is_named_at_once():
-    """Nobody has to start the service once per mistake."""
+    """All wrong keys are reported together."""
     with pytest.raises(SettingsError) as raised:
         parse_settings({"modle": "x", "decode": {"replica": 1}})
     assert [line.split(":")[0] for line in str(raised.value).splitlines()] == ["decode.replica", "modle"]
@@ -95,13 +95,13 @@ def test_every_wrong_key_is_named_at_once():
     ],
 )
 def test_an_argument_that_vllm_or_ray_refuses_is_named_with_its_role(args, message):
-    """Checked against the installed vLLM, before any engine starts."""
+    """The names are checked against the installed vLLM, before any engine starts."""
     with pytest.raises(SettingsError, match="^" + message.replace("?", "\\?")):
         check_arguments(parse_settings(args))
 
 
 def test_a_roles_engine_arguments_win():
-    """Defaults, then both roles', then the role's own."""
+    """Defaults, then both roles' arguments, then the role's own."""
     settings = parse_settings(
         {
             "model": "m",
@@ -122,8 +122,26 @@ def test_a_roles_engine_arguments_win():
     assert engine_arguments(settings, "prefill")["block_size"] == 64
 
 
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ({}, None),
+        ({"prefill": {"engine": {"max_num_seqs": 4}}, "decode": {"engine": {"block_size": 32}}}, None),
+        ({"engine": {"logprobs_mode": "raw_logits"}}, None),
+        ({"decode": {"frontend": {"tool_call_parser": "hermes"}}}, "prefill.frontend differs"),
+        ({"decode": {"engine": {"logprobs_mode": "raw_logits"}}}, "prefill.engine.logprobs_mode differs"),
+        ({"decode": {"engine": {"speculative_config": {"method": "ngram"}}}}, "speculative decoding"),
+        ({"store": {"memory_gib": 1}}, "KV store"),
+    ],
+)
+def test_which_engines_sample_first_tokens(args, reason):
+    """Those whose two roles turn the same request into the same token and events."""
+    found = why_no_first_token(parse_settings(args))
+    assert found is None if reason is None else reason in found
+
+
 def test_a_gpu_role_gets_no_cpu_defaults():
-    """vLLM's own defaults hold there."""
+    """vLLM's own defaults apply there."""
     settings = parse_settings({"model": "m", "prefill": {"num_gpus": 1}})
     assert "dtype" not in engine_arguments(settings, "prefill")
     assert "VLLM_CPU_KVCACHE_SPACE" not in engine_environment(settings, "prefill")
@@ -137,7 +155,7 @@ def test_the_hub_is_off_only_for_a_local_model(tmp_path):
 
 
 def test_the_demo_is_served_under_a_name_of_its_own():
-    """Clients do not see where the package is installed."""
+    """Clients do not see the installation path of the package."""
     settings = ServiceSettings()
     assert settings.model_name == "tandem-demo"
     assert Path(settings.model_path).is_absolute()
@@ -151,7 +169,7 @@ def test_transfer_settings_are_the_connectors():
 
 
 def test_store_settings_are_the_connectors():
-    """The store is off by default; switched on, both know the same keys with the same defaults."""
+    """The store is off by default; if enabled, both know the same keys with the same defaults."""
     assert KVStoreSettings().connector_config() == {}
     ours = parse_config(KVStoreSettings(path="/disk").connector_config())
     assert ours == parse_config({"store": {"path": "/disk"}})

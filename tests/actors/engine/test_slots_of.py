@@ -1,4 +1,4 @@
-"""Slots of an engine, from what it can run."""
+"""Slots of an engine, from its limits."""
 
 import pytest
 
@@ -16,5 +16,5 @@ from actors.engine.vllm_engine import slots_of
     ],
 )
 def test_twice_the_sequences_of_a_step_that_have_a_block(max_num_seqs: int, kv_blocks: int, slots: int) -> None:
-    """As many wait in the engine as run."""
+    """As many requests wait in the engine as run."""
     assert slots_of(max_num_seqs, kv_blocks) == slots

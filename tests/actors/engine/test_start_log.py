@@ -1,4 +1,4 @@
-"""Stages and causes in what the processes of an engine log."""
+"""Stages and causes in the logs of an engine's processes."""
 
 import importlib.util
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_the_installed_vllm_logs_these_messages() -> None:
     folder = Path(spec.origin).parent / "v1"
     found = ["worker/cpu_model_runner.py", "worker/gpu_model_runner.py", "core/kv_cache_utils.py", "engine/core.py"]
     sources = "".join((folder / path).read_text() for path in found)
-    # One of the messages has the device before it, as an argument.
+    # One of the messages starts with the device, as an argument.
     assert all(message in sources for message in STAGE_MESSAGES)
 
 

@@ -1,4 +1,4 @@
-"""What an engine reports of its start, with a dictionary for Ray's key-value store."""
+"""An engine's reports of its start, with a dictionary as Ray's key-value store."""
 
 import json
 import time

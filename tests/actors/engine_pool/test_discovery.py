@@ -17,18 +17,18 @@ from actors.engine_pool.discovery import rank
     ],
 )
 def test_the_least_loaded_replica_comes_first_at_every_turn(ongoing, best):
-    """Turns break ties and nothing else."""
+    """Turns break ties only."""
     assert {rank(ongoing, turn)[0] for turn in range(7)} == {best}
 
 
 def test_equals_take_turns():
-    """Over any run of turns, equally loaded replicas get equally many requests."""
+    """Over any run of turns, equally loaded replicas get equal numbers of requests."""
     firsts = Counter(rank({"a": 1, "b": 1, "c": 1, "d": 5}, turn)[0] for turn in range(9))
     assert firsts == {"a": 3, "b": 3, "c": 3}
 
 
 def test_all_are_ranked():
-    """Serve tries the next one when the first has no slot."""
+    """Serve tries the next one if the first has no slot."""
     assert sorted(rank({"b": 4, "a": 0, "c": 2}, 5)) == ["a", "b", "c"]
     assert rank({"b": 4, "a": 0, "c": 2}, 5) == ["a", "c", "b"]
 
@@ -39,6 +39,6 @@ def test_no_replica_no_rank():
 
 
 def test_a_replica_to_avoid_is_not_ranked():
-    """However idle it looks: a dead engine serves nothing."""
+    """A dead engine looks idle, and is not ranked."""
     assert rank({"a": 0, "b": 5, "c": 2}, 0, avoid={"a", "gone"}) == ["c", "b"]
     assert rank({"a": 0}, 0, avoid={"a"}) == []

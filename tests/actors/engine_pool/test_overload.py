@@ -28,7 +28,7 @@ PROMPT_S = 0.05
 
 
 class Handle:
-    """Of Serve's handle, what a router needs that nobody scales."""
+    """Part of Serve's handle that a router without autoscaling needs."""
 
     def __init__(self, deployment_id: str) -> None:
         self.deployment_id = deployment_id
@@ -43,11 +43,11 @@ class Service:
 
     answers: asyncio.Event = field(default_factory=asyncio.Event)
     full: asyncio.Event = field(default_factory=asyncio.Event)
-    """Decode has had no slot left."""
+    """Set when decode has no free slot."""
     prompt_s: float = PROMPT_S
     slots: int = SLOTS
     prompts: int = 0
-    """That prefill has begun to compute."""
+    """Set when prefill has begun to compute."""
 
     async def prefill(self, order: RpcRequest) -> AsyncGenerator[Any, None]:
         yield Accepted("prefill 0")
@@ -91,7 +91,9 @@ async def ask(router: Router) -> bytes:
 
 
 async def test_a_full_engine_costs_no_prompts() -> None:
-    """Requests of a router that wait for what the requests of another have do not keep prefill busy meanwhile."""
+    """Requests of one router that wait for slots used by the other do not occupy prefill
+    meanwhile.
+    """
     async with AsyncExitStack() as stack:
         service = Service()
         await service.open(stack)
@@ -117,7 +119,7 @@ async def test_a_full_engine_costs_no_prompts() -> None:
 
 
 async def test_a_thousand_requests_at_once() -> None:
-    """With the default limits, none is refused: all wait for the slots of the engines."""
+    """With the default limits no request is refused: all wait for the engines' slots."""
     async with AsyncExitStack() as stack:
         service = Service(prompt_s=0.001, slots=32)
         service.answers.set()
@@ -129,7 +131,7 @@ async def test_a_thousand_requests_at_once() -> None:
 
 
 async def test_the_wait_for_a_busy_engine_is_part_of_the_time_to_the_first_token() -> None:
-    """`replica_timeout_s` bounds the wait for an engine that runs, not for a slot on one that is busy."""
+    """`replica_timeout_s` limits the wait for a running engine, not for a slot on a busy one."""
     async with AsyncExitStack() as stack:
         service = Service()
         await service.open(stack)

@@ -1,4 +1,4 @@
-"""Slots with engines: who is chosen, who waits, and that none is lost."""
+"""Slots with engines: the choice, the queue, and no lost slot."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ RPC = RpcAddress("127.0.0.1", 1, "key")
 
 
 def engines(queue: int = 100, **slots: int) -> dict[str, EngineReplica]:
-    """By name, with so many slots each."""
+    """Engines by name, with this number of slots each."""
     return {name: EngineReplica(RPC, count, queue, {}) for name, count in slots.items()}
 
 
 async def soon(*tasks: asyncio.Task[str]) -> list[str | None]:
-    """What these have got by now."""
+    """Return the requests that have a slot by now."""
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     return [task.result() if task.done() else None for task in tasks]
 
 
 async def test_the_preferred_one_then_the_least_busy() -> None:
-    """Of those that are not avoided, and that have a slot."""
+    """The preferred replica first, then the least busy, among those not avoided and with a slot."""
     here = SlotPool(lambda: engines(a=2, b=2, c=2))
     assert await here.take(prefer=["b"]) == "b"
     assert await here.take(prefer=["x", "b"]) == "b"
@@ -59,7 +59,7 @@ async def test_sequences_are_counted() -> None:
 
 
 async def test_who_waits_is_served_in_turn() -> None:
-    """First come first served, except for an engine that the first one avoids."""
+    """First come, first served, except for an engine that the first request avoids."""
     here = SlotPool(lambda: engines(a=1, b=1))
     assert {await here.take(), await here.take()} == {"a", "b"}
     first, second = (asyncio.create_task(here.take(avoid=avoid)) for avoid in ({"a"}, set()))
@@ -72,7 +72,7 @@ async def test_who_waits_is_served_in_turn() -> None:
 
 
 async def test_nobody_overtakes() -> None:
-    """A request that comes when others wait waits, too, though it would find a slot."""
+    """A request that arrives when others wait also waits, even if it would find a slot."""
     here = SlotPool(lambda: engines(a=1, b=1))
     await here.take(prefer=["a"])
     picky = asyncio.create_task(here.take(avoid={"b"}))
@@ -85,7 +85,7 @@ async def test_nobody_overtakes() -> None:
 
 
 async def test_too_many_wait() -> None:
-    """As many as the engines have said; of no engine nothing is known, and one may come."""
+    """A request above the engines' limit of waiting requests is refused."""
     here = SlotPool(lambda: engines(queue=1, a=1))
     await here.take()
     waiting = asyncio.create_task(here.take())
@@ -97,7 +97,7 @@ async def test_too_many_wait() -> None:
 
 
 async def test_an_engine_that_comes_later() -> None:
-    """Is found while requests wait for one."""
+    """A new engine is found while requests wait."""
     found: dict[str, EngineReplica] = {}
     here = SlotPool(lambda: found)
     waiting = [asyncio.create_task(here.take()) for _ in range(3)]
@@ -111,7 +111,7 @@ async def test_an_engine_that_comes_later() -> None:
 
 
 async def test_a_new_engine_is_offered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Discovery reports it; requests need not look for it."""
+    """Discovery reports it; requests need not poll."""
     monkeypatch.setattr(module, "LOOK_AGAIN_S", 60)
     found = engines(a=1)
     here = SlotPool(lambda: found)
@@ -124,7 +124,7 @@ async def test_a_new_engine_is_offered_at_once(monkeypatch: pytest.MonkeyPatch) 
 
 
 class CountedReplicas(dict[str, EngineReplica]):
-    """Counts how often all replicas are visited."""
+    """Counts the visits of all replicas."""
 
     visits = 0
 
@@ -138,7 +138,7 @@ class CountedReplicas(dict[str, EngineReplica]):
 
 
 async def test_a_returned_slot_costs_one_visit_of_the_replicas() -> None:
-    """However many requests wait; the slot goes to the first of them."""
+    """However many requests wait, the slot goes to the first one."""
     found = CountedReplicas(engines(queue=1000, **{f"e{number}": 1 for number in range(64)}))
     here = SlotPool(lambda: found)
     names = [await here.take() for _ in range(64)]
@@ -153,7 +153,7 @@ async def test_a_returned_slot_costs_one_visit_of_the_replicas() -> None:
 
 
 async def test_an_engine_that_refuses() -> None:
-    """Is left alone for a moment where it is full, for ever where it is leaving."""
+    """A full engine is left alone for its back-off, a stopping one forever."""
     here = SlotPool(lambda: engines(a=5, b=5))
     here.record_full("a")
     assert [await here.take(prefer=["a"]) for _ in range(3)] == ["b"] * 3
@@ -168,7 +168,9 @@ async def test_an_engine_that_refuses() -> None:
 
 
 async def test_a_full_engine_is_asked_by_one_request_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deferred and later, until it takes a call or one of this router's ends there; then it is asked at once."""
+    """The back-off grows until the engine accepts a call or one of this router's calls ends
+    there; then it is probed at once.
+    """
     now = 100.0
     monkeypatch.setattr(module, "_now", lambda: now)
     here = SlotPool(lambda: engines(a=5))
@@ -199,7 +201,7 @@ async def test_a_full_engine_is_asked_by_one_request_at_a_time(monkeypatch: pyte
 
 
 async def test_who_asks_a_full_engine_and_leaves_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the next, in its turn."""
+    """If the probing request leaves, the next one probes in its turn."""
     now = 100.0
     monkeypatch.setattr(module, "_now", lambda: now)
     here = SlotPool(lambda: engines(a=5))
@@ -214,8 +216,8 @@ async def test_who_asks_a_full_engine_and_leaves_is_followed(monkeypatch: pytest
     assert await soon(waiting) == ["a"]
 
 
-async def test_places_of_other_routers_are_theirs() -> None:
-    """As many requests go to an engine as it has slots that nobody else is known to have."""
+async def test_slots_of_other_routers_are_theirs() -> None:
+    """Slots that other routers are known to use are not granted."""
     here = SlotPool(lambda: engines(a=5))
     await here.take()
     here.record_accepted("a", 4)
@@ -226,8 +228,8 @@ async def test_places_of_other_routers_are_theirs() -> None:
     assert await soon(*waiting) == ["a", "a", "a"]
 
 
-async def test_a_full_engine_is_nobodys_choice_while_another_has_places() -> None:
-    """Whoever would be preferred: asking costs time."""
+async def test_a_full_engine_is_not_chosen_while_another_has_slots() -> None:
+    """Even a preferred full engine is not chosen while another has slots: a probe takes time."""
     here = SlotPool(lambda: engines(a=5, b=5))
     here.record_full("a")
     await asyncio.sleep(module.REFUSED_S * 1.5)
@@ -235,7 +237,7 @@ async def test_a_full_engine_is_nobodys_choice_while_another_has_places() -> Non
 
 
 async def test_calls_of_other_routers_count() -> None:
-    """As the engine has said, until that is old."""
+    """The engine's report of other routers' calls counts until it is old."""
     here = SlotPool(lambda: engines(a=9, b=9))
     await here.take(prefer=["a"])
     here.record_accepted("a", 4)
@@ -245,7 +247,7 @@ async def test_calls_of_other_routers_count() -> None:
 
 
 async def test_what_is_known_of_engines_that_are_gone_is_forgotten() -> None:
-    """Replicas come and go for months."""
+    """Replicas come and go for months; no state of stopped ones remains."""
     found = engines(a=5)
     here = SlotPool(lambda: found)
     for turn in range(50):
@@ -260,8 +262,8 @@ async def test_what_is_known_of_engines_that_are_gone_is_forgotten() -> None:
     assert here.snapshot() == module.SlotPoolSnapshot(frozenset(), frozenset(), frozenset())
 
 
-async def test_no_place_is_lost() -> None:
-    """Random takers, some of whom leave while they wait or have just been served."""
+async def test_no_slot_is_lost() -> None:
+    """Random requests, some of which are cancelled while they wait or just after a grant."""
     rng = random.Random(1)
     here = SlotPool(lambda: engines(queue=1000, a=2, b=1))
     served = 0

@@ -1,4 +1,4 @@
-"""Which option is taken, and what options are expected to cost."""
+"""The choice among options, and the expected cost of options."""
 
 import json
 import random
@@ -25,7 +25,7 @@ ASSUMED = RoutingSettings(
 
 
 def busy(*seconds: float, streams: int = 0) -> EngineLoad:
-    """An engine with prompts that wait since time 0, and streams."""
+    """Return an engine with prompts that have waited since time 0, and streams."""
     load = EngineLoad()
     for key, one in enumerate(seconds):
         load.prompts.add(key, (), one, 0.0)
@@ -37,7 +37,7 @@ def busy(*seconds: float, streams: int = 0) -> EngineLoad:
 
 
 def options(tokens=1024, answer=1, decode=(), prefill=(), held=(), **loads: EngineLoad) -> Options:
-    """Replicas by name, one letter each; `held` are pairs of replica and tokens."""
+    """Return replicas by name, one letter each; `held` are pairs of replica and tokens."""
     held = dict(held)
     return Options(
         tokens,
@@ -61,14 +61,17 @@ ONE: dict[str, Any] = {"decode": "d", "prefill": "p"}
     [
         ({}, 0, 1.14, 0),
         ({"d": busy(0.5, 0.25)}, 0.75, 1.14, 0),
-        # Beside 64 streams each new token takes twice as long, and each stream waits for all of it.
+        # Beside 64 streams each new token takes twice as long, and delays each stream by all of it.
         ({"d": busy(streams=64)}, 0, 1.14 + 1.024, 64 * 2.164 + 64 * 0.001),
         # 24 tokens after 1000: 0.1 + 0.024 + 0.024 x 1012 / 32768
         ({"held": [("d", 1000)]}, 0, 0.1 + 0.024 + 0.000741, 0),
     ],
 )
 def test_decode_alone_by_hand(given, queue_s, compute_s, interference_s):
-    """A queue, a prefill among streams, and what it does to them. A stream more costs each a thousandth of a second."""
+    """A queue, a prefill among streams, and their delay.
+
+    One more stream costs each a thousandth of a second.
+    """
     (estimate,) = options(**ONE, **given).local
     assert estimate.queue_s == pytest.approx(queue_s)
     assert estimate.compute_s == pytest.approx(compute_s, abs=1e-6)
@@ -87,7 +90,7 @@ def test_decode_alone_by_hand(given, queue_s, compute_s, interference_s):
     ],
 )
 def test_a_pair_by_hand(given, queue_s, compute_s, handover_s, moved):
-    """A queue, a prefill, and the KV that decode does not hold."""
+    """A queue, a prefill, and the KV that decode has not cached."""
     estimate = options(**ONE, **given).pair("d", "p")
     assert (estimate.decode, estimate.prefill) == ("d", "p")
     assert estimate.queue_s == pytest.approx(queue_s)
@@ -98,14 +101,18 @@ def test_a_pair_by_hand(given, queue_s, compute_s, handover_s, moved):
 
 
 def test_decoding_by_hand():
-    """100 tokens are 99 steps after the first; beside 31 streams a step takes 0.064 x (1 + 32 / 64) s."""
+    """100 tokens are 99 steps after the first; beside 31 streams a step takes 0.064 x (1 + 32 /
+    64) s.
+    """
     estimate = options(**ONE, answer=100, d=busy(streams=31)).pair("d", "p")
     assert estimate.decoding_s == pytest.approx(99 * 0.096)
     assert estimate.interference_s == pytest.approx(100 * 31 * 0.001)
 
 
 def test_calls_of_other_routers_count():
-    """Serve knows of three calls on each that this router has not sent: two streams more, three prompts more."""
+    """Serve reports three calls on each that this router has not sent: two more streams, three
+    more prompts.
+    """
     crowd = replace(options(**ONE), decode={"d": 3}, prefill={"p": 3})
     estimate = crowd.pair("d", "p")
     assert estimate.queue_s == pytest.approx(3 * 1.14, abs=1e-5)
@@ -115,11 +122,11 @@ def test_calls_of_other_routers_count():
 @pytest.mark.parametrize(
     ("given", "route", "reason", "decode", "prefill"),
     [
-        # Equal work: without a transfer it is done sooner.
+        # Equal work: without a transfer it ends sooner.
         ({}, "local", "cheaper", "d", None),
         ({"tokens": 31}, "local", "short_uncached", "d", None),
         ({"tokens": 1024, "held": [("d", 1000)], "d": busy(streams=50)}, "local", "short_uncached", "d", None),
-        # One stream that would wait 1.14 s for this prefill outweighs the transfer.
+        # One stream delayed by 1.14 s for this prefill outweighs the transfer.
         ({"d": busy(streams=1)}, "remote", "cheaper", "d", "p"),
         ({"d": busy(0.2)}, "remote", "cheaper", "d", "p"),
         ({"d": busy(0.2), "p": busy(0.2)}, "local", "cheaper", "d", None),
@@ -135,7 +142,7 @@ def test_calls_of_other_routers_count():
     ],
 )
 def test_the_cheapest(given, route, reason, decode, prefill):
-    """Local or remote, and where, by hand."""
+    """Local or remote, and the replicas, by hand."""
     decision = choose(ASSUMED, options(**{**ONE, **given}), Asked())
     assert (decision.route, decision.reason) == (route, reason)
     assert next(iter(decision.decode), None) == decode
@@ -153,7 +160,7 @@ def test_the_cheapest(given, route, reason, decode, prefill):
     ],
 )
 def test_policies(policy, route, reason, decode, prefill):
-    """d has two streams and e a prompt; p has a prompt more than q, but holds this one."""
+    """d has two streams and e a prompt; p has one prompt more than q, but has cached this one."""
     several = options(decode="de", prefill="pq", d=busy(streams=2), e=busy(0.1), p=busy(0.1), held=[("p", 1000)])
     decision = choose(ASSUMED.model_copy(update={"policy": policy}), several, Asked())
     assert (decision.route, decision.reason, decision.policy) == (route, reason, policy)
@@ -161,14 +168,16 @@ def test_policies(policy, route, reason, decode, prefill):
 
 
 def test_a_request_that_cannot_be_split():
-    """Decode must do it; which replica is weighed as ever."""
+    """Decode must serve it; the choice of the replica is unchanged."""
     decision = choose(ASSUMED, options(decode="de", prefill="p", held=[("e", 512)]), Asked(whole="echo"))
     assert (decision.route, decision.reason, decision.decode, decision.prefill) == ("local", "echo", ("e", "d"), ())
 
 
 @pytest.mark.parametrize("policy", ["cost", "round_robin", "least_load", "always_remote", "never_remote"])
 def test_a_session_has_one_decode_replica(policy):
-    """Whatever the policy and the load; sessions spread over replicas; another replica moves few of them."""
+    """For any policy and load: sessions spread over replicas, and another replica moves few of
+    them.
+    """
     rules = ASSUMED.model_copy(update={"policy": policy})
 
     def decode_of(session: str, replicas: str) -> str:
@@ -182,7 +191,7 @@ def test_a_session_has_one_decode_replica(policy):
 
 
 def test_weights():
-    """An operator who does not mind interrupted streams gets less transfer."""
+    """With weight 0 for the delay of other streams, decode computes the prompt itself."""
     loaded = options(**ONE, d=busy(streams=1))
     assert choose(ASSUMED, loaded, Asked()).route == "remote"
     assert choose(ASSUMED.model_copy(update={"interference_weight": 0.0}), loaded, Asked()).route == "local"
@@ -204,7 +213,9 @@ def test_a_decision_explains_itself():
 @pytest.mark.parametrize("session", [None, "s"])
 @pytest.mark.parametrize("seed", range(10))
 def test_pairs_are_ranked_as_one_by_one(policy, session, seed):
-    """All pairs at once have the order of each pair's own estimate, among equals that of the replicas."""
+    """Ranking all pairs at once gives the order of each pair's own estimate; ties keep the
+    replicas' order.
+    """
     rng = random.Random(seed)
     decode, prefill = "abcdefg"[: rng.randint(1, 7)], "tuvwxyz"[: rng.randint(1, 7)]
     loads = {

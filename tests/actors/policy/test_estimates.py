@@ -32,7 +32,7 @@ def test_a_level_by_hand(ratios, factor):
 
 
 def test_a_level_fades():
-    """After ln(10) times its time, one measurement counts as much as what was assumed."""
+    """After ln(10) times its fading time, one measurement has the weight of the assumption."""
     level = Level(60)
     level.observe(1.0, 16.0, 0.0)
     assert level.factor(60 * math.log(10)) == pytest.approx(4.0)
@@ -49,7 +49,7 @@ def test_an_outlier_moves_a_level_little():
 
 
 def test_a_lasting_change_is_learnt():
-    """What looked like outliers and goes on is the truth."""
+    """Repeated outliers become the estimate."""
     level = Level(1e9)
     for _ in range(50):
         level.observe(1.0, 1.0, 0.0)
@@ -63,7 +63,7 @@ def test_a_regression_assumes_before_it_knows():
 
 
 def test_a_regression_tells_the_parts_apart():
-    """The truth is 3 x the first part and half of the second, and two work loads show it."""
+    """True cost: 3 x the first part and half of the second; two kinds of work show it."""
     regression = Regression(2, 1e9)
     for turn in range(200):
         parts = (0.1, 0.01) if turn % 2 else (0.1, 2.0)
@@ -73,7 +73,9 @@ def test_a_regression_tells_the_parts_apart():
 
 
 def test_a_part_that_is_never_seen_follows_the_others():
-    """On a machine a hundred times slower than assumed, all of it is."""
+    """On a machine a hundred times slower than assumed, a part without measurements is slower as
+    well.
+    """
     regression = Regression(2, 1e9)
     for turn in range(20):
         regression.observe((0.1, 0.0), 10.0, float(turn))
@@ -81,7 +83,7 @@ def test_a_part_that_is_never_seen_follows_the_others():
 
 
 def test_no_part_is_negative():
-    """The second part seems to make work faster: then it costs nothing."""
+    """The second part seems to make work faster: then its cost is zero."""
     regression = Regression(2, 1e9)
     for turn in range(100):
         parts = (1.0, 1.0) if turn % 2 else (1.0, 0.0)
@@ -92,7 +94,11 @@ def test_no_part_is_negative():
 
 
 def test_no_work_teaches_nothing():
-    """However long it took. (Found by the property below: it made all else look free, and the equations singular.)"""
+    """Zero work is ignored, however long it took.
+
+    Regression, found by the property below: it made all other parts free, and the equations
+    singular.
+    """
     regression = Regression(2, 60)
     regression.observe((1.0, 1.0), 2.0, 0.0)
     regression.observe((0.0, 0.0), 240.0, 1.0)
@@ -100,7 +106,7 @@ def test_no_work_teaches_nothing():
 
 
 def test_a_burst_is_fitted_once():
-    """After FEW measurements they wait for FIT_EVERY_S; whether one more comes by then, or a question."""
+    """After FEW measurements a fit waits for FIT_EVERY_S, another measurement or a query."""
     regression = Regression(2, 1e9)
     for _ in range(int(FEW) + 1):
         regression.observe((0.1, 0.1), 0.2, 5.0)
@@ -118,7 +124,7 @@ def test_a_burst_is_fitted_once():
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.floats(1e-3, 10), st.floats(0, 10), st.floats(0.5, 2), st.floats(0, 40)), max_size=80))
 def test_measurements_that_are_fitted_together_count_as_one_by_one(work):
-    """Older ones less, by their number and their age."""
+    """Older measurements count less, by number and age."""
     together, singly = Regression(2, 60), Regression(2, 60)
     now = 0.0
     for first, second, ratio, wait_s in work:
@@ -131,7 +137,7 @@ def test_measurements_that_are_fitted_together_count_as_one_by_one(work):
 
 
 def test_a_burst_that_is_fitted_late_counts_as_it_was():
-    """All is a hundred times dearer than assumed, and nobody asks for longer than it takes to be half forgotten."""
+    """Measurements fitted together and late give the same factors as fits at their times."""
     together, singly = Regression(2, 600), Regression(2, 600)
     for turn in range(30):
         parts = (0.1, 0.01) if turn % 2 else (0.1, 0.0)
@@ -157,7 +163,9 @@ def test_a_regression_fades():
     st.integers(0, 2**32),
 )
 def test_what_is_exact_is_learnt(work, truth, seed):
-    """Whatever the work: half of what was seen is predicted within a third, through wild measurements now and then."""
+    """For any work, half of the measured cases are predicted within a third, despite occasional
+    outliers.
+    """
     dice = random.Random(seed)
     regression = Regression(3, 1e9)
     exact = [sum(a * b for a, b in zip(truth, parts, strict=True)) for parts in work]
@@ -177,7 +185,7 @@ def test_what_is_exact_is_learnt(work, truth, seed):
     st.tuples(st.floats(0, 1e6), st.floats(0, 1e6)),
 )
 def test_predictions_stay_sane(seen, asked):
-    """No measurement, however absurd, makes a prediction negative, infinite or no number."""
+    """No measurement, however extreme, makes a prediction negative, infinite or NaN."""
     regression = Regression(2, 60.0)
     now = 0.0
     for parts, seconds, later in seen:

@@ -1,4 +1,4 @@
-"""What waits on an engine, and how long finished work took."""
+"""Queued work of an engine, and the measured time of finished work."""
 
 import pytest
 
@@ -13,8 +13,8 @@ def test_an_idle_engine():
     ("now", "wait_s"),
     [
         (10.0, 5.0),  # 2 + 3
-        (11.5, 3.5),  # the first is three quarters done
-        (12.0, 3.2),  # it should be done: a tenth of its age is expected still
+        (11.5, 3.5),  # three quarters of the first are done
+        (12.0, 3.2),  # it should be done: a tenth of its age is still expected
         (110.0, 13.0),  # it hangs
     ],
 )
@@ -26,7 +26,7 @@ def test_who_comes_waits_for_the_rest(now, wait_s):
 
 
 def test_time_counts_from_the_work_before():
-    """One after the other: the second took 4 s, though it was sent at the same time as the first."""
+    """One after the other: the second took 4 s, although both were sent at the same time."""
     queue = PromptQueue()
     queue.add(1, (1.0,), 2.0, 10.0)
     queue.add(2, (5.0,), 3.0, 10.0)
@@ -37,7 +37,7 @@ def test_time_counts_from_the_work_before():
 
 
 def test_work_that_was_computed_together():
-    """Two prompts in one step end at once: the second is counted with what ends next."""
+    """Two prompts in one step end at once: the second is counted with the next that ends."""
     queue = PromptQueue()
     for key in (1, 2, 3):
         queue.add(key, (1.0,), 2.0, 10.0)
@@ -47,7 +47,7 @@ def test_work_that_was_computed_together():
 
 
 def test_work_that_overtook():
-    """The time since then is not its own: it is counted with what it overtook."""
+    """The time since then is not its own: it is counted with the work that it overtook."""
     queue = PromptQueue()
     queue.add(1, (1.0,), 2.0, 10.0)
     queue.add(2, (1.0,), 2.0, 10.0)

@@ -1,4 +1,4 @@
-"""What the router learns from its requests, and what it decides from it."""
+"""The router's learning from its requests, and its decisions."""
 
 import random
 
@@ -17,7 +17,7 @@ TWO = {"d": 0, "e": 0}
 
 
 def ids(count: int, first: int = 0):
-    """A prompt of token ids."""
+    """Return a prompt of token ids."""
     return read_prompt({"prompt": list(range(first, first + count))})
 
 
@@ -27,7 +27,7 @@ def known(estimate: Estimate | None) -> Estimate:
 
 
 def serve(planner: Planner, prompt, now: float, decode="d", prefill=None, prefill_s=1.0, handover_s=0.1, tokens=0):
-    """One request from its beginning to its end; the time it ends."""
+    """Run one request from begin to end; return the time of its end."""
     inflight = planner.begin(prompt, decode, prefill, now)
     if prefill:
         planner.prefilled(inflight, now + prefill_s)
@@ -44,7 +44,9 @@ def test_before_it_knows_the_fleet():
 
 
 def test_a_slow_transfer_is_learnt():
-    """At first a long prompt beside streams is sent away; once transfers have taken 5 s each, it is not."""
+    """At first a long prompt beside streams is sent to prefill; after transfers of 5 s each, it
+    is not.
+    """
     planner = Planner(RoutingSettings())
     streaming = planner.begin(ids(1), "d", None, 0.0)
     planner.opened(streaming, 0.1)
@@ -58,7 +60,9 @@ def test_a_slow_transfer_is_learnt():
 
 
 def test_a_slow_prefill_replica_is_left_alone():
-    """Of two equal ones, the one that takes four times as long gets what the other has no room for."""
+    """Of two replicas, the one that is four times as slow gets only what the other has no room
+    for.
+    """
     planner = Planner(RoutingSettings(policy="always_remote"))
     now = 0.0
     for n in range(20):
@@ -80,7 +84,7 @@ def test_equals_take_turns():
 
 
 def test_a_second_turn_goes_where_the_first_is():
-    """e has the first turn's prompt and answer: 100 new tokens of 1,700 are its to compute."""
+    """e has the first turn's prompt and answer: it computes 100 of 1,700 tokens."""
     planner = Planner(RoutingSettings())
     now = serve(planner, ids(1000), 0.0, decode="e", prefill="p", tokens=600)
     decision = planner.decide(ids(1700), P, TWO, now)
@@ -98,7 +102,7 @@ def test_a_shared_beginning_is_found_on_prefill_replicas():
 
 
 def test_tokens_of_text_are_counted_by_the_engine():
-    """Two bytes a token, not four; measured once it is as good as known."""
+    """Two bytes per token, not four; a measurement makes the estimate nearly exact."""
     planner = Planner(RoutingSettings())
     for n in range(20):
         prompt = read_prompt({"prompt": f"{n:08}" * 1000})
@@ -120,7 +124,7 @@ def test_tokens_of_text_are_counted_by_the_engine():
     ],
 )
 def test_how_large_a_request_is(body, prompt_tokens, answer_tokens):
-    """Before anything is measured, for every kind of prompt."""
+    """Estimated tokens before any measurement, for every kind of prompt."""
     planner = Planner(RoutingSettings())
     prompt = read_prompt(body)
     assert planner.prompt_tokens(prompt) == prompt_tokens
@@ -138,7 +142,7 @@ def test_replicas_to_avoid():
 
 
 def test_a_replica_whose_call_broke_off_comes_last():
-    """It looks idle, and dearer ones are better; for a while, and not if there is no other."""
+    """A failed replica looks idle and still ranks last for a while, unless it is the only one."""
     planner = Planner(RoutingSettings(policy="always_remote"))
     streaming = planner.begin(ids(1), "d", None, 0.0)
     planner.opened(streaming, 0.1)
@@ -153,7 +157,7 @@ def test_a_replica_whose_call_broke_off_comes_last():
 
 
 def test_a_replica_that_left_is_forgotten():
-    """Its measurements, its prefixes and its load; another of that name starts anew."""
+    """Its measurements, prefixes and load are removed; a replica of the same name starts anew."""
     planner = Planner(RoutingSettings())
     serve(planner, ids(1000), 0.0, decode="e", prefill="p")
     hanging = planner.begin(ids(1000), "e", "p", 2.0)
@@ -179,7 +183,9 @@ def test_new_weights_keep_what_was_measured_and_new_assumptions_do_not():
 
 
 def test_what_broke_off_teaches_nothing():
-    """A prefill replica that died, a client that left: no cost is learnt, and nothing is left of either."""
+    """A dead prefill replica, a client disconnect: no cost is learnt, and no state remains of
+    either.
+    """
     planner = Planner(RoutingSettings(policy="always_remote"))
     before = known(planner.decide(ids(1000, 5000), P, D, 500.0).chosen)
     for n, answered in enumerate((False, True)):
@@ -209,7 +215,10 @@ bodies = st.one_of(
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(bodies, st.floats(0, 30)), min_size=1, max_size=25), st.integers(0, 2**32))
 def test_any_day_ends_at_rest(days, seed):
-    """Requests of any kind that begin, open, end or break off in any order leave no load, and decisions are whole."""
+    """Requests of any kind that begin, open, end or break off in any order leave no load.
+
+    Every decision is complete.
+    """
     dice = random.Random(seed)
     planner = Planner(RoutingSettings(prefix_tokens_per_engine=5000, policy=dice.choice(["cost", "least_load"])))
     open_requests, now = [], 0.0

@@ -1,4 +1,4 @@
-"""What engines are taken to hold."""
+"""The assumed prefix caches of engines."""
 
 import pytest
 from hypothesis import given
@@ -9,7 +9,7 @@ from actors.policy.prompts import PIECE_BYTES, passage
 
 
 def text(*letters: str, extra: int = 0):
-    """A passage of a whole piece of each letter, and `extra` bytes more of the last."""
+    """Return a passage of one piece per letter, and `extra` more bytes of the last."""
     data = "".join(letter * PIECE_BYTES for letter in letters) + letters[-1] * extra
     return passage(data.encode(), ids=False, seed=0)
 
@@ -43,7 +43,7 @@ def test_the_rest_of_a_piece_is_not_known():
 
 
 def test_the_answer_is_held_too():
-    """The next turn begins with this prompt and what decode answered to it."""
+    """The next turn begins with this prompt and decode's answer."""
     prefixes = Prefixes(100)
     first = passage(b"q" * 300, ids=False, seed=0)
     prefixes.add("d", first)
@@ -54,7 +54,7 @@ def test_the_answer_is_held_too():
 
 
 def test_answers_to_short_prompts():
-    """Shorter than a piece, and many of them."""
+    """Prompts shorter than a piece, and many of them."""
     prefixes = Prefixes(100)
     for n in range(5):
         prompt = passage(f"question {n}".encode(), False, 0)
@@ -74,7 +74,7 @@ def test_the_latest_answer_counts():
 
 
 def test_the_oldest_goes_first_from_its_end():
-    """Of five pieces that were sent, four have room: the end of the older prompt is forgotten."""
+    """Of five sent pieces, four have room: the older prompt loses its end."""
     prefixes = Prefixes(4)
     prefixes.add("d", text(*"abc"))
     prefixes.add("d", text(*"xy"))
@@ -97,7 +97,7 @@ def test_an_engine_that_is_gone_holds_nothing():
 
 
 def test_what_did_not_arrive():
-    """What was sent before stays."""
+    """Pieces that were sent before stay."""
     prefixes = Prefixes(100)
     assert len(prefixes.add("d", text(*"ab"))) == 2
     new = prefixes.add("d", text(*"abcd"))
@@ -120,7 +120,7 @@ prompts = st.lists(st.sampled_from("ab"), min_size=1, max_size=6)
 
 @given(st.lists(st.tuples(prompts, st.sampled_from("de"), st.booleans()), max_size=30), prompts, st.integers(1, 12))
 def test_bounded_and_never_more_than_was_sent(sent, asked, most):
-    """Memory is bounded, what was never sent is not held, and whatever is held has all before it."""
+    """Memory is bounded, no unsent piece is held, and each held piece has all pieces before it."""
     prefixes = Prefixes(most)
     for letters, engine, answered in sent:
         prefixes.add(engine, text(*letters))
@@ -137,7 +137,7 @@ def test_bounded_and_never_more_than_was_sent(sent, asked, most):
 
 
 def shared(first, second) -> int:
-    """Letters that both begin with."""
+    """Return the letters with which both begin."""
     count = 0
     for a, b in zip(first, second, strict=False):
         if a != b:

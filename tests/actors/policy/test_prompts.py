@@ -1,4 +1,4 @@
-"""What is read from a body to find cached prefixes."""
+"""Prompts read from a body, to find cached prefixes."""
 
 import json
 
@@ -43,7 +43,7 @@ LONG = "x" * 600
     ],
 )
 def test_what_is_read(body, data, ids):
-    """Text, ids, several, none; what no engine would take is nothing, and no error."""
+    """Text, ids, several, none; input that engines reject is no prompt, and no error."""
     passages = read_prompt(body).passages
     assert [one.data for one in passages] == data
     assert [one.ids for one in passages] == ids
@@ -66,7 +66,7 @@ def test_how_much_is_asked_for(body, answers, most):
 
 
 def test_pieces_are_chained():
-    """A piece's hash says what came before it; what does not fill a piece has none."""
+    """A piece's hash covers all text before it; an incomplete piece has none."""
     one, same, other = (passage(text.encode(), False, 0) for text in (LONG, LONG, "y" + LONG[1:]))
     assert len(one.pieces) == 2
     assert one.tail == b"x" * (600 - 2 * PIECE_BYTES)
@@ -76,7 +76,7 @@ def test_pieces_are_chained():
 
 @pytest.mark.parametrize("field", ["model", "cache_salt", "tools", "chat_template", "documents"])
 def test_caches_that_are_not_shared(field):
-    """The same text for another adapter, salt or set of tools is in another place in an engine's cache."""
+    """The same text with another adapter, salt or set of tools has another cache entry."""
     plain, one, two = (
         read_prompt({"prompt": LONG, **more}).passages[0] for more in ({}, {field: ["a"]}, {field: ["b"]})
     )
@@ -85,7 +85,7 @@ def test_caches_that_are_not_shared(field):
 
 @given(st.lists(st.text(max_size=700), min_size=1, max_size=4), st.lists(st.text(max_size=300), min_size=1, max_size=3))
 def test_a_conversations_next_turn_begins_with_this_one(said, more):
-    """All pieces of the one are the first pieces of the other."""
+    """All pieces of this turn are the first pieces of the next."""
     first, next_turn = (
         read_prompt({"messages": [{"role": "user", "content": text} for text in texts]}).passages[0]
         for texts in (said, said + more)
@@ -104,6 +104,6 @@ fields = st.sampled_from(["prompt", "messages", "n", "max_tokens", "max_completi
 
 @given(st.dictionaries(fields, json_values))
 def test_no_body_is_an_error(body):
-    """Bad requests are for the engine to refuse."""
+    """The engine refuses bad requests."""
     assert isinstance(read_prompt(body), Prompt)
     assert isinstance(read_prompt(json.loads(json.dumps(body))), Prompt)

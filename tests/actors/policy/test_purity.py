@@ -1,4 +1,4 @@
-"""The decision is pure: no clock, no waiting, no Ray, whatever imports it."""
+"""The routing policy is pure: no clock, no wait, no Ray, in any importing module."""
 
 import subprocess
 import sys

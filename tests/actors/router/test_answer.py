@@ -1,4 +1,6 @@
-"""What a client is sent of a stream, and when: the first token at once, later ones together if they come together."""
+"""A stream's data for the client: the first token at once, later ones together if they arrive
+together.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +24,20 @@ DONE = StreamChunk(b"data: [DONE]\n\n", ())
 
 
 async def pieces(decode: Any) -> list[int]:
-    """How many events each piece of the answer has."""
+    """Return the number of events in each piece of the answer."""
     router, p, d = fleet([well], [decode])
     async with router.answer(request()) as answer:
         found = []
         async for piece in answer.body():
             assert piece.endswith(b"\n\n")
             found.append(piece.count(b"data: "))
-            await asyncio.sleep(0.02)  # a client that reads, while all that was ready comes
+            await asyncio.sleep(0.02)  # a reading client, while all ready data arrives
     await at_rest(p, d)
     return found
 
 
 async def test_what_comes_at_once_goes_on_at_once() -> None:
-    """The first event by itself, as it is what clients wait for; the rest in one piece."""
+    """The first event is a separate piece, because clients wait for it; the rest is one piece."""
 
     async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
         yield ResponseStart(200, EVENTS)
@@ -60,7 +62,7 @@ async def test_what_comes_one_by_one_goes_on_one_by_one() -> None:
 
 
 async def test_a_sign_of_life_holds_no_token_up() -> None:
-    """It may come with a token, in one read, and the next token much later."""
+    """A heartbeat may arrive with a token in one read, and the next token much later."""
 
     async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
         yield ResponseStart(200, EVENTS)
@@ -76,7 +78,9 @@ async def test_a_sign_of_life_holds_no_token_up() -> None:
 
 
 async def test_what_is_put_together_has_bounds() -> None:
-    """A client that stops reading for a while gets what has piled up in pieces; others are served between them."""
+    """A client that stops reading for a while gets the accumulated data in pieces; others are
+    served between them.
+    """
 
     async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
         yield ResponseStart(200, EVENTS)
@@ -90,7 +94,9 @@ async def test_what_is_put_together_has_bounds() -> None:
 
 
 async def test_nothing_that_came_before_a_death_is_lost() -> None:
-    """What was there together with the news of it is sent, and another engine goes on after that."""
+    """Data that arrived with the report of the death is sent, and another engine continues after
+    it.
+    """
     known: list[int] = []
 
     async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
@@ -114,7 +120,7 @@ async def test_nothing_that_came_before_a_death_is_lost() -> None:
 
 
 async def test_nothing_that_came_before_an_error_is_lost() -> None:
-    """An engine that fails in mid-stream: the client sees how far it came."""
+    """An engine that fails in mid-stream: the client receives everything before the failure."""
 
     async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
         yield ResponseStart(200, EVENTS)

@@ -1,4 +1,4 @@
-"""A request that is cancelled at each slot where the router waits: nothing that it took stays taken."""
+"""A request cancelled at each of the router's waits: no slot, call or KV stays behind."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FAR = 1000
 
 
 class CancelledAt:
-    """Awaits `work`, and cancels the running task at the n-th slot where it waits."""
+    """Await `work`, and cancel the running task at its n-th wait."""
 
     def __init__(self, work: Any, n: int) -> None:
         self._work = work
@@ -62,7 +62,7 @@ class CancelledAt:
 
 
 async def run(router: Router, wanted: ClientRequest, n: int) -> tuple[int, bool]:
-    """(how often the request waited, whether it was cancelled at the n-th time)."""
+    """Return (number of waits, whether the request was cancelled at the n-th)."""
     work = CancelledAt(ask(router, wanted), n)
 
     async def until_its_end() -> None:
@@ -77,12 +77,12 @@ async def run(router: Router, wanted: ClientRequest, n: int) -> tuple[int, bool]
 
 
 def short(call: Call, turn: int) -> AsyncGenerator[Any, None]:
-    """A stream of a few big groups: enough waits, not hundreds."""
+    """A stream of a few large groups: enough waits, not hundreds."""
     return engine(2, [14])(call, turn)
 
 
 async def slow_to_answer(call: Call, _: int) -> AsyncGenerator[Any, None]:
-    """A decode engine that has its KV, and thinks."""
+    """A decode engine that has its KV, and computes."""
     await asyncio.sleep(0.01)
     yield ResponseStart(200, JSON)
     await asyncio.sleep(0.01)
@@ -103,18 +103,21 @@ STORIES: dict[str, tuple[list[Any], list[Any], dict[str, Any]]] = {
     "decode dies within": ([well], [cut_off, OK], {"stream": False}),
     "decode dies in mid-stream": ([well], [engine(1, [14], 20), short], {}),
 }
-"""Prefill's and decode's behaviours, and the request. It is made in the test: its deadline counts from then."""
+"""Prefill's and decode's behaviours, and the request.
+
+The test creates it, because its deadline starts then.
+"""
 
 
 @pytest.mark.parametrize("story", STORIES)
 async def test_cancelled_at_each_wait(story):
-    """Slots given back, calls ended once their replicas have them, KV that nobody fetches discarded, no task left."""
+    """Slots are returned, sent calls end, unfetched KV is discarded, and no task is left."""
     prefill, decode, more = STORIES[story]
     wanted = request(**more)
 
     def fresh() -> tuple[Router, Handle, Handle]:
         router, p, d = fleet(prefill, decode)
-        # The same way each time: the last replica, which is the first behaviour.
+        # The same choice each time: the last replica, which is the first behaviour.
         for handle in (p, d):
             handle.replicas.reverse()
             handle.in_order = True
@@ -132,10 +135,10 @@ async def test_cancelled_at_each_wait(story):
         router, p, d = fresh()
         await run(router, wanted, n)
         await at_rest(p, d)
-        assert n > 1 or not p.calls + d.calls, "work that was cancelled has reached an engine"
-        assert set(p.discarded) <= set(transfers(p)), "a transfer was given up that prefill has never had"
+        assert n > 1 or not p.calls + d.calls, "a cancelled call has reached an engine"
+        assert set(p.discarded) <= set(transfers(p)), "a transfer unknown to prefill was discarded"
         fetched = {one for one in transfers(p) if one in p.delivered} - set(p.discarded)
-        assert fetched <= set(transfers(d)), "KV waits for a decode engine that has never heard of it"
+        assert fetched <= set(transfers(d)), "KV waits for a decode engine without the request"
         discards += len(p.discarded)
     splits = bool(prefill) and TRANSFER_FIELD not in wanted.body and wanted.body.get("n") is None
     assert (discards > 0) == (splits and "no prefill" not in story)

@@ -1,4 +1,4 @@
-"""A delay in one stage shows up in that stage: the real router, and engines of sleeps with real stopwatches."""
+"""A delay in one stage appears in that stage: the real router, and engines of sleeps."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.actors.behaviours import EVENTS, JSON, event, request
 from tests.actors.fleet import Handle, Replica, at_rest, router_of
 
 DELAY_S = 0.25
-"""Far above what anything else here takes."""
+"""Far above all other durations here."""
 
 
 class Engines:
-    """Both roles' replicas; their stages take no time but for `delays`, in seconds by stage."""
+    """Both roles' replicas, whose stages take no time except `delays`, in seconds by stage."""
 
     def __init__(self, **delays: float) -> None:
         self._delays = delays
@@ -35,7 +35,7 @@ class Engines:
         self.router = router_of(RouterLimits(), self.prefill, self.decode)
 
     async def stage(self, name: str) -> float:
-        """Go through a stage; when it ended, on this host's clock."""
+        """Pass a stage; return its end on this host's clock."""
         await asyncio.sleep(self._delays.get(name, 0.0))
         return time.monotonic()
 
@@ -116,12 +116,12 @@ async def ledger_of(engines: Engines, wanted: ClientRequest) -> LatencyBreakdown
     ],
 )
 async def test_a_delay_of_a_remote_request_is_in_its_part(stage, part):
-    """It is the largest part, holds the delay, and the parts are the total."""
+    """The delayed part is the largest and has the delay, and the parts sum to the total."""
     engines = Engines(**{stage: DELAY_S})
     breakdown = await ledger_of(engines, request(stream=stage != "generation"))
     parts = breakdown.parts
     assert max(parts, key=parts.__getitem__) == part, parts
-    # Of a delay on one way alone, half is taken for the other way.
+    # A delay of one direction only: half of it counts for the other direction.
     assert parts[part] >= (DELAY_S / 2 if part == "hops" else DELAY_S) * 0.99
     assert sum(parts.values()) == pytest.approx(breakdown.total_s, abs=1e-6)
     assert breakdown.total_s >= DELAY_S
@@ -144,8 +144,8 @@ async def test_a_delay_of_a_local_request_is_in_its_part(stage, part):
     assert parts.keys() <= {"body", "router", "slot_wait", "hops", "frontend", "decode_queue", "prefill"}
 
 
-async def test_waiting_for_a_place_is_in_its_part(monkeypatch):
-    """Before anything is sent."""
+async def test_waiting_for_a_slot_is_in_its_part(monkeypatch):
+    """The wait is before any call is sent."""
     engines = Engines()
     take = engines.decode.take
 
@@ -159,7 +159,7 @@ async def test_waiting_for_a_place_is_in_its_part(monkeypatch):
 
 
 async def test_prefill_is_heard_though_its_answer_comes_late():
-    """KV and decode's first token may overtake it; its leg ends when the answer is there, and the request goes on."""
+    """KV and decode's first token may overtake prefill's answer; its leg ends with the answer."""
     engines = Engines(**{"prefill's answer": DELAY_S, "prefill": DELAY_S})
     async with engines.router.answer(request()) as answer:
         assert not answer.accounted
@@ -177,12 +177,15 @@ async def test_prefill_is_heard_though_its_answer_comes_late():
     "delays",
     [
         {},
-        {"recompute": 0.01, "prefill's answer": 60},  # decode had to compute the prompt itself: nobody needs prefill
+        # decode had to compute the prompt itself: prefill is not needed
+        {"recompute": 0.01, "prefill's answer": 60},
     ],
     ids=["answered", "needless"],
 )
 async def test_prefill_is_free_when_the_client_has_the_first_token(delays):
-    """Long before the stream ends, and not before: giving it back wakes another process."""
+    """Its slot returns long before the stream ends, after the first token: the return wakes
+    another process.
+    """
     engines = Engines(**delays, streaming=DELAY_S)
     async with engines.router.answer(request()) as answer:
         body = answer.body()
@@ -197,7 +200,7 @@ async def test_prefill_is_free_when_the_client_has_the_first_token(delays):
 
 
 async def test_nobody_waits_longer_than_it_wants_for_prefills_answer():
-    """Nor is the leg left behind, if the request ends without that answer."""
+    """Nor does the leg stay open if the request ends without that answer."""
     engines = Engines(**{"prefill's answer": 60})
     async with engines.router.answer(request()) as answer:
         await answer.account(0.01)

@@ -1,4 +1,4 @@
-"""Legs that break, and what the router does instead: the real router over handles in this process."""
+"""Failed legs, and the router's reaction: the real router over in-process handles."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.actors.fleet import Handle, Replica, at_rest, router_of
 
 @pytest.mark.parametrize("fault", [dies, answers(503, {}), hangs], ids=["dies", "refuses", "is late"])
 async def test_a_broken_prefill_leg_goes_to_another_replica(fault):
-    """With a transfer id of its own, and a decode leg of its own: an id is for one request."""
+    """Each retry has a new transfer id and a new decode leg: an id is valid for one request."""
     router, p, d = fleet([fault, well], [OK])
     if fault is hangs:
         router.limits = LIMITS.model_copy(update={"prefill_timeout_s": 1})
@@ -55,7 +55,7 @@ async def test_a_broken_prefill_leg_goes_to_another_replica(fault):
 
 @pytest.mark.parametrize(("replicas", "asked"), [(1, 1), (2, 2), (3, 3), (5, 3)])
 async def test_when_prefill_legs_keep_breaking_decode_serves_alone(replicas, asked):
-    """After `attempts` of them, or when there is no other replica."""
+    """After `attempts` failures, or without another replica."""
     router, p, d = fleet([dies] * replicas, [OK])
     answer, body = await ask(router, request(stream=False))
     await at_rest(p, d)
@@ -65,7 +65,7 @@ async def test_when_prefill_legs_keep_breaking_decode_serves_alone(replicas, ask
 
 
 async def test_a_prefill_leg_that_finds_the_request_bad_is_not_tried_again():
-    """Decode's own answer is what the client gets."""
+    """The client receives decode's own answer."""
     router, p, d = fleet([answers(400, {}), answers(400, {})], [answers(400, {"error": "no"})])
     answer, body = await ask(router, request(stream=False))
     await at_rest(p, d)
@@ -79,7 +79,7 @@ async def test_a_prefill_leg_that_finds_the_request_bad_is_not_tried_again():
     ids=["before an answer", "before a stream", "within an answer", "at a stream's first token"],
 )
 async def test_decode_that_dies_before_anything_was_sent_is_replaced(fault, stream):
-    """The client's whole request, with a fresh transfer; the engine that failed is not asked again."""
+    """The client's whole request, with a new transfer; the failed engine is not called again."""
     router, p, d = fleet([well], [fault, engine(2, [3]) if stream else OK])
     for _ in range(3):
         _, body = await ask(router, request(stream=stream))
@@ -91,7 +91,7 @@ async def test_decode_that_dies_before_anything_was_sent_is_replaced(fault, stre
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_replica_that_left_after_it_was_chosen_is_replaced(role):
-    """Serve finds out when the call is dispatched; it says so once more when the call is closed."""
+    """Serve reports the death at dispatch, and again when the call is closed."""
     router, p, d = fleet([well, well], [engine(1, [1]), engine(2, [3])])
     handle = p if role == "prefill" else d
     handle.replicas[0].left = True
@@ -103,7 +103,7 @@ async def test_a_replica_that_left_after_it_was_chosen_is_replaced(role):
 
 @pytest.mark.parametrize(("replicas", "asked"), [(1, 1), (2, 2), (5, 3)])
 async def test_decode_that_keeps_dying_is_an_error(replicas, asked):
-    """The engine's, not one of waiting for yet another."""
+    """The engine's error, not that of a wait for another."""
     router, p, d = fleet([well], [dies] * replicas)
     with pytest.raises(UnavailableError, match="decode engine is not available"):
         await ask(router, request())
@@ -113,7 +113,7 @@ async def test_decode_that_keeps_dying_is_an_error(replicas, asked):
 
 @pytest.mark.parametrize("status", [400, 500, 503])
 async def test_what_an_engine_answers_is_the_answer(status):
-    """Another engine would answer the same."""
+    """Another engine would give the same answer."""
     router, p, d = fleet([well], [answers(status, {}), answers(status, {})])
     answer, _ = await ask(router, request())
     await at_rest(p, d)
@@ -121,7 +121,7 @@ async def test_what_an_engine_answers_is_the_answer(status):
 
 
 async def test_a_transfer_that_cannot_be_discarded_leaves_nothing_here():
-    """Its lease ends it in the engine; the leg and its slot are given back all the same."""
+    """The engine's lease ends it; the leg and its slot are returned regardless."""
     router, p, d = fleet([well], [answers(400, {"error": "no"})])
     p.silent = True
     answer, _ = await ask(router, request())
@@ -130,7 +130,7 @@ async def test_a_transfer_that_cannot_be_discarded_leaves_nothing_here():
 
 
 async def test_no_engine_is_not_a_queue():
-    """While the engines start, or where the last one has gone: the client is told that, and may come again."""
+    """While engines start, or after the last one has stopped: the client is told to retry."""
     router, p, d = fleet([well], [])
     with pytest.raises(UnavailableError, match="no decode engine is running"):
         await ask(router, request())
@@ -138,7 +138,7 @@ async def test_no_engine_is_not_a_queue():
 
 
 async def test_a_deadline_is_not_tried_again():
-    """The time is the request's."""
+    """The timeout is the request's."""
     router, p, d = fleet([well], [hangs, hangs])
     router.limits = LIMITS.model_copy(update={"first_token_timeout_s": 0.2})
     with pytest.raises(DeadlineError):
@@ -150,7 +150,9 @@ async def test_a_deadline_is_not_tried_again():
 @pytest.mark.parametrize("half", [False, True], ids=["between events", "within an event"])
 @pytest.mark.parametrize("cut", range(TOKENS + 1))
 async def test_a_stream_outlives_its_engine(cut, half):
-    """At whichever token it dies: none lost, none twice, usage, finish reason and `created` as if nothing was."""
+    """Death at any token: no token is lost or repeated; usage, finish reason and `created` are
+    unchanged.
+    """
     router, p, d = fleet([well], [engine(1, [2, 1, 1], cut, half), engine(2, [1, 3])])
     uninterrupted = said(
         b"".join([b.body if isinstance(b, StreamChunk) else b async for b in engine(3, [5])(Call("", ""), 1)][1:])
@@ -159,13 +161,13 @@ async def test_a_stream_outlives_its_engine(cut, half):
         _, body = await ask(router, request())
         assert said(body) == uninterrupted
     await at_rest(p, d)
-    # Before the first token there is no stream to go on with: that is another try.
+    # Before the first token there is no stream to continue: that is another attempt.
     begun = cut >= 2 or half
     assert counted(router, "tandem_resumed_streams_total", outcome="resumed") == (begun and cut < TOKENS)
 
 
 async def test_a_stream_outlives_many_engines():
-    """As long as each gets further than the one before."""
+    """As long as each engine sends new tokens."""
     router, p, d = fleet([well], [engine(n, [1, 2, 3], 1 + 4 * n) for n in range(9)] + [engine(10, [4])])
     router.limits = LIMITS.model_copy(update={"attempts": 2})
     d.replicas.reverse()
@@ -176,7 +178,7 @@ async def test_a_stream_outlives_many_engines():
 
 
 async def test_a_stream_that_kills_every_engine_at_one_token_ends():
-    """After `attempts` engines, with an error and not with the fleet."""
+    """After `attempts` engines, with an error and not after all engines have died."""
     router, p, d = fleet([well], [engine(n, [1], 7) for n in range(6)])
     sent = []
 
@@ -199,7 +201,7 @@ async def test_a_stream_that_kills_every_engine_at_one_token_ends():
     [({"n": 2}, "n > 1"), ({"prompt": ["a", "b"], "echo": True}, "multiple prompts")],
 )
 async def test_a_stream_that_cannot_go_on_exactly_says_so(body, why):
-    """No silent end, and nothing that was not asked for."""
+    """An error event ends the stream, and no other output is added."""
     router, p, d = fleet([well], [engine(n, [1], 7) for n in range(2)])
     with pytest.raises(CannotResumeError, match=why):
         await ask(router, request(**body))
@@ -209,7 +211,7 @@ async def test_a_stream_that_cannot_go_on_exactly_says_so(body, why):
 
 
 async def test_an_engine_that_cannot_repeat_says_so():
-    """Its reason is the client's error."""
+    """The client's error has the reason."""
 
     async def cannot(call: Call, _: int) -> AsyncGenerator[Any, None]:
         if call.replay_log:
@@ -224,7 +226,7 @@ async def test_an_engine_that_cannot_repeat_says_so():
 
 
 async def test_an_engine_that_answers_otherwise_than_with_the_stream():
-    """For example because it is of another release, and refuses the request."""
+    """For example because it has another release and refuses the request."""
     first = engine(1, [1], 7)
     router, p, d = fleet([], [first, answers(400, {})])
     d.replicas.reverse()
@@ -236,7 +238,7 @@ async def test_an_engine_that_answers_otherwise_than_with_the_stream():
 
 @pytest.mark.parametrize("status", [400, 429, 503])
 async def test_a_stream_that_died_before_its_first_event_hides_no_status(status):
-    """The client has nothing yet: what the next engine answers is the answer, with its status and its body."""
+    """The client has received nothing: the next engine's status and body are the answer."""
     router, p, d = fleet([], [engine(1, [1], 0), answers(status, {"error": "no"})])
     d.replicas.reverse()
     d.in_order = True
@@ -247,7 +249,7 @@ async def test_a_stream_that_died_before_its_first_event_hides_no_status(status)
 
 
 async def test_an_engine_that_dies_after_the_end_mark():
-    """Nothing is missing; nobody is asked again."""
+    """The answer is complete, so no other engine is called."""
 
     async def ends_and_dies(call: Call, _: int) -> AsyncGenerator[Any, None]:
         async for item in engine(1, [1])(call, 1):
@@ -275,7 +277,9 @@ async def test_a_stream_that_ends_early_is_not_taken_for_whole():
 
 
 async def test_a_stream_that_begins_before_its_kv_is_there():
-    """Events without a token say nothing of the handover: the prefill leg goes on until the first token."""
+    """Events without a token do not show the handover: the prefill leg continues until the first
+    token.
+    """
     computing = asyncio.Event()
     ended_early = False
 

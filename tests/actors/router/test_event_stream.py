@@ -1,4 +1,4 @@
-"""Whole events, each once, whichever engine they come from."""
+"""Whole events, each once, from any sequence of engines."""
 
 import pytest
 
@@ -11,7 +11,7 @@ def event(index: int, created: int = 1) -> bytes:
 
 @pytest.mark.parametrize("size", [1, 2, 7, 50, 1000])
 def test_pieces_of_any_size_become_whole_events(size):
-    """What is passed on ends at an event's end, and nothing is lost or added."""
+    """Each piece ends at an event's end; nothing is lost or added."""
     data = b"".join(event(index) for index in range(5)) + b"data: [DONE]\n\n"
     stream, passed = EventStream(), b""
     for begin in range(0, len(data), size):
@@ -23,7 +23,7 @@ def test_pieces_of_any_size_become_whole_events(size):
 
 @pytest.mark.parametrize("cut", range(7))
 def test_a_stream_begun_anew_goes_on_where_it_was(cut):
-    """The events that were sent are left out; a half event before the cut is forgotten."""
+    """Events already sent are removed; an incomplete event before the cut is dropped."""
     old = [event(index) for index in range(6)]
     new = [event(index, created=2) for index in range(6)]
     stream = EventStream()
@@ -34,7 +34,7 @@ def test_a_stream_begun_anew_goes_on_where_it_was(cut):
 
 
 def test_comments_are_passed_on_and_not_counted():
-    """vLLM's keep-alive comments come when they come."""
+    """vLLM's keep-alive comments pass at once."""
     stream = EventStream()
     assert stream.feed(b": ping\n\n" + event(0)) == b": ping\n\n" + event(0)
     stream.restart()
@@ -54,7 +54,7 @@ def test_text_that_looks_like_a_date_is_left_alone():
 
 @pytest.mark.parametrize("last", ["response.completed", "response.failed", "error", "message_stop"])
 def test_the_responses_api_ends_without_a_mark(last):
-    """Its last event is the end; one that only looks like it is not."""
+    """Its last event is the end; a similar text in a string is not."""
     stream = EventStream()
     stream.feed(b'event: response.output_text.delta\ndata: {"delta": "event: response.completed"}\n\n')
     assert not stream.done

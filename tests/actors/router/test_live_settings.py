@@ -1,4 +1,4 @@
-"""Settings that change while the router runs: Serve calls `reconfigure` with the deployment's `user_config`."""
+"""Settings that change while the router runs: Serve calls `reconfigure` with `user_config`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rejected(router: Router) -> float:
 
 
 def test_a_change_keeps_the_other_built_settings() -> None:
-    """Also inside `routing`: `user_config` names what changes, not everything."""
+    """Also inside `routing`: `user_config` names the changes, not all settings."""
     one = router()
     one.reconfigure({"request_timeout_s": 120, "routing": {"decode_weight": 3}})
     assert one.limits == BUILT.model_copy(
@@ -34,7 +34,7 @@ def test_a_change_keeps_the_other_built_settings() -> None:
 
 
 def test_a_key_that_is_taken_away_returns_to_its_built_value() -> None:
-    """The file is the truth, not the order of its versions."""
+    """The file determines the settings, not the order of its versions."""
     one = router()
     one.reconfigure({"request_timeout_s": 120})
     one.reconfigure({"max_prompts": 7})

@@ -1,4 +1,6 @@
-"""The legs' bodies: what a client wrote reaches both engines as it wrote it, but for the fields that make a leg."""
+"""The legs' bodies: both engines receive the client's JSON, except for the fields that make a
+leg.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ VALUES = st.recursive(
 
 
 def test_values_are_passed_on_as_they_were_written() -> None:
-    """Not a digit or an escape of what is kept changes; what is set is set, what is left out is gone."""
+    """No digit or escape of a kept field changes; set fields are set, and removed ones are
+    absent.
+    """
     raw = rb'{"prompt" : "\u00e4\n\/",  "temperature":0.10, "seed": 1e2, "n":1,"stop":[ "x" ]}'
     fields = as_written(raw, json.loads(raw))
     del fields["stop"]
@@ -28,7 +32,7 @@ def test_values_are_passed_on_as_they_were_written() -> None:
 
 
 def test_a_long_prompt_is_not_written_anew() -> None:
-    """It is copied: the same bytes, whatever Python would have made of them."""
+    """It is copied: the same bytes, however Python would encode them."""
     raw = '{"prompt": "ä€𝄞", "stream": true}'.encode()
     assert "ä€𝄞".encode() in write(as_written(raw, json.loads(raw)))
 
@@ -52,7 +56,9 @@ def test_a_long_prompt_is_not_written_anew() -> None:
     ids=["NaN", "half", "name", "bytes", "name bytes", "twice", "big", "16", "32", "mark", "spaces", "empty"],
 )
 def test_engines_read_what_the_router_reads(raw: bytes) -> None:
-    """Whatever Python's JSON takes, which engines' servers use, means the same to them after the router."""
+    """Any JSON that Python accepts, as engines' servers do, has the same meaning after the
+    router.
+    """
     body = json.loads(raw)
     seen = json.loads(write(as_written(raw, body) | {"set": True}))
     assert repr(seen) == repr({**body, "set": True})  # NaN is not equal to itself
@@ -60,6 +66,6 @@ def test_engines_read_what_the_router_reads(raw: bytes) -> None:
 
 @given(st.dictionaries(st.text(max_size=8), VALUES, max_size=6), st.booleans())
 def test_any_object_comes_out_as_it_went_in(body: dict[str, object], ascii_only: bool) -> None:
-    """Of any names and values, with and without escapes."""
+    """With any names and values, with and without escapes."""
     raw = json.dumps(body, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
     assert json.loads(write(as_written(raw, body))) == body

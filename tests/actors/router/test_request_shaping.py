@@ -1,4 +1,4 @@
-"""Both legs' shapes, as tables."""
+"""Both legs' bodies, as tables."""
 
 import json
 
@@ -72,12 +72,12 @@ PRODUCER = ProducerAddress(remote_engine_id="e1", remote_host="10.0.0.1", remote
     ],
 )
 def test_why_local(endpoint, body, reason):
-    """A request is split unless prefill and decode would disagree about what to compute."""
+    """A request is split unless prefill and decode would compute different prompts."""
     assert why_local(endpoint, body) == reason
 
 
 def test_prefill_leg_of_a_completion():
-    """The same prompt, one token, the transfer, and nothing that concerns the output."""
+    """The same prompt, one token, the transfer, and no field of the output only."""
     body = {
         "model": "m",
         "prompt": "text",
@@ -109,7 +109,7 @@ def test_prefill_leg_of_a_completion():
 
 
 def test_prefill_leg_of_a_chat_keeps_what_shapes_the_prompt():
-    """Whatever a chat template may read stays; both token limits are one."""
+    """Fields that a chat template may read stay; both token limits are one."""
     shaping = {
         "messages": TURN,
         "tools": [{"type": "function", "function": {"name": "f"}}],
@@ -126,7 +126,7 @@ def test_prefill_leg_of_a_chat_keeps_what_shapes_the_prompt():
 
 
 def test_prefill_leg_of_a_response():
-    """Its length goes by another name, nothing of it is stored, and what shapes the prompt stays."""
+    """Its token limit has another name, it is not stored, and fields of the prompt stay."""
     shaping = {
         "input": TURN,
         "instructions": "be brief",
@@ -178,7 +178,7 @@ def test_prefill_leg_of_a_named_tool(choice, sent, encoded):
 
 
 def test_decode_leg_is_the_clients_request_and_the_transfer():
-    """Nothing of the client's is changed."""
+    """No field of the client changes."""
     body = {"model": "m", "prompt": "text", "n": 1, "stream": True, "stop": ["x"]}
     leg = decode_leg(body, "t1", PRODUCER)
     assert leg.pop("kv_transfer_params") == {

@@ -1,7 +1,7 @@
 """The router over real Serve handles, with engines that misbehave on demand.
 
-`Engine` speaks the actors' interface and does what a request's prompt tells it. A parked decode leg (one with
-`kv_transfer_params`) waits for KV that never comes unless its prefill leg answers.
+`Engine` has the actors' interface, and a request's prompt determines its behaviour. A decode leg
+with `kv_transfer_params` waits for KV that does not arrive until its prefill leg answers.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ FOREVER_S = 60.0
 
 
 def exit_once(mark: Path) -> None:
-    """End this process without a word, if `mark` does not say that it was done before."""
+    """End this process abruptly, unless the file `mark` shows that it was done before."""
     if not mark.exists():
         mark.touch()
         os._exit(1)
@@ -113,7 +113,10 @@ class Engine:
             self.running -= 1
 
     async def count(self, call: Call) -> AsyncGenerator[object, None]:
-        """Forty tokens one by one. Decode's process ends after `at` of them, if the file `once` is not there yet."""
+        """Stream forty tokens one by one.
+
+        Decode's process ends after `at` of them, if the file `once` is absent.
+        """
         body = json.loads(call.body)
         if self.role == "prefill":
             yield ResponseStart(200, ())
@@ -171,7 +174,9 @@ class Engine:
 
 
 def deploy(num_cpus: float = 0.1, routers: int = 1) -> None:
-    """Start the service, or replace the engines of one that runs. A replica that is told to stop has no time."""
+    """Start the service, or replace the engines of a running one. A replica to stop gets no
+    time.
+    """
     actor = serve.deployment(Engine).options(
         ray_actor_options={"num_cpus": num_cpus},
         request_router_config=RequestRouterConfig(request_router_class=DiscoveryRouter),
@@ -185,7 +190,7 @@ def deploy(num_cpus: float = 0.1, routers: int = 1) -> None:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """The router's address, on a Ray cluster of this module alone."""
+    """Start a Ray cluster for this module; yield the router's address."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -223,13 +228,13 @@ async def idle(client: httpx.AsyncClient) -> None:
 
 
 async def exposition(client: httpx.AsyncClient) -> str:
-    """/metrics as it is now: no answer that was made before."""
-    await asyncio.sleep(OPEN_AGE_S)  # askers share an answer for so long: none that was made before
+    """Return current metrics, not a cached response."""
+    await asyncio.sleep(OPEN_AGE_S)  # the router returns a cached response for this time
     return (await client.get("/metrics")).text
 
 
 async def test_both_legs_answer(client):
-    """Decode's answer is relayed; the held prefill leg is let go."""
+    """Decode's answer is relayed; the held prefill leg is ended."""
     reply = await ask(client, "all is well")
     assert reply.json() == {"role": "decode", "parked": True}
     assert reply.headers["x-tandem-route"] == "remote"
@@ -237,7 +242,9 @@ async def test_both_legs_answer(client):
 
 @pytest.mark.parametrize("failure", ["prefill dies", "prefill rejects", "prefill hangs"])
 async def test_a_broken_prefill_leg_leaves_the_request_to_decode(client, failure):
-    """Dead, refusing or later than prefill_timeout_s: with no other replica, decode serves the client's own request."""
+    """Dead, refusing or later than prefill_timeout_s: without another replica, decode serves the
+    client's own request.
+    """
     reply = await ask(client, failure)
     assert reply.json() == {"role": "decode", "parked": False}
     assert reply.headers["x-tandem-local-reason"] == "prefill_failed"
@@ -246,7 +253,7 @@ async def test_a_broken_prefill_leg_leaves_the_request_to_decode(client, failure
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("prompt", "status"), [("decode dies", 503), ("decode hangs", 504), ("decode rejects", 400)])
 async def test_decodes_end_is_the_requests(client, prompt, status, stream):
-    """An error before the first byte has its own status, for streams too."""
+    """An error before the first byte has its own status, also for streams."""
     reply = await ask(client, prompt, stream=stream)
     assert reply.status_code == status
     assert reply.json()["error"]["code"] == status
@@ -255,7 +262,7 @@ async def test_decodes_end_is_the_requests(client, prompt, status, stream):
 
 
 async def discarded(client: httpx.AsyncClient) -> float:
-    """How many held calls the prefill actor was told to give up."""
+    """Return the number of held calls that the prefill actor was told to discard."""
     lines = (await exposition(client)).splitlines()
     (count,) = (line.rsplit(" ", 1)[1] for line in lines if line.startswith("gave{") and 'role="prefill"' in line)
     return float(count)
@@ -268,12 +275,12 @@ async def discarded(client: httpx.AsyncClient) -> float:
         ("breaks off", 0),
         ("prefill rejects", 0),
         ("decode rejects", 1),
-        ("decode dies", 2),  # of both replicas, each with a transfer of its own
+        ("decode dies", 2),  # of both replicas, each with its own transfer
         ("prefill hangs", 1),
     ],
 )
 async def test_kv_that_decode_does_not_fetch_is_discarded(client, prompt, times):
-    """While its call is still held, so that the replica knows the transfer for its own."""
+    """While its call is still held, so that the replica knows the transfer."""
     before = await discarded(client)
     await ask(client, prompt)
     await idle(client)
@@ -281,7 +288,7 @@ async def test_kv_that_decode_does_not_fetch_is_discarded(client, prompt, times)
 
 
 async def test_kv_of_a_client_that_leaves_is_discarded(client):
-    """Decode may never have heard of the transfer."""
+    """Decode may not have received the transfer."""
     before = await discarded(client)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(2):
@@ -291,7 +298,7 @@ async def test_kv_of_a_client_that_leaves_is_discarded(client):
 
 
 async def test_a_stream_that_breaks_off_says_so(client):
-    """What was sent stays; an error event and the end mark follow."""
+    """Sent data stays; an error event and the end mark follow."""
     reply = await ask(client, "breaks off", stream=True)
     first, error, done = reply.text.strip().split("\n\n")
     assert (reply.status_code, first, done) == (200, "data: {}", "data: [DONE]")
@@ -299,7 +306,7 @@ async def test_a_stream_that_breaks_off_says_so(client):
 
 
 async def test_too_many_requests_are_refused_at_once(client):
-    """Those within the limit are served; the others get 429 and when to try again."""
+    """Requests within the limit are served; the others get 429 with Retry-After."""
     replies = await asyncio.gather(*(ask(client, "decode hangs") for _ in range(6)))
     assert sorted(reply.status_code for reply in replies) == [429, 429, 504, 504, 504, 504]
     refused = next(reply for reply in replies if reply.status_code == 429)
@@ -308,7 +315,7 @@ async def test_too_many_requests_are_refused_at_once(client):
 
 
 async def test_a_body_that_never_ends(client):
-    """It loses its slot among the admitted after body_timeout_s, with an answer."""
+    """After body_timeout_s the request is no longer admitted, and gets an answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
     writer.write(head.encode() + b'{"prompt": "and then')
@@ -320,7 +327,7 @@ async def test_a_body_that_never_ends(client):
 
 @pytest.mark.parametrize("prompt", ["decode hangs", "prefill hangs", "both are well"])
 async def test_a_client_that_leaves_ends_both_calls(client, prompt):
-    """The fixture waits for both actors to be without a call."""
+    """The fixture waits until both actors have no call."""
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.03):
             await ask(client, prompt)
@@ -333,7 +340,7 @@ async def test_health_names_the_replicas(client):
 
 
 def counted(reply: httpx.Response) -> str:
-    """The tokens that a stream of `counts` says, from the first to the last."""
+    """Return the tokens of a stream of `counts`, from the first to the last."""
     assert reply.status_code == 200, reply.text
     answer = said(reply.content)
     assert (answer["finish_reason"], answer["usage"]) == ("length", {"completion_tokens": TOKENS})
@@ -345,14 +352,14 @@ ALL = "".join(f"<{token}>" for token in range(TOKENS))
 
 @pytest.mark.parametrize("at", [0, 1, 17])
 async def test_a_stream_outlives_its_actor(client, tmp_path, at):
-    """Ray says that the process is gone; before the first byte and after it."""
+    """Ray reports that the process has ended, before and after the first byte."""
     reply = await ask(client, "counts", stream=True, at=at, once=str(tmp_path / "once"))
     assert (tmp_path / "once").exists()
     assert counted(reply) == ALL
 
 
 async def test_streams_outlive_a_rolling_restart(client):
-    """Serve replaces each engine while streams run, and does not wait for them to end: no client sees it."""
+    """Serve replaces each engine during streams, without waiting for them: no client notices."""
     restarting = asyncio.create_task(asyncio.to_thread(deploy, 0.11))
     replies: list[Any] = []
     while not restarting.done() or len(replies) < 8:
@@ -362,12 +369,12 @@ async def test_streams_outlive_a_rolling_restart(client):
 
 
 async def test_whichever_router_answers_it_tells_of_all(client):
-    """Two routers: each answer has both routers' series and requests, and all of them say the same."""
+    """Two routers: each response has both routers' series and requests, and all are equal."""
     await asyncio.to_thread(deploy, routers=2)
     before = sum(answered(await exposition(client)).values())
     for _ in range(12):
         assert (await ask(client, "all is well")).status_code == 200
-    await asyncio.sleep(OPEN_AGE_S)  # askers share an answer for so long: none that was made before
+    await asyncio.sleep(OPEN_AGE_S)  # the router returns a cached response for this time
     texts = [(await client.get("/metrics")).text for _ in range(12)]
     counts = [answered(text) for text in texts]
     assert len(counts[0]) == 2, "both have answered"
@@ -384,7 +391,7 @@ async def test_whichever_router_answers_it_tells_of_all(client):
 
 
 def answered(exposition: str) -> dict[str, float]:
-    """For each router replica, the requests that it has answered well."""
+    """Return the number of successful requests of each router replica."""
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(exposition):
         for sample in family.samples:
@@ -395,7 +402,9 @@ def answered(exposition: str) -> dict[str, float]:
 
 
 async def test_a_client_that_asks_is_told_where_its_time_went(client):
-    """These engines say nothing of theirs, and the router does not make it up; others are told nothing."""
+    """These engines report no timings, and the router invents none; clients without the header
+    get none.
+    """
     reply = await ask(client, "all is well", explain=True)
     parts = server_timing(reply)
     total = parts.pop("total")

@@ -1,4 +1,4 @@
-"""Where the router sends requests: its real planner over handles in this process."""
+"""The router's destinations: its real planner over in-process handles."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def limits(**routing: Any) -> RouterLimits:
 
 
 class Engines:
-    """Prefill and decode replicas by name; `token_s` is what either takes for each token of a list."""
+    """Prefill and decode replicas by name; `token_s` is the time per token of either."""
 
     def __init__(self, rules: RouterLimits, prefill: str = "p", decode: str = "d", token_s: float = 0.0) -> None:
         self.token_s = token_s
@@ -58,7 +58,7 @@ class Engines:
         yield b"data: [DONE]\n\n"
 
     async def ask(self, prompt: Any, session: str | None = None, **more: Any) -> Any:
-        """One request to its end; what the decision was, and which replicas it went to."""
+        """Send one request to its end; return the decision and the replicas."""
         body = {"prompt": prompt, "stream": True, "max_tokens": 3, **more}
         wanted = ClientRequest("/v1/completions", (), json.dumps(body).encode(), body, session, explain=True)
         before = self.calls()
@@ -84,7 +84,7 @@ def ids(count: int, first: int = 0) -> list[int]:
 
 
 async def test_the_first_request_finds_out_who_there_is():
-    """Serve chooses for it; the next one is weighed."""
+    """Serve chooses for it; the next one uses estimates."""
     engines = Engines(limits())
     assert (await engines.ask(ids(1000)))[0]["reason"] == "unseen"
     told, took = await engines.ask(ids(20, 5000))
@@ -93,7 +93,7 @@ async def test_the_first_request_finds_out_who_there_is():
 
 
 async def test_a_second_turn_goes_to_the_engine_that_has_the_first():
-    """Of four decode replicas, whichever it was; there it is a short prompt."""
+    """Whichever of four decode replicas served the first turn has a short prompt to compute."""
     engines = Engines(limits(), decode="defg")
     await engines.ask(ids(5))
     _, first = await engines.ask(ids(2000))
@@ -112,7 +112,7 @@ async def test_a_second_turn_goes_to_the_engine_that_has_the_first():
     ],
 )
 async def test_policies(policy, routes, decode, prefill):
-    """From the second request on: the first finds out who there is."""
+    """From the second request on: the first one finds the replicas."""
     engines = Engines(limits(policy=policy), prefill="pq", decode="def")
     await engines.ask(ids(1000))
     asked = [await engines.ask(ids(1000, n * 1000)) for n in range(1, 7)]
@@ -125,7 +125,7 @@ async def test_policies(policy, routes, decode, prefill):
 
 
 async def test_a_session_stays_with_its_decode_replica():
-    """Whatever else goes on, and from the first request on that knows the fleet."""
+    """For any other load, from the first request on that knows the replicas."""
     engines = Engines(limits(policy="round_robin"), decode="defg")
     await engines.ask(ids(10))
     took = [(await engines.ask(ids(100, 100 * n), session=str(n % 5)))[1] for n in range(20)]
@@ -139,7 +139,7 @@ async def test_a_session_stays_with_its_decode_replica():
 )
 @pytest.mark.parametrize("stream", [True, False])
 async def test_prompts_of_any_shape_are_decided_on(prompt, stream):
-    """What an engine will refuse is its own to refuse."""
+    """The engine refuses invalid ones."""
     engines = Engines(limits(), prefill="pq", decode="de")
     for _ in range(2):
         told, _ = await engines.ask(prompt, stream=stream)
@@ -148,7 +148,7 @@ async def test_prompts_of_any_shape_are_decided_on(prompt, stream):
 
 
 async def test_without_prefill_replicas_decode_serves_at_once():
-    """Nobody waits for one that is known not to be there."""
+    """No request waits for a role that is known to have no replica."""
     engines = Engines(limits(), prefill="p")
     await engines.ask(ids(1000))
     engines.p.replicas.clear()
@@ -158,7 +158,10 @@ async def test_without_prefill_replicas_decode_serves_at_once():
 
 
 async def test_an_engine_that_dies_idle_does_not_attract_requests():
-    """It has no load at all, and every call to it breaks off. One request finds out, or none; and all are answered."""
+    """It has no load, and every call to it fails.
+
+    At most one request tries it, and all are answered.
+    """
     engines = Engines(limits(), decode="de")
     engines.d.replicas[0].serve = dies
     for n in range(8):
@@ -168,7 +171,7 @@ async def test_an_engine_that_dies_idle_does_not_attract_requests():
 
 
 async def test_routing_changes_while_requests_run():
-    """As Serve hands it over: a plain dictionary. The engines are not asked."""
+    """As Serve passes it: a plain dictionary. No call goes to the engines."""
     engines = Engines(limits(policy="always_remote"))
     await engines.ask(ids(1000))
     engines.router.reconfigure(limits(policy="never_remote").model_dump())
@@ -192,7 +195,7 @@ async def test_decisions_are_counted_and_logged(caplog):
 
 
 async def test_an_answer_of_prefill_without_a_body():
-    """The prompt is computed when its answer begins: nobody waits for more, and its cost is learnt."""
+    """The start of prefill's answer shows that the prompt is computed, and its cost is learnt."""
     engines = Engines(limits(policy="always_remote").model_copy(update={"prefill_timeout_s": 0.2}), token_s=1e-3)
 
     async def bare(call: Call, turn: int) -> AsyncGenerator[Any, None]:
@@ -212,7 +215,9 @@ async def test_an_answer_of_prefill_without_a_body():
 
 
 async def test_requests_that_come_at_the_same_time_know_of_each_other():
-    """SlotPool are reserved later, and Serve hears of them last; eight prompts spread over four prefill replicas."""
+    """Slots are taken later than decisions, and Serve's counts change last; eight prompts spread
+    over four replicas.
+    """
     engines = Engines(limits(policy="least_load"), prefill="pqrs")
     await engines.ask(ids(10))
     before, gate = engines.calls(), asyncio.Event()
@@ -237,7 +242,7 @@ async def test_requests_that_come_at_the_same_time_know_of_each_other():
 
 
 async def test_usage_of_the_prefill_leg_is_learnt():
-    """These engines count a token for each byte of text: four times as many as assumed."""
+    """These engines count one token per byte of text: four times as many as assumed."""
     engines = Engines(limits(policy="always_remote"))
     for n in range(12):
         told, _ = await engines.ask(f"{n:06}" + "a" * 5994)
@@ -246,7 +251,7 @@ async def test_usage_of_the_prefill_leg_is_learnt():
 
 
 async def test_costs_are_learnt_a_moment_later(caplog):
-    """Not while an answer is on its way; all that is given, in its order, whichever of it fails."""
+    """Not during an answer; all callables run, in order, even if one fails."""
     later, done = Deferred(), []
 
     def fails() -> None:

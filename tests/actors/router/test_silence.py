@@ -1,4 +1,4 @@
-"""Engines that say nothing: those that are dead are left, those that are only slow are waited for."""
+"""Silent engines: the router leaves dead ones, and waits for slow ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.actors.fleet import Handle, at_rest
 
 
 def frozen(after: int) -> Any:
-    """A decode engine that says no more after some tokens: its process is stopped, and nobody knows."""
+    """Return a decode engine that stops sending after some tokens, as a stopped process does."""
 
     async def serve(call: Call, turn: int) -> AsyncGenerator[Any, None]:
         if after:
@@ -45,7 +45,7 @@ def frozen(after: int) -> Any:
 
 @pytest.mark.parametrize("after", [0, 10], ids=["before its first byte", "in mid-stream"])
 async def test_a_stream_outlives_a_silent_engine(after):
-    """It is not asked again; what it did not say, another says."""
+    """It is not called again; another engine sends the remaining tokens."""
     router, p, d = fleet([well], [frozen(after), engine(2, [3])])
     router.limits = LIMITS.model_copy(update={"silence_timeout_s": 0.5})
     for _ in range(2):
@@ -56,7 +56,9 @@ async def test_a_stream_outlives_a_silent_engine(after):
 
 
 async def test_a_transfer_that_hangs_is_left_with_both_its_ends():
-    """The prompt was computed and decode says nothing: other ends, and then decode alone, which was not to blame."""
+    """The prompt was computed and decode is silent: other engines, then decode alone, which did
+    not fail.
+    """
     router, p, d = fleet([well] * 3, [engine(1, [3]), engine(2, [3])])
     p.delivered = defaultdict(Hung)
     router.limits = LIMITS.model_copy(update={"silence_timeout_s": 0.05})
@@ -67,7 +69,7 @@ async def test_a_transfer_that_hangs_is_left_with_both_its_ends():
 
 
 class Hung(asyncio.Event):
-    """KV that never arrives, whatever prefill says."""
+    """KV that never arrives, whatever prefill reports."""
 
     async def wait(self) -> Literal[True]:
         await asyncio.sleep(60)
@@ -75,7 +77,7 @@ class Hung(asyncio.Event):
 
 
 def queued(serve: Any, at: int = 0) -> Any:
-    """An engine that lets a call wait for four seconds before its item `at`, and says all the while that it lives."""
+    """Return an engine that delays its item `at` by four seconds and sends heartbeats meanwhile."""
 
     async def wait(call: Call, turn: int) -> AsyncGenerator[Any, None]:
         number = 0
@@ -91,7 +93,9 @@ def queued(serve: Any, at: int = 0) -> Any:
 
 
 async def test_a_slow_engine_that_lives_is_not_given_up():
-    """A request may wait in an engine's queue for longer than any silence: its engine says that it lives."""
+    """A request may wait in an engine's queue for longer than any timeout: its engine sends
+    heartbeats.
+    """
     whole, stream = answers(200, WHOLE), engine(1, [2])
     cases = [
         (queued(whole), False),
@@ -114,7 +118,7 @@ async def test_a_slow_engine_that_lives_is_not_given_up():
 
 @pytest.mark.parametrize("prefill", [[well] * 2, []], ids=["remote", "local"])
 async def test_an_answer_outlives_a_silent_engine(prefill):
-    """Also one that is not streamed; nothing was sent of it."""
+    """Also if it is not streamed; nothing of it was sent."""
     router, p, d = fleet(prefill, [frozen(0), OK])
     router.limits = LIMITS.model_copy(update={"silence_timeout_s": 0.5})
     for _ in range(2):

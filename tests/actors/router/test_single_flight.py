@@ -1,4 +1,4 @@
-"""Many who ask the same at about the same time cost one answer."""
+"""Concurrent requests for one result cause one call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ AGE_S = 0.2
 
 
 class Work:
-    """Counts how often it is done; `takes_s` each time."""
+    """Counts its calls; each takes `takes_s`."""
 
     def __init__(self, takes_s: float = 0.0) -> None:
         self.takes_s = takes_s
@@ -28,7 +28,7 @@ class Work:
 
 
 async def test_one_answer_for_all_who_ask_together() -> None:
-    """Also where it takes longer to make than it may be old: those who waited for it take it."""
+    """Even if the call takes longer than its result may be old: waiting callers use the result."""
     shared = SingleFlight(Work(2 * AGE_S), AGE_S)
     assert await asyncio.gather(*(shared() for _ in range(5))) == [1] * 5
     assert await shared() == 1
@@ -43,7 +43,7 @@ async def test_an_answer_that_is_old_is_made_anew() -> None:
 
 
 async def test_no_answer_is_kept_where_there_was_none() -> None:
-    """What was raised goes to who asked, and the next one asks again."""
+    """An exception goes to the callers, and the next caller calls again."""
     work = Work()
     shared = SingleFlight(work, AGE_S)
     work.problem = RuntimeError("not now")
@@ -54,7 +54,7 @@ async def test_no_answer_is_kept_where_there_was_none() -> None:
 
 
 async def test_one_who_leaves_takes_nothing_from_the_others() -> None:
-    """Who waits behind one that is cancelled asks in its slot."""
+    """If the calling request is cancelled, a waiting one calls in its place."""
     shared = SingleFlight(Work(AGE_S / 4), AGE_S)
     first, second = asyncio.create_task(shared()), asyncio.create_task(shared())
     await asyncio.sleep(AGE_S / 8)

@@ -1,4 +1,4 @@
-"""Deadlines of a request: to its first token, between two tokens, and of an answer that is not streamed."""
+"""Deadlines of a request: to its first token, between two tokens, and of a whole answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def paced(call: Call, turn: int) -> AsyncGenerator[Any, None]:
 
 
 async def alive_but_idle(call: Call, turn: int) -> AsyncGenerator[Any, None]:
-    """One token, then heartbeats only: the engine runs, but schedules this request no more."""
+    """One token, then heartbeats only: the engine runs, but no longer schedules this request."""
     async for item in engine(1, [1], dies_after=None)(call, turn):
         yield item
         if not isinstance(item, ResponseStart | bytes):
@@ -45,7 +45,7 @@ async def test_a_stream_with_tokens_has_no_deadline():
 
 
 async def test_a_resumed_stream_has_no_deadline():
-    """Another engine continues it after the time in which the first token had to come."""
+    """Another engine continues it after the deadline of the first token."""
 
     async def dies_late(call: Call, turn: int) -> AsyncGenerator[Any, None]:
         begins = True
@@ -72,7 +72,7 @@ async def test_a_resumed_stream_has_no_deadline():
     ],
 )
 async def test_each_wait_has_a_deadline(limit, stream, behaviour):
-    """Only the timeout named is short."""
+    """Only the named timeout is short."""
     router, p, d = fleet([well], [behaviour])
     router.limits = LIMITS.model_copy(update=dict.fromkeys(SHORT, 20.0) | {limit: 0.3})
     with pytest.raises(DeadlineError):

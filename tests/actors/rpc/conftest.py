@@ -1,4 +1,4 @@
-"""Each test of a server, on both kinds of event loop."""
+"""Runs each test of a server on both kinds of event loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.actors.rpc.world import Served, World
 
 @pytest.fixture(params=[asyncio.DefaultEventLoopPolicy, uvloop.EventLoopPolicy], ids=["asyncio", "uvloop"])
 def event_loop_policy(request: pytest.FixtureRequest) -> Any:
-    """Actors run on uvloop, whose transports differ in what they forgive."""
+    """Actors run on uvloop, whose transports accept other misuse."""
     return request.param()
 
 

@@ -1,4 +1,4 @@
-"""A router's connections to a server: when they are used again, when they end, and when the engine has to wait."""
+"""A router's connections to a server: their reuse, their end, and the engine's wait for credit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from tests.actors.rpc.world import CALL, ITEMS, PIECE_BYTES, POURED, World, item
 
 @asynccontextmanager
 async def elsewhere(world: World, sent: bytes, stays: bool = False) -> AsyncGenerator[EngineCall, None]:
-    """A call to somebody who answers whatever is said with `sent`, and then hangs up unless it `stays`."""
+    """Call a peer that answers any message with `sent`, and then closes the connection unless it
+    `stays`.
+    """
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(100)
@@ -40,7 +42,7 @@ async def elsewhere(world: World, sent: bytes, stays: bool = False) -> AsyncGene
 
 
 async def test_a_router_learns_that_its_call_is_taken(world: World) -> None:
-    """Though the engine says nothing else for long."""
+    """A message arrives although the engine sends nothing else for long."""
     async with AsyncExitStack() as stack:
         call = await world.call("is silent", stack)
         assert await asyncio.wait_for(anext(call), 5) == Accepted("e", 1)
@@ -49,7 +51,7 @@ async def test_a_router_learns_that_its_call_is_taken(world: World) -> None:
 
 
 async def test_small_news_go_with_what_follows(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are not lost, stay in request, and come before an end."""
+    """They are not lost, stay in order, and precede an end."""
     monkeypatch.setattr(server_connection, "LINGER_S", 60)
     async with AsyncExitStack() as stack:
         assert joined(await asyncio.wait_for(items(await world.call("ends", stack)), 5)) == joined(ITEMS)
@@ -66,7 +68,7 @@ async def test_small_news_go_with_what_follows(world: World, monkeypatch: pytest
 
 
 async def test_a_call_is_sent_before_it_is_received(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine is another process, and may be at work before the router's goes on."""
+    """The engine is another process, and may send before the router's loop continues."""
     send, received_at = client.Channel.call, []
 
     def receive(*call: Any) -> int:
@@ -99,7 +101,7 @@ TAKEN = StreamItem(1, Accepted("e", 1))
     ids=["nothing", "half", "early", "twice", "version", "stream", "credit", "garbage", "http", "refused"],
 )
 async def test_an_answer_that_breaks_off(world: World, sent: bytes) -> None:
-    """A process that is killed, one that is no engine, or one that breaks the protocol."""
+    """A killed process, another program, or one that violates the protocol."""
     async with elsewhere(world, sent) as call:
         with pytest.raises(EngineDownError, match="e: "):
             await asyncio.wait_for(read(call, []), 5)
@@ -107,7 +109,7 @@ async def test_an_answer_that_breaks_off(world: World, sent: bytes) -> None:
 
 
 async def test_an_item_after_the_end(world: World) -> None:
-    """The router closes a connection whose engine has lost count."""
+    """The router closes a connection whose engine exceeds its credit."""
     said = encode([Welcome(1), TAKEN, End(1), StreamItem(1, b"of whom?")])
     async with elsewhere(world, said, stays=True) as call:
         assert await items(call) == [Accepted("e", 1)]
@@ -116,7 +118,7 @@ async def test_an_item_after_the_end(world: World) -> None:
 
 
 async def test_a_reply_to_a_call(world: World) -> None:
-    """An engine that mixes up streams is disconnected."""
+    """An engine that confuses streams is disconnected."""
     async with elsewhere(world, encode([Welcome(1), Reply(1, 3)]), stays=True) as call:
         with pytest.raises(EngineDownError, match="Reply"):
             await asyncio.wait_for(read(call, []), 5)
@@ -135,7 +137,9 @@ async def test_a_cancelled_call_leaves_the_connection_open(world: World) -> None
 
 
 async def test_a_call_that_ends_late(world: World) -> None:
-    """Cancelled, it keeps its engine busy for a while, and the connection serves other calls meanwhile."""
+    """Cancelled, it keeps its engine busy for a while, and the connection serves other calls
+    meanwhile.
+    """
     async with AsyncExitStack() as stack:
         slow = await world.call("ends late", stack)
         size = 0
@@ -151,7 +155,7 @@ async def test_a_call_that_ends_late(world: World) -> None:
 
 
 async def test_an_idle_connection_is_closed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines come and go for months. The next call opens another."""
+    """Engines come and go for months. The next call opens another connection."""
     monkeypatch.setattr(client, "IDLE_CONNECTION_S", 0.1)
     async with AsyncExitStack() as stack:
         for _ in range(2):
@@ -166,7 +170,7 @@ async def test_an_idle_connection_is_closed(world: World, monkeypatch: pytest.Mo
 
 
 async def test_a_paused_reader(world: World) -> None:
-    """Makes the engine wait at its stream's credit; then it gets everything."""
+    """The reader makes the engine wait at its stream's credit; then it gets everything."""
     async with AsyncExitStack() as stack:
         call = await world.call("pours", stack)
         before = -1
@@ -181,7 +185,7 @@ async def test_a_paused_reader(world: World) -> None:
 
 
 async def test_methods_of_an_engine(world: World) -> None:
-    """Need no slot; an unknown one, or one that fails, is an error of that question only."""
+    """Methods need no slot; an unknown or failing one is an error of this call only."""
     slot = await world.engines.take()
     assert await world.engines.ask(slot, "double", 21) == 42
     assert await world.engines.ask_all("ping", 5) == ["e"]

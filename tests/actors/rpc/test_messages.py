@@ -1,4 +1,6 @@
-"""Messages as bytes: recorded frames of each protocol version, frames in parts, and invalid frames."""
+"""Messages as bytes: recorded frames of each protocol version, partial frames, and invalid
+frames.
+"""
 
 from __future__ import annotations
 
@@ -53,24 +55,26 @@ MESSAGES: dict[int, list[Any]] = {
         End(2, RpcFailure("engine_down", "killed")),
     ]
 }
-"""Every message of each version, as an engine or a router of this release writes it."""
+"""Return every message of each version, as an engine or a router of this release encodes it."""
 
 RECORDED = Path(__file__).parent / "frames"
 
 
 def test_a_frame_by_hand() -> None:
-    """Nine bytes follow: an array of one message, which is an array of tag 7, stream 5, and an item of tag 1."""
+    """Nine bytes follow: an array of one message, which is an array of tag 7, stream 5, and an
+    item of tag 1.
+    """
     assert encode([StreamItem(5, Heartbeat())]) == b"\x00\x00\x00\x06" + b"\x91\x93\x07\x05\x91\x01"
 
 
 def test_every_supported_version_is_recorded() -> None:
-    """A version is not given up or added without its frames."""
+    """Each supported version has its frames."""
     assert set(MESSAGES) == set(range(OLDEST_VERSION, NEWEST_VERSION + 1))
 
 
 @pytest.mark.parametrize("version", MESSAGES)
 def test_recorded_frames(version: int) -> None:
-    """The frames that the release of that version wrote: this one reads them, and writes the same."""
+    """This release reads the frames of that version's release, and writes the same."""
     recorded = bytes.fromhex((RECORDED / f"version-{version}.hex").read_text())
     assert list(FrameReader().feed(recorded)) == MESSAGES[version]
     assert b"".join(encode([message]) for message in MESSAGES[version]) == recorded
@@ -78,7 +82,9 @@ def test_recorded_frames(version: int) -> None:
 
 @pytest.mark.parametrize("most", [1, 2, 7, 4096, 10**9])
 def test_frames_in_parts(most: int) -> None:
-    """One byte at a time, in random parts, all at once; one frame has all messages, others one each."""
+    """One byte at a time, in random parts, all at once; one frame has all messages, others one
+    each.
+    """
     messages = MESSAGES[NEWEST_VERSION]
     data = encode(messages) + b"".join(encode([one]) for one in messages)
     frames, parts = FrameReader(), random.Random(most)
@@ -91,7 +97,7 @@ def test_frames_in_parts(most: int) -> None:
 
 
 def test_a_large_frame_is_refused_before_it_arrives() -> None:
-    """Of an unknown peer no more is kept than the limit."""
+    """At most the limit is buffered for an unknown peer."""
     frame = encode([Cancel(1)])
     assert list(FrameReader(len(frame) - LENGTH.size).feed(frame)) == [Cancel(1)]
     with pytest.raises(RpcProtocolError, match="the limit is 9"):
@@ -99,7 +105,7 @@ def test_a_large_frame_is_refused_before_it_arrives() -> None:
 
 
 def test_fields_of_a_later_version_are_ignored() -> None:
-    """A message may grow at its end."""
+    """A message may have more fields at its end."""
     assert list(FrameReader().feed(LENGTH.pack(5) + b"\x91\x93\x05\x09\x2a")) == [Cancel(9)]
 
 
@@ -115,6 +121,6 @@ def test_fields_of_a_later_version_are_ignored() -> None:
     ],
 )
 def test_invalid_frames(payload: bytes) -> None:
-    """Another program than an engine or a router."""
+    """From another program than an engine or a router."""
     with pytest.raises(RpcProtocolError, match="invalid frame"):
         list(FrameReader().feed(LENGTH.pack(len(payload)) + payload))

@@ -41,7 +41,7 @@ REQUEST = RpcRequest(Call("POST", "/"), "router", 0)
 
 
 def pair() -> tuple[RouterProtocol, EngineProtocol]:
-    """Two sides that have agreed on a version."""
+    """Return two sides that have agreed on a version."""
     router, engine = RouterProtocol("key"), EngineProtocol("key")
     assert list(engine.receive(router.take())) == []
     assert list(router.receive(engine.take())) == []
@@ -63,12 +63,12 @@ def pair() -> tuple[RouterProtocol, EngineProtocol]:
     ],
 )
 def test_versions(offered: int, newest: int, oldest: int, common: int | None) -> None:
-    """The newest that both speak; each speaks its newest and the one before."""
+    """The newest version of both; each supports its newest and the one before."""
     assert common_version(offered, newest, oldest) == common
 
 
 def test_a_call_by_hand() -> None:
-    """Nothing but the Hello is sent before the Welcome; then each side gets what the other sent."""
+    """Only the Hello is sent before the Welcome; then each side receives the other's messages."""
     router, engine = RouterProtocol("key"), EngineProtocol("key")
     assert router.open(REQUEST) == 1
     assert list(engine.receive(router.take())) == []
@@ -99,7 +99,7 @@ ROUTER_MESSAGES: list[Any] = [StreamItem(1, Heartbeat()), Reply(1, 2), End(1)]
 
 
 def engine_in(state: StreamState) -> EngineProtocol:
-    """An engine whose stream 1 is in `state`."""
+    """Return an engine whose stream 1 is in `state`."""
     router, engine = pair()
     if state is not StreamState.NEW:
         router.ask("m", ()) if state is StreamState.ASKED else router.open(REQUEST)
@@ -113,7 +113,7 @@ def engine_in(state: StreamState) -> EngineProtocol:
 
 
 def router_in(state: StreamState) -> RouterProtocol:
-    """A router whose stream 1 is in `state`."""
+    """Return a router whose stream 1 is in `state`."""
     router, _ = pair()
     if state is not StreamState.NEW:
         router.ask("m", ()) if state is StreamState.ASKED else router.open(REQUEST)
@@ -127,13 +127,13 @@ def router_in(state: StreamState) -> RouterProtocol:
 
 @pytest.mark.parametrize(("state", "message"), list(itertools.product(StreamState, ENGINE_MESSAGES + ROUTER_MESSAGES)))
 def test_the_engines_table(state: StreamState, message: Any) -> None:
-    """Each message in each state: passed on, ignored, or refused, as the table has it."""
+    """Each message in each state: passed on, ignored, or refused, as in the table."""
     check(engine_in(state), ENGINE_TABLE.get((state, type(message))), message)
 
 
 @pytest.mark.parametrize(("state", "message"), list(itertools.product(StreamState, ENGINE_MESSAGES + ROUTER_MESSAGES)))
 def test_the_routers_table(state: StreamState, message: Any) -> None:
-    """Each message in each state: passed on, ignored, or refused, as the table has it."""
+    """Each message in each state: passed on, ignored, or refused, as in the table."""
     check(router_in(state), ROUTER_TABLE.get((state, type(message))), message)
 
 
@@ -158,7 +158,7 @@ def test_a_call_that_is_cancelled_before_it_is_sent() -> None:
 
 @pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES, 10 * PIECE_BYTES - 1])
 def test_pieces_of_an_item(size: int) -> None:
-    """Each fits, all together are the item, and tokens do not come after their bytes."""
+    """Each fits, all together are the item, and tokens do not follow their bytes."""
     body = random.Random(size).randbytes(size)
     for item in (body, StreamChunk(body, ((1, 2),))):
         parts: list[Any] = list(pieces(item))
@@ -171,7 +171,9 @@ def test_pieces_of_an_item(size: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_credit(seed: int) -> None:
-    """Readers of three streams that read, stop and read on: no stream exceeds its window, and each gets all of it."""
+    """Readers of three streams that pause and continue: no stream exceeds its window, and each
+    gets all data.
+    """
     rng = random.Random(seed)
     router, engine = pair()
     streams = [router.open(REQUEST) for _ in range(3)]
@@ -201,7 +203,9 @@ def test_credit(seed: int) -> None:
 
 
 def test_credit_by_hand() -> None:
-    """A window of four pieces; what the router holds back leaves room for the largest item."""
+    """A window of four pieces; the credit that the router holds back leaves room for the largest
+    item.
+    """
     router, engine = pair()
     router.open(REQUEST)
     list(engine.receive(router.take()))

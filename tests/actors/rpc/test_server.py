@@ -1,4 +1,6 @@
-"""Calls through a server: what an engine says is what a router reads, and what either may do in between."""
+"""Calls through a server: the router receives the engine's items, and both sides may act
+meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from tests.actors.rpc.world import CALL, ITEMS, Stranger, World, items, joined, 
 
 
 async def test_a_call(world: World) -> None:
-    """All items in request; one after the other over one connection, as the answer was read to its end."""
+    """All items in order; several calls over one connection, each read to its end."""
     async with AsyncExitStack() as stack:
         for _ in range(3):
             assert joined(await items(await world.call("ends", stack))) == joined(ITEMS)
@@ -33,7 +35,7 @@ async def test_a_call(world: World) -> None:
     ("path", "error"), [("dies", EngineDownError), ("cannot", CannotResumeError), ("breaks", EngineError)]
 )
 async def test_a_call_that_fails(world: World, path: str, error: type[Exception]) -> None:
-    """What was answered until then is there, then the error that it was."""
+    """Earlier items arrive, then the error."""
     async with AsyncExitStack() as stack:
         call = await world.call(path, stack)
         found: list[Any] = []
@@ -45,7 +47,7 @@ async def test_a_call_that_fails(world: World, path: str, error: type[Exception]
 
 @pytest.mark.parametrize("came", range(len(ITEMS) + 1))
 async def test_a_cancelled_call_ends_in_the_engine(world: World, came: int) -> None:
-    """Before its connection is made, after any item, and while somebody waits for the next one."""
+    """Before its connection is open, after any item, and during a wait for the next one."""
     async with AsyncExitStack() as stack:
         call = await world.call("hangs", stack)
         for _ in range(came):
@@ -59,7 +61,7 @@ async def test_a_cancelled_call_ends_in_the_engine(world: World, came: int) -> N
 
 
 async def test_a_reader_that_is_cancelled_can_read_on(world: World) -> None:
-    """A deadline between two items loses none of them."""
+    """A timeout between two items loses none of them."""
     async with AsyncExitStack() as stack:
         call = await world.call("waits", stack)
         found: list[Any] = []
@@ -70,7 +72,9 @@ async def test_a_reader_that_is_cancelled_can_read_on(world: World) -> None:
 
 
 async def test_a_full_engine_refuses(world: World) -> None:
-    """Beyond its slots, which another router may have taken; and takes calls again when one has ended."""
+    """Above its slots, which another router may have taken; it accepts calls again when one has
+    ended.
+    """
     async with AsyncExitStack() as stack:
         calls = [await world.call("hangs", stack) for _ in range(2)]
         for call in calls:
@@ -101,7 +105,7 @@ async def test_sequences_fill_an_engine(world: World) -> None:
 
 
 async def test_an_engine_that_leaves(world: World) -> None:
-    """Ends what it has, refuses what comes, and is asked no more."""
+    """It completes running calls, refuses new ones, and is not called again."""
     async with AsyncExitStack() as stack:
         running = await world.call("waits", stack)
         await running.__anext__()
@@ -119,7 +123,7 @@ async def test_an_engine_that_leaves(world: World) -> None:
 
 
 async def test_the_last_answer_of_an_engine_that_stops(world: World) -> None:
-    """It arrives whole although the server closes as soon as it has no call."""
+    """It arrives completely although the server closes as soon as it has no call."""
     async with AsyncExitStack() as stack:
         running = [await world.call("waits", stack) for _ in range(2)]
         reading = [asyncio.create_task(items(call)) for call in running]
@@ -148,7 +152,7 @@ async def test_a_router_that_is_gone(world: World) -> None:
 
 
 async def test_an_engine_that_is_not_there(world: World) -> None:
-    """Nobody listens where it was."""
+    """No process listens at its former address."""
     await world.server.close()
     async with AsyncExitStack() as stack:
         with pytest.raises(EngineDownError, match="e: cannot connect"):
@@ -156,7 +160,7 @@ async def test_an_engine_that_is_not_there(world: World) -> None:
 
 
 async def test_a_server_that_closes(world: World) -> None:
-    """Calls end with it, and nobody is left."""
+    """Calls end with it, and no task is left."""
     async with AsyncExitStack() as stack:
         calls = [await world.call("hangs", stack) for _ in range(2)]
         for call in calls:
@@ -171,7 +175,7 @@ async def test_a_server_that_closes(world: World) -> None:
 
 
 async def test_it_listens_where_it_is_told(world: World) -> None:
-    """And nowhere else; a port that is taken is an OSError."""
+    """It listens there only; a port in use is an OSError."""
     with pytest.raises(OSError, match="in use"):
         await RpcServer(world.served, 1).open("127.0.0.1", world.address.port)
     other = [one for one in ("127.0.0.2", "127.1.1.1") if socket.socket().connect_ex((one, world.address.port)) == 0]
@@ -179,7 +183,7 @@ async def test_it_listens_where_it_is_told(world: World) -> None:
 
 
 async def test_the_queue_of_routers_is_known(world: World) -> None:
-    """As each has said with its last call."""
+    """From each router's last call."""
     async with AsyncExitStack() as stack:
         await items(await world.call("ends", stack))
         assert world.server.queued() == 0
@@ -190,15 +194,15 @@ async def test_the_queue_of_routers_is_known(world: World) -> None:
 
 
 async def test_a_prefill_leg_carries_its_transfer(world: World) -> None:
-    """What the engine is to hold, and how long."""
+    """The engine receives the transfer id and the hold time."""
     async with AsyncExitStack() as stack:
         await items(await world.call("ends", stack, transfer_id="t", hold_s=2.0))
     (request,) = world.served.requests
     assert (request.transfer_id, request.hold_s) == ("t", 2.0)
 
 
-async def test_a_place_that_cannot_be_described_is_given_back(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is wrong with what is known of its engine."""
+async def test_a_slot_that_cannot_be_used_is_returned(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot is returned if an error prevents its use."""
 
     def fails(*_: object) -> bool:
         raise TypeError("of another release")
@@ -211,7 +215,9 @@ async def test_a_place_that_cannot_be_described_is_given_back(world: World, monk
 
 
 async def test_a_sign_of_life_is_nothing_to_wait_for(world: World) -> None:
-    """Who asks whether more is there, and waits with what it has, would wait for what comes after it."""
+    """A reader that checks for more items before it waits would otherwise wait for the item
+    after a heartbeat.
+    """
     call = EngineCall(await world.engines.take(), SlotPool(dict))
     assert call.waits
     for item in (Heartbeat(), b"first", Heartbeat(), b"second", Heartbeat()):
@@ -229,7 +235,7 @@ async def test_a_sign_of_life_is_nothing_to_wait_for(world: World) -> None:
 
 
 async def test_a_large_body(world: World) -> None:
-    """A router has let it in: the server has no limit of its own."""
+    """A router has admitted it: the server has no limit of its own."""
     body = bytes(20 << 20)
     async with AsyncExitStack() as stack:
         slot = await world.engines.take()

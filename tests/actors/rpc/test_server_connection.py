@@ -1,4 +1,4 @@
-"""Who comes to a server: strangers, and routers that say what no router would, or at an odd moment."""
+"""Clients of a server: strangers, and routers with unexpected messages or timing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def opened(stream: int, path: str = "ends") -> Open:
     ],
 )
 async def test_a_peer_without_the_key_is_refused(world: World, said: bytes) -> None:
-    """So is one whose first message is no Hello. It receives the reason if it has not sent too much."""
+    """So is one whose first message is no Hello.
+
+    It receives the reason if it has not sent too much.
+    """
     async with Stranger(world) as stranger:
         stranger.writer.write(said)
         heard = await stranger.heard()
@@ -59,7 +62,7 @@ async def test_a_peer_without_the_key_is_refused(world: World, said: bytes) -> N
 
 
 async def test_an_unknown_version_is_refused_by_name(world: World) -> None:
-    """An older router than the one before; a newer router gets the engine's newest version."""
+    """A router two versions older is refused; a newer router gets the engine's newest version."""
     async with Stranger(world) as old, Stranger(world) as new:
         old.say(Hello(0, world.address.key))
         heard = await old.heard()
@@ -71,7 +74,9 @@ async def test_an_unknown_version_is_refused_by_name(world: World) -> None:
 
 
 async def test_a_silent_peer_is_disconnected(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A port scanner, or a router that died at once. A router that has authenticated may be silent."""
+    """A port scanner, or a router that died at once. A router that has authenticated may be
+    silent.
+    """
     monkeypatch.setattr(server_connection, "HELLO_S", 0.2)
     async with Stranger(world) as router, Stranger(world) as silent:
         router.say(Hello(1, world.address.key))
@@ -108,7 +113,7 @@ async def test_a_router_that_breaks_the_protocol(world: World, said: Any) -> Non
 
 
 async def test_a_cancel_that_crosses_the_end(world: World) -> None:
-    """Has no effect, neither on the ended stream nor on another."""
+    """It has no effect, neither on the ended stream nor on another."""
     async with Stranger(world) as router:
         router.say(Hello(1, world.address.key), opened(1))
         await router.answer(1)

@@ -1,4 +1,6 @@
-"""A router that stops reading one stream: the engine's generator waits, and other streams continue."""
+"""A router that stops reading one stream: the engine's generator waits, and other streams
+continue.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ MOST_BYTES = 4 * 10**6
 
 
 class Application:
-    """Streams events as fast as `send` returns, after a start with the headers of a stream."""
+    """Stream events as fast as `send` returns, after the headers of a stream."""
 
     def __init__(self) -> None:
         self.sent_bytes = 0
@@ -35,7 +37,9 @@ class Application:
 
 
 async def test_a_paused_stream_stops_its_generator_only(world: World) -> None:
-    """No more than MOST_BYTES are in flight, no piece takes long to join, and another stream ends meanwhile."""
+    """At most MOST_BYTES are in flight, no piece takes long to join, and another stream ends
+    meanwhile.
+    """
     application = Application()
 
     async def serve(request: RpcRequest) -> AsyncGenerator[Any, None]:
@@ -49,7 +53,7 @@ async def test_a_paused_stream_stops_its_generator_only(world: World) -> None:
         slow = await world.call("large", stack)
         first = [await anext(slow), await anext(slow), await anext(slow)]
         before = -1
-        while before < application.sent_bytes:  # until nothing moves any more
+        while before < application.sent_bytes:  # until the count no longer changes
             before = application.sent_bytes
             await asyncio.sleep(0.3)
         assert application.sent_bytes < MOST_BYTES
@@ -63,7 +67,7 @@ async def test_a_paused_stream_stops_its_generator_only(world: World) -> None:
 
 
 async def test_a_cancelled_call_wakes_its_application(world: World) -> None:
-    """An application that waits in `send` ends when its reader leaves."""
+    """An application that waits in `send` ends when its reader disconnects."""
     ended = asyncio.Event()
 
     async def application(scope: Any, receive: Any, send: Any) -> None:

@@ -1,4 +1,6 @@
-"""A real server and both its sides: an engine's generator, a router's calls, and a connection made by hand."""
+"""A real server with both its sides: an engine's generator, a router's calls, and a manual
+connection.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ POURED, PIECE_BYTES = 1000, 2**16
 
 
 class Served:
-    """An engine's generator; it does what the path of a call says, and counts the calls that run."""
+    """An engine's generator; the path of a call selects its behaviour. Counts running calls."""
 
     def __init__(self) -> None:
         self.running = 0
@@ -94,7 +96,7 @@ class World:
 
 
 async def read(call: EngineCall, found: list[Any]) -> None:
-    """Add the items that come to `found`."""
+    """Add the received items to `found`."""
     while True:
         try:
             found.append(await call.__anext__())
@@ -103,21 +105,21 @@ async def read(call: EngineCall, found: list[Any]) -> None:
 
 
 async def items(call: EngineCall) -> list[Any]:
-    """All of them."""
+    """Return all received items."""
     found: list[Any] = []
     await read(call, found)
     return found
 
 
 def joined(found: list[Any]) -> list[Any]:
-    """With pieces of the body that followed each other as one."""
+    """Return the items, with consecutive pieces of the body joined."""
     return [item for item in found if not isinstance(item, bytes)] + [
         b"".join(i for i in found if isinstance(i, bytes))
     ]
 
 
 class Stranger:
-    """A connection to the server, by hand."""
+    """A manual connection to the server."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -135,7 +137,7 @@ class Stranger:
         self.writer.write(encode(said))
 
     async def heard(self) -> Any:
-        """The next that the server says; None: it has hung up."""
+        """Return the server's next message; None if it has closed the connection."""
         async with asyncio.timeout(5):
             while not self._come:
                 try:
@@ -148,7 +150,7 @@ class Stranger:
         return self._come.pop(0)
 
     async def answer(self, stream: int) -> list[Any]:
-        """The items of a stream up to its end; other streams' are left out."""
+        """Return the items of a stream up to its end, without those of other streams."""
         found: list[Any] = []
         while not (isinstance(message := await self.heard(), End) and message.stream == stream):
             assert message is not None

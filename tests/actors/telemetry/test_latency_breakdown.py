@@ -1,4 +1,4 @@
-"""Ledgers of hand-made requests, and of random ones: the parts are the total."""
+"""Breakdowns of requests by hand and of random ones: the parts sum to the total."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ REMOTE = RequestTimestamps(
     tried_at=1003,
     retried_at=1003,
     slots_at=1007,
-    # Sent at 1010, there and back in 2: it reaches prefill at 1011, which has computed the prompt at 1056.
+    # Sent at 1010, there and back in 2: it reaches prefill at 1011, which has computed the prompt
+    # at 1056.
     prefill=LegTimestamps(1010, 1058, PREFILL),
     # Sent at 1011, there and back in 4: it reaches decode at 1013, which has the KV at 1065.
     decode=LegTimestamps(1011, 1082, DECODE),
     streams=True,
 )
-"""In whole seconds, so that a reader can add up."""
+"""Whole seconds, easy to add up."""
 
 REMOTE_PARTS = {
     "body": 1,
@@ -45,12 +46,12 @@ REMOTE_PARTS = {
 
 
 def on_prefill(**more: Any) -> RequestTimestamps:
-    """The request with other timings of prefill's."""
+    """Return the request with other timings of prefill."""
     return replace(REMOTE, prefill=LegTimestamps(1010, 1058, replace(PREFILL, **more)))
 
 
 def on_decode(**more: Any) -> RequestTimestamps:
-    """The request with other timings of decode's."""
+    """Return the request with other timings of decode."""
     return replace(REMOTE, decode=LegTimestamps(1011, 1082, replace(DECODE, **more)))
 
 
@@ -92,32 +93,32 @@ def test_a_local_request_has_fewer_parts():
 
 
 def test_an_answer_that_is_not_streamed_is_generated_first():
-    """What follows the first token is a part of its own."""
+    """The time after the first token is a separate part."""
     parts = break_down(replace(REMOTE, streams=False)).parts
     assert parts == {**REMOTE_PARTS, "frontend": 2, "generation": 1}
 
 
 def test_broken_tries_are_not_the_routers_time():
-    """From the first try to the one that answered."""
+    """From the first attempt to the one that answered."""
     parts = break_down(replace(REMOTE, tried_at=1002)).parts
     assert parts == {**REMOTE_PARTS, "router": 4, "retries": 1}
 
 
 def test_kv_that_was_there_before_prefill_had_its_token():
-    """Prefill draws a token that nobody needs: what decode does meanwhile is what counts."""
+    """Prefill samples an unused token: decode's activity meanwhile counts."""
     parts = break_down(on_decode(kv_ended_s=41)).parts  # at 1054; prefill ends at 1056
     assert "transfer" not in parts
     assert (parts["prefill"], parts["decode_queue"]) == (38, 15)
 
 
 def test_decode_without_room_is_not_a_slow_transfer():
-    """The prompt was computed at 1056, and decode had blocks for it at 1060 only."""
+    """The prompt was computed at 1056, and decode had blocks for it only at 1060."""
     parts = break_down(on_decode(kv_asked_s=47)).parts
     assert (parts["prefill"], parts["decode_queue"], parts["transfer"]) == (40, 4 + 4, 5)
 
 
 def test_decode_that_wants_no_kv_does_not_wait_for_prefill():
-    """It holds the whole prefix: prefill's time is nobody's."""
+    """Decode has the whole prefix cached: prefill's time does not count."""
     parts = break_down(on_decode(kv_asked_s=None, kv_ended_s=None)).parts
     assert parts == {
         "body": 1,
@@ -131,13 +132,13 @@ def test_decode_that_wants_no_kv_does_not_wait_for_prefill():
 
 
 def test_a_recomputed_prompt_is_not_a_step():
-    """Its KV did not come."""
+    """Its transfer failed."""
     parts = break_down(on_decode(kv_failed=True)).parts
     assert parts == {**{part: s for part, s in REMOTE_PARTS.items() if part != "first_step"}, "recompute": 10}
 
 
 def test_an_engine_that_says_nothing():
-    """Its time is not made up."""
+    """Its time is not invented."""
     silent_prefill = replace(REMOTE, prefill=LegTimestamps(1010, 1082, None))
     assert break_down(silent_prefill).parts == {
         "body": 1,
@@ -163,13 +164,13 @@ def test_an_engine_that_says_nothing():
     ],
 )
 def test_seven_seconds_more_are_seen_where_they_are_spent(timestamps, part):
-    """Everything after the stage is seven seconds later; nothing else has changed."""
+    """All times after the stage are seven seconds later; nothing else changes."""
     later = shift(timestamps, 7) if timestamps.prefill != REMOTE.prefill else timestamps
     assert break_down(later).parts == {**REMOTE_PARTS, part: REMOTE_PARTS[part] + 7}
 
 
 def shift(timestamps: RequestTimestamps, seconds: float) -> RequestTimestamps:
-    """Prefill's answer and decode's are so much later; decode waits so much longer for the KV."""
+    """Prefill's and decode's answers are later by this time; decode waits longer for the KV."""
     assert timestamps.prefill is not None
     return replace(
         timestamps,
@@ -193,7 +194,7 @@ def late(**by_s: float) -> EngineTimings:
     ],
 )
 def test_seven_seconds_more_on_decode(timings, part):
-    """The same for what decode measures."""
+    """Likewise for decode's measurements."""
     timestamps = replace(REMOTE, decode=LegTimestamps(1011, 1089, timings))
     assert break_down(timestamps).parts == {**REMOTE_PARTS, part: REMOTE_PARTS[part] + 7}
 
@@ -212,7 +213,7 @@ def timings(draw: Any) -> EngineTimings | None:
 
 @st.composite
 def any_marks(draw: Any) -> RequestTimestamps:
-    """Marks in any order and durations that make no sense: clocks that jump, engines that lie."""
+    """Timestamps in any order and impossible durations: clocks that jump, wrong reports."""
     legs = [LegTimestamps(draw(moments), draw(moments), timings(draw)) for _ in range(2)]
     prefill = legs[0] if draw(st.booleans()) else None
     at: tuple[float, float, float, float, float] = draw(st.tuples(*[moments] * 5))
@@ -221,7 +222,7 @@ def any_marks(draw: Any) -> RequestTimestamps:
 
 @given(any_marks())
 def test_the_parts_are_the_total_whatever_the_marks(timestamps):
-    """No gap, no overlap, nothing negative, each part in its place."""
+    """No gap, no overlap, nothing negative, each part in its order."""
     breakdown = break_down(timestamps)
     total_s = max(timestamps.decode.answered_at - timestamps.arrived_at, 0)
     assert breakdown.total_s == pytest.approx(total_s, abs=1e-9)

@@ -1,4 +1,4 @@
-"""What a router remembers of its requests, and what a status says of an engine."""
+"""The router's records of recent requests, and an engine's status."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def record(number: int, prefill: str | None = "p1") -> RequestRecord:
 
 
 def test_the_newest_are_kept_and_no_more() -> None:
-    """However many come."""
+    """Of any number."""
     recent = RecentRequests(kept=3)
     for number in range(1000):
         recent.add(record(number))
@@ -30,7 +30,7 @@ def test_the_newest_are_kept_and_no_more() -> None:
 
 
 def test_a_record_is_json_in_milliseconds() -> None:
-    """And says nothing of the prompt."""
+    """And without the prompt."""
     (described,) = one(record(7)).newest(1)
     assert json.loads(json.dumps(described)) == {
         "request_id": "r7",
@@ -54,13 +54,13 @@ def one(only: RequestRecord) -> RecentRequests:
 
 
 def test_several_routers_requests_are_one_list() -> None:
-    """The newest first, whichever router had it."""
+    """The newest first, from any router."""
     lists = [[record(number).describe() for number in numbers] for numbers in ((5, 2), (4, 3, 1))]
     assert [one["request_id"] for one in newest_of(lists, 4)] == ["r5", "r4", "r3", "r2"]
 
 
 def test_an_engines_load_is_read_out_of_its_metrics() -> None:
-    """Of several ranks or engine cores, the sum; what is not there is nothing."""
+    """The sum over ranks or engine cores; a missing metric counts zero."""
     registry = CollectorRegistry()
     for name, value in (("num_requests_running", 3), ("num_requests_waiting", 2), ("kv_cache_usage_perc", 0.25)):
         Gauge(f"vllm:{name}", name, ["engine"], registry=registry).labels("0").set(value)

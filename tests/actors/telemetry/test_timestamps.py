@@ -1,4 +1,4 @@
-"""What a call's timestamps makes of vLLM's statistics."""
+"""A call's timestamps from vLLM's statistics."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_seconds_since_the_call_came() -> None:
 
 
 def test_a_request_waits_from_when_it_is_handed_over() -> None:
-    """vLLM's core dates it when it takes it from its inbox, which may be a long step later."""
+    """vLLM's core stamps it when it takes it from its queue, perhaps a long step later."""
     watch = CallTimestamps()
     watch.sent_to_engine("r")
     watch.first_token(stats(time.monotonic() + 10), None)
@@ -42,7 +42,7 @@ def test_a_request_waits_from_when_it_is_handed_over() -> None:
 
 
 def test_only_the_first_token_counts_and_is_told_of_once() -> None:
-    """With the first chunk after it; the chunks before and later have nothing of it."""
+    """In the first chunk after it; earlier and later chunks have no timings."""
     served = ServedCall()
     assert served.chunk(b": ping\n\n") == b": ping\n\n"
     now = time.monotonic()
@@ -58,7 +58,7 @@ def test_only_the_first_token_counts_and_is_told_of_once() -> None:
 
 
 def test_an_engine_without_statistics_tells_nothing() -> None:
-    """`disable_log_stats`: no statistics, or none that were filled in."""
+    """`disable_log_stats`: no statistics, or empty ones."""
     for nothing in (None, RequestStateStats()):
         watch = CallTimestamps()
         watch.first_token(nothing, None)

@@ -1,4 +1,4 @@
-"""Fails when the source of a private symbol changes on which a file of `actors/upstream` depends."""
+"""Fails if the source of a private symbol changes on which a file of `actors/upstream` depends."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ GUARDS: dict[str, dict[str, str]] = {
     "vllm_busy_wait": {
         "vllm/distributed/device_communicators/shm_broadcast.py:SpinCondition": "fc89baeffc89",
     },
-    "vllm_cached_token_counts": {
+    "vllm_output_processor": {
+        "vllm/v1/core/sched/utils.py:check_stop": "8e51f1dcb6ec",
         "vllm/v1/engine/output_processor.py:OutputProcessor.__init__": "74c5bb1275a6",
         "vllm/v1/engine/output_processor.py:OutputProcessor.process_outputs": "41bacc31a1d2",
         "vllm/v1/metrics/stats.py:PrefillStats": "c2628809498d",
@@ -65,12 +66,16 @@ GUARDS: dict[str, dict[str, str]] = {
         "vllm/v1/serial_utils.py:MsgpackEncoder": "57d928bf0f8d",
     },
 }
-"""For each file of `actors/upstream`: `file:symbol` in an installed package, and the digest of its code."""
+"""For each file of `actors/upstream`: `file:symbol` in an installed package, and the digest of
+its code.
+"""
 
 
 @pytest.mark.parametrize("workaround", sorted(GUARDS))
 def test_upstream_code_is_what_the_workaround_was_written_for(workaround: str) -> None:
-    """After an upgrade: read the change, adapt the workaround or delete it, then put the new digest here."""
+    """After an upgrade: read the change, adapt the workaround or delete it, then update the
+    digest here.
+    """
     found = {place: digest(source_of(place.split(":")[0]), place.split(":")[1]) for place in GUARDS[workaround]}
     assert found == GUARDS[workaround], f"upstream has changed under actors/upstream/{workaround}.py"
 

@@ -1,4 +1,4 @@
-"""Models that vLLM's CPU kernels cannot run are found before an engine starts, on a CPU with AMX and on one without."""
+"""Models that vLLM's CPU kernels cannot run are detected before the start, with and without AMX."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ OR_CPU_MLA = "or `engine.attention_backend: CPU_MLA`"
         (MLA, AMX, "float32", None, (USE_BFLOAT16, OR_CPU_MLA)),
         (MLA, AMX, "float16", None, (USE_BFLOAT16, OR_CPU_MLA)),
         (MLA, AMX, "float32", "AMX_MLA", (USE_BFLOAT16, OR_CPU_MLA)),
-        (MLA, AMX, "float32", "TRITON_MLA", (USE_BFLOAT16, OR_CPU_MLA)),  # vLLM ignores it and takes AMX_MLA
+        # vLLM ignores it and uses AMX_MLA
+        (MLA, AMX, "float32", "TRITON_MLA", (USE_BFLOAT16, OR_CPU_MLA)),
         (MLA, AMX, "float32", "CPU_MLA", ()),
         (MLA, AMX, "bfloat16", None, ()),
         (MLA, AMX, "bfloat16", "CPU_MLA", ()),
@@ -45,7 +46,7 @@ OR_CPU_MLA = "or `engine.attention_backend: CPU_MLA`"
 def test_what_cannot_run(
     layers: Layers, features: CpuFeatures, dtype: str, backend: str | None, remedies: tuple[str, ...]
 ) -> None:
-    """The reason gives the dtype that was asked for, and the remedy every setting that helps."""
+    """The reason has the requested dtype, and the remedy all settings that help."""
     problem = cpu_problem(layers, features, dtype, backend)
     assert (problem is None) == (remedies == ())
     if problem is not None:
@@ -79,7 +80,7 @@ def test_gated_delta_net_is_recognised(model_type: str, layer_types: list[str] |
     ],
 )
 def test_vllms_own_configuration_is_read(tmp_path: Path, arguments: dict, on_amx: bool) -> None:
-    """Resolved dtype and backend of a model with latent attention, whichever way they were given."""
+    """Resolved dtype and backend of a model with latent attention, however they were set."""
     model = deepseek_v2(tmp_path)
     config = AsyncEngineArgs(model=model, skip_tokenizer_init=True, **arguments).create_engine_config()
     problem = model_problem(config.model_config, config.attention_config.backend, AMX)
@@ -88,7 +89,7 @@ def test_vllms_own_configuration_is_read(tmp_path: Path, arguments: dict, on_amx
 
 
 async def test_an_engine_refuses_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the setting to change, before it starts any process."""
+    """The error names the setting, before any process starts."""
     monkeypatch.setattr(vllm_engine, "cpu_features", lambda: AMX)
     monkeypatch.setattr(
         "actors.upstream.vllm_replaying_llm.ReplayingLLM.start", lambda *_: pytest.fail("an engine core was started")

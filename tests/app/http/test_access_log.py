@@ -1,4 +1,6 @@
-"""The access log: a JSON line for each request, with its id, route, latencies and tokens, and nothing of its text."""
+"""The access log: a JSON line per request with id, route, latencies and tokens, without its
+text.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ ANSWERED = {"route", "reason", "prefill", "decode", "stream", "parts_ms", "promp
 
 
 class Logged:
-    """A router's HTTP side over replicas in this process, and the lines that it has written."""
+    """A router's HTTP side over in-process replicas, and its written lines."""
 
     def __init__(self, prefill: list[Any], decode: list[Any], *keys: str) -> None:
         self.router, *self.handles = fleet(prefill, decode)
@@ -46,7 +48,7 @@ class Logged:
         self.http = httpx.AsyncClient(transport=transport, base_url="http://tandem")
 
     async def line(self) -> dict[str, Any]:
-        """The only line, when everything is at rest."""
+        """Return the only line, once no task runs."""
         await at_rest(*self.handles)
         (line,) = self.lines
         return cast("dict[str, Any]", json.loads(line))
@@ -75,7 +77,7 @@ async def test_a_streamed_request_over_both_engines() -> None:
         "prefill": "p0",
         "decode": "d0",
         "stream": True,
-        "prompt_tokens": None,  # prefill's answer has none here
+        "prompt_tokens": None,  # prefill's answer has no tokens here
         "completion_tokens": TOKENS,
     }
     assert 0 < line["first_byte_ms"] <= line["total_ms"]
@@ -84,7 +86,7 @@ async def test_a_streamed_request_over_both_engines() -> None:
 
 
 async def test_an_answer_tells_its_usage() -> None:
-    """Also of a request that decode serves alone."""
+    """Also for a request that decode serves alone."""
     text = 'a text with "usage":{"prompt_tokens":99}'
     logged = Logged([], [answers(200, {"choices": [{"text": text}], "usage": USAGE})])
     await logged.http.post("/v1/completions", json={"prompt": "a", "echo": True})
@@ -124,7 +126,7 @@ async def test_a_client_that_leaves_before_its_answer() -> None:
 
 
 async def test_probes_are_not_logged() -> None:
-    """They come every second from everywhere."""
+    """They come every second from many sources."""
     logged = Logged([well], [well])
     for path in ("/", "/health"):
         await logged.http.get(path)

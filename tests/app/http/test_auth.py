@@ -1,4 +1,6 @@
-"""Keys, and what one key may have at once: the middleware before an application that waits when it is told to."""
+"""Keys, and the request limit of a key: the middleware before an application that waits on
+demand.
+"""
 
 import asyncio
 import json
@@ -87,7 +89,7 @@ def bearer(key: str) -> dict[bytes, bytes]:
     ],
 )
 async def test_without_a_key_nobody_comes_in(authorization):
-    """401 in OpenAI's form, for any path, and the application sees nothing of it."""
+    """401 in OpenAI's form, for any path; the application does not receive the request."""
     surface = Surface(KEYS)
     headers = {} if authorization is None else {"Authorization": authorization.encode("latin-1")}
     for path in ("/v1/completions", "/v1/models", "/health/", "/metricsx", "/tandem/status", "http://tandem//health"):
@@ -104,7 +106,7 @@ async def test_without_a_key_nobody_comes_in(authorization):
 
 
 async def test_each_key_opens():
-    """Whichever of them; the scheme in any case, as HTTP has it."""
+    """Any of them; the scheme in any case, as in HTTP."""
     surface = Surface(KEYS)
     assert (await surface.get("/v1/models", KEYS[0])).status_code == 200
     reply = await surface.client.get("/v1/models", headers={"Authorization": f"bEaRer {KEYS[0]}"})
@@ -118,7 +120,7 @@ async def test_probes_and_scrapers_need_no_key():
 
 
 async def test_open_paths_below_a_route_prefix():
-    """Serve says under which prefix the application lies."""
+    """Serve reports the prefix of the application's paths."""
     surface = Surface(KEYS)
     sent: list[Message] = []
 
@@ -142,14 +144,16 @@ async def test_open_paths_below_a_route_prefix():
 
 
 async def test_without_keys_everybody_may_come_in():
-    """The default; a header that is sent all the same does no harm."""
+    """The default; a header has no effect."""
     surface = Surface(())
     assert (await surface.get("/v1/models")).status_code == 200
     assert (await surface.get("/v1/models", "any")).status_code == 200
 
 
 async def test_one_key_at_once():
-    """429 with Retry-After beyond the limit; another key has slots of its own; ended requests give theirs back."""
+    """429 with Retry-After beyond the limit; other keys have their own slots; ended requests
+    return theirs.
+    """
     surface = Surface((*KEYS[:1], "key-of-carla"))
     waiting = [asyncio.create_task(surface.get("/wait", KEYS[0])) for _ in range(2)]
     for _ in waiting:
@@ -172,7 +176,7 @@ async def test_one_key_at_once():
 
 
 async def test_one_key_cannot_have_everything():
-    """Without a setting, half of what a router serves is left to the other keys; the only key may have all."""
+    """Without a setting, a key may use half of a router's limit; the only key may use all."""
     for keys, most in ((KEYS, 2), (KEYS[:1], 4)):
         surface = Surface(keys, RouterLimits(max_ongoing_sequences=4))
         waiting = [asyncio.create_task(surface.get("/wait", KEYS[0])) for _ in range(most)]
@@ -184,7 +188,7 @@ async def test_one_key_cannot_have_everything():
 
 
 def test_slots():
-    """A key that has nothing here takes no memory."""
+    """A key without ongoing requests uses no memory."""
     slots = PerKeyLimiter()
     with slots.taken("a", 1):
         with pytest.raises(OverloadedError), slots.taken("a", 1):
@@ -195,7 +199,7 @@ def test_slots():
 
 
 def test_keys_from_settings_and_environment(monkeypatch):
-    """Both count; neither is shown."""
+    """Both count; neither is printed."""
     monkeypatch.setenv(API_KEYS_VARIABLE, " one, two,, ")
     auth = AuthSettings(api_keys=["three"])
     assert {key.get_secret_value() for key in auth.operators_keys()} == {"one", "two", "three"}
@@ -210,8 +214,8 @@ def test_keys_from_settings_and_environment(monkeypatch):
 
 
 async def http_router(key_digests: tuple[bytes, ...]) -> httpx.AsyncClient:
-    """A router's HTTP side as a replica in this process has it; `key_digests` is what its build has found."""
-    undecorated: Any = HttpRouter.__mro__[1]  # Serve's wrapper tells the cluster that it is used
+    """A router's HTTP side as a replica in this process; `key_digests` are from its build."""
+    undecorated: Any = HttpRouter.__mro__[1]  # Serve's wrapper reports its use to the cluster
     handle: Any = SimpleNamespace(deployment_id="nobody's", options=lambda: handle)
     router = undecorated.__new__(undecorated)
     await router.__init__(LIMITS, handle, handle, key_digests)
@@ -220,8 +224,11 @@ async def http_router(key_digests: tuple[bytes, ...]) -> httpx.AsyncClient:
 
 
 async def test_a_router_reads_its_own_environment(monkeypatch):
-    """Serve builds the application in a task on any node, on Kubernetes the head's pod, which has no keys: a router
-    whose own pod has some must not let everybody in."""
+    """A router also reads the keys of its own environment.
+
+    Serve builds the application in a task on any node, on Kubernetes the head's pod, which has no
+    keys. A router whose own pod has some must not admit every client.
+    """
     monkeypatch.delenv(API_KEYS_VARIABLE, raising=False)
     built = deployment_of(build(ServiceSettings())).init_args[3]
     assert built == ()
@@ -237,7 +244,9 @@ async def test_a_router_reads_its_own_environment(monkeypatch):
 
 @pytest.mark.parametrize("key", ["key-of-björn", "two words", "tab\there", "line\nbreak", "bell\x07", "a\u00a0x", "🔑"])
 def test_a_key_that_no_client_can_send_is_refused(monkeypatch, key):
-    """It would never match, and nobody would know why. The message says what to do and nothing of the key."""
+    """It would never match, without a visible reason. The message has the remedy and not the
+    key.
+    """
     with pytest.raises(SettingsError, match=r"^auth.api_keys: .*printable ASCII") as raised:
         parse_settings({"auth": {"api_keys": [key]}})
     assert key not in str(raised.value)
@@ -248,7 +257,7 @@ def test_a_key_that_no_client_can_send_is_refused(monkeypatch, key):
 
 
 async def test_blanks_around_a_key_are_no_part_of_it(monkeypatch):
-    """In the settings as in the environment, where a file's last line break is easily among them."""
+    """In the settings as in the environment, where a file's last line break is easily included."""
     monkeypatch.setenv(API_KEYS_VARIABLE, "of-the-environment\n")
     auth = parse_settings({"auth": {"api_keys": [" of-the-settings "]}}).auth
     surface = Surface(tuple(key.get_secret_value() for key in auth.operators_keys()))
@@ -257,7 +266,7 @@ async def test_blanks_around_a_key_are_no_part_of_it(monkeypatch):
 
 
 def test_a_variable_without_a_key_lets_nobody_in(monkeypatch):
-    """Somebody wanted keys: everybody must not come in because they were lost on the way."""
+    """The operator configured keys: a lost value must not admit every client."""
     for listed in (",", " ", "\n", " , "):
         monkeypatch.setenv(API_KEYS_VARIABLE, listed)
         with pytest.raises(SettingsError, match="contains no key"):
@@ -278,7 +287,7 @@ def test_a_variable_without_a_key_lets_nobody_in(monkeypatch):
     ],
 )
 def test_too_many_prompts(body, param):
-    """Counted before an engine makes a request of each."""
+    """Counted before an engine creates a request for each."""
     with pytest.raises(BadRequestError, match="at most 4 answers") as raised:
         check_prompts(body, 4)
     assert raised.value.param == param
@@ -303,5 +312,5 @@ def test_too_many_prompts(body, param):
     ],
 )
 def test_what_is_no_matter_of_numbers(body):
-    """One long prompt is one, and what is malformed is decode's to refuse."""
+    """One long prompt is one, and decode refuses malformed prompts."""
     check_prompts(body, 4)

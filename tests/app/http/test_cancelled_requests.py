@@ -1,8 +1,8 @@
-"""An HTTP request that is cancelled, or whose client leaves, at each suspension of any task that serves it.
+"""An HTTP request is cancelled, or its client disconnects, at each suspension of any of its tasks.
 
-`tests/actors/router/test_cancellation.py` cancels the router's own task at each of its waits; here the whole surface
-runs, key and admission and body included, and what counts is every wait of every task: legs that are watched and ended,
-decode's opening, the reader of the client's messages.
+`tests/actors/router/test_cancellation.py` cancels the router's own task at each of its waits. Here
+the whole HTTP side runs, with key, admission and body, and every wait of every task counts: the
+legs' tasks, decode's start, the reader of the client's messages.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Suspensions:
 
 
 class _Counted(Coroutine[Any, Any, Any]):
-    """A task's coroutine that tells when it waits."""
+    """A task's coroutine that reports its waits."""
 
     def __init__(self, work: Coroutine[Any, Any, Any], suspensions: Suspensions) -> None:
         self._work = work
@@ -69,7 +69,7 @@ class _Counted(Coroutine[Any, Any, Any]):
 
 
 class Client:
-    """One connection: sends `wanted` in two pieces, takes what comes, and may leave."""
+    """One connection: sends `wanted` in two pieces, receives the answer, and may disconnect."""
 
     def __init__(self, wanted: ClientRequest) -> None:
         self.status: int | None = None
@@ -102,7 +102,7 @@ class Client:
 
 
 class Surface:
-    """A router's HTTP side over replicas in this process, fresh for one request."""
+    """A router's HTTP side over in-process replicas, new for one request."""
 
     def __init__(self, story: str) -> None:
         prefill, decode, more = STORIES[story]
@@ -121,7 +121,9 @@ class Surface:
         return asyncio.create_task(self.http(self.client.scope, self.client.receive, self.client.send))
 
     async def at_baseline(self) -> None:
-        """Nothing runs, no slot is taken, and no KV waits for a decode engine that has never heard of it."""
+        """Check that nothing runs, no slot is taken, and no KV waits for a decode engine without
+        the request.
+        """
         self.client.left.set()
         await at_rest(self.prefill, self.decode)
         assert _taken(self.http, self.router) == (0, 0, {})
@@ -138,7 +140,7 @@ def _taken(http: Any, router: Router) -> tuple[int, float, dict[Any, int]]:
 
 
 def _counted(router: Router) -> list[int]:
-    """The status of each request that the router has counted; 499 where the client was gone before there was one."""
+    """Return the statuses that the router has counted; 499 if the client left before a status."""
     samples = next(iter(router.metrics.requests.collect())).samples
     totals = [(int(one.labels["status"]), int(one.value)) for one in samples if one.name.endswith("_total")]
     return [status for status, count in totals for _ in range(count)]
@@ -149,7 +151,7 @@ def _closed(handle: Handle) -> None:
 
 
 async def _whole(story: str) -> int:
-    """How often anything waits when nobody disturbs the request."""
+    """Return the number of waits of an undisturbed request."""
     counted = Suspensions()
     asyncio.get_running_loop().set_task_factory(counted)
     surface = Surface(story)
@@ -168,7 +170,7 @@ def _cancel(serving: list[asyncio.Task[None]]) -> None:
 @pytest.mark.parametrize("ending", ["cancelled", "left"])
 @pytest.mark.parametrize("story", STORIES)
 async def test_at_each_suspension(story: str, ending: str) -> None:
-    """By Serve or by the client's leaving: everything goes back to where it was, and nobody sees a 500."""
+    """By Serve or by a client's disconnect: everything is released, and no client gets a 500."""
     loop = asyncio.get_running_loop()
     try:
         waits = await _whole(story)

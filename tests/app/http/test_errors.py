@@ -1,4 +1,4 @@
-"""Our errors as OpenAI clients see them."""
+"""Our errors as OpenAI clients receive them."""
 
 import json
 
@@ -21,7 +21,7 @@ from app.http.errors import BadRequestError, MalformedError, error_event, error_
     ],
 )
 def test_an_errors_response(error, status, kind, retry_after):
-    """Status, type and, where trying again may help, when."""
+    """Status, type and, if a retry may help, Retry-After."""
     response = error_response(error, retry_after_s=7)
     body = json.loads(bytes(response.body))["error"]
     assert (response.status_code, body["code"], body["type"]) == (status, status, kind)
@@ -35,7 +35,7 @@ def test_an_internal_error_says_nothing_of_its_inside():
 
 
 def test_an_error_within_a_stream_ends_it():
-    """Clients read on until [DONE]."""
+    """Clients read until [DONE]."""
     first, last, rest = error_event(UnavailableError("gone")).decode().split("\n\n")
     assert json.loads(first.removeprefix("data: "))["error"]["code"] == 503
     assert (last, rest) == ("data: [DONE]", "")

@@ -1,4 +1,4 @@
-"""What is told and kept of a request whose prefill answers after decode's first token."""
+"""The breakdown of a request whose prefill answers after decode's first token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.app.http.test_cancelled_requests import Client
 
 
 class Asking(Client):
-    """Wants to know where the time went, and notes what it was told."""
+    """Asks for an explanation, and records it."""
 
     def __init__(self, stream: bool = True) -> None:
         super().__init__(request(stream=stream))
@@ -28,7 +28,7 @@ class Asking(Client):
 
 
 async def ask(engines: Engines, client: Client) -> dict[str, float]:
-    """How many requests have each of these parts in what was kept, in the end."""
+    """Return the number of requests with each of these parts in the final records."""
     router: Any = engines.router
     http: Any = build_http(router)
     await http(client.scope, client.receive, client.send)
@@ -40,7 +40,7 @@ async def ask(engines: Engines, client: Client) -> dict[str, float]:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_asks_is_told_all(stream: bool) -> None:
-    """Its first bytes wait the moment that it takes."""
+    """Its first bytes wait for the short time needed."""
     client = Asking(stream)
     engines = Engines(**{"prefill": 0.05, "prefill's answer": DELAY_S})
     assert await ask(engines, client) == {"prefill": 1, "unexplained": 0, "first_step": 1}
@@ -49,7 +49,7 @@ async def test_a_client_that_asks_is_told_all(stream: bool) -> None:
 
 
 async def test_a_client_that_asks_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told what is known, and that is kept."""
+    """It receives the known parts, and these are recorded."""
     monkeypatch.setattr(explain, "ACCOUNT_S", 0.01)
     client = Asking()
     assert await ask(Engines(**{"prefill's answer": 60}), client) == {"prefill": 0, "unexplained": 1, "first_step": 1}
@@ -58,7 +58,7 @@ async def test_a_client_that_asks_does_not_wait_for_ever(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("late_s", "prefill"), [(0.05, 1), (60, 0)])
 async def test_what_is_kept_waits_for_the_end_of_the_answer(late_s: float, prefill: int) -> None:
-    """A client that has not asked waits for nothing; its request is kept all the same, once."""
+    """A client without the header waits for nothing; its request is recorded once."""
     engines = Engines(**{"prefill": 0.05, "prefill's answer": late_s, "streaming": DELAY_S})
     found = await ask(engines, Client(request()))
     assert found == {"prefill": prefill, "unexplained": 1 - prefill, "first_step": 1}

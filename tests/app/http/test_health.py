@@ -1,4 +1,4 @@
-"""/health answers from what Serve has published: it calls no engine, and reports service that is worse than normal."""
+"""/health answers from Serve's published list, calls no engine, and reports degraded service."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.actors.fleet import Handle, Replica
 
 
 class Hung(Handle):
-    """Replicas that Serve takes for running and that answer no call."""
+    """Replicas that Serve considers running and that answer no call."""
 
     def ongoing(self) -> dict[str, int]:
         return {replica.name: 0 for replica in self.replicas}
@@ -53,7 +53,10 @@ def router(prefill: int, decode: int) -> Router:
     ],
 )
 async def test_the_service_is_up_while_decode_is(prefill: int, decode: int, status: int, told: str) -> None:
-    """Decode serves alone without prefill, so a load balancer must keep it. No hung actor delays the answer."""
+    """Decode serves alone without prefill, so a load balancer must keep it.
+
+    No hung actor delays the answer.
+    """
     one = router(prefill, decode)
     app = build_http(cast(RouterReplica, one))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(cast(Any, app)), base_url="http://tandem") as http:

@@ -28,7 +28,7 @@ LEAVE_S = 0.5
 
 
 class Behind:
-    """An application that answers with its name; `/slow` when it is told to."""
+    """An application that answers with its name, and to `/slow` on demand."""
 
     def __init__(self, name: str) -> None:
         self.go_on = asyncio.Event()
@@ -76,7 +76,7 @@ async def opened(behind: Behind, port: int, service: str = "ours") -> AsyncGener
 
 
 async def answers(port: int, count: int) -> set[str]:
-    """To as many requests, each over a connection of its own."""
+    """Send this number of requests, each on its own connection."""
     found = set()
     for _ in range(count):
         async with httpx.AsyncClient(base_url=f"http://{HOST}:{port}") as client:
@@ -85,7 +85,9 @@ async def answers(port: int, count: int) -> set[str]:
 
 
 async def test_routers_of_one_service_share_their_port() -> None:
-    """Both are asked; after one has closed, the other has it alone, and no request in between has failed."""
+    """Both get requests; after one has closed, the other gets all, and no request in between has
+    failed.
+    """
     port = free_port()
     async with opened(Behind("second"), port) as second, opened(Behind("first"), port):
         assert await answers(port, 60) == {"first", "second"}
@@ -96,7 +98,7 @@ async def test_routers_of_one_service_share_their_port() -> None:
 
 
 async def test_routers_are_replaced_under_load() -> None:
-    """One after the other, five times: no request fails, whether its connection is new or kept from one before."""
+    """One after the other, five times: no request fails, on new or reused connections."""
     port, stop, count = free_port(), asyncio.Event(), 0
 
     async def client(kept: bool) -> None:
@@ -124,8 +126,11 @@ async def test_routers_are_replaced_under_load() -> None:
 
 
 async def test_a_router_without_a_decode_engine_is_not_ready() -> None:
-    """During an upgrade through a second cluster, its routers start long before its engines: a load balancer that
-    selects both clusters' routers must not send requests there. Requests that come all the same are answered."""
+    """A router without engines reports 503 and still answers requests.
+
+    During an upgrade through a second cluster, its routers start long before its engines. A load
+    balancer that selects both clusters' routers must not send requests there.
+    """
     port, ready = free_port(), False
     server = HttpServer(Behind("new").app, HOST, port, LEAVE_S, "ours", ready=lambda: ready)
     await server.open()
@@ -142,7 +147,7 @@ async def test_a_router_without_a_decode_engine_is_not_ready() -> None:
 
 
 async def exchange(port: int, request: str) -> bytes:
-    """All bytes of the answer, until the server closes the connection."""
+    """Return all bytes of the answer, until the server closes the connection."""
     reader, writer = await asyncio.open_connection(HOST, port)
     writer.write(request.encode())
     answer = await asyncio.wait_for(reader.read(), 5)
@@ -152,7 +157,9 @@ async def exchange(port: int, request: str) -> bytes:
 
 @pytest.mark.parametrize("keep_alive", ["", "Connection: keep-alive\r\n"])
 async def test_an_old_client_gets_no_chunks(keep_alive: str) -> None:
-    """HTTP/1.0 has no chunked encoding: `ab` and some proxies would take its sizes for the answer's text."""
+    """HTTP/1.0 has no chunked encoding: `ab` and some proxies would read its sizes as the
+    answer's text.
+    """
     port, behind = free_port(), Behind("a stream")
     behind.go_on.set()
     async with opened(behind, port):
@@ -169,7 +176,7 @@ async def test_an_old_client_gets_no_chunks(keep_alive: str) -> None:
 
 
 async def test_a_connection_becomes_no_websocket() -> None:
-    """Nothing here speaks the protocol; the limits on headers and keys hold for HTTP."""
+    """The application has no WebSockets; the limits on headers and keys are for HTTP."""
     port = free_port()
     upgrade = "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
     async with opened(Behind("one"), port) as server:
@@ -183,7 +190,7 @@ async def test_a_connection_becomes_no_websocket() -> None:
 
 
 async def test_what_has_begun_is_answered() -> None:
-    """A router that is stopped takes no more connections, and sends its streams to their end."""
+    """A stopping router accepts no more connections, and completes its streams."""
     port, behind = free_port(), Behind("a stream")
     async with opened(behind, port) as server, httpx.AsyncClient(base_url=f"http://{HOST}:{port}") as client:
         async with client.stream("GET", "/slow") as reply:
@@ -212,7 +219,7 @@ async def test_a_client_that_leaves() -> None:
 
 
 async def test_it_says_whose_it_is() -> None:
-    """To whoever wants to share its port, and to load balancers whether it takes requests."""
+    """The service id for routers that share its port, and the readiness for load balancers."""
     port = free_port()
     async with opened(Behind("one"), port) as server, httpx.AsyncClient(base_url=f"http://{HOST}:{port}") as client:
         reply = await client.get(SERVICE_PATH)
@@ -225,7 +232,7 @@ async def test_it_says_whose_it_is() -> None:
 
 
 async def test_the_port_of_another_service() -> None:
-    """Is not shared, although the kernel would do it."""
+    """It is not shared, although the kernel would do it."""
     port = free_port()
     async with opened(Behind("one"), port, "another"):
         with pytest.raises(PortTakenError, match=f"http_port: {HOST}:{port}.*another program or service"):
@@ -234,7 +241,7 @@ async def test_the_port_of_another_service() -> None:
 
 @pytest.mark.parametrize("says", [b"SSH-2.0-none\r\n", b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", b""])
 async def test_the_port_of_another_program(says: bytes) -> None:
-    """Whatever it says."""
+    """Whatever it answers."""
 
     async def talk(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(says)
@@ -248,7 +255,7 @@ async def test_the_port_of_another_program(says: bytes) -> None:
 
 
 async def test_routers_that_start_together() -> None:
-    """Each looks whether the port is free by taking it for a moment."""
+    """Each checks whether the port is free by binding it for a moment."""
     port = free_port()
     fronts = [HttpServer(Behind(str(number)).app, HOST, port, LEAVE_S, "ours") for number in range(6)]
     await asyncio.gather(*(server.open() for server in fronts))
@@ -257,7 +264,7 @@ async def test_routers_that_start_together() -> None:
 
 
 async def test_an_address_of_another_machine() -> None:
-    """Is refused by its name."""
+    """It is refused by name."""
     with pytest.raises(ConfigurationError, match=r"192.0.2.77:80.*cannot be used"):
         await HttpServer(Behind("one").app, "192.0.2.77", 80, LEAVE_S, "ours").open()
 
@@ -272,7 +279,7 @@ async def test_it_listens_where_it_is_told() -> None:
 
 HEAD = b"GET / HTTP/1.1\r\nHost: tandem\r\n"
 HEAD_S = 0.4
-"""For these tests."""
+"""Shorter timeouts for these tests."""
 
 
 @pytest.fixture
@@ -281,7 +288,7 @@ def short_head(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def said_until_closed(port: int, pieces: Iterable[bytes], pause_s: float = 0.0) -> tuple[bytes, float]:
-    """What comes back for `pieces` before the connection is closed, and how long that took."""
+    """Return the answer to `pieces` until the connection closes, and the time until then."""
     began_at = time.monotonic()
     reader, writer = await asyncio.open_connection(HOST, port)
 
@@ -298,7 +305,7 @@ async def said_until_closed(port: int, pieces: Iterable[bytes], pause_s: float =
             while more := await reader.read(65536):
                 said += more
     except ConnectionError:
-        pass  # it was closed while we sent
+        pass  # the server closed it during a send
     finally:
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)
@@ -326,7 +333,9 @@ def endless(first: bytes, piece: bytes, count: int = 10_000) -> Iterable[bytes]:
     ids=["lines", "one line", "path", "empty lines", "short lines", "trailers", "chunk extension"],
 )
 async def test_what_has_no_end_is_not_kept(first: bytes, piece: bytes) -> None:
-    """600 MB of what comes before a request, or after its body: refused in HTTP or closed, and not in memory."""
+    """600 MB before a request or after its body: refused in HTTP or closed, without using
+    memory.
+    """
     port, process = free_port(), psutil.Process()
     async with opened(Behind("one"), port):
         before = process.memory_info().rss
@@ -338,7 +347,7 @@ async def test_what_has_no_end_is_not_kept(first: bytes, piece: bytes) -> None:
 
 @pytest.mark.parametrize(("length", "status"), [(60_000, 200), (70_000, 431), (250_000, 431)])
 async def test_a_large_head(length: int, status: int) -> None:
-    """Whole, in one piece."""
+    """Complete, in one piece."""
     port = free_port()
     async with opened(Behind("one"), port):
         head = HEAD + b"Connection: close\r\nx: " + b"a" * length + b"\r\n\r\n"
@@ -360,7 +369,7 @@ async def test_a_large_head(length: int, status: int) -> None:
     ids=["half a line", "half a head", "a line now and then", "nothing", "empty lines now and then"],
 )
 async def test_a_head_that_does_not_come(pieces: list[bytes], says: bytes) -> None:
-    """Is waited for so long, whatever drips in meanwhile."""
+    """The server waits this long, whatever small pieces arrive meanwhile."""
     port = free_port()
     async with opened(Behind("one"), port):
         said, took_s = await said_until_closed(port, pieces, HEAD_S / 5)
@@ -374,7 +383,7 @@ async def test_a_head_that_does_not_come(pieces: list[bytes], says: bytes) -> No
 @pytest.mark.usefixtures("short_head")
 @pytest.mark.parametrize("drip", [b"\r\n", HEAD], ids=["an empty line", "half a head"])
 async def test_a_head_that_does_not_come_after_an_answer(drip: bytes) -> None:
-    """What stops uvicorn's keep-alive timer starts the other one."""
+    """Bytes that stop uvicorn's keep-alive timer start the header timer."""
     port = free_port()
     async with opened(Behind("one"), port):
         said, took_s = await said_until_closed(port, [HEAD + b"\r\n", drip], HEAD_S / 2)
@@ -385,7 +394,7 @@ async def test_a_head_that_does_not_come_after_an_answer(drip: bytes) -> None:
 
 @pytest.mark.usefixtures("short_head")
 async def test_a_body_that_does_not_come_after_its_answer() -> None:
-    """It is nobody's any more."""
+    """The rest of the body belongs to no request."""
     port = free_port()
     async with opened(Behind("one"), port):
         head = b"POST /refuse HTTP/1.1\r\nContent-Length: 1000\r\n\r\n"
@@ -397,7 +406,9 @@ async def test_a_body_that_does_not_come_after_its_answer() -> None:
 
 @pytest.mark.usefixtures("short_head")
 async def test_between_requests_the_other_timer_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection that idles is kept for `KEEP_ALIVE_S`, although that is longer than a head may take."""
+    """An idle connection is kept for `KEEP_ALIVE_S`, although that is longer than the header
+    timeout.
+    """
     monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 4 * HEAD_S)
     port = free_port()
     async with opened(Behind("one"), port):
@@ -409,7 +420,7 @@ async def test_between_requests_the_other_timer_counts(monkeypatch: pytest.Monke
 
 @pytest.mark.usefixtures("short_head")
 async def test_slow_but_in_time() -> None:
-    """A head in single bytes, and a large body that takes longer than a head may."""
+    """Headers in single bytes, and a large body that takes longer than the header timeout."""
     port = free_port()
     async with opened(Behind("one"), port):
         close = b"Connection: close\r\n\r\n"
@@ -427,7 +438,7 @@ async def test_slow_but_in_time() -> None:
 
 @pytest.mark.usefixtures("short_head")
 async def test_requests_that_come_together() -> None:
-    """More of them than may be of one head are answered one after the other."""
+    """Pipelined requests larger than the limit of one header are answered one after the other."""
     port = free_port()
     async with opened(Behind("one"), port):
         many = (HEAD + b"x: " + b"a" * 5000 + b"\r\n\r\n") * 40
@@ -438,7 +449,9 @@ async def test_requests_that_come_together() -> None:
 @pytest.mark.usefixtures("short_head")
 @pytest.mark.parametrize("rest", [b"", b"x: " + b"a" * 70_000, b"bad\r\n\r\n"], ids=["late", "large", "malformed"])
 async def test_a_head_behind_an_answer_that_is_under_way(rest: bytes) -> None:
-    """Is given the answer's time; one that is refused ends the connection, and puts nothing into that answer."""
+    """It gets the answer's time; a refused one ends the connection, and does not corrupt that
+    answer.
+    """
     port, behind = free_port(), Behind("a stream")
     async with opened(behind, port):
         stream = b"GET /slow HTTP/1.1\r\nHost: tandem\r\n\r\n"

@@ -11,7 +11,7 @@ from app.http.merge_metrics import merge
 
 
 def exposition(requests: int, seconds: float) -> str:
-    """What one process with three kinds of metrics exposes."""
+    """Return the exposition of a process with three kinds of metrics."""
     registry = CollectorRegistry()
     Counter("vllm:requests", "Requests.", ["model"], registry=registry).labels("m").inc(requests)
     Gauge("vllm:running", "Running.", registry=registry).set(requests)
@@ -20,7 +20,7 @@ def exposition(requests: int, seconds: float) -> str:
 
 
 def samples(text: str) -> dict[tuple[str, str, str], float]:
-    """(name, role, replica) to value, histogram buckets left out."""
+    """Return values by (name, role, replica), without histogram buckets."""
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -65,7 +65,9 @@ Series = tuple[str, frozenset[tuple[str, str]]]
 
 
 def series(text: str, **more: str) -> Counter_[tuple[Series, float]]:
-    """What prometheus_client reads in `text`: every sample, with `more` labels, without when series began."""
+    """Return all samples that prometheus_client reads in `text`, with `more` labels, without
+    creation times.
+    """
     return Counter_(
         ((sample.name, frozenset((sample.labels | more).items())), sample.value)
         for family in text_string_to_metric_families(text)
@@ -125,7 +127,7 @@ def test_odd_lines_mean_what_they_meant():
 
 
 def test_values_are_left_as_they_are():
-    """No number is read and written again."""
+    """Numbers are copied, not parsed and formatted."""
     merged = merge([("r", "i", '# TYPE a gauge\na 12345678901234567890\na{b="c"} 1e-07 1700000000000\n')])
     assert merged == (
         "# TYPE a gauge\n"
@@ -136,7 +138,7 @@ def test_values_are_left_as_they_are():
 
 @pytest.mark.parametrize("replica", ['quo"te', "back\\slash", "new\nline", "{}", "a b,c", "\N{SNOWMAN}\x85\u2028"])
 def test_any_origin_is_escaped(replica: str):
-    """Whatever a replica is called, and whatever its labels hold."""
+    """For any replica name and any label values."""
     registry = CollectorRegistry()
     Gauge("plain", "Plain.", registry=registry).set(1)
     Gauge("labelled", "Labelled.", ["a"], registry=registry).labels(replica).set(2)
@@ -145,7 +147,9 @@ def test_any_origin_is_escaped(replica: str):
 
 
 def test_a_process_does_not_say_who_it_is():
-    """Its own labels `role` and `replica` give way, and no other whose name or value looks like them."""
+    """Its own labels `role` and `replica` are removed, and no others with similar names or
+    values.
+    """
     text = (
         '# TYPE a gauge\na{role="liar",b="c"} 1\na{b="c", replica = "x\\"}" ,role="y",} 2\na{role="x"} 3\n'
         'a{my_role="kept",replica2="kept"} 4\na{b="role=\\"x\\",replica"} 5\n'
@@ -157,7 +161,7 @@ def test_a_process_does_not_say_who_it_is():
 
 
 def test_families_that_differ_in_type():
-    """The first process's type is declared, once; all samples are there, together."""
+    """The first process's type is declared, once; all samples follow it, together."""
     sources = [
         ("prefill", "p1", "# HELP x A gauge.\n# TYPE x gauge\nx 1\n# TYPE y gauge\ny 1\n"),
         ("decode", "d1", '# HELP x Else.\n# TYPE x histogram\nx_bucket{le="1"} 2\nx_count 2\nx_sum 2\n'),
@@ -172,7 +176,7 @@ def test_families_that_differ_in_type():
 
 
 def test_many_engines_do_not_hold_up_the_router():
-    """Nothing else runs in the router meanwhile: a few milliseconds for each engine, where reading took 50."""
+    """Merging blocks the router for a few milliseconds per engine; parsing took 50."""
     registry = CollectorRegistry()
     for index in range(25):
         buckets = [float(bound) for bound in range(1, 26)]

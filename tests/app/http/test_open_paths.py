@@ -1,4 +1,4 @@
-"""/metrics is open to everybody, and asks every engine: however often it is asked, those are not."""
+"""/metrics is open and calls every engine: frequent requests share one call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from configs.settings import RouterLimits
 
 
 class Asked:
-    """A router that counts how often it has asked the engines; each time takes a while."""
+    """A router that counts its calls to the engines; each takes a while."""
 
     limits = RouterLimits()
 
@@ -40,7 +40,7 @@ def client(router: Asked) -> httpx.AsyncClient:
 
 
 async def test_scrapes_share_an_answer() -> None:
-    """Those that come together, and those that come soon after."""
+    """Concurrent requests, and those soon after."""
     router = Asked()
     async with client(router) as http:
         replies = await asyncio.gather(*(http.get("/metrics") for _ in range(20)))

@@ -1,4 +1,4 @@
-"""What the router refuses before an engine sees it."""
+"""Requests that the router refuses before an engine receives them."""
 
 import json
 
@@ -36,7 +36,7 @@ from app.http.parsing import forwarded_headers, parse_body, read_request
     ],
 )
 def test_a_body_that_is_refused(raw, message, param):
-    """Each refusal says what is wrong and names the field, where there is one."""
+    """Each refusal names the error and, if there is one, the field."""
     with pytest.raises(BadRequestError, match=message) as raised:
         parse_body(raw)
     assert raised.value.param == param
@@ -44,7 +44,7 @@ def test_a_body_that_is_refused(raw, message, param):
 
 @pytest.fixture
 def client():
-    """An application that reads requests of at most 100 bytes and echoes what it read."""
+    """An application that reads requests of at most 100 bytes and echoes them."""
 
     async def endpoint(request: Request) -> JSONResponse:
         try:
@@ -68,14 +68,14 @@ def test_a_good_request_is_read(client):
 
 
 def test_a_request_without_an_id_gets_one(client):
-    """Both legs carry the same id, so their logs can be joined."""
+    """Both legs have the same id, so their logs can be joined."""
     ids = {client.post("/", json={}).json()["headers"]["x-request-id"] for _ in range(2)}
     assert len(ids) == 2
 
 
 @pytest.mark.parametrize("declared", [True, False])
 def test_a_body_over_the_limit_is_refused(client, declared):
-    """413, whether the length was declared or only found while reading."""
+    """413, whether the length was declared or found during the read."""
     raw = json.dumps({"prompt": "x" * 200}).encode()
     reply = client.post("/", content=raw if declared else iter([raw[:50], raw[50:]]))
     assert reply.status_code == 413
@@ -86,21 +86,21 @@ def test_a_body_over_the_limit_is_refused(client, declared):
 @pytest.mark.parametrize("declared", [True, False])
 @pytest.mark.parametrize(("size_bytes", "status"), [(100, 200), (101, 413)])
 def test_the_limit_of_a_body_is_exact(client, size_bytes, status, declared):
-    """The limit of 100 bytes is the last size that is accepted."""
+    """The limit of 100 bytes is the last accepted size."""
     raw = b'{"prompt": "' + b"x" * (size_bytes - 14) + b'"}'
     assert len(raw) == size_bytes
     assert client.post("/", content=raw if declared else iter([raw[:50], raw[50:]])).status_code == status
 
 
 def test_headers_are_matched_without_case():
-    """ASGI gives them in lower case."""
+    """ASGI has them in lower case."""
     request = Request({"type": "http", "headers": [(b"traceparent", b"00-ab"), (b"cookie", b"c")]})
     assert dict(forwarded_headers(request))[b"traceparent"] == b"00-ab"
 
 
 @pytest.mark.parametrize("allowed", [False, True])
 async def test_a_client_sets_its_priority_only_where_it_may(allowed: bool) -> None:
-    """With vLLM's priority scheduling, a client could put itself before all others."""
+    """With vLLM's priority scheduling, a client could pass all others."""
     scope = {"type": "http", "headers": [(b"x-vllm-priority", b"-9"), (b"accept", b"*/*")]}
     headers = dict(forwarded_headers(Request(scope), client_priority=allowed))
     assert headers.get(b"x-vllm-priority") == (b"-9" if allowed else None)
@@ -113,7 +113,7 @@ async def test_a_client_sets_its_priority_only_where_it_may(allowed: bool) -> No
     ids=["none", "Serve's", "the client's"],
 )
 def test_a_request_that_its_body_names(client, header, sent):
-    """vLLM takes the header's name before the body's, so one that is not the client's stays here."""
+    """vLLM prefers the header to the body's field, so a generated header is removed."""
     headers = {"x-request-id": header} if header else {}
     given = client.post("/", json={"request_id": "mine"}, headers=headers).json()["headers"]
     assert given.get("x-request-id") == (header if sent else None)

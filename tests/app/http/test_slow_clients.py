@@ -1,4 +1,4 @@
-"""Clients that take what they are sent, but slowly."""
+"""Clients that read slowly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.app.http.test_cancelled_requests import Client
 
 
 class SlowClient(Client):
-    """Takes a stream's first piece and then one in `piece_s`."""
+    """Reads a stream's first piece and then one per `piece_s`."""
 
     def __init__(self, piece_s: float) -> None:
         super().__init__(request(max_tokens=40))
@@ -33,7 +33,7 @@ class SlowClient(Client):
 
 
 async def paced(call: Call, turn: int) -> AsyncGenerator[Any, None]:
-    """An engine whose answer takes longer than a request may take: what comes at once is sent at once."""
+    """An engine's answer longer than the request timeout: available data is sent at once."""
     async for item in engine(1, [1])(call, turn):
         yield item
         await asyncio.sleep(0.02)
@@ -47,8 +47,10 @@ async def paced(call: Call, turn: int) -> AsyncGenerator[Any, None]:
 async def test_a_client_that_reads_nothing_loses_its_slots(
     piece_s: float, ended: bool, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After `idle_timeout_s` both legs end, and an error event follows if the client reads that. One
-    that reads slowly receives everything, however long it takes."""
+    """After `idle_timeout_s` both legs end, and an error event follows if the client reads again.
+
+    A client that reads slowly receives everything, however long it takes.
+    """
     monkeypatch.setattr(generate, "LAST_WORD_S", 1.0)
     router, prefill, decode = fleet([well], [paced])
     router.limits = LIMITS.model_copy(update={"idle_timeout_s": 0.5})

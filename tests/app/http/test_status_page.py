@@ -1,4 +1,4 @@
-"""The status page needs and loads nothing from other origins, and knows every part of a latency breakdown."""
+"""The status page loads nothing from other origins, and knows every part of a latency breakdown."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from configs.settings import RouterLimits
 
 
 class Told:
-    """A router that says this of the service."""
+    """A router with this status of the service."""
 
     limits = RouterLimits()
 
@@ -49,7 +49,7 @@ def test_nothing_comes_from_elsewhere() -> None:
 
 @pytest.mark.parametrize(("tag", "directive"), [("script", "script-src"), ("style", "style-src")])
 def test_only_what_stands_in_the_page_may_run(tag: str, directive: str) -> None:
-    """The policy has the hash of what a browser finds between the tags, and no attribute would need another."""
+    """The policy has the hash of the script's exact text, and no attribute needs another source."""
     (inside,) = re.findall(f"<{tag}>(.*?)</{tag}>", status_page(), re.DOTALL)
     found = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
     assert f"{directive} 'sha256-{found}';" in PAGE_HEADERS["Content-Security-Policy"]
@@ -57,7 +57,7 @@ def test_only_what_stands_in_the_page_may_run(tag: str, directive: str) -> None:
 
 
 def test_every_part_has_a_name_and_two_colours() -> None:
-    """One for a light and one for a dark page; a colour that is good for both stands once."""
+    """One colour for a light and one for a dark page; a colour for both occurs once."""
     page = status_page()
     (names,) = re.findall(r"const PARTS = \{(.*?)\};", page, re.DOTALL)
     assert tuple(re.findall(r"(\w+): \"", names)) == PARTS
@@ -66,12 +66,12 @@ def test_every_part_has_a_name_and_two_colours() -> None:
 
 
 def test_nothing_that_is_told_becomes_markup() -> None:
-    """Ids of requests are their clients' words."""
+    """Clients choose request ids, so the page escapes them."""
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write", status_page())
 
 
 async def test_the_page_is_open_and_what_it_shows_is_not() -> None:
-    """With keys, the numbers are for their holders."""
+    """With keys, only their holders can read the numbers."""
     async with client("anna") as http:
         page = await http.get("/")
         assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
@@ -84,6 +84,6 @@ async def test_the_page_is_open_and_what_it_shows_is_not() -> None:
 
 
 async def test_without_keys_both_are_open() -> None:
-    """As everything else is."""
+    """Like all other paths."""
     async with client() as http:
         assert (await http.get("/tandem/status")).status_code == 200

@@ -28,7 +28,7 @@ EVENTS = [f"data: {number}\n\n" for number in range(3)]
 
 
 class Engine:
-    """Stores one response, as vLLM does: an id of its own, known to no other engine."""
+    """Stores one response, as vLLM does: its id is known to no other engine."""
 
     def __init__(self, stored: str) -> None:
         self.stored = stored
@@ -80,10 +80,10 @@ def service(*engines: Any) -> tuple[httpx.AsyncClient, Handle]:
 
 @pytest.mark.parametrize("wanted", ["a", "b", "c"])
 async def test_each_response_is_found(wanted: str) -> None:
-    """Whichever of three engines has it: retrieved, cancelled, continued."""
+    """On any of three engines: retrieved, cancelled, continued."""
     http, decode = service(*(Engine(name).serve for name in "abc"))
     async with http:
-        for _ in range(4):  # the router turns between replicas
+        for _ in range(4):  # the router rotates over replicas
             assert (await http.get(f"/v1/responses/{wanted}")).json() == {"id": wanted}
             assert (await http.post(f"/v1/responses/{wanted}/cancel")).json() == {"id": wanted, "status": "cancelled"}
             body = {"input": "and then?", "previous_response_id": wanted}
@@ -92,7 +92,7 @@ async def test_each_response_is_found(wanted: str) -> None:
 
 
 async def test_a_response_that_nobody_has() -> None:
-    """vLLM's own 404, after each engine has been asked once."""
+    """vLLM's own 404, after each engine has been called once."""
     engines = [Engine(name) for name in "abc"]
     http, decode = service(*(one.serve for one in engines))
     async with http:
@@ -106,7 +106,7 @@ async def test_a_response_that_nobody_has() -> None:
 
 
 async def test_an_engine_that_dies_hides_no_response() -> None:
-    """The others are asked; if none has it, the failed engine may have: 503, not 404."""
+    """The others are called; if none has it, the failed engine may have it: 503, not 404."""
     http, decode = service(Engine("a").serve, dies)
     async with http:
         for _ in range(4):
@@ -129,7 +129,7 @@ async def test_the_query_arrives_and_events_are_relayed() -> None:
 
 
 async def test_an_escaped_path_stays_a_path() -> None:
-    """A question mark in an id is no query."""
+    """A question mark in an id does not start a query."""
     engine = Engine("what?now")
     http, decode = service(engine.serve)
     async with http:

@@ -1,4 +1,4 @@
-"""Spans as a collector gets them: the real SDK and exporter, and OTLP's own messages over HTTP."""
+"""Spans at a collector: the real SDK and exporter, and OTLP's own messages over HTTP."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CLIENTS = b"00-%s-%s-01" % (TRACE_ID.encode(), CLIENTS_SPAN.encode())
 
 
 class Collector:
-    """Listens as an OpenTelemetry collector does; `spans` are those that have come."""
+    """Listens as an OpenTelemetry collector does; `spans` are the received ones."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -72,7 +72,7 @@ def record(wanted: ClientRequest) -> RequestRecord:
 
 
 def test_a_requests_parts_join_the_clients_trace(collector: Collector) -> None:
-    """The request is a child of the client's span, its parts are its own, and they fill its time."""
+    """The request is a child of the client's span; its parts are its children and fill its time."""
     traces = Traces(collector.endpoint)
     wanted = request((b"traceparent", CLIENTS), (b"tracestate", b"a=b"))
     trace = traces.begin(wanted)
@@ -94,7 +94,7 @@ def test_a_requests_parts_join_the_clients_trace(collector: Collector) -> None:
 
 
 def test_the_engines_spans_are_the_requests_children(collector: Collector) -> None:
-    """Both legs carry this span instead of the client's, and the rest of what the client sent."""
+    """Both legs carry this span instead of the client's, and the client's other trace headers."""
     traces = Traces(collector.endpoint)
     trace = traces.begin(request((b"traceparent", CLIENTS), (b"tracestate", b"a=b")))
     trace.end()
@@ -108,7 +108,7 @@ def test_the_engines_spans_are_the_requests_children(collector: Collector) -> No
 
 @pytest.mark.parametrize("given", [(), ((b"traceparent", b"nonsense"),)])
 def test_a_client_without_a_trace_gets_one(collector: Collector, given: tuple[tuple[bytes, bytes], ...]) -> None:
-    """What is not a trace context counts for nothing."""
+    """An invalid trace context is ignored."""
     traces = Traces(collector.endpoint)
     trace = traces.begin(request(*given))
     trace.end(ConnectionError("gone"))
@@ -119,7 +119,7 @@ def test_a_client_without_a_trace_gets_one(collector: Collector, given: tuple[tu
 
 
 def test_a_client_that_does_not_sample_is_heard(collector: Collector) -> None:
-    """Its flag reaches the engines, and nothing is sent."""
+    """Its flag reaches the engines, and no span is sent."""
     traces = Traces(collector.endpoint)
     wanted = request((b"traceparent", CLIENTS[:-1] + b"0"))
     trace = traces.begin(wanted)

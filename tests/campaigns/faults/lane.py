@@ -74,7 +74,7 @@ class Lane:
         self.prefill, self.decode = self.servers["prefill"], self.servers["decode"]
         self.router = Router(self.client, self.prefill.url, self.decode.url, self.connector.bound_s)
 
-    # ---- servers -----------------------------------------------------------------------------------------------
+    # ---- servers --------------------------------------------------------------------------------
 
     async def start(self, *names: str) -> None:
         """(Re)place servers and wait until they answer; no request has passed between the two afterwards."""
@@ -120,7 +120,7 @@ class Lane:
         for server in self.servers.values():
             server.destroy()
 
-    # ---- a fault -----------------------------------------------------------------------------------------------
+    # ---- a fault --------------------------------------------------------------------------------
 
     async def play(self, fault: Fault | FaultPair) -> dict[str, Any]:
         """Inject one fault, or two, and say what came of it; both engines are sound afterwards, if need be new ones."""
@@ -330,7 +330,7 @@ class Lane:
             told["server_ended_by_itself_after_s"] = ended
         return told
 
-    # ---- afterwards --------------------------------------------------------------------------------------------
+    # ---- afterwards -----------------------------------------------------------------------------
 
     def _judged(self, trials: list[Trial]) -> list[tuple[Trial, Outcome]]:
         return [(trial, judge(trial)) for trial in trials]

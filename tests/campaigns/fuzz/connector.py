@@ -145,7 +145,7 @@ class Campaign:
         self.nothing_is_left()
         return self.report
 
-    # ---- hostility -------------------------------------------------------------------------------------------------
+    # ---- hostility ------------------------------------------------------------------------------
 
     def act(self) -> None:
         name, act = self.rng.choice(
@@ -249,7 +249,7 @@ class Campaign:
         finally:
             server.close()
 
-    # ---- what must go on -------------------------------------------------------------------------------------------
+    # ---- what must go on ------------------------------------------------------------------------
 
     def transfer(self) -> None:
         """A request's KV passes and is right, and the side channel still answers those who may ask."""

@@ -140,7 +140,7 @@ class Hostile:
                 document[key] = copy.deepcopy(self.rng.choice(ODD))
             return
 
-    # ---- kinds of hostility ----------------------------------------------------------------------------------------
+    # ---- kinds of hostility ---------------------------------------------------------------------
 
     def _valid(self, to: Peer, ids: list[str]) -> bytes:
         """Signed, but from where or to whom it may be wrong."""

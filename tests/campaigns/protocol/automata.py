@@ -146,7 +146,7 @@ class Automaton:
         return found
 
 
-# ---- the producer ------------------------------------------------------------------------------------------------
+# ---- the producer ------------------------------------------------------------------------------
 
 
 class ExplorableProducer(Producer):
@@ -324,7 +324,7 @@ def swap_wid(wid: int) -> int:
     return wid - WIDS if wid >= WIDS else wid + WIDS
 
 
-# ---- the consumer ------------------------------------------------------------------------------------------------
+# ---- the consumer ------------------------------------------------------------------------------
 
 
 class ExplorableConsumer(Consumer):

@@ -145,7 +145,7 @@ class States:
         empty = b._replace(memory=((),) * self.producer_tp)
         return self.pack(Draft([a] * self.producer_tp, [empty] * self.consumer_tp, set(), set(), scenario.budget))
 
-    # ---- states as values ------------------------------------------------------------------------------------------
+    # ---- states as values -----------------------------------------------------------------------
 
     def unpack(self, state: State) -> Draft:
         p, c = self.producer_tp, self.consumer_tp

@@ -61,7 +61,7 @@ from tests.campaigns.protocol.transfers import NEVER
 class World(States):
     """What can happen in the states of one scenario, and what must not."""
 
-    # ---- what can happen -------------------------------------------------------------------------------------------
+    # ---- what can happen ------------------------------------------------------------------------
 
     def orderly(self, d: Draft) -> Iterator[Step]:
         """What happens sooner or later if no fault is added, the most urgent first; clocks apart."""
@@ -221,7 +221,7 @@ class World(States):
                 yield self.write_done, (write,)
                 yield self.write_fails, (write,)
 
-    # ---- the network, writes and clocks ----------------------------------------------------------------------------
+    # ---- the network, writes and clocks ---------------------------------------------------------
 
     def fault(self, d: Draft, name: str, then: Callable[..., None], *arguments: Any) -> None:
         d.budget = d.budget._replace(**{name: getattr(d.budget, name) - 1})
@@ -309,7 +309,7 @@ class World(States):
         d.writes.remove(write)
         d.writes.add(write._replace(hangs=True))
 
-    # ---- the prefill engine ----------------------------------------------------------------------------------------
+    # ---- the prefill engine ---------------------------------------------------------------------
 
     def orders_of(self, d: Draft) -> int:
         """How many orders the scheduler gives; after a cut, one more says that the request has ended."""
@@ -385,7 +385,7 @@ class World(States):
         d.a[p] = d.a[p]._replace(told=d.a[p].told | 1 << c)
         self.producer(d, p, "peer_lost", (self.scenario.peer(c),))
 
-    # ---- the decode engine -----------------------------------------------------------------------------------------
+    # ---- the decode engine ----------------------------------------------------------------------
 
     def decode_starts(self, d: Draft, c: int) -> None:
         d.b[c] = d.b[c]._replace(phase=STARTED)
@@ -501,7 +501,7 @@ class World(States):
         d.b[c] = B(DEAD)
         d.net = {letter for letter in d.net if not letter[0] or letter[1] != c}
 
-    # ---- the end ---------------------------------------------------------------------------------------------------
+    # ---- the end --------------------------------------------------------------------------------
 
     def check_end(self, d: Draft) -> None:
         """Nothing more will happen: every wait has ended, every block is back."""

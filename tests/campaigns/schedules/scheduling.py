@@ -102,7 +102,7 @@ class Engine:
     def close(self) -> None:
         self.scheduler.shutdown()
 
-    # ---- requests --------------------------------------------------------------------------------------------------
+    # ---- requests -------------------------------------------------------------------------------
 
     def add(self, number: int) -> None:
         """A request of some kind; a prompt that may share its beginning with others."""
@@ -130,6 +130,7 @@ class Engine:
             ("plain", None, several),
             ("produced", produce, 1),
             ("produced without an id", {"do_remote_decode": True}, 1),
+            ("produced with its first token", produce | {"first_token": True}, 1),
             ("produced", produce, 1),
             ("consumed", consume, several),
             ("consumed", consume, several),
@@ -169,7 +170,7 @@ class Engine:
         with contextlib.suppress(RuntimeError):
             self.scheduler.reset_prefix_cache(reset_running_requests=True)
 
-    # ---- the engine's loop -----------------------------------------------------------------------------------------
+    # ---- the engine's loop ----------------------------------------------------------------------
 
     def step(self) -> None:
         """As EngineCore does it: fill the queue of batches, else take the oldest one's output."""
@@ -334,7 +335,7 @@ class Engine:
     def later(self, most: int = 40) -> int:
         return self.steps + self.rng.choice([0, 1, self.rng.randint(1, most)])
 
-    # ---- a whole run -----------------------------------------------------------------------------------------------
+    # ---- a whole run ----------------------------------------------------------------------------
 
     def run(self, steps: int) -> None:
         """So many random steps, then no more requests until all have ended, and nothing is left of them."""

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from connectors.planning.blocks import wanted_blocks
-from connectors.planning.heads import head_shares, partners
+from connectors.planning.heads import head_shares
 from connectors.protocol.actions import (
     Connect,
     ConsumerAction,
@@ -92,15 +92,16 @@ class World:
         self.order = 0
         self.producer_tp, self.consumer_tp, self.starts = producer_tp, consumer_tp, 0
         self.prefill, self.decode = self.start_prefill(), self.start_decode()
-        self.pairs = partners(producer_tp, consumer_tp, [(0, kv_heads)])
         self.heads = Counter[tuple[int, int]]()
         for share in head_shares(producer_tp, consumer_tp, kv_heads):
             self.heads[share.producer_rank, share.consumer_rank] += share.stop - share.first
+        idle = set(range(producer_tp)) - {producer for producer, _ in self.heads}
+        self.pairs = sorted({*self.heads, *((rank, rank % consumer_tp) for rank in idle)})
         self.consumptions: dict[str, Consumption] = {}
         self.queued: dict[str, Queued] = {}
         self.counts = Counter[str]()
 
-    # ---- engines start ---------------------------------------------------------------------------------------------
+    # ---- engines start --------------------------------------------------------------------------
 
     def start_prefill(self) -> PrefillEngine:
         """The prefill engine starts: a new incarnation, at the address where any other has been."""
@@ -126,7 +127,7 @@ class World:
     def consumers(self) -> list[ConsumerRank]:
         return self.decode.ranks
 
-    # ---- the clock -------------------------------------------------------------------------------------------------
+    # ---- the clock ------------------------------------------------------------------------------
 
     def at(self, when: float, event: Callable[[], None]) -> None:
         self.order += 1
@@ -167,7 +168,7 @@ class World:
     def stormy(self) -> bool:
         return self.now < self.weather.clears_at
 
-    # ---- the network -----------------------------------------------------------------------------------------------
+    # ---- the network ----------------------------------------------------------------------------
 
     def send(self, sender: Peer, receiver: Peer, message: Message) -> None:
         frame = encode(Envelope(sender, receiver, message))
@@ -195,7 +196,7 @@ class World:
             raise Violation(f"{rank.peer} says {message.kind} to {receiver}, which its owner was told to forget")
         self.send(rank.peer, receiver, message)
 
-    # ---- the prefill engine ----------------------------------------------------------------------------------------
+    # ---- the prefill engine ---------------------------------------------------------------------
 
     def produce(self, producer: ProducerRank, actions: list[ProducerAction]) -> None:
         for action in actions:
@@ -295,7 +296,7 @@ class World:
         else:
             self.produce(producer, producer.machine.write_done(write_id, self.now))
 
-    # ---- the decode engine -----------------------------------------------------------------------------------------
+    # ---- the decode engine ----------------------------------------------------------------------
 
     def queue(self, queued: Queued) -> None:
         """A decode request has come; it takes its blocks when its prompt is about to start. One rank asks."""

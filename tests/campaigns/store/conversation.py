@@ -68,7 +68,7 @@ class Conversation:
         return (len(self.prompts[turn - 1]) + len(self.turns[turn - 1]["tokens"]) - 1) // CHUNK * CHUNK
 
 
-# ---- the process with the engines ----------------------------------------------------------------------------------
+# ---- the process with the engines --------------------------------------------------------------
 
 
 async def serve(options: argparse.Namespace) -> None:
@@ -118,7 +118,7 @@ async def answer(pair: Any, prompt: list[int]) -> Turn:
     }
 
 
-# ---- the process that asks -----------------------------------------------------------------------------------------
+# ---- the process that asks ---------------------------------------------------------------------
 
 
 class Engines:

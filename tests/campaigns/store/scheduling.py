@@ -149,7 +149,7 @@ class Engine:
     def store(self) -> Any:
         return self.connector.scheduler.store
 
-    # ---- requests --------------------------------------------------------------------------------------------------
+    # ---- requests -------------------------------------------------------------------------------
 
     def add(self, name: str) -> None:
         """A prompt that may begin like others, of this engine or of one before it."""
@@ -176,7 +176,7 @@ class Engine:
         with contextlib.suppress(RuntimeError):
             self.scheduler.reset_prefix_cache(reset_running_requests=True)
 
-    # ---- the engine's loop -----------------------------------------------------------------------------------------
+    # ---- the engine's loop ----------------------------------------------------------------------
 
     def step(self) -> None:
         """As EngineCore does it: fill the queue of batches, else take the oldest one's output."""
@@ -272,7 +272,7 @@ class Engine:
         tokens = np.arange(start, stop)
         return np.asarray(table, np.int64)[tokens // self.block_tokens], tokens % self.block_tokens
 
-    # ---- a whole run -----------------------------------------------------------------------------------------------
+    # ---- a whole run ----------------------------------------------------------------------------
 
     def run(self, steps: int) -> None:
         """So many random steps, then no more requests until all have ended, and nothing is left of them."""

@@ -157,7 +157,7 @@ class World:
         self.engines = [self._start(number) for number in range(3)]
         self.prompts = [self._prompt(space) for space in (0, 0, 1) for _ in range(14)]
 
-    # ---- engines ---------------------------------------------------------------------------------------------------
+    # ---- engines --------------------------------------------------------------------------------
 
     def _start(self, number: int) -> Engine:
         files = FaultyFiles()
@@ -201,7 +201,7 @@ class World:
         refs.update(possible_objects(self.plan, 0, tokens - 1))
         return Prompt(tokens, {ref: ObjectName(SPACES[space], chain.key(ref), ref.group) for ref in refs})
 
-    # ---- requests --------------------------------------------------------------------------------------------------
+    # ---- requests -------------------------------------------------------------------------------
 
     def ask(self, number: int) -> None:
         """One request: load what the store has, check every byte, and store the rest."""
@@ -251,7 +251,7 @@ class World:
                 engine.store.commit(ref, prompt.names[ref], offset, STEP_TOKENS * 1000)
             computed += step
 
-    # ---- checks ----------------------------------------------------------------------------------------------------
+    # ---- checks ---------------------------------------------------------------------------------
 
     def object_files(self, root: Path) -> list[Path]:
         """Objects of one tier, sorted: the order of a folder is not the seed's."""

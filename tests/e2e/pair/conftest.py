@@ -22,7 +22,9 @@ LIMITS = {"lease_s": 6.0, "progress_s": 10.0, "alive_s": 1.0, "cancel_s": 2.0, "
 
 @dataclass
 class Engines:
-    """``one_to_two`` prefills with TP 1 and decodes with TP 2, ``two_to_one`` the other way round."""
+    """Two engines: ``one_to_two`` prefills with TP 1 and decodes with TP 2, ``two_to_one`` vice
+    versa.
+    """
 
     runner: asyncio.Runner
     model: str
@@ -35,11 +37,11 @@ class Engines:
         return self.one_to_two.prefill, self.one_to_two.decode
 
     def events(self) -> list[dict[str, Any]]:
-        """All that both engines have traced so far, in the order in which it was written."""
+        """Return all trace events of both engines, in the order in which they were written."""
         return read_trace(self.trace)
 
     async def idle(self, within_s: float = 10.0) -> bool:
-        """Do both block pools come back to their baseline? Also forgets all cached prefixes."""
+        """Return whether both block pools return to their baseline. Clears all cached prefixes."""
         deadline = asyncio.get_running_loop().time() + within_s
         while True:
             if all([await engine.reset_prefix_cache() for engine in self.all]):

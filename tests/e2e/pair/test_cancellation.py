@@ -1,7 +1,8 @@
-"""Requests between real engines, cancelled in each state that the connector's machines have, one answer and several.
+"""Cancels requests between real engines in each state of the connector's machines.
 
-Every interleaving of a cancellation with everything else is played on the machines (`make explore`) and every wait of
-the router in tests/actors and tests/app; here vLLM aborts, with its schedulers, workers and block pools.
+For one and for several answers per request. `make explore` covers every interleaving of a
+cancellation with other events, and tests/actors and tests/app cover every wait of the router. Here
+vLLM aborts, with its schedulers, workers and block pools.
 """
 
 from __future__ import annotations
@@ -26,23 +27,28 @@ PROMPT_TOKENS, ANSWER_TOKENS = 1300, 40
 BOUND_S = 60.0
 
 STATES = ("asked", "receive", "offer", "chunk", "write", "written", "received")
-"""The last thing that the trace says before the cancellation:
+"""Last trace event before the cancellation.
 
-    asked      nothing yet: the requests are on their way
-    receive    decode has its blocks: CONNECTING, or OFFERED where the engines have met
-    offer      prefill knows what decode wants: EARLY or LIVE, the delivery OPEN
-    chunk      between two chunks of the prompt
-    write      a write is under way
-    written    a write has ended, others follow
-    received   decode has all of it and generates
+asked     none yet: the requests are on their way
+receive   decode has its blocks: CONNECTING, or OFFERED if the engines have met
+offer     prefill has decode's offer: EARLY or LIVE, the delivery OPEN
+chunk     between two chunks of the prompt
+write     a write is in flight
+written   a write has ended, others follow
+received  decode has all KV and generates
 """
 STILL_OPEN = ("offer", "chunk", "write")
-"""States in which most of the prompt is not computed: a cancellation finds an open delivery, unless this process was
-descheduled until the whole transfer had ended ("received")."""
+"""States in which most of the prompt is not computed, so a cancellation finds an open delivery.
+
+Exception: this process was descheduled until the whole transfer had ended ("received").
+"""
 
 
 async def answers(engine: AsyncLLM, prompt: list[int], tokens: int, n: int, transfer: dict[str, Any] | None) -> Any:
-    """All `n`, each the likeliest: their token ids. vLLM refuses several greedy ones, not several out of one."""
+    """Send one request and return the token ids of all `n` answers, each the likeliest.
+
+    vLLM refuses several greedy answers, but not several answers limited to one candidate.
+    """
     sampling = SamplingParams(
         temperature=1.0,
         top_k=1,
@@ -61,7 +67,9 @@ async def answers(engine: AsyncLLM, prompt: list[int], tokens: int, n: int, tran
 
 
 async def traced(engines: Engines, start: int, name: str, unless: asyncio.Future[Any]) -> None:
-    """Until the trace has such an event after the first `start`, or it cannot come any more."""
+    """Wait until the trace has such an event after the first `start` events, or it can no longer
+    come.
+    """
     give_up_at = asyncio.get_running_loop().time() + BOUND_S
     while all(event["event"] != name for event in engines.events()[start:]) and not unless.done():
         assert asyncio.get_running_loop().time() < give_up_at, f"no {name!r} in {BOUND_S:g} s"
@@ -71,9 +79,10 @@ async def traced(engines: Engines, start: int, name: str, unless: asyncio.Future
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("leg", ["prefill", "decode", "both"])
 def test_cancelled_in_each_state(engines: Engines, leg: str, n: int) -> None:
-    """The other leg's answers are right, and both pools come back to their baseline.
+    """The other leg's answers are right, and both pools return to their baseline.
 
-    With n of 2 vLLM copies the parameters to two requests on either side; the id is for one of each.
+    With n of 2, vLLM copies the parameters to two requests on either side; the id is valid for one
+    of each.
     """
     pair = engines.one_to_two
     prompt = random_prompt(PROMPT_TOKENS, seed=50)
@@ -106,7 +115,8 @@ def test_cancelled_in_each_state(engines: Engines, leg: str, n: int) -> None:
             events = engines.events()[start:]
             ends = [event["event"] for event in events if event.get("transfer") == transfer_id]
             whole = any(event["event"] == "received" and event["failure"] is None for event in events)
-            # Without an event of the transfer, prefill was a chunk ahead and decode had not begun to receive.
+            # Without an event of the transfer, prefill was a chunk ahead and decode had not begun
+            # to receive.
             if leg == "decode" and state in STILL_OPEN and ends and not whole:
                 assert "cancel" in ends, f"decode has not cancelled its transfer at {state}"
 

@@ -1,4 +1,6 @@
-"""The connector between real engines: right answers, in every order of events, and block pools back at baseline."""
+"""The connector between real engines: right answers for all event orders, pools at their
+baseline.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.mark.parametrize("direction", ["one_to_two", "two_to_one"])
 def test_identity(engines: Engines, direction: str) -> None:
-    """Tokens and logprobs are those of one engine, at every block and window boundary; nothing leaks."""
+    """Tokens and logprobs equal one engine's at every block and window boundary; nothing leaks."""
     pair: Pair = getattr(engines, direction)
 
     async def run() -> None:
@@ -30,18 +32,21 @@ def test_identity(engines: Engines, direction: str) -> None:
 
 
 def test_the_kv_really_came_from_the_other_engine(engines: Engines) -> None:
-    """No silent recompute: the decode engine receives, and its received requests did not fail."""
+    """The decode engine receives KV for each request, and no received request has failed."""
     prompt = random_prompt(600, seed=2)
     before = _events(engines, "received")
     engines.runner.run(engines.one_to_two.together(prompt, 2))
     fresh = _events(engines, "received")[len(before) :]
-    assert len(fresh) == 2, "one a decode rank"
+    assert len(fresh) == 2, "one per decode rank"
     assert [event["failure"] for event in fresh] == [None, None]
     assert engines.runner.run(engines.idle())
 
 
 def test_streaming_and_ideal_bytes(engines: Engines) -> None:
-    """Of 8 chunks, 85% of full-attention bytes are written before the last ends; at most a block a group too many."""
+    """Before the last of 8 chunks ends, 85% of the full-attention bytes are written.
+
+    At most one block per group is moved in excess.
+    """
     tokens, chunk_tokens = 8 * 256, 256
     engines.runner.run(engines.idle())
     start = len(engines.events())
@@ -55,7 +60,8 @@ def test_streaming_and_ideal_bytes(engines: Engines) -> None:
     total = sum(count for count, _ in full)
     early = sum(count for count, at in full if at <= chunks[-1]["t"])
     assert early / total >= 0.85
-    # Two layers a group, 4 heads in all, K and V of 32 float32 each, for every token that decode attends to.
+    # Two layers per group, 4 heads in total, K and V of 32 float32 each, for every token that
+    # decode attends to.
     block_bytes = 2 * 4 * BLOCK_TOKENS * 2 * 32 * 4
     for group, needed_tokens in (("0", 128), ("1", 128), ("2", tokens - 1)):
         moved = sum(event["bytes"].get(group, 0) for event in writes)
@@ -63,7 +69,7 @@ def test_streaming_and_ideal_bytes(engines: Engines) -> None:
 
 
 def test_a_local_prefix_is_not_sent_again(engines: Engines) -> None:
-    """The decode engine holds the first turn: only what is new is moved, and the answer is right."""
+    """The decode engine has the first turn: only new blocks are moved, and the answer is right."""
     pair = engines.one_to_two
     first = random_prompt(400, seed=4)
     second = first + random_prompt(300, seed=5)
@@ -81,7 +87,7 @@ def test_a_local_prefix_is_not_sent_again(engines: Engines) -> None:
 
 
 def test_many_at_once(engines: Engines) -> None:
-    """Interleaved transfers in both directions at the same time do not disturb each other."""
+    """Interleaved transfers in both directions do not disturb each other."""
 
     async def run() -> None:
         todo = [random_prompt(40 + 53 * i, seed=10 + i) for i in range(8)]
@@ -98,12 +104,12 @@ def test_many_at_once(engines: Engines) -> None:
     ("what", "change"),
     [
         ("another start of the engine", {"remote_engine_id": "an-engine-that-has-ended"}),
-        ("an id that was used before", {"transfer_id": "used"}),
-        ("parameters that make no sense", {"remote_port": "a port"}),
+        ("a used id", {"transfer_id": "used"}),
+        ("malformed parameters", {"remote_port": "a port"}),
     ],
 )
 def test_what_cannot_be_fetched_is_computed(engines: Engines, what: str, change: dict[str, object]) -> None:
-    """A reference that is stale, used or malformed gives the right answer, computed by the decode engine."""
+    """With a stale, used or malformed reference the decode engine computes the right answer."""
     pair = engines.one_to_two
     prompt = random_prompt(300, seed=20)
 
@@ -123,7 +129,7 @@ def test_what_cannot_be_fetched_is_computed(engines: Engines, what: str, change:
 
 
 def test_another_prompts_kv_is_refused(engines: Engines) -> None:
-    """A transfer whose two requests have different prompts is never decoded from."""
+    """Decode never uses a transfer whose two requests have different prompts."""
     pair = engines.one_to_two
     mine, other = random_prompt(300, seed=30), random_prompt(300, seed=31)
 
@@ -139,7 +145,10 @@ def test_another_prompts_kv_is_refused(engines: Engines) -> None:
 
 
 def test_a_prefill_leg_that_decodes_is_not_produced(engines: Engines) -> None:
-    """With more than one token its windows slide on: it answers for itself, holds nothing and offers nothing."""
+    """A prefill request for more than one token is answered locally, and holds and offers no KV.
+
+    Decoding would move its windows.
+    """
 
     async def run() -> None:
         leg = {"do_remote_decode": True}
@@ -152,7 +161,7 @@ def test_a_prefill_leg_that_decodes_is_not_produced(engines: Engines) -> None:
 
 
 def test_a_lease_ends(engines: Engines) -> None:
-    """Finished blocks that nobody fetches go back to the pool after lease_s."""
+    """Finished blocks that no engine fetches return to the pool after lease_s."""
 
     async def run() -> None:
         await generate(engines.one_to_two.prefill, random_prompt(300, seed=40), 1, {"do_remote_decode": True})

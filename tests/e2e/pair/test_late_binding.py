@@ -1,4 +1,6 @@
-"""Decode allocates blocks when prefill is about to start the prompt, not when the request arrives."""
+"""Decode allocates blocks when prefill is about to start the prompt, not at the request's
+arrival.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ BOUND_S = 60.0
 
 @dataclass(frozen=True)
 class Split:
-    """Both legs of a request, sent at once."""
+    """Send both legs of a request at once."""
 
     transfer_id: str
     prefill: asyncio.Future[Answer]
@@ -41,8 +43,7 @@ def split(pair: Pair, prompt: list[int]) -> Split:
 
 
 def most_bound_and_not_started(events: list[dict[str, Any]], ids: list[str]) -> int:
-    """Return the largest number of transfers at one time whose decode blocks are allocated and whose prompts have no
-    chunk computed yet."""
+    """Return the peak number of transfers with decode blocks but without a computed chunk."""
     bound, started, most = set(), set(), 0
     for event in sorted(events, key=lambda each: each["t"]):
         if event["event"] == "receive":
@@ -56,7 +57,9 @@ def most_bound_and_not_started(events: list[dict[str, Any]], ids: list[str]) -> 
 
 
 def test_a_queued_prompt_holds_no_decode_blocks(engines: Engines) -> None:
-    """Prefill computes one prompt at a time. Only the prompts of its next step have blocks on decode."""
+    """Prefill computes one prompt at a time, so only the prompts of its next step have decode
+    blocks.
+    """
     pair = engines.one_to_two
     todo = [random_prompt(PROMPT_TOKENS, seed=80 + number) for number in range(PROMPTS)]
 
@@ -69,7 +72,7 @@ def test_a_queued_prompt_holds_no_decode_blocks(engines: Engines) -> None:
         assert [difference(r, a) for r, a in zip(references, answers, strict=True)] == [None] * PROMPTS
         events = engines.events()[start:]
         assert [event["failure"] for event in events if event["event"] == "received"] == [None] * 2 * PROMPTS
-        # The prompt being computed may be about to start, and so may the one after it.
+        # The prompt in progress may be about to start, and so may the next one.
         assert most_bound_and_not_started(events, [each.transfer_id for each in sent]) <= 2
         assert await engines.idle()
 
@@ -77,7 +80,9 @@ def test_a_queued_prompt_holds_no_decode_blocks(engines: Engines) -> None:
 
 
 def test_cancelled_in_the_queue(engines: Engines) -> None:
-    """A decode request whose prompt is queued leaves nothing behind on either engine, and the others get their KV."""
+    """A cancelled request with a queued prompt leaves nothing on either engine; others get their
+    KV.
+    """
     pair = engines.one_to_two
     todo = [random_prompt(PROMPT_TOKENS, seed=90 + number) for number in range(4)]
 
@@ -97,14 +102,17 @@ def test_cancelled_in_the_queue(engines: Engines) -> None:
         assert [difference(r, a) for r, a in zip(references, answers, strict=False)] == [None] * 3
         await asyncio.gather(leaves.prefill, *(each.prefill for each in sent))
         received = {event.get("transfer") for event in engines.events()[start:] if event["event"] == "receive"}
-        assert received == {each.transfer_id for each in sent}, "the request that left had no blocks"
+        assert received == {each.transfer_id for each in sent}, "the cancelled request had no blocks"
         assert await engines.idle()
 
     engines.runner.run(run())
 
 
 def test_legs_one_after_the_other_wait_for_no_start(engines: Engines) -> None:
-    """As a public proxy sends them: the prompt has been computed, and decode takes its blocks at once."""
+    """With sequential legs, as from a public proxy, decode allocates blocks at once.
+
+    Prefill has already computed the prompt.
+    """
     pair = engines.two_to_one
     prompt = random_prompt(300, seed=95)
 

@@ -1,4 +1,6 @@
-"""A producer that runs out of blocks preempts requests in the middle of a transfer; no answer may suffer for it."""
+"""A producer without enough blocks preempts requests during a transfer; every answer stays
+right.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,16 @@ from tests.e2e.pair.conftest import LIMITS, Engines
 
 pytestmark = pytest.mark.engine
 
-# Enough for one prompt of 700 tokens (22 blocks of full attention, two windows and a chunk of 512), not for two.
+# Enough blocks for one prompt of 700 tokens (22 of full attention, two windows and a chunk of 512),
+# not for two.
 BLOCKS = 80
-# Whether requests meet in the pool depends on when they arrive.
+# Arrival times decide whether requests compete for the pool.
 ROUNDS = 5
 
 
 @pytest.fixture(scope="module")
 def tight(engines: Engines) -> Iterator[AsyncLLM]:
-    """A TP 1 prefill engine with a small pool, which admits requests that it cannot finish together."""
+    """A TP 1 prefill engine whose small pool admits requests that it cannot complete together."""
 
     async def start() -> AsyncLLM:
         return start_engine(
@@ -52,12 +55,14 @@ def preemptions() -> float:
 
 
 def test_preempted_prefills_deliver_the_right_kv(engines: Engines, tight: AsyncLLM) -> None:
-    """Concurrent long prompts preempt each other on the producer; every answer is that of one engine."""
+    """Concurrent long prompts preempt each other on the producer; every answer equals one
+    engine's.
+    """
 
     async def run() -> None:
         decode = engines.one_to_two.decode
         pair = Pair(tight, decode, await describe(tight))
-        # Two chunks each: a request that has finished still holds its blocks when the next one goes on.
+        # Two chunks each: a finished request still holds its blocks when the next one continues.
         todo = [prompt for prompt in prompts(80, 700, seed=60) if len(prompt) > 560][:8]
         references = []
         for prompt in todo:
@@ -73,6 +78,6 @@ def test_preempted_prefills_deliver_the_right_kv(engines: Engines, tight: AsyncL
             assert await tight.reset_prefix_cache()
             if preemptions() > before:
                 break
-        assert preemptions() > before, "the pool was meant to be too small"
+        assert preemptions() > before, "the pool should be too small"
 
     engines.runner.run(run())

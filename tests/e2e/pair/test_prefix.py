@@ -1,7 +1,8 @@
-"""Cached prefixes on either engine: what one holds is neither moved nor computed again, and answers stay right.
+"""Prefixes cached on either engine are neither moved nor computed again, and answers stay right.
 
-Blocks are of 32 tokens and windows of 128; decode resumes at the last token of a prompt of n, so KV of n - 1 tokens is
-wanted. Numbers of blocks are written out by hand, in the order of the groups: sliding, sliding, full.
+Blocks have 32 tokens and windows 128. Decode resumes at the last token of a prompt of n tokens, so
+it needs the KV of n - 1 tokens. The expected block numbers are computed by hand, in the order of
+the groups: sliding, sliding, full.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ from tests.e2e.pair.conftest import Engines, alone
 
 pytestmark = pytest.mark.engine
 
-# Two layers a group, four heads in all, K and V of 32 float32 each.
+# Two layers per group, four heads in total, K and V of 32 float32 each.
 BLOCK_BYTES = BLOCK_TOKENS * 2 * 4 * 2 * 32 * 4
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What the trace says of the transfers since a moment.
+    """Trace of the transfers since a moment.
 
-    ``asked``: by request and decode rank, the blocks that it asked for in each group; ``written``: the bytes written
-    in each group; ``computed``: where each chunk of the prompts ended, on one prefill rank.
+    ``asked``     requested blocks of each group, by request and decode rank
+    ``written``   bytes written, by group
+    ``computed``  end of each chunk of the prompts, on one prefill rank
     """
 
     asked: list[list[int]]
@@ -54,14 +56,14 @@ def seen(engines: Engines, start: int) -> Seen:
 
 
 def check_moved(found: Seen, blocks: list[int], decode_ranks: int, requests: int = 1) -> None:
-    """Every decode rank asked for just these blocks of each request, and each was written just once."""
+    """Check that every decode rank requested exactly these blocks and each was written once."""
     assert found.asked == [blocks] * decode_ranks * requests
     assert found.written == [count * BLOCK_BYTES * requests for count in blocks]
     assert found.failures == [None] * decode_ranks * requests
 
 
 async def forget(engine: AsyncLLM, within_s: float = 10.0) -> None:
-    """Forget all cached prefixes of an engine, once nothing is held there any more."""
+    """Clear an engine's prefix cache once the engine holds no blocks."""
     deadline = asyncio.get_running_loop().time() + within_s
     while not await engine.reset_prefix_cache():
         assert asyncio.get_running_loop().time() < deadline
@@ -69,43 +71,50 @@ async def forget(engine: AsyncLLM, within_s: float = 10.0) -> None:
 
 
 async def until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
-    """Wait for what must come; the limit only ends a test that would wait for ever."""
+    """Wait for an event that must come; the limit only ends a failing test."""
     deadline = asyncio.get_running_loop().time() + within_s
     while not condition():
         assert asyncio.get_running_loop().time() < deadline
         await asyncio.sleep(0.02)
 
 
-# vLLM agrees on one length that all groups hold, in whole blocks. Of the windows it keeps what a replay of the prompt
-# needs (prefix_cache_retention_interval=0, its default): the four blocks before the prompt's last token, rounded down.
+# vLLM uses one prefix length that all groups have, in whole blocks. Of windows it keeps the blocks
+# that a replay of the prompt needs (prefix_cache_retention_interval=0, its default): the four
+# blocks before the prompt's last token, rounded down.
 #
-# name: direction, tokens of the first turn, tokens generated, tokens of it that the second turn repeats, new tokens,
-# whether the first turn's KV was moved to decode (else decode has computed it), blocks that are left to move.
+# name: direction, tokens of the first turn, tokens generated, tokens of them that the second turn
+# repeats, new tokens, whether the first turn's KV was moved to decode (else decode computed it),
+# blocks left to move.
 TURNS = {
-    # 12 blocks (384 tokens) are held; of 699 wanted tokens (22 blocks) the window begins in block 572 // 32 = 17.
+    # 12 blocks (384 tokens) are cached; of 699 needed tokens (22 blocks) the window begins in block
+    # 572 // 32 = 17.
     "longer by more than a window": ("one_to_two", 400, 2, 400, 300, True, [5, 5, 10]),
     "the other way round": ("two_to_one", 400, 2, 400, 300, True, [5, 5, 10]),
-    # 449 wanted tokens are 15 blocks, of which 12 are held: the window from block 10 on is held in part.
+    # 449 needed tokens are 15 blocks, 12 of them cached: part of the window from block 10 on is
+    # cached.
     "longer by less than a window": ("one_to_two", 400, 2, 400, 50, True, [3, 3, 3]),
-    # 21 whole blocks (672 tokens) are held, 699 tokens are 22.
+    # 21 whole blocks (672 tokens) are cached, 699 tokens are 22 blocks.
     "the same prompt again": ("one_to_two", 700, 2, 700, 0, True, [1, 1, 1]),
-    # Full attention holds 13 blocks, the answer's tokens among them; the windows are kept for the prompt: 12 blocks.
-    # 539 tokens are 17, the window begins in block 412 // 32 = 12.
+    # Full attention has 13 cached blocks, with the answer's tokens; windows are kept for the
+    # prompt: 12 blocks. 539 tokens are 17 blocks, the window begins in block 412 // 32 = 12.
     "a conversation": ("one_to_two", 400, 40, 440, 100, True, [5, 5, 5]),
-    # Of 416 tokens the windows before 384 are kept, blocks 8 to 11; but decode resumes at 415 and gets 9 to 12.
-    # So nothing is held: 419 tokens are 14 blocks, the window begins in block 292 // 32 = 9.
+    # Of 416 tokens the windows before 384 are kept, blocks 8 to 11; but decode resumes at 415 and
+    # needs 9 to 12. So no prefix is usable: 419 tokens are 14 blocks, the window begins in block
+    # 292 // 32 = 9.
     "a first turn of whole blocks": ("one_to_two", 416, 2, 416, 4, True, [5, 5, 14]),
-    # It branches off at 300: full attention holds 9 blocks of it, but windows are held for 384 tokens, not for 288.
-    # So nothing is held: 599 tokens are 19 blocks, the window begins in block 472 // 32 = 14.
+    # The prompts diverge at 300: full attention has 9 cached blocks, but windows are kept for 384
+    # tokens, not for 288. So no prefix is usable: 599 tokens are 19 blocks, the window begins in
+    # block 472 // 32 = 14.
     "a branch whose window is not held": ("one_to_two", 400, 2, 300, 300, True, [5, 5, 19]),
-    # The same where decode has computed the first turn and another branch, and so keeps the windows before the fork.
+    # Decode has computed the first turn and another branch, so it keeps the windows before the
+    # fork.
     "a branch whose window is held": ("one_to_two", 400, 2, 300, 300, False, [5, 5, 10]),
 }
 
 
 @pytest.mark.parametrize("name", TURNS)
 def test_only_what_decode_lacks_is_moved(engines: Engines, name: str) -> None:
-    """Decode holds a prefix: in every group just the blocks behind it that are needed are asked for and written."""
+    """With a cached prefix, decode requests exactly the needed blocks after it in every group."""
     direction, first_tokens, generated, repeated, new, moved, blocks = TURNS[name]
     pair: Pair = getattr(engines, direction)
     first = random_prompt(first_tokens, seed=70)
@@ -135,13 +144,15 @@ def test_only_what_decode_lacks_is_moved(engines: Engines, name: str) -> None:
     check_moved(engines.runner.run(run()), blocks, pair.decode.vllm_config.parallel_config.tensor_parallel_size)
 
 
-# name: tokens that prefill has produced before, that decode has computed, prompt tokens, chunks' ends, blocks moved.
+# name: tokens that prefill has produced before, that decode has computed, prompt tokens, ends of
+# chunks, blocks moved.
 HELD = {
-    # 384 tokens of 699 are held: chunks of at most 256 tokens from there on.
+    # 384 tokens of 699 are cached, then chunks of at most 256 tokens.
     "prefill holds a part": (400, 0, 700, [640, 699], [5, 5, 22]),
-    # It computes at least one token; vLLM finds whole blocks only: 21 of them.
+    # Prefill computes at least one token; vLLM finds whole blocks only, 21 of them.
     "prefill holds all": (700, 0, 700, [699], [5, 5, 22]),
-    # Without its last token the prompt is 10 whole blocks, and one token at least is computed: 9 are found.
+    # Without its last token the prompt has 10 whole blocks, and at least one token is computed: 9
+    # are found.
     "prefill holds all, to a block's end": (321, 0, 321, [320], [4, 4, 10]),
     "prefill holds more": (400, 200, 700, [640, 699], [5, 5, 16]),
     "decode holds more": (200, 530, 700, [448, 699], [5, 5, 6]),
@@ -152,7 +163,9 @@ HELD = {
 @pytest.mark.parametrize("order", ["together", "in_turn"])
 @pytest.mark.parametrize("name", HELD)
 def test_nothing_is_computed_or_sent_twice(engines: Engines, name: str, order: str) -> None:
-    """Prefill computes what it does not hold, sends what decode does not hold, computed or held, and sends it once."""
+    """Prefill computes tokens that it has not cached and sends blocks that decode has not cached,
+    once.
+    """
     there, here, tokens, chunks, blocks = HELD[name]
     pair = engines.one_to_two
     prompt = random_prompt(tokens, seed=72)
@@ -177,7 +190,9 @@ def test_nothing_is_computed_or_sent_twice(engines: Engines, name: str, order: s
 
 
 def test_the_dropped_token_is_in_no_cached_block(engines: Engines) -> None:
-    """A produced prompt ends with a block, its last token not computed: prefill does not find that block later."""
+    """A prompt produced without its last token ends at a block boundary; prefill later misses that
+    block.
+    """
     pair = engines.one_to_two
     first = random_prompt(320, seed=73)
     longer = first + random_prompt(80, seed=74)
@@ -197,7 +212,9 @@ def test_the_dropped_token_is_in_no_cached_block(engines: Engines) -> None:
 
 @pytest.mark.parametrize("order", ["together", "in_turn"])
 def test_who_needs_nothing_lets_go_at_once(engines: Engines, order: str) -> None:
-    """Decode holds all but the last token: nothing moves, and prefill's blocks are freed before the lease ends."""
+    """Decode has cached all but the last token: nothing moves, and prefill frees its blocks before
+    the lease ends.
+    """
     pair = engines.one_to_two
     prompt = random_prompt(321, seed=75)
 
@@ -216,7 +233,7 @@ def test_who_needs_nothing_lets_go_at_once(engines: Engines, order: str) -> None
             return [event["event"] for event in engines.events()[start:] if event["engine"] == producer]
 
         await until(lambda: names().count("cancel") == 2)
-        # The lease would free them too, but long after this prompt's chunk.
+        # The lease would also free them, but long after this prompt's chunk.
         await pair.in_turn(random_prompt(40, seed=76), 1)
         until_freed = names()[: names().index("sent")]
         assert until_freed.count("chunk") == 2, "256 and 64 tokens of the first prompt, nothing of the second"
@@ -227,7 +244,9 @@ def test_who_needs_nothing_lets_go_at_once(engines: Engines, order: str) -> None
 
 
 def test_one_prompt_twice_at_a_time(engines: Engines) -> None:
-    """Two requests with one prompt: prefill computes it once, each gets its own blocks whole, and both are right."""
+    """Two requests with one prompt: prefill computes it once, and each receives all of its own
+    blocks.
+    """
     pair = engines.one_to_two
     prompt = random_prompt(700, seed=77)
 
@@ -236,8 +255,8 @@ def test_one_prompt_twice_at_a_time(engines: Engines) -> None:
         reference = await alone(pair, prompt)
         start = len(engines.events())
         transfers = [uuid.uuid4().hex for _ in range(2)]
-        # Both wait for KV before any is there: none can find the other's in decode's cache. A request whose prompt is
-        # said to be computed takes its blocks at once.
+        # Both requests wait for KV, so neither finds the other's blocks in decode's cache. Decode
+        # allocates blocks at once for a request whose prompt is already computed.
         params = pair.address | {"remote_num_tokens": len(prompt) - 1}
         answers = [
             asyncio.ensure_future(generate(pair.decode, prompt, MAX_TOKENS, params | {"transfer_id": transfer}))
@@ -253,5 +272,6 @@ def test_one_prompt_twice_at_a_time(engines: Engines) -> None:
 
     found = engines.runner.run(run())
     check_moved(found, [5, 5, 22], 2, requests=2)
-    # The first takes all tokens of a step until its last, when the second finds 21 blocks of it: 699 - 672 are left.
+    # The first request uses all tokens of each step up to its last one, when the second finds 21
+    # blocks of it: 699 - 672 tokens are left.
     assert found.computed == [256, 512, 699, 699]

@@ -1,4 +1,4 @@
-"""What a supervisor says of engines, on its way from a request's parameters to the ranks."""
+"""A supervisor's report of ended engines, from a request's parameters to the ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ SUPERVISOR = "what nobody else knows"
 
 
 def told(extra: dict[str, str], params: object) -> tuple[SchedulerConnector, Request]:
-    """A request with these kv_transfer_params, as vLLM passes a rejected one on: it is new, and is aborted."""
+    """Return a request with these kv_transfer_params as vLLM passes on a rejected one: new, then
+    aborted.
+    """
     scheduler = SchedulerConnector(parse_config(extra), "c", 1, (), 256)
     sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
     request = Request("lose", [0], sampling, None, abort_immediately=True)
@@ -27,7 +29,7 @@ def told(extra: dict[str, str], params: object) -> tuple[SchedulerConnector, Req
 
 
 def test_lost_engines_reach_the_ranks_in_the_next_step() -> None:
-    """Where it is the supervisor's word. Nothing else comes of the request."""
+    """With the supervisor's token. The request has no other effect."""
     scheduler, _ = told({"supervisor": SUPERVISOR}, {"engines_lost": "node-a.", "supervisor": SUPERVISOR})
     assert scheduler.orders(SchedulerOutput.make_empty()) == Orders(lost=["node-a."])
     assert scheduler.orders(SchedulerOutput.make_empty()) == Orders()
@@ -47,7 +49,7 @@ def test_lost_engines_reach_the_ranks_in_the_next_step() -> None:
 def test_not_everybody_is_believed(
     extra: dict[str, str], params: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A client of vLLM's own server could have blocks freed that a live engine writes to."""
+    """A client of vLLM's own server could otherwise free blocks that a live engine writes to."""
     scheduler, _ = told(extra, {"engines_lost": "node-a."} | params)
     assert scheduler.orders(SchedulerOutput.make_empty()) == Orders()
     assert "ignored the report" in caplog.text
@@ -55,14 +57,16 @@ def test_not_everybody_is_believed(
 
 
 def test_a_malformed_word_is_none() -> None:
-    """The request is computed here, as one that says nothing."""
+    """The request is computed here, like one without parameters."""
     scheduler, _ = told({"supervisor": SUPERVISOR}, {"engines_lost": "", "supervisor": SUPERVISOR})
     assert scheduler.orders(SchedulerOutput.make_empty()) == Orders()
 
 
 @pytest.mark.parametrize("params", ["x", ["do_remote_prefill"], 7, {"do_remote_decode": True, "transfer_id": 7}])
 def test_parameters_that_are_none(params: object, caplog: pytest.LogCaptureFixture) -> None:
-    """The request is computed here, and vLLM's own scheduler, which takes them for a dict, does not see them."""
+    """The request is computed here, and vLLM's scheduler, which expects a dict, does not see the
+    parameters.
+    """
     scheduler, request = told({}, params)
     assert scheduler.orders(SchedulerOutput.make_empty()) == Orders()
     assert request.kv_transfer_params is None
