@@ -12,6 +12,7 @@ from actors.router.prompt_lists.merge import MergedStream, error_event, merged_b
 from actors.router.prompt_lists.split import begun
 from actors.telemetry.latency_breakdown import LatencyBreakdown
 from actors.telemetry.recent_requests import Pair
+from configs.settings import RoleName
 
 READY_PIECES = 64
 """Number of unread pieces at which the streams wait for the client."""
@@ -60,6 +61,11 @@ class ListAnswer:
         """Reason of the first prompt's route if decode alone served all prompts, else None."""
         reasons = [answer.local_reason for _, answer in sorted(self._answers.items())]
         return None if None in reasons else reasons[0]
+
+    @property
+    def sampled_by(self) -> RoleName | None:
+        """Role of the engine that sampled the first prompt's first token."""
+        return self._answers[self._lead].sampled_by
 
     @property
     def first_byte_s(self) -> float:
