@@ -115,7 +115,11 @@ def why_decode_samples(endpoint: Endpoint, body: Body) -> str | None:
     Decode samples the same token again. The router drops decode's events for it, as in a resumed
     stream; if decode samples another token, the stream resumes with prefill's.
     """
-    return why_not_resumable(endpoint, body) if body.get("stream") else "not streamed"
+    if not body.get("stream"):
+        return "not streamed"
+    if endpoint == "/v1/messages":
+        return "no seed"  # Anthropic's API has no field for one, so the legs may draw other tokens
+    return why_not_resumable(endpoint, body)
 
 
 def needs_seed(body: Body) -> bool:

@@ -352,7 +352,6 @@ def test_options_of_the_output_are_decodes_alone(http, more):
         ("/v1/responses", response(max_output_tokens="many"), 400, "max_output_tokens"),
         ("/v1/responses", response(previous_response_id="resp_0"), 404, "resp_0"),
         ("/v1/responses", response(background=True), 400, "background"),
-        ("/v1/embeddings", {"model": MODEL, "input": "a"}, 404, "Not Found"),
         ("/v1/completions", b"x" * (9 * 2**20), 413, "bytes"),
     ],
 )
@@ -365,6 +364,11 @@ def test_a_bad_request_gets_an_error_in_openais_form(http, endpoint, content, st
     assert message in reply.json()["error"]["message"]
     assert reply.json()["error"]["code"] == status
     assert time.monotonic() - began < 5
+
+
+def test_an_endpoint_of_other_models_gets_vllms_404(http):
+    reply = http.post("/v1/embeddings", json={"model": MODEL, "input": "a"})
+    assert (reply.status_code, reply.json()) == (404, {"detail": "Not Found"})
 
 
 def test_the_sdk_sees_typed_errors(sdk):

@@ -64,9 +64,8 @@ class ListAnswer:
 
     @property
     def sampled_by(self) -> RoleName | None:
-        """`prefill` if prefill sampled the first token of every prompt; None if that is off."""
-        roles = {answer.sampled_by for answer in self._answers.values()}
-        return roles.pop() if len(roles) == 1 else "decode"
+        """Role of the engine that sampled the first prompt's first token."""
+        return self._answers[self._lead].sampled_by
 
     @property
     def first_byte_s(self) -> float:

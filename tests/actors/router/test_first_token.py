@@ -186,4 +186,5 @@ def test_what_decode_samples():
     assert why_decode_samples("/v1/chat/completions", {"stream": True}) is None
     assert why_decode_samples("/v1/completions", {}) == "not streamed"
     assert why_decode_samples("/v1/responses", {"stream": True}) == "engine-specific ids"
+    assert why_decode_samples("/v1/messages", {"stream": True}) == "no seed"
     assert why_decode_samples("/v1/completions", {"stream": True, "n": 2}) == "n > 1"

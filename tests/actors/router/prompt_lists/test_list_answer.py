@@ -104,6 +104,17 @@ async def test_streams_are_merged(at_once: int, monkeypatch: pytest.MonkeyPatch)
     await at_rest(p, d)
 
 
+@pytest.mark.parametrize(("first_token", "header"), [("prefill", "decode"), ("decode", None)])
+async def test_who_sampled_the_first_token(first_token: str, header: str | None) -> None:
+    """The header is that of the first prompt, as for a request with one."""
+    router, p, d = fleet([well], [completes()])
+    router.limits = router.limits.model_copy(update={"first_token": first_token})
+    async with http(router) as client:
+        reply = await client.post("/v1/completions", json={"prompt": PROMPTS})
+    assert (reply.status_code, reply.headers.get("x-tandem-first-token")) == (200, header)
+    await at_rest(p, d)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_refused_prompt_is_the_answer(stream: bool) -> None:
     """With vLLM's status and body; the other prompts are cancelled."""

@@ -26,7 +26,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def test_a_whole_answer():
-    """Choices in the order of prompts, counts added, the last prompt's details, the first's time."""
+    """Choices in order of prompts, counts added, the last prompt's details, the first's time."""
     details = [{"cached_tokens": 3}, {"cached_tokens": 4}]
     parts = [body(0, "ü", usage(5, 2, prompt_tokens_details=details[0])), body(1, "b", usage(7, 1))]
     parts.append(body(2, "c", usage(1, 1, prompt_tokens_details=details[1])))

@@ -39,7 +39,7 @@ def request(body: object, endpoint: Endpoint = "/v1/completions", **headers: str
     ],
 )
 def test_split(body, prompts):
-    """A list is split if a pair of engines can serve each prompt, and vLLM would accept the list."""
+    """A list is split if engine pairs can serve each prompt, and vLLM would accept the list."""
     found = split(request(body, x_request_id="r"))
     assert [one.body["prompt"] for one in found] == prompts
     assert [json.loads(one.raw) for one in found] == [{**body, "prompt": prompt} for prompt in prompts]
