@@ -195,8 +195,8 @@ def _scales(config: VllmConfig, layer: str, spec: AttentionSpec) -> str:
     attention = config.compilation_config.static_forward_context.get(layer)
     if spec.kv_quant_mode is not KVQuantMode.FP8_PER_TENSOR or scheme.get("strategy") == "attn_head":
         return ""
-    scales = [getattr(attention, f"_{name}_scale_float", None) for name in "kv"]
-    return "" if None in scales else "/k_scale {:.9g}, v_scale {:.9g}".format(*scales)
+    k, v = (getattr(attention, f"_{name}_scale_float", None) for name in "kv")
+    return "" if k is None or v is None else f"/k_scale {k:.9g}, v_scale {v:.9g}"
 
 
 def _slotted_page(page: LayerPages, tp_size: int) -> LayerPages:
