@@ -150,13 +150,13 @@ class Lane:
             "findings": bad,
             "late": late(case),
             "seconds": round(time.monotonic() - started, 1),
-            "requests": [_told(trial, outcome, started) for trial, outcome in self._judged(trials)],
+            "requests": [_record(trial, outcome, started) for trial, outcome in self._judged(trials)],
         }
         if self.link is not None:
             # Bad or not, the next fault finds the link whole.
             self.link.mend()
         if bad:
-            record["logs"] = [line for log, size in logs.items() for line in _complaints(log, size)]
+            record["logs"] = [line for log, size in logs.items() for line in _troubles(log, size)]
             await self.start("prefill", "decode")
         return record
 
@@ -403,7 +403,7 @@ async def _nothing() -> dict[str, Any]:
     return {}
 
 
-def _told(trial: Trial, outcome: Outcome, started: float) -> dict[str, Any]:
+def _record(trial: Trial, outcome: Outcome, started: float) -> dict[str, Any]:
     """A request in the report: times in seconds from the case's start."""
     told: dict[str, Any] = {"outcome": str(outcome), "tokens": trial.question.prompt_tokens}
     if outcome is Outcome.RIGHT:
@@ -416,7 +416,7 @@ def _told(trial: Trial, outcome: Outcome, started: float) -> dict[str, Any]:
     return told
 
 
-def _complaints(log: Path, since: int) -> list[str]:
+def _troubles(log: Path, since: int) -> list[str]:
     """The first lines of a log that sound like trouble."""
     with log.open("rb") as stream:
         stream.seek(since)
