@@ -1,4 +1,4 @@
-"""The table: each feature of the API as the fields that ask for it at each endpoint, and how the service serves it."""
+"""Features of the API: the fields for each at each endpoint, and the service's route."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TOOL = {"type": "function", "function": {"name": "weather", "description": "of a
 OTHER_TOOL = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
 FLAT_TOOL = {"type": "function", "name": "weather", "description": "of a city", "parameters": SCHEMA, "strict": False}
 CALL = r'<tool_call>\n\{"name": "weather", "arguments": \{"city": "[a-z]{3}", "days": [1-9]\}\}\n</tool_call>'
-"""A tool call as the hermes parser reads it: a grammar makes the demo model write one."""
+"""A tool call in hermes format: a grammar makes the demo model write one."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Feature:
 
 
 def everywhere(name: str, fields: Fields, **more: Any) -> Feature:
-    """A feature that all three endpoints call by one name."""
+    """A feature with one name at all three endpoints."""
     return Feature(name, fields, fields, fields, **more)
 
 
@@ -76,7 +76,7 @@ LONGER = {
 
 
 def longer(name: str, fields: Fields, **more: Any) -> Feature:
-    """With forty tokens of answer, where the feature shows only then."""
+    """With forty tokens of answer, if the feature shows only then."""
     return Feature(name, fields | LONGER["completions"], fields | LONGER["chat"], fields | LONGER["responses"], **more)
 
 
