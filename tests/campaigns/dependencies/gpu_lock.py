@@ -47,7 +47,9 @@ def pins(text: str) -> dict[str, str]:
 
 
 def preferred(cpu: str, gpu: str) -> dict[str, str]:
-    """Versions to keep if possible: those of the present GPU lock first, then those of the CPU lock."""
+    """Versions to keep if possible: those of the present GPU lock first, then those of the CPU
+    lock.
+    """
     public = {package: version for package, version in pins(cpu).items() if "+" not in version}
     return public | pins(gpu)
 

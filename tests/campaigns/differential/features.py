@@ -145,7 +145,8 @@ FEATURES: tuple[Feature, ...] = (
     everywhere("priority, first", {"priority": -3}),
     everywhere("cache_salt", {"cache_salt": "mine alone"}),
     everywhere("user", {"user": "somebody"}),
-    # vLLM 0.32 on CPUs adds an adapter to whatever shares a batch with it, and pads the others' logprobs.
+    # vLLM 0.32 on CPUs adds an adapter to whatever shares a batch with it, and pads the others'
+    # logprobs.
     everywhere("adapter", {"model": ADAPTER}, alone=True),
     everywhere("no model named", {"model": ABSENT}),
     everywhere("a field that nobody knows", {"no_such_field": 3}),
@@ -302,7 +303,9 @@ BUILDERS: dict[str, Callable[..., Fields]] = {COMPLETIONS: completion, CHAT: cha
 
 
 def feature_cases() -> Iterator[Case]:
-    """Every feature at every endpoint that has it, whole and streamed; completions from text and from token ids."""
+    """Every feature at every endpoint that has it, whole and streamed; completions from text and
+    from token ids.
+    """
     for feature in FEATURES:
         by_path = {COMPLETIONS: feature.completions, CHAT: feature.chat, RESPONSES: feature.responses}
         for path, fields in by_path.items():

@@ -1,4 +1,6 @@
-"""The demo model as both sides serve it: with tokens that mark reasoning, beside a LoRA adapter; or damaged."""
+"""The demo model as both sides serve it: with tokens that mark reasoning, beside a LoRA adapter;
+or damaged.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from configs.settings import DEMO_MODEL_DIR
 
 THINK, THOUGHT = "<think>", "</think>"
 THINK_ID, THOUGHT_ID = 518, 519
-"""The first two ids beyond the demo tokenizer's; the model has rows for them that nobody has trained."""
+"""The first two ids beyond the demo tokenizer's; the model has rows for them that nobody has
+trained.
+"""
 
 ADAPTED = ("q_proj", "k_proj", "v_proj")
 RANK = 8
@@ -21,7 +25,9 @@ DAMAGED = "model.layers.2.self_attn.v_proj.weight"
 
 
 def thinking_model(folder: Path) -> Path:
-    """The demo checkpoint with the two tokens that vLLM's reasoning parsers look for in a vocabulary."""
+    """The demo checkpoint with the two tokens that vLLM's reasoning parsers look for in a
+    vocabulary.
+    """
     model = folder / "model"
     shutil.copytree(DEMO_MODEL_DIR, model)
     path = model / "tokenizer.json"
@@ -34,7 +40,9 @@ def thinking_model(folder: Path) -> Path:
 
 
 def lora_adapter(folder: Path, seed: int = 1) -> Path:
-    """A random adapter of the attention's projections, of a size that changes what the model says."""
+    """A random adapter of the attention's projections, of a size that changes what the model
+    says.
+    """
     adapter = folder / "adapter"
     adapter.mkdir()
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": list(ADAPTED), "bias": "none"}
@@ -52,7 +60,9 @@ def lora_adapter(folder: Path, seed: int = 1) -> Path:
 
 
 def damage(model: Path, share: float) -> None:
-    """Add noise to one value projection, `share` as large as its own entries: another checkpoint of the same shape."""
+    """Add noise to one value projection, `share` as large as its own entries: another checkpoint
+    of the same shape.
+    """
     path = model / "model.safetensors"
     weights = load_file(path)
     matrix = weights[DAMAGED]

@@ -22,7 +22,9 @@ REPEATS = 5
 
 
 def check(condition: bool, problem: str) -> None:
-    """Raise AssertionError with ``problem`` unless ``condition``; these checks also run without pytest."""
+    """Raise AssertionError with ``problem`` unless ``condition``; these checks also run without
+    pytest.
+    """
     if not condition:
         raise AssertionError(problem)
 

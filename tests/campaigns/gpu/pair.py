@@ -36,7 +36,9 @@ class Address:
 
 
 class Agent:
-    """A transport with two registered buffers on ``device``: PAGES pages, and ``bulk_bytes`` for measurements."""
+    """A transport with two registered buffers on ``device``: PAGES pages, and ``bulk_bytes`` for
+    measurements.
+    """
 
     def __init__(self, name: str, device: torch.device, bulk_bytes: int) -> None:
         set_current(device)
@@ -68,7 +70,9 @@ class Agent:
         return self.pages.cpu().numpy().tobytes()
 
     def digest(self, ids: Sequence[int]) -> bytes:
-        """Return the digest of some pages, as a worker computes it for a peer on a device of the same kind."""
+        """Return the digest of some pages, as a worker computes it for a peer on a device of the
+        same kind.
+        """
         stream = self.memory.shared_with(self.memory_kind).new_stream()
         stream.feed(self.pages.data_ptr() + np.asarray(ids, np.int64) * PAGE_BYTES, PAGE_BYTES)
         return stream.digest()

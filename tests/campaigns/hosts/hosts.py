@@ -112,7 +112,8 @@ def _host(switch: Switch, name: str, address: str) -> Iterator[Host]:
         switch.run("ip", "link", "add", "name", name, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
         switch.run("ip", "link", "set", "dev", name, "master", "bridge", "up")
         for command in (
-            # UCX looks for devices in /sys, which shows those of the network that it was mounted in.
+            # UCX looks for devices in /sys, which shows those of the network that it was mounted
+            # in.
             "mount -t sysfs sysfs /sys",
             "mount -t tmpfs tmpfs /dev/shm",
             "ip link set lo up",
