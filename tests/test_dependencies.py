@@ -153,7 +153,7 @@ def test_what_a_new_resolution_keeps() -> None:
     ],
 )
 def test_what_pip_prints(line: str, pair: tuple[str, str]) -> None:
-    """Both kinds of complaint, as (distribution, requirement)."""
+    """Both kinds of message, as (distribution, requirement)."""
     assert broken_requirements(f"{line}\n") == {pair}
     assert broken_requirements("No broken requirements found.\n") == set()
 

@@ -37,7 +37,7 @@ LOOK_EVERY_S = 0.9
 SELF_END_S = 15.0
 """Time for an engine that has lost a process to end by itself."""
 
-_COMPLAINT = re.compile(r"(Error|Exception|expired|timed out|Segmentation|assert|Fatal|NIXL_ERR|quarantine)")
+_TROUBLE = re.compile(r"(Error|Exception|expired|timed out|Segmentation|assert|Fatal|NIXL_ERR|quarantine)")
 
 
 @dataclass
@@ -436,5 +436,5 @@ def _troubles(log: Path, since: int) -> list[str]:
     with log.open("rb") as stream:
         stream.seek(since)
         lines = stream.read().decode(errors="replace").splitlines()
-    found = dict.fromkeys(line.strip()[-220:] for line in lines if _COMPLAINT.search(line))
+    found = dict.fromkeys(line.strip()[-220:] for line in lines if _TROUBLE.search(line))
     return [f"{log.name}: {line}" for line in list(found)[:4]]

@@ -119,7 +119,7 @@ def _host(switch: Switch, name: str, address: str) -> Iterator[Host]:
             "ip link set lo up",
             f"ip address add {address}/24 dev eth0",
             "ip link set eth0 up",
-            # Nobody is there, but software that asks for the way out learns its own address.
+            # Software that looks up the default route learns its own address; no host has this one.
             f"ip route add default via {SUBNET}.254",
         ):
             _run(*host.command(command.split()))

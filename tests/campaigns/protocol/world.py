@@ -283,7 +283,7 @@ class World(States):
         if to_consumer and isinstance(self.letters.messages[letter[3]], Fin | Aborted | Cancelled):
             for write in d.writes:
                 if write.rank == letter[2] and self.posted.values[write.posted].consumer == at:
-                    raise Broken(f"prefill {letter[2]} answers decode {at} while a write for it is under way")
+                    raise Broken(f"prefill {letter[2]} answers decode {at} while a write for it is in flight")
         if to_consumer and isinstance(self.letters.messages[letter[3]], Starting) and d.b[at].queue != QUEUED:
             return
         if d.b[at].listens if to_consumer else d.a[at].machine != DEAD:
@@ -515,7 +515,7 @@ class World(States):
         if b.may:
             raise Broken(f"decode {c} gives its blocks up while ranks {b.may:b} have not answered")
         if b.verifying or any(self.posted.values[write.posted].consumer == c for write in d.writes):
-            raise Broken(f"decode {c} gives its blocks up while a write or a comparison is under way")
+            raise Broken(f"decode {c} gives its blocks up while a write or a comparison is in progress")
         d.b[c] = b._replace(memory=((),) * self.producer_tp)
         d.net = {letter for letter in d.net if not letter[0] or letter[1] != c}
 
@@ -528,7 +528,7 @@ class World(States):
     def check_end(self, d: Draft) -> None:
         """Nothing more will happen: every wait has ended, and every block is free."""
         if d.net or d.writes:
-            raise Broken(f"at the end {len(d.net)} messages and {len(d.writes)} writes are under way")
+            raise Broken(f"at the end {len(d.net)} messages and {len(d.writes)} writes are in flight")
         whole = all(a.machine != DEAD for a in d.a)
         held = whole and d.budget.cut == NEVER
         for p, a in enumerate(d.a):

@@ -67,8 +67,8 @@ class Outcome:
             "prefill: requests sent": (_requests(self.prefill, "sent"), count),
             "decode: requests received": (_requests(self.decode, "received"), count),
             "decode: requests recomputed": (_requests(self.decode, "recomputed"), 0),
-            "prefill: transfers under way": (_total(self.prefill, "vllm:tandem_kv_transfers"), 0),
-            "decode: transfers under way": (_total(self.decode, "vllm:tandem_kv_transfers"), 0),
+            "prefill: transfers in progress": (_total(self.prefill, "vllm:tandem_kv_transfers"), 0),
+            "decode: transfers in progress": (_total(self.decode, "vllm:tandem_kv_transfers"), 0),
             "prefill: writes that failed": (self.prefill.get("vllm:tandem_kv_writes_total/failed", 0), 0),
         }
         found = [f"{what}: {seen:g}, expected {want:g}" for what, (seen, want) in expected.items() if seen != want]
