@@ -44,6 +44,7 @@ PAIRS_OUT ?= build/fault-pairs
 ONLY ?=
 DAMAGE ?=
 SCHEDULES ?= 100000
+PART ?= 1/1
 # An environment of another kind will do: torch and NIXL are enough.
 GPU_PYTHON ?= $(firstword $(wildcard .venv-gpu/bin/python .venv/bin/python) python3)
 STAMP := $(VENV)/.installed
@@ -156,6 +157,10 @@ bench-exposed: $(STAMP) ## Measure what streaming hides, over shared memory and 
 bench-link: $(STAMP) ## TTFT over a link of 800 Mbit/s: streaming, whole requests, vLLM's own connectors (root, 15 minutes)
 	$(BIN)/python -m benchmarks.link
 
+.PHONY: bench-first-token
+bench-first-token: $(STAMP) ## First and second token over a link of 80 Mbit/s, sampled by decode and by prefill (root, 4 minutes)
+	$(BIN)/python -m benchmarks.first_token
+
 BASE ?= HEAD~1
 
 .PHONY: bench-backlog
@@ -264,16 +269,17 @@ fuzz: $(STAMP) ## Hostile messages, connections and HTTP requests, in bulk: SEED
 	$(BIN)/python -m tests.campaigns.fuzz.http --seed $(SEED) --count $(COUNT)
 
 .PHONY: differential
-differential: $(STAMP) ## Ask the service and one vLLM server the same 1,240 things (about 10 minutes): ONLY=expression DAMAGE=0.02
-	$(BIN)/python -m tests.campaigns.differential.campaign $(if $(ONLY),--only '$(ONLY)') $(if $(DAMAGE),--damage $(DAMAGE))
+differential: $(STAMP) ## Ask the service and one vLLM server the same 1,397 things (about 10 minutes): ONLY=expression DAMAGE=0.02 FIRST_TOKEN=prefill
+	$(BIN)/python -m tests.campaigns.differential.campaign $(if $(ONLY),--only '$(ONLY)') $(if $(DAMAGE),--damage $(DAMAGE)) \
+		$(if $(FIRST_TOKEN),--first-token $(FIRST_TOKEN))
 
 build/clients/bin/python:
 	$(PYTHON) -m venv build/clients
-	build/clients/bin/pip install --quiet langchain-openai
+	build/clients/bin/pip install --quiet langchain-openai anthropic
 
 .PHONY: clients
-clients: $(STAMP) build/clients/bin/python ## The openai SDK, LangChain (in an environment in build/), vllm bench serve and curl against the service
-	$(BIN)/python -m tests.campaigns.service.clients --langchain build/clients/bin/python
+clients: $(STAMP) build/clients/bin/python ## The openai SDK, LangChain and Anthropic's SDK (in an environment in build/), vllm bench serve and curl against the service
+	$(BIN)/python -m tests.campaigns.service.clients --langchain build/clients/bin/python --anthropic build/clients/bin/python
 
 .PHONY: multi-connector
 multi-connector: $(STAMP) ## 100 requests through MultiConnector over TandemConnector and vLLM's ExampleConnector; metrics must account for all
@@ -300,6 +306,10 @@ explore: $(STAMP) ## Every interleaving of small transfers, state counts printed
 schedules: $(STAMP) ## Random schedules of larger transfers, random steps of vLLM's scheduler: SCHEDULES=100000 SEED=1
 	$(BIN)/python -m tests.campaigns.schedules.schedules --schedules $(SCHEDULES) --seed $(SEED)
 	$(BIN)/python -m tests.campaigns.schedules.scheduling --steps 12000 --seed $(SEED)
+
+.PHONY: grids
+grids: $(STAMP) ## Prove plans and move bytes between every pair of PP x PCP x TP x DCP grids (13 minutes): PART=1/4
+	$(BIN)/python -m tests.campaigns.grids --part $(PART)
 
 .PHONY: demo-eval
 demo-eval: $(STAMP) ## Measure the demo model's recall on held-out prompts

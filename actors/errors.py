@@ -11,6 +11,13 @@ class UnavailableError(TandemError):
     """No replica of a role can answer: none is running, or the replica has died."""
 
 
+class HandoverError(UnavailableError):
+    """Decode did not take over after prefill's first token, for a reason other than its death.
+
+    Another attempt may use the same decode replica.
+    """
+
+
 class RefusedError(TandemError):
     """The engine is full or stopping. Another engine may accept the call."""
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from actors.errors import CannotResumeError
-from actors.request import ReplayLog, StreamChunk, TokenGroup
+from actors.request import FirstTokenChunk, ReplayLog, StreamChunk, TokenGroup
 from actors.telemetry.timestamps import CallTimestamps
 
 
@@ -57,6 +57,12 @@ class ServedCall:
     taken: Callable[[], None] = lambda: None
     """Callback after the serving layer has processed an output."""
     timestamps: CallTimestamps = field(default_factory=CallTimestamps)
+    prompt_tokens: int | None = None
+    """Number of tokens of the prompt, for the first token of a prefill engine; else None."""
+    split_first: bool = False
+    """Whether the next request of this call sends its first token as a group of its own."""
+    unfinished: bool = False
+    """Whether another engine continues after the first token of this call's next request."""
     _new: deque[TokenGroup] = field(default_factory=deque)
     _began: bool = False
 
@@ -77,6 +83,9 @@ class ServedCall:
             return body
         groups = tuple(self._new)
         self._new.clear()
+        if self.prompt_tokens is not None:
+            prompt_tokens, self.prompt_tokens = self.prompt_tokens, None
+            return FirstTokenChunk(body, groups, timings, prompt_tokens)
         return StreamChunk(body, groups, timings)
 
     def fail(self, why: str) -> CannotResumeError:

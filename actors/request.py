@@ -6,7 +6,28 @@ from typing import Any, Literal
 
 import msgspec
 
-Endpoint = Literal["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"]
+Endpoint = Literal[
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/tokenize",
+    "/detokenize",
+    "/v1/chat/completions/batch",
+    "/v1/embeddings",
+    "/v2/embed",
+    "/pooling",
+    "/classify",
+    "/score",
+    "/v1/score",
+    "/rerank",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/generative_scoring",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+]
 
 Body = Mapping[str, Any]
 
@@ -28,6 +49,9 @@ class ProducerAddress:
     remote_host: str
     remote_port: int
     tp_size: int
+    first_token_multiple: int = 0
+    """Number of prompt tokens of which the engine sends multiples if it samples the first token; 0
+    if it cannot sample it."""
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> "ProducerAddress":
@@ -37,6 +61,7 @@ class ProducerAddress:
             remote_host=str(params["remote_host"]),
             remote_port=int(params["remote_port"]),
             tp_size=int(params["tp_size"]),
+            first_token_multiple=int(params.get("first_token_multiple", 0)),
         )
 
 
@@ -113,5 +138,12 @@ class StreamChunk(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """Timings of the stream, in the chunk of its first token; else None."""
 
 
-Item = Accepted | Heartbeat | ResponseStart | StreamChunk | bytes
+class FirstTokenChunk(StreamChunk, frozen=True, array_like=True, tag=4):
+    """First token of an answer from a prefill engine. Only routers that ask for it receive it."""
+
+    prompt_tokens: int = 0
+    """Number of tokens of the prompt."""
+
+
+Item = Accepted | Heartbeat | ResponseStart | StreamChunk | FirstTokenChunk | bytes
 """Item of an answer; `bytes` is a part of the body without tokens or timings."""

@@ -318,6 +318,11 @@ class RouterLimits(Frozen):
         description="pass `X-Vllm-Priority` of clients to the engines, which use it with the engine argument "
         "`scheduling_policy: priority`; false: drop it",
     )
+    first_token: Literal["prefill", "decode"] = Field(
+        "decode",
+        description="engine that samples the first token of a stream with a remote route. prefill: the client receives "
+        "it before the KV has moved, where this is exact ([HTTP API](http-api.md#first-token)); decode: always decode",
+    )
     routing: RoutingSettings = Field(RoutingSettings(), description="routing policy")
 
 

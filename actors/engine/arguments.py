@@ -163,6 +163,34 @@ def engine_arguments(settings: ServiceSettings, role: RoleName) -> dict[str, Any
     }
 
 
+SAMPLING_ARGUMENTS = (
+    "generation_config",
+    "logits_processors",
+    "logprobs_mode",
+    "max_logprobs",
+    "override_generation_config",
+    "reasoning_parser",
+    "return_sampling_mask",
+    "structured_outputs_config",
+)
+"""Engine arguments that change tokens or logprobs of an answer."""
+
+
+def why_no_first_token(settings: ServiceSettings) -> str | None:
+    """Return why a prefill engine cannot sample the first token of decode's answers, or None."""
+    prefill, decode = engine_arguments(settings, "prefill"), engine_arguments(settings, "decode")
+    if prefill.get("speculative_config") or decode.get("speculative_config"):
+        return "with speculative decoding, a step may have several tokens"
+    if settings.prefill.frontend != settings.decode.frontend:
+        return "prefill.frontend differs from decode.frontend"
+    for name in SAMPLING_ARGUMENTS:
+        if prefill.get(name) != decode.get(name):
+            return f"prefill.engine.{name} differs from decode.engine.{name}"
+    if settings.store.enabled:
+        return "it has not been tested with the KV store"
+    return None
+
+
 def engine_environment(settings: ServiceSettings, role: RoleName) -> dict[str, str]:
     """Return environment variables for the actor of `role`; its engine processes inherit them."""
     own = settings.role(role)

@@ -1,16 +1,20 @@
 """The Prefill deployment: computes prompts and hands their KV over to decode engines."""
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import aclosing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
+from actors.engine.arguments import why_no_first_token
 from actors.engine.engine_actor import FIRST_REQUEST_TIMEOUT_S, CallItem, EngineActor
 from actors.engine.pair_warmup import PeerReplicas, probe_timeout_s
 from actors.request import Call, ProducerAddress
 from actors.rpc.messages import RpcRequest
 from configs.settings import RoleName, ServiceSettings
+
+logger = logging.getLogger(__name__)
 
 
 class Prefill(EngineActor):
@@ -22,6 +26,9 @@ class Prefill(EngineActor):
         self._held: set[str] = set()
         self._probe_s = probe_timeout_s(settings.transfer)
         self._producer: ProducerAddress = await self.engine.describe_producer(FIRST_REQUEST_TIMEOUT_S)
+        if problem := why_no_first_token(settings):
+            logger.info("this engine samples no first tokens: %s", problem)
+            self._producer = replace(self._producer, first_token_multiple=0)
         await self._warm_up_pairs()
 
     def _router_methods(self) -> dict[str, Callable[..., Awaitable[Any]]]:

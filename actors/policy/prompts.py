@@ -85,8 +85,13 @@ def passage(data: bytes, ids: bool, seed: int) -> Passage:
 def _passages(body: Mapping[str, Any], seed: int) -> Iterable[Passage]:
     messages = body.get("messages")
     if isinstance(messages, list):
-        if messages:
-            yield passage(b"".join(_message(one) for one in messages), ids=False, seed=seed)
+        if messages and isinstance(messages[0], list):
+            for one in messages:  # a batch of chats
+                yield from _passages({"messages": one}, seed) if isinstance(one, list) else ()
+        elif messages:
+            system = body.get("system")  # of Anthropic's API
+            first = [{"role": "system", "content": system}] if system else []
+            yield passage(b"".join(_message(one) for one in [*first, *messages]), ids=False, seed=seed)
         return
     prompt = body.get("prompt")
     several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)

@@ -1,13 +1,15 @@
 """Answer to a client request. A stream continues on another replica if its decode engine dies."""
 
+import logging
 from collections import deque
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from functools import cached_property
 from typing import Any
 
-from actors.errors import CannotResumeError, UnavailableError
+from actors.errors import CannotResumeError, HandoverError, UnavailableError
 from actors.replay_log import RecordedGroups
-from actors.request import StreamChunk
+from actors.request import StreamChunk, TokenGroup
 from actors.router.client_request import ClientRequest
 from actors.router.dispatch import Attempt, Dispatcher
 from actors.router.event_stream import EventStream
@@ -15,7 +17,10 @@ from actors.router.request_shaping import why_not_resumable
 from actors.telemetry.latency_breakdown import LatencyBreakdown, break_down
 from actors.telemetry.recent_requests import Pair
 from actors.telemetry.router_metrics import RouterMetrics
+from configs.settings import RoleName
 from connectors.errors import TandemError
+
+logger = logging.getLogger(__name__)
 
 MOST_BYTES = 2**16
 """Size above which `body` yields joined stream data although more is ready."""
@@ -37,6 +42,13 @@ class Answer:
         request = attempts.request
         self._resumable = why_not_resumable(request.endpoint, request.body) is None
         self._has_tokens = False
+        self._first_group: TokenGroup | None = None
+        """First token, if prefill sampled it and decode has not repeated it yet."""
+
+    @property
+    def sampled_by(self) -> RoleName | None:
+        """Role of the engine that sampled the first token; None if it is always decode."""
+        return None if self._attempts.limits.first_token == "decode" else self._first.sampled_by
 
     @property
     def route(self) -> str:
@@ -95,15 +107,28 @@ class Answer:
         comments = b""
         ready = b""
         while self._attempt.start.streams:
-            known = len(replay_log)
             released = False
             try:
+                if self._attempt.sampled_by == "prefill":
+                    async with aclosing(self._from_prefill(stream)) as first:
+                        async for events in first:
+                            yield events
+                    if stream.done:
+                        self._metrics.first_tokens.labels("ended").inc()
+                        return
+                    if stream.sent == 0:
+                        # Prefill has sent no whole event, so the client receives decode's token.
+                        self._attempt.sampled_by, self._first_group = "decode", None
+                        replay_log.clear()
+                    stream.restart()
+                known = len(replay_log)
                 items = deque(self._attempt.items)
                 while (item := items.popleft() if items else await self._next()) is not None:
                     self._attempt.passed_on(item)
                     if self._resumable and isinstance(item, StreamChunk):
                         # A resumed stream starts with the groups of the replay log.
                         repeated = min(known, len(item.groups))
+                        self._check_first(item)
                         known -= repeated
                         replay_log.extend(item.groups[repeated:])
                     sent = stream.sent
@@ -138,6 +163,29 @@ class Answer:
             await self._resume(error, stream, replay_log)
         yield b"".join(_bytes_of(item) for item in self._attempt.items)
 
+    async def _from_prefill(self, stream: EventStream) -> AsyncGenerator[bytes, None]:
+        """Yield the events of prefill's first token, until decode takes over or they end the
+        stream."""
+        async with aclosing(self._attempts.first_token(self._attempt)) as items:
+            async for item in items:
+                if isinstance(item, StreamChunk):
+                    self._replay_log.extend(item.groups)
+                    self._first_group = item.groups[0]
+                if events := stream.feed(_bytes_of(item)):
+                    self._has_tokens = True
+                    yield events
+                if stream.done:
+                    return
+
+    def _check_first(self, item: StreamChunk) -> None:
+        """Check that decode's first token is the one that prefill has sent to the client."""
+        expected, self._first_group = self._first_group, None
+        if expected is not None and item.groups[:1] != (expected,):
+            self._metrics.first_tokens.labels("replayed").inc()
+            raise HandoverError(f"prefill sampled the tokens {expected}, decode {item.groups[:1]}")
+        if expected is not None:
+            self._metrics.first_tokens.labels("repeated").inc()
+
     async def close(self) -> None:
         """Cancel the running calls of the request."""
         await self._attempt.close()
@@ -156,7 +204,11 @@ class Answer:
                 replay_log.clear()  # the client has received nothing: a new answer may differ
             else:
                 _check_resumable(self._attempts.request, replay_log)
-            self._attempts.decode_failed(error)
+            self._first_group = None  # the next engine repeats the replay log
+            if isinstance(error, HandoverError):
+                logger.warning("a stream continues on another attempt: %s", error)
+            else:
+                self._attempts.decode_failed(error)
             await self._attempt.close()
             self._attempt = await self._attempts.open(replay_log.replay_log())
             start = self._attempt.start

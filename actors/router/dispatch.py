@@ -3,9 +3,10 @@
 import asyncio
 import json
 import logging
+import random
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -13,17 +14,24 @@ from http import HTTPStatus
 from typing import Any, Self
 
 from actors.engine_pool.engines import EnginePool, Slot
-from actors.errors import DeadlineError, RefusedError, UnavailableError
+from actors.errors import CannotResumeError, DeadlineError, HandoverError, RefusedError, UnavailableError
 from actors.policy.decision import NO_PREFILL, PREFILL_FAILED, Decision
 from actors.policy.inflight import InflightRequest
 from actors.policy.planner import Planner
 from actors.policy.prompts import Prompt
-from actors.request import Call, ProducerAddress, ReplayLog, ResponseStart, StreamChunk
+from actors.request import Call, FirstTokenChunk, ProducerAddress, ReplayLog, ResponseStart, StreamChunk
 from actors.router.client_request import ClientRequest, RequestTimer
 from actors.router.leg import Leg, Response, choose, deadline
 from actors.router.prefill_leg import PrefillLeg
 from actors.router.raw_json import write
-from actors.router.request_shaping import decode_leg, prefill_leg, why_local
+from actors.router.request_shaping import (
+    decode_leg,
+    first_token_leg,
+    needs_seed,
+    prefill_leg,
+    why_decode_samples,
+    why_local,
+)
 from actors.router.routing_feedback import RoutingFeedback
 from actors.telemetry.latency_breakdown import RequestTimestamps
 from actors.telemetry.recent_requests import Pair
@@ -32,6 +40,9 @@ from configs.settings import RoleName, RouterLimits
 from connectors.errors import TandemError
 
 logger = logging.getLogger(__name__)
+
+SEED_BITS = 31
+"""Size of a seed that the router draws for both legs."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,10 @@ class Attempt:
         """Times at which the attempt began and at which it had slots for its legs."""
         self.prompt_tokens: int | None = None
         """Number of tokens of the prompt, from the prefill engine's answer."""
+        self.opening: asyncio.Task[Response] | None = None
+        """Waits for the start of decode's answer; None for decode alone."""
+        self.sampled_by: RoleName = "decode"
+        """Role of the engine whose first token the client receives."""
         self.legs = AsyncExitStack()
         self._planner = planner
         self._prompt = prompt
@@ -123,6 +138,16 @@ class Attempt:
                 self._planner.opened(self._inflight, _now())
         return self
 
+    def opened_by_prefill(self) -> Self:
+        """Keep the calls open after prefill's first token, before decode's answer."""
+        assert self.prefill is not None
+        assert self.prefill.start is not None, "prefill has answered"
+        self.sampled_by = "prefill"
+        self.start, self.items = self.prefill.start, []
+        self._is_open = self._answered = True
+        self._report_prefilled()
+        return self
+
     def passed_on(self, item: object) -> None:
         """Count the tokens of an item for the client."""
         if isinstance(item, StreamChunk):
@@ -167,6 +192,10 @@ class Dispatcher:
         self.limits = limits
         self._fleet = fleet
         self._local_reason = why_local(request.endpoint, request.body)
+        self._prefill_samples = (
+            limits.first_token == "prefill" and why_decode_samples(request.endpoint, request.body) is None
+        )
+        self._seed = random.getrandbits(SEED_BITS) if self._prefill_samples and needs_seed(request.body) else None
         self._failed_prefill: set[str] = set()
         self._failed_decode: set[str] = set()
         self._suspect_decode: set[str] = set()
@@ -196,18 +225,53 @@ class Dispatcher:
                 except UnavailableError as error:
                     self.decode_failed(error)
 
+    async def first_token(self, attempt: Attempt) -> AsyncGenerator[StreamChunk | bytes, None]:
+        """Yield what prefill has generated for the first token, until decode takes over.
+
+        Then `attempt.items` are decode's. Raises HandoverError, UnavailableError or DeadlineError
+        if decode does not answer, CannotResumeError if it answers with an error.
+        """
+        assert attempt.prefill is not None
+        items = attempt.prefill.items
+        taking_over = asyncio.create_task(self._take_over(attempt), name="decode-takes-over")
+        reading = asyncio.create_task(items.get())
+        try:
+            while not taking_over.done():
+                await asyncio.wait({taking_over, reading}, return_when=asyncio.FIRST_COMPLETED)
+                if reading.done():
+                    yield reading.result()
+                    reading = asyncio.create_task(items.get())
+        finally:
+            await _end(reading)
+            if not taking_over.done():
+                await _end(taking_over)
+        await taking_over
+
+    async def _take_over(self, attempt: Attempt) -> None:
+        try:
+            async with deadline(self.limits.idle_timeout_s, "decode's answer after the first token"):
+                broken = await self._until_decode_opens(attempt)
+        except RefusedError as error:
+            raise HandoverError(f"decode refused a request after its first token: {error}") from error
+        if broken is not None:
+            raise HandoverError(f"the prefill leg is {broken} after its first token")
+        if not attempt.start.streams:
+            raise CannotResumeError(f"decode answered HTTP {attempt.start.status} after prefill's first token")
+
     def timestamps(self, attempt: Attempt) -> RequestTimestamps:
         """Return the request's timestamps up to the answer of `attempt`."""
         assert self._began_at is not None, "call `open` first"
+        by_prefill = attempt.sampled_by == "prefill" and attempt.prefill is not None
         return RequestTimestamps(
             arrived_at=self.request.arrived_at,
             read_at=self.request.read_at,
             tried_at=self._began_at,
             retried_at=attempt.began_at,
             slots_at=attempt.slots_at,
-            decode=attempt.decode.timestamps,
-            prefill=None if attempt.prefill is None else attempt.prefill.timestamps,
+            decode=attempt.prefill.timestamps if by_prefill else attempt.decode.timestamps,
+            prefill=None if attempt.prefill is None or by_prefill else attempt.prefill.timestamps,
             streams=attempt.start.streams,
+            by_prefill=by_prefill,
         )
 
     def decode_failed(self, error: UnavailableError) -> None:
@@ -269,9 +333,13 @@ class Dispatcher:
                 return None, None
             transfer_id = uuid.uuid4().hex
             producer = ProducerAddress.from_params(prefill_slot.metadata["producer"])
-            body = self.request.fields
-            prefill_call = self._call(prefill_leg(self.request.endpoint, body, transfer_id))
-            decode_call = self._call(decode_leg(body, transfer_id, producer), replay_log)
+            body = self.request.fields if self._seed is None else {**self.request.fields, "seed": self._seed}
+            samples = self._prefill_samples and not replay_log and producer.first_token_multiple > 0
+            prefill_call = self._call(
+                first_token_leg(body, transfer_id) if samples else prefill_leg(self.request.endpoint, body, transfer_id)
+            )
+            multiple = producer.first_token_multiple if samples else 0
+            decode_call = self._call(decode_leg(body, transfer_id, producer, multiple), replay_log)
             if decode_slot.maybe_full:
                 # Without this wait, prefill could compute prompts repeatedly for a decode engine
                 # that refuses the call, and delay other requests.
@@ -289,29 +357,44 @@ class Dispatcher:
                 partial(self._fleet.discard, prefill_slot, transfer_id),
                 attempt.prefilled,
                 prefill_legs.pop_all(),
+                samples,
             )
             legs.push_async_callback(prefill.close)
             if not decode_slot.maybe_full:
                 attempt.decode = self._dispatch_decode(legs, decode_slot, decode_call)
             opening = asyncio.create_task(attempt.decode.open(to_first_token=True), name=f"decode-opens-{transfer_id}")
+            attempt.opening = opening
             legs.push_async_callback(_end, opening)
             first: set[asyncio.Future[Any]] = {opening, prefill.broken, prefill.answered}
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-            # The decode engine can now fetch the KV, so its silence shows a failure.
-            if not await self._decode_is_alive(attempt.decode, {opening, prefill.broken}):
-                silence_s = self.limits.silence_timeout_s
-                logger.warning("decode sent nothing for %g s after the prompt was computed", silence_s)
-                self._failed_prefill.add(prefill_slot.replica_id)
-                self._suspect_decode.add(decode_slot.replica_id)
-                return None, "silent"
-            if not opening.done():
-                broken = prefill.broken.result()
-                if broken != "refused":
-                    self._failed_prefill.add(prefill_slot.replica_id)
-                if broken not in ("refused", "rejected"):
-                    self._fleet.feedback.failed(prefill_slot.replica_id)
-                return None, broken
-            return attempt.opened(await opening), None
+            if samples and prefill.answered.done() and not opening.done():
+                return attempt.opened_by_prefill(), None
+            broken = await self._until_decode_opens(attempt)
+            return (attempt if broken is None else None), broken
+
+    async def _until_decode_opens(self, attempt: Attempt) -> str | None:
+        """Wait for decode's answer after prefill's. Return None, or the outcome of the failed
+        prefill leg."""
+        prefill, opening, pair = attempt.prefill, attempt.opening, attempt.pair
+        assert prefill is not None
+        assert opening is not None
+        assert pair.prefill is not None
+        # The decode engine can now fetch the KV, so its silence shows a failure.
+        if not await self._decode_is_alive(attempt.decode, {opening, prefill.broken}):
+            silence_s = self.limits.silence_timeout_s
+            logger.warning("decode sent nothing for %g s after the prompt was computed", silence_s)
+            self._failed_prefill.add(pair.prefill)
+            self._suspect_decode.add(pair.decode)
+            return "silent"
+        if not opening.done():
+            broken = prefill.broken.result()
+            if broken != "refused":
+                self._failed_prefill.add(pair.prefill)
+            if broken not in ("refused", "rejected"):
+                self._fleet.feedback.failed(pair.prefill)
+            return broken
+        attempt.opened(await opening)
+        return None
 
     async def _serve_alone(self, replay_log: ReplayLog, decision: Decision) -> Attempt:
         """Send the unchanged request to one decode replica.
@@ -425,11 +508,17 @@ def _now() -> float:
 
 
 def _prompt_tokens(answer: object) -> int | None:
-    """Return the prompt's token count from a completion's usage, or None."""
+    """Return the prompt's token count from a completion's usage or a stream's chunk, or None."""
+    if isinstance(answer, FirstTokenChunk):
+        return answer.prompt_tokens
     if not isinstance(answer, bytes):
         return None
     try:
-        tokens = json.loads(answer)["usage"]["prompt_tokens"]
-    except (ValueError, KeyError, TypeError):
+        body = json.loads(answer)
+        usage = body["usage"]
+        # In Anthropic's usage, `input_tokens` excludes cached tokens.
+        cached = usage.get("cache_read_input_tokens", 0)
+        tokens = usage["input_tokens"] + cached if body.get("type") == "message" else usage["prompt_tokens"]
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
     return tokens if type(tokens) is int and tokens > 0 else None

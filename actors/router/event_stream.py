@@ -8,8 +8,13 @@ import re
 
 END = b"\n\n"
 DONE = b"data: [DONE]"
-LAST_RESPONSE_EVENTS = (b"event: response.completed\n", b"event: response.failed\n", b"event: error\n")
-"""Prefixes of the last event of a Responses API stream, which has no `[DONE]`."""
+LAST_EVENTS = (
+    b"event: response.completed\n",
+    b"event: response.failed\n",
+    b"event: message_stop\n",
+    b"event: error\n",
+)
+"""Prefixes of the last event of a Responses or Messages API stream, which has no `[DONE]`."""
 CREATED = re.compile(rb'"created":\d+')
 """The `created` field in vLLM's encoding. Cannot match in a string, where quotes are escaped."""
 
@@ -45,7 +50,7 @@ class EventStream:
         if self._seen <= self.sent:
             return b""
         self.sent += 1
-        self.done = event == DONE or event.startswith(LAST_RESPONSE_EVENTS)
+        self.done = event == DONE or event.startswith(LAST_EVENTS)
         return self._dated(event) + END
 
     def _dated(self, event: bytes) -> bytes:

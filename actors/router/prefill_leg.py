@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 
 from actors.errors import DeadlineError, RefusedError
+from actors.request import ResponseStart, StreamChunk
 from actors.router.leg import Leg, deadline
 from actors.telemetry.latency_breakdown import LegTimestamps
 from actors.telemetry.router_metrics import RouterMetrics
@@ -32,6 +33,8 @@ class PrefillLeg:
 
     ``answered``  done when the prompt is computed
     ``broken``    outcome of the leg, set if the leg fails
+    ``start``     start of the answer of a leg that samples the first token
+    ``items``     items of that answer
 
     A failed leg does not fail the request. Until decode starts to answer, the router retries on
     another prefill replica or asks decode to serve the request alone. The decode engine's connector
@@ -51,8 +54,15 @@ class PrefillLeg:
         discard: Discard,
         prefilled: Prefilled,
         slot: AsyncExitStack,
+        samples: bool = False,
     ) -> None:
-        """Start to read `leg`; give `slot` back when the leg has ended."""
+        """Start to read `leg`; give `slot` back when the leg has ended.
+
+        ``samples``  whether the leg samples the first token of the answer
+        """
+        self.start: ResponseStart | None = None
+        self.items: asyncio.Queue[StreamChunk | bytes] = asyncio.Queue()
+        self._samples = samples
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._leg = leg
@@ -129,8 +139,11 @@ class PrefillLeg:
             if outcome == "done":
                 self.answered.set_result(None)
             while outcome == "done" and (item := await self._leg.next()) is not None:
-                self._prefilled(item)
-                self._told_all = True
+                if self._samples:
+                    self.items.put_nowait(item)
+                else:
+                    self._prefilled(item)
+                    self._told_all = True
                 if not self._holds_kv:
                     break
         except DeadlineError as error:
@@ -155,11 +168,27 @@ class PrefillLeg:
             self._end()
 
     async def _read_answer(self) -> str:
+        if self._samples:
+            return await self._read_first_token()
         start = await self._leg.start()
         if start.status < 400:
             self._prefilled(None)
             return "done"
-        body = await self._leg.next()
+        return self._rejected(start, await self._leg.next())
+
+    async def _read_first_token(self) -> str:
+        start, items = await self._leg.open(to_first_token=True)
+        if not items or not isinstance(items[-1], StreamChunk):
+            return self._rejected(start, items)  # an event may report the error, with HTTP 200
+        self.start = start
+        for item in items:
+            self.items.put_nowait(item)
+        self._prefilled(None)
+        self._prefilled(items[-1])
+        self._told_all = True
+        return "done"
+
+    def _rejected(self, start: ResponseStart, body: object) -> str:
         level = logging.WARNING if start.status >= 500 else logging.INFO  # decode refuses an invalid request as well
         logger.log(level, "prefill of transfer %s: HTTP %d %r", self._transfer_id, start.status, body)
         # Retry after a server error: another engine may accept the request.

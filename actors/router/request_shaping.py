@@ -1,11 +1,14 @@
 """Derives the bodies of both legs from a client's request. Pure.
 
 The decode leg is the client's request. The prefill leg has the same prompt, asks for one token, and
-omits fields that concern only the output. Both carry the same single-use transfer id.
+omits fields that concern only the output. If prefill samples the first token, its leg is the
+client's request, too. Both carry the same single-use transfer id.
 """
 
 from collections.abc import Mapping
 from typing import Any
+
+import msgspec
 
 from actors.request import TRANSFER_FIELD, Body, Endpoint, ProducerAddress
 
@@ -31,6 +34,7 @@ OUTPUT_ONLY = frozenset(
         "return_tokens_as_token_ids",
         "seed",
         "stop",
+        "stop_sequences",
         "stop_token_ids",
         "stream_options",
         "structured_outputs",
@@ -48,8 +52,15 @@ ONE_TOKEN: Mapping[Endpoint, Body] = {
     "/v1/completions": {"n": 1, "max_tokens": 1},
     "/v1/chat/completions": {"n": 1, "max_tokens": 1, "max_completion_tokens": 1},
     "/v1/responses": {"max_output_tokens": 1, "store": False},
+    "/v1/messages": {"max_tokens": 1},
 }
 """Fields that limit a prefill leg to one token, by endpoint."""
+
+TOKENS_ONLY: frozenset[Endpoint] = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
+"""Endpoints that generate nothing."""
+
+SPLIT_ENDPOINTS = frozenset(ONE_TOKEN)
+"""Endpoints whose requests a prefill and a decode engine can serve together."""
 
 
 def why_local(endpoint: Endpoint, body: Body) -> str | None:
@@ -57,8 +68,12 @@ def why_local(endpoint: Endpoint, body: Body) -> str | None:
 
     A malformed body also takes the local route: vLLM's validation then produces the error.
     """
-    if endpoint in ("/tokenize", "/detokenize"):
+    if endpoint in TOKENS_ONLY:
         return "tokens_only"
+    if endpoint not in SPLIT_ENDPOINTS:
+        return "one_engine"
+    if endpoint == "/v1/messages":
+        return _why_local_message(body)
     if body.get("n") not in (None, 1):
         return "n"
     if body.get("best_of") not in (None, 1):
@@ -72,14 +87,15 @@ def why_local(endpoint: Endpoint, body: Body) -> str | None:
         return _why_local_prompt(body.get("prompt"))
     if endpoint == "/v1/responses":
         return _why_local_response(body)
-    messages = body.get("messages")
-    return None if isinstance(messages, list) and messages else "malformed"
+    return _why_local_turns(body)
 
 
 def why_not_resumable(endpoint: Endpoint, body: Body) -> str | None:
     """Return the reason why no other engine can continue the request's stream, or None."""
     if endpoint == "/v1/responses":
         return "engine-specific ids"  # each engine generates its own ids of output items
+    if endpoint not in SPLIT_ENDPOINTS:
+        return "several parts"  # an engine generates one part of a long recording after the other
     if body.get("n") not in (None, 1):
         return "n > 1"
     prompt = body.get("prompt")
@@ -93,6 +109,23 @@ def why_not_resumable(endpoint: Endpoint, body: Body) -> str | None:
     return None
 
 
+def why_decode_samples(endpoint: Endpoint, body: Body) -> str | None:
+    """Return the reason why decode must sample the first token, or None if prefill can do it.
+
+    Decode samples the same token again. The router drops decode's events for it, as in a resumed
+    stream; if decode samples another token, the stream resumes with prefill's.
+    """
+    return why_not_resumable(endpoint, body) if body.get("stream") else "not streamed"
+
+
+def needs_seed(body: Body) -> bool:
+    """Return whether the legs of this request need a seed to draw the same first token.
+
+    A request at temperature 0 draws none; the default temperature may be another one.
+    """
+    return body.get("seed") is None and body.get("temperature") != 0
+
+
 def _why_local_prompt(prompt: Any) -> str | None:
     if isinstance(prompt, str):
         return None if prompt else "short_prompt"
@@ -103,6 +136,27 @@ def _why_local_prompt(prompt: Any) -> str | None:
     if any(not isinstance(token, int) for token in prompt):
         return "several_prompts"
     return None if len(prompt) >= 2 else "short_prompt"
+
+
+def _why_local_turns(body: Body) -> str | None:
+    messages = body.get("messages")
+    return None if isinstance(messages, list) and messages else "malformed"
+
+
+def _why_local_message(body: Body) -> str | None:
+    """Return the reason for the local route of a request to Anthropic's API, or None.
+
+    vLLM's error for a required field counts the fields of the body, so the body must be the
+    client's.
+    """
+    most = body.get("max_tokens")
+    if not body.get("model") or type(most) is not int:
+        return "malformed"
+    thinking = body.get("thinking")
+    budget = thinking.get("budget_tokens") if isinstance(thinking, Mapping) else None
+    if type(budget) is int and budget >= most:
+        return "malformed"
+    return _why_local_turns(body)
 
 
 def _why_local_response(body: Body) -> str | None:
@@ -120,6 +174,11 @@ def prefill_leg(endpoint: Endpoint, body: Body, transfer_id: str) -> dict[str, A
     """Return the body for the prefill engine: the client's prompt, one token, KV for a transfer."""
     leg = {field: value for field, value in body.items() if field not in OUTPUT_ONLY}
     leg |= {"stream": False, "temperature": 0.0, **ONE_TOKEN[endpoint]}
+    if endpoint == "/v1/messages" and _names_tool(leg.get("tool_choice")):
+        # vLLM parses the arguments of a named tool as JSON (anthropic/serving.py), and one token of
+        # them is none. `any` gives the same prompt in all templates but Kimi K3's; there the
+        # digests of the prompts differ, and decode computes the prompt.
+        leg["tool_choice"] = {"type": "any"}
     leg[TRANSFER_FIELD] = {
         "do_remote_decode": True,
         "do_remote_prefill": False,
@@ -128,12 +187,34 @@ def prefill_leg(endpoint: Endpoint, body: Body, transfer_id: str) -> dict[str, A
     return leg
 
 
-def decode_leg(body: Body, transfer_id: str, producer: ProducerAddress) -> dict[str, Any]:
-    """Return the body for the decode engine: the client's body and the transfer parameters."""
+def _names_tool(choice: Any) -> bool:
+    """Return whether an Anthropic `tool_choice`, plain or encoded, names a tool."""
+    if isinstance(choice, msgspec.Raw):
+        choice = msgspec.json.decode(choice)
+    return isinstance(choice, Mapping) and choice.get("type") == "tool"
+
+
+def first_token_leg(body: Body, transfer_id: str) -> dict[str, Any]:
+    """Return the body for a prefill engine that samples the first token: the client's body.
+
+    The engine itself limits the answer to one token (`actors/upstream/vllm_output_processor.py`).
+    """
+    params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id, "first_token": True}
+    return {**body, TRANSFER_FIELD: params}
+
+
+def decode_leg(body: Body, transfer_id: str, producer: ProducerAddress, prompt_multiple: int = 0) -> dict[str, Any]:
+    """Return the body for the decode engine: the client's body and the transfer parameters.
+
+    ``prompt_multiple``  the producer's `first_token_multiple` if it samples the first token
+    """
     params = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "transfer_id": transfer_id,
         **vars(producer),
     }
+    del params["first_token_multiple"]
+    if prompt_multiple:
+        params["prompt_multiple"] = prompt_multiple
     return {**body, TRANSFER_FIELD: params}

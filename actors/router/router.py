@@ -14,6 +14,8 @@ from actors.router.answer import Answer
 from actors.router.client_request import ClientRequest, RequestTimer
 from actors.router.dispatch import Dispatcher, Fleet
 from actors.router.leg import Leg, choose, deadline
+from actors.router.prompt_lists.list_answer import ListAnswer
+from actors.router.prompt_lists.split import parent_id, split
 from actors.router.routing_feedback import RoutingFeedback
 from actors.telemetry.recent_requests import RecentRequests
 from actors.telemetry.router_metrics import RouterMetrics
@@ -26,6 +28,9 @@ DISCARD_S = 5.0
 
 SEQUENCES_PER_SLOT = 4
 """Default number of sequences that a router admits for each slot of the decode engines."""
+
+
+AnyAnswer = Answer | ListAnswer
 
 
 class Router:
@@ -111,11 +116,27 @@ class Router:
         return None if keys == 1 else max(self.max_sequences // 2, 1)
 
     @asynccontextmanager
-    async def answer(self, request: ClientRequest) -> AsyncGenerator[Answer, None]:
+    async def answer(self, request: ClientRequest) -> AsyncGenerator[AnyAnswer, None]:
         """Serve `request`. Leaving the context cancels its running calls on both engines.
 
-        Raises OverloadedError, UnavailableError or DeadlineError when decode does not answer.
+        Each prompt of a list is served on its own pair of engines, if a pair can serve it. Raises
+        OverloadedError, UnavailableError or DeadlineError when decode does not answer.
         """
+        prompts = split(request)
+        if not prompts:
+            async with self._answer(request) as one:
+                yield one
+            return
+        several = ListAnswer(prompts, parent_id(request), self._answer, max(self._decode.slots, 1))
+        try:
+            await several.open()
+            yield several
+        finally:
+            await several.close()
+
+    @asynccontextmanager
+    async def _answer(self, request: ClientRequest) -> AsyncGenerator[Answer, None]:
+        """Serve `request` on one pair of engines."""
         attempts = Dispatcher(
             request, self.limits, RequestTimer(self._timeout_s(request), request.arrived_at), self._fleet
         )

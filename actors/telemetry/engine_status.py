@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry
 
 STAGES = "vllm:tandem_kv_transfers"
+STORE_TOKENS = "vllm:tandem_store_tokens_total"
+STORE_PROBLEMS = "vllm:tandem_store_problems_total"
 NAMES = (
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
@@ -15,6 +17,8 @@ NAMES = (
     "vllm:tandem_kv_sent_bytes_total",
     "vllm:tandem_kv_pair_bytes_total",
     "vllm:tandem_kv_pair_seconds_total",
+    STORE_TOKENS,
+    STORE_PROBLEMS,
 )
 """Metrics that `read_status` collects; collecting all would cost more."""
 
@@ -31,6 +35,9 @@ class EngineStatus:
     ``sent_bytes``   KV bytes sent since the engine started
     ``recomputed``   requests whose transfer failed since the engine started
     ``pairs``        (bytes sent, seconds with writes in flight) since the start, by peer engine
+    ``store_tokens``    prompt tokens looked up in the KV store since the start: ``hit``, ``miss``;
+                        empty without a store
+    ``store_problems``  lookups, loads and stores that were given up since the start
     """
 
     running: int
@@ -41,6 +48,8 @@ class EngineStatus:
     sent_bytes: int
     recomputed: int
     pairs: dict[str, tuple[int, float]]
+    store_tokens: dict[str, int]
+    store_problems: int
 
 
 def read_status(registry: CollectorRegistry) -> EngineStatus:
@@ -48,6 +57,7 @@ def read_status(registry: CollectorRegistry) -> EngineStatus:
     numbers: dict[str, float] = {}
     transfers: dict[str, int] = {}
     sent: dict[str, list[float]] = {}
+    store_tokens: dict[str, int] = {}
     recomputed = 0.0
     for family in registry.restricted_registry(NAMES).collect():
         for sample in family.samples:
@@ -56,6 +66,9 @@ def read_status(registry: CollectorRegistry) -> EngineStatus:
                 transfers[sample.labels["stage"]] = int(sample.value)
             elif sample.name == "vllm:tandem_kv_requests_total" and sample.labels["outcome"] == "recomputed":
                 recomputed += sample.value
+            elif sample.name == STORE_TOKENS:
+                outcome = sample.labels["outcome"]
+                store_tokens[outcome] = store_tokens.get(outcome, 0) + int(sample.value)
             elif sample.name == "vllm:tandem_kv_pair_bytes_total":
                 sent.setdefault(sample.labels["peer"], [0, 0])[0] += sample.value
             elif sample.name == "vllm:tandem_kv_pair_seconds_total":
@@ -69,4 +82,6 @@ def read_status(registry: CollectorRegistry) -> EngineStatus:
         sent_bytes=int(numbers.get("vllm:tandem_kv_sent_bytes_total", 0)),
         recomputed=int(recomputed),
         pairs={peer: (int(size), round(seconds, 6)) for peer, (size, seconds) in sent.items()},
+        store_tokens=store_tokens,
+        store_problems=int(numbers.get(STORE_PROBLEMS, 0)),
     )

@@ -80,6 +80,7 @@ class RequestTimestamps:
     ``decode``      decode leg; its `answered_at` is the first byte of the answer
     ``prefill``     prefill leg; None for a local request, without timings if it had not answered
     ``streams``     whether the answer is streamed
+    ``by_prefill``  whether `decode` is the leg of a prefill engine that sampled the first token
     """
 
     arrived_at: float
@@ -90,6 +91,7 @@ class RequestTimestamps:
     decode: LegTimestamps
     prefill: LegTimestamps | None
     streams: bool
+    by_prefill: bool = False
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ def _decode_chain(timestamps: RequestTimestamps) -> Chain:
     if timings.kv_asked_s is not None and timings.kv_ended_s is not None:
         chain += [(reached_at + timings.kv_asked_s, "decode_queue"), (reached_at + timings.kv_ended_s, None)]
     chain += [
-        (reached_at + timings.scheduled_s, "decode_queue"),
+        (reached_at + timings.scheduled_s, "prefill_queue" if timestamps.by_prefill else "decode_queue"),
         (reached_at + timings.first_token_s, step),
         (reached_at + timings.answered_s, "frontend" if timestamps.streams else "generation"),
         (leg.answered_at, "hops"),

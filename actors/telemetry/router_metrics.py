@@ -59,6 +59,13 @@ class RouterMetrics:
             ["outcome"],
             registry=self.registry,
         )
+        self.first_tokens = Counter(
+            "tandem_first_tokens",
+            "First tokens that prefill sampled (router.first_token): ended (the answer had no other token), repeated "
+            "(decode sampled the same token), or replayed (decode sampled another one: the stream was resumed).",
+            ["outcome"],
+            registry=self.registry,
+        )
         self.broken_streams = Counter(
             "tandem_broken_streams",
             "Responses that ended with an error after their first byte.",

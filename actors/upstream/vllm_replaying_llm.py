@@ -22,8 +22,8 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from actors.replay_log import SERVED_CALL, ServedCall
 from actors.telemetry.timestamps import KvArrivals
-from actors.upstream.vllm_cached_token_counts import CachedTokenCounts
 from actors.upstream.vllm_forced_tokens import FORCED_TOKENS
+from actors.upstream.vllm_output_processor import SharedRequestOutputs, one_token, samples_first_token
 from actors.upstream.vllm_sendable import check_sendable
 
 
@@ -46,14 +46,16 @@ def make_replayable(config: VllmConfig) -> None:
 class ReplayCollector:
     """Passes outputs to a request's collector: first one group of the replay log at a time.
 
-    The collector merges unread outputs, so the groups would depend on timing. So the next group
-    waits until the reader calls `release` after the previous one.
+    Without a replay log, only the first output is a group of its own: a prefill engine may have
+    sent its token to the client. The collector merges unread outputs, so the groups would depend on
+    timing. So the next group waits until the reader calls `release` after the previous one.
     """
 
     def __init__(self, collector: RequestOutputCollector, served: ServedCall) -> None:
         self._collector = collector
         self._served = served
         self._groups = deque(served.replay)
+        self._split_first = not served.replay
         self._waiting: deque[RequestOutput] = deque()
         self._held = False
 
@@ -74,6 +76,7 @@ class ReplayCollector:
         while self._waiting and not self._held:
             if not self._groups:
                 self._collector.put(self._waiting.popleft())
+                self._held, self._split_first = self._split_first, False
                 continue
             group = self._groups[0]
             tokens: list[int] = []
@@ -150,7 +153,7 @@ class ReplayingLLM(AsyncLLM):
     def _run_output_handler(self) -> None:
         if self.output_handler is None:
             cache = self.vllm_config.cache_config
-            CachedTokenCounts.take_over(
+            SharedRequestOutputs.take_over(
                 self.output_processor, cache.block_size if cache.enable_prefix_caching else None
             )
         super()._run_output_handler()
@@ -167,6 +170,11 @@ class ReplayingLLM(AsyncLLM):
                 raise served.fail("only a single streamed answer can be resumed")
             served = None
         params = self._forced(sampling_params, served)
+        samples = samples_first_token(params)
+        if served is not None:
+            served.split_first = True
+            if samples:
+                params, served.unfinished = one_token(params), params.max_tokens != 1
         try:
             async with aclosing(super().generate(prompt, params, request_id, **options)) as outputs:
                 async for output in outputs:
@@ -174,12 +182,21 @@ class ReplayingLLM(AsyncLLM):
                         timestamps.first_token(output.metrics, self.arrivals.take(timestamps.request_id))
                     if served is not None:
                         served.record(output.outputs[0].token_ids)
+                        if samples and output.prompt_token_ids is not None:
+                            served.prompt_tokens, samples = len(output.prompt_token_ids), False
                     yield output
                     if served is not None:
                         served.taken()
         finally:
             if timestamps is not None:
                 self.arrivals.take(timestamps.request_id)
+                if served is not None and served.unfinished:
+                    self._outputs.unfinished.discard(timestamps.request_id or "")
+
+    @property
+    def _outputs(self) -> SharedRequestOutputs:
+        assert isinstance(self.output_processor, SharedRequestOutputs)
+        return self.output_processor
 
     def _forced(self, params: SamplingParams, served: ServedCall | None) -> SamplingParams:
         """Return `params` with the tokens of the replay log; removes a client's own field."""
@@ -205,7 +222,10 @@ class ReplayingLLM(AsyncLLM):
         if served is not None and served.timestamps.request_id is None:
             served.timestamps.sent_to_engine(request.request_id)
             self.arrivals.expect(request.request_id)
-        if served is not None and served.replay:
+        if served is not None and served.split_first:
+            served.split_first = False  # later requests of this call have another reader
             queue = ReplayCollector(queue, served)
             served.taken = queue.release
+            if served.unfinished:
+                self._outputs.unfinished.add(request.request_id)
         await super()._add_request(request, prompt, parent_req, index, queue)

@@ -1,7 +1,8 @@
 """ASGI middleware that checks API keys and the request limit of each key.
 
-As in vLLM, `/health` and `/metrics` need no key, because probes and scrapers have none. The status
-page needs none either: its HTML has no data and requests them with a key that the user enters.
+As in vLLM, `/health`, `/ping`, `/load` and `/metrics` need no key, because probes and scrapers have
+none. The status page needs none either: its HTML has no data and requests them with a key that the
+user enters.
 """
 
 import hashlib
@@ -21,7 +22,7 @@ from actors.router.router import Router
 from actors.telemetry.access_log import ENTRY
 from app.http.errors import error_body, error_response
 
-OPEN_PATHS = frozenset({"/", "/health", "/metrics"})
+OPEN_PATHS = frozenset({"/", "/health", "/ping", "/load", "/metrics"})
 
 REFUSED = ("refused", "")
 """Labels `route` and `reason` of a refused request in the metrics."""

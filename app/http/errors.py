@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form, and the HTTP status of each."""
+"""Errors in OpenAI's form, in Anthropic's for its endpoints, and the HTTP status of each."""
 
 import json
 from http import HTTPStatus
@@ -22,6 +22,10 @@ ERROR_TYPES = {
     HTTPStatus.GATEWAY_TIMEOUT: "TimeoutError",
 }
 """The `type` of an error by status; vLLM's names where vLLM has one."""
+
+
+ANTHROPIC: frozenset[Endpoint] = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
+"""Endpoints of Anthropic's API."""
 
 
 class BadRequestError(Exception):
@@ -48,6 +52,11 @@ def error_body(status: HTTPStatus, message: str, param: str | None = None, kind:
     return {"error": {"message": message, "type": kind, "param": param, "code": int(status)}}
 
 
+def _anthropic(body: dict[str, Any]) -> dict[str, Any]:
+    """Return an error in Anthropic's form, with vLLM's type."""
+    return {"type": "error", "error": {key: body["error"][key] for key in ("type", "message")}}
+
+
 def status_of(error: Exception) -> HTTPStatus:
     """Return the HTTP status of `error`."""
     match error:
@@ -70,14 +79,18 @@ def message_of(error: Exception) -> str:
     return str(error)
 
 
-def error_response(error: Exception, retry_after_s: int) -> JSONResponse:
+def error_response(error: Exception, retry_after_s: int, endpoint: Endpoint = "/v1/completions") -> JSONResponse:
     """Return the response for `error`, with Retry-After for status 429 and 503."""
     status = status_of(error)
     headers = {}
     if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
         headers["Retry-After"] = str(retry_after_s)
     param, kind = (error.param, error.kind) if isinstance(error, BadRequestError) else (None, None)
-    return JSONResponse(error_body(status, message_of(error), param, kind), status_code=status, headers=headers)
+    body = error_body(status, message_of(error), param, kind)
+    if endpoint in ANTHROPIC and not isinstance(error, MalformedError):
+        # For a malformed request, vLLM's web framework answers in OpenAI's form.
+        body = _anthropic(body)
+    return JSONResponse(body, status_code=status, headers=headers)
 
 
 def error_event(error: Exception, endpoint: Endpoint = "/v1/completions") -> bytes:
@@ -86,4 +99,6 @@ def error_event(error: Exception, endpoint: Endpoint = "/v1/completions") -> byt
     if endpoint == "/v1/responses":
         said = {"type": "error", "code": body["error"]["type"], "message": body["error"]["message"], "param": None}
         return f"event: error\ndata: {json.dumps(said)}\n\n".encode()
+    if endpoint in ANTHROPIC:
+        return f"event: error\ndata: {json.dumps(_anthropic(body))}\n\n".encode()
     return f"data: {json.dumps(body)}\n\ndata: [DONE]\n\n".encode()

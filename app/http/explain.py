@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from http import HTTPStatus
 
-from actors.router.answer import Answer
 from actors.router.client_request import ClientRequest
-from actors.router.router import Router
+from actors.router.router import AnyAnswer, Router
 from actors.telemetry.access_log import AccessEntry
 from actors.telemetry.latency_breakdown import LatencyBreakdown
 from actors.telemetry.recent_requests import MAX_ID_CHARACTERS, RequestRecord, now_unix
@@ -72,7 +71,7 @@ class Observer:
             if trace is not None:
                 trace.end(error)
 
-    async def response_headers(self, answer: Answer) -> RawHeaders:
+    async def response_headers(self, answer: AnyAnswer) -> RawHeaders:
         """Return the explanation headers if the client asked for them. Call this after the answer's
         first bytes have arrived."""
         if answer.explanation is None or answer.start.status >= HTTPStatus.BAD_REQUEST:
@@ -80,7 +79,7 @@ class Observer:
         await answer.account(ACCOUNT_S)
         return (DECISION_HEADER, answer.explanation.encode()), server_timing(answer.breakdown)
 
-    def keep(self, answer: Answer, over: bool = False) -> None:
+    def keep(self, answer: AnyAnswer, over: bool = False) -> None:
         """Record the breakdown of an answer once: when it is complete or the answer is `over`.
 
         Call this after sending the first bytes, so that it does not delay them.

@@ -15,9 +15,8 @@ from starlette.types import Receive, Scope, Send
 
 from actors.errors import DeadlineError
 from actors.request import Endpoint
-from actors.router.answer import Answer
 from actors.router.client_request import ClientRequest
-from actors.router.router import Router
+from actors.router.router import AnyAnswer, Router
 from actors.telemetry.access_log import ENTRY
 from actors.telemetry.router_metrics import RouterMetrics
 from app.http.errors import BadRequestError, error_event, error_response, status_of
@@ -36,6 +35,7 @@ RELAYED_HEADERS = frozenset({b"content-type", b"content-length", b"x-request-id"
 
 ROUTE_HEADER = b"x-tandem-route"
 LOCAL_REASON_HEADER = b"x-tandem-local-reason"
+FIRST_TOKEN_HEADER = b"x-tandem-first-token"
 
 REFUSED = "refused"
 """Label `route` of a refused request in the metrics."""
@@ -85,7 +85,7 @@ class Generate:
             if status is HTTPStatus.INTERNAL_SERVER_ERROR:
                 logger.exception("a request failed")
             tally.count(REFUSED, None, int(status))
-            await error_response(error, limits.retry_after_s)(scope, receive, send)
+            await error_response(error, limits.retry_after_s, self._endpoint)(scope, receive, send)
         finally:
             tally.count(LEFT, None, CLIENT_CLOSED_REQUEST)
 
@@ -100,6 +100,9 @@ class Generate:
         except TimeoutError:
             message = f"the body did not arrive within {limits.body_timeout_s:g} s"
             raise BadRequestError(message, status=HTTPStatus.REQUEST_TIMEOUT) from None
+        except ClientDisconnect:
+            self._router.metrics.disconnects.inc()
+            raise
         session = request.headers.get(limits.routing.session_header)
         return replace(found, session=session, explain=wants_explanation(request.scope["headers"]))
 
@@ -115,7 +118,7 @@ class Generate:
                 self._router.metrics.disconnects.inc()
             raise
 
-    async def _send(self, answer: Answer, observer: Observer, tally: Tally, send: Send) -> None:
+    async def _send(self, answer: AnyAnswer, observer: Observer, tally: Tally, send: Send) -> None:
         """Send `answer` to the client.
 
         Sends no status before the first byte of the answer, because an error before it has its own
@@ -132,7 +135,7 @@ class Generate:
             finally:
                 observer.keep(answer, over=True)
 
-    async def _begin(self, answer: Answer, head: bytes, observer: Observer, tally: Tally, send: Send) -> None:
+    async def _begin(self, answer: AnyAnswer, head: bytes, observer: Observer, tally: Tally, send: Send) -> None:
         status = answer.start.status
         route, reason = (REFUSED, None) if status >= HTTPStatus.BAD_REQUEST else (answer.route, answer.local_reason)
         tally.count(route, reason, status)
@@ -142,7 +145,7 @@ class Generate:
         observer.keep(answer)
 
     async def _send_rest(
-        self, events: AsyncGenerator[bytes, None], answer: Answer, observer: Observer, send: Send
+        self, events: AsyncGenerator[bytes, None], answer: AnyAnswer, observer: Observer, send: Send
     ) -> None:
         """Send the rest of a stream; end it if the client reads nothing for `idle_timeout_s`."""
         last = b""
@@ -171,11 +174,13 @@ class Generate:
         return error_event(error, self._endpoint)
 
 
-def _response_headers(answer: Answer) -> list[tuple[bytes, bytes]]:
+def _response_headers(answer: AnyAnswer) -> list[tuple[bytes, bytes]]:
     headers = [(name, value) for name, value in answer.start.headers if name in RELAYED_HEADERS]
     if answer.start.status >= HTTPStatus.BAD_REQUEST:
         return headers  # a refused request has no route
     headers.append((ROUTE_HEADER, answer.route.encode()))
+    if answer.sampled_by is not None:
+        headers.append((FIRST_TOKEN_HEADER, answer.sampled_by.encode()))
     if answer.local_reason is not None:
         headers.append((LOCAL_REASON_HEADER, answer.local_reason.encode()))
     return headers

@@ -5,10 +5,13 @@ import re
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
+from starlette.types import Message
 
 from actors.request import TRANSFER_FIELD, Endpoint, Headers
 from actors.router.client_request import ClientRequest
@@ -31,6 +34,9 @@ FORWARDED_HEADERS = frozenset(
 )
 """Request headers that the router forwards to the engines."""
 
+FORM_ENDPOINTS: frozenset[Endpoint] = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
+"""Endpoints whose body is a form with a file."""
+
 PRIORITY_HEADER = b"x-vllm-priority"
 """Request header forwarded if `router.client_priority` is set."""
 
@@ -42,7 +48,7 @@ async def read_request(
     arrived_at = time.monotonic()
     raw = await _read_body(request, max_body_bytes)
     read_at = time.monotonic()
-    body = parse_body(raw)
+    body = await parse_form(request, raw) if endpoint in FORM_ENDPOINTS else parse_body(raw)
     check_prompts(body, max_prompts)
     headers = _named(forwarded_headers(request, client_priority), body)
     return ClientRequest(endpoint, headers, raw, body, arrived_at=arrived_at, read_at=read_at)
@@ -82,12 +88,36 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     if structured is not None and not isinstance(structured, dict):
         # For other types vLLM answers HTTP 500.
         raise MalformedError("structured_outputs must be an object", "body.structured_outputs")
-    extra = body.get("vllm_xargs")
+    _check_extra(body.get("vllm_xargs"))
+    return body
+
+
+async def parse_form(request: Request, raw: bytes) -> dict[str, Any]:
+    """Return the fields of a form that the router reads. Raises BadRequestError for fields that
+    only the router sets.
+
+    The parser is the engine's; the engine answers a form that it cannot parse.
+    """
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": raw, "more_body": False}
+
+    try:
+        async with Request(request.scope, receive).form() as form:
+            extra, stream = form.get("vllm_xargs"), form.get("stream")
+    except HTTPException:
+        return {}
+    with suppress(ValueError, RecursionError):
+        found = json.loads(extra) if isinstance(extra, str) else None
+        _check_extra(found)
+    return {"stream": stream in ("true", "True", "1")}
+
+
+def _check_extra(extra: Any) -> None:
     if isinstance(extra, dict) and TRANSFER_FIELD in extra:
         raise BadRequestError(
             f"vllm_xargs.{TRANSFER_FIELD} is reserved for this service; remove the field", param="vllm_xargs"
         )
-    return body
 
 
 def check_prompts(body: Mapping[str, Any], most: int) -> None:
@@ -95,14 +125,16 @@ def check_prompts(body: Mapping[str, Any], most: int) -> None:
 
     The decode engine reports other errors in these fields.
     """
-    prompts = max(_several(body.get("prompt")), _several(body.get("prompt_embeds")))
+    chats = body.get("messages")
+    several = isinstance(chats, list) and bool(chats) and isinstance(chats[0], list)
+    prompts = max(_several(body.get("prompt")), _several(body.get("prompt_embeds")), len(chats or ()) if several else 1)
     copies = body.get("n")
     copies = copies if type(copies) is int and copies > 1 else 1
     if prompts * copies > most:
         each = f", {copies} answers each" if copies > 1 else ""
         raise BadRequestError(
             f"{prompts} prompts{each}: one request may ask for at most {most} answers; send several requests",
-            param="prompt" if copies == 1 else "n",
+            param="n" if copies > 1 else "messages" if several else "prompt",
         )
 
 

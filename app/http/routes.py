@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 OPEN_AGE_S = 1.0
 """Maximum age of `/metrics`. Limits the load on engines, because `/metrics` needs no API key."""
 
+FROM_DECODE = ("/v1/models", "/version", "/tokenizer_info", "/v1/responses/{id}")
+"""Paths of GET requests that a decode engine answers."""
+
 
 def build_http(
     router: RouterReplica,
@@ -55,6 +58,9 @@ def build_http(
         status = HTTPStatus.OK if router.ready else HTTPStatus.SERVICE_UNAVAILABLE
         return JSONResponse({"status": told, "replicas": replicas}, status_code=status)
 
+    async def load(_: Request) -> Response:
+        return JSONResponse({"server_load": router.ongoing})
+
     async def metrics(_: Request) -> Response:
         return Response(await exposition(), media_type=CONTENT_TYPE)
 
@@ -68,9 +74,11 @@ def build_http(
     surface = Starlette(
         routes=[
             *(Route(path, Generate(router, path, traces), methods=["POST"]) for path in get_args(Endpoint)),
-            *(Route(path, from_decode, methods=["GET"]) for path in ("/v1/models", "/version", "/v1/responses/{id}")),
+            *(Route(path, from_decode, methods=["GET"]) for path in FROM_DECODE),
             Route("/v1/responses/{id}/cancel", from_decode, methods=["POST"]),
             Route("/health", health, methods=["GET"]),
+            Route("/ping", health, methods=["GET", "POST"]),
+            Route("/load", load, methods=["GET"]),
             Route("/metrics", metrics, methods=["GET"]),
             Route("/", page, methods=["GET"]),
             Route("/tandem/status", status, methods=["GET"]),

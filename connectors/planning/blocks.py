@@ -3,7 +3,8 @@
 position  index into a group's block table; position ``p`` covers tokens ``[p*B, (p+1)*B)`` of the
           request, ``B`` being the block size in tokens
 unit      largest range of tokens that lies in one block on both sides; unit ``u`` covers tokens
-          ``[u*U, (u+1)*U)``, and ``U`` divides both block sizes
+          ``[u*U, (u+1)*U)``, and ``U`` divides both block sizes. If DCP divides the tokens of a
+          block differently on the two sides, each unit lies on one DCP rank of each side
 
 Block id 0 is the allocator's null block: a placeholder for a block outside the window. A state
 group has one position and one unit, both 0: the state itself.
@@ -18,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from connectors.errors import PlanError
+from connectors.planning.grid import EVERY_TOKEN, Shard
 from connectors.planning.layout import Group, GroupKind
 
 NULL_BLOCK = 0
@@ -46,16 +48,26 @@ class BlockSet:
 
 @dataclass(frozen=True, slots=True)
 class UnitShape:
-    """Units of one group between two engines.
+    """Units of one group between two ranks.
 
     ``tokens``     tokens per unit
     ``src_units``  units per block of the producer
     ``dst_units``  units per block of the consumer
+    ``src_shard``  units that the producer rank stores
+    ``dst_shard``  units that the consumer rank stores
+    ``spread``     ranks over which both engines divide each unit's tokens in the same way
     """
 
     tokens: int
     src_units: int
     dst_units: int
+    src_shard: Shard = EVERY_TOKEN
+    dst_shard: Shard = EVERY_TOKEN
+    spread: int = 1
+
+    def on_both(self, units: Ints) -> npt.NDArray[np.bool_]:
+        """Return a mask of the units that both ranks store."""
+        return self.src_shard.stores(units * self.tokens) & self.dst_shard.stores(units * self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +147,7 @@ def _state_block(group: Group, table: Sequence[int], end_token: int) -> BlockSet
 
 
 def wanted_units(group: Group, blocks: BlockSet, shape: UnitShape, end_token: int) -> UnitSet:
-    """Return the units of ``blocks`` that a consumer needs to resume at ``end_token``.
+    """Return the units of ``blocks`` that a rank needs from another to resume at ``end_token``.
 
     The first block of a window is filled from the beginning of the producer's block, because a
     consumer with prefix caching treats a full block as complete. The last block may extend past the
@@ -148,7 +160,8 @@ def wanted_units(group: Group, blocks: BlockSet, shape: UnitShape, end_token: in
     every = UnitSet(units, np.repeat(blocks.ids, shape.dst_units), np.tile(parts, len(blocks)))
     held_tokens = shape.src_units * shape.tokens
     first = first_needed_token(group, end_token) // held_tokens * held_tokens
-    return every.where((units * shape.tokens < end_token) & (units * shape.tokens >= first))
+    needed = (units * shape.tokens < end_token) & (units * shape.tokens >= first)
+    return every.where(needed & shape.on_both(units))
 
 
 def complete_units(group: Group, units: Ints, shape: UnitShape, computed: int, end_token: int) -> npt.NDArray[np.bool_]:

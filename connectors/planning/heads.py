@@ -3,22 +3,27 @@
     rank r of n holds heads [r*H//n, (r+1)*H//n)           H >= n
     rank r of n holds a replica of the one head r*H//n     H <  n
 
-TP sizes need not divide each other. Every consumer rank receives each of its heads from exactly one
-producer rank. Replicas share the load: consumer ranks take turns over the ranks with a replica; if
-there are fewer consumer ranks than replicas, layers take turns, too.
+TP sizes need not divide each other. Every consumer rank receives each token of each of its heads
+from exactly one producer rank. Ranks with the same heads and tokens are replicas and share the
+load: consumer ranks take turns over them; if there are fewer consumer ranks than replicas, layers
+take turns, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from connectors.errors import PlanError
+from connectors.planning.grid import EVERY_TOKEN, Grid, Shard
 
 
 @dataclass(frozen=True, slots=True)
 class HeadShare:
-    """Heads ``[first, stop)`` of the model that one producer rank sends to one consumer rank."""
+    """Heads ``[first, stop)`` of the model that one producer rank sends to one consumer rank.
+
+    The ranks are numbered within a pipeline stage.
+    """
 
     producer_rank: int
     consumer_rank: int
@@ -34,54 +39,67 @@ def held_heads(rank: int, tp_size: int, kv_heads: int) -> range:
     return range(first, max(first + 1, (rank + 1) * kv_heads // tp_size))
 
 
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What a rank stores of a layer. Ranks with equal holdings are replicas."""
+
+    heads: range
+    shard: Shard = EVERY_TOKEN
+
+
+def holdings(grid: Grid, kv_heads: int, *, sharded: bool) -> list[Holding]:
+    """Return what each rank of a pipeline stage stores of a layer with ``kv_heads`` heads.
+
+    ``sharded``  whether DCP divides the layer's tokens; it does not divide states, for example
+    """
+    return [
+        Holding(held_heads(tp_rank, grid.tp_size, kv_heads), grid.shard(pcp_rank, tp_rank) if sharded else EVERY_TOKEN)
+        for pcp_rank in range(grid.pcp_size)
+        for tp_rank in range(grid.tp_size)
+    ]
+
+
 def head_shares(producer_tp: int, consumer_tp: int, kv_heads: int, layer_index: int = 0) -> tuple[HeadShare, ...]:
-    """Return all shares of one layer, sorted by consumer rank, then by head.
+    """Return the shares of one layer between engines that have tensor parallelism alone."""
+    return shares_of_layer(Grid(producer_tp), Grid(consumer_tp), kv_heads, layer_index, (False, False))
+
+
+@lru_cache(maxsize=4096)
+def shares_of_layer(
+    producer: Grid, consumer: Grid, kv_heads: int, layer_index: int, sharded: tuple[bool, bool]
+) -> tuple[HeadShare, ...]:
+    """Return all shares of one layer, sorted by consumer rank, then by head, then by shard.
 
     Heads that one producer rank sends to one consumer rank are contiguous and form one share.
-    ``layer_index`` selects the replica: consecutive layers take turns over the ranks with a
-    replica.
+    ``layer_index`` selects the replica. ``sharded`` says whether DCP divides the layer's tokens at
+    the producer and at the consumer.
     """
-    producers = [held_heads(rank, producer_tp, kv_heads) for rank in range(producer_tp)]
-    consumers = [held_heads(rank, consumer_tp, kv_heads) for rank in range(consumer_tp)]
+    sources: dict[Holding, list[int]] = {}
+    for rank, holding in enumerate(holdings(producer, kv_heads, sharded=sharded[0])):
+        sources.setdefault(holding, []).append(rank)
+    targets = holdings(consumer, kv_heads, sharded=sharded[1])
     shares: list[HeadShare] = []
-    for consumer_rank, wanted in enumerate(consumers):
-        if kv_heads >= producer_tp:
-            for producer_rank, held in enumerate(producers):
-                first, stop = max(held.start, wanted.start), min(held.stop, wanted.stop)
-                if first < stop:
-                    shares.append(HeadShare(producer_rank, consumer_rank, first, stop))
-        else:
-            for head in wanted:
-                chosen = _replica(producers, consumers, head, consumer_rank, layer_index)
-                shares.append(HeadShare(chosen, consumer_rank, head, head + 1))
-    return tuple(shares)
+    for held, replicas in sources.items():
+        wanting = [rank for rank, wanted in enumerate(targets) if _overlap(held, wanted)]
+        for position, consumer_rank in enumerate(wanting):
+            common = _overlap(held, targets[consumer_rank])
+            chosen = _replica(replicas, position, len(wanting), layer_index)
+            shares.append(HeadShare(chosen, consumer_rank, common.start, common.stop))
+    order = {rank: number for number, ranks in enumerate(sources.values()) for rank in ranks}
+    return tuple(sorted(shares, key=lambda s: (s.consumer_rank, s.first, order[s.producer_rank])))
 
 
-def _replica(producers: list[range], consumers: list[range], head: int, consumer_rank: int, layer_index: int) -> int:
-    """Return the producer rank that sends ``head`` of this layer to ``consumer_rank``.
+def _overlap(held: Holding, wanted: Holding) -> range:
+    """Return the heads of which both ranks store a common token."""
+    heads = range(max(held.heads.start, wanted.heads.start), min(held.heads.stop, wanted.heads.stop))
+    return heads if heads and held.shard.meets(wanted.shard) else range(0)
 
-    Each rank with a replica serves its own subset of the consumer ranks.
+
+def _replica(replicas: list[int], position: int, wanting: int, layer_index: int) -> int:
+    """Return the replica that serves consumer rank number ``position`` of ``wanting``.
+
+    Each replica serves its own subset of the consumer ranks.
     """
-    holders = [rank for rank, held in enumerate(producers) if head in held]
-    wanting = [rank for rank, heads in enumerate(consumers) if head in heads]
-    position = wanting.index(consumer_rank)
-    first = position * len(holders) // len(wanting)
-    stop = max(first + 1, (position + 1) * len(holders) // len(wanting))
-    return holders[first + layer_index % (stop - first)]
-
-
-def partners(producer_tp: int, consumer_tp: int, layer_heads: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Return the (producer rank, consumer rank) pairs that exchange messages per transfer, sorted.
-
-    ``layer_heads`` are (layer index, KV heads) of the layout's parts. A pair with a share is a
-    partner pair. A producer rank without any share still must learn when it can free its blocks, so
-    it exchanges messages, without bytes, with consumer rank ``p % consumer_tp``.
-    """
-    different = {(layer_index if heads < producer_tp else 0, heads) for layer_index, heads in layer_heads}
-    shares = (
-        share for layer_index, heads in different for share in head_shares(producer_tp, consumer_tp, heads, layer_index)
-    )
-    pairs = {(share.producer_rank, share.consumer_rank) for share in shares}
-    used = {producer for producer, _ in pairs}
-    pairs.update((rank, rank % consumer_tp) for rank in range(producer_tp) if rank not in used)
-    return tuple(sorted(pairs))
+    first = position * len(replicas) // wanting
+    stop = max(first + 1, (position + 1) * len(replicas) // wanting)
+    return replicas[first + layer_index % (stop - first)]

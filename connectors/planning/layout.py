@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from connectors.errors import PlanError
+from connectors.planning.grid import EVERY_TOKEN, Grid, Shard
 from connectors.planning.heads import held_heads
 
 
@@ -134,8 +135,12 @@ class LayerPages:
 class Group:
     """A cache group of vLLM's hybrid memory allocator: layers that share block tables.
 
-    ``block_tokens``   tokens per block; for a state group, the number of tokens between two states
+    ``block_tokens``   tokens per block, over all DCP ranks; for a state group, the number of tokens
+                       between two states
     ``window_tokens``  window or chunk size; None for full attention and state groups
+    ``layers``         this rank's layers
+    ``shard``          tokens of each block that this rank stores
+    ``stages``         names of the model's layers, by pipeline stage; empty without PP
     """
 
     index: int
@@ -143,6 +148,8 @@ class Group:
     block_tokens: int
     window_tokens: int | None
     layers: tuple[LayerPages, ...]
+    shard: Shard = EVERY_TOKEN
+    stages: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.block_tokens <= 0:
@@ -155,9 +162,18 @@ class Group:
         for pages in self.layers:
             if self.kind is GroupKind.STATE and pages.kernel_blocks > 1:
                 raise PlanError(f"layer {pages.layer!r}: a state cannot have kernel blocks")
-            if self.kind is not GroupKind.STATE and self.block_tokens % (pages.kernel_blocks * pages.rows):
-                rows = pages.kernel_blocks * pages.rows
-                raise PlanError(f"layer {pages.layer!r}: {self.block_tokens} tokens cannot be divided into {rows} rows")
+            rows = pages.kernel_blocks * pages.rows
+            if self.kind is not GroupKind.STATE and self.block_tokens % (rows * self.shard.size):
+                on_ranks = f" on {self.shard.size} DCP ranks" if self.shard.size > 1 else ""
+                raise PlanError(
+                    f"layer {pages.layer!r}: {self.block_tokens} tokens cannot be divided into {rows} rows{on_ranks}"
+                )
+        if self.shard.size > 1 and (self.kind is not GroupKind.FULL or self.block_tokens % self.shard.period):
+            raise PlanError(
+                f"group {self.index}: DCP divides blocks of full attention, which have a multiple of dcp_size * "
+                f"cp_kv_cache_interleave_size = {self.shard.period} tokens, not {self.block_tokens} tokens of "
+                f"{self.kind}"
+            )
 
     @property
     def block_bytes(self) -> int:
@@ -166,12 +182,36 @@ class Group:
 
     def row_tokens(self, pages: LayerPages) -> int:
         """Return the number of tokens in one row of ``pages``."""
-        return self.block_tokens // (pages.kernel_blocks * pages.rows)
+        return self.block_tokens // (self.shard.size * pages.kernel_blocks * pages.rows)
+
+    @property
+    def model_layers(self) -> tuple[str, ...]:
+        """Names of the group's layers on all pipeline stages, in model order."""
+        if self.stages:
+            return tuple(itertools.chain.from_iterable(self.stages))
+        return tuple(dict.fromkeys(pages.layer for pages in self.layers))
+
+    @property
+    def parts(self) -> dict[str, list[LayerPages]]:
+        """This rank's layers by name, each with its parts."""
+        found: dict[str, list[LayerPages]] = {}
+        for pages in self.layers:
+            found.setdefault(pages.layer, []).append(pages)
+        return found
+
+    def stage_of(self, layer: str) -> int:
+        """Return the pipeline stage of a layer. Raises PlanError if the model has no such layer."""
+        if not self.stages and layer in self.model_layers:
+            return 0
+        for stage, layers in enumerate(self.stages):
+            if layer in layers:
+                return stage
+        raise PlanError(f"group {self.index}: no pipeline stage has layer {layer!r}")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLayout:
-    """Cache of one worker: rank ``tp_rank`` of ``tp_size``.
+    """Cache of one worker: its ranks on the parallel axes, and the axes' sizes (``grid.Grid``).
 
     ``caches_prefixes``  whether the engine reuses full blocks for later requests; each must then
                          contain everything that its tokens wrote
@@ -183,18 +223,26 @@ class EngineLayout:
     regions: tuple[Region, ...]
     groups: tuple[Group, ...]
     caches_prefixes: bool = False
+    pp_rank: int = 0
+    pp_size: int = 1
+    pcp_rank: int = 0
+    pcp_size: int = 1
+    dcp_size: int = 1
+    interleave_tokens: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.tp_rank < self.tp_size:
-            raise PlanError(f"tp_rank {self.tp_rank} is not below tp_size {self.tp_size}")
+        for axis in ("tp", "pp", "pcp"):
+            rank, size = getattr(self, f"{axis}_rank"), getattr(self, f"{axis}_size")
+            if not 0 <= rank < size:
+                raise PlanError(f"{axis}_rank {rank} is not below {axis}_size {size}")
         if [group.index for group in self.groups] != list(range(len(self.groups))):
             raise PlanError("groups must be sorted by index, without gaps")
         if len({region.memory_kind for region in self.regions}) != 1:
             raise PlanError("all regions of a worker must have one memory kind and device")
         for group in self.groups:
+            self._check_share(group)
             for pages in group.layers:
                 self._check_inside(pages)
-
                 held = len(held_heads(self.tp_rank, self.tp_size, pages.total_heads))
                 if held != pages.heads:
                     raise PlanError(
@@ -207,16 +255,33 @@ class EngineLayout:
         return self.regions[0].memory_kind
 
     @property
-    def layer_heads(self) -> frozenset[tuple[int, int]]:
-        """(layer index, total heads) of every part.
+    def grid(self) -> Grid:
+        """Sizes of the engine's parallel axes. Raises PlanError if vLLM does not allow them."""
+        return Grid(self.tp_size, self.pp_size, self.pcp_size, self.dcp_size, self.interleave_tokens)
 
-        With the TP sizes, they determine the partner ranks.
-        """
-        return frozenset(
-            (layer_index, pages.total_heads)
-            for group in self.groups
-            for layer_index, pages in numbered(group, self.groups)
-        )
+    @property
+    def rank(self) -> int:
+        """Number of the worker within its engine."""
+        return self.pp_rank * self.grid.stage_size + self.stage_rank
+
+    @property
+    def stage_rank(self) -> int:
+        """Number of the worker within its pipeline stage."""
+        return self.pcp_rank * self.tp_size + self.tp_rank
+
+    def _check_share(self, group: Group) -> None:
+        """Raise PlanError unless the group has the tokens and layers of this rank."""
+        if group.shard not in (EVERY_TOKEN, shard := self.grid.shard(self.pcp_rank, self.tp_rank)):
+            raise PlanError(f"group {group.index}: the rank stores {group.shard}, but its place in the grid is {shard}")
+        if len(group.stages) != (self.pp_size if self.pp_size > 1 else 0):
+            raise PlanError(f"group {group.index}: stages describes {len(group.stages)} of {self.pp_size} stages")
+        if len({*group.model_layers}) < len(group.model_layers):
+            raise PlanError(f"group {group.index}: a layer is on two pipeline stages")
+        if group.stages and tuple(group.parts) != group.stages[self.pp_rank]:
+            raise PlanError(
+                f"group {group.index}: stage {self.pp_rank} has layers {group.stages[self.pp_rank]}, but this rank "
+                f"holds {tuple(group.parts)}"
+            )
 
     def _check_inside(self, pages: LayerPages) -> None:
         last = pages.address + (self.num_blocks - 1) * pages.block_stride_bytes + pages.last_offset
@@ -225,16 +290,14 @@ class EngineLayout:
 
 
 def numbered(group: Group, groups: Sequence[Group]) -> list[tuple[int, LayerPages]]:
-    """Return the parts of a group with their layer index.
+    """Return this rank's parts of a group with their layer index.
 
-    Layers are numbered over all groups. Adjacent parts of one layer have the same index.
+    The model's layers are numbered over all groups and pipeline stages. Parts of one layer have the
+    same index.
     """
-    layer_index = sum(len({pages.layer for pages in before.layers}) for before in groups[: group.index]) - 1
-    found, last = [], None
-    for pages in group.layers:
-        layer_index, last = layer_index + (pages.layer != last), pages.layer
-        found.append((layer_index, pages))
-    return found
+    first = sum(len(before.model_layers) for before in groups[: group.index])
+    index_of = {layer: index for index, layer in enumerate(group.model_layers, first)}
+    return [(index_of[pages.layer], pages) for pages in group.layers]
 
 
 def unique_regions(spans: Iterable[Region]) -> tuple[Region, ...]:

@@ -16,7 +16,8 @@ import numpy as np
 
 from connectors.errors import IncompatiblePeerError, PlanError
 from connectors.planning.blocks import Ints, UnitShape
-from connectors.planning.heads import HeadShare, head_shares, held_heads
+from connectors.planning.grid import EVERY_TOKEN
+from connectors.planning.heads import HeadShare, held_heads, shares_of_layer
 from connectors.planning.layout import WINDOWED, EngineLayout, Group, GroupKind, LayerPages, numbered
 
 
@@ -96,10 +97,20 @@ def check_compatible(producer: EngineLayout, consumer: EngineLayout) -> None:
         _same(f"kind {where}", ours_group.kind, theirs_group.kind, same_model)
         _same(f"window_tokens {where}", ours_group.window_tokens, theirs_group.window_tokens, same_model)
         _check_window(producer, consumer, ours_group.index)
-        ours_names, theirs_names = (tuple(p.layer for p in g.layers) for g in (ours_group, theirs_group))
-        _same(f"layers {where}", ours_names, theirs_names, same_model)
-        for theirs_pages, ours_pages in zip(theirs_group.layers, ours_group.layers, strict=True):
+        _same(f"layers {where}", ours_group.model_layers, theirs_group.model_layers, same_model)
+        ours_parts, theirs_parts = ours_group.parts, theirs_group.parts
+        for layer in ours_parts.keys() & theirs_parts.keys():
+            _same(f"parts of layer {layer!r}", len(ours_parts[layer]), len(theirs_parts[layer]), same_model)
+        for theirs_pages, ours_pages in _common_parts(theirs_group, ours_group):
             _check_pages(theirs_group, theirs_pages, ours_group, ours_pages)
+
+
+def _common_parts(src: Group, dst: Group) -> list[tuple[LayerPages, LayerPages]]:
+    """Return the pages of the parts that both ranks hold. With PP, others lie on other stages."""
+    theirs = dst.parts
+    return [
+        pair for layer, pages in src.parts.items() if layer in theirs for pair in zip(pages, theirs[layer], strict=True)
+    ]
 
 
 def _check_window(producer: EngineLayout, consumer: EngineLayout, index: int) -> None:
@@ -155,39 +166,75 @@ def _same(field: str, ours: object, theirs: object, remedy: str) -> None:
 def unit_shape(src: Group, dst: Group) -> UnitShape:
     """Return the largest unit that lies in one block and one kernel block on both sides.
 
+    If DCP divides tokens differently on the two sides, a unit also lies on one DCP rank of each.
+
     Raises PlanError if a unit would not be a whole number of rows.
     """
     if src.kind is GroupKind.STATE:
         return UnitShape(1, 1, 1)
-    blocks = [group.block_tokens // pages.kernel_blocks for group in (src, dst) for pages in group.layers]
+    parts = [(group, pages) for group in (src, dst) for pages in group.layers]
+    blocks = [group.block_tokens // pages.kernel_blocks for group, pages in parts]
     tokens = math.gcd(src.block_tokens, dst.block_tokens, *blocks)
-    for group in (src, dst):
-        for pages in group.layers:
-            if tokens % group.row_tokens(pages):
-                raise PlanError(
-                    f"layer {pages.layer!r}: blocks of {src.block_tokens} and {dst.block_tokens} tokens have units "
-                    f"of {tokens} tokens, but the kernel packs {group.row_tokens(pages)} tokens in one row; give "
-                    "both engines the same block_size"
-                )
-    return UnitShape(tokens, src.block_tokens // tokens, dst.block_tokens // tokens)
+    if src.shard.divides_like(dst.shard) and tokens % src.shard.period == 0:
+        shards, spread = (EVERY_TOKEN, EVERY_TOKEN), src.shard.size
+    else:
+        interleaves = [shard.interleave_tokens for shard in (src.shard, dst.shard) if shard.size > 1]
+        stored = [group.block_tokens // (group.shard.size * pages.kernel_blocks) for group, pages in parts]
+        tokens = math.gcd(tokens, *interleaves, *stored)
+        shards, spread = (src.shard, dst.shard), 1
+    for group, pages in parts:
+        if tokens % (group.row_tokens(pages) * spread):
+            interleaved = f", interleaved over {group.shard.size} DCP ranks," if group.shard.size > 1 else ""
+            raise PlanError(
+                f"layer {pages.layer!r}: blocks of {src.block_tokens} and {dst.block_tokens} tokens{interleaved} have "
+                f"units of {tokens} tokens, but the kernel packs {group.row_tokens(pages)} tokens in one row; give "
+                "both engines the same block_size"
+            )
+    return UnitShape(tokens, src.block_tokens // tokens, dst.block_tokens // tokens, *shards, spread)
+
+
+def consumer_ranks(producer: EngineLayout, consumer: EngineLayout) -> frozenset[int]:
+    """Return the consumer ranks that exchange messages with this producer rank per transfer.
+
+    ``consumer`` may be any rank of its engine. They are the ranks with which the producer rank has
+    a share. A producer rank without any share must still learn when it can free its blocks, so it
+    exchanges messages, without bytes, with consumer rank ``rank % size``.
+    """
+    ranks = set()
+    for src, dst in zip(producer.groups, consumer.groups, strict=True):
+        for layer_index, pages in numbered(src, producer.groups):
+            first = dst.stage_of(pages.layer) * consumer.grid.stage_size
+            for share in _shares(producer, src, consumer, dst, layer_index, pages.total_heads):
+                if share.producer_rank == producer.stage_rank:
+                    ranks.add(first + share.consumer_rank)
+    return frozenset(ranks or {producer.rank % consumer.grid.size})
+
+
+def _shares(
+    producer: EngineLayout, src: Group, consumer: EngineLayout, dst: Group, layer_index: int, heads: int
+) -> tuple[HeadShare, ...]:
+    sharded = (src.shard.size > 1, dst.shard.size > 1)
+    return shares_of_layer(producer.grid, consumer.grid, heads, layer_index, sharded)
 
 
 def plan_pair(producer: EngineLayout, consumer: EngineLayout) -> PairPlan:
     """Plan the copies from one producer rank to one consumer rank.
 
-    The layouts must be compatible (``check_compatible``). A pair without a head share gets a plan
-    without pieces: it exchanges messages only.
+    The layouts must be compatible (``check_compatible``). A pair without a common layer, head or
+    token gets a plan without pieces: it exchanges messages only.
     """
 
-    def shares(layer_index: int, heads: int) -> list[HeadShare]:
-        every = head_shares(producer.tp_size, consumer.tp_size, heads, layer_index)
-        return [s for s in every if (s.producer_rank, s.consumer_rank) == (producer.tp_rank, consumer.tp_rank)]
+    def plan_group(src: Group, dst: Group) -> GroupPlan:
+        def shares(layer_index: int, heads: int) -> list[HeadShare]:
+            every = _shares(producer, src, consumer, dst, layer_index, heads)
+            ranks = (producer.stage_rank, consumer.stage_rank)
+            return [share for share in every if (share.producer_rank, share.consumer_rank) == ranks]
 
-    groups = tuple(
-        _plan_group(_RankGroup(src, producer), _RankGroup(dst, consumer), numbered(src, producer.groups), shares)
-        for src, dst in zip(producer.groups, consumer.groups, strict=True)
-    )
-    return PairPlan(producer.tp_rank, consumer.tp_rank, groups)
+        layer_index = {pages.layer: index for index, pages in numbered(src, producer.groups)}
+        return _plan_group(_RankGroup(src, producer), _RankGroup(dst, consumer), layer_index, shares)
+
+    groups = tuple(plan_group(src, dst) for src, dst in zip(producer.groups, consumer.groups, strict=True))
+    return PairPlan(producer.rank, consumer.rank, groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,22 +268,23 @@ _Column = tuple[int, LayerPages, LayerPages, _Piece]
 def _plan_group(
     src: _RankGroup,
     dst: _RankGroup,
-    numbered_pages: list[tuple[int, LayerPages]],
+    layer_indices: dict[str, int],
     shares: Callable[[int, int], list[HeadShare]],
 ) -> GroupPlan:
     shape = unit_shape(src.group, dst.group)
     columns: list[_Column] = []
-    for (layer_index, src_pages), dst_pages in zip(numbered_pages, dst.group.layers, strict=True):
+    for src_pages, dst_pages in _common_parts(src.group, dst.group):
+        layer_index = layer_indices[src_pages.layer]
         rows = src_pages.rows
         if src.group.kind is not GroupKind.STATE:
-            rows = shape.tokens // src.group.row_tokens(src_pages)
+            rows = shape.tokens // (shape.spread * src.group.row_tokens(src_pages))
         for share in shares(layer_index, src_pages.total_heads):
             first = (share.first - src.first_head(src_pages), share.first - dst.first_head(dst_pages))
             pieces = _pieces(src_pages, dst_pages, first, share.stop - share.first, rows)
             columns += [(layer_index, src_pages, dst_pages, piece) for piece in pieces]
     if (shape.src_units, shape.dst_units) == (1, 1):
         columns = _merge_columns(columns)
-    first_layer = numbered_pages[0][0] if numbered_pages else 0
+    first_layer = min(layer_indices.values(), default=0)
     return GroupPlan(
         shape,
         _side(src.group, shape, shape.src_units, [(pages, piece.src) for _, pages, _, piece in columns]),
@@ -250,8 +298,8 @@ def _side(group: Group, shape: UnitShape, units: int, pieces: list[tuple[LayerPa
     offsets = np.zeros((len(pieces), units), np.int64)
     for row, (pages, _) in enumerate(pieces):
         if units > 1:
-            kernel_tokens = group.block_tokens // pages.kernel_blocks
-            token = np.arange(units, dtype=np.int64) * shape.tokens
+            kernel_tokens = group.block_tokens // (group.shard.size * pages.kernel_blocks)
+            token = group.shard.local(np.arange(units, dtype=np.int64) * shape.tokens)
             offsets[row] = token // kernel_tokens * pages.kernel_block_stride_bytes
             offsets[row] += token % kernel_tokens // group.row_tokens(pages) * pages.row_stride_bytes
     address = [pages.address + offset for pages, offset in pieces]

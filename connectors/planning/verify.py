@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -57,17 +58,25 @@ def prove_plans(consumer: EngineLayout, plans: Sequence[PairPlan]) -> None:
     """Prove the plans of one consumer rank on one block of each group. Raises CoverError.
 
     One block proves all: pieces are the same for every block, and pages of different blocks do not
-    overlap. Each group is proved separately because groups may share memory.
+    overlap. If DCP divides tokens at the producer, the ranks that write a block depend on its
+    position; each position of one period is proved. Each group is proved separately because groups
+    may share memory.
     """
     for group in consumer.groups:
         ids = [np.empty(0, np.int64) for _ in consumer.groups]
         ids[group.index] = np.asarray([min(1, consumer.num_blocks - 1)], np.int64)
-        runs = []
-        for plan in plans:
-            parts = np.arange(plan.groups[group.index].shape.dst_units, dtype=np.int64)
-            every = np.repeat(ids[group.index], len(parts))
-            runs.append(build_runs(plan, [Moves(group.index, every, np.zeros_like(parts), every, parts)]))
-        verify_cover(consumer, ids, runs)
+        period = math.lcm(group.block_tokens, *(plan.groups[group.index].shape.src_shard.period for plan in plans))
+        for position in range(period // group.block_tokens):
+            verify_cover(consumer, ids, [_block_runs(plan, group.index, position, ids[group.index]) for plan in plans])
+
+
+def _block_runs(plan: PairPlan, group: int, position: int, block_id: Ints) -> Runs:
+    """Return a plan's runs into the block at one position of a block table."""
+    shape = plan.groups[group].shape
+    units = np.arange(shape.dst_units, dtype=np.int64) + position * shape.dst_units
+    units = units[shape.on_both(units)]
+    block = np.repeat(block_id, len(units))
+    return build_runs(plan, [Moves(group, block, units % shape.src_units, block, units % shape.dst_units)])
 
 
 def _merged(address: Ints, length: Ints, what: str) -> tuple[Ints, Ints]:

@@ -14,13 +14,17 @@ from dataclasses import fields as fields_of
 from typing import Any, TypeVar
 
 from connectors.errors import IncompatiblePeerError, PlanError, WireError
+from connectors.planning.grid import Shard
 from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, MemoryKind, Region
 from connectors.planning.plan import check_compatible
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 _MOST = 4096
 MAX_METADATA_BYTES = 16 * 2**20
 _MOST_ROWS = 2**20
+_MOST_INTERLEAVED = 2**16
+
+_AXES = ("pp_rank", "pp_size", "pcp_rank", "pcp_size", "dcp_size", "interleave_tokens")
 
 _T = TypeVar("_T")
 
@@ -79,7 +83,7 @@ class AgentMetadata:
 
     @property
     def rank(self) -> int:
-        return self.layout.tp_rank
+        return self.layout.rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +92,6 @@ class EngineMetadata:
 
     incarnation: str
     workers: tuple[AgentMetadata, ...]
-
-    @property
-    def tp_size(self) -> int:
-        return len(self.workers)
 
 
 def check_peers(producer: AgentMetadata, consumer: AgentMetadata) -> None:
@@ -154,20 +154,29 @@ def engine_metadata(workers: dict[int, AgentMetadata]) -> EngineMetadata:
     if len({agent_metadata.incarnation for agent_metadata in rank_metadata}) != 1:
         raise WireError("the workers' agent metadata is of more than one incarnation")
     for rank, agent_metadata in enumerate(rank_metadata):
-        if (agent_metadata.layout.tp_rank, agent_metadata.layout.tp_size) != (rank, len(rank_metadata)):
+        layout, first = agent_metadata.layout, rank_metadata[0].layout
+        if (layout.rank, layout.grid.size) != (rank, len(rank_metadata)):
             raise WireError(
-                f"agent metadata {rank} of {len(rank_metadata)} describes rank {agent_metadata.layout.tp_rank} of "
-                f"{agent_metadata.layout.tp_size}"
+                f"agent metadata {rank} of {len(rank_metadata)} describes rank {layout.rank} of {layout.grid.size}"
             )
+        if layout.grid != first.grid or [g.model_layers for g in layout.groups] != [
+            g.model_layers for g in first.groups
+        ]:
+            raise WireError(f"agent metadata {rank} describes another grid or other layers than that of rank 0")
     return EngineMetadata(rank_metadata[0].incarnation, rank_metadata)
 
 
 def _layout(fields: dict[str, Any]) -> EngineLayout:
+    axes = {key: _few(fields[key]) for key in _AXES}
+    _few(_few(fields["tp_size"]) * axes["pp_size"] * axes["pcp_size"])
+    if axes["dcp_size"] * axes["interleave_tokens"] > _MOST_INTERLEAVED:
+        raise WireError(f"dcp_size * interleave_tokens exceeds the limit of {_MOST_INTERLEAVED}")
     return EngineLayout(
         tp_rank=_whole(fields["tp_rank"]),
         tp_size=_few(fields["tp_size"]),
         num_blocks=_whole(fields["num_blocks"]),
         caches_prefixes=_flag(fields["caches_prefixes"]),
+        **axes,
         regions=tuple(
             Region(_whole(r["address"]), _whole(r["length_bytes"]), _checked(MemoryKind, r["memory_kind"]))
             for r in fields["regions"]
@@ -179,6 +188,8 @@ def _layout(fields: dict[str, Any]) -> EngineLayout:
                 block_tokens=_whole(group["block_tokens"]),
                 window_tokens=None if group["window_tokens"] is None else _whole(group["window_tokens"]),
                 layers=tuple(_pages(pages) for pages in group["layers"]),
+                shard=_checked(Shard, group["shard"]),
+                stages=tuple(tuple(_text(layer) for layer in stage) for stage in group["stages"]),
             )
             for group in fields["groups"]
         ),

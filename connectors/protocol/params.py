@@ -1,15 +1,17 @@
 """Parses ``kv_transfer_params``: the request parameters with which a router names a transfer.
 
 The keys are those of public prefill/decode proxies, plus ``transfer_id`` (send both legs at once),
-``describe`` (return the engine's address), ``discard`` (cancel a transfer) and ``engines_lost`` (a
-supervisor's report of ended engines).
+``describe`` (return the engine's address), ``first_token`` (also sample the answer's first token),
+``discard`` (cancel a transfer) and ``engines_lost`` (a supervisor's report of ended engines).
 
-    prefill leg     do_remote_decode=True  [transfer_id] [describe]
+    prefill leg     do_remote_decode=True  [transfer_id] [describe] [first_token]
     discard         do_remote_decode=True  transfer_id  discard=True; computes nothing
     prefill answer  do_remote_prefill=True, remote_engine_id, remote_host, remote_port, tp_size,
                     transfer_id, remote_num_tokens, ...
     decode leg      the prefill answer, unchanged; or the same keys from a router that knows the
-                    engine's address, without remote_num_tokens: the prompt may not be computed yet
+                    engine's address, without remote_num_tokens: the prompt may not be computed yet.
+                    With first_token on the prefill leg, prompt_multiple is the
+                    first_token_multiple that the engine returns with its address
     lost engines    engines_lost: one remote_engine_id, or a prefix of several up to a dot; their
                     processes have ended. supervisor: the configured supervisor token
 """
@@ -40,10 +42,13 @@ class ProduceParams:
 
     ``transfer_id``  None lets the producer generate one
     ``describe``     whether to return this engine's address
+    ``first_token``  whether the sampled token must be the answer's first: the engine computes the
+                     whole prompt and sends the KV of ``whole_blocks``
     """
 
     transfer_id: str | None
     describe: bool
+    first_token: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +73,15 @@ class LostParams:
 class ConsumeParams:
     """Receive this request's KV from the engine at ``producer``.
 
-    ``computed``  whether that engine has already computed the prompt
+    ``computed``         whether that engine has already computed the prompt
+    ``prompt_multiple``  its ``first_token_multiple`` if it samples the first token, and therefore
+                         sends the KV of ``whole_blocks``; else 0
     """
 
     transfer_id: str
     producer: EngineAddress
     computed: bool = False
+    prompt_multiple: int = 0
 
 
 TransferParams = ProduceParams | DiscardParams | LostParams | ConsumeParams
@@ -107,12 +115,24 @@ def parse_params(params: Mapping[str, object] | None) -> TransferParams | None:
             raise WireError("kv_transfer_params: discard needs a transfer_id")
         return DiscardParams(transfer_id)
     if produce:
-        return ProduceParams(transfer_id, bool(params.get("describe")))
+        return ProduceParams(transfer_id, bool(params.get("describe")), bool(params.get("first_token")))
     if not consume:
         return None
     if transfer_id is None:
         raise WireError("kv_transfer_params: transfer_id is missing; send the parameters of prefill's answer unchanged")
-    return ConsumeParams(transfer_id, _address(params), params.get("remote_num_tokens") is not None)
+    multiple = params.get("prompt_multiple", 0)
+    if type(multiple) is not int or multiple < 0:
+        raise WireError(f"kv_transfer_params: prompt_multiple must be a number of tokens, not {multiple!r}")
+    return ConsumeParams(transfer_id, _address(params), params.get("remote_num_tokens") is not None, multiple)
+
+
+def whole_blocks(prompt_tokens: int, multiple: int) -> int:
+    """Return the tokens of a prompt whose KV is sent if the producer samples the first token.
+
+    >>> [whole_blocks(tokens, 16) for tokens in (1, 16, 17, 32, 33)]
+    [0, 0, 16, 16, 32]
+    """
+    return (prompt_tokens - 1) // multiple * multiple
 
 
 def names_engine(engines: str, incarnation: str) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -62,6 +62,9 @@ class Fetched:
     ``end_token``    tokens after the load
     ``offsets``      slot in staging of each loaded object
     ``present``      all objects of the request that the tiers have
+    ``tier``         slowest tier that was read
+    ``read_bytes``   bytes of the loaded objects
+    ``seconds``      duration of the fetch
     """
 
     start_token: int
@@ -69,6 +72,8 @@ class Fetched:
     offsets: Mapping[ObjectRef, int]
     present: frozenset[ObjectRef]
     tier: str = ""
+    read_bytes: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -90,11 +95,14 @@ class _Fetch:
     ``tiers``       numbers of the tiers that have the object, by object
     ``readings``    reads in progress
     ``offsets``     slots of the verified objects
+    ``read_at``     time of the last verified object, in seconds; ``began_at`` before the first one
+    ``ended_at``    end of the fetch, in seconds
     """
 
     machine: Fetch
     names: dict[ObjectRef, ObjectName]
     began_at: float
+    read_at: float
     lookups: list[tuple[int, list[ObjectRef], LaneCall[list[bool]]]] = field(default_factory=list)
     unanswered: dict[ObjectRef, int] = field(default_factory=dict)
     tiers: dict[ObjectRef, list[int]] = field(default_factory=dict)
@@ -102,6 +110,7 @@ class _Fetch:
     offsets: dict[ObjectRef, int] = field(default_factory=dict)
     slowest: int = 0
     over: bool = False
+    ended_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -162,16 +171,23 @@ class KVStore:
     # Fetches.
 
     def begin_fetch(
-        self, request_id: str, names: Mapping[ObjectRef, ObjectName], start_token: int, limit_token: int
+        self,
+        request_id: str,
+        names: Mapping[ObjectRef, ObjectName],
+        start_token: int,
+        limit_token: int,
+        full_attention_only: bool = False,
     ) -> None:
         """Start to look up the objects that a request could load beyond ``start_token``.
 
-        ``names``  names of its ``possible_objects``; objects past the known tokens have none
+        ``names``                names of its ``possible_objects``; objects past the known tokens
+                                 have none
+        ``full_attention_only``  whether a transfer supplies windows and states
         """
         self.end_fetch(request_id)
         now = time.monotonic()
-        machine = Fetch(self.plan, start_token, limit_token)
-        fetch = _Fetch(machine, dict(names), now)
+        machine = Fetch(self.plan.full_attention if full_attention_only else self.plan, start_token, limit_token)
+        fetch = _Fetch(machine, dict(names), now, now)
         self._fetches[request_id] = fetch
         self.counts["queries"] += 1
         candidates = [ref for ref in machine.candidates if ref in names]
@@ -203,7 +219,25 @@ class KVStore:
         offsets = {ref: fetch.offsets[ref] for ref in machine.needed}
         present = frozenset(ref for ref, tiers in fetch.tiers.items() if tiers)
         tier = self._tiers[fetch.slowest].folder.label
-        return Fetched(machine.start_token, machine.end_token, offsets, present, tier)
+        read_bytes, seconds = self.object_bytes(offsets), fetch.ended_at - fetch.began_at
+        return Fetched(machine.start_token, machine.end_token, offsets, present, tier, read_bytes, seconds)
+
+    def stop_fetch(self, request_id: str) -> None:
+        """End a fetch now with the longest prefix of verified objects. ``poll`` then returns it."""
+        fetch = self._fetches[request_id]
+        self._advance(fetch, time.monotonic())
+        if not fetch.over:
+            self.counts["late"] += 1
+            fetch.machine.give_up()
+            self._settle(fetch)
+
+    def idle_s(self, request_id: str) -> float:
+        """Return the time since a fetch began or verified its last object, in seconds."""
+        return time.monotonic() - self._fetches[request_id].read_at
+
+    def object_bytes(self, refs: Iterable[ObjectRef]) -> int:
+        """Return the payload bytes of objects."""
+        return sum(self._sizes[ref.group] for ref in refs)
 
     def hand_over(self, request_id: str) -> list[int]:
         """End a fetch and return its slots.
@@ -266,6 +300,7 @@ class KVStore:
             self._seconds["loaded", self._tiers[each.tier].folder.label] += each.call.seconds
             if each.call.state is CallState.ENDED and fetch.machine.read(each.ref):
                 fetch.offsets[each.ref] = each.offset
+                fetch.read_at = time.monotonic()
                 fetch.slowest = max(fetch.slowest, each.tier)
                 self._promote(fetch.names[each.ref], each)
             else:
@@ -316,7 +351,7 @@ class KVStore:
             self._write(tier, name, reading.offset, reading.call.result.payload_bytes, cost_ns)
 
     def _settle(self, fetch: _Fetch) -> None:
-        fetch.over = True
+        fetch.over, fetch.ended_at = True, time.monotonic()
         machine = fetch.machine
         needed = set(machine.needed)
         for ref in set(fetch.offsets) - needed:

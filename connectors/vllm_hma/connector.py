@@ -13,6 +13,7 @@ With a store in the configuration, calls also go to the store's two sides (``kv_
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -160,26 +161,30 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         """Return (tokens, whether the load is asynchronous).
 
         None tokens defer the request to the next step; vLLM schedules others meanwhile. A request
-        that waits for a transfer does not load from the store. Other requests load stored tokens
-        within the step.
+        with a transfer may load a stored prefix beside it, and waits for it only as long as that
+        can pay (``store/mixing.py``). Other requests load stored tokens within the step.
         """
-        if self._store_scheduler is not None and not self.scheduler.consumes(request.request_id):
-            return self._store_scheduler.matched_tokens(request, num_computed_tokens), False
+        store = self._store_scheduler
+        if store is not None and not self.scheduler.consumes(request.request_id):
+            return store.matched_tokens(request, num_computed_tokens), False
         tokens = self.scheduler.matched_tokens(request, num_computed_tokens)
+        if store is not None and tokens != 0:
+            end_token = request.num_prompt_tokens - 1
+            if not store.prefix_ready(request, num_computed_tokens, end_token, queued=tokens is None):
+                return None, False
         return tokens, bool(tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         return self._kv_cache_config.transfer_group_ids
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        tables = blocks.get_block_ids()
-        received = self.scheduler.after_alloc(request, tables, num_external_tokens)
-        if self._store_scheduler is None:
-            return
-        if received is not None:
-            self._store_scheduler.receiving(request, received.start_token, received.end_token)
-        else:
-            self._store_scheduler.after_alloc(request, tables, num_external_tokens)
+        tables, store, loaded_token = blocks.get_block_ids(), self._store_scheduler, 0
+        if store is not None and num_external_tokens and self.scheduler.consumes(request.request_id):
+            end_token = request.num_prompt_tokens - 1
+            loaded_token = store.load_prefix(request, tables, end_token - num_external_tokens, end_token)
+        received = self.scheduler.after_alloc(request, tables, num_external_tokens, loaded_token)
+        if store is not None and received is None:
+            store.after_alloc(request, tables, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
         if self._store_scheduler is None or not num_external_tokens or self.scheduler.receives(request.request_id):
@@ -199,6 +204,10 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler.due(report.due)
             if self._store_scheduler is not None and report.store is not None:
                 self._store_scheduler.take(report.store)
+        if self._store_scheduler is not None:
+            self._store_scheduler.received(
+                (connector_output.finished_recving or set()) - connector_output.failed_recving
+            )
         self.scheduler.sending_finished(connector_output.finished_sending or set())
         # vLLM has already read failed_recving, and reads finished_recving after this call
         # (v1/core/sched/scheduler.py, ``_update_from_kv_xfer_finished``).
@@ -242,15 +251,20 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.before_forward(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Load stored KV that this step needs, before the forward pass.
+        """Copy stored KV into blocks, before the forward pass of the requests that need it.
 
-        Transfers are asynchronous.
+        Transfers are asynchronous: their offers follow, in ``wait_for_save``.
         """
         orders = self._orders()
         if self._store_worker is not None and orders.store is not None:
             broken = self._store_worker.load(orders.store)
             if broken:
-                self.worker.spoil(broken)
+                received = {receive.request_id for receive in orders.receives}
+                # This rank's transfer fills what the store did not.
+                orders.receives = [
+                    replace(each, loaded_token=0) if each.request_id in broken else each for each in orders.receives
+                ]
+                self.worker.spoil(broken - received)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: a request runs only after all its KV has arrived."""

@@ -49,6 +49,12 @@ COUNTERS = {
         "Time in flight of finished writes, in seconds, by decode engine id, summed over writes and ranks. "
         "pair_bytes divided by it is the bandwidth of one write.",
     ),
+    "prompt_tokens": (
+        "vllm:tandem_kv_prompt_tokens",
+        "source",
+        "Prompt tokens of requests with a transfer, by where decode got the KV of full attention: own_cache, store, "
+        "transfer.",
+    ),
     "writes": ("vllm:tandem_kv_writes", "outcome", "Writes to decode engines by outcome, done or failed, all ranks."),
     "store_requests": (
         "vllm:tandem_store_requests",

@@ -61,7 +61,8 @@ class Queue:
 class Receive:
     """Fill a request's blocks with the KV of tokens ``[start_token, end_token)``.
 
-    ``tables``  block table of each group
+    ``tables``        block table of each group
+    ``loaded_token``  token before which the KV store supplies full attention; 0: none
     """
 
     request_id: str
@@ -71,6 +72,7 @@ class Receive:
     tables: tuple[tuple[int, ...], ...]
     start_token: int
     end_token: int
+    loaded_token: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,6 +149,8 @@ class Handle:
         """Whether the last of the free replicas is chosen, instead of the next in turn."""
         self.silent = False
         """Whether no engine can be reached."""
+        self.metadata = METADATA
+        """Of each replica."""
         self._turn = 0
         self._known = False
 
@@ -161,7 +163,7 @@ class Handle:
         self._turn += 1
         self.taken += 1
         preferred = [one for name in prefer for one in free if one.name == name and not self.in_order]
-        return FakeSlot((preferred or [free[-1 if self.in_order else self._turn % len(free)]])[0], METADATA)
+        return FakeSlot((preferred or [free[-1 if self.in_order else self._turn % len(free)]])[0], self.metadata)
 
     def give_back(self, slot: FakeSlot) -> None:
         self.taken -= 1

@@ -59,6 +59,7 @@ STEPS = (
     Step("test", "test", ("BUDGET_S=600",), lines=4),
     Step("manifests", "manifests", computes=True),
     Step("schedules", "schedules", ("SCHEDULES=20000",), lines=8, computes=True),
+    Step("grids", "grids", lines=5, computes=True),
     Step("corruption", "corruption", lines=2, computes=True),
     Step("store-faults", "store-faults", lines=3, computes=True),
     Step("store-schedules", "store-schedules", lines=3, computes=True),

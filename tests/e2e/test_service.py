@@ -210,6 +210,22 @@ def test_responses_through_the_sdk(http, sdk):
     assert metric(http, "vllm:tandem_kv_requests_total", role="decode", outcome="recomputed") == recomputed
 
 
+def test_messages(http):
+    """Anthropic's API, whole and streamed: split like a chat, with the right facts."""
+    prompt = recall(15)
+    ask = {"model": MODEL, "messages": prompt.messages, "max_tokens": 8, "temperature": 0}
+    whole = http.post("/v1/messages", json=ask)
+    assert whole.headers["x-tandem-route"] == "remote"
+    assert exact(prompt, whole.json()["content"][0]["text"])
+    streamed = http.post("/v1/messages", json=ask | {"stream": True})
+    assert streamed.headers["x-tandem-route"] == "remote"
+    said = [json.loads(line.removeprefix("data: ")) for line in streamed.text.splitlines() if line.startswith("data: ")]
+    assert (said[0]["type"], said[-1]["type"]) == ("message_start", "message_stop")
+    assert exact(prompt, "".join(one["delta"]["text"] for one in said if one["type"] == "content_block_delta"))
+    counted = http.post("/v1/messages/count_tokens", json={"model": MODEL, "messages": prompt.messages}).json()
+    assert counted["input_tokens"] == whole.json()["usage"]["input_tokens"]
+
+
 def test_tokens(http):
     """Tokenize and detokenize a text and a chat."""
     tokens = http.post("/tokenize", json={"model": MODEL, "prompt": "mira=427"}).json()["tokens"]
@@ -269,7 +285,7 @@ def test_nobody_is_told_who_has_not_asked(http):
     ("endpoint", "body", "reason"),
     [
         ("/v1/completions", completion("abc", n=2, temperature=1), "n"),
-        ("/v1/completions", completion(["abc", "def"]), "several_prompts"),
+        ("/v1/completions", completion(["abc", "def"], echo=True), "echo"),
         ("/v1/completions", completion([7]), "short_prompt"),
         ("/v1/completions", completion("abc", echo=True, logprobs=1), "echo"),
         ("/v1/completions", completion("abc", prompt_logprobs=1), "prompt_logprobs"),
@@ -336,7 +352,7 @@ def test_options_of_the_output_are_decodes_alone(http, more):
         ("/v1/responses", response(max_output_tokens="many"), 400, "max_output_tokens"),
         ("/v1/responses", response(previous_response_id="resp_0"), 404, "resp_0"),
         ("/v1/responses", response(background=True), 400, "background"),
-        ("/v1/embeddings", {"model": MODEL, "input": "a"}, 404, "/v1/embeddings"),
+        ("/v1/embeddings", {"model": MODEL, "input": "a"}, 404, "Not Found"),
         ("/v1/completions", b"x" * (9 * 2**20), 413, "bytes"),
     ],
 )
@@ -461,6 +477,22 @@ async def test_hostile_requests(service, http):
     reply = http.post("/v1/completions", json=completion(prompt.text))
     assert exact(prompt, reply.json()["choices"][0]["text"])
     assert reply.headers["x-tandem-route"] == "remote"
+
+
+def test_a_list_of_prompts(http):
+    """Each is computed by prefill and answered with its own facts, whole and streamed."""
+    prompts = [recall(seed) for seed in range(40, 43)]
+    body = completion([prompt.text for prompt in prompts], max_tokens=8, temperature=0)
+    whole = http.post("/v1/completions", json=body)
+    assert whole.headers["x-tandem-route"] == "remote"
+    for prompt, choice in zip(prompts, whole.json()["choices"], strict=True):
+        assert exact(prompt, choice["text"])
+    texts = dict.fromkeys(range(3), "")
+    streamed = http.post("/v1/completions", json=body | {"stream": True}).text
+    for line in streamed.split("\n\n")[:-2]:
+        (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+        texts[choice["index"]] += choice["text"]
+    assert list(texts.values()) == [choice["text"] for choice in whole.json()["choices"]]
 
 
 def test_too_many_prompts(http):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -14,13 +15,14 @@ import pytest
 from actors.engine.vllm_engine import VllmEngine
 from actors.errors import CannotResumeError
 from testing.sse import said
-from testing.streams import KINDS, completion
+from testing.streams import KINDS, MODEL, PARAMETERS, PROMPT, TOKENS, completion
 from tests.e2e.broken_streams import start_decode, stream
 
 pytestmark = pytest.mark.engine
 
 EVERYWHERE = "TANDEM_STREAMS" in os.environ
 CUTS = (1, 14, 27)
+MESSAGE_TOOL = {"name": "weather", "input_schema": PARAMETERS}
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +52,23 @@ def test_a_stream_goes_on_as_if_nothing_was(runner: asyncio.Runner, engine: Vllm
     runner.run(run())
 
 
+@pytest.mark.parametrize(
+    "more", [{}, {"tools": [MESSAGE_TOOL], "tool_choice": {"type": "any"}}], ids=["text", "any tool"]
+)
+def test_a_message_goes_on_as_if_nothing_was(runner: asyncio.Runner, engine: VllmEngine, more: dict) -> None:
+    """Anthropic's events: the same ones, but for ids of tool calls, which each engine draws."""
+    body = {"model": MODEL, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": TOKENS, "stream": True}
+
+    async def run(cut: int | None) -> list[str]:
+        sent = await stream(engine, "/v1/messages", {**body, "temperature": 0, **more}, dies_at=cut)
+        return re.sub("chatcmpl-tool-[0-9a-f]+", "", sent.decode()).split("\n\n")
+
+    whole = runner.run(run(None))
+    assert whole[-2].startswith("event: message_stop")
+    for cut in (1, 3):
+        assert runner.run(run(cut)) == whole, f"cut at token {cut}"
+
+
 def test_a_stream_without_a_seed_keeps_what_was_sent(runner: asyncio.Runner, engine: VllmEngine) -> None:
     """Tokens after the interruption are sampled again; sent tokens are not."""
 
@@ -72,7 +91,7 @@ def test_a_client_cannot_force_tokens(runner: asyncio.Runner, engine: VllmEngine
     runner.run(run())
 
 
-@pytest.mark.parametrize("more", [{"n": 2}, {"prompt": ["a", "b"]}], ids=["n", "multiple prompts"])
+@pytest.mark.parametrize("more", [{"n": 2}, {"prompt": ["a", "b"], "echo": True}], ids=["n", "multiple prompts"])
 def test_what_cannot_go_on_exactly_is_refused(runner: asyncio.Runner, engine: VllmEngine, more: dict) -> None:
     """By name."""
 

@@ -39,6 +39,7 @@ def problems(service: dict[str, Any]) -> list[str]:
         *(line for group in groups for line in _timeouts(group, settings)),
         *_cluster_timeouts(service["spec"], settings),
         *(line for group in groups for line in _ports(group, settings)),
+        *(line for group in groups for line in _store(group, settings)),
     ]
 
 
@@ -215,6 +216,46 @@ def _ports(group: dict[str, Any], settings: ServiceSettings) -> Iterator[str]:
     low, _, high = variables.get(UCX_PORTS, {}).get("value", "").partition("-")
     if not (low.isdigit() and high.isdigit()) or int(high) - int(low) + 1 < FEWEST_UCX_PORTS:
         yield f"{name}: {UCX_PORTS} must be a range of at least {FEWEST_UCX_PORTS} ports, such as 20000-20999"
+
+
+def _store(group: dict[str, Any], settings: ServiceSettings) -> Iterator[str]:
+    """The store's folders need volumes of the engines' pods that hold what the settings allow."""
+    store, name = settings.store, group["groupName"]
+    fitting = any(group in groups_for(settings.role(role), [group]) for role in ("prefill", "decode"))
+    if not store.enabled or not fitting:
+        return
+    shared = _volume(group, "/dev/shm")
+    needed_mib = store.staging_mib + (
+        store.memory_gib * 1024 if Path(store.memory_path).is_relative_to("/dev/shm") else 0
+    )
+    limit = (shared or {}).get("emptyDir", {}).get("sizeLimit")
+    if limit is not None and amount(limit) < needed_mib * 2**20:
+        yield f"{name}: the volume of /dev/shm has {limit}, but the store needs {needed_mib:g} MiB of it"
+    if not store.path:
+        return
+    volume = _volume(group, store.path)
+    if volume is None:
+        yield f"{name}: no volume is mounted at or above store.path {store.path}"
+        return
+    limit = volume.get("emptyDir", {}).get("sizeLimit")
+    if limit is not None and amount(limit) <= store.disk_gib * 2**30:
+        yield f"{name}: the volume of store.path has {limit}, but store.disk_gib {store.disk_gib:g} needs more"
+    if "emptyDir" in volume and _mounted_at(group, volume["name"]) == Path(store.path):
+        yield f"{name}: store.path must be below its mount: all users may write to the root of an emptyDir"
+
+
+def _volume(group: dict[str, Any], path: str) -> dict[str, Any] | None:
+    """The volume that holds a path in the pod's first container: the one mounted closest to it."""
+    pod = group["template"]["spec"]
+    mounts = {Path(one["mountPath"]): one["name"] for one in pod["containers"][0].get("volumeMounts", [])}
+    closest = max((one for one in mounts if Path(path).is_relative_to(one)), key=lambda at: len(at.parts), default=None)
+    volumes = {one["name"]: one for one in pod.get("volumes", [])}
+    return None if closest is None else volumes[mounts[closest]]
+
+
+def _mounted_at(group: dict[str, Any], volume: str) -> Path:
+    mounts = group["template"]["spec"]["containers"][0]["volumeMounts"]
+    return next(Path(one["mountPath"]) for one in mounts if one["name"] == volume)
 
 
 def _limits(group: dict[str, Any]) -> dict[str, Any]:

@@ -46,6 +46,7 @@ def test_the_variants() -> None:
     assert upgrades == {
         "base": "None",
         "cpu": "None",
+        "cpu-store": "None",
         "gpu": "None",
         "gpu-incremental": "NewClusterWithIncrementalUpgrade",
         "rdma": "None",
@@ -64,6 +65,7 @@ def test_the_variants() -> None:
             if group["groupName"] != "router"
         }
         assert rdma == (name == "rdma")
+        assert settings.store.enabled == (name == "cpu-store")
 
 
 def test_secrets_go_to_who_needs_them() -> None:

@@ -187,3 +187,20 @@ def test_a_label_that_matches_nothing(
 ) -> None:
     """Selectors are compared with the labels that the pods will have."""
     assert any(message in line for line in mistaken(manifests, kind, name, operation))
+
+
+@pytest.mark.parametrize(
+    ("operation", "message"),
+    [
+        (drop(f"{DECODE}{RAY}/volumeMounts/2"), "decode: no volume is mounted at or above store.path"),
+        (put(f"{PREFILL}{POD}/volumes/2/emptyDir/sizeLimit", "16Gi"), "prefill: the volume of store.path has 16Gi"),
+        (put(f"{PREFILL}{POD}/volumes/1/emptyDir/sizeLimit", "511Mi"), "/dev/shm has 511Mi, but the store needs 512"),
+        (
+            put(f"{DECODE}{RAY}/volumeMounts/2/mountPath", "/var/lib/tandem/kv-store"),
+            "decode: store.path must be below its mount",
+        ),
+    ],
+)
+def test_a_volume_that_does_not_hold_the_store(operation: dict[str, Any], message: str) -> None:
+    found = mistaken(render(ROOT / "overlays" / "cpu-store"), "RayService", "tandem", operation)
+    assert any(message in line for line in found), found

@@ -22,9 +22,8 @@ import pytest
 from connectors.errors import IncompatiblePeerError
 from connectors.planning.blocks import wanted_blocks
 from connectors.planning.descriptors import build_runs, move_bytes
-from connectors.planning.heads import partners
 from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, MemoryKind, Region
-from connectors.planning.plan import check_compatible, plan_pair
+from connectors.planning.plan import check_compatible, consumer_ranks, plan_pair
 from connectors.planning.verify import prove_plans
 from connectors.protocol.delivery import ConsumerPeer, Delivery, Stage, Transfer, offer_problem, take_ready, wanted
 from connectors.protocol.engines import Partner
@@ -314,8 +313,8 @@ def check_case(case: Case) -> int:
     else:
         check_compatible(sources[0], targets[0])
     pairs = expected_pairs(case)
-    assert partners(case.producer.tp, case.consumer.tp, sources[0].layer_heads) == pairs
-    assert {layout.layer_heads for layout in (*sources, *targets)} == {sources[0].layer_heads}
+    for target in (targets[0], targets[-1]):
+        assert {(p, c) for p, source in enumerate(sources) for c in consumer_ranks(source, target)} == set(pairs)
     plans = {(p, c): plan_pair(sources[p], targets[c]) for p, c in pairs}
     if case.thorough:
         for c, target in enumerate(targets):

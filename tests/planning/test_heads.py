@@ -3,8 +3,10 @@
 import pytest
 
 from connectors.errors import PlanError
-from connectors.planning.heads import HeadShare, head_shares, held_heads, partners
-from tests.planning.builders import heads_of
+from connectors.planning.heads import HeadShare, head_shares, held_heads
+from connectors.planning.layout import GroupKind
+from connectors.planning.plan import consumer_ranks
+from tests.planning.builders import Shape, heads_of, make_engine
 
 # (producer TP, consumer TP, KV heads) -> (producer rank, consumer rank, first head, stop)
 SHARES = {
@@ -28,6 +30,14 @@ SHARES = {
     # 3 heads on 2 ranks: one and two
     (2, 3, 3): [(0, 0, 0, 1), (1, 1, 1, 2), (1, 2, 2, 3)],
 }
+
+
+def partners(producer_tp: int, consumer_tp: int, heads: int, layers: int = 1) -> tuple[tuple[int, int], ...]:
+    """(producer rank, consumer rank) of all pairs that exchange messages."""
+    shape = Shape(kv_heads=heads, groups=((GroupKind.FULL, None, layers),))
+    consumer = make_engine(shape, consumer_tp)[-1].layout
+    producers = make_engine(shape, producer_tp)
+    return tuple(sorted((p, c) for p, rank in enumerate(producers) for c in consumer_ranks(rank.layout, consumer)))
 
 
 @pytest.mark.parametrize("case", SHARES)
@@ -91,7 +101,7 @@ def test_partners_by_hand(case: tuple[int, int, int], pairs: tuple[tuple[int, in
     rank.
     """
     producer_tp, consumer_tp, heads = case
-    assert partners(producer_tp, consumer_tp, [(0, heads)]) == pairs
+    assert partners(producer_tp, consumer_tp, heads) == pairs
 
 
 @pytest.mark.parametrize(
@@ -114,7 +124,7 @@ def test_layers_take_turns_over_replicas(case: tuple[int, int, int], senders: li
         assert [share.producer_rank for share in head_shares(*case, layer_index)] == expected
     producer_tp, consumer_tp, heads = case
     used = {rank for ranks in senders for rank in ranks}
-    pairs = partners(producer_tp, consumer_tp, [(layer_index, heads) for layer_index in range(len(senders))])
+    pairs = partners(producer_tp, consumer_tp, heads, layers=len(senders))
     assert used <= {producer for producer, _ in pairs} == set(range(producer_tp))
 
 
@@ -123,7 +133,7 @@ def test_nobody_is_without_a_partner() -> None:
     for kv_heads in (1, 2, 3, 4, 8):
         for producer_tp in range(1, 6):
             for consumer_tp in range(1, 6):
-                pairs = partners(producer_tp, consumer_tp, [(0, kv_heads), (1, kv_heads)])
+                pairs = partners(producer_tp, consumer_tp, kv_heads, layers=2)
                 assert {p for p, _ in pairs} == set(range(producer_tp))
                 assert {c for _, c in pairs} == set(range(consumer_tp))
 

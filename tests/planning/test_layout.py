@@ -218,8 +218,6 @@ def test_parts_of_a_layer_share_its_turn() -> None:
     groups = (Group(0, GroupKind.FULL, 5, None, (k0, v0, k1, v1)), Group(1, GroupKind.STATE, 5, None, (state, state)))
     assert [layer_index for layer_index, _ in numbered(groups[0], groups)] == [0, 0, 1, 1]
     assert [layer_index for layer_index, _ in numbered(groups[1], groups)] == [2, 2]
-    layout = replace(LAYOUT, groups=groups)
-    assert layout.layer_heads == {(0, 2), (1, 2), (2, 2)}
 
 
 def test_a_rank_holds_its_share_of_every_part() -> None:

@@ -9,29 +9,18 @@ the same in every run.
 
 from collections import Counter
 from collections.abc import Iterator
-from functools import cache
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from connectors.planning import heads, plan
 from tests.planning.oracle import check_case, first_needed, held, unit_tokens
 from tests.planning.oracle_cases import KINDS, Case, Sizes, make_case
 
 TP_SIZES = range(1, 9)
 KV_HEADS = (1, 2, 3, 4, 8, 12)
 BLOCK_SIZES = [(producer, consumer) for producer in (16, 32, 64) for consumer in (16, 32, 64)]
-
-
-@pytest.fixture(autouse=True)
-def _shares_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sender of each head is a pure function of a few numbers that thousands of cases share."""
-    monkeypatch.setattr(heads, "held_heads", cache(heads.held_heads))
-    shares = cache(heads.head_shares)
-    monkeypatch.setattr(heads, "head_shares", shares)
-    monkeypatch.setattr(plan, "head_shares", shares)
 
 
 def grid(producer_tp: int, kv_heads: int) -> Iterator[Case]:

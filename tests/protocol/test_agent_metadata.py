@@ -63,7 +63,7 @@ def test_an_engine_metadata_holds_all_ranks_in_order() -> None:
     """Agent metadata may arrive in any order; the engine's is sorted by rank."""
     rank_metadata = {rank: agent_metadata(rank, 3, Shape(kv_heads=3)) for rank in (2, 0, 1)}
     engine = engine_metadata(rank_metadata)
-    assert (engine.incarnation, engine.tp_size) == ("engine-a", 3)
+    assert (engine.incarnation, len(engine.workers)) == ("engine-a", 3)
     assert [worker.rank for worker in engine.workers] == [0, 1, 2]
 
 

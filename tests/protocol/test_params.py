@@ -17,6 +17,7 @@ from connectors.protocol.params import (
     names_engine,
     parse_params,
     prompt_digest,
+    whole_blocks,
 )
 
 DECODE_LEG = {
@@ -42,6 +43,7 @@ def test_prefill_legs() -> None:
     assert parse_params({"do_remote_decode": True}) == ProduceParams(None, False)
     assert parse_params({"do_remote_decode": True, "transfer_id": "t"}) == ProduceParams("t", False)
     assert parse_params({"do_remote_decode": True, "describe": True}) == ProduceParams(None, True)
+    assert parse_params({"do_remote_decode": True, "first_token": True}) == ProduceParams(None, False, True)
 
 
 def test_discards() -> None:
@@ -82,8 +84,20 @@ def test_which_engines_are_named(engines: str, named: bool) -> None:
 
 
 def test_decode_legs() -> None:
-    """The prefill answer's parameters, unchanged; unneeded keys of public proxies are ignored."""
-    assert parse_params(DECODE_LEG) == ConsumeParams("t-1", EngineAddress("engine-a", "10.0.0.7", 5600))
+    """The prefill answer's parameters, unchanged; keys of public proxies that we do not need are
+    ignored.
+    """
+    address = EngineAddress("engine-a", "10.0.0.7", 5600)
+    assert parse_params(DECODE_LEG) == ConsumeParams("t-1", address)
+    assert parse_params(DECODE_LEG | {"prompt_multiple": 16}) == ConsumeParams("t-1", address, prompt_multiple=16)
+
+
+@given(st.integers(1, 10_000), st.integers(1, 512))
+def test_whole_blocks(prompt_tokens: int, multiple: int) -> None:
+    """The largest multiple that leaves a token of the prompt."""
+    tokens = whole_blocks(prompt_tokens, multiple)
+    assert tokens % multiple == 0
+    assert tokens < prompt_tokens <= tokens + multiple
 
 
 @pytest.mark.parametrize(
@@ -102,6 +116,9 @@ def test_decode_legs() -> None:
         ({"remote_port": True}, "remote_port"),
         ({"remote_port": 0}, "remote_port"),
         ({"remote_port": 65536}, "remote_port"),
+        ({"prompt_multiple": -1}, "prompt_multiple must be a number of tokens, not -1"),
+        ({"prompt_multiple": True}, "prompt_multiple"),
+        ({"prompt_multiple": 1.5}, "prompt_multiple"),
     ],
 )
 def test_wrong_keys_are_named(change: dict[str, object], says: str) -> None:
@@ -113,7 +130,7 @@ def test_wrong_keys_are_named(change: dict[str, object], says: str) -> None:
 VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=300) | st.lists(st.integers())
 
 
-WORDS = [*DECODE_LEG, "describe", "discard", "engines_lost", "supervisor"]
+WORDS = [*DECODE_LEG, "describe", "first_token", "prompt_multiple", "discard", "engines_lost", "supervisor"]
 
 
 @given(st.dictionaries(st.sampled_from(WORDS), VALUES), st.booleans())

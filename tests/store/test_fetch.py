@@ -69,6 +69,17 @@ def test_tokens_of_the_engine_itself_are_not_read() -> None:
     assert fetch.next_reads() == refs((384, 0), (384, 1), (384, 2))
 
 
+def test_beside_a_transfer_only_full_attention_is_read() -> None:
+    """The transfer brings the window and the state of the prompt's end."""
+    fetch = Fetch(PLAN.full_attention, 0, 500)
+    assert fetch.candidates == tuple(refs((128, 0), (256, 0), (384, 0)))
+    fetch.found(refs((128, 0), (256, 0)), refs((384, 0)))
+    assert fetch.next_reads() == refs((128, 0), (256, 0))
+    fetch.read(ObjectRef(128, 0))
+    fetch.give_up()
+    assert fetch.end_token == 128, "what has been read in time is used"
+
+
 def test_a_lookup_without_answer_is_a_miss() -> None:
     fetch = Fetch(PLAN, 0, 500)
     fetch.found(refs((128, 0), (128, 1), (128, 2)), ())

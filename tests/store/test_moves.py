@@ -191,6 +191,32 @@ def test_a_packed_block_is_stored_whole_and_loaded_in_part() -> None:
     assert (untouched == CANARY).all()
 
 
+def test_beside_a_transfer_windows_and_states_are_not_written() -> None:
+    """Their tables have only the blocks of the prompt's end, which a transfer fills."""
+    window: GroupShape = (GroupKind.SLIDING, 8, 1)
+    shape = Shape(style="head_major", rows=4, block_tokens=4, row_bytes=8, groups=(FULL, window, STATE), num_blocks=20)
+    writer, reader = make_engine(shape, 1), make_engine(shape, 2)
+    plan = plan_store(writer[0].layout.groups, 8, 4096)
+    table = tables(writer, np.random.default_rng(1), 16)
+    fill(writer, table, 16, 8)
+    refs = [ref for ref in completed_objects(plan, 0, 16) if ref.group == 0]
+    objects = store_all(plan, writer, table, refs)
+    loaded = [[1, 2, 3, 4, 5], [0, 0, 0, 6, 7], [0, 0, 0, 0, 8]]
+    for rank in reader:
+        pair = plan_rank(plan, rank.layout).load
+        moves = load_moves(plan, pair, loaded, 4, 16, objects.addresses, full_attention_only=True)
+        execute(build_runs(pair, moves))
+        for layer, view in enumerate(rank.views[0]):
+            for at, head in enumerate(rank.heads):
+                for token in range(4, 16):
+                    where = content(0, layer, head, token, 8)
+                    assert (view[loaded[0][token // 4], at, token % 4] == where).all()
+        assert all((view[block] == CANARY).all() for view in rank.views[0] for block in (1, 5))
+        for group in (1, 2):
+            blocks = [block for block in loaded[group] if block]
+            assert all((view[blocks] == CANARY).all() for view in rank.views[group])
+
+
 def test_a_window_that_has_passed_cannot_be_stored() -> None:
     """Positions of a passed window have the allocator's null block."""
     window: GroupShape = (GroupKind.SLIDING, 8, 1)

@@ -178,6 +178,31 @@ def test_a_read_that_comes_late_keeps_its_memory_until_then(host: Host) -> None:
     assert store.staging.used_bytes == 0
 
 
+def test_a_fetch_that_is_stopped_returns_what_it_has_verified(host: Host) -> None:
+    """Beside a transfer: the caller waits for no read that hangs."""
+    save(host.start(), *ALL)
+    # In memory is the first chunk; the disk hangs before it reads the others.
+    for path in (host.root / "memory" / "objects").glob("*/*"):
+        if path.name != NAMES[ObjectRef(128, 0)].key.hex():
+            path.unlink()
+    files = FaultyFiles()
+    store = host.start(StoreLimits(lookup_s=5.0, load_s=60.0, read_threads=1), files)
+    files.hang("read")
+    store.begin_fetch("request", NAMES, 0, 500, full_attention_only=True)
+    until(lambda: store.poll("request") is None and store.tiers[0].counts.loaded_bytes > 0)
+    until(lambda: store.poll("request") is None and store.idle_s("request") >= 0.02)
+    store.stop_fetch("request")
+    fetched = store.poll("request")
+    assert fetched is not None
+    assert fetched.end_token == 128
+    assert set(fetched.offsets) == {ObjectRef(128, 0)}
+    assert fetched.read_bytes == SIZES[0]
+    store.end_fetch("request")
+    files.heal()
+    until(store.idle)
+    assert store.staging.used_bytes == 0
+
+
 def stored_in_memory(store: KVStore, count: int) -> bool:
     return store.tiers[0].counts.stored == count
 

@@ -15,9 +15,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from connectors.planning.descriptors import build_runs
-from connectors.planning.heads import partners
 from connectors.planning.layout import Region
-from connectors.planning.plan import PairPlan, plan_pair
+from connectors.planning.plan import PairPlan, consumer_ranks, plan_pair
 from connectors.planning.verify import prove_plans
 from connectors.protocol.actions import Connect, ConsumerAction, ProducerAction, Received, Send, Sent, Verify, Write
 from connectors.protocol.agent_metadata import (
@@ -94,7 +93,9 @@ class Engines:
         self.bytes_written = 0
         self.messages: list[str] = []
         self.verified = 0
-        self._introduce(partners(tp[0], tp[1], self.decode[0].rank.layout.layer_heads))
+        target = self.decode[0].rank.layout
+        talking = [consumer_ranks(worker.rank.layout, target) for worker in self.prefill]
+        self._introduce(tuple((p, c) for p, ranks in enumerate(talking) for c in sorted(ranks)))
 
     def _worker(self, side: type[Machine], host: Host, shape: Shape, rank: int, tp_size: int) -> Worker[Machine]:
         built = make_rank(shape, rank, tp_size, memory=host.memory)

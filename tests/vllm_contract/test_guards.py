@@ -16,6 +16,8 @@ GUARDS: dict[str, dict[str, str]] = {
         "vllm/v1/attention/backends/cpu_attn.py:_get_attn_isa": "8f1cbc670bcd",
     },
     "vllm_request_prompt": {
+        "vllm/v1/core/sched/output.py:NewRequestData": "f0fa549ca8c7",
+        "vllm/v1/core/sched/scheduler.py:Scheduler._update_after_schedule": "51bdf1970b18",
         "vllm/v1/request.py:Request.__init__": "b7b816b65290",
     },
 }

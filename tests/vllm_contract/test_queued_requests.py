@@ -101,7 +101,8 @@ def test_a_request_whose_prompt_will_not_come_is_computed_here() -> None:
     assert orders(half) == Orders()
     stats = half.stats()
     assert stats is not None
-    assert stats.data["counts"] == {"requests": {"recomputed": 1}}
+    # The 49 tokens are those of the request before it.
+    assert stats.data["counts"] == {"prompt_tokens": {"transfer": 49}, "requests": {"recomputed": 1}}
 
 
 def test_what_decode_holds_itself_needs_no_start() -> None:

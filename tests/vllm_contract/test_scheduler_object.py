@@ -40,6 +40,7 @@ def test_steps_have_seen_everything(totals: Counter[str]) -> None:
         "plain",
         "produced",
         "produced without an id",
+        "produced with its first token",
         "consumed",
         "discard",
         "describe",

@@ -16,6 +16,7 @@ import numpy as np
 from connectors.errors import PlanError
 from connectors.planning.blocks import NULL_BLOCK, Ints, state_position, wanted_blocks
 from connectors.planning.descriptors import Moves
+from connectors.planning.layout import GroupKind
 from connectors.planning.plan import PairPlan
 from connectors.store.planning.layout import stored_groups
 from connectors.store.planning.prefix import ObjectRef
@@ -78,14 +79,19 @@ def load_moves(
     start_token: int,
     end_token: int,
     addresses: Mapping[ObjectRef, int],
+    full_attention_only: bool = False,
 ) -> list[Moves]:
     """Return the moves that fill a request's blocks from objects, to resume at ``end_token``.
+
+    With ``full_attention_only``, a transfer fills the blocks of windows and states.
 
     Tokens before ``start_token`` are in the engine's own cache; their blocks are not written.
     Raises PlanError if a block is not allocated or an object is missing.
     """
     moves: list[Moves] = []
     for number, spans in enumerate(stored_groups(plan)):
+        if full_attention_only and spans.group.kind is not GroupKind.FULL:
+            continue
         table, shape = tables[spans.index], pair.groups[number].shape
         blocks = wanted_blocks(spans.group, table, start_token, end_token)
         if not len(blocks):

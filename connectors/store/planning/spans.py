@@ -72,6 +72,12 @@ class StorePlan:
         return tuple(sorted({group.span_tokens for group in self.groups if group.stored}))
 
     @cached_property
+    def full_attention(self) -> StorePlan:
+        """The plan with full-attention groups only."""
+        groups = tuple(group for group in self.groups if group.group.kind is GroupKind.FULL)
+        return StorePlan(self.chunk_tokens, groups, ())
+
+    @cached_property
     def first_tokens(self) -> int:
         """Tokens that a request must have computed before a later one can resume from the store."""
         return max((group.span_tokens for group in self.groups if group.stored), default=self.chunk_tokens)

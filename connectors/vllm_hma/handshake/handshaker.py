@@ -21,8 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from connectors.errors import HandshakeError, TandemError
-from connectors.planning.heads import partners
-from connectors.planning.plan import PairPlan, plan_pair
+from connectors.planning.plan import PairPlan, consumer_ranks, plan_pair
 from connectors.planning.verify import prove_plans
 from connectors.protocol.agent_metadata import (
     AgentMetadata,
@@ -255,8 +254,8 @@ class Handshaker:
     def _plans(self, engine: EngineMetadata) -> dict[int, PairPlan]:
         """Return the plan of each producer rank that sends to this worker, by rank."""
         mine = self._agent_metadata.layout
-        ranks = [p for p, c in partners(engine.tp_size, mine.tp_size, mine.layer_heads) if c == mine.tp_rank]
-        return {rank: plan_pair(engine.workers[rank].layout, mine) for rank in ranks}
+        layouts = [worker.layout for worker in engine.workers]
+        return {each.rank: plan_pair(each, mine) for each in layouts if mine.rank in consumer_ranks(each, mine)}
 
     # Producer role.
 
@@ -295,8 +294,7 @@ class Handshaker:
         """
         check_peers(self._agent_metadata, agent_metadata)
         mine, theirs = self._agent_metadata.layout, agent_metadata.layout
-        pairs = partners(mine.tp_size, theirs.tp_size, mine.layer_heads)
-        ranks = frozenset(consumer for producer, consumer in pairs if producer == mine.tp_rank)
+        ranks = consumer_ranks(mine, theirs)
         plan = plan_pair(mine, theirs)
         source = digests(plan, self._memory.shared_with(theirs.memory_kind), End.SOURCE)
         return plan, ConsumerPeer(ranks, theirs.num_blocks, plan.shapes, source)

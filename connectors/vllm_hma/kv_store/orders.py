@@ -25,6 +25,7 @@ class Load:
     ``tables``                    block table of each group
     ``start_token``, ``end_token``  tokens to load
     ``offsets``                   slot in staging of each object
+    ``beside_transfer``           whether only full attention is loaded: a transfer fills the rest
     """
 
     load_id: int
@@ -33,6 +34,7 @@ class Load:
     start_token: int
     end_token: int
     offsets: dict[ObjectRef, int]
+    beside_transfer: bool = False
 
 
 @dataclass(frozen=True, slots=True)

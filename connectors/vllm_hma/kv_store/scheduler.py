@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from connectors.errors import PlanError
 from connectors.planning.layout import GroupKind
 from connectors.store.keys.names import NAMESPACE_BYTES, Feature, PrefixChain, namespace
+from connectors.store.mixing import MixCosts
 from connectors.store.planning.layout import object_bytes, prove_store, stored_groups
 from connectors.store.planning.moves import object_in_blocks
 from connectors.store.planning.prefix import ObjectRef, completed_objects, possible_objects
@@ -53,6 +55,10 @@ class _Known:
 
     ``chain``     digests of its prefixes
     ``fetched``   result of its fetch, until the load is ordered
+    ``beside_transfer``  whether the fetch is for a transferred prompt: full attention only
+    ``patience_s``  time that the transfer may wait for the fetch, in seconds
+    ``ready_at``  time at which the transfer could start, in seconds
+    ``asked``     start of the transfer in seconds, and the bytes of its full attention
     ``received``  range of tokens from a transfer that are not stored yet
     ``filling``   objects whose slots ranks are filling, by offset
     ``ended``     whether vLLM has finished the request
@@ -63,6 +69,10 @@ class _Known:
     chain: PrefixChain
     fetched: Fetched | None = None
     tier: str = ""
+    beside_transfer: bool = False
+    patience_s: float = 0.0
+    ready_at: float | None = None
+    asked: tuple[float, int] | None = None
     received: tuple[int, int] | None = None
     filling: dict[int, ObjectRef] = field(default_factory=dict)
     ended: bool = False
@@ -82,6 +92,7 @@ class StoreScheduler:
         self._answers = answers
         self._adapters = Adapters()
         self._store: KVStore | None = None
+        self.costs = MixCosts()
         self._ranks = 0
         self._requests: dict[str, _Known] = {}
         self._filling: dict[int, tuple[_Known, int, bool]] = {}
@@ -150,6 +161,9 @@ class StoreScheduler:
         known = self._requests.get(request.request_id)
         if known is None or request.skip_reading_prefix_cache:
             return 0
+        if known.beside_transfer:
+            # The transfer has failed before it began.
+            self._end_fetch(known)
         if known.fetched is not None and local_tokens < known.fetched.start_token:
             # The engine's own cache has evicted blocks that the fetch relied on.
             self._end_fetch(known)
@@ -163,7 +177,7 @@ class StoreScheduler:
                 self._end_fetch(known)
                 return None
             known.fetched = fetched
-            self._remember(self._names(known, fetched.present).values())
+            self._fetch_ended(known, fetched)
         return max(0, known.fetched.end_token - local_tokens)
 
     def after_alloc(self, request: Request, tables: tuple[list[int], ...], external_tokens: int) -> None:
@@ -171,31 +185,73 @@ class StoreScheduler:
         known = self._requests.get(request.request_id)
         if known is None:
             return
-        fetched, known.fetched = known.fetched, None
-        if fetched is None or not external_tokens:
-            self.store.end_fetch(request.request_id)
-            return
-        known.tier = fetched.tier
-        # The load owns the slots now: after a preemption, the request starts another fetch.
-        load_id = next(self._load_ids)
-        self._loading[load_id] = (self.store.hand_over(request.request_id), 0)
-        self._loads.append(
-            Load(
-                load_id,
-                request.request_id,
-                tuple(tuple(table) for table in tables),
-                fetched.end_token - external_tokens,
-                fetched.end_token,
-                dict(fetched.offsets),
-            )
-        )
+        if known.fetched is not None and external_tokens:
+            self._order_load(known, known.fetched, tables, known.fetched.end_token - external_tokens)
+        self._end_fetch(known)
 
-    def receiving(self, request: Request, start_token: int, end_token: int) -> None:
-        """Store the received KV of ``[start_token, end_token)`` once the request runs."""
+    def prefix_ready(self, request: Request, local_tokens: int, end_token: int, queued: bool) -> bool:
+        """Return whether a request's transfer up to ``end_token`` may start.
+
+        The first call starts a fetch of full attention beyond ``local_tokens``. It ends when it has
+        read all, when it has taken as long as the transfer of the same bytes, or when nothing was
+        verified for ``lookup_s``.
+
+        ``queued``  whether the transfer cannot start yet, so waiting costs nothing
+        """
         known = self._requests.get(request.request_id)
-        if known is not None:
-            self._end_fetch(known)
-            known.received = (start_token, end_token)
+        if known is None or request.skip_reading_prefix_cache:
+            return True
+        if known.fetched is not None:
+            return True
+        if not known.beside_transfer:
+            known.beside_transfer = True
+            self._begin_prefix(known, local_tokens, end_token - 1, queued)
+        if not self.store.has_fetch(request.request_id):
+            return True
+        fetched = self.store.poll(request.request_id)
+        if fetched is None:
+            if queued:
+                return False
+            now = time.monotonic()
+            known.ready_at = ready_at = now if known.ready_at is None else known.ready_at
+            waited_s = now - ready_at
+            if (
+                waited_s < known.patience_s
+                and min(waited_s, self.store.idle_s(request.request_id)) < self._settings.lookup_s
+            ):
+                return False
+            self.store.stop_fetch(request.request_id)
+            fetched = self.store.poll(request.request_id)
+            assert fetched is not None, "the fetch was stopped"
+        known.fetched = fetched
+        self._fetch_ended(known, fetched)
+        return True
+
+    def load_prefix(self, request: Request, tables: tuple[list[int], ...], start_token: int, end_token: int) -> int:
+        """Order the load of a stored prefix beside the transfer of ``[start_token, end_token)``.
+
+        Return the token before which the store supplies full attention, ``start_token`` if it
+        supplies none. The received rest is stored once the request runs.
+        """
+        known = self._requests.get(request.request_id)
+        if known is None:
+            return start_token
+        fetched, stop = known.fetched, start_token
+        if known.beside_transfer and fetched is not None and fetched.start_token <= start_token < fetched.end_token:
+            stop = fetched.end_token
+            self._order_load(known, fetched, tables, start_token)
+        self._end_fetch(known)
+        known.asked = (time.monotonic(), self._prefix_bytes(stop, end_token))
+        known.received = (stop, end_token)
+        return stop
+
+    def received(self, request_ids: Iterable[str]) -> None:
+        """Measure the transfers that have ended without a failure."""
+        for request_id in request_ids:
+            known = self._requests.get(request_id)
+            if known is not None and known.asked is not None:
+                (asked_at, size_bytes), known.asked = known.asked, None
+                self.costs.transferred(size_bytes, time.monotonic() - asked_at)
 
     def source(self, request_id: str) -> CacheHitSource:
         """Return the slowest tier that the request's last load has read."""
@@ -284,6 +340,43 @@ class StoreScheduler:
 
     # Helpers.
 
+    def _order_load(self, known: _Known, fetched: Fetched, tables: tuple[list[int], ...], start_token: int) -> None:
+        known.tier = fetched.tier
+        # The load owns the slots now: after a preemption, the request starts another fetch.
+        load_id = next(self._load_ids)
+        self._loading[load_id] = (self.store.hand_over(known.request.request_id), 0)
+        self._loads.append(
+            Load(
+                load_id,
+                known.request.request_id,
+                tuple(tuple(table) for table in tables),
+                start_token,
+                fetched.end_token,
+                dict(fetched.offsets),
+                known.beside_transfer,
+            )
+        )
+
+    def _begin_prefix(self, known: _Known, local_tokens: int, limit: int, queued: bool) -> None:
+        """Start a fetch of full attention, if objects can exist and waiting for them can pay."""
+        names = self._names(known, possible_objects(self.store.plan.full_attention, local_tokens, limit))
+        if not names:
+            return
+        known.patience_s = self.costs.patience_s(self.store.object_bytes(names))
+        if known.patience_s or queued:
+            self.store.begin_fetch(known.request.request_id, names, local_tokens, limit, full_attention_only=True)
+
+    def _prefix_bytes(self, start_token: int, end_token: int) -> int:
+        """Return the bytes of full attention of a range of tokens, in objects."""
+        groups = self.store.plan.full_attention.groups
+        per_token = sum(self.store.object_bytes([ObjectRef(0, each.index)]) / each.span_tokens for each in groups)
+        return int(per_token * (end_token - start_token))
+
+    def _fetch_ended(self, known: _Known, fetched: Fetched) -> None:
+        self._remember(self._names(known, fetched.present).values())
+        if fetched.present:
+            self.costs.loaded(fetched.read_bytes, fetched.seconds)
+
     def _begin_fetch(self, known: _Known, local_tokens: int) -> bool:
         """Start a fetch beyond ``local_tokens``; False if no object can exist there."""
         limit = known.request.num_tokens - 1
@@ -294,6 +387,7 @@ class StoreScheduler:
 
     def _end_fetch(self, known: _Known) -> None:
         known.fetched = None
+        known.beside_transfer, known.ready_at = False, None
         self.store.end_fetch(known.request.request_id)
 
     def _completed(self, known: _Known, before: int, after: int, output: SchedulerOutput) -> Store | None:

@@ -58,9 +58,10 @@ class StoreWorker:
         return RankCache(self._layout, model)
 
     def load(self, orders: StoreOrders) -> set[str]:
-        """Copy objects into blocks before the forward pass; return requests whose load failed.
+        """Copy objects into blocks; return requests whose load failed.
 
-        The scheduler already counts their tokens as computed.
+        The scheduler already counts their tokens as computed. For a load beside a transfer, the
+        caller lets the transfer fill all blocks. vLLM computes the prompts of the others.
         """
         broken: set[str] = set()
         assert self._plan is not None
@@ -70,19 +71,18 @@ class StoreWorker:
                 base = self._attach(orders).address
                 addresses = {ref: base + offset for ref, offset in load.offsets.items()}
                 tables, plan = load.tables, self._plans.load
-                moves = load_moves(self._plan, plan, tables, load.start_token, load.end_token, addresses)
+                start, end, full_only = load.start_token, load.end_token, load.beside_transfer
+                moves = load_moves(self._plan, plan, tables, start, end, addresses, full_only)
                 copy_runs(build_runs(plan, moves))
             except (PlanError, StoreError) as error:
-                # vLLM finds the request by these blocks and computes its prompt.
-                logger.error(
-                    "Tandem: the store load of request %s failed, so this engine computes its prompt: %s",
-                    load.request_id,
-                    error,
-                )
-                self._not_loaded.update(block for table in load.tables for block in table if block != NULL_BLOCK)
+                remedy = "the transfer sends all KV" if load.beside_transfer else "this engine computes its prompt"
+                logger.error("Tandem: the store load of request %s failed, so %s: %s", load.request_id, remedy, error)
                 broken.add(load.request_id)
+                if not load.beside_transfer:
+                    # vLLM finds the request by these blocks and computes its prompt.
+                    self._not_loaded.update(block for table in load.tables for block in table if block != NULL_BLOCK)
+                    self._report.broken.add(load.request_id)
             self._report.loaded[load.load_id] = 1
-        self._report.broken |= broken
         return broken
 
     def store(self, orders: StoreOrders) -> None:

@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
+    KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
@@ -80,7 +81,11 @@ def group_shapes(config: VllmConfig, cache: KVCacheConfig) -> tuple[Group, ...]:
     parallel = config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
-            raise UnsupportedCacheError("*", f"{name}={getattr(parallel, name)} splits a layer's KV", f"set {name}=1")
+            raise UnsupportedCacheError(
+                "*",
+                f"{name}={getattr(parallel, name)}: the connector does not serve this grid of ranks",
+                f"set {name}=1",
+            )
     shapes = []
     for index, group in enumerate(cache.kv_cache_groups):
         specs = {layer: _layer_spec(group.kv_cache_spec, layer) for layer in group.layer_names}
@@ -156,7 +161,7 @@ def _attention_parts(
         rows=rows,
         row_stride_bytes=row_stride if rows > 1 else content,
         row_bytes=content,
-        packing=_packing(config, spec),
+        packing=_packing(config, layer, spec),
         kernel_blocks=kernel_blocks,
         kernel_block_stride_bytes=block_stride if kernel_blocks > 1 else 0,
     )
@@ -166,14 +171,32 @@ def _attention_parts(
     if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
         return [_latent_page(page, spec)]
     page = replace(page, total_heads=total_heads(config, layer, spec), packing=f"tokens/{page.packing}")
-    return _cpu_parts(config, page, spec, size) if view.device.type == "cpu" else [page]
+    # CPU attention stores K, then V. A kernel with scales in the cache stores them behind each
+    # token's data, in the token's row.
+    of_cpu = view.device.type == "cpu" and spec.state_content_bytes is None
+    return _cpu_parts(config, page, spec, size) if of_cpu else [page]
 
 
-def _packing(config: VllmConfig, spec: AttentionSpec) -> str:
+def _packing(config: VllmConfig, layer: str, spec: AttentionSpec) -> str:
     """Return the encoding of one token's content of one head."""
     name = getattr(spec, "cache_dtype_str", None)
     resolved = resolved_cache_dtype(name, config.model_config) if name else None
-    return f"{spec.dtype}/{spec.kv_quant_mode.name}/{resolved}"
+    return f"{spec.dtype}/{spec.kv_quant_mode.name}/{resolved}{_scales(config, layer, spec)}"
+
+
+def _scales(config: VllmConfig, layer: str, spec: AttentionSpec) -> str:
+    """Return the scales with which this rank quantizes the layer; empty if the cache has them.
+
+    Equal bytes mean equal values only under equal scales, so they are part of the packing: ranks
+    with other scales refuse each other. Scales per head (compressed-tensors' ``attn_head``) come
+    with the head from the checkpoint, whatever the TP size; the model's identity covers them.
+    """
+    scheme = getattr(config.quant_config, "kv_cache_scheme", None) or {}
+    attention = config.compilation_config.static_forward_context.get(layer)
+    if spec.kv_quant_mode is not KVQuantMode.FP8_PER_TENSOR or scheme.get("strategy") == "attn_head":
+        return ""
+    scales = [getattr(attention, f"_{name}_scale_float", None) for name in "kv"]
+    return "" if None in scales else "/k_scale {:.9g}, v_scale {:.9g}".format(*scales)
 
 
 def _slotted_page(page: LayerPages, tp_size: int) -> LayerPages:

@@ -16,21 +16,28 @@ lets a connector claim all tokens and recompute the last one (vllm/v1/core/sched
 ``_update_waiting_for_remote_kv``). But then sliding-window groups have freed the oldest token in
 that token's window, and a state has already consumed it. The producer therefore removes the last
 token from the prompt on arrival: its windows and states end where the consumer resumes.
+
+With ``first_token``, the producer computes the whole prompt and samples the answer's first token
+(docs/decisions/0046). It sends the KV of whole blocks only, and computes the tokens after them in
+one more step, while their KV is sent: that step writes to other blocks. The consumer computes the
+tokens after these blocks itself. The step would change a state while it is sent, so models with
+states sample no first tokens (``first_token_multiple`` is 0).
 """
 
 from __future__ import annotations
 
 import ipaddress
 import logging
+import math
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
 from connectors.errors import WireError
-from connectors.planning.layout import Group
+from connectors.planning.layout import Group, GroupKind
 from connectors.protocol.actions import Due
 from connectors.protocol.agent_metadata import decode_agent_metadata, engine_metadata
 from connectors.protocol.params import (
@@ -41,6 +48,7 @@ from connectors.protocol.params import (
     ProduceParams,
     parse_params,
     prompt_digest,
+    whole_blocks,
 )
 from connectors.vllm_hma.config import ConnectorConfig
 from connectors.vllm_hma.handshake.metadata_process import MetadataProcess
@@ -49,7 +57,12 @@ from connectors.vllm_hma.model.identity import Adapters
 from connectors.vllm_hma.orders import Chunk, EncodedAgentMetadata, Expect, Finished, Orders, Queue, Receive, Release
 from connectors.vllm_hma.rate_limited_log import RateLimitedLog
 from connectors.vllm_hma.scheduler_side.quarantine import Quarantine
-from connectors.vllm_hma.upstream.vllm_request_prompt import drop_last_token
+from connectors.vllm_hma.upstream.vllm_request_prompt import (
+    drop_last_token,
+    hide_last_tokens,
+    send_whole_prompt,
+    show_last_tokens,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -62,15 +75,18 @@ logger = logging.getLogger(__name__)
 class _Production:
     """A prefill request whose KV this engine sends.
 
-    ``prompt_tokens``  tokens that this engine computes
+    ``prompt_tokens``  tokens that this engine computes for the consumer
     ``sent``           block ids that the workers have, by group
     ``starting``       whether the workers know that its prompt is about to start
+    ``request``        the request whose last tokens are computed in one more step, for the answer's
+                       first token; None without ``first_token``
     """
 
     transfer_id: str
     prompt_tokens: int
     sent: list[int]
     starting: bool = False
+    request: Request | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +128,7 @@ class SchedulerConnector:
         self._tp_size = tp_size
         self._groups = groups
         self._step_tokens = step_tokens
+        self._first_token_multiple = first_token_multiple(groups)
         self._orders = Orders()
         self._productions: dict[str, _Production] = {}
         # Remaining prompt tokens of prefill requests, in order of arrival.
@@ -195,11 +212,26 @@ class SchedulerConnector:
                     request.max_tokens,
                 )
                 return
+            if params.first_token and not self._first_token_multiple:
+                logger.warning(
+                    "the KV of request %s is not sent: the request asks for its first token, and the step for it would "
+                    "change the states of this model while they are sent",
+                    request.request_id,
+                )
+                return
             digest = _digest(request, self._adapters)
-            drop_last_token(request)
+            if params.first_token:
+                tokens = whole_blocks(request.num_prompt_tokens, self._first_token_multiple)
+            else:
+                drop_last_token(request)
+                tokens = request.num_prompt_tokens
+            # Of a prompt without a whole block, the consumer needs nothing.
             production = _Production(
-                params.transfer_id or uuid.uuid4().hex, request.num_prompt_tokens, [0] * len(self._groups)
+                params.transfer_id or uuid.uuid4().hex, tokens or request.num_prompt_tokens, [0] * len(self._groups)
             )
+            if params.first_token and tokens:
+                production.request = request
+                hide_last_tokens(request, tokens)
             self._productions[request.request_id] = production
             self._tokens_left[request.request_id] = production.prompt_tokens
             self._orders.expects.append(
@@ -224,7 +256,8 @@ class SchedulerConnector:
         """
         if request.request_id not in self._consumptions:
             return 0
-        tokens = max(0, request.num_prompt_tokens - 1 - computed_tokens)
+        params = self._consumptions[request.request_id]
+        tokens = max(0, _end_token(request, params) - computed_tokens)
         return None if tokens and request.request_id in self._queued else tokens
 
     def due(self, reported: Iterable[Due]) -> None:
@@ -247,8 +280,12 @@ class SchedulerConnector:
         """Return whether a transfer of this request has started."""
         return request_id in self._taken
 
-    def after_alloc(self, request: Request, tables: tuple[list[int], ...], external_tokens: int) -> Receive | None:
+    def after_alloc(
+        self, request: Request, tables: tuple[list[int], ...], external_tokens: int, loaded_token: int = 0
+    ) -> Receive | None:
         """Start the request's transfer, if any: its blocks are allocated.
+
+        ``loaded_token``  token before which the KV store supplies full attention
 
         vLLM may call this twice.
         """
@@ -259,7 +296,7 @@ class SchedulerConnector:
         if external_tokens == 0:
             self._orders.releases.append(Release(params.transfer_id, params.producer))
             return None
-        end_token = request.num_prompt_tokens - 1
+        end_token = _end_token(request, params)
         self._taken[request.request_id] = params.producer.incarnation
         receive = Receive(
             request_id=request.request_id,
@@ -269,7 +306,17 @@ class SchedulerConnector:
             tables=tuple(tuple(table) for table in tables),
             start_token=end_token - external_tokens,
             end_token=end_token,
+            loaded_token=loaded_token,
         )
+        first = max(receive.start_token, loaded_token)
+        sources = {
+            "own_cache": receive.start_token,
+            "store": first - receive.start_token,
+            "transfer": end_token - first,
+        }
+        for source, tokens in sources.items():
+            if tokens:
+                self._stats.count("prompt_tokens", source, tokens)
         self._orders.receives.append(receive)
         return receive
 
@@ -358,6 +405,12 @@ class SchedulerConnector:
                 production.sent = [0] * len(self._groups)
                 self._tokens_left[request_id] = production.prompt_tokens
                 orders.preempted.append(request_id)
+                if production.request is not None:
+                    hide_last_tokens(production.request, production.prompt_tokens)
+        for new in output.scheduled_new_reqs:
+            production = self._productions.get(new.req_id)
+            if production is not None and production.request is not None:
+                send_whole_prompt(new)
         for request_id, computed_before in _scheduled(output):
             production = self._productions.get(request_id)
             if production is not None and computed_before < production.prompt_tokens:
@@ -391,13 +444,15 @@ class SchedulerConnector:
         self._tokens_left[request_id] = production.prompt_tokens - computed
         if not self._tokens_left[request_id]:
             del self._tokens_left[request_id]
+            if production.request is not None:
+                show_last_tokens(production.request)
         return Chunk(request_id, new_ids, computed, computed == production.prompt_tokens)
 
     def _describe(self, request: Request) -> dict[str, Any] | None:
         """Return this engine's address for a request with ``describe``; else None."""
         params = request.kv_transfer_params
         if params and params.get("do_remote_decode") and params.get("describe"):
-            return self._address()
+            return self._address() | {"first_token_multiple": self._first_token_multiple}
         return None
 
     def _address(self) -> dict[str, Any]:
@@ -411,6 +466,23 @@ class SchedulerConnector:
             "remote_port": address.port,
             "tp_size": self._tp_size,
         }
+
+
+def first_token_multiple(groups: Sequence[Group]) -> int:
+    """Return the number of tokens of which a producer sends multiples if it samples first tokens.
+
+    0 if it cannot sample them, because a group holds states.
+    """
+    if any(group.kind is GroupKind.STATE for group in groups):
+        return 0
+    return math.lcm(*(group.block_tokens for group in groups))
+
+
+def _end_token(request: Request, params: ConsumeParams) -> int:
+    """Return the first token of the prompt that the consumer computes itself."""
+    if params.prompt_multiple:
+        return whole_blocks(request.num_prompt_tokens, params.prompt_multiple)
+    return request.num_prompt_tokens - 1
 
 
 def _loopback(host: str) -> bool:

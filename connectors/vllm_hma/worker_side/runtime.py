@@ -28,6 +28,7 @@ import torch
 
 from connectors.errors import PlanError, TransportError, WireError
 from connectors.planning.blocks import wanted_blocks
+from connectors.planning.layout import Group, GroupKind
 from connectors.protocol.actions import (
     Connect,
     ConsumerAction,
@@ -540,7 +541,7 @@ class WorkerRuntime:
         groups = self.agent_metadata.layout.groups
         try:
             wanted = tuple(
-                wanted_blocks(group, table, receive.start_token, receive.end_token)
+                wanted_blocks(group, table, _first_token(group, receive), receive.end_token)
                 for group, table in zip(groups, receive.tables, strict=True)
             )
         except PlanError as error:
@@ -589,3 +590,8 @@ class WorkerRuntime:
     def _worker_lost(self, peer: Peer, reason: str) -> None:
         with self._lock:
             self._perform(self._consumer.worker_lost(peer, reason, time.monotonic()))
+
+
+def _first_token(group: Group, receive: Receive) -> int:
+    """Return the first token of a group that a transfer must fill."""
+    return max(receive.start_token, receive.loaded_token) if group.kind is GroupKind.FULL else receive.start_token

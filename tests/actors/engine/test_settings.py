@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from actors.engine.arguments import check_arguments, engine_arguments, engine_environment
+from actors.engine.arguments import check_arguments, engine_arguments, engine_environment, why_no_first_token
 from app.main import build
 from configs.settings import KVStoreSettings, ServiceSettings, SettingsError, TransferSettings, parse_settings
 from connectors.vllm_hma.config import parse_config
@@ -120,6 +120,24 @@ def test_a_roles_engine_arguments_win():
         "tensor_parallel_size": 2,
     }
     assert engine_arguments(settings, "prefill")["block_size"] == 64
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ({}, None),
+        ({"prefill": {"engine": {"max_num_seqs": 4}}, "decode": {"engine": {"block_size": 32}}}, None),
+        ({"engine": {"logprobs_mode": "raw_logits"}}, None),
+        ({"decode": {"frontend": {"tool_call_parser": "hermes"}}}, "prefill.frontend differs"),
+        ({"decode": {"engine": {"logprobs_mode": "raw_logits"}}}, "prefill.engine.logprobs_mode differs"),
+        ({"decode": {"engine": {"speculative_config": {"method": "ngram"}}}}, "speculative decoding"),
+        ({"store": {"memory_gib": 1}}, "KV store"),
+    ],
+)
+def test_which_engines_sample_first_tokens(args, reason):
+    """Those whose two roles turn the same request into the same token and events."""
+    found = why_no_first_token(parse_settings(args))
+    assert found is None if reason is None else reason in found
 
 
 def test_a_gpu_role_gets_no_cpu_defaults():

@@ -28,6 +28,8 @@ LONG = "x" * 600
             [b'assistant\x1enull\x1e{"tool_calls": []}\x1f'],
             [False],
         ),
+        ({"system": "s", "messages": [{"role": "user", "content": "hi"}]}, [b"system\x1es\x1fuser\x1ehi\x1f"], [False]),
+        ({"messages": [[{"role": "a", "content": "b"}], [1], 5]}, [b"a\x1eb\x1f", b"1\x1f"], [False, False]),
         ({"messages": []}, [], []),
         ({"messages": ["hi"]}, [b'"hi"\x1f'], [False]),
         ({}, [], []),

@@ -198,7 +198,7 @@ async def test_a_stream_that_kills_every_engine_at_one_token_ends():
 
 @pytest.mark.parametrize(
     ("body", "why"),
-    [({"n": 2}, "n > 1"), ({"prompt": ["a", "b"]}, "multiple prompts")],
+    [({"n": 2}, "n > 1"), ({"prompt": ["a", "b"], "echo": True}, "multiple prompts")],
 )
 async def test_a_stream_that_cannot_go_on_exactly_says_so(body, why):
     """An error event ends the stream, and no other output is added."""

@@ -52,7 +52,7 @@ def test_text_that_looks_like_a_date_is_left_alone():
     assert stream.feed(said) == said.replace(b'"created":2', b'"created":1')
 
 
-@pytest.mark.parametrize("last", ["response.completed", "response.failed", "error"])
+@pytest.mark.parametrize("last", ["response.completed", "response.failed", "error", "message_stop"])
 def test_the_responses_api_ends_without_a_mark(last):
     """Its last event is the end; a similar text in a string is not."""
     stream = EventStream()

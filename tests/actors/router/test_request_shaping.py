@@ -1,13 +1,17 @@
 """Both legs' bodies, as tables."""
 
+import json
+
 import pytest
 
 from actors.request import Endpoint, ProducerAddress
+from actors.router.raw_json import as_written, write
 from actors.router.request_shaping import OUTPUT_ONLY, decode_leg, prefill_leg, why_local
 
 COMPLETIONS: Endpoint = "/v1/completions"
 CHAT: Endpoint = "/v1/chat/completions"
 RESPONSES: Endpoint = "/v1/responses"
+MESSAGES: Endpoint = "/v1/messages"
 TURN = [{"role": "user", "content": "hi"}]
 PRODUCER = ProducerAddress(remote_engine_id="e1", remote_host="10.0.0.1", remote_port=4711, tp_size=2)
 
@@ -51,6 +55,18 @@ PRODUCER = ProducerAddress(remote_engine_id="e1", remote_host="10.0.0.1", remote
         (RESPONSES, {"input": "some text", "tools": ["f"]}, "tools_of_the_server"),
         (RESPONSES, {"input": []}, "malformed"),
         (RESPONSES, {}, "malformed"),
+        (MESSAGES, {"model": "m", "messages": TURN, "max_tokens": 5}, None),
+        (MESSAGES, {"model": "m", "messages": TURN, "max_tokens": 5, "n": 3, "echo": True}, None),
+        (MESSAGES, {"model": "m", "messages": [], "max_tokens": 5}, "malformed"),
+        (MESSAGES, {"model": "m", "max_tokens": 5}, "malformed"),
+        (MESSAGES, {"messages": TURN, "max_tokens": 5}, "malformed"),
+        (MESSAGES, {"model": "m", "messages": TURN}, "malformed"),
+        (MESSAGES, {"model": "m", "messages": TURN, "max_tokens": 5, "thinking": {"budget_tokens": 5}}, "malformed"),
+        (MESSAGES, {"model": "m", "messages": TURN, "max_tokens": 5, "thinking": {"budget_tokens": 4}}, None),
+        ("/v1/messages/count_tokens", {"messages": TURN}, "tokens_only"),
+        ("/v1/embeddings", {"input": "some text"}, "one_engine"),
+        ("/v1/audio/transcriptions", {}, "one_engine"),
+        ("/v1/chat/completions/batch", {"messages": [TURN, TURN]}, "one_engine"),
         ("/tokenize", {"prompt": "some text"}, "tokens_only"),
         ("/detokenize", {"tokens": [1, 2]}, "tokens_only"),
     ],
@@ -121,6 +137,44 @@ def test_prefill_leg_of_a_response():
     leg = prefill_leg(RESPONSES, {**body, "top_logprobs": 3, "store": True}, "t")
     assert leg.pop("kv_transfer_params")["transfer_id"] == "t"
     assert leg == {**shaping, "max_output_tokens": 1, "stream": False, "store": False, "temperature": 0.0}
+
+
+def test_prefill_leg_of_a_message():
+    """Keeps what shapes the prompt, `thinking` and `system` included; drops stop sequences."""
+    shaping = {
+        "system": "be brief",
+        "messages": TURN,
+        "tools": [{"name": "f", "input_schema": {}}],
+        "tool_choice": {"type": "any"},
+        "thinking": {"type": "enabled", "budget_tokens": 2000},
+        "output_config": {"effort": "low"},
+    }
+    body = {**shaping, "max_tokens": 3000, "stream": True, "stop_sequences": ["x"], "top_k": 3, "temperature": 1.0}
+    leg = prefill_leg(MESSAGES, body, "t")
+    assert leg.pop("kv_transfer_params")["do_remote_decode"] is True
+    assert leg == {**shaping, "max_tokens": 1, "stream": False, "temperature": 0.0}
+
+
+@pytest.mark.parametrize("encoded", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "sent"),
+    [
+        ({"type": "tool", "name": "f"}, {"type": "any"}),
+        ({"type": "tool", "name": "f", "disable_parallel_tool_use": True}, {"type": "any"}),
+        ({"type": "auto"}, {"type": "auto"}),
+        ({"type": "none"}, {"type": "none"}),
+        ({"type": 5}, {"type": 5}),
+        ("tool", "tool"),
+        (None, None),
+    ],
+)
+def test_prefill_leg_of_a_named_tool(choice, sent, encoded):
+    """One token of a named tool's arguments is not JSON, and vLLM would answer 400."""
+    body = {"messages": TURN, "tool_choice": choice}
+    leg = prefill_leg(MESSAGES, as_written(json.dumps(body).encode(), body) if encoded else body, "t")
+    assert json.loads(write(leg))["tool_choice"] == sent
+    leg = prefill_leg(CHAT, body, "t")
+    assert leg["tool_choice"] == choice
 
 
 def test_decode_leg_is_the_clients_request_and_the_transfer():

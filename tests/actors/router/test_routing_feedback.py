@@ -12,6 +12,7 @@ import pytest
 
 from actors.request import TRANSFER_FIELD, Call, ResponseStart, StreamChunk
 from actors.router.client_request import ClientRequest
+from actors.router.prompt_lists.merge import COUNTS
 from actors.router.routing_feedback import LEARN_DELAY_S, Deferred
 from configs.settings import RouterLimits, RoutingSettings
 from tests.actors.behaviours import EVENTS, JSON, counted, dies
@@ -48,10 +49,10 @@ class Engines:
             await asyncio.sleep(self.token_s * len(body["prompt"]))
         yield ResponseStart(200, EVENTS if body["stream"] else JSON)
         if not body["stream"]:
-            yield b"{}"
+            yield json.dumps({"choices": [], "usage": dict.fromkeys(COUNTS, 1)}).encode()
             return
         for token in range(body["max_tokens"]):
-            yield StreamChunk(b'data: {"choices": [{"index": 0, "text": "x"}]}\n\n', ((token,),))
+            yield StreamChunk(b'data: {"created": 1, "choices": [{"index": 0, "text": "x"}]}\n\n', ((token,),))
         if body.get("waits"):
             await self.streaming.wait()
         yield b"data: [DONE]\n\n"
@@ -63,7 +64,8 @@ class Engines:
         before = self.calls()
         async with self.router.answer(wanted) as answer:
             whole = b"".join([some async for some in answer.body()])
-            assert whole.count(b'"x"') == (body["max_tokens"] if answer.start.streams else 0)
+            answers = len(prompt) if isinstance(prompt, list) and isinstance([*prompt, 0][0], str | list) else 1
+            assert whole.count(b'"x"') == (answers * body["max_tokens"] if answer.start.streams else 0)
             assert answer.explanation is not None
             told = json.loads(answer.explanation)
             assert (answer.route, answer.local_reason) == (

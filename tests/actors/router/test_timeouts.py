@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from actors.errors import DeadlineError
-from actors.request import Call, Heartbeat, ResponseStart
+from actors.request import Call, Heartbeat, ResponseStart, StreamChunk
 from testing.sse import said
 from tests.actors.behaviours import EVENTS, LIMITS, TOKENS, answers, ask, engine, fleet, hangs, request, well
 from tests.actors.fleet import at_rest
@@ -48,12 +48,15 @@ async def test_a_resumed_stream_has_no_deadline():
     """Another engine continues it after the deadline of the first token."""
 
     async def dies_late(call: Call, turn: int) -> AsyncGenerator[Any, None]:
+        begins = True
         async for item in engine(1, [1], dies_after=25)(call, turn):
-            await asyncio.sleep(0.02)
             yield item
+            if begins and isinstance(item, StreamChunk):
+                begins = False
+                await asyncio.sleep(1.1)
 
     router, p, d = fleet([well], [dies_late, engine(2, [1])])
-    router.limits = LIMITS.model_copy(update=SHORT)
+    router.limits = LIMITS.model_copy(update={"first_token_timeout_s": 1.0})
     for _ in range(2):
         _, body = await ask(router, request())
         assert said(body)["text"] == "".join(f"<{token}>" for token in range(TOKENS))

@@ -72,6 +72,12 @@ def test_an_engines_load_is_read_out_of_its_metrics() -> None:
     ends.labels("recomputed").inc(1)
     for name, number in (("pair_bytes", 5000), ("pair_seconds", 0.5)):
         Counter(f"vllm:tandem_kv_{name}", name, ["peer"], registry=registry).labels("e1").inc(number)
+    looked_up = Counter("vllm:tandem_store_tokens", "s", ["engine", "outcome"], registry=registry)
+    for core, outcome, tokens in (("0", "hit", 512), ("1", "hit", 256), ("0", "miss", 40)):
+        looked_up.labels(core, outcome).inc(tokens)
+    problems = Counter("vllm:tandem_store_problems", "p", ["kind"], registry=registry)
+    for kind in ("late_load", "dropped_store"):
+        problems.labels(kind).inc()
     assert read_status(registry) == EngineStatus(
         running=3,
         waiting=2,
@@ -81,5 +87,8 @@ def test_an_engines_load_is_read_out_of_its_metrics() -> None:
         sent_bytes=0,
         recomputed=1,
         pairs={"e1": (5000, 0.5)},
+        store_tokens={"hit": 768, "miss": 40},
+        store_problems=2,
     )
+    assert read_status(CollectorRegistry()).store_tokens == {}
     assert read_status(CollectorRegistry()).running == 0

@@ -31,7 +31,8 @@ GUARDS: dict[str, dict[str, str]] = {
     "vllm_busy_wait": {
         "vllm/distributed/device_communicators/shm_broadcast.py:SpinCondition": "fc89baeffc89",
     },
-    "vllm_cached_token_counts": {
+    "vllm_output_processor": {
+        "vllm/v1/core/sched/utils.py:check_stop": "8e51f1dcb6ec",
         "vllm/v1/engine/output_processor.py:OutputProcessor.__init__": "74c5bb1275a6",
         "vllm/v1/engine/output_processor.py:OutputProcessor.process_outputs": "41bacc31a1d2",
         "vllm/v1/metrics/stats.py:PrefillStats": "c2628809498d",

@@ -194,6 +194,8 @@ async def test_at_each_suspension(story: str, ending: str) -> None:
             (counted,) = _counted(surface.router)
             assert counted == (surface.client.status or counted), f"at wait {n}"
             left += counted == 499
+            if ending == "left" and counted == 499:
+                assert value_of(surface.router.metrics.disconnects) == 1, f"at wait {n}"
             discards += len(surface.prefill.discarded)
         assert left > 0, "some are gone before there is an answer"
         prefill, _, more = STORIES[story]

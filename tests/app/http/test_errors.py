@@ -5,7 +5,7 @@ import json
 import pytest
 
 from actors.errors import CannotResumeError, DeadlineError, OverloadedError, UnavailableError
-from app.http.errors import BadRequestError, error_event, error_response
+from app.http.errors import BadRequestError, MalformedError, error_event, error_response
 
 
 @pytest.mark.parametrize(
@@ -48,3 +48,25 @@ def test_an_error_within_a_response_of_the_responses_api():
     said = json.loads(data.removeprefix("data: "))
     assert (kind, rest) == ("event: error", "")
     assert said == {"type": "error", "code": "ServiceUnavailableError", "message": "gone", "param": None}
+
+
+def test_an_error_of_the_messages_api():
+    """Anthropic's form, with vLLM's type."""
+    response = error_response(OverloadedError("full"), 7, "/v1/messages")
+    said = {"type": "error", "error": {"type": "RateLimitError", "message": "full"}}
+    assert (response.status_code, json.loads(bytes(response.body))) == (429, said)
+    assert response.headers["retry-after"] == "7"
+
+
+def test_a_malformed_request_to_the_messages_api():
+    """vLLM's form: its web framework answers before the endpoint's code runs."""
+    body = json.loads(bytes(error_response(MalformedError("no JSON", "body"), 1, "/v1/messages").body))
+    assert body == {"error": {"message": "no JSON", "type": "Bad Request", "param": "body", "code": 400}}
+
+
+def test_an_error_within_a_stream_of_the_messages_api():
+    """One event that its clients know; there is no end mark."""
+    event, rest = error_event(UnavailableError("gone"), "/v1/messages").decode().split("\n\n")
+    kind, data = event.split("\n")
+    said = {"type": "error", "error": {"type": "ServiceUnavailableError", "message": "gone"}}
+    assert (kind, rest, json.loads(data.removeprefix("data: "))) == ("event: error", "", said)

@@ -40,6 +40,7 @@ MUST_DIFFER: Mapping[str, tuple[Callable[[Any], Any], str]] = {
     "completed_at": (_whether, "as created"),
     "system_fingerprint": (_whether, "a digest of the engine's configuration; ours has a KV connector"),
     "kv_transfer_params": (lambda _: None, "how the two engines of a pair find each other: not for a client"),
+    "signature": (_whether, "of a thought; drawn by each server"),
     "sequence_number": (lambda _: None, "counts the events of a stream, whose number depends on timing"),
     "root": (lambda _: None, "where each server has its checkpoint"),
 }
@@ -90,9 +91,7 @@ def comparable(tree: Any) -> Any:
 
 
 def read_stream(body: bytes) -> dict[str, Any]:
-    """Parse a stream of either form: OpenAI's chunks with an end mark, or named events of the
-    Responses API.
-    """
+    """Parse OpenAI's chunks with an end mark, or named events of the Responses or Messages API."""
     frames = [frame for frame in body.decode().split("\n\n") if frame and not frame.startswith(":")]
     if frames and frames[0].startswith("event:"):
         return _read_events(frames)
@@ -168,6 +167,14 @@ def _add(total: dict[str, Any], part: dict[str, Any]) -> None:
 DELTA_FIELDS = ("delta", "logprobs")
 
 
+def _same_block(last: dict[str, Any], event: dict[str, Any]) -> bool:
+    """Whether both events are a piece of one content block of Anthropic's Messages API."""
+    return event.get("type") == last.get("type") == "content_block_delta" and (
+        event["index"],
+        event["delta"]["type"],
+    ) == (last["index"], last["delta"]["type"])
+
+
 def _read_events(frames: list[str]) -> dict[str, Any]:
     """Return the events in order, with neighbouring deltas of one item joined."""
     events: list[dict[str, Any]] = []
@@ -180,6 +187,9 @@ def _read_events(frames: list[str]) -> dict[str, Any]:
             for key in DELTA_FIELDS:
                 if event.get(key) is not None:
                     last[key] = last[key] + event[key] if last.get(key) is not None else event[key]
+        elif _same_block(last, event):
+            for key, value in event["delta"].items():
+                last["delta"][key] = value if key == "type" else last["delta"].get(key, "") + value
         else:
             events.append(event)
     return {"events": events}

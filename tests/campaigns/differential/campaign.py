@@ -1,6 +1,6 @@
 """Sends all requests to both sides and reports the differences: `make differential`.
 
-    python -m tests.campaigns.differential.campaign [--only TEXT] [--damage SHARE] [--out FILE]
+    python -m tests.campaigns.differential.campaign [--only TEXT] [--damage SHARE] [--first-token ROLE] [--out FILE]
 
 With `--damage` the single server loads another checkpoint: the campaign must find differences, and
 fails otherwise.
@@ -26,6 +26,7 @@ from tests.campaigns.differential.answers import Reply, read
 from tests.campaigns.differential.cases import Case, Request
 from tests.campaigns.differential.compare import differences
 from tests.campaigns.differential.features import feature_cases, prompt_cases, stream_option_cases
+from tests.campaigns.differential.messages import message_cases
 from tests.campaigns.differential.model import damage, thinking_model
 from tests.campaigns.differential.others import cache_cases, named_cases, route_cases, token_cases
 from tests.campaigns.differential.pair import PairOfServers, make_pair
@@ -41,6 +42,7 @@ GROUPS = {
     "routes": route_cases,
     "wrong": wrong_cases,
     "broken": broken_cases,
+    "messages": message_cases,
 }
 AT_ONCE = 4
 TIMEOUT_S = 120.0
@@ -57,6 +59,7 @@ class Outcome:
     route: str
     reason: str
     differences: tuple[str, ...]
+    first_token: str = ""
 
 
 def all_cases(only: str = "") -> Iterator[tuple[str, Case]]:
@@ -79,11 +82,12 @@ async def play(case: Case, single: httpx.AsyncClient, service: httpx.AsyncClient
     """Send `case` to both sides and compare."""
     found: list[str] = []
     statuses = []
-    route = reason = ""
+    route = reason = sampled_by = ""
     for index, request in enumerate(case.requests):
         (one, _), (other, headers) = await asyncio.gather(ask(single, request), ask(service, request))
         statuses.append(one.status)
         route, reason = headers.get("x-tandem-route", ""), headers.get("x-tandem-local-reason", "")
+        sampled_by = headers.get("x-tandem-first-token", "")
         expected, said = read(one, case.exact_ids), read(other, case.exact_ids)
         lines = differences(expected, said)
         if not one.status and case.unanswered and 0 < other.status < 500:
@@ -99,7 +103,7 @@ async def play(case: Case, single: httpx.AsyncClient, service: httpx.AsyncClient
         found.append(f"route: expected {case.route}, was {route!r} ({reason})")
     if route == "local" and not reason:
         found.append("served by decode alone, without a reason")
-    return Outcome(case, tuple(statuses), route, reason, tuple(found))
+    return Outcome(case, tuple(statuses), route, reason, tuple(found), sampled_by)
 
 
 async def play_all(pair_urls: tuple[str, str], cases: Sequence[tuple[str, Case]]) -> list[tuple[str, Outcome]]:
@@ -127,6 +131,7 @@ def report(outcomes: Sequence[tuple[str, Outcome]]) -> str:
         if mine:
             answered = sum(outcome.statuses[-1] < 400 for outcome in mine)
             ways = Counter(outcome.route for outcome in mine if outcome.route)
+            ways += Counter(f"first tokens of {by}" for outcome in mine if (by := outcome.first_token))
             differ = sum(bool(outcome.differences) for outcome in mine)
             shown = ", ".join(f"{count} {way}" for way, count in sorted(ways.items()))
             refused = len(mine) - answered
@@ -163,6 +168,9 @@ def main() -> int:
     parser.add_argument(
         "--damage", type=float, default=0.0, help="noise in one matrix of the single server's checkpoint"
     )
+    parser.add_argument(
+        "--first-token", choices=["prefill", "decode"], default="decode", help="router.first_token of the service"
+    )
     parser.add_argument("--out", type=Path, help="write every case as JSON")
     parser.add_argument("--urls", nargs=2, metavar=("SINGLE", "SERVICE"), help="servers that run already")
     options = parser.parse_args()
@@ -178,6 +186,7 @@ def main() -> int:
                 other = thinking_model(Path(folder) / "other")
                 damage(other, options.damage)
                 pair = PairOfServers(pair.folder, pair.model, other)
+            pair.first_token = options.first_token
             pair.start()
             try:
                 print(f"both sides are up after {time.monotonic() - began:.0f} s; {len(cases)} cases", flush=True)

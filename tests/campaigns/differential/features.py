@@ -342,8 +342,8 @@ def prompt_cases() -> Iterator[Case]:
     forms: list[tuple[str, Callable[[str], Any], Routed | None]] = [
         ("a list of one text", lambda name: [prompt(name).text], "remote"),
         ("a list of one list of ids", lambda name: [token_ids(name)], "remote"),
-        ("several texts", lambda name: [prompt(f"{name} {i}", 3 + 9 * i).text for i in range(4)], "local"),
-        ("several lists of ids", lambda name: [token_ids(f"{name} {i}", 3 + 9 * i) for i in range(3)], "local"),
+        ("several texts", lambda name: [prompt(f"{name} {i}", 3 + 9 * i).text for i in range(4)], "remote"),
+        ("several lists of ids", lambda name: [token_ids(f"{name} {i}", 3 + 9 * i) for i in range(3)], "remote"),
         ("one id", lambda name: [270], "local"),
         ("two ids", lambda name: [2, 270], "remote"),
         ("one letter", lambda name: "a", "remote"),

@@ -7,6 +7,7 @@ from typing import Any
 
 from configs.settings import DEMO_SERVED_NAME
 from tests.campaigns.differential.cases import (
+    ABSENT,
     CHAT,
     COMPLETIONS,
     DETOKENIZE,
@@ -22,9 +23,35 @@ from tests.campaigns.differential.cases import (
     request,
     responses,
     token_ids,
+    without_nothing,
 )
 from tests.campaigns.differential.features import BUILDERS, TOOL
 from tests.campaigns.differential.pair import ADAPTER
+
+BATCH = "/v1/chat/completions/batch"
+BATCHES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "logprobs": {"logprobs": True, "top_logprobs": 2},
+    "a model that nobody has": {"model": "other"},
+    "no chats": {"messages": []},
+    "an empty chat": {"messages": [[]]},
+    "n": {"n": 2},
+    "left out": {"messages": ABSENT},
+}
+OF_OTHER_MODELS = (
+    "/v1/embeddings",
+    "/v2/embed",
+    "/pooling",
+    "/classify",
+    "/score",
+    "/v1/score",
+    "/rerank",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+)
+"""Endpoints that vLLM registers for the tasks of other models."""
 
 FRAMEWORK = "vLLM leaves it to its web framework, which answers in a form of its own; the service's is OpenAI's"
 
@@ -129,6 +156,13 @@ def route_cases() -> Iterator[Case]:
         yield Case(f"{method} {COMPLETIONS}", (Request(COMPLETIONS, method=method),), only_status=FRAMEWORK)
     for path in ("/v1/nothing", "/v1/completions/"):  # "/" is the status page here, and nothing there
         yield Case(f"POST {path}", (request(path, {}),), only_status=FRAMEWORK)
+    yield Case("tokenizer_info", (Request("/tokenizer_info", method="GET"),))
+    for path in OF_OTHER_MODELS:
+        yield Case(f"{path}, of which this model has none", (request(path, {"model": DEMO_SERVED_NAME, "input": "a"}),))
+    for name, more in BATCHES.items():
+        chats = [prompt(f"batch {name} {index}", 3 + 9 * index).messages for index in range(3)]
+        body = {"model": DEMO_SERVED_NAME, "messages": chats, "max_completion_tokens": 8, "temperature": 0, **more}
+        yield Case(f"{BATCH} {name}", (request(BATCH, without_nothing(body)),))
     for path in ("/v1/responses/resp_0", "/v1/responses/none"):
         yield Case(f"GET {path}", (Request(path, method="GET"),))
     yield Case("cancel a response", (request("/v1/responses/resp_0/cancel", {}),))

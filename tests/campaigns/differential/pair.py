@@ -56,6 +56,7 @@ class PairOfServers:
     folder: Path
     model: Path
     single_model: Path
+    first_token: str = "decode"
     service: ServiceProcess = field(init=False)
     _single: subprocess.Popen[bytes] = field(init=False)
     _port: int = field(default_factory=free_port)
@@ -76,7 +77,7 @@ class PairOfServers:
                 engine=ENGINE,
                 prefill=role,
                 decode=role,
-                router={"client_priority": True},
+                router={"client_priority": True, "first_token": self.first_token},
             )
             self._name_model(config)
             self.service = ServiceProcess(config, self.folder)

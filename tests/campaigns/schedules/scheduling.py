@@ -132,6 +132,7 @@ class Engine:
             ("plain", None, several),
             ("produced", produce, 1),
             ("produced without an id", {"do_remote_decode": True}, 1),
+            ("produced with its first token", produce | {"first_token": True}, 1),
             ("produced", produce, 1),
             ("consumed", consume, several),
             ("consumed", consume, several),

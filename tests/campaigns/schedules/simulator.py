@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from connectors.planning.blocks import wanted_blocks
-from connectors.planning.heads import head_shares, partners
+from connectors.planning.heads import head_shares
 from connectors.protocol.actions import (
     Connect,
     ConsumerAction,
@@ -95,10 +95,11 @@ class World:
         self.order = 0
         self.producer_tp, self.consumer_tp, self.starts = producer_tp, consumer_tp, 0
         self.prefill, self.decode = self.start_prefill(), self.start_decode()
-        self.pairs = partners(producer_tp, consumer_tp, [(0, kv_heads)])
         self.heads = Counter[tuple[int, int]]()
         for share in head_shares(producer_tp, consumer_tp, kv_heads):
             self.heads[share.producer_rank, share.consumer_rank] += share.stop - share.first
+        idle = set(range(producer_tp)) - {producer for producer, _ in self.heads}
+        self.pairs = sorted({*self.heads, *((rank, rank % consumer_tp) for rank in idle)})
         self.consumptions: dict[str, Consumption] = {}
         self.queued: dict[str, Queued] = {}
         self.counts = Counter[str]()

@@ -1,11 +1,11 @@
 """Common clients against the whole service: `make clients`.
 
-    python -m tests.campaigns.service.clients [--langchain PYTHON] [--url URL]
+    python -m tests.campaigns.service.clients [--langchain PYTHON] [--anthropic PYTHON] [--url URL]
 
-The `openai` SDK and `vllm bench serve` come with the environment. LangChain is not a dependency of
-Tandem: PYTHON is an interpreter of an environment with `langchain-openai` (`make clients` makes one
-in build/). Every step asks for facts that the answer must restate. A failed step is reported, and
-the exit status shows it.
+The `openai` SDK and `vllm bench serve` come with the environment. LangChain and Anthropic's SDK are
+not dependencies of Tandem: PYTHON is an interpreter of an environment with `langchain-openai` or
+`anthropic` (`make clients` makes one in build/). Every step asks for facts that the answer must
+restate. A failed step is reported, and the exit status shows it.
 """
 
 from __future__ import annotations
@@ -258,7 +258,23 @@ def langchain(url: str, python: str) -> str:
     return json.dumps(said)
 
 
-def steps(url: str, python: str | None) -> dict[str, Callable[[], str]]:
+def anthropic(url: str, python: str) -> str:
+    """Its own process and environment: it knows nothing of Tandem."""
+    prompt = facts("anthropic")
+    script = Path(__file__).with_name("anthropic_client.py")
+    command = [python, str(script), url, DEMO_SERVED_NAME, prompt.text]
+    reply = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert reply.returncode == 0, reply.stderr[-2000:]
+    said = json.loads(reply.stdout)
+    for answer in (said["whole"], said["streamed"]):
+        right("anthropic", answer)
+    _checked(json.dumps(said["tool"][0]))
+    assert said["refusals"] == ["NotFoundError", "BadRequestError", "BadRequestError"], said
+    assert said["routes"] == ["remote", "remote"], said
+    return json.dumps(said)
+
+
+def steps(url: str, python: str | None, anthropic_python: str | None) -> dict[str, Callable[[], str]]:
     sdk = Sdk(url)
     found: dict[str, Callable[[], str]] = {
         "openai: models": sdk.models,
@@ -280,13 +296,15 @@ def steps(url: str, python: str | None) -> dict[str, Callable[[], str]]:
     }
     if python:
         found["langchain"] = lambda: langchain(url, python)
+    if anthropic_python:
+        found["anthropic"] = lambda: anthropic(url, anthropic_python)
     return found
 
 
-def play(url: str, python: str | None) -> int:
+def play(url: str, python: str | None, anthropic_python: str | None) -> int:
     """Run every step; return the number of failures."""
     failed = 0
-    for name, step in steps(url, python).items():
+    for name, step in steps(url, python, anthropic_python).items():
         try:
             print(f"{name}: {step()}", flush=True)
         except Exception:
@@ -299,15 +317,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--url", help="a service that runs already, with its tool parser on")
     parser.add_argument("--langchain", metavar="PYTHON", help="an interpreter that has langchain-openai")
+    parser.add_argument("--anthropic", metavar="PYTHON", help="an interpreter that has anthropic")
     options = parser.parse_args()
     if options.url:
-        return 1 if play(options.url, options.langchain) else 0
+        return 1 if play(options.url, options.langchain, options.anthropic) else 0
     with tempfile.TemporaryDirectory() as folder:
         config = write_config("local.yaml", Path(folder), prefill={"frontend": FRONTEND}, decode={"frontend": FRONTEND})
         service = ServiceProcess(config, Path(folder))
         service.start()
         try:
-            return 1 if play(service.url, options.langchain) else 0
+            return 1 if play(service.url, options.langchain, options.anthropic) else 0
         finally:
             service.stop()
 

@@ -49,6 +49,8 @@ class Family:
 
 # A bfloat16 cache computed by another number of ranks differs by rounding from one's own.
 _BFLOAT16: dict[str, Any] = {"engine": {"dtype": "bfloat16"}, "tolerance": 0.3}
+# vLLM's CPU attention stores FP8 on x86 with AVX-512 or AMX, and no INT8.
+_FP8: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}
 _HALF, _WHOLE = {"block_size": 32}, {"block_size": 64}
 
 FAMILIES: dict[str, Family] = {
@@ -67,6 +69,13 @@ FAMILIES: dict[str, Family] = {
     ),
     "falcon_h1_two_groups": Family(lambda folder: falcon_h1(folder, state_groups=2)),
     "qwen3_next": Family(qwen3_next, **_BFLOAT16),
+    "llama_fp8": Family(llama, tolerance=0.3, engine=_FP8),
+    "llama_fp8_e5m2": Family(
+        llama, tolerance=0.3, engine=_FP8 | {"kv_cache_dtype": "fp8_e5m2"}, pairs=((1, 2), (2, 1))
+    ),
+    "gemma3_fp8_blocks_32_to_64": Family(
+        gemma3, tolerance=0.3, engine=_FP8, prefill=_HALF, decode=_WHOLE, pairs=((1, 2),)
+    ),
     "gemma3_blocks_32_to_64": Family(gemma3, prefill=_HALF, decode=_WHOLE, pairs=((1, 1), (1, 2))),
     "gemma3_blocks_64_to_32": Family(gemma3, prefill=_WHOLE, decode=_HALF, pairs=((1, 1), (2, 1))),
 }

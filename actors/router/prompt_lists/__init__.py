@@ -1,0 +1,1 @@
+"""Completions with a list of prompts: one request per prompt, and one answer."""

@@ -1,0 +1,180 @@
+"""Answer to a list of prompts: one answer per prompt, each from its own pair of engines."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from http import HTTPStatus
+
+from actors.request import Headers, ResponseStart
+from actors.router.answer import Answer
+from actors.router.client_request import ClientRequest
+from actors.router.prompt_lists.merge import MergedStream, error_event, merged_body
+from actors.router.prompt_lists.split import begun
+from actors.telemetry.latency_breakdown import LatencyBreakdown
+from actors.telemetry.recent_requests import Pair
+
+READY_PIECES = 64
+"""Number of unread pieces at which the streams wait for the client."""
+
+Serve = Callable[[ClientRequest], AbstractAsyncContextManager[Answer]]
+"""Serves one request."""
+
+
+class RefusedPromptError(Exception):
+    """The decode engine answered a prompt with an error status."""
+
+
+class ListAnswer:
+    """Answer with the interface of `Answer`. Await `open`, then read `body`; always `close`.
+
+    An error of one prompt is the error of the whole request, as in vLLM, and cancels the rest. At
+    most `at_once` prompts run. Of a stream, the first `at_once` prompts decide the status; the
+    error of a later one is the stream's last event.
+    """
+
+    start: ResponseStart
+
+    def __init__(self, requests: Sequence[ClientRequest], parent_id: str, serve: Serve, at_once: int) -> None:
+        self._requests = requests
+        self._parent_id = parent_id
+        self._serve = serve
+        self._at_once = asyncio.Semaphore(at_once)
+        self._first_ones = at_once if requests[0].streams else len(requests)
+        self._answers: dict[int, Answer] = {}
+        self._heads: dict[int, bytes] = {}
+        """First piece of each answer: the whole body of one that is not a stream."""
+        loop = asyncio.get_running_loop()
+        self._started: list[asyncio.Future[None]] = [loop.create_future() for _ in requests]
+        self._pieces: asyncio.Queue[tuple[int, bytes] | Exception] = asyncio.Queue(READY_PIECES)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._lead = 0
+        """Prompt whose decision and times stand for the list: the first one, or a refused one."""
+
+    @property
+    def route(self) -> str:
+        """Route of the request: `local` if decode alone served all prompts."""
+        return "remote" if self.local_reason is None else "local"
+
+    @property
+    def local_reason(self) -> str | None:
+        """Reason of the first prompt's route if decode alone served all prompts, else None."""
+        reasons = [answer.local_reason for _, answer in sorted(self._answers.items())]
+        return None if None in reasons else reasons[0]
+
+    @property
+    def first_byte_s(self) -> float:
+        return self._answers[self._lead].first_byte_s
+
+    @property
+    def explanation(self) -> str | None:
+        return self._answers[self._lead].explanation
+
+    @property
+    def pair(self) -> Pair:
+        return self._answers[self._lead].pair
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """Number of tokens of all prompts; None until each prefill engine has reported its own."""
+        return _sum([answer.prompt_tokens for answer in self._answers.values()])
+
+    @property
+    def completion_tokens(self) -> int | None:
+        """Number of tokens of all streams so far."""
+        return _sum([answer.completion_tokens for answer in self._answers.values()])
+
+    @property
+    def breakdown(self) -> LatencyBreakdown:
+        return self._answers[self._lead].breakdown
+
+    @property
+    def accounted(self) -> bool:
+        return self._answers[self._lead].accounted
+
+    async def account(self, at_most_s: float) -> None:
+        """Wait until `accounted`, at most `at_most_s`."""
+        await self._answers[self._lead].account(at_most_s)
+
+    async def open(self) -> None:
+        """Return when the first prompts have started to answer, or one was refused.
+
+        Raises the error of a prompt that gets no answer.
+        """
+        self._tasks = [
+            asyncio.create_task(self._run(index, request), name=f"prompt-{index}-{self._parent_id}")
+            for index, request in enumerate(self._requests)
+        ]
+        first = self._started[: self._first_ones]
+        await asyncio.wait(first, return_when=asyncio.FIRST_EXCEPTION)
+        for index, started in enumerate(first):
+            error = started.exception() if started.done() else None
+            if isinstance(error, RefusedPromptError):
+                self._lead = index
+                break
+            if error is not None:
+                raise error
+        self.start = self._answers[self._lead].start
+
+    async def body(self) -> AsyncGenerator[bytes, None]:
+        """Yield whole events of a stream, or the complete body of another answer.
+
+        Raises the error of a prompt whose stream breaks.
+        """
+        answer_id = f"cmpl-{self._parent_id}"
+        if self.start.status >= HTTPStatus.BAD_REQUEST:
+            yield self._whole(self._heads[self._lead])
+            return
+        if not self.start.streams:
+            heads = [self._heads[index] for index in range(len(self._requests))]
+            yield self._whole(merged_body(heads, answer_id))
+            return
+        self.start = ResponseStart(self.start.status, self._headers())
+        merged = MergedStream(len(self._requests), answer_id)
+        while not merged.done:
+            piece = await self._pieces.get()
+            if isinstance(piece, Exception):
+                raise piece
+            if events := merged.feed(*piece):
+                yield events
+
+    async def close(self) -> None:
+        """Cancel the running calls of all prompts."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _whole(self, body: bytes) -> bytes:
+        length = (b"content-length", str(len(body)).encode())
+        self.start = ResponseStart(self.start.status, (*self._headers(), length))
+        return body
+
+    def _headers(self) -> Headers:
+        """Return the first prompt's headers with the id that the client knows."""
+        kept = [(name, value) for name, value in self.start.headers if name != b"content-length"]
+        return tuple((name, self._parent_id.encode() if name == b"x-request-id" else value) for name, value in kept)
+
+    async def _run(self, index: int, request: ClientRequest) -> None:
+        started = self._started[index]
+        try:
+            async with self._at_once, self._serve(begun(request)) as answer:
+                async for piece in answer.body():
+                    refused = answer.start.status >= HTTPStatus.BAD_REQUEST
+                    if not started.done():
+                        self._answers[index], self._heads[index] = answer, piece
+                        if refused:
+                            raise RefusedPromptError
+                        started.set_result(None)
+                    if answer.start.streams:
+                        await self._pieces.put((index, piece))
+        except Exception as error:
+            if not started.done():
+                started.set_exception(error)
+                started.exception()  # nobody may await it
+            late = isinstance(error, RefusedPromptError)
+            await self._pieces.put((index, error_event(self._heads[index])) if late else error)
+
+
+def _sum(counts: list[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None

@@ -1,0 +1,96 @@
+"""Merges the answers of several prompts into the answer of one vLLM server. Pure.
+
+https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/entrypoints/openai/completion/serving.py
+(`completion_stream_generator`, `request_output_to_completion_response`) has the form.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from actors.router.event_stream import DONE, END
+
+DATA = b"data: "
+COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
+OF_ONE_PROMPT = "metrics"
+"""Field that vLLM sets only in answers to one prompt."""
+
+
+def merged_body(bodies: Sequence[bytes], answer_id: str) -> bytes:
+    """Return the body of an answer that is not a stream."""
+    parts = [json.loads(body) for body in bodies]
+    choices = [choice for part in parts for choice in part["choices"]]
+    for index, choice in enumerate(choices):
+        choice["index"] = index
+    merged = {**parts[0], "id": answer_id, "choices": choices}
+    if OF_ONE_PROMPT in merged:
+        merged[OF_ONE_PROMPT] = None
+    # As in vLLM, the details are those of the last prompt.
+    merged["usage"] = {**parts[-1]["usage"], **_total([part["usage"] for part in parts])}
+    return _encode(merged)
+
+
+def error_event(body: bytes) -> bytes:
+    """Return an error response as the event with which vLLM ends a stream."""
+    return DATA + _encode(json.loads(body)) + END
+
+
+class MergedStream:
+    """Merges the events of several streams; `feed` returns the bytes for the client."""
+
+    def __init__(self, streams: int, answer_id: str) -> None:
+        self.done = False
+        """Whether `feed` has returned the last event."""
+        self._open = set(range(streams))
+        self._id = answer_id
+        self._created: Any = None
+        self._first: int | None = None
+        """Stream of the first event; vLLM's usage details are those of its prompt."""
+        self._usages: dict[int, dict[str, Any]] = {}
+        """Last event of each stream, if it has the stream's usage."""
+
+    def feed(self, stream: int, events: bytes) -> bytes:
+        """Return the merged form of whole `events` of one stream."""
+        return b"".join(self._event(stream, event) for event in events.split(END)[:-1])
+
+    def _event(self, stream: int, event: bytes) -> bytes:
+        if self.done:
+            return b""
+        if event == DONE:
+            return self._ended(stream)
+        if not event.startswith(DATA):
+            return event + END  # a comment
+        chunk = json.loads(event.removeprefix(DATA))
+        if "error" in chunk:
+            self.done = True
+            return event + END + DONE + END
+        self._first = stream if self._first is None else self._first
+        self._created = chunk["created"] if self._created is None else self._created
+        chunk |= {"id": self._id, "created": self._created}
+        if not chunk["choices"]:
+            self._usages[stream] = chunk
+            return b""
+        for choice in chunk["choices"]:
+            choice["index"] = stream  # each stream has one choice
+        return DATA + _encode(chunk) + END
+
+    def _ended(self, stream: int) -> bytes:
+        self._open.discard(stream)
+        if self._open:
+            return b""
+        self.done = True
+        usage = b""
+        if self._usages:
+            last = self._usages[self._first if self._first in self._usages else min(self._usages)]
+            last.pop(OF_ONE_PROMPT, None)
+            last["usage"] |= _total([one["usage"] for one in self._usages.values()])
+            usage = DATA + _encode(last) + END
+        return usage + DONE + END
+
+
+def _total(usages: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    return {name: sum(usage[name] for usage in usages) for name in COUNTS}
+
+
+def _encode(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()

@@ -1,0 +1,70 @@
+"""Splits a completion request with a list of prompts into one request per prompt. Pure."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from actors.router.client_request import ClientRequest
+from actors.router.raw_json import write
+from actors.router.request_shaping import why_local
+
+REQUEST_ID = b"x-request-id"
+
+
+def split(request: ClientRequest) -> list[ClientRequest]:
+    """Return one request per prompt, or [] if one engine must serve the request.
+
+    Each has the parent's id with the prompt's index: an engine aborts all its requests of one id.
+    """
+    prompts: Any = request.body.get("prompt")
+    if request.endpoint != "/v1/completions" or not _is_list_of_prompts(prompts):
+        return []
+    if why_local(request.endpoint, {**request.body, "prompt": "any"}) is not None:
+        return []
+    fields = request.fields
+    written = fields["prompt"]
+    each: list[Any] = (
+        msgspec.json.decode(written, type=list[msgspec.Raw]) if isinstance(written, msgspec.Raw) else prompts
+    )
+    return [
+        replace(
+            request,
+            headers=(
+                *((name, value) for name, value in request.headers if name != REQUEST_ID),
+                (REQUEST_ID, f"{parent_id(request)}-{index}".encode()),
+            ),
+            raw=write({**fields, "prompt": _list_of(each[index])}),
+            body={**request.body, "prompt": [prompt]},
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def begun(request: ClientRequest) -> ClientRequest:
+    """Return `request` as of now, if it streams: its timeout to the first token begins when it is
+    sent, not when its list arrived."""
+    return replace(request, arrived_at=time.monotonic()) if request.streams else request
+
+
+def parent_id(request: ClientRequest) -> str:
+    """Return the id that vLLM would use for the answer: of the header, else of the body."""
+    named = request.body.get("request_id")
+    return request.request_id or (named if isinstance(named, str) else "")
+
+
+def _list_of(prompt: Any) -> Any:
+    """Return a list of `prompt`, encoded if `prompt` is."""
+    return msgspec.Raw(b"[" + bytes(prompt) + b"]") if isinstance(prompt, msgspec.Raw) else [prompt]
+
+
+def _is_list_of_prompts(prompts: Any) -> bool:
+    if not isinstance(prompts, list) or len(prompts) < 2:
+        return False
+    return all(isinstance(one, str) for one in prompts) or all(_is_token_ids(one) for one in prompts)
+
+
+def _is_token_ids(prompt: Any) -> bool:
+    return isinstance(prompt, Sequence) and bool(prompt) and all(type(token) is int for token in prompt)

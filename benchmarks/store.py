@@ -1,0 +1,295 @@
+"""The KV store beside computing, not storing, memcpy and a plain read: `python -m
+benchmarks.store`.
+
+    restart    TTFT of prompts that an engine stored before ``kill -9``, beside prompts that nobody
+               has computed; in turn, each prompt once
+    storing    an engine that stores and never hits, beside one without a connector: TTFT and tokens
+               per second, in turn
+    bandwidth  objects read and verified into staging, beside memcpy (memory tier) and a plain
+               sequential read (disk tier, whose files are dropped from the page cache before each
+               read)
+
+Engines have no prefix cache. Each is a process of its own, and only one works at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import mmap
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import report
+from connectors.store.tiers.folder import FolderTier
+from connectors.store.tiers.objects import ObjectName
+
+ROOT = Path(__file__).resolve().parents[1]
+PROMPT_TOKENS, ANSWER_TOKENS, CHUNK = 2000, 48, 256
+OBJECT_BYTES, OBJECTS = 8 << 20, 32
+PAUSE_S = 0.4
+"""Between two requests: what the last one left to write is written."""
+
+
+# ---- engines
+# -------------------------------------------------------------------------------------------------------
+
+
+async def serve(model: str, path: str) -> None:
+    """Answer prompts from standard input, one line of JSON each, until killed."""
+    import uuid
+
+    from vllm import SamplingParams, TokensPrompt
+    from vllm.config import KVTransferConfig
+
+    from testing.engines import start_engine
+
+    transfer = None
+    if path:
+        store = {"path": path, "disk_gib": 4.0, "chunk_tokens": CHUNK, "staging_mib": 256}
+        transfer = KVTransferConfig(
+            kv_connector="TandemStoreConnector",
+            kv_connector_module_path="connectors.vllm_hma.store_connector",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={"store": store},
+        )
+    engine = start_engine(model, 1, None, kv_transfer_config=transfer, max_num_batched_tokens=CHUNK, max_num_seqs=4)
+    params = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True, detokenize=False)
+    print("ready", flush=True)
+    lines = asyncio.StreamReader(limit=2**20)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    while line := await lines.readline():
+        began, first_s, cached = time.monotonic(), 0.0, 0
+        prompt = TokensPrompt(prompt_token_ids=json.loads(line))
+        async for output in engine.generate(prompt, params, uuid.uuid4().hex):
+            first_s = first_s or time.monotonic() - began
+            cached = output.num_cached_tokens or 0
+        seconds = time.monotonic() - began
+        print("answer " + json.dumps({"ttft_s": first_s, "seconds": seconds, "cached": cached}), flush=True)
+
+
+class Engine:
+    """An engine in a process of its own; without a store if ``path`` is None."""
+
+    def __init__(self, model: str, path: Path | None, log: Path) -> None:
+        command = [sys.executable, "-m", "benchmarks.store", "--serve", model, "--path", str(path or "")]
+        self._log = log
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
+            )
+        self._line("ready")
+
+    def ask(self, prompt: list[int]) -> dict[str, float]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(prompt) + "\n")
+        self._process.stdin.flush()
+        found: dict[str, float] = json.loads(self._line("answer "))
+        time.sleep(PAUSE_S)
+        return found
+
+    def kill(self) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _line(self, kind: str) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(kind):
+                return line.removeprefix(kind)
+        raise RuntimeError("the engine ended: " + self._log.read_text()[-2000:])
+
+
+def prompts(seed: int, count: int) -> list[list[int]]:
+    dice = random.Random(seed)
+    return [[dice.randrange(4, 500) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
+
+
+def restart(model: str, folder: Path, count: int) -> dict[str, Any]:
+    """Ask stored and new prompts in turn, after a restart."""
+    stored, new, extra = prompts(1, count), prompts(2, count), prompts(3, 2)
+    engine = Engine(model, folder / "restart", folder / "before.log")
+    try:
+        for prompt in stored:
+            engine.ask(prompt)
+        time.sleep(1.0)
+    finally:
+        engine.kill()
+    engine = Engine(model, folder / "restart", folder / "after.log")
+    try:
+        for prompt in extra:
+            engine.ask(prompt)
+        pairs = [(engine.ask(one), engine.ask(other)) for one, other in zip(stored, new, strict=True)]
+    finally:
+        engine.kill()
+    assert all(other["cached"] == 0 for _, other in pairs), "the new prompts are new"
+    warm, cold = ([pair[side]["ttft_s"] for pair in pairs] for side in (0, 1))
+    return {
+        "loaded_tokens": statistics.mean(pair[0]["cached"] for pair in pairs),
+        "warm_s": report.summary(warm),
+        "cold_s": report.summary(cold),
+        "ratio": report.ratios(warm, cold),
+    }
+
+
+def storing(model: str, folder: Path, count: int) -> dict[str, Any]:
+    """Ask an engine that stores and one without a store, in turn, prompts that nobody has
+    computed.
+    """
+    asked = prompts(4, 2 * count + 4)
+    with_store = Engine(model, folder / "storing", folder / "storing.log")
+    try:
+        without = Engine(model, None, folder / "plain.log")
+        try:
+            for number in range(2):
+                with_store.ask(asked[2 * number])
+                without.ask(asked[2 * number + 1])
+            ours, theirs = [], []
+            for number in range(2, count + 2):
+                one, other = asked[2 * number], asked[2 * number + 1]
+                # A B B A: neither is always the first one.
+                if number % 2:
+                    ours.append(with_store.ask(one))
+                    theirs.append(without.ask(other))
+                else:
+                    theirs.append(without.ask(other))
+                    ours.append(with_store.ask(one))
+        finally:
+            without.kill()
+    finally:
+        with_store.kill()
+    found: dict[str, Any] = {}
+    for name, value in (("ttft", _ttft_s), ("seconds_per_answer", _seconds)):
+        pairs = [list(map(value, each)) for each in (ours, theirs)]
+        found[name] = {"store_s": report.summary(pairs[0]), "none_s": report.summary(pairs[1])}
+        found[name]["ratio"] = report.ratios(*pairs)
+    return found
+
+
+def _ttft_s(answer: dict[str, float]) -> float:
+    return answer["ttft_s"]
+
+
+def _seconds(answer: dict[str, float]) -> float:
+    return answer["seconds"]
+
+
+# ---- tiers
+# ---------------------------------------------------------------------------------------------------------
+
+
+def bandwidth(folder: Path, rounds: int) -> dict[str, Any]:
+    """Read objects of each tier beside the same bytes moved without a store."""
+    payload = np.random.default_rng(1).integers(0, 256, OBJECT_BYTES, np.uint8)
+    names = [ObjectName(bytes(16), number.to_bytes(32, "big"), 0) for number in range(OBJECTS)]
+    target = memoryview(mmap.mmap(-1, OBJECT_BYTES))
+    into = np.frombuffer(target, np.uint8)
+    sources = [payload.copy() for _ in names]
+
+    def copied() -> None:
+        for source in sources:
+            into[:] = source
+
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        for label, root in (("memory", Path(memory) / "tier"), ("disk", folder / "tier")):
+            tier = FolderTier(root, 4 << 30, durable=label == "disk", label=label)
+            tier.open()
+            for name in names:
+                tier.write(name, memoryview(payload), 1, time.monotonic() + 60)
+            files = sorted((root / "objects").glob("*/*"))
+            assert len(files) == OBJECTS
+
+            def plain(files: list[Path] = files) -> None:
+                for file in files:
+                    with file.open("rb", buffering=0) as opened:
+                        opened.seek(file.stat().st_size - OBJECT_BYTES)
+                        assert opened.readinto(target) == OBJECT_BYTES
+
+            def loaded(tier: FolderTier = tier) -> None:
+                for name in names:
+                    tier.read(name, target)
+
+            def forget(files: list[Path] = files, label: str = label) -> None:
+                for file in files if label == "disk" else []:
+                    opened = os.open(file, os.O_RDONLY)
+                    os.fsync(opened)
+                    os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_DONTNEED)
+                    os.close(opened)
+
+            beside = copied if label == "memory" else plain
+            seconds: tuple[list[float], list[float]] = ([], [])
+            for number in range(rounds + 1):
+                order = ((0, loaded), (1, beside)) if number % 2 else ((1, beside), (0, loaded))
+                for which, run in order:
+                    forget()
+                    taken = _timed(run)
+                    if number:
+                        seconds[which].append(taken)
+            tier.close()
+            total = OBJECT_BYTES * OBJECTS
+            ours, theirs = ([total / each / 1e9 for each in side] for side in seconds)
+            found[label] = {
+                "store_gb_per_s": report.summary(ours),
+                "plain_gb_per_s": report.summary(theirs),
+                "ratio": report.ratios(ours, theirs),
+            }
+    return found
+
+
+def _timed(run: Callable[[], None]) -> float:
+    began = time.monotonic()
+    run()
+    return time.monotonic() - began
+
+
+def main() -> None:
+    """Run the three measurements and write ``benchmarks/results/store.json``."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=12, help="pairs of requests, and of reads")
+    parser.add_argument("--only", nargs="*", default=["restart", "storing", "bandwidth"])
+    parser.add_argument("--folder", type=Path, help="folder on the disk to measure")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--path", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        asyncio.run(serve(options.serve, options.path))
+        return
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+        if {"restart", "storing"} & set(options.only):
+            from testing.models import benchmark_gemma3
+
+            model = benchmark_gemma3(folder / "model").path
+        if "restart" in options.only:
+            found["restart"] = restart(model, folder, options.count)
+        if "storing" in options.only:
+            found["storing"] = storing(model, folder, options.count)
+        if "bandwidth" in options.only:
+            found["bandwidth"] = bandwidth(folder, options.count)
+    print(json.dumps(found, indent=2))
+    report.write("store", found)
+
+
+if __name__ == "__main__":
+    main()

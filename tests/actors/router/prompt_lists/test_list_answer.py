@@ -1,0 +1,167 @@
+"""Lists of prompts over several engines in this process: spread, merged, refused, cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from typing import Any, cast
+
+import httpx
+import pytest
+
+from actors.errors import EngineDownError
+from actors.request import TRANSFER_FIELD, Call, ResponseStart, StreamChunk
+from actors.router.router import Router
+from app.http.routes import build_http
+from tests.actors.behaviours import EVENTS, JSON, ask, fleet, hangs, request, well
+from tests.actors.fleet import Handle, at_rest
+
+PROMPTS = ["a", "bb", "ccc", "dddd"]
+
+
+def completes(refuses: str = "", dies: str = "", waits: str = "") -> Any:
+    """A decode engine that repeats the prompt, a letter at a time, and counts its letters."""
+
+    async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        body = json.loads(call.body)
+        (prompt,) = body["prompt"]
+        head = {"id": f"cmpl-{dict(call.headers)[b'x-request-id'].decode()}", "created": 1}
+        counts = {name: len(prompt) for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
+        if prompt == waits:
+            await asyncio.sleep(60)
+        if prompt == refuses:
+            yield ResponseStart(400, (*JSON, (b"content-length", b"7")))
+            yield b'{"error": {"message": "no", "code": 400}}'
+        elif not body.get("stream"):
+            yield ResponseStart(200, (*JSON, (b"content-length", b"7")))
+            yield json.dumps({**head, "choices": [{"index": 0, "text": prompt}], "usage": counts}).encode()
+        else:
+            yield ResponseStart(200, EVENTS)
+            for number, letter in enumerate(prompt):
+                if prompt == dies and number == 1:
+                    raise EngineDownError("killed")
+                choices = [{"index": 0, "text": letter}]
+                yield StreamChunk(b"data: %s\n\n" % json.dumps({**head, "choices": choices}).encode(), ((number,),))
+                await asyncio.sleep(0.001)
+            yield b"data: %s\n\ndata: [DONE]\n\n" % json.dumps({**head, "choices": [], "usage": counts}).encode()
+
+    return serve
+
+
+def http(router: Router) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(cast(Any, build_http(cast(Any, router))))
+    return httpx.AsyncClient(transport=transport, base_url="http://tandem", headers={"x-request-id": "r"})
+
+
+def few_at_once(handle: Handle, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(handle), "slots", property(lambda _: most))
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 100])
+async def test_prompts_are_spread_over_pairs(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its own prefill and decode leg; the answer has one server's form."""
+    router, p, d = fleet([well, well], [completes(), completes()])
+    few_at_once(d, at_once, monkeypatch)
+    async with http(router) as client:
+        reply = await client.post("/v1/completions", json={"prompt": PROMPTS})
+    assert reply.headers["x-tandem-route"] == "remote"
+    assert reply.headers["content-length"] == str(len(reply.content))
+    said = reply.json()
+    assert said["id"] == "cmpl-r"
+    assert said["choices"] == [{"index": index, "text": text} for index, text in enumerate(PROMPTS)]
+    assert said["usage"] == dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), 10)
+    assert [len(replica.calls) for replica in [*p.replicas, *d.replicas]] == [2, 2, 2, 2]
+    ids = [json.loads(call.body)[TRANSFER_FIELD]["transfer_id"] for call in p.calls]
+    assert len(set(ids)) == 4
+    assert router.ongoing == router.ongoing_sequences == 0
+    await at_rest(p, d)
+
+
+def texts(stream: str) -> tuple[dict[int, str], list[Any], bool]:
+    """Return the text of each choice, the events without one, and whether the end mark is last."""
+    *frames, last, empty = stream.split("\n\n")
+    assert empty == ""
+    found: dict[int, str] = {}
+    other = []
+    for event in (json.loads(frame.removeprefix("data: ")) for frame in frames):
+        for choice in event.get("choices", ()):
+            found[choice["index"]] = found.get(choice["index"], "") + choice["text"]
+        if not event.get("choices"):
+            other.append(event)
+    return found, other, last == "data: [DONE]"
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 100])
+async def test_streams_are_merged(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    router, p, d = fleet([well, well], [completes(), completes()])
+    few_at_once(d, at_once, monkeypatch)
+    async with http(router) as client:
+        reply = await client.post("/v1/completions", json={"prompt": PROMPTS, "stream": True})
+    found, other, ended = texts(reply.text)
+    assert (found, ended) == (dict(enumerate(PROMPTS)), True)
+    assert [event["usage"]["total_tokens"] for event in other] == [10]
+    await at_rest(p, d)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_refused_prompt_is_the_answer(stream: bool) -> None:
+    """With vLLM's status and body; the other prompts are cancelled."""
+    router, p, d = fleet([well], [completes(refuses="ccc", waits="a")])
+    async with http(router) as client:
+        reply = await client.post("/v1/completions", json={"prompt": PROMPTS, "stream": stream})
+    assert (reply.status_code, reply.json()["error"]["message"]) == (400, "no")
+    assert reply.headers["content-length"] == str(len(reply.content))
+    await at_rest(p, d)
+
+
+async def test_a_prompt_refused_after_the_stream_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One error event and the end mark."""
+    router, p, d = fleet([well], [completes(refuses="dddd")])
+    few_at_once(d, 1, monkeypatch)
+    async with http(router) as client:
+        reply = await client.post("/v1/completions", json={"prompt": PROMPTS, "stream": True})
+    found, other, ended = texts(reply.text)
+    assert (reply.status_code, found, ended) == (200, {0: "a", 1: "bb", 2: "ccc"}, True)
+    assert other == [{"error": {"message": "no", "code": 400}}]
+    await at_rest(p, d)
+
+
+async def test_an_error_of_one_prompt() -> None:
+    """A stream that no engine can continue ends with one event; nothing of the rest is left."""
+    router, p, d = fleet([well], [completes(dies="dddd")])
+    async with http(router) as client:
+        reply = await client.post("/v1/completions", json={"prompt": PROMPTS, "stream": True})
+    found, other, ended = texts(reply.text)
+    assert (reply.status_code, ended, [event["error"]["code"] for event in other]) == (200, True, [503])
+    assert found.get(3) == "d"
+    await at_rest(p, d)
+
+
+async def test_no_engine_for_any() -> None:
+    router, p, d = fleet([], [])
+    async with http(router) as client:
+        reply = await client.post("/v1/completions", json={"prompt": PROMPTS})
+    assert reply.status_code == 503
+    await at_rest(p, d)
+
+
+async def test_a_stream_is_continued_on_another_engine() -> None:
+    """Which a request with several prompts on one engine cannot be."""
+    router, p, d = fleet([well, well], [completes(), completes(dies="dddd")])
+    async with http(router) as client:
+        reply = await client.post("/v1/completions", json={"prompt": [*PROMPTS, "dddd"], "stream": True})
+    found, _, ended = texts(reply.text)
+    assert (found, ended) == (dict(enumerate([*PROMPTS, "dddd"])), True)
+    await at_rest(p, d)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_cancels_all(stream: bool) -> None:
+    router, p, d = fleet([hangs, hangs], [hangs, hangs])
+    asking = asyncio.create_task(ask(router, request(stream, prompt=PROMPTS)))
+    while len(d.calls) + len(p.calls) < 8:  # noqa: ASYNC110 - the fleet has no event for it
+        await asyncio.sleep(0.001)
+    asking.cancel()
+    await asyncio.wait({asking})
+    await at_rest(p, d)

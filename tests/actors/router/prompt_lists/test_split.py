@@ -1,0 +1,82 @@
+"""Which lists of prompts are split, and the requests of their prompts."""
+
+import json
+
+import pytest
+
+from actors.request import Endpoint
+from actors.router.client_request import ClientRequest
+from actors.router.prompt_lists.split import begun, parent_id, split
+
+
+def request(body: object, endpoint: Endpoint = "/v1/completions", **headers: str) -> ClientRequest:
+    given = tuple((name.replace("_", "-").encode(), value.encode()) for name, value in headers.items())
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return ClientRequest(endpoint, given, raw, json.loads(raw))
+
+
+@pytest.mark.parametrize(
+    ("body", "prompts"),
+    [
+        ({"prompt": ["a", "b"]}, [["a"], ["b"]]),
+        ({"prompt": ["a", ""]}, [["a"], [""]]),
+        ({"prompt": ["a", "b"], "n": 1, "echo": False}, [["a"], ["b"]]),
+        ({"prompt": [[1, 2], [3]]}, [[[1, 2]], [[3]]]),
+        ({"prompt": ["a"]}, []),
+        ({"prompt": "a"}, []),
+        ({"prompt": [1, 2]}, []),
+        ({"prompt": []}, []),
+        ({"prompt": ["a", [1]]}, []),
+        ({"prompt": ["a", 1]}, []),
+        ({"prompt": [[1], []]}, []),
+        ({"prompt": [[1], [True]]}, []),
+        ({"prompt": ["a", "b"], "n": 2}, []),
+        ({"prompt": ["a", "b"], "echo": True}, []),
+        ({"prompt": ["a", "b"], "prompt_logprobs": 0}, []),
+        ({"prompt": ["a", "b"], "use_beam_search": True}, []),
+        ({"prompt": ["a", "b"], "prompt_embeds": "AAAA"}, []),
+        ({}, []),
+    ],
+)
+def test_split(body, prompts):
+    """A list is split if a pair of engines can serve each prompt, and vLLM would accept the
+    list.
+    """
+    found = split(request(body, x_request_id="r"))
+    assert [one.body["prompt"] for one in found] == prompts
+    assert [json.loads(one.raw) for one in found] == [{**body, "prompt": prompt} for prompt in prompts]
+    assert [one.request_id for one in found] == [f"r-{index}" for index in range(len(prompts))]
+    assert all(one.sequences == 1 for one in found)
+
+
+def test_other_endpoints_have_no_list():
+    assert split(request({"prompt": ["a", "b"]}, "/tokenize")) == []
+
+
+def test_the_clients_encoding_is_kept():
+    """Of prompts and of numbers; other headers stay."""
+    raw = b'{"prompt": ["\\u0061\\ud83d\\ude00", "b"], "temperature": 1e-1, "seed": 123456789012345678}'
+    first, second = split(request(raw, x_request_id="r", traceparent="t"))
+    assert b'"\\u0061\\ud83d\\ude00"' in first.raw
+    assert b"1e-1" in second.raw
+    assert first.headers == ((b"traceparent", b"t"), (b"x-request-id", b"r-0"))
+
+
+def test_a_lone_surrogate():
+    """msgspec does not read it; the plain encoding has it, too."""
+    first, _ = split(request(b'{"prompt": ["\\ud800", "b"]}'))
+    assert json.loads(first.raw) == {"prompt": ["\ud800"]}
+
+
+def test_the_id_of_the_answer():
+    """As vLLM: of the header, else of the body."""
+    assert parent_id(request({"request_id": "b"}, x_request_id="h")) == "h"
+    assert parent_id(request({"request_id": "b"})) == "b"
+    assert parent_id(request({"request_id": 5})) == ""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stream_has_its_time_from_its_own_beginning(stream):
+    """Others wait for the whole answer, whose timeout begins with the list's arrival."""
+    asked = request({"prompt": ["a", "b"], "stream": stream})
+    assert (begun(asked).arrived_at > asked.arrived_at) == stream

@@ -1,0 +1,191 @@
+"""Prefill's first token in the router: what the client gets, and when; the real router over
+handles in this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from actors.errors import EngineDownError
+from actors.request import TRANSFER_FIELD, Call, FirstTokenChunk, ResponseStart, StreamChunk
+from actors.router.request_shaping import needs_seed, why_decode_samples
+from actors.router.router import Router
+from tests.actors.behaviours import EVENTS, LIMITS, TOKENS, ask, counted, engine, event, request
+from tests.actors.fleet import METADATA, Handle, Replica, at_rest, router_of
+
+FIRST = event(1, index=0, role="assistant", text="") + event(1, index=0, text="<0>", finish_reason=None)
+LAST = event(1, index=0, text="<0>", finish_reason="length") + b"data: [DONE]\n\n"
+
+
+def samples(body: bytes = FIRST, dies: bool = False) -> Any:
+    """A prefill engine that sends the first token, if it is asked for it, and is held."""
+
+    async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        yield ResponseStart(200, EVENTS)
+        if json.loads(call.body)[TRANSFER_FIELD].get("first_token"):
+            yield FirstTokenChunk(body, ((0,),), None, 9)
+            if dies:
+                raise EngineDownError("killed")
+        else:
+            yield b"{}"
+        await asyncio.sleep(60)
+
+    return serve
+
+
+def later(serve: Any) -> Any:
+    """A decode engine that answers after prefill."""
+
+    async def wait(call: Call, turn: int) -> AsyncGenerator[Any, None]:
+        await asyncio.sleep(0.05)
+        async for item in serve(call, turn):
+            yield item
+
+    return wait
+
+
+def fleet(prefill: list[Any], decode: list[Any], multiple: int = 16) -> tuple[Router, Handle, Handle]:
+    p = Handle([Replica(f"p{n}", serve) for n, serve in enumerate(prefill)])
+    p.metadata = {"producer": METADATA["producer"] | {"first_token_multiple": multiple}}
+    d = Handle([Replica(f"d{n}", serve) for n, serve in enumerate(decode)][::-1])
+    d.in_order = True
+    return router_of(LIMITS.model_copy(update={"first_token": "prefill"}), p, d), p, d
+
+
+def gated(serve: Any, gate: asyncio.Event) -> Any:
+    """A decode engine that answers when `gate` is set."""
+
+    async def wait(call: Call, turn: int) -> AsyncGenerator[Any, None]:
+        await gate.wait()
+        async for item in serve(call, turn):
+            yield item
+
+    return wait
+
+
+async def whole(decode: Any) -> bytes:
+    """The stream with decode's first token."""
+    router, p, d = fleet([samples()], [decode], multiple=0)
+    _, body = await ask(router, request())
+    await at_rest(p, d)
+    return body
+
+
+async def test_the_first_token_is_sent_before_decode_answers():
+    """And decode's events for it are not sent again."""
+    gate = asyncio.Event()
+    router, p, d = fleet([samples()], [gated(engine(1, [1]), gate)])
+    async with router.answer(request()) as answer:
+        body = answer.body()
+        first = await anext(body)
+        assert (first, answer.sampled_by, answer.prompt_tokens) == (FIRST, "prefill", 9)
+        gate.set()
+        rest = b"".join([some async for some in body])
+    assert (first + rest).replace(b": ping\n\n", b"") == (await whole(engine(1, [1]))).replace(b": ping\n\n", b"")
+    assert answer.completion_tokens == TOKENS
+    assert counted(router, "tandem_first_tokens_total", outcome="repeated") == 1
+    await at_rest(p, d)
+
+
+@pytest.mark.parametrize("part", [FIRST[:20], FIRST[: len(FIRST) // 2 + 30], b""])
+async def test_events_that_prefill_has_sent_in_part(part: bytes):
+    """Decode's events replace those that the client has not received whole."""
+    router, p, d = fleet([samples(part)], [later(engine(1, [1]))])
+    answer, body = await ask(router, request())
+    expected = await whole(engine(1, [1]))
+    assert body.replace(b": ping\n\n", b"") == expected.replace(b": ping\n\n", b"")
+    assert (answer.sampled_by, answer.completion_tokens) == ("prefill" if b"\n\n" in part else "decode", TOKENS)
+    await at_rest(p, d)
+
+
+async def test_an_answer_that_ends_with_its_first_token_needs_no_decode():
+    """Decode's call is cancelled, and the transfer discarded."""
+    router, p, d = fleet([samples(LAST)], [gated(engine(1, [1]), asyncio.Event())])
+    _, body = await ask(router, request(max_tokens=1))
+    assert body == LAST
+    assert counted(router, "tandem_first_tokens_total", outcome="ended") == 1
+    await at_rest(p, d)
+    assert p.discarded == [json.loads(d.calls[0].body)[TRANSFER_FIELD]["transfer_id"]]
+
+
+async def test_another_first_token_of_decode_is_not_sent():
+    """The second attempt repeats prefill's token."""
+
+    async def serve(call: Call, turn: int) -> AsyncGenerator[Any, None]:
+        if call.replay_log:
+            async for item in engine(1, [1])(call, turn):
+                yield item
+            return
+        yield ResponseStart(200, EVENTS)
+        yield StreamChunk(event(1, index=0, role="assistant", text="") + event(1, index=0, text="<7>"), ((7,),))
+        await asyncio.sleep(60)
+
+    router, p, d = fleet([samples()], [later(serve)])
+    _, body = await ask(router, request())
+    expected = await whole(engine(1, [1]))
+    assert body.replace(b": ping\n\n", b"") == expected.replace(b": ping\n\n", b"")
+    assert [call.replay_log for call in d.calls] == [(), ((0,),)]
+    assert "first_token" not in json.loads(p.calls[1].body)[TRANSFER_FIELD]
+    assert counted(router, "tandem_first_tokens_total", outcome="replayed") == 1
+    await at_rest(p, d)
+
+
+@pytest.mark.parametrize("dies_after", [0, 1, 2])
+async def test_decode_that_dies_around_its_first_token(dies_after: int):
+    """Another decode engine repeats what the client has."""
+    router, p, d = fleet([samples()], [later(engine(1, [1], dies_after=dies_after)), engine(2, [1])])
+    _, body = await ask(router, request())
+    expected = await whole(engine(1, [1]))
+    assert body.replace(b": ping\n\n", b"") == expected.replace(b": ping\n\n", b"")
+    assert {call.replay_log[:1] for call in d.calls} == {(), ((0,),)}
+    await at_rest(p, d)
+
+
+async def test_prefill_that_dies_after_its_first_token():
+    """As before decode's answer without a first token: another pair, which repeats the token."""
+    gate = asyncio.Event()
+    behaviours = [gated(engine(1, [1]), gate), engine(1, [1])]
+    router, p, d = fleet([samples(dies=True)], [lambda call, turn: behaviours[turn - 1](call, turn)])
+    _, body = await ask(router, request())
+    expected = await whole(engine(1, [1]))
+    assert body.replace(b": ping\n\n", b"") == expected.replace(b": ping\n\n", b"")
+    await at_rest(p, d)
+
+
+async def test_both_legs_draw_with_the_same_seed():
+    """The client's, or the router's; at temperature 0 none."""
+    for more, seeds in (({"seed": 5}, {5}), ({"temperature": 0}, {None})):
+        router, p, d = fleet([samples()], [engine(1, [1])])
+        await ask(router, request(**more))
+        assert {json.loads(call.body).get("seed") for call in (*p.calls, *d.calls)} == seeds
+    router, p, d = fleet([samples()], [engine(1, [1])])
+    await ask(router, request())
+    [seed] = {json.loads(call.body)["seed"] for call in (*p.calls, *d.calls)}
+    assert 0 <= seed < 2**31
+
+
+@pytest.mark.parametrize(
+    ("body", "needed"),
+    [
+        ({}, True),
+        ({"seed": 0}, False),
+        ({"temperature": 0}, False),
+        ({"temperature": 0.1}, True),
+        ({"seed": None}, True),
+    ],
+)
+def test_needs_seed(body: dict[str, Any], needed: bool):
+    assert needs_seed(body) == needed
+
+
+def test_what_decode_samples():
+    assert why_decode_samples("/v1/completions", {"stream": True}) is None
+    assert why_decode_samples("/v1/chat/completions", {"stream": True}) is None
+    assert why_decode_samples("/v1/completions", {}) == "not streamed"
+    assert why_decode_samples("/v1/responses", {"stream": True}) == "engine-specific ids"
+    assert why_decode_samples("/v1/completions", {"stream": True, "n": 2}) == "n > 1"

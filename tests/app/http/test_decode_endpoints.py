@@ -1,0 +1,134 @@
+"""Endpoints that a decode engine serves alone, through the router's HTTP application."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from typing import Any, cast, get_args
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from actors.engine.asgi_call import call_asgi
+from actors.request import Call, Endpoint
+from actors.router.request_shaping import SPLIT_ENDPOINTS, TOKENS_ONLY
+from actors.router.router import Router
+from app.http.routes import build_http
+from tests.actors.behaviours import LIMITS, router_of
+from tests.actors.fleet import Handle, Replica, at_rest
+
+FORMS = ("/v1/audio/transcriptions", "/v1/audio/translations")
+SERVED = sorted(set(get_args(Endpoint)) - SPLIT_ENDPOINTS - TOKENS_ONLY)
+
+
+async def embed(request: Request) -> Response:
+    return JSONResponse({"embedded": (await request.json())["input"]})
+
+
+async def transcribe(request: Request) -> Response:
+    async with request.form() as form:
+        file: Any = form["file"]
+        said = {"heard": len(await file.read()), "language": form["language"]}
+        if form.get("stream") != "true":
+            return JSONResponse(said)
+
+    async def events() -> AsyncGenerator[str, None]:
+        yield f"data: {json.dumps(said)}\n\n"
+        yield "data: [DONE]\n\n"
+
+    return StreamingResponse(events(), media_type="text/event-stream")
+
+
+ENGINE: Any = Starlette(
+    routes=[Route("/v1/embeddings", embed, methods=["POST"]), Route(FORMS[0], transcribe, methods=["POST"])],
+    exception_handlers={404: lambda *_: JSONResponse({"error": {"message": "Not Found", "code": 404}}, 404)},
+)
+
+
+def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
+    return call_asgi(ENGINE, call, disconnect_s=0.1)
+
+
+@pytest.fixture
+def decode() -> Handle:
+    return Handle([Replica("d0", serve)])
+
+
+@pytest.fixture
+def router(decode: Handle) -> Router:
+    return router_of(LIMITS, Handle([]), decode)
+
+
+@pytest.fixture
+def http(router: Router) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(cast(Any, build_http(cast(Any, router))))
+    return httpx.AsyncClient(transport=transport, base_url="http://tandem")
+
+
+@pytest.mark.parametrize("path", SERVED)
+async def test_what_the_model_does_not_support(path: str, http: httpx.AsyncClient, decode: Handle) -> None:
+    """Gets the 404 of vLLM, which registers routes for the model's tasks."""
+    async with http:
+        reply = await (http.post(path, files={"file": b"a"}) if path in FORMS else http.post(path, json={"input": 1}))
+    if path == "/v1/embeddings":
+        assert (reply.status_code, reply.json()) == (200, {"embedded": 1})
+        assert reply.headers["x-tandem-local-reason"] == "one_engine"
+    elif path != FORMS[0]:
+        assert (reply.status_code, reply.json()["error"]["message"]) == (404, "Not Found")
+    await at_rest(decode)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_recording(stream: bool, http: httpx.AsyncClient, decode: Handle) -> None:
+    """The form arrives as the client sent it."""
+    fields = {"language": "de", "stream": "true" if stream else "false", "vllm_xargs": "{}"}
+    async with http:
+        reply = await http.post(FORMS[0], data=fields, files={"file": bytes(100_000)})
+    assert reply.status_code == 200
+    said = {"heard": 100_000, "language": "de"}
+    assert reply.text == (f"data: {json.dumps(said)}\n\ndata: [DONE]\n\n" if stream else reply.text)
+    assert stream or reply.json() == said
+    await at_rest(decode)
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_a_form_sets_no_transfer(form: str, http: httpx.AsyncClient, decode: Handle) -> None:
+    """Also not where the name is escaped; any other form is the engine's to judge."""
+    async with http:
+        for extra in ('{"kv_transfer_params": "x"}', '{"\\u006bv_transfer_params": "x"}'):
+            reply = await http.post(form, data={"vllm_xargs": extra}, files={"file": b"a"})
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, "vllm_xargs")
+        assert not decode.calls
+        kind = {"content-type": "multipart/form-data; boundary=b"}
+        await http.post(FORMS[1], content=b"no form", headers=kind)
+        await http.post(FORMS[1], data={"vllm_xargs": "{"}, files={"file": b"a"})
+        assert len(decode.calls) == 2
+    await at_rest(decode)
+
+
+async def test_a_batch_of_chats_counts_each(http: httpx.AsyncClient, decode: Handle) -> None:
+    turn = [{"role": "user", "content": "hi"}]
+    async with http:
+        await http.post("/v1/chat/completions/batch", json={"messages": [turn] * 3})
+        assert [call.sequences for call in decode.calls] == [3]
+        reply = await http.post("/v1/chat/completions/batch", json={"messages": [turn] * (LIMITS.max_prompts + 1)})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages")
+    await at_rest(decode)
+
+
+async def test_ping_and_load(http: httpx.AsyncClient, router: Router, decode: Handle) -> None:
+    """The router answers both itself, without a key."""
+    async with http:
+        assert [(await http.request(method, "/ping")).status_code for method in ("GET", "POST")] == [503, 503]
+        decode._known = True  # noqa: SLF001 - as after the first request
+        assert (await http.get("/ping")).status_code == 200
+        assert (await http.get("/load")).json() == {"server_load": 0}
+        with router.admitted():
+            assert (await http.get("/load")).json() == {"server_load": 1}
+        assert (await http.get("/tokenizer_info")).status_code == 404
+    assert [call.path for call in decode.calls] == ["/tokenizer_info"]
+    await at_rest(decode)

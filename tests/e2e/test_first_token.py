@@ -1,0 +1,206 @@
+"""Prefill samples the first token: the client's stream is the one that decode alone would have
+sent, byte for byte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from actors.request import TRANSFER_FIELD, Call, Endpoint
+from app.demo.facts import make_prompt
+from testing.sse import said
+from testing.streams import KINDS, MODEL, chat, completion
+from tests.actors.behaviours import counted
+from tests.e2e.first_tokens import EnginePair, Fault, request
+
+pytestmark = pytest.mark.engine
+
+LONG = make_prompt(random.Random("first token"), 24, distance_facts=23).text
+"""A prompt of about 170 tokens: several chunks and blocks."""
+
+Kind = tuple[Endpoint, dict[str, Any]]
+
+
+def long(kind: Kind) -> Kind:
+    """The request with a longer prompt, whose KV moves."""
+    endpoint, body = kind
+    new = {"prompt": LONG} if "prompt" in body else {"messages": [{"role": "user", "content": LONG}]}
+    return endpoint, body | new | {"max_tokens": 12, "min_tokens": min(body.get("min_tokens", 0), 6)}
+
+
+SEAM: dict[str, Kind] = {
+    "one token": completion(temperature=0, max_tokens=1),
+    "two tokens": completion(temperature=0, max_tokens=2, logprobs=2),
+    "three tokens": chat(seed=5, max_tokens=3, logprobs=True, top_logprobs=1),
+    "default length": completion(temperature=0, max_tokens=None, stop=["\n"]),
+    "without options": ("/v1/completions", {"model": MODEL, "prompt": LONG, "max_tokens": 4, "stream": True}),
+    "continuous usage": completion(
+        temperature=0, max_tokens=4, stream_options={"include_usage": True, "continuous_usage_stats": True}
+    ),
+    "a short prompt": completion(temperature=0, prompt="ab", max_tokens=4, ignore_eos=True),
+    "a block": completion(temperature=0, prompt=list(range(3, 3 + 16)), max_tokens=4, ignore_eos=True),
+    "a block and a token": completion(temperature=0, prompt=list(range(3, 3 + 17)), max_tokens=4, ignore_eos=True),
+    "a chunk": completion(temperature=0, prompt=list(range(3, 3 + 64)), max_tokens=4, ignore_eos=True),
+    "a chunk and a token": completion(temperature=0, prompt=list(range(3, 3 + 65)), max_tokens=4, ignore_eos=True),
+}
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def pair(runner: asyncio.Runner) -> Iterator[EnginePair]:
+    pair = runner.run(EnginePair.start())
+    yield pair
+    runner.run(pair.close())
+
+
+async def stream(pair: EnginePair, kind: Kind, first_token: str, *faults: Fault) -> tuple[bytes, Any]:
+    """The stream of a request, and its router. All slots, calls and blocks are free after it."""
+    router, prefill, decode = pair.router(first_token, *faults)
+    async with router.answer(request(*kind)) as answer:
+        sent = b"".join([some async for some in answer.body()])
+        assert answer.start.streams, sent
+        assert answer.sampled_by == ("prefill" if first_token == "prefill" else None)
+    await at_rest_of(prefill, decode)
+    return sent, router
+
+
+async def at_rest_of(*handles: Any) -> None:
+    async with asyncio.timeout(20):
+        while any(handle.taken or handle.running for handle in handles):  # noqa: ASYNC110 - they have no event
+            await asyncio.sleep(0.001)
+
+
+def dated(sent: bytes) -> list[bytes]:
+    """The events of a stream without what differs between two equal requests."""
+    sent = re.sub(rb'"created":\d+', b'"created":0', sent)
+    return re.sub(rb'"(call_|chatcmpl-tool-)[\w-]+"', b'"call"', sent).split(b"\n\n")
+
+
+@pytest.mark.parametrize("name", [*KINDS, *SEAM])
+def test_streams_are_those_of_decode(runner: asyncio.Runner, pair: EnginePair, name: str) -> None:
+    """Every event, with usage, logprobs, tool calls and finish reason."""
+    kind = SEAM[name] if name in SEAM else long(KINDS[name])
+
+    async def run() -> None:
+        if "echo" in kind[1]:
+            return
+        expected, _ = await stream(pair, kind, "decode")
+        sent, router = await stream(pair, kind, "prefill")
+        if kind[1].get("temperature") == 0 or kind[1].get("seed") is not None:
+            assert dated(sent) == dated(expected)
+        ended = kind[1]["max_tokens"] == 1
+        assert counted(router, "tandem_first_tokens_total", outcome="ended" if ended else "repeated") == 1
+        assert await pair.idle()
+
+    runner.run(run())
+
+
+GREEDY = completion(prompt=LONG, temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
+SEEDED = completion(prompt=LONG, temperature=2.0, seed=17, max_tokens=8, ignore_eos=True, return_token_ids=True)
+
+
+def dies_at(tokens: int) -> Fault:
+    return Fault(dies_at=tokens)
+
+
+@pytest.mark.parametrize("kind", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(
+    "faults",
+    [
+        (Fault(), dies_at(0), Fault()),
+        (Fault(), dies_at(1), Fault()),
+        (Fault(), dies_at(2), Fault()),
+        (dies_at(1), Fault(), Fault()),
+        (dies_at(1), dies_at(1), Fault()),
+    ],
+    ids=["decode before its first", "decode after its first", "decode after its second", "prefill", "both"],
+)
+def test_engines_that_die_after_the_first_token(
+    runner: asyncio.Runner, pair: EnginePair, kind: Kind, faults: tuple[Fault, ...]
+) -> None:
+    """The stream resumes with the token that the client has."""
+
+    async def run() -> None:
+        expected, _ = await stream(pair, kind, "decode")
+        sent, _ = await stream(pair, kind, "prefill", *faults)
+        assert said(sent) == said(expected)
+        assert await pair.idle()
+
+    runner.run(run())
+
+
+def test_decode_that_draws_another_token(runner: asyncio.Runner, pair: EnginePair) -> None:
+    """Prefill's token stays: the stream is sent again with it."""
+
+    async def run() -> None:
+        expected, _ = await stream(pair, SEEDED, "decode")
+        first = said(expected)["token_ids"][0]
+
+        def without_first(call: Call) -> Call:
+            changed = json.dumps(json.loads(call.body) | {"logit_bias": {str(first): -100}}).encode()
+            return call if call.replay_log else replace(call, body=changed)
+
+        sent, router = await stream(pair, SEEDED, "prefill", Fault(), Fault(change=without_first))
+        assert said(sent) == said(expected)
+        assert counted(router, "tandem_first_tokens_total", outcome="replayed") == 1
+        assert await pair.idle()
+
+    runner.run(run())
+
+
+@pytest.mark.parametrize("events", [1, 2])
+def test_a_client_that_leaves(runner: asyncio.Runner, pair: EnginePair, events: int) -> None:
+    """After the first or second event; nothing stays on either engine."""
+
+    async def run() -> None:
+        router, prefill, decode = pair.router("prefill")
+        async with router.answer(request(*GREEDY)) as answer:
+            body = answer.body()
+            for _ in range(events):
+                await anext(body)
+            await body.aclose()
+        await at_rest_of(prefill, decode)
+        assert await pair.idle()
+
+    runner.run(run())
+
+
+def test_what_is_not_streamed_is_sampled_by_decode(runner: asyncio.Runner, pair: EnginePair) -> None:
+    async def run() -> None:
+        router, prefill, decode = pair.router("prefill")
+        endpoint, body = completion(prompt=LONG, temperature=0, max_tokens=4)
+        async with router.answer(request(endpoint, body | {"stream": False, "stream_options": None})) as answer:
+            assert [some async for some in answer.body()]
+            assert (answer.route, answer.sampled_by) == ("remote", "decode")
+        assert json.loads(prefill.calls[0].body)[TRANSFER_FIELD].get("first_token") is None
+        await at_rest_of(prefill, decode)
+
+    runner.run(run())
+
+
+def test_streams_at_once(runner: asyncio.Runner, pair: EnginePair) -> None:
+    """Eight streams of unequal prompts share the steps of both engines."""
+    kinds = [
+        completion(prompt=LONG[: 40 * n], seed=n, temperature=1.0, max_tokens=6, ignore_eos=True) for n in range(1, 9)
+    ]
+
+    async def run() -> None:
+        expected = [said((await stream(pair, kind, "decode"))[0]) for kind in kinds]
+        sent = await asyncio.gather(*(stream(pair, kind, "prefill") for kind in kinds))
+        assert [said(one) for one, _ in sent] == expected
+        assert await pair.idle()
+
+    runner.run(run())

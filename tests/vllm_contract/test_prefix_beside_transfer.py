@@ -1,0 +1,228 @@
+"""Decode loads a stored prefix beside a transfer: what is ordered, how long it waits, and what a
+failed copy costs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from connectors.planning.layout import GroupKind
+from connectors.store.keys.names import ModelFingerprint, PrefixChain
+from connectors.store.planning.prefix import ObjectRef, completed_objects
+from connectors.store.settings import StoreSettings
+from connectors.store.tiers.folder import FolderTier
+from connectors.store.tiers.objects import ObjectName
+from connectors.vllm_hma.kv_store.orders import RankCache, StoreReport
+from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
+from connectors.vllm_hma.kv_store.worker import StoreWorker
+from connectors.vllm_hma.orders import Chunk, Expect
+from tests.planning.builders import Shape, make_engine
+from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
+
+CHUNK = 16
+PROMPT = list(range(70))
+END = len(PROMPT) - 1
+GROUPS = ((GroupKind.FULL, None, 1), (GroupKind.SLIDING, 16, 1))
+RANK = make_engine(Shape(2, "head_major", 8, 8, 40, 0, True, GROUPS, 8), 1)[0]
+CACHE = RankCache(RANK.layout, ModelFingerprint("weights", "float32", "float32", "test"))
+FULL = [ObjectRef(end, 0) for end in (16, 32, 48, 64)]
+
+
+class Host:
+    """Store schedulers of engines that share a path, one after the other."""
+
+    def __init__(self, path: Path) -> None:
+        self.settings = StoreSettings(str(path), disk_gib=0.1, chunk_tokens=CHUNK, staging_mib=1, lookup_s=5.0)
+        self.schedulers: list[StoreScheduler] = []
+
+    def start(self, **settings: float) -> StoreScheduler:
+        scheduler = StoreScheduler(replace(self.settings, **settings), 4096)
+        scheduler.publish([CACHE])
+        self.schedulers.append(scheduler)
+        return scheduler
+
+    def fill(self, end_token: int) -> None:
+        """Store all objects of the prompt up to a token."""
+        scheduler = self.start()
+        store = scheduler.store
+        chain = PrefixChain(store.space, store.plan.spans, "", None, [])
+        chain.extend(PROMPT)
+        for ref in completed_objects(store.plan, 0, end_token):
+            offset = store.reserve(ref)
+            assert offset is not None
+            store.commit(ref, ObjectName(store.space, chain.key(ref), ref.group), offset, 1)
+        until(store.idle)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    made = Host(tmp_path / "store")
+    yield made
+    for scheduler in made.schedulers:
+        scheduler.close()
+
+
+def new_request(scheduler: StoreScheduler, name: str = "r") -> Request:
+    request = Request(name, PROMPT, SamplingParams(max_tokens=1), None)
+    scheduler.new_request(request)
+    return request
+
+
+def ready(scheduler: StoreScheduler, request: Request, local: int = 0, queued: bool = False) -> Callable[[], bool]:
+    return lambda: scheduler.prefix_ready(request, local, END, queued)
+
+
+def tables(end_token: int = END) -> tuple[list[int], ...]:
+    """Block tables as vLLM allocates them for a transfer: of the window, only the end."""
+    blocks = -(-end_token // 8)
+    return [*range(1, blocks + 1)], [0] * (blocks - 3) + [30, 31, 32]
+
+
+def left(scheduler: StoreScheduler) -> int:
+    until(scheduler.store.idle)
+    return scheduler.store.staging.used_bytes
+
+
+def test_full_attention_comes_from_the_store_and_the_rest_by_transfer(host: Host) -> None:
+    host.fill(48)
+    decode = host.start()
+    request = new_request(decode)
+    until(ready(decode, request))
+    assert decode.load_prefix(request, tables(), 8, END) == 48
+    orders = decode.orders(SchedulerOutput.make_empty())
+    (load,) = orders.loads
+    assert (load.start_token, load.end_token, set(load.offsets)) == (8, 48, set(FULL[:3]))
+    worker = StoreWorker(host.settings, 4096)
+    worker.register(RANK.layout)
+    assert worker.load(orders) == set()
+    report = worker.report()
+    assert report is not None
+    decode.take(report)
+    assert left(decode) == 0
+    decode.finished(request)
+    assert decode.remembered == 0
+
+
+def test_nothing_is_waited_for_where_nothing_can_be_stored(host: Host) -> None:
+    decode = host.start()
+    request = new_request(decode)
+    assert decode.prefix_ready(request, 64, END, False), "less than a chunk is left"
+    assert decode.load_prefix(request, tables(), 64, END) == 64
+    unknown = Request("unknown", PROMPT, SamplingParams(max_tokens=1), None)
+    assert decode.prefix_ready(unknown, 0, END, False)
+    assert decode.load_prefix(unknown, tables(), 0, END) == 0
+
+
+@pytest.mark.parametrize("call", ["find_all", "read"])
+def test_a_tier_that_hangs_does_not_hold_up_the_transfer(
+    host: Host, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """It waits ``lookup_s`` once and not at all where the fast link has been measured.
+
+    Nothing is lost.
+    """
+    host.fill(64)
+    release = threading.Event()
+    real = getattr(FolderTier, call)
+
+    def hang(self: FolderTier, *arguments: object) -> object:
+        release.wait(30.0)
+        return real(self, *arguments)
+
+    monkeypatch.setattr(FolderTier, call, hang)
+    decode = host.start(lookup_s=0.02, load_s=30.0)
+    request = new_request(decode)
+    began = time.monotonic()
+    until(ready(decode, request))
+    assert time.monotonic() - began < 5.0, "far below load_s"
+    assert decode.load_prefix(request, tables(), 0, END) == 0
+    assert not decode.orders(SchedulerOutput.make_empty()).loads
+    decode.received(["r"])
+    release.set()
+    assert left(decode) == 0
+
+
+def test_a_link_that_is_faster_than_the_store_is_not_kept_waiting(host: Host) -> None:
+    host.fill(64)
+    decode = host.start()
+    decode.costs.transferred(1 << 40, 1.0)
+    decode.costs.loaded(1, 1.0)
+    request = new_request(decode)
+    assert decode.prefix_ready(request, 0, END, False)
+    assert not decode.store.has_fetch("r")
+    # A prompt that prefill has not started waits in any case.
+    other = new_request(decode, "queued")
+    decode.costs.loaded(1, 1.0)
+    until(ready(decode, other, queued=True))
+    assert decode.load_prefix(other, tables(), 0, END) == 64
+
+
+def test_a_transfer_that_fails_before_it_begins_loads_as_any_request(host: Host) -> None:
+    """Its fetch had no windows, so another one is started."""
+    host.fill(64)
+    decode = host.start()
+    request = new_request(decode)
+    until(ready(decode, request, queued=True))
+    matched: list[int | None] = []
+    until(lambda: bool(matched.append(decode.matched_tokens(request, 0)) or matched[-1] is not None))
+    assert matched[-1] == 64
+    decode.after_alloc(request, tables(), 64)
+    (load,) = decode.orders(SchedulerOutput.make_empty()).loads
+    assert {ref.group for ref in load.offsets} == {0, 1}
+    decode.take(StoreReport(loaded={load.load_id: 1}))
+    decode.finished(request)
+    assert left(decode) == 0
+
+
+def test_an_evicted_block_of_the_own_cache_gives_up_the_prefix(host: Host) -> None:
+    """The fetch began at token 32, and the cache holds fewer tokens now."""
+    host.fill(64)
+    decode = host.start()
+    request = new_request(decode)
+    until(ready(decode, request, local=32))
+    assert decode.load_prefix(request, tables(), 16, END) == 16
+    assert left(decode) == 0
+
+
+def test_a_copy_that_fails_breaks_no_request(host: Host) -> None:
+    """The rank reports no wrong blocks: its transfer fills them all."""
+    host.fill(64)
+    decode = host.start()
+    request = new_request(decode)
+    until(ready(decode, request))
+    assert decode.load_prefix(request, tables(), 0, END) == 64
+    worker = StoreWorker(host.settings, 4096)
+    worker.register(RANK.layout)
+    orders = decode.orders(SchedulerOutput.make_empty())
+    orders.staging = "/dev/shm/tandem-staging-that-is-not-there"
+    assert worker.load(orders) == {"r"}
+    assert worker.not_loaded() == set()
+    report = worker.report()
+    assert report is not None
+    assert not report.broken
+    decode.take(report)
+    assert left(decode) == 0
+
+
+def test_only_the_rest_is_written(worker: Callable[..., Worker]) -> None:
+    """Tokens 0 to 4 are in the first block: the producer writes the second one only."""
+    producer, consumer = worker("p"), worker("c")
+    producer.cache[:] = 0xEE
+    consumer.cache[3] = 0x11
+    producer.step(expects=[Expect("q", "t", 6, DIGEST)], starts=["q"])
+    consumer.step(receives=[replace(receive(producer.address), loaded_token=4)])
+    until(lambda: producer.runtime.counts()["live"] == 1)
+    producer.step(chunks=[Chunk("q", ((1, 2),), 6, last=True)])
+    assert results(consumer) == (set(), {"r"}, set())
+    assert (consumer.cache[3] == 0x11).all()
+    assert np.count_nonzero(consumer.cache[5]) > 0
