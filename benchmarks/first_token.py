@@ -1,6 +1,7 @@
 """First and second token over a slow link, sampled by decode and by prefill (`router.first_token`).
 
-    python -m benchmarks.first_token [--requests 6] [--rate 80mbit] [--lengths 250,500,1000]      (root)
+    python -m benchmarks.first_token [--requests 6] [--rate 80mbit]
+        [--lengths 250,500,1000]  (root)
 
 One pair of engines, as in ``benchmarks.link``: prefill in a network namespace, decode outside of
 it, KV over TCP at the rate. Both settings alternate, request by request, over the same engines:

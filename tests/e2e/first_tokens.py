@@ -39,7 +39,7 @@ Change = Callable[[Call], Call]
 
 @dataclass
 class Fault:
-    """What goes wrong with an engine's answer.
+    """Fault of an engine's answer.
 
     ``dies_at``  number of tokens after which it dies; None: it does not
     ``change``   changes the calls that it receives
@@ -69,7 +69,7 @@ class EnginePair:
         await self.decode.close()
 
     async def idle(self, within_s: float = 10.0) -> bool:
-        """Whether all blocks of both pools are free within a bound."""
+        """Return whether all blocks of both pools are freed within a limited time."""
         give_up_at = asyncio.get_running_loop().time() + within_s
         while asyncio.get_running_loop().time() < give_up_at:
             llms = (self.prefill._llm, self.decode._llm)  # noqa: SLF001 - no public way to the block pools

@@ -18,8 +18,7 @@ from connectors.planning.plan import check_compatible, consumer_ranks, plan_pair
 from connectors.planning.verify import prove_plans
 from tests.planning.builders import HOST
 
-# ---- by hand
-# -----------------------------------------------------------------------------------------------------
+# ---- by hand -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -222,8 +221,7 @@ def test_a_rank_is_asked_for_its_own_units() -> None:
     ]
 
 
-# ---- properties
-# --------------------------------------------------------------------------------------------------
+# ---- properties ----------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 500))
@@ -246,8 +244,7 @@ def test_shards_meet_where_a_token_lies_on_both(ours: Shard, theirs: Shard) -> N
     assert ours.meets(theirs) == bool((ours.stores(tokens) & theirs.stores(tokens)).any())
 
 
-# ---- refusals
-# ----------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

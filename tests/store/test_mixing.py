@@ -1,4 +1,4 @@
-"""How long a transfer waits for a stored prefix: never longer than the transfer of the same
+"""Time for which a transfer waits for a stored prefix: at most that of the transfer of the same
 bytes.
 """
 

@@ -1,5 +1,5 @@
-"""Engines of any PP x PCP x TP (x DCP) grid over the memory transport, and an oracle of where
-their tokens lie.
+"""Engines of any PP x PCP x TP (x DCP) grid over the memory transport, and an oracle of their
+tokens.
 
 The oracle places a token with vLLM's formula for slots (vllm/v1/worker/block_table.py) and a layer
 with vLLM's rule for pipeline stages (vllm/distributed/utils.py). Every 8 bytes of content name the
@@ -289,8 +289,7 @@ def check_pair(producer: EngineShape, consumer: EngineShape, seed: int) -> tuple
     return engines.bytes_written, engines.compare()
 
 
-# ---- the matrix
-# --------------------------------------------------------------------------------------------------
+# ---- the matrix ----------------------------------------------------------------------------------
 
 AXES = [(1, 1, 1), (1, 2, 1), (1, 3, 1), (1, 4, 1), (1, 2, 2), (1, 4, 2), (1, 4, 4)]
 AXES += [(2, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2), (2, 2, 4)]

@@ -1,6 +1,4 @@
-"""Decode loads a stored prefix beside a transfer: what is ordered, how long it waits, and what a
-failed copy costs.
-"""
+"""Decode loads a stored prefix beside a transfer: orders, waits, and the cost of a failed copy."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Sends all requests to both sides and reports the differences: `make differential`.
 
-    python -m tests.campaigns.differential.campaign [--only TEXT] [--damage SHARE] [--first-token ROLE] [--out FILE]
+    python -m tests.campaigns.differential.campaign [--only TEXT] [--damage SHARE]
+        [--first-token ROLE] [--out FILE]
 
 With `--damage` the single server loads another checkpoint: the campaign must find differences, and
 fails otherwise.

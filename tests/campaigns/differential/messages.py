@@ -1,5 +1,5 @@
-"""Anthropic's Messages API: features, wrong values and bodies that are no request, at
-`/v1/messages`.
+"""Requests of Anthropic's Messages API at `/v1/messages`: features, wrong values and invalid
+bodies.
 """
 
 from __future__ import annotations
